@@ -1,0 +1,6 @@
+"""What the models are: configurations. Nothing here imports torch."""
+
+from .evabyte import EvaByteConfig
+from .heads import HEAD_TYPES, MTPHeadConfig
+
+__all__ = ["HEAD_TYPES", "EvaByteConfig", "MTPHeadConfig"]

@@ -1,0 +1,126 @@
+"""What an EvaByte model is: the official fields, and the head that predicts its next bytes. Knows no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from .heads import MTPHeadConfig
+
+
+@strict
+class EvaByteConfig(PreTrainedConfig):
+    """Configuration of a byte-level EvaByte model and of its multi-token head.
+
+    Official `config.json` files load unchanged and unknown fields are kept. `return_dict: false`, which the Hub's
+    files carry, is ignored. The fields that the official code stores and never reads are stored here too.
+
+    Args:
+        window_size: Tokens per EVA window; a token attends to its own window byte by byte, to earlier ones by chunk.
+        chunk_size: Tokens per summary; must divide `window_size`.
+        num_pred_heads: Number of next-token heads N in `lm_head.weight` [N * vocab_size, hidden_size].
+        norm_add_unit_offset: RMSNorm multiplies by 1 + weight.
+        fp32_logits: Logits are returned in float32.
+        mtp_head: The head that drafts (`MTPHeadConfig` or a dict of its fields). `window` defaults to
+            `num_pred_heads`; a smaller one uses the first heads, a larger one appends heads.
+
+    Raises:
+        StrictDataclassError: Wrong types, or contradictory fields by name (`window_size` not a multiple of
+            `chunk_size`, ...), as every transformers 5 configuration does.
+
+    Example:
+        >>> config = EvaByteConfig(hidden_size=64, num_attention_heads=4, window_size=32, chunk_size=4, num_pred_heads=8)
+        >>> config.mtp_head.window
+        8
+    """
+
+    model_type = "evabyte"
+    sub_configs = {"mtp_head": MTPHeadConfig}
+    keys_to_ignore_at_inference = ["past_key_values", "hidden_states", "head_losses"]
+
+    vocab_size: int = 320
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    norm_add_unit_offset: bool = False
+    rope_parameters: dict | None = None
+    attention_class: str = "mha"
+    window_size: int = 512
+    chunk_size: int = 256
+    num_chunks: int | None = None
+    num_pred_heads: int = 1
+    fp32_logits: bool = True
+    fp32_skip_add: bool = True
+    mixedp_attn: bool = True
+    fp32_ln: bool = False
+    init_fn: str = "mitchell"
+    init_std: float = 0.006
+    init_cutoff_factor: float | int | None = None
+    lazy_init: bool = True
+    initializer_range: float = 0.02
+    attention_bias: bool = False
+    attention_dropout: float | int = 0.0
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    use_cache: bool = True
+    max_seq_length: int | None = None
+    mtp_head: MTPHeadConfig | dict | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Fills what depends on other fields; `kwargs` are the fields that this class does not know."""
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+        head = self.mtp_head if isinstance(self.mtp_head, MTPHeadConfig) else MTPHeadConfig(**(self.mtp_head or {}))
+        if head.window is None:
+            head.window = self.num_pred_heads
+        self.mtp_head = head
+        super().__post_init__(**kwargs)
+        self.return_dict = True  # the Hub's files say false, which would turn every output into a tuple
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    def validate_architecture(self) -> None:
+        """Refuses contradictory values; the message names the fields and what would be right."""
+        for name in ("window_size", "chunk_size", "num_pred_heads", "num_attention_heads", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.window_size % self.chunk_size:
+            raise ValueError(f"window_size={self.window_size} must be a multiple of chunk_size={self.chunk_size}")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"hidden_size / num_attention_heads = {self.head_dim} must be even for rotary positions")
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise ValueError(
+                f"num_key_value_heads={self.num_key_value_heads} must equal num_attention_heads="
+                f"{self.num_attention_heads}: EvaByte has no grouped attention"
+            )
+        if self.tie_word_embeddings:
+            raise ValueError("tie_word_embeddings=True: EvaByte's lm_head holds several heads and cannot be tied")
+        if self.mtp_head.window > self.window_size:
+            raise ValueError(
+                f"mtp_head.window={self.mtp_head.window} exceeds window_size={self.window_size}: "
+                "a draft may cross one window border at most"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Adds `rope_theta` and `rope_scaling` beside `rope_parameters`, where the official code looks for them."""
+        output = super().to_dict()
+        output["mtp_head"] = self.mtp_head.options()
+        rope = dict(output.get("rope_parameters") or {})
+        output["rope_theta"] = rope.pop("rope_theta", 10000.0)
+        output["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
+        return output

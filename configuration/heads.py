@@ -1,0 +1,66 @@
+"""What a multi-token prediction head is: its family, window and rank. Knows no torch and no backbone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+HEAD_TYPES = ("ff",)
+"""Head families that can be chosen by `MTPHeadConfig.head_type`."""
+
+
+@strict
+class MTPHeadConfig(PreTrainedConfig):
+    """Options of a head that describes the law of the next `window` tokens.
+
+    The same class is the sub-config `mtp_head` of a model that owns its head, and the config of `MTPHeads`, a folder
+    of heads that stands apart from its backbone; only the latter needs the last three fields.
+
+    Args:
+        head_type: The family of the law. `"ff"`: independent positions (Gloeckle et al. 2024).
+        window: Number of tokens n that the law covers; the first is the ordinary next token, so a draft has n - 1.
+            None lets the owner decide (EvaByte takes `num_pred_heads`).
+        rank: Number of mixture components r of the circuit families; `"ff"` has 1.
+        gamma: Discount of the training loss: depth j weighs gamma^(j-1).
+        hidden_size: Width of the hidden states that the head reads (heads apart from their backbone).
+        vocab_size: Number of token ids (heads apart from their backbone).
+        base_model_name_or_path: The backbone that the heads were trained for, for people to read.
+
+    Raises:
+        StrictDataclassError: An unknown `head_type`, a `window`, `rank` or `gamma` out of range, or a wrong type.
+
+    Example:
+        >>> MTPHeadConfig(head_type="ff", window=8).window
+        8
+    """
+
+    model_type = "mtp_heads"
+    base_config_key = "mtp_head"
+
+    head_type: str = "ff"
+    window: int | None = None
+    rank: int = 1
+    gamma: float | int = 0.9
+    hidden_size: int | None = None
+    vocab_size: int | None = None
+    base_model_name_or_path: str | None = None
+    initializer_range: float = 0.02
+
+    def validate_architecture(self) -> None:
+        """Refuses contradictory values; the message names the field and what would be right."""
+        if self.head_type not in HEAD_TYPES:
+            raise ValueError(f"head_type={self.head_type!r} is unknown; choose one of {', '.join(HEAD_TYPES)}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window} must be at least 1 (1 means: no draft)")
+        if self.rank < 1:
+            raise ValueError(f"rank={self.rank} must be at least 1")
+        if self.head_type == "ff" and self.rank != 1:
+            raise ValueError(f"rank={self.rank} needs a circuit; head_type='ff' has rank=1")
+        if not 0.0 < self.gamma <= 1.0:
+            raise ValueError(f"gamma={self.gamma} must lie in (0, 1]")
+
+    def options(self) -> dict[str, Any]:
+        """The fields that describe the law, for a model's own `config.json`."""
+        return {name: getattr(self, name) for name in ("head_type", "window", "rank", "gamma")}

@@ -1,0 +1,1 @@
+"""How a draft is made and judged."""

@@ -1,0 +1,96 @@
+"""Drafters: they propose tokens and state the law that each was really drawn from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation import CandidateGenerator
+
+from ..modeling.circuits import WindowLaw, race
+from .processing import Processing
+
+
+class HeadDrafter(CandidateGenerator):
+    """Drafts from the window law of a head, conditioned on the token that the last verification added.
+
+    The law comes from the hidden state just before that token (spec: circuits, design B), so that one backbone call
+    verifies a draft and yields the state for the next. Greedy drafts are argmaxes; sampled ones are drawn from the
+    conditionals after the processors that look at scores alone (temperature, top-k, top-p, ...), and those warped
+    conditionals are the laws handed to the verifier.
+
+    It is a transformers `CandidateGenerator` and works in transformers' own assisted loop (batch 1) as well.
+
+    Args:
+        law: From hidden states [B, D] to the law of the next n tokens.
+        window: n.
+        generation_config: `do_sample`, `num_assistant_tokens` (None: n - 1) and `max_length` are read.
+        logits_processor: The target's processors.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(
+        self,
+        law: Callable[[torch.Tensor], WindowLaw],
+        window: int,
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList | None = None,
+    ) -> None:
+        self.law = law
+        self.num_tokens = min(generation_config.num_assistant_tokens or window - 1, window - 1)
+        self.do_sample = bool(generation_config.do_sample)
+        self.max_length = generation_config.max_length
+        self.processing = Processing(logits_processor or LogitsProcessorList())
+        self.model_kwargs_overrides = {"output_hidden_states": -1}
+        self._after_prefill = True
+
+    def draft(self, hidden: torch.Tensor, first: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Drafts the tokens after `first`.
+
+        Args:
+            hidden: [B, D], the last hidden state before `first`.
+            first: [B] int64, the token that the last verification added.
+            length: Tokens to draft, at most `num_tokens`.
+
+        Returns:
+            draft [B, length] int64, and q [B, length, v], the probabilities each was drawn from (None when greedy).
+        """
+        law = self.law(hidden).condition(first)
+        if not self.do_sample:
+            return law.greedy()[:, :length], None
+        placeholder = first[:, None].expand(-1, law.window)
+        conditionals = law.conditional_log_probs(placeholder)[:, :length]
+        q = self.processing.warp(conditionals).softmax(-1)
+        return race(q), q
+
+    def get_candidates(
+        self,
+        input_ids: torch.Tensor,
+        model_outputs: Any = None,
+        is_first_iteration: bool = True,
+        n_last_matches: int = 0,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Candidates for transformers' assisted loop.
+
+        Args:
+            input_ids: [1, L], the sequence so far; its last token is the one to condition on.
+            model_outputs: Output of the last forward, with `hidden_states[-1]` after the final norm.
+            is_first_iteration: True before the prefill, which drafts nothing.
+            n_last_matches: Drafts accepted by the last verification.
+            **kwargs: What else the loop passes.
+
+        Returns:
+            Candidate ids [1, L + m] and log q [1, m, v] (None when greedy or nothing was drafted).
+        """
+        length = min(self.num_tokens, self.max_length - input_ids.shape[1] - 1)
+        if is_first_iteration or length < 1:
+            return input_ids, None
+        states = model_outputs.hidden_states[-1]
+        hidden = states[:, -1] if self._after_prefill else states[:, n_last_matches]
+        self._after_prefill = False
+        draft, q = self.draft(hidden.to(input_ids.device), input_ids[:, -1], length)
+        return torch.cat([input_ids, draft], dim=1), None if q is None else q.log()

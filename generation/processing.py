@@ -1,0 +1,99 @@
+"""Logits processors over several positions of ragged rows. Knows neither drafts nor models.
+
+transformers' processors take the ids so far [B, L] and the scores of one position [B, v]. Here a row has scores for k
+positions in a row, and rows have different lengths: processors that look at the scores only run once over all of
+them; the others see, for every position, each row's own ids and nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as library
+
+from .tokens import TokenRows
+
+_POINTWISE = (
+    library.TemperatureLogitsWarper,
+    library.TopKLogitsWarper,
+    library.TopPLogitsWarper,
+    library.MinPLogitsWarper,
+    library.TypicalLogitsWarper,
+    library.EpsilonLogitsWarper,
+    library.EtaLogitsWarper,
+    library.LogitNormalization,
+    library.InfNanRemoveLogitsProcessor,
+    library.SuppressTokensLogitsProcessor,
+)
+
+STATEFUL = (
+    library.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    library.SynthIDTextWatermarkLogitsProcessor,
+)
+"""Processors that count their own calls: they cannot be asked about tokens that may be rejected."""
+
+
+class Processing:
+    """Applies a list of logits processors in its order.
+
+    Args:
+        processors: The list that transformers prepared for this call of `generate`.
+    """
+
+    def __init__(self, processors: LogitsProcessorList) -> None:
+        self.processors = list(processors)
+        self.pointwise = [p for p in self.processors if type(p) in _POINTWISE]
+
+    def __call__(self, tokens: TokenRows, logits: torch.Tensor) -> torch.Tensor:
+        """Scores of the target.
+
+        Args:
+            tokens: The rows; the drafts whose scores follow are written behind them (`TokenRows.write`).
+            logits: [B, k, v] float32; position i of row b comes after `lengths[b] + i` ids.
+
+        Returns:
+            [B, k, v] processed scores.
+        """
+        for processor in self.processors:
+            step = self._flat if type(processor) in _POINTWISE else self._per_prefix
+            logits = step(processor, tokens, logits)
+        return logits
+
+    def warp(self, logits: torch.Tensor) -> torch.Tensor:
+        """Only the processors that look at scores alone, for draft laws [..., v]; a draft's law may be any law."""
+        flat = logits.flatten(0, -2)
+        for processor in self.pointwise:
+            flat = processor(None, flat)
+        return flat.view(logits.shape)
+
+    def _flat(self, processor: LogitsProcessor, tokens: TokenRows, logits: torch.Tensor) -> torch.Tensor:
+        return processor(tokens.ids[:, :0], logits.flatten(0, 1)).view(logits.shape)
+
+    def _per_prefix(self, processor: LogitsProcessor, tokens: TokenRows, logits: torch.Tensor) -> torch.Tensor:
+        output = logits.clone()
+        for rows, length in tokens.groups():
+            of_rows = _for_rows(processor, rows, len(tokens.lengths))
+            for position in range(logits.shape[1]):
+                prefix = tokens.prefix(rows, length + position)
+                output[rows, position] = of_rows(prefix, logits[rows, position])
+        return output
+
+
+def _for_rows(processor: LogitsProcessor, rows: list[int], batch: int) -> LogitsProcessor:
+    """The processor for some rows of the batch: those that count rows must still find their own."""
+    if len(rows) == batch:
+        return processor
+    if isinstance(processor, library.PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        return library.PrefixConstrainedLogitsProcessor(lambda index, ids: allowed(rows[index], ids), 1)
+    clone = copy.copy(processor)
+    if isinstance(processor, library.EncoderRepetitionPenaltyLogitsProcessor):
+        clone.encoder_input_ids = processor.encoder_input_ids[rows]
+    elif isinstance(processor, library.EncoderNoRepeatNGramLogitsProcessor):
+        clone.generated_ngrams = [processor.generated_ngrams[row] for row in rows]
+        clone.batch_size = len(rows)
+    else:
+        return processor
+    return clone

@@ -1,0 +1,138 @@
+"""Verification: which drafted tokens are kept, and which token is added. Pure functions of tensors.
+
+Indices: a draft has m tokens d_1..d_m; row i - 1 of `p` and `q` is the target's and the drafter's law of token i given
+the tokens before it in the draft; row m of `p` is the target's law after the whole draft. Every rule emits s accepted
+drafts and one added token, and the emitted tokens follow the target's law exactly, whatever `q` is, as long as `q` is
+the law that the draft was really drawn from.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..modeling.circuits import race
+
+
+def token_acceptance(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token verification (Leviathan et al. 2023, Algorithm 1).
+
+    Args:
+        draft: [B, m] int64.
+        q: [B, m, v] probabilities.
+        p: [B, m + 1, v] probabilities.
+
+    Returns:
+        accept [B, m]: probability min(1, p / q) of keeping each draft if those before it were kept.
+        residual [B, m + 1, v]: law of the added token when s drafts are accepted.
+    """
+    return _ratios(draft, q, p).clamp(max=1), _residuals(q, p, torch.ones_like(p[..., :1]))
+
+
+def block_acceptance(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block verification (Sun et al. 2024, arXiv 2403.10444): never fewer accepted tokens than `token_acceptance`.
+
+    With P_i = min(1, P_{i-1} p_i / q_i) and Z_i = sum_x max(0, P_i p_{i+1}(x) - q_{i+1}(x)), prefix i is kept with
+    probability h_i = Z_i / (Z_i + 1 - P_i), and h_m = P_m; the longest kept prefix wins.
+
+    Args:
+        draft: [B, m] int64.
+        q: [B, m, v] probabilities.
+        p: [B, m + 1, v] probabilities.
+
+    Returns:
+        accept [B, m]: h_i, each tested by an independent uniform.
+        residual [B, m + 1, v]: law of the added token when s drafts are accepted.
+    """
+    weight = _block_weights(draft, q, p)
+    scaled = (weight[:, :-1, None] * p[:, :-1] - q).clamp(min=0)
+    return _block_accept(weight, scaled), _residuals(q, p, weight[..., None])
+
+
+def verify_greedy(draft: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keeps drafts while they are the target's argmax, and adds the argmax after them.
+
+    Args:
+        draft: [B, m] int64.
+        scores: [B, m + 1, v] scores of the target after all logits processors.
+
+    Returns:
+        num_accepted [B] and next_token [B], int64.
+    """
+    best = scores.argmax(-1)
+    accepted = (draft == best[:, :-1]).long().cumprod(1).sum(1)
+    return accepted, best.gather(1, accepted[:, None])[:, 0]
+
+
+def verify(
+    draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor, rule: str = "block", generator: torch.Generator | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws from the laws of `token_acceptance` or `block_acceptance`.
+
+    Args:
+        draft: [B, m] int64, drawn from `q`.
+        q: [B, m, v] probabilities.
+        p: [B, m + 1, v] probabilities.
+        rule: `"token"` or `"block"`.
+        generator: Source of randomness.
+
+    Returns:
+        num_accepted [B] and next_token [B], int64.
+
+    Raises:
+        ValueError: An unknown rule.
+    """
+    uniform = torch.rand(draft.shape, dtype=p.dtype, device=p.device, generator=generator)
+    if rule == "token":
+        accepted = (uniform < _ratios(draft, q, p)).long().cumprod(1).sum(1)
+        weight = torch.ones_like(p[:, :, 0])
+    elif rule == "block":
+        weight = _block_weights(draft, q, p)
+        kept = uniform < _block_accept(weight, (weight[:, :-1, None] * p[:, :-1] - q).clamp(min=0))
+        accepted = (kept * torch.arange(1, draft.shape[1] + 1, device=p.device)).amax(1)
+    else:
+        raise ValueError(f"verification={rule!r} is unknown; choose 'token' or 'block'")
+    return accepted, race(_residual_at(accepted, q, p, weight), generator)
+
+
+def _ratios(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """p / q at the drafted tokens [B, m]; 0 where the target excludes the token."""
+    chosen = draft[..., None]
+    return (p[:, :-1].gather(-1, chosen) / q.gather(-1, chosen))[..., 0].nan_to_num(nan=0.0)
+
+
+def _block_weights(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """P_0..P_m, [B, m + 1].
+
+    P_i = min(1, P_{i-1} r_i) is a walk reflected at 1: with S_i = sum_{j<=i} log r_j, log P_i = S_i - max(0, max_{j<=i} S_j).
+    """
+    walk = _ratios(draft, q, p).log().cumsum(1)
+    weight = (walk - walk.cummax(1).values.clamp(min=0)).exp()
+    return torch.cat([torch.ones_like(weight[:, :1]), weight], dim=1)
+
+
+def _block_accept(weight: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
+    """h_1..h_m from P_0..P_m and max(0, P_i p_{i+1} - q_{i+1}) for i = 0..m-1."""
+    mass = scaled.sum(-1)[:, 1:]
+    middle = (mass / (mass + 1 - weight[:, 1:-1])).nan_to_num(nan=1.0)
+    return torch.cat([middle, weight[:, -1:]], dim=1)
+
+
+def _residuals(q: torch.Tensor, p: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Normalised max(0, weight p - q) for all rows, [B, m + 1, v]; the last row is p's."""
+    rows = _normalised((weight[:, :-1] * p[:, :-1] - q).clamp(min=0), p[:, :-1])
+    return torch.cat([rows, p[:, -1:]], dim=1)
+
+
+def _residual_at(accepted: torch.Tensor, q: torch.Tensor, p: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Row `accepted` of the residuals, [B, v]; only that row is computed."""
+    batch = torch.arange(len(accepted), device=p.device)
+    target = p[batch, accepted]
+    drafted = q[batch, accepted.clamp(max=q.shape[1] - 1)] * (accepted < q.shape[1])[:, None]
+    scale = torch.where(accepted < q.shape[1], weight[batch, accepted], 1.0)
+    return _normalised((scale[:, None] * target - drafted).clamp(min=0), target)
+
+
+def _normalised(mass: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
+    """`mass` divided by its sum, or `fallback` where rounding left no mass."""
+    total = mass.sum(-1, keepdim=True)
+    return torch.where(total > 0, mass / total, fallback)

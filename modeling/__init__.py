@@ -1,0 +1,1 @@
+"""The networks. Nothing here knows how drafts are judged."""

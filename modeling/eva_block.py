@@ -1,0 +1,128 @@
+"""The geometry of one EVA forward: which keys each new token sees. Knows neither weights nor buffers.
+
+A cache row holds `summaries` chunk summaries followed by raw keys, the first of which starts a window. The new tokens
+stand at raw slots `offset .. offset + length - 1`. A query at slot t sees (spec: EVA attention)
+
+- raw slot s where s // W == t // W and s <= t,
+- every summary of an earlier window: those in the cache, and those of raw windows before its own, which the layer
+  computes on the fly ("provisional": they may contain speculative tokens and are not kept).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class EvaBlock:
+    """What one forward of `length` new tokens per row means to every layer.
+
+    Attributes:
+        length: New tokens per row, M.
+        window: W, tokens per window.
+        chunk: C, tokens per summary.
+        offsets: Raw tokens in the cache before the block, per row.
+        summaries: Chunk summaries in the cache before the raw tokens, per row.
+        fold: Whole windows that each row's cache must summarise before the block is written.
+        settle: Whole windows that each row's cache must summarise after the block was attended to.
+        mask: Additive mask for the attention function, or None where plain causal attention is right.
+    """
+
+    length: int
+    window: int
+    chunk: int
+    offsets: list[int]
+    summaries: list[int]
+    fold: list[int]
+    settle: list[int]
+    device: torch.device
+    mask: torch.Tensor | None = None
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no row has a past, so that the block attends to nothing but itself."""
+        return not any(self.offsets) and not any(self.summaries)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether attention runs window by window rather than over one dense mask."""
+        return self.length > self.window
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all rows have the same geometry, so that slices do for gathers."""
+        return len(set(self.offsets)) == 1 and len(set(self.summaries)) == 1
+
+    @property
+    def provisional(self) -> int:
+        """Raw windows that some row of the block leaves behind."""
+        return (max(self.offsets) + self.length - 1) // self.window
+
+    @property
+    def used(self) -> int:
+        """Slots of the cache that the block may read."""
+        return max(map(int.__add__, self.summaries, self.offsets)) + self.length
+
+    def column(self, values: list[int]) -> torch.Tensor:
+        """Per-row integers as a [R, 1] tensor, or [1, 1] where all rows agree."""
+        return torch.tensor(values[:1] if self.is_uniform else values, device=self.device)[:, None]
+
+    def positions(self) -> torch.Tensor:
+        """True positions of the new tokens, [R, M] or [1, M]."""
+        start = [n * self.chunk + o for n, o in zip(self.summaries, self.offsets)]
+        return self.column(start) + torch.arange(self.length, device=self.device)
+
+    def place(self, states: torch.Tensor, total: int) -> torch.Tensor:
+        """Puts per-token states [R, H, M, d] at their raw slots: [R, H, total, d], zero elsewhere."""
+        placed = states.new_zeros(*states.shape[:2], total, states.shape[3])
+        if self.is_uniform:
+            placed[:, :, self.offsets[0] : self.offsets[0] + self.length] = states
+            return placed
+        return placed.scatter(2, self._slots()[:, None, :, None].expand_as(states), states)
+
+    def take(self, placed: torch.Tensor) -> torch.Tensor:
+        """The inverse of `place`, for outputs [R, total, ...]: [R, M, ...]."""
+        if self.is_uniform:
+            return placed[:, self.offsets[0] : self.offsets[0] + self.length]
+        slots = self._slots()[:, :, None, None].expand(-1, -1, *placed.shape[2:])
+        return placed.gather(1, slots)
+
+    def with_mask(self, dtype: torch.dtype, explicit: bool) -> EvaBlock:
+        """Builds the mask; `explicit` asks for one even where `is_causal` would do (eager attention)."""
+        if self.is_long:
+            self.mask = _additive(self._visible_by_window(), dtype)
+        elif (explicit or not self.is_fresh) and (self.length > 1 or not self.is_uniform or self.provisional):
+            self.mask = _additive(self._visible(), dtype)[:, None]
+        return self
+
+    def _slots(self) -> torch.Tensor:
+        return torch.arange(self.length, device=self.device) + self.column(self.offsets)
+
+    def _visible(self) -> torch.Tensor:
+        """[R or 1, M, used + provisional summaries], True where a query may look."""
+        query = self._slots()[:, :, None]
+        key = (torch.arange(self.used, device=self.device) - self.column(self.summaries))[:, None, :]
+        if not self.provisional:
+            return key <= query
+        same_window = (key // self.window == query // self.window) & (key <= query)
+        chunks = torch.arange(self.provisional * self.window // self.chunk, device=self.device)
+        earlier = chunks // (self.window // self.chunk) < query // self.window
+        return torch.cat([(key < 0) | same_window, earlier], dim=-1)
+
+    def _visible_by_window(self) -> torch.Tensor:
+        """[R * windows, 1, W, cached + new summaries + W], the window-by-window form of the same rule."""
+        per_window = self.window // self.chunk
+        windows = torch.arange(self.provisional + 1, device=self.device)
+        past = torch.arange(max(self.summaries), device=self.device) < self.column(self.summaries)
+        new = torch.arange(self.provisional * per_window, device=self.device) // per_window < windows[:, None]
+        own = torch.ones(self.window, self.window, dtype=torch.bool, device=self.device).tril()
+        rows, count = len(self.offsets), len(windows)
+        parts = (past[:, None, None, :], new[None, :, None, :], own[None, None])
+        shape = (rows, count, self.window)
+        return torch.cat([part.expand(*shape, part.shape[-1]) for part in parts], dim=-1).flatten(0, 1)[:, None]
+
+
+def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))

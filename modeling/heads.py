@@ -1,0 +1,69 @@
+"""Heads: modules from a hidden state to the parameters of a law over the next n tokens. They know no backbone."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..configuration import MTPHeadConfig
+from .circuits import WindowLaw, circuit_from_logits
+
+
+class FFHead(nn.Linear):
+    """Independent linear heads in the released EvaByte parametrisation: one matrix, head-major.
+
+    Rows h V .. (h + 1) V - 1 of `weight` [N V, D] belong to head h, which predicts x_{t+1+h}.
+
+    Args:
+        hidden_size: D.
+        vocab_size: V.
+        num_heads: N.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, num_heads: int) -> None:
+        super().__init__(hidden_size, num_heads * vocab_size, bias=False)
+        self.vocab_size, self.num_heads = vocab_size, num_heads
+        self.target_frozen = False
+
+    def forward(self, hidden_states: torch.Tensor, num_heads: int | None = None) -> torch.Tensor:
+        """Logits of the first `num_heads` heads (all by default).
+
+        Args:
+            hidden_states: [..., D].
+            num_heads: How many heads to evaluate; 1 costs what an ordinary `lm_head` costs.
+
+        Returns:
+            [..., num_heads, V], in the dtype of the weights.
+        """
+        count = self.num_heads if num_heads is None else num_heads
+        weight = self.weight[: count * self.vocab_size]
+        if self.target_frozen and torch.is_grad_enabled():
+            weight = torch.cat([weight[: self.vocab_size].detach(), weight[self.vocab_size :]])
+        return nn.functional.linear(hidden_states, weight).unflatten(-1, (count, self.vocab_size))
+
+    def extend(self, num_heads: int, std: float) -> None:
+        """Appends heads, drawn from N(0, std^2), until there are `num_heads`; the old ones stay as they are."""
+        missing = num_heads - self.num_heads
+        if missing <= 0:
+            return
+        new = torch.randn(missing * self.vocab_size, self.in_features, device=self.weight.device) * std
+        self.weight = nn.Parameter(torch.cat([self.weight.detach(), new.to(self.weight.dtype)]))
+        self.num_heads, self.out_features = num_heads, num_heads * self.vocab_size
+
+
+def build_head(config: MTPHeadConfig, hidden_size: int, vocab_size: int, num_heads: int | None = None) -> nn.Module:
+    """The head module of `config.head_type`; `num_heads` may exceed the window (released FF heads keep all rows)."""
+    families = {"ff": lambda: FFHead(hidden_size, vocab_size, num_heads or config.window)}
+    return families[config.head_type]()
+
+
+def window_law(head: nn.Module, config: MTPHeadConfig, hidden_states: torch.Tensor) -> WindowLaw:
+    """The law of the next `config.window` tokens given hidden states [..., D], in float32 (float64 kept).
+
+    Raises:
+        ValueError: Logits that are not numbers, naming the head.
+    """
+    if config.head_type == "ff":
+        logits = head(hidden_states, config.window)
+        return circuit_from_logits("ff", leaf_logits=logits.unsqueeze(-2))
+    raise ValueError(f"head_type={config.head_type!r} has no window law")

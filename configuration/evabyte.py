@@ -1,7 +1,6 @@
 """What an EvaByte model is: the official fields, and the head that predicts its next bytes. Knows no torch."""
 
-from __future__ import annotations
-
+# no `from __future__ import annotations`: @strict checks field types only where annotations are real types
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -110,6 +109,10 @@ class EvaByteConfig(PreTrainedConfig):
             )
         if self.tie_word_embeddings:
             raise ValueError("tie_word_embeddings=True: EvaByte's lm_head holds several heads and cannot be tied")
+        if self.mtp_head.leaf != "full":
+            raise ValueError(
+                f"mtp_head.leaf={self.mtp_head.leaf!r}: EvaByte's own heads are rows of lm_head, leaf='full'"
+            )
         if self.mtp_head.window > self.window_size:
             raise ValueError(
                 f"mtp_head.window={self.mtp_head.window} exceeds window_size={self.window_size}: "

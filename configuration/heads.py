@@ -1,7 +1,6 @@
 """What a multi-token prediction head is: its family, window and rank. Knows no torch and no backbone."""
 
-from __future__ import annotations
-
+# no `from __future__ import annotations`: @strict checks field types only where annotations are real types
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -9,6 +8,9 @@ from transformers import PreTrainedConfig
 
 HEAD_TYPES = ("ff",)
 """Head families that can be chosen by `MTPHeadConfig.head_type`."""
+
+LEAVES = ("full", "shared")
+"""How a head turns hidden states into logits, `MTPHeadConfig.leaf`."""
 
 
 @strict
@@ -23,6 +25,8 @@ class MTPHeadConfig(PreTrainedConfig):
         window: Number of tokens n that the law covers; the first is the ordinary next token, so a draft has n - 1.
             None lets the owner decide (EvaByte takes `num_pred_heads`).
         rank: Number of mixture components r of the circuit families; `"ff"` has 1.
+        leaf: `"full"`: an unembedding [v, d] of its own per position; `"shared"`: one map [d, d] per position before
+            the backbone's frozen unembedding, for large vocabularies (heads apart from their backbone).
         gamma: Discount of the training loss: depth j weighs gamma^(j-1).
         hidden_size: Width of the hidden states that the head reads (heads apart from their backbone).
         vocab_size: Number of token ids (heads apart from their backbone).
@@ -42,6 +46,7 @@ class MTPHeadConfig(PreTrainedConfig):
     head_type: str = "ff"
     window: int | None = None
     rank: int = 1
+    leaf: str = "full"
     gamma: float | int = 0.9
     hidden_size: int | None = None
     vocab_size: int | None = None
@@ -52,6 +57,8 @@ class MTPHeadConfig(PreTrainedConfig):
         """Refuses contradictory values; the message names the field and what would be right."""
         if self.head_type not in HEAD_TYPES:
             raise ValueError(f"head_type={self.head_type!r} is unknown; choose one of {', '.join(HEAD_TYPES)}")
+        if self.leaf not in LEAVES:
+            raise ValueError(f"leaf={self.leaf!r} is unknown; choose one of {', '.join(LEAVES)}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window={self.window} must be at least 1 (1 means: no draft)")
         if self.rank < 1:
@@ -63,4 +70,4 @@ class MTPHeadConfig(PreTrainedConfig):
 
     def options(self) -> dict[str, Any]:
         """The fields that describe the law, for a model's own `config.json`."""
-        return {name: getattr(self, name) for name in ("head_type", "window", "rank", "gamma")}
+        return {name: getattr(self, name) for name in ("head_type", "window", "rank", "leaf", "gamma")}

@@ -28,6 +28,9 @@ class HeadDrafter(CandidateGenerator):
         window: n.
         generation_config: `do_sample`, `num_assistant_tokens` (None: n - 1) and `max_length` are read.
         logits_processor: The target's processors.
+
+    Raises:
+        ValueError: `num_assistant_tokens` below 1.
     """
 
     requires_model_outputs = True
@@ -40,11 +43,11 @@ class HeadDrafter(CandidateGenerator):
         logits_processor: LogitsProcessorList | None = None,
     ) -> None:
         self.law = law
-        self.num_tokens = min(generation_config.num_assistant_tokens or window - 1, window - 1)
+        self.num_tokens = _draft_length(generation_config.num_assistant_tokens, window - 1)
         self.do_sample = bool(generation_config.do_sample)
         self.max_length = generation_config.max_length
         self.processing = Processing(logits_processor or LogitsProcessorList())
-        self.model_kwargs_overrides = {"output_hidden_states": -1}
+        self.model_kwargs_overrides = {"output_hidden_states": generation_config.output_hidden_states or -1}
         self._after_prefill = True
 
     def draft(self, hidden: torch.Tensor, first: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -94,3 +97,9 @@ class HeadDrafter(CandidateGenerator):
         self._after_prefill = False
         draft, q = self.draft(hidden.to(input_ids.device), input_ids[:, -1], length)
         return torch.cat([input_ids, draft], dim=1), None if q is None else q.log()
+
+
+def _draft_length(asked: int | None, longest: int) -> int:
+    if asked is not None and asked < 1:
+        raise ValueError(f"num_assistant_tokens={asked} must be at least 1; to decode without drafts use use_mtp=False")
+    return longest if asked is None else min(asked, longest)

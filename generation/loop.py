@@ -82,7 +82,7 @@ class SpeculativeLoop:
         self.cache = outputs.past_key_values
         self.statistics.backbone_calls += 1
         logits = outputs.logits[:, -1:].float()
-        scores = self.processing(self.tokens, logits)
+        scores = self.processing(self.tokens, logits, self.done)
         first = race(scores.softmax(-1)) if self.config.do_sample else scores.argmax(-1)
         self.tokens.write(first)
         kept, self.done = self.stopping.cut(self.tokens, first.tolist(), self.done)
@@ -99,7 +99,7 @@ class SpeculativeLoop:
         called = time.perf_counter()
         logits = outputs.logits.float()
         self.tokens.write(draft)
-        scores = self.processing(self.tokens, logits)
+        scores = self.processing(self.tokens, logits, self.done)
         accepted, new = self._verify(draft, q, scores)
         self.tokens.write(new)
         accepted, new, drafts = accepted.tolist(), new.tolist(), draft.tolist()
@@ -159,8 +159,8 @@ class SpeculativeLoop:
     def _stream(self) -> None:
         lengths = self.tokens.lengths
         ready = min((n for n, done in zip(lengths, self.done) if not done), default=max(lengths))
-        columns = self.tokens.sequences(self.pad)[:, self.streamed : ready].cpu()
-        for column in columns.unbind(1):
+        # one column at a time: text streamers are exact only so
+        for column in self.tokens.columns(self.streamed, ready, self.pad).cpu().unbind(1):
             self.streamer.put(column)
         self.streamed = max(self.streamed, ready)
 
@@ -177,7 +177,7 @@ class SpeculativeLoop:
         self.hidden = states[rows, torch.tensor([max(count - 1, 0) for count in kept], device=states.device)]
 
     def _output(self) -> GenerateSpeculativeOutput | torch.Tensor:
-        sequences = self.tokens.sequences(self.pad)
+        sequences = self.tokens.columns(0, max(self.tokens.lengths), self.pad)
         if not self.config.return_dict_in_generate:
             return sequences
         self._align_cache()

@@ -46,19 +46,22 @@ class Processing:
         self.processors = list(processors)
         self.pointwise = [p for p in self.processors if type(p) in _POINTWISE]
 
-    def __call__(self, tokens: TokenRows, logits: torch.Tensor) -> torch.Tensor:
+    def __call__(self, tokens: TokenRows, logits: torch.Tensor, done: list[bool]) -> torch.Tensor:
         """Scores of the target.
 
         Args:
             tokens: The rows; the drafts whose scores follow are written behind them (`TokenRows.write`).
             logits: [B, k, v] float32; position i of row b comes after `lengths[b] + i` ids.
+            done: Rows that have ended; their scores are arbitrary.
 
         Returns:
             [B, k, v] processed scores.
         """
         for processor in self.processors:
-            step = self._flat if type(processor) in _POINTWISE else self._per_prefix
-            logits = step(processor, tokens, logits)
+            if type(processor) in _POINTWISE:
+                logits = processor(tokens.ids[:, :0], logits.flatten(0, 1)).view(logits.shape)
+            else:
+                logits = _per_prefix(processor, tokens, logits, done)
         return logits
 
     def warp(self, logits: torch.Tensor) -> torch.Tensor:
@@ -68,17 +71,14 @@ class Processing:
             flat = processor(None, flat)
         return flat.view(logits.shape)
 
-    def _flat(self, processor: LogitsProcessor, tokens: TokenRows, logits: torch.Tensor) -> torch.Tensor:
-        return processor(tokens.ids[:, :0], logits.flatten(0, 1)).view(logits.shape)
 
-    def _per_prefix(self, processor: LogitsProcessor, tokens: TokenRows, logits: torch.Tensor) -> torch.Tensor:
-        output = logits.clone()
-        for rows, length in tokens.groups():
-            of_rows = _for_rows(processor, rows, len(tokens.lengths))
-            for position in range(logits.shape[1]):
-                prefix = tokens.prefix(rows, length + position)
-                output[rows, position] = of_rows(prefix, logits[rows, position])
-        return output
+def _per_prefix(processor: LogitsProcessor, tokens: TokenRows, logits: torch.Tensor, done: list[bool]) -> torch.Tensor:
+    output = logits.clone()
+    for rows, length in tokens.groups(done):
+        of_rows = _for_rows(processor, rows, len(done))
+        for position in range(logits.shape[1]):
+            output[rows, position] = of_rows(tokens.prefix(rows, length + position), logits[rows, position])
+    return output
 
 
 def _for_rows(processor: LogitsProcessor, rows: list[int], batch: int) -> LogitsProcessor:
@@ -89,7 +89,9 @@ def _for_rows(processor: LogitsProcessor, rows: list[int], batch: int) -> Logits
         allowed = processor._prefix_allowed_tokens_fn
         return library.PrefixConstrainedLogitsProcessor(lambda index, ids: allowed(rows[index], ids), 1)
     clone = copy.copy(processor)
-    if isinstance(processor, library.EncoderRepetitionPenaltyLogitsProcessor):
+    if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
+        clone.prompt_ignore_length = processor.prompt_ignore_length[rows]
+    elif isinstance(processor, library.EncoderRepetitionPenaltyLogitsProcessor):
         clone.encoder_input_ids = processor.encoder_input_ids[rows]
     elif isinstance(processor, library.EncoderNoRepeatNGramLogitsProcessor):
         clone.generated_ngrams = [processor.generated_ngrams[row] for row in rows]

@@ -50,7 +50,7 @@ class Stopping:
         kept = [0 if ended else min(len(ids), self.room(n)) for ids, ended, n in zip(new, done, tokens.lengths)]
         kept = [self._until_eos(ids[:count]) for ids, count in zip(new, kept)]
         if self.others:
-            hits = self._first_hits(tokens, kept)
+            hits = self._first_hits(tokens, kept, done)
             ended = [hit or False for hit in hits]
             kept = [hit or count for hit, count in zip(hits, kept)]
         else:
@@ -64,11 +64,11 @@ class Stopping:
     def _until_eos(self, ids: list[int]) -> int:
         return next((i + 1 for i, token in enumerate(ids) if token in self.eos), len(ids))
 
-    def _first_hits(self, tokens: TokenRows, kept: list[int]) -> list[int | None]:
+    def _first_hits(self, tokens: TokenRows, kept: list[int], done: list[bool]) -> list[int | None]:
         """For each row, how many new tokens there are when another criterion first holds."""
         hits: list[int | None] = [None] * len(kept)
         ask = StoppingCriteriaList(self.others)
-        for rows, length in tokens.groups():
+        for rows, length in tokens.groups(done):
             for count in range(1, max(kept[row] for row in rows) + 1):
                 open_rows = [row for row in rows if hits[row] is None and kept[row] >= count]
                 if not open_rows:

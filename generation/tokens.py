@@ -38,11 +38,12 @@ class TokenRows:
         """Counts the first `counts[b]` tokens written last to row b."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts)]
 
-    def groups(self) -> list[tuple[list[int], int]]:
-        """Rows of equal length, as (rows, length)."""
+    def groups(self, done: list[bool]) -> list[tuple[list[int], int]]:
+        """Rows of equal length that are not done, as (rows, length)."""
         by_length: dict[int, list[int]] = {}
         for row, length in enumerate(self.lengths):
-            by_length.setdefault(length, []).append(row)
+            if not done[row]:
+                by_length.setdefault(length, []).append(row)
         return [(rows, length) for length, rows in by_length.items()]
 
     def prefix(self, rows: list[int], length: int) -> torch.Tensor:
@@ -56,8 +57,10 @@ class TokenRows:
             return self.ids[:, self.lengths[0] - 1]
         return self.ids.gather(1, torch.tensor(self.lengths, device=self.ids.device)[:, None] - 1)[:, 0]
 
-    def sequences(self, pad: int) -> torch.Tensor:
-        """All rows, [B, longest], padded on the right with `pad`."""
-        width = max(self.lengths)
-        beyond = torch.arange(width) >= torch.tensor(self.lengths)[:, None]
-        return self.ids[:, :width].masked_fill(beyond.to(self.ids.device), pad)
+    def columns(self, start: int, stop: int, pad: int) -> torch.Tensor:
+        """Columns start .. stop - 1 of all rows, [B, stop - start], with `pad` behind a row's end."""
+        chosen = self.ids[:, start:stop]
+        if min(self.lengths) >= stop:
+            return chosen.clone()
+        beyond = torch.arange(start, stop) >= torch.tensor(self.lengths)[:, None]
+        return chosen.masked_fill(beyond.to(self.ids.device), pad)

@@ -1,1 +1,9 @@
-"""The networks. Nothing here knows how drafts are judged."""
+"""The networks. Nothing here knows how drafts are judged; each model class mixes that in, in one line."""
+
+from .assistant import MTPHeads
+from .eva_cache import EvaByteCache
+from .evabyte import EvaByteModel
+from .evabyte_mtpc import EvaByteForMTPC
+from .evabyte_tokenizer import EvaByteTokenizer
+
+__all__ = ["EvaByteCache", "EvaByteForMTPC", "EvaByteModel", "EvaByteTokenizer", "MTPHeads"]

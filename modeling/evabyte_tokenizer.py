@@ -202,6 +202,9 @@ class EvaByteTokenizer(PreTrainedTokenizer):
             raise ValueError(f"token id {error.args[0]} is outside the vocabulary: ids go from 0 to {limit}") from None
         return tokens[0] if single else tokens
 
+    def _convert_id_to_token(self, index: int) -> str:
+        return self.convert_ids_to_tokens(index)  # stop strings in `generate` ask for single ids this way
+
     def convert_tokens_to_string(self, tokens: Iterable[str]) -> str:
         """Text of token strings; bytes that are not UTF-8, an unfinished character included, vanish.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -51,19 +53,41 @@ class FFHead(nn.Linear):
         self.num_heads, self.out_features = num_heads, num_heads * self.vocab_size
 
 
+class SharedHead(nn.Module):
+    """Independent heads on a shared, frozen unembedding W: logits of head i are W A_i h, with A_i = I at the start.
+
+    Memory: N d^2 parameters, whatever the vocabulary.
+
+    Args:
+        hidden_size: d.
+        vocab_size: V.
+        num_heads: N.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, num_heads: int) -> None:
+        super().__init__()
+        self.vocab_size, self.num_heads = vocab_size, num_heads
+        self.maps = nn.Parameter(torch.eye(hidden_size).repeat(num_heads, 1, 1))
+        self.unembed: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def forward(self, hidden_states: torch.Tensor, num_heads: int | None = None) -> torch.Tensor:
+        """Logits [..., num_heads, V] of hidden states [..., d].
+
+        Raises:
+            RuntimeError: No unembedding was given (`MTPHeads.attach` gives the backbone's).
+        """
+        if self.unembed is None:
+            raise RuntimeError("these heads share their backbone's unembedding: call attach(base) first")
+        return self.unembed(torch.einsum("...d,nde->...ne", hidden_states, self.maps[:num_heads]))
+
+
 def build_head(config: MTPHeadConfig, hidden_size: int, vocab_size: int, num_heads: int | None = None) -> nn.Module:
-    """The head module of `config.head_type`; `num_heads` may exceed the window (released FF heads keep all rows)."""
-    families = {"ff": lambda: FFHead(hidden_size, vocab_size, num_heads or config.window)}
-    return families[config.head_type]()
+    """The head module that `config` describes; `num_heads` may exceed the window (released FF heads keep all rows)."""
+    families = {("ff", "full"): FFHead, ("ff", "shared"): SharedHead}
+    return families[config.head_type, config.leaf](hidden_size, vocab_size, num_heads or config.window)
 
 
 def window_law(head: nn.Module, config: MTPHeadConfig, hidden_states: torch.Tensor) -> WindowLaw:
-    """The law of the next `config.window` tokens given hidden states [..., D], in float32 (float64 kept).
-
-    Raises:
-        ValueError: Logits that are not numbers, naming the head.
-    """
-    if config.head_type == "ff":
-        logits = head(hidden_states, config.window)
-        return circuit_from_logits("ff", leaf_logits=logits.unsqueeze(-2))
-    raise ValueError(f"head_type={config.head_type!r} has no window law")
+    """The law of the next `config.window` tokens given hidden states [..., D], in float32 (float64 kept)."""
+    logits = head(hidden_states, config.window)
+    return circuit_from_logits(config.head_type, leaf_logits=logits.unsqueeze(-2))

@@ -1,9 +1,31 @@
-"""Lossless multi-token prediction for Hugging Face transformers."""
+"""Lossless multi-token prediction for Hugging Face transformers.
+
+Importing this package registers its own model types with transformers' Auto classes.
+"""
 
 __version__ = "0.1.0"
 
-from .configuration import EvaByteConfig, MTPHeadConfig
-from .modeling.evabyte_mtpc import EvaByteForMTPC
-from .modeling.evabyte_tokenizer import EvaByteTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-__all__ = ["EvaByteConfig", "EvaByteForMTPC", "EvaByteTokenizer", "MTPHeadConfig"]
+from .configuration import EvaByteConfig, MTPHeadConfig
+from .generation import GenerateSpeculativeOutput, Speculation
+from .modeling import EvaByteCache, EvaByteForMTPC, EvaByteModel, EvaByteTokenizer, MTPHeads
+
+AutoConfig.register(EvaByteConfig.model_type, EvaByteConfig)
+AutoConfig.register(MTPHeadConfig.model_type, MTPHeadConfig)
+AutoModel.register(EvaByteConfig, EvaByteModel)
+AutoModel.register(MTPHeadConfig, MTPHeads)
+AutoModelForCausalLM.register(EvaByteConfig, EvaByteForMTPC)
+AutoTokenizer.register(EvaByteConfig, slow_tokenizer_class=EvaByteTokenizer)
+
+__all__ = [
+    "EvaByteCache",
+    "EvaByteConfig",
+    "EvaByteForMTPC",
+    "EvaByteModel",
+    "EvaByteTokenizer",
+    "GenerateSpeculativeOutput",
+    "MTPHeadConfig",
+    "MTPHeads",
+    "Speculation",
+]

@@ -1,0 +1,28 @@
+"""Writing a text file so that a reader never sees half of it. Knows nothing of cards or results."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def replace_text(path: str | Path, text: str) -> Path:
+    """Writes `text` to a temporary name beside `path` and renames it; an interruption leaves the old file whole.
+
+    Args:
+        path: The file to write or replace. Its folder is created if missing.
+        text: The whole new content, written as UTF-8 with the line ends that it has.
+
+    Returns:
+        `path` as a `Path`.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        # not tempfile: its files are readable by their owner only, and the rename would keep that
+        temporary.write_text(text, encoding="utf-8", newline="")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path

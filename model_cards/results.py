@@ -1,0 +1,234 @@
+"""What was measured: counts and times as they were taken, and the figures derived from them.
+
+Knows how to check, save and load results. Does not know how they are measured or shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .files import replace_text
+
+_Record = TypeVar("_Record")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingResult:
+    """One way of decoding, measured against one-token-at-a-time decoding of the same prompts.
+
+    Args:
+        name: What the row is called, for example `"greedy"`.
+        do_sample: Whether tokens were sampled.
+        backbone_calls: Calls of the backbone in the speculative run, prompt passes included, summed over the prompts
+            (one prompt at a time: in a batch, one call serves several rows).
+        new_tokens: Tokens that the speculative run produced, summed over the prompts.
+        seconds: Wall-clock seconds of the speculative run.
+        plain_seconds: Wall-clock seconds of the plain run.
+        identical: Whether both runs gave the same tokens; None if they were not compared (sampled runs).
+        plain_new_tokens: Tokens that the plain run produced; None if as many as the speculative run.
+
+    Raises:
+        ValueError: A count below 1, or a time that is not positive and finite.
+
+    Example:
+        >>> row = DecodingResult(name="greedy", do_sample=False, backbone_calls=50, new_tokens=200, seconds=1.0,
+        ...                      plain_seconds=2.5, identical=True)
+        >>> row.tokens_per_call, row.speed_up
+        (4.0, 2.5)
+    """
+
+    name: str
+    do_sample: bool
+    backbone_calls: int
+    new_tokens: int
+    seconds: float
+    plain_seconds: float
+    identical: bool | None = None
+    plain_new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_text(self, "name")
+        _check_bool(self, "do_sample")
+        if self.identical is not None:
+            _check_bool(self, "identical")
+        for key in ("backbone_calls", "new_tokens", "plain_new_tokens"):
+            _check_count(self, key)
+        for key in ("seconds", "plain_seconds"):
+            _check_number(self, key, above=0.0)
+
+    @property
+    def tokens_per_call(self) -> float:
+        """New tokens per backbone call; plain decoding has 1."""
+        return self.new_tokens / self.backbone_calls
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens per second of the speculative run."""
+        return self.new_tokens / self.seconds
+
+    @property
+    def plain_tokens_per_second(self) -> float:
+        """New tokens per second of the plain run."""
+        return (self.plain_new_tokens or self.new_tokens) / self.plain_seconds
+
+    @property
+    def speed_up(self) -> float:
+        """Ratio of the two speeds in tokens per second; the runs may differ in length."""
+        return self.tokens_per_second / self.plain_tokens_per_second
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredResults:
+    """Everything that one measuring run found, with what is needed to repeat it.
+
+    Args:
+        results: One entry per way of decoding, at least one.
+        dataset_name: Short name of the text that was completed.
+        dataset_description: What that text is, how many prompts, how long.
+        hardware: The machine, in words.
+        dtype: The dtype of the weights during the run, for example `"float32"`.
+        command: The command that repeats the run.
+        library_version: The version of tokenahead that ran.
+        unit: What one token is, in the singular.
+        accepted_by_position: For draft positions 1, 2, ...: the share (0 to 1) of the drafts at least that long that
+            were accepted up to and including that position.
+        bits_per_byte: Cross-entropy of the next-token head on held-out text, in bits per byte of text.
+        extra: Further facts to show, by name.
+
+    Raises:
+        ValueError: An empty text, an empty `results`, a share outside 0 to 1, a number that is not finite.
+    """
+
+    results: list[DecodingResult]
+    dataset_name: str
+    dataset_description: str
+    hardware: str
+    dtype: str
+    command: str
+    library_version: str
+    unit: str = "byte"
+    accepted_by_position: list[float] = field(default_factory=list)
+    bits_per_byte: float | None = None
+    extra: dict[str, str | int | float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key in ("dataset_name", "dataset_description", "hardware", "dtype", "command", "library_version", "unit"):
+            _check_text(self, key)
+        _check_results(self.results)
+        _check_shares(self.accepted_by_position)
+        if self.bits_per_byte is not None:
+            _check_number(self, "bits_per_byte", above=0.0)
+        _check_extra(self.extra)
+
+    def to_json(self, path: str | Path) -> Path:
+        """Saves the measured values (not the derived ones) as JSON, under a temporary name first.
+
+        Args:
+            path: The file to write or replace.
+
+        Returns:
+            `path` as a `Path`.
+        """
+        text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False, allow_nan=False)
+        return replace_text(path, text + "\n")
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> MeasuredResults:
+        """Loads what `to_json` saved.
+
+        Args:
+            path: The file to read.
+
+        Returns:
+            The results, checked as the constructor checks them.
+
+        Raises:
+            ValueError: The file is not JSON, or a field is missing, unknown or out of range; the message names both.
+        """
+        path = Path(path)
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is not a JSON file: {error}") from error
+        try:
+            return _record(cls, _with_rows(fields))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _with_rows(fields: Any) -> Any:
+    """Turns the entries of `results` into `DecodingResult`s; leaves anything else for the checks that follow."""
+    if not isinstance(fields, dict) or not isinstance(fields.get("results"), list):
+        return fields
+    return fields | {"results": [_record(DecodingResult, row) for row in fields["results"]]}
+
+
+def _record(cls: type[_Record], fields: Any) -> _Record:
+    """Builds the dataclass `cls` from a JSON object that has exactly its fields."""
+    if not isinstance(fields, dict):
+        raise ValueError(f"{cls.__name__} must be a JSON object, not {fields!r}")
+    known = dataclasses.fields(cls)  # type: ignore[arg-type]
+    unknown = sorted(fields.keys() - {f.name for f in known})
+    if unknown:
+        raise ValueError(f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(f.name for f in known)}")
+    required = [f.name for f in known if f.default is f.default_factory is dataclasses.MISSING]
+    missing = [name for name in required if name not in fields]
+    if missing:
+        raise ValueError(f"{cls.__name__} lacks {', '.join(missing)}")
+    return cls(**fields)
+
+
+def _check_text(record: object, key: str) -> None:
+    value = getattr(record, key)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{key}={value!r} must be a text that is not empty")
+
+
+def _check_bool(record: object, key: str) -> None:
+    value = getattr(record, key)
+    if not isinstance(value, bool):
+        raise ValueError(f"{key}={value!r} must be True or False")
+
+
+def _check_count(record: object, key: str) -> None:
+    value = getattr(record, key)
+    if value is None and key == "plain_new_tokens":
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key}={value!r} must be a whole number of at least 1")
+
+
+def _check_number(record: object, key: str, above: float) -> None:
+    value = getattr(record, key)
+    if not _is_finite(value) or value <= above:
+        raise ValueError(f"{key}={value!r} must be a finite number above {above:g}")
+
+
+def _check_results(results: object) -> None:
+    if not isinstance(results, list) or not results or not all(isinstance(row, DecodingResult) for row in results):
+        raise ValueError(f"results={results!r} must be a list of at least one DecodingResult")
+    names = [row.name for row in results]
+    if len(set(names)) < len(names):
+        raise ValueError(f"results have the names {names}; each name may occur once")
+
+
+def _check_shares(shares: object) -> None:
+    if not isinstance(shares, list) or not all(_is_finite(share) and 0.0 <= share <= 1.0 for share in shares):
+        raise ValueError(f"accepted_by_position={shares!r} must be a list of shares between 0 and 1")
+
+
+def _check_extra(extra: object) -> None:
+    if not isinstance(extra, dict):
+        raise ValueError(f"extra={extra!r} must be a dict of names and values")
+    for name, value in extra.items():
+        if not (isinstance(value, str) and value.strip()) and not _is_finite(value):
+            raise ValueError(f"extra[{name!r}]={value!r} must be a text that is not empty or a finite number")
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

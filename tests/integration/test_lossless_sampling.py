@@ -1,0 +1,89 @@
+"""Sampled output follows the target's law after all processors: chi-square on a real model with a small vocabulary."""
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import GenerationMixin
+
+from tests.models import tiny_model
+from tokenahead import MTPHeads
+
+VOCAB, LENGTH, DRAWS = 5, 3, 6_000
+PROMPT = torch.tensor([[1, 3, 2, 4, 3]])
+SETTINGS = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.8},
+    "repetition penalty": {"repetition_penalty": 1.4},
+    "all": {"temperature": 0.8, "top_k": 4, "top_p": 0.9, "repetition_penalty": 1.2},
+}
+
+
+def model():
+    return tiny_model(3, vocab_size=VOCAB, num_pred_heads=4, window_size=8, pad_token_id=None, initializer_range=0.3)
+
+
+@torch.no_grad()
+def target_law(target, **options):
+    """Probability of every continuation of LENGTH tokens, token by token, with transformers' own processors."""
+    config, _ = target._prepare_generation_config(None, do_sample=True, **options)
+    target._prepare_special_tokens(config, device=PROMPT.device)
+    processors = target._get_logits_processor(config, PROMPT.shape[1], PROMPT, None, [], device="cpu")
+    law = {(): 1.0}
+    for _ in range(LENGTH):
+        ids = torch.cat([PROMPT.expand(len(law), -1), torch.tensor(list(law)).long().view(len(law), -1)], dim=1)
+        next_laws = processors(ids, target(ids, use_cache=False).logits[:, -1].double()).softmax(-1).tolist()
+        law = {(*text, x): p * q[x] for (text, p), q in zip(law.items(), next_laws) for x in range(VOCAB)}
+    return law
+
+
+def p_value(samples, law):
+    """Chi-square of drawn continuations [N, LENGTH]; rare cells are pooled. 0 where the law excludes what was drawn."""
+    seen = dict.fromkeys(law, 0)
+    for text in samples.tolist():
+        seen[tuple(text)] += 1
+    if any(seen[text] for text, probability in law.items() if probability == 0):
+        return 0.0
+    total = len(samples)
+    cells = [(seen[t], p * total) for t, p in law.items() if p * total >= 5]
+    rest = [(seen[t], p * total) for t, p in law.items() if 0 < p * total < 5]
+    if rest:
+        cells.append(tuple(map(sum, zip(*rest))))
+    observed, expected = (torch.tensor(column, dtype=torch.double) for column in zip(*cells))
+    return chisquare(observed, expected / expected.sum() * observed.sum()).pvalue
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_sampled_law(name, rule):
+    target, options = model(), {"top_k": 0} | SETTINGS[name]
+    out = target.generate(
+        PROMPT, do_sample=True, max_new_tokens=LENGTH + 2, num_return_sequences=DRAWS, verification=rule,
+        return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    accepted = [count for row in out.speculation.accepted for count in row]
+    assert set(accepted) >= {0, 1, 2}, "every accept count must occur, or the test shows nothing"
+    samples = out.sequences[:, PROMPT.shape[1] : PROMPT.shape[1] + LENGTH]
+    assert p_value(samples, target_law(target, **options)) > 0.001
+
+
+def test_a_wrong_law_is_found():
+    target = model()
+    out = target.generate(PROMPT, do_sample=True, top_k=0, max_new_tokens=LENGTH, num_return_sequences=DRAWS)
+    assert p_value(out[:, PROMPT.shape[1] :], target_law(target, top_k=0, temperature=0.9)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_sampled_law_in_the_assisted_loop_of_transformers(name, monkeypatch):
+    """The drafter as a plain candidate generator, and heads apart as `assistant_model`."""
+    target, options = model(), {"top_k": 0} | SETTINGS[name]
+    law = target_law(target, **options)
+    draws = 800
+    monkeypatch.setattr(type(target), "_assisted_decoding", GenerationMixin._assisted_decoding)
+    heads = MTPHeads.from_backbone(target, window=4, leaf="full").eval()
+    for assistant in (None, heads):
+        extra = {} if assistant is None else {"assistant_model": assistant, "use_mtp": False}
+        run = lambda: target.generate(PROMPT, do_sample=True, max_new_tokens=LENGTH, **extra, **options)  # noqa: E731, B023
+        samples = torch.cat([run() for _ in range(draws)])[:, PROMPT.shape[1] :]
+        assert p_value(samples, law) > 0.001

@@ -1,0 +1,192 @@
+"""The card: what it says, what it refuses to say, and when it may replace a README.md."""
+
+import dataclasses
+
+import jinja2
+import pytest
+from huggingface_hub import ModelCard
+from transformers import LlamaConfig
+
+from tokenahead import EvaByteForMTPC, MTPHeadConfig
+from tokenahead.model_cards import card as card_module
+from tokenahead.model_cards import render_card, write_card
+
+
+@pytest.fixture
+def model(config):
+    return EvaByteForMTPC(config)
+
+
+def table_row(card: ModelCard, label: str) -> list[str]:
+    """The cells after `label` in the only table row that starts with it."""
+    start = f"| {label} |"
+    (line,) = [line for line in card.text.splitlines() if line.startswith(start)]
+    return [cell.strip() for cell in line[len(start) :].strip("|").split("|")]
+
+
+def test_says_what_the_model_is(model):
+    card = render_card(model, None, repo_id="me/toy", license="mit", base_model="EvaByte/EvaByte")
+    assert table_row(card, "Class") == ["`EvaByteForMTPC` (`model_type` `evabyte`)"]
+    assert table_row(card, "Window") == ["4: the next token and 3 drafted"]
+    assert table_row(card, "Parameters") == [f"{model.num_parameters():,}"]
+    assert table_row(card, "Width") == ["32"]
+    assert table_row(card, "Derived from") == ["`EvaByte/EvaByte`"]
+    assert table_row(card, "License") == ["mit"]
+    assert "\n# toy\n" in card.text
+    assert 'EvaByteForMTPC.from_pretrained("me/toy")' in card.text
+
+
+def test_measured_table_and_what_measured_it(model, results):
+    card = render_card(model, results)
+    sampled = ["200", "80", "2.50", "50.0", "20.0", "2.50", "not compared"]
+    assert table_row(card, "greedy") == ["200", "50", "4.00", "100.0", "40.0", "2.50", "yes"]
+    assert table_row(card, r"sampled, a \| b") == sampled
+    assert table_row(card, "Accepted") == ["75 %", "50 %"]
+    for shown in (results.hardware, results.command, results.dataset_description, "Bytes per call", "prompts: 8"):
+        assert shown in card.text
+    assert "Bits per byte of the next-token head: 2.125" in card.text
+    assert "Nothing has been measured" not in card.text
+
+
+def test_difference_is_shown(model, results, row):
+    differing = dataclasses.replace(results, results=[dataclasses.replace(row, identical=False)])
+    assert table_row(render_card(model, differing), "greedy")[-1] == "**no**"
+
+
+def test_unit_names_the_columns(model, results):
+    assert (
+        "| New tokens | Backbone calls | Tokens per call |"
+        in render_card(model, dataclasses.replace(results, unit="token")).text
+    )
+
+
+def test_without_results_nothing_is_claimed(model):
+    card = render_card(model, None)
+    assert "**Nothing has been measured for this card.**" in card.text
+    assert "Speed-up" not in card.text
+    assert card.data.eval_results is None
+    assert "was not described" in card.text
+    assert table_row(card, "License") == ["none stated"]
+
+
+def test_metadata_round_trip(model, results):
+    card = render_card(
+        model, results, license="mit", model_name="Toy", metadata={"language": "code", "tags": ["bytes"]}
+    )
+    data = ModelCard(str(card)).data
+    assert {"tokenahead", "multi-token-prediction", "speculative-decoding", "evabyte", "bytes"} == set(data.tags)
+    assert (data.pipeline_tag, data.library_name) == ("text-generation", "tokenahead")
+    assert (data.license, data.language, data.model_name) == ("mit", "code", "Toy")
+    figures = {(entry.metric_type, entry.metric_name): entry.metric_value for entry in data.eval_results}
+    assert len(figures) == 7
+    assert figures["tokens_per_call", "Bytes per backbone call, greedy"] == 4.0
+    assert figures["bits_per_byte", "Bits per byte"] == 2.125
+    assert {entry.dataset_type for entry in data.eval_results} == {"held-out-code"}
+
+
+def test_library_is_transformers_once_the_code_travels(model):
+    model.config.auto_map = {"AutoModelForCausalLM": "modeling_evabyte.EvaByteForMTPC"}
+    assert render_card(model, None).data.library_name == "transformers"
+
+
+def test_config_alone_gives_a_card_without_parameters(config):
+    card = render_card(config, None)
+    assert table_row(card, "Class") == ["`EvaByteForMTPC` (`model_type` `evabyte`)"]
+    assert "| Parameters |" not in card.text
+
+
+def test_one_head_has_nothing_to_draft_with(config):
+    config.mtp_head.window = 1
+    card = render_card(EvaByteForMTPC(config), None)
+    assert "nothing to draft with" in card.text
+
+
+def test_heads_apart_are_attached_to_their_backbone():
+    config = MTPHeadConfig(window=4, hidden_size=32, vocab_size=320, base_model_name_or_path="me/base")
+    card = render_card(config, None, repo_id="me/heads")
+    assert (card.data.base_model, card.data["base_model_relation"]) == ("me/base", "adapter")
+    assert 'MTPHeads.from_pretrained("me/heads").attach(base)' in card.text
+
+
+@pytest.mark.parametrize("name", ["/home/someone/base", "runs/base"])
+def test_path_of_a_backbone_is_not_published(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "base").mkdir(parents=True)
+    card = render_card(MTPHeadConfig(window=4, hidden_size=32, vocab_size=320, base_model_name_or_path=name), None)
+    assert name not in str(card)
+    assert card.data.base_model is None
+
+
+def test_model_without_heads_is_refused():
+    with pytest.raises(TypeError, match="LlamaConfig has no `mtp_head`"):
+        render_card(LlamaConfig(), None)
+    with pytest.raises(TypeError, match="config_or_model is a str"):
+        render_card("me/toy", None)
+
+
+@pytest.mark.parametrize("picture", ["/tmp/a.png", "plots/a.png", "a b.png", ""])
+def test_picture_must_be_a_bare_name(model, results, picture):
+    with pytest.raises(ValueError, match="picture=.* must be the bare name"):
+        render_card(model, results, picture=picture)
+
+
+def test_picture_needs_results(model):
+    with pytest.raises(ValueError, match="pass the results that it was drawn from"):
+        render_card(model, None, picture="a.png")
+
+
+def test_metadata_must_not_contradict(model):
+    with pytest.raises(ValueError, match="use the argument"):
+        render_card(model, None, metadata={"license": "mit"})
+
+
+def test_template_shows_no_missing_and_no_empty_value():
+    environment = card_module._environment()
+    with pytest.raises(jinja2.UndefinedError):
+        environment.from_string("{{ missing }}").render()
+    for empty in (None, ""):
+        with pytest.raises(ValueError, match="empty value"):
+            environment.from_string("{{ value }}").render(value=empty)
+
+
+def test_card_replaces_its_own_older_version(model, results, tmp_path):
+    write_card(tmp_path, render_card(model, None))
+    path = write_card(tmp_path, render_card(model, results))
+    assert path == tmp_path / "README.md"
+    assert "tokenahead demo --seed 3" in path.read_text()
+    assert [file.name for file in tmp_path.iterdir()] == ["README.md"]
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda text: "# My own words\n",
+        lambda text: "---\n: not yaml [\n---\n# My own words\n",
+        lambda text: text.replace("## Limits", "Do not use this near children.\n\n## Limits"),
+        lambda text: text.replace("license: mit", "license: gpl-3.0"),
+        lambda text: text + "\nA last word.\n",
+    ],
+)
+def test_hand_written_card_is_kept(model, results, tmp_path, edit):
+    path = write_card(tmp_path, render_card(model, None, license="mit"))
+    own = edit(path.read_text())
+    path.write_text(own)
+    with pytest.raises(FileExistsError, match="pass overwrite=True"):
+        write_card(tmp_path, render_card(model, results))
+    assert path.read_text() == own
+    write_card(tmp_path, render_card(model, results), overwrite=True)
+    assert "tokenahead demo --seed 3" in path.read_text()
+
+
+def test_line_ends_are_no_edit(model, results, tmp_path):
+    path = write_card(tmp_path, render_card(model, None))
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert "tokenahead demo" in write_card(tmp_path, render_card(model, results)).read_text()
+
+
+def test_picture_must_lie_beside_the_card(model, results, tmp_path):
+    card = render_card(model, results, picture="acceptance.png")
+    with pytest.raises(FileNotFoundError, match=r"shows the picture 'acceptance\.png'"):
+        write_card(tmp_path, card)
+    (tmp_path / "acceptance.png").write_bytes(b"")
+    assert "](acceptance.png)" in write_card(tmp_path, card).read_text()

@@ -1,0 +1,144 @@
+"""Pushing and loading over real HTTP: the clients run in processes of their own, the Hub is in this one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.loopback_hub import LoopbackHub
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PICTURE = b"\x89PNG\r\n\x1a\n, or so"
+WEIGHTS = "model.safetensors"
+
+
+def run(client: str, hub: LoopbackHub, folder: Path, home: str, *arguments: str, **environment: object) -> None:
+    """Runs a client process with an empty cache of its own."""
+    variables = hub.environment(folder / home, **environment) | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(HERE / client), str(folder), *arguments]
+    done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def pushed(tmp_path_factory):
+    """The Hub after push_client.py and load_client.py, and what they found."""
+    folder = tmp_path_factory.mktemp("push")
+    (folder / "acceptance.png").write_bytes(PICTURE)
+    with LoopbackHub() as hub:
+        run("push_client.py", hub, folder, "home of the author")
+        run("load_client.py", hub, folder, "home of a reader", token=None)
+    found = json.loads((folder / "findings.json").read_text())
+    loaded = json.loads((folder / "loaded.json").read_text())
+    return SimpleNamespace(hub=hub, folder=folder, found=found, loaded=loaded, toy=hub.repositories["me/toy"])
+
+
+def test_push_is_one_commit_with_model_tokenizer_card_and_files(pushed):
+    assert [commit.message for commit in pushed.toy.commits[1:]] == ["Upload EvaByteForMTPC, tokenizer and card"]
+    names = {"README.md", "config.json", WEIGHTS, "tokenizer_config.json", "acceptance.png", "results.json"}
+    assert names <= pushed.toy.files.keys()
+    assert pushed.toy.files["acceptance.png"].data == PICTURE
+    assert pushed.toy.files[WEIGHTS].lfs
+    assert pushed.found["url"] == f"{pushed.hub.url}/me/toy"
+
+
+def test_unchanged_push_makes_no_commit(pushed):
+    assert pushed.found["unchanged"]
+
+
+def test_plain_push_keeps_the_card(pushed):
+    assert pushed.found["card_kept"]
+    assert b"## Measured" in pushed.toy.files["README.md"].data
+
+
+def test_plain_push_of_model_and_tokenizer(pushed):
+    files = pushed.hub.repositories["me/plain"].files
+    assert {"README.md", "config.json", WEIGHTS, "tokenizer_config.json"} <= files.keys()
+
+
+@pytest.mark.parametrize("repo", ["me/toy", "me/plain"])
+@pytest.mark.parametrize("loader", ["own", "auto"])
+def test_clean_process_loads_equal_logits(pushed, loader, repo):
+    assert pushed.loaded[f"{loader} {repo}"] is True
+
+
+def test_snapshot_download_brings_every_file(pushed):
+    assert pushed.loaded["snapshot files"] == sorted(pushed.toy.files)
+    assert pushed.loaded["snapshot"] is True
+
+
+@pytest.mark.parametrize("example", ["example", "heads example"])
+def test_code_of_the_card_runs_and_is_lossless(pushed, example):
+    wrote, identical = True, True
+    assert pushed.loaded[example] == [wrote, identical]
+
+
+def test_measured_figures_come_back_from_the_hub(pushed):
+    assert pushed.loaded["figures"] == {"tokens_per_call": 1.8, "tokens_per_second": 18.0, "speed_up": 2.0}
+
+
+def test_wrong_token_is_named(pushed):
+    error = pushed.found["wrong_token"]
+    assert (error["type"], error["status"]) == ("HfHubHTTPError", 401)
+    assert "Invalid credentials" in error["message"]
+
+
+def test_other_namespace_is_refused(pushed):
+    assert pushed.found["elsewhere"]["status"] == 403
+
+
+def test_malformed_card_is_refused(pushed):
+    assert pushed.found["malformed"]["type"] == "ValueError"
+    assert '"license" must be' in pushed.found["malformed"]["message"]
+
+
+def test_missing_picture_is_refused(pushed):
+    assert pushed.found["picture_missing"]["type"] == "FileNotFoundError"
+    assert "acceptance.png" in pushed.found["picture_missing"]["message"]
+
+
+def test_refused_pushes_leave_no_repository(pushed):
+    assert "me/none" not in pushed.hub.repositories
+    assert "other/none" not in pushed.hub.repositories
+
+
+def test_file_that_the_model_saves_is_refused(pushed):
+    assert pushed.found["clash"]["type"] == "ValueError"
+    assert "config.json" in pushed.found["clash"]["message"]
+    assert not pushed.hub.repositories["me/clash"].files
+
+
+def test_public_repository_is_not_taken_for_a_private_one(pushed):
+    assert pushed.found["private_asked"]["type"] == "ValueError"
+    assert "is public" in pushed.found["private_asked"]["message"]
+
+
+def test_private_repository_stays_private(pushed):
+    assert pushed.hub.repositories["me/private"].private
+    assert pushed.loaded["private"].startswith("OSError")
+    assert "me/private" in pushed.loaded["private"]
+
+
+def test_weights_of_an_earlier_push_are_removed(pushed):
+    assert pushed.found["shards"] > 1
+    weights = {name for name in pushed.hub.repositories["me/shards"].files if "safetensors" in name}
+    assert weights == {WEIGHTS}
+
+
+def test_hub_knew_every_request(pushed):
+    assert pushed.hub.unknown == []
+
+
+def test_upload_pipeline_of_xet_clients(tmp_path):
+    """Where hf_xet is installed, huggingface_hub uploads in another way; the commits must be the same."""
+    pytest.importorskip("hf_xet")
+    (tmp_path / "acceptance.png").write_bytes(PICTURE)
+    with LoopbackHub(upload_mode="regular") as hub:
+        run("push_client.py", hub, tmp_path, "home", "twice", xet=True)
+        assert [len(commit.files) > 0 for commit in hub.repositories["me/toy"].commits] == [False, True]
+        assert {"README.md", WEIGHTS, "acceptance.png"} <= hub.repositories["me/toy"].files.keys()
+        assert hub.unknown == []

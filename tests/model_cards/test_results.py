@@ -1,0 +1,104 @@
+"""Results: what is derived, what a file holds, and what is refused."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from tokenahead.model_cards import DecodingResult, MeasuredResults
+
+
+def test_derived_figures(results):
+    greedy, sampled = results.results
+    assert (greedy.tokens_per_call, greedy.tokens_per_second, greedy.plain_tokens_per_second) == (4.0, 100.0, 40.0)
+    assert greedy.speed_up == 2.5
+    # the plain run was shorter: compare speeds, not times
+    assert (sampled.plain_tokens_per_second, sampled.speed_up) == (20.0, 2.5)
+
+
+def test_json_round_trip_holds_measured_values_only(results, tmp_path):
+    path = results.to_json(tmp_path / "new" / "results.json")
+    assert MeasuredResults.from_json(path) == results
+    stored = json.loads(path.read_text())
+    assert stored["results"][0].keys() == {f.name for f in dataclasses.fields(DecodingResult)}
+    assert "speed_up" not in path.read_text()
+
+
+def test_interrupted_write_keeps_the_old_file(results, tmp_path, monkeypatch):
+    path = results.to_json(tmp_path / "results.json")
+    before = path.read_text()
+    changed = dataclasses.replace(results, hardware="another")
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pathlib.Path.replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        changed.to_json(path)
+    assert path.read_text() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"backbone_calls": 0}, "backbone_calls=0 must be"),
+        ({"new_tokens": 2.5}, "new_tokens=2.5 must be"),
+        ({"plain_new_tokens": 0}, "plain_new_tokens=0 must be"),
+        ({"seconds": 0.0}, "seconds=0.0 must be"),
+        ({"plain_seconds": math.inf}, "plain_seconds=inf must be"),
+        ({"name": " "}, "name=' ' must be"),
+        ({"identical": "yes"}, "identical='yes' must be"),
+    ],
+)
+def test_bad_row_is_named(row, change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(row, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"results": []}, r"results=\[\] must be"),
+        ({"hardware": ""}, "hardware='' must be"),
+        ({"accepted_by_position": [0.5, 1.5]}, "accepted_by_position=.* must be"),
+        ({"bits_per_byte": math.nan}, "bits_per_byte=nan must be"),
+        ({"extra": {"note": None}}, r"extra\['note'\]=None must be"),
+    ],
+)
+def test_bad_results_are_named(results, change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(results, **change)
+
+
+def test_two_rows_of_one_name_are_refused(results, row):
+    with pytest.raises(ValueError, match="each name may occur once"):
+        dataclasses.replace(results, results=[row, row])
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda fields: fields.pop("command"), "MeasuredResults lacks command"),
+        (lambda fields: fields.update(speed=2), "MeasuredResults has no field speed"),
+        (lambda fields: fields["results"][0].update(speed_up=9.0), "DecodingResult has no field speed_up"),
+        (lambda fields: fields["results"].append(7), "DecodingResult must be a JSON object, not 7"),
+        (lambda fields: fields.update(results=3), "results=3 must be"),
+    ],
+)
+def test_bad_file_is_named(results, tmp_path, edit, message):
+    path = results.to_json(tmp_path / "results.json")
+    fields = json.loads(path.read_text())
+    edit(fields)
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=message) as error:
+        MeasuredResults.from_json(path)
+    assert str(path) in str(error.value)
+
+
+def test_truncated_file_is_named(results, tmp_path):
+    path = results.to_json(tmp_path / "results.json")
+    path.write_text(path.read_text()[:100])
+    with pytest.raises(ValueError, match=r"results\.json is not a JSON file"):
+        MeasuredResults.from_json(path)

@@ -1,0 +1,171 @@
+"""Heads apart from their backbone: attach, speculate, train, save, detach, and what is refused."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from tests.models import tiny_model
+from tokenahead import MTPHeadConfig, MTPHeads
+
+SIZES = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
+FAMILIES = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GemmaConfig, Gemma3TextConfig]
+PROMPT = torch.arange(5, 15)[None]
+GREEDY = dict(max_new_tokens=24, do_sample=False)
+
+
+def backbone(config_class=LlamaConfig, **changes):
+    torch.manual_seed(1)
+    base = AutoModelForCausalLM.from_config(config_class(**(SIZES | {"initializer_range": 0.1} | changes))).eval()
+    base.generation_config.eos_token_id = None
+    return base
+
+
+@pytest.mark.parametrize("leaf", ["shared", "full"])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+def test_greedy_output_is_the_backbones_own(family, leaf):
+    base = backbone(family)
+    expected = base.generate(PROMPT, **GREEDY)
+    heads = MTPHeads.from_backbone(base, window=4, leaf=leaf)
+    assert torch.equal(base.generate(PROMPT, assistant_model=heads, **GREEDY), expected)
+
+
+def test_it_works_on_evabyte_too(trained):
+    expected = trained.generate(PROMPT, use_mtp=False, **GREEDY)
+    heads = MTPHeads.from_backbone(trained, window=3, leaf="full")
+    try:
+        assert torch.equal(trained.generate(PROMPT, assistant_model=heads, **GREEDY), expected)
+    finally:
+        heads.detach()
+
+
+def test_shared_heads_start_as_the_backbones_own_head():
+    base = backbone()
+    heads = MTPHeads.from_backbone(base, window=3)
+    out = base(PROMPT, output_hidden_states=-1)
+    law = heads.window_law(out.hidden_states[-1][:, -1])
+    expected = out.logits[:, -1].log_softmax(-1)[:, None].expand(-1, 3, -1)
+    torch.testing.assert_close(law.conditional_log_probs(torch.zeros(1, 3, dtype=torch.long)), expected)
+
+
+def test_a_folder_of_heads_is_small_and_round_trips(tmp_path):
+    base = backbone(vocab_size=4000)
+    heads = MTPHeads.from_backbone(base, window=4)
+    with torch.no_grad():
+        heads.head.maps.add_(torch.randn_like(heads.head.maps) * 0.1)
+    heads.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_size < 4 * 32 * 32 * 4 + 2000
+    for again in (MTPHeads.from_pretrained(tmp_path), AutoModel.from_pretrained(tmp_path)):
+        assert isinstance(again, MTPHeads)
+        assert torch.equal(again.head.maps, heads.head.maps)
+        assert again.config.hidden_size == 32 and again.config.vocab_size == 4000 and again.window == 4
+
+
+def test_detach_leaves_the_backbone_bit_equal():
+    base = backbone()
+    before, attributes = {k: v.clone() for k, v in base.state_dict().items()}, set(vars(base))
+    heads = MTPHeads.from_backbone(base, window=4)
+    heads(PROMPT, labels=PROMPT).loss.backward()
+    assert all(parameter.grad is None for parameter in base.parameters())
+    heads.detach()
+    assert set(vars(base)) == attributes
+    assert all(torch.equal(value, before[key]) for key, value in base.state_dict().items())
+
+
+def test_training_on_a_frozen_backbone_raises_acceptance():
+    base = backbone()
+    heads = MTPHeads.from_backbone(base, window=4, leaf="full")
+    text = base.generate(torch.randint(2, 64, (16, 4)), max_new_tokens=60, do_sample=False)
+
+    def tokens_per_call():
+        calls = []
+        handle = base.model.register_forward_hook(lambda *args: calls.append(1))
+        base.generate(text[:1, :10], assistant_model=heads, max_new_tokens=40, do_sample=False)
+        handle.remove()
+        return 40 / len(calls)
+
+    before = tokens_per_call()
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-2)
+    for _ in range(60):
+        loss = heads(text, labels=text).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert tokens_per_call() > max(1.5, before)
+
+
+def test_packed_documents_and_padding_are_masked():
+    base = backbone()
+    heads = MTPHeads.from_backbone(base, window=3, leaf="full")
+    labels = torch.randint(2, 64, (1, 12))
+    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
+    out = heads(labels, position_ids=positions, labels=labels)
+    parts = [heads(part, labels=part) for part in (labels[:, :7], labels[:, 7:])]
+    counts = torch.tensor([[6, 5, 4], [4, 3, 2]])
+    expected = sum(p.head_losses * c for p, c in zip(parts, counts)) / counts.sum(0)
+    torch.testing.assert_close(out.head_losses, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 65}, "vocab_size: the heads were made for 64"),
+        ({"hidden_size": 64}, "hidden_size: the heads were"),
+    ],
+)
+def test_another_backbone_is_refused_by_name(changes, message):
+    heads = MTPHeads.from_backbone(backbone(), window=4).detach()
+    with pytest.raises(ValueError, match=message):
+        heads.attach(backbone(**changes))
+
+
+def test_heads_must_be_attached():
+    heads = MTPHeads(MTPHeadConfig(window=4, hidden_size=32, vocab_size=64, leaf="shared"))
+    with pytest.raises(RuntimeError, match=r"attach\(base\)"):
+        backbone().generate(PROMPT, assistant_model=heads, **GREEDY)
+    with pytest.raises(RuntimeError, match=r"attach\(base\)"):
+        heads(PROMPT, labels=PROMPT)
+    heads.attach(backbone())
+    with pytest.raises(RuntimeError, match=r"detach\(\)"):
+        heads.attach(backbone())
+    with pytest.raises(ValueError, match="num_assistant_tokens=0"):
+        heads.base.generate(PROMPT, assistant_model=heads, num_assistant_tokens=0, **GREEDY)
+
+
+def test_config_must_say_what_the_heads_fit():
+    with pytest.raises(ValueError, match="lacks hidden_size, vocab_size"):
+        MTPHeads(MTPHeadConfig(window=4))
+
+
+def test_two_sets_of_heads_may_share_a_backbone():
+    base = backbone()
+    first, second = (MTPHeads.from_backbone(base, window=n) for n in (2, 5))
+    expected = base.generate(PROMPT, **GREEDY)
+    for heads in (first, second):
+        assert torch.equal(base.generate(PROMPT, assistant_model=heads, **GREEDY), expected)
+    first.detach()
+    assert torch.equal(base.generate(PROMPT, assistant_model=second, **GREEDY), expected)
+
+
+def test_a_model_without_attached_heads_is_untouched():
+    assert "_get_candidate_generator" not in vars(tiny_model())

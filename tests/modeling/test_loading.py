@@ -1,0 +1,60 @@
+"""What cannot be loaded is refused, with the file and the tensor by name."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models import TRAINED
+from tokenahead import EvaByteForMTPC
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(TRAINED / name, tmp_path / name)
+    return tmp_path
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_missing_tensors(folder):
+    rewrite(folder, lambda tensors: tensors.pop("model.layers.1.self_attn.adaptive_phi"))
+    with pytest.raises(ValueError, match="lacks 1 tensors of EvaByteForMTPC: model.layers.1.self_attn.adaptive_phi"):
+        EvaByteForMTPC.from_pretrained(folder)
+
+
+def test_wrong_shapes(folder):
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(320 * 7, 64)}))
+    with pytest.raises(ValueError, match="do not have the shapes"):
+        EvaByteForMTPC.from_pretrained(folder)
+
+
+def test_truncated_file(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100_000])
+    with pytest.raises(ValueError, match="damaged or cut short"):
+        EvaByteForMTPC.from_pretrained(folder)
+
+
+def test_unknown_head_type(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"mtp_head": {"head_type": "medusa"}}))
+    with pytest.raises(Exception, match="head_type='medusa' is unknown"):
+        EvaByteForMTPC.from_pretrained(folder)
+
+
+def test_no_such_folder(tmp_path):
+    with pytest.raises(OSError, match="no file named model.safetensors"):
+        EvaByteForMTPC.from_pretrained(tmp_path)
+
+
+def test_loading_info_is_still_there(folder):
+    model, info = EvaByteForMTPC.from_pretrained(folder, output_loading_info=True)
+    assert isinstance(model, EvaByteForMTPC) and not info["missing_keys"]

@@ -1,0 +1,28 @@
+import subprocess
+import sys
+
+import tokenahead
+
+
+def test_public_names_are_pinned():
+    assert tokenahead.__all__ == [
+        "EvaByteCache",
+        "EvaByteConfig",
+        "EvaByteForMTPC",
+        "EvaByteModel",
+        "EvaByteTokenizer",
+        "GenerateSpeculativeOutput",
+        "MTPHeadConfig",
+        "MTPHeads",
+        "Speculation",
+    ]
+    assert all(hasattr(tokenahead, name) for name in tokenahead.__all__)
+
+
+def test_configuration_needs_no_torch_of_its_own_and_models_no_trainer():
+    code = (
+        "import sys, tokenahead; "
+        "assert not {'peft', 'trl', 'datasets', 'tokenahead.training', 'tokenahead.model_cards'} & set(sys.modules), "
+        "sorted(name for name in sys.modules if name.split('.')[0] in ('peft', 'trl', 'datasets', 'tokenahead'))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -30,7 +30,7 @@ class EvaByteConfig(PreTrainedConfig):
             `chunk_size`, ...), as every transformers 5 configuration does.
 
     Example:
-        >>> config = EvaByteConfig(hidden_size=64, num_attention_heads=4, window_size=32, chunk_size=4, num_pred_heads=8)
+        >>> config = EvaByteConfig(num_attention_heads=32, window_size=2048, chunk_size=16, num_pred_heads=8)
         >>> config.mtp_head.window
         8
     """

@@ -66,7 +66,7 @@ class HeadDrafter(CandidateGenerator):
             return law.greedy()[:, :length], None
         placeholder = first[:, None].expand(-1, law.window)
         conditionals = law.conditional_log_probs(placeholder)[:, :length]
-        q = self.processing.warp(conditionals).softmax(-1)
+        q = self.processing.warp(conditionals)
         return race(q), q
 
     def get_candidates(

@@ -133,16 +133,15 @@ class SpeculativeLoop:
     def _verify(
         self, draft: torch.Tensor, q: torch.Tensor | None, scores: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Accepted drafts [B], and [B, m + 1] tokens: the draft with the added token written after the accepted ones."""
+        """Accepted drafts [B], and tokens [B, m + 1] of which the accepted ones and the next are the row's own."""
         if not self.config.do_sample:
-            accepted, added = verify_greedy(draft, scores)
-        elif q is None:
+            return verify_greedy(draft, scores)
+        if q is None:
             added = race(scores[:, 0].softmax(-1))
-            accepted = torch.zeros_like(added)
-        else:
-            accepted, added = verify(draft, q, scores.softmax(-1), self.rule)
-        new = torch.cat([draft, added[:, None]], dim=1)
-        return accepted, new.scatter(1, accepted[:, None], added[:, None])
+            return torch.zeros_like(added), added[:, None]
+        accepted, added = verify(draft, q, scores.softmax(-1), self.rule)
+        new = torch.nn.functional.pad(draft, (0, 1))
+        return accepted, new.scatter_(1, accepted[:, None], added[:, None])
 
     def _count(self, before: list[bool], accepted: list[int], kept: list[int], drafts: list[list[int]]) -> None:
         for row, (count, keep, draft) in enumerate(zip(accepted, kept, drafts)):
@@ -173,6 +172,9 @@ class SpeculativeLoop:
 
     def _select_hidden(self, states: torch.Tensor, kept: list[int]) -> None:
         """The state before each row's last token; an ended row keeps any."""
+        if len(kept) == 1:
+            self.hidden = states[:, max(kept[0] - 1, 0)]
+            return
         rows = torch.arange(len(kept), device=states.device)
         self.hidden = states[rows, torch.tensor([max(count - 1, 0) for count in kept], device=states.device)]
 

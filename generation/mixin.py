@@ -100,7 +100,7 @@ class MTPGenerationMixin(GenerationMixin):
         limit = getattr(self.config, "max_position_embeddings", None)
         if limit is not None and tensor.shape[1] > limit:
             raise ValueError(
-                f"the prompt has {tensor.shape[1]} tokens, but the model has max_position_embeddings={limit}; shorten it"
+                f"the prompt has {tensor.shape[1]} tokens, more than max_position_embeddings={limit}; shorten it"
             )
         return tensor, name, model_kwargs
 

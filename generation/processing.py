@@ -64,12 +64,17 @@ class Processing:
                 logits = _per_prefix(processor, tokens, logits, done)
         return logits
 
-    def warp(self, logits: torch.Tensor) -> torch.Tensor:
-        """Only the processors that look at scores alone, for draft laws [..., v]; a draft's law may be any law."""
-        flat = logits.flatten(0, -2)
+    def warp(self, log_probs: torch.Tensor) -> torch.Tensor:
+        """Probabilities of draft laws [..., v] after the processors that look at scores alone.
+
+        A draft's law may be any law, so the processors that read prefixes are left out.
+        """
+        if not self.pointwise:
+            return log_probs.exp()
+        flat = log_probs.flatten(0, -2)
         for processor in self.pointwise:
             flat = processor(None, flat)
-        return flat.view(logits.shape)
+        return flat.softmax(-1).view(log_probs.shape)
 
 
 def _per_prefix(processor: LogitsProcessor, tokens: TokenRows, logits: torch.Tensor, done: list[bool]) -> torch.Tensor:

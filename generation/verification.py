@@ -56,11 +56,10 @@ def verify_greedy(draft: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tens
         scores: [B, m + 1, v] scores of the target after all logits processors.
 
     Returns:
-        num_accepted [B] and next_token [B], int64.
+        num_accepted [B], and the argmaxes [B, m + 1] int64, whose first num_accepted + 1 are the tokens to emit.
     """
     best = scores.argmax(-1)
-    accepted = (draft == best[:, :-1]).long().cumprod(1).sum(1)
-    return accepted, best.gather(1, accepted[:, None])[:, 0]
+    return (draft == best[:, :-1]).long().cumprod(1).sum(1), best
 
 
 def verify(
@@ -83,15 +82,16 @@ def verify(
     """
     uniform = torch.rand(draft.shape, dtype=p.dtype, device=p.device, generator=generator)
     if rule == "token":
+        surplus = (p[:, :-1] - q).clamp_(min=0)
         accepted = (uniform < _ratios(draft, q, p)).long().cumprod(1).sum(1)
-        weight = torch.ones_like(p[:, :, 0])
     elif rule == "block":
         weight = _block_weights(draft, q, p)
-        kept = uniform < _block_accept(weight, (weight[:, :-1, None] * p[:, :-1] - q).clamp(min=0))
+        surplus = (weight[:, :-1, None] * p[:, :-1] - q).clamp_(min=0)
+        kept = uniform < _block_accept(weight, surplus)
         accepted = (kept * torch.arange(1, draft.shape[1] + 1, device=p.device)).amax(1)
     else:
         raise ValueError(f"verification={rule!r} is unknown; choose 'token' or 'block'")
-    return accepted, race(_residual_at(accepted, q, p, weight), generator)
+    return accepted, race(_row_after(accepted, surplus, p), generator)
 
 
 def _ratios(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,8 @@ def _ratios(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> torch.Tens
 def _block_weights(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """P_0..P_m, [B, m + 1].
 
-    P_i = min(1, P_{i-1} r_i) is a walk reflected at 1: with S_i = sum_{j<=i} log r_j, log P_i = S_i - max(0, max_{j<=i} S_j).
+    P_i = min(1, P_{i-1} r_i) is a walk reflected at 1: with S_i = sum_{j<=i} log r_j,
+    log P_i = S_i - max(0, max_{j<=i} S_j).
     """
     walk = _ratios(draft, q, p).log().cumsum(1)
     weight = (walk - walk.cummax(1).values.clamp(min=0)).exp()
@@ -123,13 +124,13 @@ def _residuals(q: torch.Tensor, p: torch.Tensor, weight: torch.Tensor) -> torch.
     return torch.cat([rows, p[:, -1:]], dim=1)
 
 
-def _residual_at(accepted: torch.Tensor, q: torch.Tensor, p: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Row `accepted` of the residuals, [B, v]; only that row is computed."""
+def _row_after(accepted: torch.Tensor, surplus: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Unnormalised law of the added token [B, v]: the surplus after a rejection, p's last row after none."""
     batch = torch.arange(len(accepted), device=p.device)
     target = p[batch, accepted]
-    drafted = q[batch, accepted.clamp(max=q.shape[1] - 1)] * (accepted < q.shape[1])[:, None]
-    scale = torch.where(accepted < q.shape[1], weight[batch, accepted], 1.0)
-    return _normalised((scale[:, None] * target - drafted).clamp(min=0), target)
+    row = surplus[batch, accepted.clamp(max=surplus.shape[1] - 1)]
+    rejected = (accepted < surplus.shape[1])[:, None] & (row.sum(-1, keepdim=True) > 0)
+    return torch.where(rejected, row, target)
 
 
 def _normalised(mass: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:

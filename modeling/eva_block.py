@@ -11,6 +11,7 @@ stand at raw slots `offset .. offset + length - 1`. A query at slot t sees (spec
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -40,7 +41,7 @@ class EvaBlock:
     device: torch.device
     mask: torch.Tensor | None = None
 
-    @property
+    @cached_property
     def is_fresh(self) -> bool:
         """Whether no row has a past, so that the block attends to nothing but itself."""
         return not any(self.offsets) and not any(self.summaries)
@@ -50,29 +51,30 @@ class EvaBlock:
         """Whether attention runs window by window rather than over one dense mask."""
         return self.length > self.window
 
-    @property
+    @cached_property
     def is_uniform(self) -> bool:
         """Whether all rows have the same geometry, so that slices do for gathers."""
         return len(set(self.offsets)) == 1 and len(set(self.summaries)) == 1
 
-    @property
+    @cached_property
     def provisional(self) -> int:
         """Raw windows that some row of the block leaves behind."""
         return (max(self.offsets) + self.length - 1) // self.window
 
-    @property
+    @cached_property
     def used(self) -> int:
         """Slots of the cache that the block may read."""
         return max(map(int.__add__, self.summaries, self.offsets)) + self.length
 
-    def column(self, values: list[int]) -> torch.Tensor:
-        """Per-row integers as a [R, 1] tensor, or [1, 1] where all rows agree."""
-        return torch.tensor(values[:1] if self.is_uniform else values, device=self.device)[:, None]
+    def count_from(self, starts: list[int], length: int) -> torch.Tensor:
+        """starts[r], starts[r] + 1, ... per row: [R, length], or [1, length] where all rows agree."""
+        if self.is_uniform:
+            return torch.arange(starts[0], starts[0] + length, device=self.device)[None]
+        return torch.tensor(starts, device=self.device)[:, None] + torch.arange(length, device=self.device)
 
     def positions(self) -> torch.Tensor:
         """True positions of the new tokens, [R, M] or [1, M]."""
-        start = [n * self.chunk + o for n, o in zip(self.summaries, self.offsets)]
-        return self.column(start) + torch.arange(self.length, device=self.device)
+        return self.count_from([n * self.chunk + o for n, o in zip(self.summaries, self.offsets)], self.length)
 
     def place(self, states: torch.Tensor, total: int) -> torch.Tensor:
         """Puts per-token states [R, H, M, d] at their raw slots: [R, H, total, d], zero elsewhere."""
@@ -98,12 +100,12 @@ class EvaBlock:
         return self
 
     def _slots(self) -> torch.Tensor:
-        return torch.arange(self.length, device=self.device) + self.column(self.offsets)
+        return self.count_from(self.offsets, self.length)
 
     def _visible(self) -> torch.Tensor:
         """[R or 1, M, used + provisional summaries], True where a query may look."""
         query = self._slots()[:, :, None]
-        key = (torch.arange(self.used, device=self.device) - self.column(self.summaries))[:, None, :]
+        key = self.count_from([-n for n in self.summaries], self.used)[:, None, :]
         if not self.provisional:
             return key <= query
         same_window = (key // self.window == query // self.window) & (key <= query)
@@ -115,7 +117,7 @@ class EvaBlock:
         """[R * windows, 1, W, cached + new summaries + W], the window-by-window form of the same rule."""
         per_window = self.window // self.chunk
         windows = torch.arange(self.provisional + 1, device=self.device)
-        past = torch.arange(max(self.summaries), device=self.device) < self.column(self.summaries)
+        past = self.count_from([-n for n in self.summaries], max(self.summaries)) < 0
         new = torch.arange(self.provisional * per_window, device=self.device) // per_window < windows[:, None]
         own = torch.ones(self.window, self.window, dtype=torch.bool, device=self.device).tril()
         rows, count = len(self.offsets), len(windows)

@@ -116,9 +116,10 @@ class EvaCacheLayer(CacheLayerMixin):
         """Folds what the block allows, writes its keys and values [R, H, M, d] and returns all that it may read."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        summaries = [n - f * block.window // block.chunk for n, f in zip(block.summaries, block.fold)]
-        raw = [o + f * block.window for o, f in zip(block.offsets, block.fold)]
-        self._fold(block, block.fold, summaries, raw, summarise)
+        if any(block.fold):
+            summaries = [n - f * block.window // block.chunk for n, f in zip(block.summaries, block.fold)]
+            raw = [o + f * block.window for o, f in zip(block.offsets, block.fold)]
+            self._fold(block, block.fold, summaries, raw, summarise)
         self._reserve(block.used)
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             _write(buffer, states.detach(), block)
@@ -130,8 +131,9 @@ class EvaCacheLayer(CacheLayerMixin):
         if block.is_uniform:
             start = block.summaries[0]
             return self.keys[:, :, start : start + total], self.values[:, :, start : start + total]
-        slots = torch.arange(total, device=block.device) + block.column(block.summaries)
-        slots = slots[:, None, :, None].expand(-1, self.keys.shape[1], -1, self.keys.shape[3])
+        slots = block.count_from(block.summaries, total)[:, None, :, None].expand(
+            -1, self.keys.shape[1], -1, self.keys.shape[3]
+        )
         return self.keys.gather(2, slots), self.values.gather(2, slots)
 
     def settle(self, block: EvaBlock, summarise: Summarise) -> None:
@@ -266,6 +268,5 @@ def _write(buffer: torch.Tensor, states: torch.Tensor, block: EvaBlock) -> None:
         start = block.summaries[0] + block.offsets[0]
         buffer[:, :, start : start + block.length] = states
         return
-    first = [n + o for n, o in zip(block.summaries, block.offsets)]
-    slots = torch.arange(block.length, device=buffer.device) + block.column(first)
+    slots = block.count_from([n + o for n, o in zip(block.summaries, block.offsets)], block.length)
     buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)

@@ -1,0 +1,293 @@
+"""Losses: targets of windows by brute force, goldens of the discounted loss, chunked terms, accumulation."""
+
+import pytest
+import torch
+
+from tests.laws import golden
+from tokenahead.modeling import losses
+from tokenahead.modeling.heads import FFHead
+from tokenahead.modeling.losses import IGNORE, depth_means, discounted_mtp_loss, independent_terms, window_targets
+
+FAMILIES = ("ff", "cp", "hmm", "btree")
+READINGS = ("observe", "marginalise", "univariate")
+
+
+class CountingHead(FFHead):
+    """A head that remembers how many positions each call had."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.calls: list[int] = []
+
+    def forward(self, hidden_states: torch.Tensor, num_heads: int | None = None) -> torch.Tensor:
+        self.calls.append(len(hidden_states))
+        return super().forward(hidden_states, num_heads)
+
+
+def expected_targets(labels, window, mask=None, position_ids=None):
+    """The definition, position by position."""
+    batch, length = labels.shape
+    out = torch.full((batch, length, window), IGNORE)
+    for row in range(batch):
+        documents = [0] * length
+        if position_ids is not None:
+            starts = position_ids.expand(batch, -1)[row] == 0
+            documents = starts.cumsum(0).tolist()
+        for t in range(length):
+            for ahead in range(1, window + 1):
+                inside = t + ahead < length and documents[t] == documents[t + ahead]
+                if inside and (mask is None or (mask[row, t] and mask[row, t + ahead])):
+                    out[row, t, ahead - 1] = labels[row, t + ahead]
+    return out
+
+
+def padding_masks(length):
+    """Padding on the left, on the right, on both sides, and none."""
+    cuts = [(2, length), (0, length - 3), (1, length - 2), (0, length)]
+    return torch.tensor([[int(low <= t < high) for t in range(length)] for low, high in cuts])
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 12])
+def test_targets_are_the_labels_ahead(window):
+    labels = torch.randint(0, 50, (3, 9))
+    labels[torch.rand(3, 9) < 0.2] = IGNORE
+    assert torch.equal(window_targets(labels, window), expected_targets(labels, window))
+
+
+def test_targets_by_hand():
+    labels = torch.tensor([[10, 11, IGNORE, 13]])
+    want = [[[11, IGNORE], [IGNORE, 13], [13, IGNORE], [IGNORE, IGNORE]]]
+    assert window_targets(labels, 2).tolist() == want
+
+
+def test_padding_on_both_sides():
+    mask = padding_masks(9)
+    labels = torch.randint(0, 50, mask.shape).masked_fill(mask == 0, IGNORE)
+    got = window_targets(labels, 3, attention_mask=mask)
+    assert torch.equal(got, expected_targets(labels, 3, mask))
+    assert (got[mask == 0] == IGNORE).all()
+
+
+def test_left_padding_with_unmasked_labels_predicts_nothing():
+    mask = padding_masks(9)[:1]
+    labels = torch.arange(9)[None]
+    assert torch.equal(window_targets(labels, 3, mask), expected_targets(labels, 3, mask))
+
+
+@pytest.mark.xfail(strict=True, reason="window_targets masks what padding predicts, not padding as a target")
+def test_padding_is_no_target_even_if_labels_keep_its_ids():
+    mask = padding_masks(9)
+    labels = torch.randint(0, 50, mask.shape)
+    assert torch.equal(window_targets(labels, 3, mask), expected_targets(labels, 3, mask))
+
+
+def test_mask_may_cover_a_cached_past():
+    mask = padding_masks(9)
+    labels = torch.randint(0, 50, mask.shape).masked_fill(mask == 0, IGNORE)
+    longer = torch.cat([torch.ones(4, 6, dtype=mask.dtype), mask], dim=1)
+    assert torch.equal(window_targets(labels, 3, longer), window_targets(labels, 3, mask))
+
+
+def packed_positions(*lengths):
+    return torch.cat([torch.arange(length) for length in lengths])[None]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_windows_stop_at_document_borders(rows):
+    """Documents of 1 to 7 tokens, shorter and longer than the window; one row of position ids serves a batch."""
+    positions = packed_positions(4, 1, 7, 2, 3)
+    if rows == 2:
+        positions = torch.cat([positions, packed_positions(1, 1, 5, 10)])
+    labels = torch.randint(0, 50, (2, 17))
+    labels[0, 9] = IGNORE
+    for window in (1, 3, 6):
+        got = window_targets(labels, window, position_ids=positions)
+        assert torch.equal(got, expected_targets(labels, window, position_ids=positions))
+
+
+def test_positions_of_a_left_padded_batch_hide_nothing():
+    """transformers counts positions of the real tokens and puts 1 under padding."""
+    mask = padding_masks(9)
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    labels = torch.randint(0, 50, mask.shape).masked_fill(mask == 0, IGNORE)
+    assert torch.equal(window_targets(labels, 4, mask, positions), window_targets(labels, 4, mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_golden_losses(family, reading, dtype):
+    data = golden(f"loss_{family}_n4")
+    terms, valid = data[f"{reading}.terms"].to(dtype), data["valid"]
+    assert terms.isnan().any()  # where there is no target
+    close = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 2e-5}
+    paper = discounted_mtp_loss(terms, valid, gamma=0.9, normalization="paper")
+    tokens = discounted_mtp_loss(terms, valid, gamma=0.9, normalization="tokens")
+    assert paper.dtype == tokens.dtype == dtype
+    torch.testing.assert_close(paper.reshape(1), data[f"{reading}.loss_paper_eq4"].to(dtype), **close)
+    torch.testing.assert_close(tokens.reshape(1), data[f"{reading}.loss_global_over_gammasum"].to(dtype), **close)
+    torch.testing.assert_close(depth_means(terms, valid), data[f"{reading}.L_j_global"].to(dtype), **close)
+
+
+def test_golden_terms_of_independent_heads():
+    """From tokens and hidden states to the loss: the shift, the mask, the heads and the weights together."""
+    data = golden("loss_ff_n4")
+    weight = data["leaf_weight"][:, 0]  # [n, V, D]
+    head = FFHead(weight.shape[2], weight.shape[1], weight.shape[0])
+    head.weight.data = weight.flatten(0, 1).float()
+    labels = data["tokens"].long().masked_fill(data["target_mask"] == 0, IGNORE)
+    targets = window_targets(labels, 4)
+    assert torch.equal(targets != IGNORE, data["valid"].bool())
+    terms = independent_terms(head, data["e"].float(), targets)
+    torch.testing.assert_close(terms, data["observe.terms"].float().nan_to_num(0.0), rtol=0, atol=2e-5)
+    loss = discounted_mtp_loss(terms, targets != IGNORE)
+    torch.testing.assert_close(loss.reshape(1), data["observe.loss_paper_eq4"].float(), rtol=0, atol=2e-5)
+
+
+def test_weights_by_hand():
+    terms = torch.tensor([[[1.0, 10.0], [3.0, float("nan")]], [[8.0, 30.0], [float("nan"), float("nan")]]])
+    valid = ~terms.isnan()
+    # paper: (2 + 8) / 2 + 0.5 (10 + 30) / 2; tokens: (12 / 3 + 0.5 * 40 / 2) / 1.5
+    assert discounted_mtp_loss(terms, valid, gamma=0.5).item() == pytest.approx(15.0)
+    assert discounted_mtp_loss(terms, valid, 0.5, "tokens").item() == pytest.approx(14 / 1.5)
+    assert discounted_mtp_loss(terms, valid, 0.5, "tokens", counts=4).item() == pytest.approx((3 + 5) / 1.5)
+    counts = torch.tensor([6, 8])
+    assert discounted_mtp_loss(terms, valid, 0.5, "tokens", counts).item() == pytest.approx((2 + 2.5) / 1.5)
+
+
+@pytest.mark.parametrize("normalization", ["paper", "tokens"])
+def test_terms_without_a_target_do_not_matter(normalization):
+    valid = torch.rand(3, 6, 4) < 0.6
+    terms = torch.rand(3, 6, 4)
+    spoiled = terms.masked_fill(~valid, float("nan")).requires_grad_()
+    want = discounted_mtp_loss(terms.masked_fill(~valid, 0.0), valid, normalization=normalization)
+    for flags in (valid, valid.long(), valid.float()):
+        assert torch.equal(discounted_mtp_loss(spoiled, flags, normalization=normalization), want)
+    discounted_mtp_loss(spoiled, valid, normalization=normalization).backward()
+    assert (spoiled.grad[~valid] == 0).all() and (spoiled.grad[valid] > 0).all()
+
+
+@pytest.mark.parametrize("normalization", ["paper", "tokens"])
+def test_a_batch_without_targets_costs_nothing(normalization):
+    terms = torch.full((2, 3, 4), float("nan"), requires_grad=True)
+    loss = discounted_mtp_loss(terms, torch.zeros(2, 3, 4), normalization=normalization)
+    loss.backward()
+    assert loss.item() == 0 and (terms.grad == 0).all()
+
+
+def test_unknown_normalization_is_refused():
+    with pytest.raises(ValueError, match="normalization='sum' is unknown; choose 'paper' or 'tokens'"):
+        discounted_mtp_loss(torch.ones(1, 1, 1), torch.ones(1, 1, 1), normalization="sum")
+
+
+def test_counts_make_accumulation_exact():
+    """Micro-batches of unequal size and masking add up to the loss and gradient of the whole batch."""
+    valid = torch.rand(5, 8, 3) < torch.tensor([0.9, 0.5, 0.2])
+    terms = torch.rand(5, 8, 3, dtype=torch.float64, requires_grad=True)
+    whole = discounted_mtp_loss(terms, valid, normalization="tokens")
+    (want,) = torch.autograd.grad(whole, terms)
+    counts = valid.sum((0, 1))
+    parts = [
+        discounted_mtp_loss(terms[rows], valid[rows], normalization="tokens", counts=counts)
+        for rows in (slice(0, 1), slice(1, 3), slice(3, 5))
+    ]
+    (got,) = torch.autograd.grad(sum(parts), terms)
+    torch.testing.assert_close(sum(parts), whole, rtol=0, atol=1e-14)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-14)
+    naive = sum(discounted_mtp_loss(terms[r], valid[r], normalization="tokens") for r in (slice(0, 1), slice(1, 5))) / 2
+    assert abs(naive - whole) > 1e-4
+
+
+def test_depth_means():
+    terms = torch.tensor([[[1.0, float("nan")], [4.0, float("nan")], [float("nan"), float("nan")]]], requires_grad=True)
+    means = depth_means(terms, ~terms.isnan())
+    assert means[0].item() == 2.5 and means[1].isnan()
+    assert not means.requires_grad
+
+
+def head_and_batch(window=3, heads=4):
+    head = CountingHead(6, 11, heads)
+    hidden = torch.randn(2, 7, 6, requires_grad=True)
+    targets = torch.randint(0, 11, (2, 7, window))
+    targets[torch.rand(targets.shape) < 0.3] = IGNORE
+    return head, hidden, targets
+
+
+def test_independent_terms_are_cross_entropies():
+    head, hidden, targets = head_and_batch()
+    terms = independent_terms(head, hidden, targets)
+    log_q = head(hidden)[:, :, :3].log_softmax(-1)
+    want = -log_q.gather(-1, targets.clamp(min=0)[..., None])[..., 0].masked_fill(targets == IGNORE, 0.0)
+    torch.testing.assert_close(terms, want)
+    assert terms.shape == targets.shape
+
+
+def run_terms(head, hidden, targets):
+    """Terms and the gradients of a weighted sum of them, with the sizes of the head's calls."""
+    head.calls.clear()
+    terms = independent_terms(head, hidden, targets)
+    forward_calls = list(head.calls)
+    weights = torch.linspace(1, 2, terms.numel()).view(terms.shape)
+    grads = torch.autograd.grad((terms * weights).sum(), (head.weight, hidden))
+    return terms, *grads, forward_calls
+
+
+@pytest.mark.parametrize(("budget", "calls"), [(5 * 33, [5, 5, 4]), (7 * 33 + 32, [7, 7]), (1, [1] * 14)])
+def test_chunked_terms_equal_unchunked(budget, calls, monkeypatch):
+    head, hidden, targets = head_and_batch()
+    whole = run_terms(head, hidden, targets)
+    assert whole[-1] == [14]
+    monkeypatch.setattr(losses, "_LOGITS_PER_CHUNK", budget)
+    chunked = run_terms(head, hidden, targets)
+    assert chunked[-1] == calls
+    for got, want in zip(chunked[:-1], whole[:-1]):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_chunks_without_gradients(monkeypatch):
+    head, hidden, targets = head_and_batch()
+    want = independent_terms(head, hidden, targets)
+    monkeypatch.setattr(losses, "_LOGITS_PER_CHUNK", 33)
+    with torch.no_grad():
+        torch.testing.assert_close(independent_terms(head, hidden, targets), want)
+
+
+def test_terms_without_a_target_give_no_gradient():
+    head, hidden, targets = head_and_batch()
+    targets[0] = IGNORE
+    targets[..., 2] = IGNORE
+    terms = independent_terms(head, hidden, targets)
+    assert (terms[targets == IGNORE] == 0).all()
+    terms.sum().backward()
+    assert (hidden.grad[0] == 0).all() and (hidden.grad[1].abs().sum(-1) > 0).any()
+    by_head = head.weight.grad.view(4, 11, 6).abs().amax((1, 2))
+    assert (by_head[:2] > 0).all() and (by_head[2:] == 0).all()  # the fourth is outside the window
+
+
+def test_bfloat16_heads_give_float32_terms():
+    head, hidden, targets = head_and_batch()
+    want = independent_terms(head, hidden, targets)
+    terms = independent_terms(head.bfloat16(), hidden.bfloat16(), targets)
+    assert terms.dtype == torch.float32
+    torch.testing.assert_close(terms, want, rtol=0.05, atol=0.05)
+
+
+def test_packed_documents_cost_what_they_cost_apart():
+    """Three documents packed into one row against the same documents as rows of a padded batch."""
+    lengths, window = (5, 1, 8), 3
+    head = FFHead(6, 11, window)
+    documents = [torch.randn(length, 6) for length in lengths]
+    labels = [torch.randint(0, 11, (length,)) for length in lengths]
+    labels[2][3] = IGNORE
+    targets = window_targets(torch.cat(labels)[None], window, position_ids=packed_positions(*lengths))
+    packed = independent_terms(head, torch.cat(documents)[None], targets)
+    pad = torch.nn.utils.rnn.pad_sequence
+    apart_targets = window_targets(pad(labels, batch_first=True, padding_value=IGNORE), window)
+    apart = independent_terms(head, pad(documents, batch_first=True), apart_targets)
+    torch.testing.assert_close(
+        discounted_mtp_loss(packed, targets != IGNORE, normalization="tokens"),
+        discounted_mtp_loss(apart, apart_targets != IGNORE, normalization="tokens"),
+    )
+    assert (targets != IGNORE).sum((0, 1)).tolist() == (apart_targets != IGNORE).sum((0, 1)).tolist()
+    across = window_targets(torch.cat(labels)[None], window)
+    assert (across != IGNORE).sum() > (targets != IGNORE).sum()

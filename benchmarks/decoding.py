@@ -16,6 +16,8 @@ import cProfile
 import pstats
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -41,7 +43,7 @@ def load(arguments: argparse.Namespace) -> EvaByteForMTPC:
     return model.eval()
 
 
-def seconds_of(call, repeats: int) -> float:
+def seconds_of(call: Callable[[], None], repeats: int) -> float:
     """Median seconds of `call`."""
     times = []
     for _ in range(repeats):
@@ -65,7 +67,7 @@ def bare_forward(model: EvaByteForMTPC, prompt: torch.Tensor, repeats: int) -> f
     return seconds_of(call, repeats)
 
 
-def decode(model: EvaByteForMTPC, prompt: torch.Tensor, **options) -> tuple[float, object]:
+def decode(model: EvaByteForMTPC, prompt: torch.Tensor, **options: Any) -> tuple[float, object]:
     """Seconds and output of one `generate`."""
     torch.manual_seed(0)
     start = time.perf_counter()

@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import CandidateGenerator
 
-from ..modeling.circuits import WindowLaw, race
+from ..modeling.window_law import WindowLaw, race
 from .processing import Processing
 
 

@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from ..modeling.circuits import race
+from ..modeling.window_law import race
 from .drafters import HeadDrafter
 from .processing import Processing
 from .records import Records

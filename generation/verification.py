@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ..modeling.circuits import race
+from ..modeling.window_law import race
 
 
 def token_acceptance(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,7 +129,7 @@ def _row_after(accepted: torch.Tensor, surplus: torch.Tensor, p: torch.Tensor) -
     batch = torch.arange(len(accepted), device=p.device)
     target = p[batch, accepted]
     row = surplus[batch, accepted.clamp(max=surplus.shape[1] - 1)]
-    rejected = (accepted < surplus.shape[1])[:, None] & (row.sum(-1, keepdim=True) > 0)
+    rejected = (accepted < surplus.shape[1])[:, None] & (row.sum(-1, keepdim=True) > torch.finfo(p.dtype).tiny)
     return torch.where(rejected, row, target)
 
 

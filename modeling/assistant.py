@@ -17,11 +17,11 @@ from transformers.utils.generic import can_return_tuple
 
 from ..configuration import MTPHeadConfig
 from ..generation.drafters import HeadDrafter
-from .circuits import WindowLaw
 from .heads import SharedHead, build_head, window_law
 from .loading import StrictLoadingMixin
 from .losses import IGNORE, depth_means, discounted_mtp_loss, independent_terms, window_targets
 from .outputs import MTPOutput
+from .window_law import WindowLaw
 
 
 class MTPHeads(StrictLoadingMixin, PreTrainedModel):

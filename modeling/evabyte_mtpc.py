@@ -11,13 +11,13 @@ from transformers.utils.generic import can_return_tuple
 
 from ..configuration import EvaByteConfig
 from ..generation.mixin import MTPGenerationMixin
-from .circuits import WindowLaw
 from .eva_cache import EvaByteCache
 from .evabyte import EvaByteModel, EvaBytePreTrainedModel
 from .heads import FFHead, window_law
 from .loading import StrictLoadingMixin
 from .losses import IGNORE, depth_means, discounted_mtp_loss, independent_terms, window_targets
 from .outputs import MTPOutput
+from .window_law import WindowLaw
 
 
 class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel):

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ..configuration import MTPHeadConfig
-from .circuits import WindowLaw, circuit_from_logits
+from .circuits import circuit_from_logits
+from .window_law import WindowLaw
 
 
 class FFHead(nn.Linear):
@@ -90,4 +91,5 @@ def build_head(config: MTPHeadConfig, hidden_size: int, vocab_size: int, num_hea
 def window_law(head: nn.Module, config: MTPHeadConfig, hidden_states: torch.Tensor) -> WindowLaw:
     """The law of the next `config.window` tokens given hidden states [..., D], in float32 (float64 kept)."""
     logits = head(hidden_states, config.window)
-    return circuit_from_logits(config.head_type, leaf_logits=logits.unsqueeze(-2))
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return circuit_from_logits(config.head_type, leaf_logits=logits.unsqueeze(-2), dtype=dtype)

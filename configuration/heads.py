@@ -6,7 +6,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-HEAD_TYPES = ("ff",)
+HEAD_TYPES = ("ff", "cp", "hmm", "btree")
 """Head families that can be chosen by `MTPHeadConfig.head_type`."""
 
 LEAVES = ("full", "shared")
@@ -21,13 +21,19 @@ class MTPHeadConfig(PreTrainedConfig):
     of heads that stands apart from its backbone; only the latter needs the last three fields.
 
     Args:
-        head_type: The family of the law. `"ff"`: independent positions (Gloeckle et al. 2024).
+        head_type: The family of the law. `"ff"`: independent positions (Gloeckle et al. 2024); `"cp"`: a mixture;
+            `"hmm"`: a chain; `"btree"`: a binary tree of mixtures (MtPC).
         window: Number of tokens n that the law covers; the first is the ordinary next token, so a draft has n - 1.
             None lets the owner decide (EvaByte takes `num_pred_heads`).
-        rank: Number of mixture components r of the circuit families; `"ff"` has 1.
+        rank: Number of states r of every latent of a circuit; `"ff"` has 1.
         leaf: `"full"`: an unembedding [v, d] of its own per position; `"shared"`: one map [d, d] per position before
-            the backbone's frozen unembedding, for large vocabularies (heads apart from their backbone).
+            the backbone's frozen unembedding, for large vocabularies. Circuits have one per position and state.
+        contextual: The weights of a circuit's sums depend on the hidden state; otherwise they are plain parameters.
+        homogeneous: All steps of an `"hmm"` share one transition.
+        identity_bias: Added to the diagonal of an `"hmm"`'s transition logits at the start, so that states persist.
         gamma: Discount of the training loss: depth j weighs gamma^(j-1).
+        masked_tokens: What training does with tokens inside a window that are no targets (a prompt, say): `"observe"`
+            conditions on them, as decoding will; `"marginalise"` sums them out.
         hidden_size: Width of the hidden states that the head reads (heads apart from their backbone).
         vocab_size: Number of token ids (heads apart from their backbone).
         base_model_name_or_path: The backbone that the heads were trained for, for people to read.
@@ -47,7 +53,11 @@ class MTPHeadConfig(PreTrainedConfig):
     window: int | None = None
     rank: int = 1
     leaf: str = "full"
+    contextual: bool = True
+    homogeneous: bool = False
+    identity_bias: float | int = 3.0
     gamma: float | int = 0.9
+    masked_tokens: str = "observe"
     hidden_size: int | None = None
     vocab_size: int | None = None
     base_model_name_or_path: str | None = None
@@ -65,9 +75,22 @@ class MTPHeadConfig(PreTrainedConfig):
             raise ValueError(f"rank={self.rank} must be at least 1")
         if self.head_type == "ff" and self.rank != 1:
             raise ValueError(f"rank={self.rank} needs a circuit; head_type='ff' has rank=1")
+        if self.masked_tokens not in ("observe", "marginalise"):
+            raise ValueError(f"masked_tokens={self.masked_tokens!r} is unknown; choose 'observe' or 'marginalise'")
+        if self.homogeneous and self.head_type != "hmm":
+            raise ValueError(f"homogeneous=True: only head_type='hmm' has transitions to share, not {self.head_type!r}")
         if not 0.0 < self.gamma <= 1.0:
             raise ValueError(f"gamma={self.gamma} must lie in (0, 1]")
 
     def options(self) -> dict[str, Any]:
         """The fields that describe the law, for a model's own `config.json`."""
-        return {name: getattr(self, name) for name in ("head_type", "window", "rank", "leaf", "gamma")}
+        names = ["head_type", "window", "rank", "leaf", "gamma"]
+        names += ["contextual", "masked_tokens"] if self.head_type != "ff" else []
+        names += ["homogeneous", "identity_bias"] if self.head_type == "hmm" else []
+        return {name: getattr(self, name) for name in names}
+
+    def same_parameters(self, other: "MTPHeadConfig") -> bool:
+        """Whether a checkpoint of `other` holds the parameters of this head, which for `"ff"` any window does."""
+        names = ["head_type", "leaf"]
+        names += ["window", "rank", "contextual", "homogeneous"] if self.head_type != "ff" else []
+        return all(getattr(self, name) == getattr(other, name) for name in names)

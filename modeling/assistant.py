@@ -5,21 +5,19 @@ The heads know the backbone only while attached to it, and what they save is the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers import initialization as init
 from transformers.generation import CandidateGenerator
 from transformers.utils.generic import can_return_tuple
 
 from ..configuration import MTPHeadConfig
 from ..generation.drafters import HeadDrafter
-from .heads import SharedHead, build_head, window_law
+from .heads import SharedHead, build_head, frozen_unembedding, head_loss, init_head, window_law
 from .loading import StrictLoadingMixin
-from .losses import IGNORE, depth_means, discounted_mtp_loss, independent_terms, window_targets
+from .losses import window_targets
 from .outputs import MTPOutput
 from .window_law import WindowLaw
 
@@ -95,6 +93,10 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
         return self._base[0]
 
     @property
+    def _shared(self) -> SharedHead | None:
+        return next((module for module in self.modules() if isinstance(module, SharedHead)), None)
+
+    @property
     def generation_config(self) -> None:
         """Heads generate nothing; transformers asks for this where they are used without `attach`."""
         raise RuntimeError("MTPHeads cannot assist this model: call heads.attach(base) first")
@@ -122,8 +124,8 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
         if self._base:
             return self
         self._base = [base]
-        if isinstance(self.head, SharedHead):
-            self.head.unembed = _frozen(base.get_output_embeddings())
+        if self._shared is not None:
+            self._shared.unembed = frozen_unembedding(lambda: base.get_output_embeddings().weight)
         attached = vars(base).get("_get_candidate_generator") or _AttachedHeads(base)
         attached.heads.append(self)
         base._get_candidate_generator = attached
@@ -137,8 +139,8 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
             if not attached.heads:
                 del self.base._get_candidate_generator
             self._base = []
-        if isinstance(self.head, SharedHead):
-            self.head.unembed = None
+        if self._shared is not None:
+            self._shared.unembed = None
         return self
 
     def window_law(self, hidden_states: torch.Tensor) -> WindowLaw:
@@ -173,27 +175,14 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
         loss, head_losses = None, None
         if labels is not None:
             targets = window_targets(labels, self.window, attention_mask, position_ids)
-            terms = independent_terms(self.head, outputs.hidden_states[-1], targets)
-            valid = targets != IGNORE
-            loss = discounted_mtp_loss(terms, valid, self.config.gamma, "tokens", num_items_in_batch)
-            head_losses = depth_means(terms, valid)
+            states = outputs.hidden_states[-1]
+            loss, head_losses = head_loss(self.head, self.config, states, targets, input_ids, num_items_in_batch)
         return MTPOutput(loss=loss, logits=outputs.logits, head_losses=head_losses)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, SharedHead):
-            init.copy_(module.maps, torch.eye(module.maps.shape[-1]).expand_as(module.maps))
-
-
-def _frozen(unembedding: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The backbone's unembedding as a function that gives it no gradient and follows its weights."""
-
-    def unembed(hidden_states: torch.Tensor) -> torch.Tensor:
-        bias = None if unembedding.bias is None else unembedding.bias.detach()
-        return nn.functional.linear(hidden_states, unembedding.weight.detach(), bias)
-
-    return unembed
+        init_head(module)
 
 
 class _AttachedHeads:

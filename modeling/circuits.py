@@ -49,9 +49,11 @@ class LatentLaw(WindowLaw):
         leaves = self.leaf_logits.expand(*batch, *self.leaf_logits.shape[-3:])
         return leaves.gather(-1, index)[..., 0] - self.leaf_norm
 
-    def prefix_log_prob(self, tokens: torch.Tensor) -> torch.Tensor:
-        """log q(x_1..x_i), summing out the owner of position i."""
+    def prefix_log_prob(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
+        """log q(x_1..x_i), summing out the owner of position i; an unknown token is no evidence."""
         evidence = self.evidence(tokens)
+        if unknown is not None:
+            evidence = evidence.masked_fill(unknown[..., None], 0)
         return logsumexp(self.owner_weights(evidence) + evidence, -1)
 
     def conditional_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from ..configuration import EvaByteConfig
 from .eva_attention import EvaAttention, States
 from .eva_block import EvaBlock
 from .eva_cache import EvaByteCache, EvaCacheLayer, EvaRows
+from .heads import init_head
 from .rows import Rows
 
 
@@ -88,6 +89,7 @@ class EvaBytePreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
+        init_head(module)
         if isinstance(module, EvaByteRMSNorm) and module.unit_offset:
             init.zeros_(module.weight)
         elif isinstance(module, EvaAttention):

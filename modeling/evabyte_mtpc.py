@@ -6,18 +6,21 @@ from os import PathLike
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
-from ..configuration import EvaByteConfig
+from ..configuration import EvaByteConfig, MTPHeadConfig
 from ..generation.mixin import MTPGenerationMixin
 from .eva_cache import EvaByteCache
 from .evabyte import EvaByteModel, EvaBytePreTrainedModel
-from .heads import FFHead, window_law
+from .heads import FFHead, build_head, frozen_unembedding, head_loss, init_head, window_law
 from .loading import StrictLoadingMixin
-from .losses import IGNORE, depth_means, discounted_mtp_loss, independent_terms, window_targets
+from .losses import window_targets
 from .outputs import MTPOutput
 from .window_law import WindowLaw
+
+_HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 
 
 class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel):
@@ -33,29 +36,42 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
 
     def __init__(self, config: EvaByteConfig) -> None:
         super().__init__(config)
-        config.num_pred_heads = max(config.num_pred_heads, config.mtp_head.window)
+        if config.mtp_head.head_type == "ff":
+            config.num_pred_heads = max(config.num_pred_heads, config.mtp_head.window)
         self.loss_type = "ForCausalLM"
         self.model = EvaByteModel(config)
         self.lm_head = FFHead(config.hidden_size, config.vocab_size, config.num_pred_heads)
+        self.mtp_head = self._circuit()
         self.post_init()
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
-        """Loads a folder or a Hub repository; a `mtp_head.window` above the stored heads appends new ones.
+        """Loads a folder or a Hub repository.
+
+        `mtp_head={...}` asks for another head than the stored one: a smaller window of FF heads uses the first, a
+        larger one appends new ones, and a circuit starts from stored FF heads (`set_head`).
 
         Raises:
-            ValueError: Missing tensors, wrong shapes, a damaged file.
+            ValueError: Missing tensors, wrong shapes, a damaged file, or a stored circuit of another shape.
         """
-        config = kwargs.pop("config", None)
+        name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
+        hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
         if not isinstance(config, EvaByteConfig):
-            config, kwargs = EvaByteConfig.from_pretrained(
-                config or pretrained_model_name_or_path, return_unused_kwargs=True, **kwargs
+            config, kwargs = EvaByteConfig.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
+        wanted = config.mtp_head
+        stored = wanted if name is None else EvaByteConfig.from_pretrained(name, **hub).mtp_head
+        if not wanted.same_parameters(stored) and stored.head_type != "ff":
+            raise ValueError(
+                f"{name}: the checkpoint holds mtp_head={stored.options()}, not {wanted.options()}; load it as it is, "
+                "or start a new head from its FF heads with set_head(...)"
             )
-        window = config.mtp_head.window
-        config.mtp_head.window = min(window, config.num_pred_heads)
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
+        config.mtp_head = wanted if wanted.head_type != "ff" and wanted.same_parameters(stored) else stored
+        if config.mtp_head.head_type == "ff":
+            config.mtp_head.window = min(config.mtp_head.window, config.num_pred_heads)
+        loaded = super().from_pretrained(name, *args, config=config, **(hub | kwargs))
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        model.set_window(window)
+        if config.mtp_head is not wanted:
+            model.set_head(**wanted.options())
         return loaded
 
     @property
@@ -63,27 +79,55 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         """n: tokens that the head's law covers; a draft has n - 1."""
         return self.config.mtp_head.window
 
-    def set_window(self, window: int) -> None:
-        """Sets the window; heads are appended (drawn like fresh weights) where the model has fewer.
+    @property
+    def head(self) -> nn.Module:
+        """The module that drafts: `lm_head` for FF heads, else `mtp_head`."""
+        return self.lm_head if self.mtp_head is None else self.mtp_head
+
+    def set_head(self, **options: Any) -> None:
+        """Chooses another head; what it needs beyond the FF heads is made from them.
+
+        FF heads are appended (drawn like fresh weights) where the window asks for more; a circuit starts with every
+        state of position i equal to FF head i, so that its law is that of the FF heads, and with random sum weights.
+
+        Args:
+            **options: Fields of `MTPHeadConfig`; the window stays as it is unless given.
 
         Raises:
-            StrictDataclassError: A window below 1 or above `window_size`.
+            StrictDataclassError: Options out of range.
+            ValueError: A full leaf tensor larger than this machine's memory.
         """
-        head = self.config.mtp_head
-        head.window, old = window, head.window
+        old = self.config.mtp_head
+        self.config.mtp_head = MTPHeadConfig(**({"window": old.window, "gamma": old.gamma} | options))
         try:
-            head.validate()
             self.config.validate()
+            head = self._circuit()
         except Exception:
-            head.window = old
+            self.config.mtp_head = old
             raise
-        self.lm_head.extend(window, self.config.initializer_range)
-        self.config.num_pred_heads = self.lm_head.num_heads
+        self.mtp_head = None if head is None else head.to(self.lm_head.weight)
+        if head is None:
+            self.lm_head.extend(self.window, self.config.initializer_range)
+            self.config.num_pred_heads = self.lm_head.num_heads
+            return
+        for module in head.modules():
+            init_head(module)
+        if self.config.mtp_head.leaf == "full":
+            head.copy_leaves(self.lm_head)
+
+    def _circuit(self) -> nn.Module | None:
+        config = self.config.mtp_head
+        if config.head_type == "ff":
+            return None
+        head = build_head(config, self.config.hidden_size, self.config.vocab_size)
+        if config.leaf == "shared":
+            head.leaf.unembed = frozen_unembedding(lambda: self.lm_head.weight[: self.config.vocab_size])
+        return head
 
     def train_only(self, part: str) -> None:
         """Chooses what is trained: `"all"`, or `"heads"` with the backbone and the next-byte head frozen.
 
-        Head 0 shares a tensor with the drafting heads; its rows get no gradient, and `MTPTrainer` no weight decay.
+        FF heads share a tensor with the next-byte head; its rows get no gradient, and `MTPTrainer` no weight decay.
 
         Raises:
             ValueError: An unknown part.
@@ -91,11 +135,12 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         if part not in ("all", "heads"):
             raise ValueError(f"train_only({part!r}): choose 'all' or 'heads'")
         self.model.requires_grad_(part == "all")
-        self.lm_head.target_frozen = part == "heads"
+        self.lm_head.requires_grad_(part == "all" or self.mtp_head is None)
+        self.lm_head.target_frozen = part == "heads" and self.mtp_head is None
 
     def window_law(self, hidden_states: torch.Tensor) -> WindowLaw:
         """Law of the next `window` tokens given last hidden states [..., D]."""
-        return window_law(self.lm_head, self.config.mtp_head, hidden_states)
+        return window_law(self.head, self.config.mtp_head, hidden_states)
 
     @can_return_tuple
     def forward(
@@ -147,7 +192,7 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         loss, head_losses = None, None
         if labels is not None:
             targets = self._targets(labels, attention_mask, position_ids)
-            loss, head_losses = self._loss(hidden, targets, num_items_in_batch)
+            loss, head_losses = self._loss(hidden, targets, input_ids, num_items_in_batch)
         return MTPOutput(
             loss=loss,
             logits=logits.float() if self.config.fp32_logits else logits,
@@ -161,16 +206,25 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
     ) -> torch.Tensor:
         if labels.dim() == 2:
             return window_targets(labels, self.window, attention_mask, position_ids)
-        if labels.shape[2] > self.lm_head.num_heads:
-            raise ValueError(f"labels have {labels.shape[2]} depths, but the model has {self.lm_head.num_heads} heads")
+        if labels.shape[2] != self.window:
+            raise ValueError(f"labels have {labels.shape[2]} depths, but the window is {self.window}")
         return labels
 
     def _loss(
-        self, hidden: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor | int | None
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        input_ids: torch.Tensor | None,
+        counts: torch.Tensor | int | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        terms, valid = independent_terms(self.lm_head, hidden, targets), targets != IGNORE
-        loss = discounted_mtp_loss(terms, valid, self.config.mtp_head.gamma, "tokens", counts)
-        return loss, depth_means(terms, valid)
+        """Loss of the head; a circuit that trains with its backbone adds the next-byte head's own."""
+        tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
+        loss, means = head_loss(self.head, self.config.mtp_head, hidden, targets, tokens, counts)
+        if self.mtp_head is None or not self.lm_head.weight.requires_grad:
+            return loss, means
+        first = None if counts is None else torch.as_tensor(counts).flatten()[:1]
+        next_byte = MTPHeadConfig(window=1, gamma=self.config.mtp_head.gamma)
+        return loss + head_loss(self.lm_head, next_byte, hidden, targets[..., :1], tokens, first)[0], means
 
     def _new_cache(self) -> EvaByteCache:
         """The cache that `generate` starts with."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.utils.checkpoint import checkpoint
+
+from .window_law import WindowLaw
 
 IGNORE = -100
 _LOGITS_PER_CHUNK = 2**26  # 256 MiB of float32
@@ -20,21 +24,26 @@ def window_targets(
     Args:
         labels: [B, L] int64, ordinary Hugging Face labels (not shifted; -100 is ignored).
         window: n.
-        attention_mask: [B, L]; a padding position predicts nothing.
+        attention_mask: [B, L]; a padding position predicts nothing and is no target.
         position_ids: [B or 1, L]; where positions restart, a window must not reach into the next packed document.
 
     Returns:
         [B, L, n] int64, -100 where there is no target.
     """
-    length = labels.shape[1]
-    ahead = torch.nn.functional.pad(labels, (0, window), value=IGNORE).unfold(1, length, 1)[:, 1:].transpose(1, 2)
-    if attention_mask is not None:
-        ahead = ahead.masked_fill(~attention_mask.bool()[:, -length:, None], IGNORE)
+    real = None if attention_mask is None else attention_mask.bool()[:, -labels.shape[1] :]
+    ahead = tokens_ahead(labels if real is None else labels.masked_fill(~real, IGNORE), window, IGNORE)
+    if real is not None:
+        ahead = ahead.masked_fill(~real[:, :, None], IGNORE)
     if position_ids is not None:
         depth = torch.arange(1, window + 1, device=labels.device)
-        future = torch.nn.functional.pad(position_ids, (0, window)).unfold(1, length, 1)[:, 1:].transpose(1, 2)
-        ahead = ahead.masked_fill(future < depth, IGNORE)
+        ahead = ahead.masked_fill(tokens_ahead(position_ids, window, 0) < depth, IGNORE)
     return ahead
+
+
+def tokens_ahead(tokens: torch.Tensor, window: int, fill: int) -> torch.Tensor:
+    """The next `window` entries after every position of tokens [B, L]: [B, L, n], `fill` beyond the end."""
+    padded = torch.nn.functional.pad(tokens, (0, window), value=fill)
+    return padded.unfold(1, tokens.shape[1], 1)[:, 1:].transpose(1, 2)
 
 
 def discounted_mtp_loss(
@@ -82,28 +91,34 @@ def depth_means(terms: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     return terms.sum((0, 1)) / valid.sum((0, 1))
 
 
-def independent_terms(head: torch.nn.Module, hidden_states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """-log q of every target under independent heads, without holding all logits at once.
+def window_terms(
+    law: Callable[[torch.Tensor], WindowLaw],
+    hidden_states: torch.Tensor,
+    tokens: torch.Tensor,
+    logits_per_position: int,
+    unknown: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """-log q(x_{t+j} | x_{t+1..t+j-1}) for every window, in chunks that are computed again in backward.
+
+    The memory of a chunk's logits is bounded, whatever the rank, the window and the vocabulary.
 
     Args:
-        head: Module with `forward(hidden_states, num_heads) -> [..., num_heads, V]`.
+        law: From hidden states [N, D] to the law of the next n tokens.
         hidden_states: [B, L, D].
-        targets: [B, L, n] int64; -100 gives 0.
+        tokens: [B, L, n] int64, the tokens of every window; any id where there is none.
+        logits_per_position: Numbers that `law` makes of one hidden state, n r V.
+        unknown: [B, L, n], True where a token is summed out.
 
     Returns:
         [B, L, n] float32, in nats.
     """
-    window = targets.shape[-1]
-    flat, wanted = hidden_states.flatten(0, 1), targets.flatten(0, 1)
 
-    def chunk_terms(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        logits = head(hidden, window).float()
-        return torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), target.flatten(), ignore_index=IGNORE, reduction="none"
-        )
+    def chunk_terms(hidden: torch.Tensor, chosen: torch.Tensor, hole: torch.Tensor | None) -> torch.Tensor:
+        return -law(hidden).token_log_probs(chosen, hole)
 
-    rows = max(1, _LOGITS_PER_CHUNK // (window * head.vocab_size))
-    if rows >= len(flat):
-        return chunk_terms(flat, wanted).view(targets.shape)
-    pairs = zip(flat.split(rows), wanted.split(rows))
-    return torch.cat([checkpoint(chunk_terms, *pair, use_reentrant=False) for pair in pairs]).view(targets.shape)
+    rows = max(1, _LOGITS_PER_CHUNK // logits_per_position)
+    parts = [hidden_states.flatten(0, 1).split(rows), tokens.flatten(0, 1).split(rows)]
+    parts.append([None] * len(parts[0]) if unknown is None else unknown.flatten(0, 1).split(rows))
+    if len(parts[0]) == 1:
+        return chunk_terms(*(part[0] for part in parts)).view(tokens.shape)
+    return torch.cat([checkpoint(chunk_terms, *part, use_reentrant=False) for part in zip(*parts)]).view(tokens.shape)

@@ -22,8 +22,8 @@ class WindowLaw(ABC):
     """n, the number of positions that are still free."""
 
     @abstractmethod
-    def prefix_log_prob(self, tokens: torch.Tensor) -> torch.Tensor:
-        """log q(x_1..x_i) for every i and tokens [..., n]: [..., n]."""
+    def prefix_log_prob(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
+        """log q(x_1..x_i) for every i and tokens [..., n]: [..., n]; tokens that are `unknown` are summed out."""
 
     @abstractmethod
     def conditional_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -48,6 +48,17 @@ class WindowLaw(ABC):
         Returns:
             tokens [..., length], and the laws they were drawn from [..., length, v].
         """
+
+    def token_log_probs(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
+        """log q(x_i | x_1..x_{i-1}) for tokens [..., n]: [..., n].
+
+        Args:
+            tokens: [..., n] int64.
+            unknown: [..., n], True where a token is not known and is summed out; its own entry is then 0.
+        """
+        prefix = self.prefix_log_prob(tokens) if unknown is None else self.prefix_log_prob(tokens, unknown)
+        before = torch.nn.functional.pad(prefix[..., :-1], (1, 0))
+        return prefix - torch.where(before.isfinite(), before, torch.zeros_like(before))
 
     def log_prob(self, tokens: torch.Tensor) -> torch.Tensor:
         """log q(x) for tokens [..., n]: [...]."""
@@ -74,9 +85,14 @@ class FactorisedLaw(WindowLaw):
         """Normalised leaves, [..., n, v]."""
         return normalised_logits(self.leaf_logits[..., 0, :])
 
-    def prefix_log_prob(self, tokens: torch.Tensor) -> torch.Tensor:
+    def token_log_probs(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
+        """The leaves at the tokens."""
+        chosen = self.conditional_log_probs(tokens).gather(-1, tokens[..., None])[..., 0]
+        return chosen if unknown is None else chosen.masked_fill(unknown, 0)
+
+    def prefix_log_prob(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
         """Cumulated leaves."""
-        return self.conditional_log_probs(tokens).gather(-1, tokens[..., None])[..., 0].cumsum(-1)
+        return self.token_log_probs(tokens, unknown).cumsum(-1)
 
     def conditional_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
         """log leaf_i, whatever the tokens."""

@@ -16,10 +16,11 @@ from .processing import Processing
 class HeadDrafter(CandidateGenerator):
     """Drafts from the window law of a head, conditioned on the token that the last verification added.
 
-    The law comes from the hidden state just before that token (spec: circuits, design B), so that one backbone call
-    verifies a draft and yields the state for the next. Greedy drafts are argmaxes; sampled ones are drawn from the
-    conditionals after the processors that look at scores alone (temperature, top-k, top-p, ...), and those warped
-    conditionals are the laws handed to the verifier.
+    The law comes from the hidden state just before that token, so that one backbone call verifies a draft and yields
+    the state for the next. Greedy drafts are argmaxes of the exact conditionals. Where the target is warped by
+    processors that look at scores alone (temperature, top-k, top-p, ...), each conditional is warped in the same way
+    before a token is drawn from it; otherwise the draft is an ancestral sample. The verifier is handed the laws that
+    the tokens were really drawn from.
 
     It is a transformers `CandidateGenerator` and works in transformers' own assisted loop (batch 1) as well.
 
@@ -48,7 +49,7 @@ class HeadDrafter(CandidateGenerator):
         self.max_length = generation_config.max_length
         self.processing = Processing(logits_processor or LogitsProcessorList())
         self.model_kwargs_overrides = {"output_hidden_states": generation_config.output_hidden_states or -1}
-        self._after_prefill = True
+        self._after_prefill = self._unchecked = True
 
     def draft(self, hidden: torch.Tensor, first: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Drafts the tokens after `first`.
@@ -60,13 +61,23 @@ class HeadDrafter(CandidateGenerator):
 
         Returns:
             draft [B, length] int64, and q [B, length, v], the probabilities each was drawn from (None when greedy).
+
+        Raises:
+            ValueError: The head's logits are not numbers (looked at once per call of `generate`).
         """
-        law = self.law(hidden).condition(first)
+        law = self.law(hidden)
+        if self._unchecked:
+            _refuse_nan(law)
+            self._unchecked = False
+        law = law.condition(first)
         if not self.do_sample:
-            return law.greedy()[:, :length], None
-        placeholder = first[:, None].expand(-1, law.window)
-        conditionals = law.conditional_log_probs(placeholder)[:, :length]
-        q = self.processing.warp(conditionals)
+            return law.greedy(length), None
+        if not self.processing.pointwise:
+            return law.sample_with_laws(length)
+        return law.draft(self._choose, length)
+
+    def _choose(self, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q = self.processing.warp(probs)
         return race(q), q
 
     def get_candidates(
@@ -103,3 +114,11 @@ def _draft_length(asked: int | None, longest: int) -> int:
     if asked is not None and asked < 1:
         raise ValueError(f"num_assistant_tokens={asked} must be at least 1; to decode without drafts use use_mtp=False")
     return longest if asked is None else min(asked, longest)
+
+
+def _refuse_nan(law: WindowLaw) -> None:
+    if bool(law.leaf_logits.isnan().any()):
+        raise ValueError(
+            "the logits of the drafting head are not numbers (NaN): its weights are damaged, or its dtype overflowed; "
+            "reload the checkpoint with dtype=torch.float32, or decode with use_mtp=False"
+        )

@@ -64,17 +64,15 @@ class Processing:
                 logits = _per_prefix(processor, tokens, logits, done)
         return logits
 
-    def warp(self, log_probs: torch.Tensor) -> torch.Tensor:
-        """Probabilities of draft laws [..., v] after the processors that look at scores alone.
+    def warp(self, probs: torch.Tensor) -> torch.Tensor:
+        """Draft laws [..., v] after the processors that look at scores alone; probabilities in, probabilities out.
 
         A draft's law may be any law, so the processors that read prefixes are left out.
         """
-        if not self.pointwise:
-            return log_probs.exp()
-        flat = log_probs.flatten(0, -2)
+        flat = probs.flatten(0, -2).log()
         for processor in self.pointwise:
             flat = processor(None, flat)
-        return flat.softmax(-1).view(log_probs.shape)
+        return flat.softmax(-1).view(probs.shape)
 
 
 def _per_prefix(processor: LogitsProcessor, tokens: TokenRows, logits: torch.Tensor, done: list[bool]) -> torch.Tensor:

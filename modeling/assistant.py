@@ -125,7 +125,9 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
             return self
         self._base = [base]
         if self._shared is not None:
-            self._shared.unembed = frozen_unembedding(lambda: base.get_output_embeddings().weight)
+            self._shared.unembed = frozen_unembedding(
+                lambda: base.get_output_embeddings().weight[: self.config.vocab_size]
+            )
         attached = vars(base).get("_get_candidate_generator") or _AttachedHeads(base)
         attached.heads.append(self)
         base._get_candidate_generator = attached

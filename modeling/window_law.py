@@ -20,6 +20,8 @@ class WindowLaw(ABC):
 
     window: int
     """n, the number of positions that are still free."""
+    leaf_logits: torch.Tensor
+    """[..., n, r, v], unnormalised."""
 
     @abstractmethod
     def prefix_log_prob(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
@@ -64,9 +66,14 @@ class WindowLaw(ABC):
         """log q(x) for tokens [..., n]: [...]."""
         return self.prefix_log_prob(tokens)[..., -1]
 
-    def greedy(self) -> torch.Tensor:
-        """Argmax of each exact conditional in turn, [..., n]."""
-        return self.draft(lambda probs: (probs.argmax(-1), probs))[0]
+    def greedy(self, length: int | None = None) -> torch.Tensor:
+        """Argmax of each exact conditional in turn, [..., n] or the first `length` of them."""
+        return self.draft(lambda probs: (probs.argmax(-1), probs), length)[0]
+
+    def sample_with_laws(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """An ancestral sample and the laws that its tokens follow, [..., length] and [..., length, v]."""
+        tokens = self.sample()
+        return tokens[..., :length], self.conditional_log_probs(tokens)[..., :length, :].exp()
 
 
 class FactorisedLaw(WindowLaw):
@@ -110,9 +117,13 @@ class FactorisedLaw(WindowLaw):
         """Every position at once."""
         return choose(FactorisedLaw(self.leaf_logits[..., :length, :, :]).log_leaves.exp())
 
-    def greedy(self) -> torch.Tensor:
+    def greedy(self, length: int | None = None) -> torch.Tensor:
         """Argmax of every leaf; no normalisation needed."""
-        return self.leaf_logits[..., 0, :].argmax(-1)
+        return self.leaf_logits[..., :length, 0, :].argmax(-1)
+
+    def sample_with_laws(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Every position at once; the laws are computed once."""
+        return self.draft(lambda probs: (race(probs), probs), length)
 
 
 def race(weights: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -132,6 +143,8 @@ def normalised_logits(logits: torch.Tensor) -> torch.Tensor:
 
 def logsumexp(values: torch.Tensor, dim: int) -> torch.Tensor:
     """log sum exp over one axis; where all values are -inf, the result is -inf and the gradient 0 (torch's is NaN)."""
+    if not (torch.is_grad_enabled() and values.requires_grad):
+        return values.logsumexp(dim)
     top = values.detach().amax(dim, keepdim=True)
     top = torch.where(top.isfinite(), top, torch.zeros_like(top))
     total = (values - top).exp().sum(dim)

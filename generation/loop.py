@@ -18,6 +18,7 @@ from ..modeling.window_law import race
 from .drafters import HeadDrafter
 from .processing import Processing
 from .records import Records
+from .schedule import AdaptiveSchedule, ConstantSchedule, DraftSchedule
 from .statistics import GenerateSpeculativeOutput, Speculation
 from .stopping import Stopping
 from .tokens import TokenRows
@@ -56,6 +57,8 @@ class SpeculativeLoop:
         self.tokens = TokenRows(prompt)
         self.done = [False] * len(prompt)
         self.processing, self.stopping = Processing(processors), Stopping(criteria)
+        adaptive = config.num_assistant_tokens_schedule == "adaptive"
+        self.schedule: DraftSchedule = (AdaptiveSchedule if adaptive else ConstantSchedule)(drafter.num_tokens)
         self.rule = getattr(config, "verification", None) or "block"
         pad = getattr(config, "_pad_token_tensor", None)
         self.pad = 0 if pad is None else int(pad)
@@ -111,13 +114,15 @@ class SpeculativeLoop:
         self._keep(kept)
         self._roll_back(kept, draft.shape[1] + 1)
         self._select_hidden(outputs.hidden_states[-1], kept)
+        ended = time.perf_counter()
+        self.schedule.update(draft.shape[1], [n for n, done in zip(accepted, before) if not done], ended - started)
         self.statistics.draft_seconds += drafted - started
-        self.statistics.verify_seconds += time.perf_counter() - called
+        self.statistics.verify_seconds += ended - called
 
     def _draft(self, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         open_rows = [n for n, done in zip(self.tokens.lengths, self.done) if not done]
         room = max((self.stopping.room(n) for n in open_rows), default=1)
-        length = min(self.drafter.num_tokens, room - 1)
+        length = min(self.schedule.length(), room - 1)
         if length < 1:
             return last[:, None][:, :0], None
         return self.drafter.draft(self.hidden, last, length)

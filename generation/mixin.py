@@ -25,6 +25,7 @@ class MTPGenerationMixin(GenerationMixin):
 
     - `use_mtp`: None (on where possible), True (on, or an error that says why not), False (one token at a time);
     - `num_assistant_tokens`: tokens to draft, at most window - 1, which is the default;
+    - `num_assistant_tokens_schedule="adaptive"`: drafts as many as pay, up to that bound, none where none pays;
     - `verification`: `"block"` (default) or `"token"`, for sampled drafts.
     """
 

@@ -1,0 +1,95 @@
+"""The law of what is emitted, enumerated: every head family, both rules, plain and warped drafts and targets."""
+
+import itertools
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from tokenahead.generation.processing import Processing
+from tokenahead.generation.verification import block_acceptance, token_acceptance
+from tokenahead.modeling.circuits import circuit_from_logits
+
+V, WINDOW, RANK = 3, 4, 2
+WARPS = {
+    "plain": [],
+    "temperature": [TemperatureLogitsWarper(0.5)],
+    "top_p": [TopPLogitsWarper(0.9)],
+    "top_k": [TopKLogitsWarper(2)],
+}
+DRAFTS = torch.tensor(list(itertools.product(range(V), repeat=WINDOW - 1)))
+
+
+def law_of(kind, seed):
+    """A random law of the next tokens after a kept one, as a batch over all drafts."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: 1.5 * torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    rank = 1 if kind == "ff" else RANK
+    parameters = {"leaf_logits": normal(WINDOW, rank, V)}
+    parameters |= {} if kind == "ff" else {"root_logits": normal(rank)}
+    parameters |= {"trans_logits": normal(WINDOW - 1, rank, rank)} if kind == "hmm" else {}
+    parameters |= {"node_logits": normal(WINDOW - 2, rank, rank)} if kind == "btree" else {}
+    parameters = {key: value.expand(len(DRAFTS), *value.shape) for key, value in parameters.items()}
+    return circuit_from_logits(kind, **parameters).condition(torch.full((len(DRAFTS),), 1))
+
+
+def target_rows(processing, seed):
+    """Processed next-token laws of a random order-2 target along every draft, [N, m + 1, V]."""
+    logits = 1.5 * torch.randn(V, V, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    text = torch.cat([torch.tensor([[0, 1]]).expand(len(DRAFTS), 2), DRAFTS], dim=1)
+    return processing.warp(torch.stack([logits[text[:, i], text[:, i + 1]] for i in range(WINDOW)], 1).softmax(-1))
+
+
+def drafted(law, processing):
+    """q along every draft [N, m, V], through the drafter's own path with the choice dictated."""
+    position = itertools.count()
+
+    def dictate(probs):
+        q = processing.warp(probs)
+        step = next(position)
+        return (DRAFTS[:, step], q) if probs.dim() == 2 else (DRAFTS, q)
+
+    return law.draft(dictate)[1]
+
+
+def emitted(rule, q, p):
+    """Law of the next m + 1 tokens: accepted drafts, the added token, then the target."""
+    accept, residual = {"token": token_acceptance, "block": block_acceptance}[rule](DRAFTS, q, p)
+    one = torch.ones_like(accept[:, :1])
+    if rule == "token":
+        stopped = torch.cat([one, accept.cumprod(1)], 1) * torch.cat([1 - accept, one], 1)
+    else:
+        later = (1 - accept).flip(1).cumprod(1).flip(1)
+        stopped = torch.cat([one, accept], 1) * torch.cat([later, one], 1)
+    rows = {tuple(draft): row for draft, row in zip(DRAFTS.tolist(), p)}
+    first = {prefix[:i]: row[i] for prefix, row in rows.items() for i in range(WINDOW)}
+    law = dict.fromkeys(itertools.product(range(V), repeat=WINDOW), 0.0)
+    for n, draft in enumerate(map(tuple, DRAFTS.tolist())):
+        drawn = float(q[n].gather(-1, DRAFTS[n][:, None]).prod())
+        for count, added in itertools.product(range(WINDOW), range(V)):
+            mass = drawn * float(stopped[n, count]) * float(residual[n, count, added])
+            head = (*draft[:count], added)
+            for tail in itertools.product(range(V), repeat=WINDOW - len(head)):
+                text, value = head + tail, mass
+                for i in range(len(head), WINDOW):
+                    value *= float(first[text[:i]][text[i]])
+                law[text] += value
+    target = {}
+    for text in law:
+        target[text] = 1.0
+        for i in range(WINDOW):
+            target[text] *= float(first[text[:i]][text[i]])
+    return law, target
+
+
+@pytest.mark.parametrize("warp", WARPS)
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("kind", ["ff", "cp", "hmm", "btree"])
+def test_the_emitted_law_is_the_targets(kind, rule, warp):
+    processing = Processing(LogitsProcessorList(WARPS[warp]))
+    for seed in range(2):
+        q = drafted(law_of(kind, seed), processing)
+        p = target_rows(processing, seed + 50)
+        law, target = emitted(rule, q, p)
+        assert abs(sum(law.values()) - 1) < 1e-12
+        assert max(abs(law[text] - target[text]) for text in law) < 1e-12

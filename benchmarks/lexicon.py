@@ -1,0 +1,195 @@
+"""Head families on a source whose law is known: random words, one symbol after the other.
+
+    python benchmarks/lexicon.py                     # n = 16, r = 8, three training seeds; minutes on a CPU
+    python benchmarks/lexicon.py --window 8 --rank 4 --seeds 1 --steps 300
+
+The source draws words of a small lexicon, separated by a blank; its state is the part of the word seen so far. Heads are
+tables over states, fitted by the window loss with gamma = 1. Then every family drafts from the state before a kept
+symbol, conditioned on it, and the expected number of accepted drafts is *computed* on the same drafts for token and
+block verification. `alg. 2 (biased)` is the decoder of the MtPC paper, which drops the verifier's symbol: it does not
+follow the target's law, is not offered by the library, and stands here for comparison only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from tokenahead import MTPHeadConfig
+from tokenahead.generation.verification import block_acceptance, token_acceptance
+from tokenahead.modeling.heads import build_head, init_head, window_law
+from tokenahead.modeling.losses import window_terms
+
+BLANK, SYMBOLS = 0, 27
+
+
+class Lexicon:
+    """A source of words.
+
+    Args:
+        words: Number of words.
+        seed: Of the random words.
+
+    Attributes:
+        law: [S, 27] next-symbol probabilities per state.
+        following: [S, 27] next state, -1 where the symbol cannot follow.
+    """
+
+    def __init__(self, words: int = 60, seed: int = 0) -> None:
+        source = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(3, 8, (words,), generator=source).tolist()
+        texts = {tuple(torch.randint(1, SYMBOLS, (n,), generator=source).tolist()) for n in lengths}
+        weights = 1 / torch.arange(1, len(texts) + 1, dtype=torch.float64) ** 0.7
+        states: dict[tuple[int, ...], int] = {(): 0}
+        counts: dict[tuple[int, int], float] = {}
+        for text, weight in zip(sorted(texts), weights[torch.randperm(len(texts), generator=source)].tolist()):
+            for i, symbol in enumerate((*text, BLANK)):
+                state = states.setdefault(text[:i], len(states))
+                counts[state, symbol] = counts.get((state, symbol), 0.0) + weight
+        self.law = torch.zeros(len(states), SYMBOLS, dtype=torch.float64)
+        self.following = torch.full((len(states), SYMBOLS), -1)
+        for (state, symbol), count in counts.items():
+            text = next(t for t, s in states.items() if s == state)
+            self.law[state, symbol] = count
+            self.following[state, symbol] = 0 if symbol == BLANK else states[(*text, symbol)]
+        self.law /= self.law.sum(-1, keepdim=True)
+        self.stationary_pool = self.stationary(20_000)
+
+    def sample(self, state: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Symbols [N, length] from states [N], and the states after each [N, length]."""
+        symbols, states = [], []
+        for _ in range(length):
+            symbol = torch.multinomial(self.law[state], 1)[:, 0]
+            state = self.following[state, symbol]
+            symbols.append(symbol)
+            states.append(state)
+        return torch.stack(symbols, 1), torch.stack(states, 1)
+
+    def along(self, state: torch.Tensor, symbols: torch.Tensor) -> torch.Tensor:
+        """Next-symbol laws [N, m + 1, 27] before and after each given symbol; uniform behind an impossible one."""
+        rows = [self.law[state]]
+        alive = torch.ones_like(state, dtype=torch.bool)
+        for symbol in symbols.unbind(1):
+            alive &= self.following[state, symbol] >= 0
+            state = self.following[state, symbol].clamp(min=0)
+            rows.append(torch.where(alive[:, None], self.law[state], 1 / SYMBOLS))
+        return torch.stack(rows, 1)
+
+    def stationary(self, count: int) -> torch.Tensor:
+        """States [count] as they occur in text."""
+        return self.sample(torch.zeros(count, dtype=torch.long), 40)[1][:, -1]
+
+    def entropy(self) -> float:
+        """Bits per symbol of the text."""
+        row = -(self.law * self.law.clamp(min=1e-300).log2()).sum(-1)
+        return float(row[self.stationary(20_000)].mean())
+
+
+def fit(source: Lexicon, config: MTPHeadConfig, steps: int, seed: int) -> torch.nn.Module:
+    """A head whose hidden states are one-hot states, fitted to windows of the source."""
+    torch.manual_seed(seed)
+    width = len(source.law)
+    head = build_head(config, width, SYMBOLS)
+    init_head(head)
+    optimizer = torch.optim.Adam(head.parameters(), lr=3e-2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-2, total_steps=steps)
+    size = config.window * config.rank * SYMBOLS
+    with torch.no_grad():  # states differ a little at the start, or they could not separate under one context
+        for parameter in head.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    for _ in track(range(steps), description=f"{config.head_type} seed {seed}", transient=True):
+        state = source.stationary_pool[torch.randint(0, len(source.stationary_pool), (256,))]
+        tokens, _ = source.sample(state, config.window)
+        hidden = torch.nn.functional.one_hot(state, width).float()
+        terms = window_terms(lambda h: window_law(head, config, h), hidden[:, None], tokens[:, None], size)
+        loss = terms.sum(-1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return head
+
+
+@torch.no_grad()
+def evaluate(source: Lexicon, head: torch.nn.Module, config: MTPHeadConfig, drafts: int) -> dict[str, float]:
+    """Window NLL in nats, and expected accepted drafts after a kept symbol, for `drafts` draws."""
+    torch.manual_seed(1234)
+    state = source.stationary(drafts)
+    law = window_law(head, config, torch.nn.functional.one_hot(state, len(source.law)).float())
+    window, _ = source.sample(state, config.window)
+    first = window[:, 0]
+    rest = law.condition(first)
+    draft, q = rest.sample_with_laws(config.window - 1)
+    p = source.along(source.following[state, first], draft)
+    q = (q.double() + 1e-30) / (q.double() + 1e-30).sum(-1, keepdim=True)
+    token, _ = token_acceptance(draft, q, p)
+    block, _ = block_acceptance(draft, q, p)
+    return {
+        "nll": float(-law.log_prob(window).mean()),
+        "token": float(token.cumprod(1).sum(1).mean()),
+        "block": float((1 - (1 - block).flip(1).cumprod(1).flip(1)).sum(1).mean()),
+        "alg. 2 (biased)": algorithm_2(source, law, state),
+    }
+
+
+def algorithm_2(source: Lexicon, law: object, state: torch.Tensor) -> float:
+    """Tokens per call of the paper's Algorithm 2: (sum A_i + 1 - A_1) / (2 - A_1), A_i for fresh drafts."""
+    draft, q = law.sample_with_laws(law.window)
+    accept, _ = token_acceptance(draft, q.double(), source.along(state, draft))
+    kept = accept.cumprod(1).mean(0)
+    return float((kept.sum() + 1 - kept[0]) / (2 - kept[0]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--window", type=int, default=16)
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--drafts", type=int, default=20_000)
+    arguments = parser.parse_args()
+    source = Lexicon()
+    bits = source.entropy()
+    console = Console(width=120)
+    console.print(
+        f"{len(source.law)} states, {bits:.2f} bits per symbol; best window NLL {bits * math.log(2) * arguments.window:.2f}"
+    )
+    table = Table(
+        title=f"n = {arguments.window}, r = {arguments.rank}: mean over {arguments.seeds} training seeds (min .. max)"
+    )
+    for column in (
+        "head",
+        "window NLL",
+        "accepted, token",
+        "accepted, block",
+        "tokens/call, block",
+        "alg. 2 (biased)",
+        "s",
+    ):
+        table.add_column(column, justify="right")
+    for kind in ("ff", "cp", "hmm", "btree"):
+        config = MTPHeadConfig(head_type=kind, window=arguments.window, rank=1 if kind == "ff" else arguments.rank)
+        started = time.perf_counter()
+        runs = []
+        for seed in range(arguments.seeds):
+            runs.append(evaluate(source, fit(source, config, arguments.steps, seed), config, arguments.drafts))
+        cell = {key: _spread([run[key] for run in runs]) for key in runs[0]}
+        calls = _spread([1 + run["block"] for run in runs])
+        took = f"{(time.perf_counter() - started) / arguments.seeds:.0f}"
+        table.add_row(kind, cell["nll"], cell["token"], cell["block"], calls, cell["alg. 2 (biased)"], took)
+    console.print(table)
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.mean(values):.2f} ({min(values):.2f} .. {max(values):.2f})"
+
+
+if __name__ == "__main__":
+    main()

@@ -3,8 +3,8 @@
     python benchmarks/lexicon.py                     # n = 16, r = 8, three training seeds; minutes on a CPU
     python benchmarks/lexicon.py --window 8 --rank 4 --seeds 1 --steps 300
 
-The source draws words of a small lexicon, separated by a blank; its state is the part of the word seen so far. Heads are
-tables over states, fitted by the window loss with gamma = 1. Then every family drafts from the state before a kept
+The source draws words of a small lexicon, separated by a blank; its state is the part of the word seen so far. Heads
+are tables over states, fitted by the window loss with gamma = 1. Then every family drafts from the state before a kept
 symbol, conditioned on it, and the expected number of accepted drafts is *computed* on the same drafts for token and
 block verification. `alg. 2 (biased)` is the decoder of the MtPC paper, which drops the verifier's symbol: it does not
 follow the target's law, is not offered by the library, and stands here for comparison only.
@@ -159,7 +159,8 @@ def main() -> None:
     bits = source.entropy()
     console = Console(width=120)
     console.print(
-        f"{len(source.law)} states, {bits:.2f} bits per symbol; best window NLL {bits * math.log(2) * arguments.window:.2f}"
+        f"{len(source.law)} states, {bits:.2f} bits per symbol; "
+        f"best window NLL {bits * math.log(2) * arguments.window:.2f}"
     )
     table = Table(
         title=f"n = {arguments.window}, r = {arguments.rank}: mean over {arguments.seeds} training seeds (min .. max)"

@@ -75,12 +75,24 @@ class Processing:
         return flat.softmax(-1).view(probs.shape)
 
 
-def _per_prefix(processor: LogitsProcessor, tokens: TokenRows, logits: torch.Tensor, done: list[bool]) -> torch.Tensor:
+def _per_prefix(
+    processor: LogitsProcessor, tokens: TokenRows, logits: torch.Tensor, done: list[bool]
+) -> torch.Tensor:
+    """Position by position, each row with its own ids, until the draft meets a token that is excluded.
+
+    What follows such a token is never used, and a processor need not know what to say of it.
+    """
     output = logits.clone()
     for rows, length in tokens.groups(done):
-        of_rows = _for_rows(processor, rows, len(done))
         for position in range(logits.shape[1]):
-            output[rows, position] = of_rows(tokens.prefix(rows, length + position), logits[rows, position])
+            prefix = tokens.prefix(rows, length + position)
+            output[rows, position] = _for_rows(processor, rows, len(done))(prefix, logits[rows, position])
+            if position + 1 < logits.shape[1]:
+                following = tokens.prefix(rows, length + position + 1)[:, -1:]
+                possible = output[rows, position].gather(1, following)[:, 0] > float("-inf")
+                rows = [row for row, kept in zip(rows, possible.tolist()) if kept]  # noqa: PLW2901
+            if not rows:
+                break
     return output
 
 

@@ -4,24 +4,20 @@ import pytest
 import torch
 
 from tests.laws import golden
+from tokenahead import MTPHeadConfig
 from tokenahead.modeling import losses
-from tokenahead.modeling.heads import FFHead
-from tokenahead.modeling.losses import IGNORE, depth_means, discounted_mtp_loss, independent_terms, window_targets
+from tokenahead.modeling.heads import CircuitHead, FFHead, head_loss, window_law
+from tokenahead.modeling.losses import (
+    IGNORE,
+    depth_means,
+    discounted_mtp_loss,
+    tokens_ahead,
+    window_targets,
+    window_terms,
+)
 
 FAMILIES = ("ff", "cp", "hmm", "btree")
 READINGS = ("observe", "marginalise", "univariate")
-
-
-class CountingHead(FFHead):
-    """A head that remembers how many positions each call had."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.calls: list[int] = []
-
-    def forward(self, hidden_states: torch.Tensor, num_heads: int | None = None) -> torch.Tensor:
-        self.calls.append(len(hidden_states))
-        return super().forward(hidden_states, num_heads)
 
 
 def expected_targets(labels, window, mask=None, position_ids=None):
@@ -74,7 +70,6 @@ def test_left_padding_with_unmasked_labels_predicts_nothing():
     assert torch.equal(window_targets(labels, 3, mask), expected_targets(labels, 3, mask))
 
 
-@pytest.mark.xfail(strict=True, reason="window_targets masks what padding predicts, not padding as a target")
 def test_padding_is_no_target_even_if_labels_keep_its_ids():
     mask = padding_masks(9)
     labels = torch.randint(0, 50, mask.shape)
@@ -133,15 +128,18 @@ def test_golden_terms_of_independent_heads():
     """From tokens and hidden states to the loss: the shift, the mask, the heads and the weights together."""
     data = golden("loss_ff_n4")
     weight = data["leaf_weight"][:, 0]  # [n, V, D]
-    head = FFHead(weight.shape[2], weight.shape[1], weight.shape[0])
-    head.weight.data = weight.flatten(0, 1).float()
+    head = FFHead(weight.shape[2], weight.shape[1], weight.shape[0]).double()
+    head.weight.data = weight.flatten(0, 1)
     labels = data["tokens"].long().masked_fill(data["target_mask"] == 0, IGNORE)
     targets = window_targets(labels, 4)
-    assert torch.equal(targets != IGNORE, data["valid"].bool())
-    terms = independent_terms(head, data["e"].float(), targets)
-    torch.testing.assert_close(terms, data["observe.terms"].float().nan_to_num(0.0), rtol=0, atol=2e-5)
-    loss = discounted_mtp_loss(terms, targets != IGNORE)
-    torch.testing.assert_close(loss.reshape(1), data["observe.loss_paper_eq4"].float(), rtol=0, atol=2e-5)
+    valid = data["valid"].bool()
+    assert torch.equal(targets != IGNORE, valid)
+    config = MTPHeadConfig(window=4)
+    terms = terms_of(head, config, data["e"], targets.clamp(min=0))
+    torch.testing.assert_close(terms[valid], data["observe.terms"][valid], rtol=0, atol=1e-12)
+    loss, means = head_loss(head, config, data["e"], targets, None)
+    torch.testing.assert_close(loss[None], data["observe.loss_global_over_gammasum"], rtol=0, atol=1e-12)
+    torch.testing.assert_close(means, data["observe.L_j_global"], rtol=0, atol=1e-12)
 
 
 def test_weights_by_hand():
@@ -205,89 +203,122 @@ def test_depth_means():
     assert not means.requires_grad
 
 
-def head_and_batch(window=3, heads=4):
-    head = CountingHead(6, 11, heads)
-    hidden = torch.randn(2, 7, 6, requires_grad=True)
-    targets = torch.randint(0, 11, (2, 7, window))
+def head_and_batch(kind: str = "ff"):
+    """A head with a window of 3 over 11 tokens, hidden states [2, 7, 6], and targets of which some are missing."""
+    config = MTPHeadConfig(head_type=kind, window=3, rank=1 if kind == "ff" else 2)
+    head = FFHead(6, 11, 4) if kind == "ff" else CircuitHead(config, 6, 11)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    targets = torch.randint(0, 11, (2, 7, 3))
     targets[torch.rand(targets.shape) < 0.3] = IGNORE
-    return head, hidden, targets
+    return head, config, torch.randn(2, 7, 6, requires_grad=True), targets
 
 
-def test_independent_terms_are_cross_entropies():
-    head, hidden, targets = head_and_batch()
-    terms = independent_terms(head, hidden, targets)
-    log_q = head(hidden)[:, :, :3].log_softmax(-1)
-    want = -log_q.gather(-1, targets.clamp(min=0)[..., None])[..., 0].masked_fill(targets == IGNORE, 0.0)
-    torch.testing.assert_close(terms, want)
-    assert terms.shape == targets.shape
+def terms_of(head, config, hidden, tokens, unknown=None, calls=None):
+    """`window_terms` of a head; the sizes of the law's calls go to `calls`."""
+
+    def law(states):
+        if calls is not None:
+            calls.append(len(states))
+        return window_law(head, config, states)
+
+    per_position = config.window * config.rank * head.vocab_size
+    return window_terms(law, hidden, tokens, per_position, unknown)
 
 
-def run_terms(head, hidden, targets):
-    """Terms and the gradients of a weighted sum of them, with the sizes of the head's calls."""
-    head.calls.clear()
-    terms = independent_terms(head, hidden, targets)
-    forward_calls = list(head.calls)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_terms_are_those_of_the_law(kind):
+    head, config, hidden, targets = head_and_batch(kind)
+    tokens, unknown = targets.clamp(min=0), targets == IGNORE
+    law = window_law(head, config, hidden)
+    torch.testing.assert_close(terms_of(head, config, hidden, tokens), -law.token_log_probs(tokens))
+    torch.testing.assert_close(terms_of(head, config, hidden, tokens, unknown), -law.token_log_probs(tokens, unknown))
+    if kind == "ff":
+        log_q = head(hidden)[:, :, :3].log_softmax(-1)
+        torch.testing.assert_close(terms_of(head, config, hidden, tokens), -log_q.gather(-1, tokens[..., None])[..., 0])
+
+
+def run_terms(head, config, hidden, tokens, unknown):
+    """Terms, the gradients of a weighted sum of them, and the sizes of the law's calls in forward."""
+    calls: list[int] = []
+    terms = terms_of(head, config, hidden, tokens, unknown, calls)
+    forward_calls = list(calls)
     weights = torch.linspace(1, 2, terms.numel()).view(terms.shape)
-    grads = torch.autograd.grad((terms * weights).sum(), (head.weight, hidden))
-    return terms, *grads, forward_calls
+    grads = torch.autograd.grad((terms * weights).sum(), (*head.parameters(), hidden))
+    assert len(calls) == len(forward_calls) * (1 if len(forward_calls) == 1 else 2)  # chunks are computed again
+    return (terms, *grads), forward_calls
 
 
-@pytest.mark.parametrize(("budget", "calls"), [(5 * 33, [5, 5, 4]), (7 * 33 + 32, [7, 7]), (1, [1] * 14)])
-def test_chunked_terms_equal_unchunked(budget, calls, monkeypatch):
-    head, hidden, targets = head_and_batch()
-    whole = run_terms(head, hidden, targets)
-    assert whole[-1] == [14]
-    monkeypatch.setattr(losses, "_LOGITS_PER_CHUNK", budget)
-    chunked = run_terms(head, hidden, targets)
-    assert chunked[-1] == calls
-    for got, want in zip(chunked[:-1], whole[:-1]):
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize(("rows", "sizes"), [(5.0, [5, 5, 4]), (7.9, [7, 7]), (0.1, [1] * 14), (14.0, [14])])
+@pytest.mark.parametrize("summed_out", [False, True])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_chunked_terms_equal_unchunked(kind, summed_out, rows, sizes, monkeypatch):
+    head, config, hidden, targets = head_and_batch(kind)
+    arguments = (head, config, hidden, targets.clamp(min=0), targets == IGNORE if summed_out else None)
+    whole, whole_sizes = run_terms(*arguments)
+    assert whole_sizes == [14]
+    monkeypatch.setattr(losses, "_LOGITS_PER_CHUNK", int(rows * 3 * config.rank * 11))
+    chunked, chunk_sizes = run_terms(*arguments)
+    assert chunk_sizes == sizes
+    for got, want in zip(chunked, whole, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_chunks_without_gradients(monkeypatch):
-    head, hidden, targets = head_and_batch()
-    want = independent_terms(head, hidden, targets)
+    head, config, hidden, targets = head_and_batch()
+    want = terms_of(head, config, hidden, targets.clamp(min=0))
     monkeypatch.setattr(losses, "_LOGITS_PER_CHUNK", 33)
     with torch.no_grad():
-        torch.testing.assert_close(independent_terms(head, hidden, targets), want)
+        torch.testing.assert_close(terms_of(head, config, hidden, targets.clamp(min=0)), want)
 
 
 def test_terms_without_a_target_give_no_gradient():
-    head, hidden, targets = head_and_batch()
+    head, config, hidden, targets = head_and_batch()
     targets[0] = IGNORE
     targets[..., 2] = IGNORE
-    terms = independent_terms(head, hidden, targets)
-    assert (terms[targets == IGNORE] == 0).all()
-    terms.sum().backward()
+    loss, means = head_loss(head, config, hidden, targets, None)
+    loss.backward()
+    assert means[:2].isfinite().all() and means[2].isnan() and not means.requires_grad
     assert (hidden.grad[0] == 0).all() and (hidden.grad[1].abs().sum(-1) > 0).any()
     by_head = head.weight.grad.view(4, 11, 6).abs().amax((1, 2))
     assert (by_head[:2] > 0).all() and (by_head[2:] == 0).all()  # the fourth is outside the window
 
 
 def test_bfloat16_heads_give_float32_terms():
-    head, hidden, targets = head_and_batch()
-    want = independent_terms(head, hidden, targets)
-    terms = independent_terms(head.bfloat16(), hidden.bfloat16(), targets)
+    head, config, hidden, targets = head_and_batch()
+    tokens = targets.clamp(min=0)
+    terms = terms_of(head.bfloat16(), config, hidden.bfloat16(), tokens)
+    logits = head(hidden.bfloat16(), 3).float()
     assert terms.dtype == torch.float32
-    torch.testing.assert_close(terms, want, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(terms, -logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0])
 
 
-def test_packed_documents_cost_what_they_cost_apart():
+@pytest.mark.parametrize("masked", ["observe", "marginalise"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_packed_documents_cost_what_they_cost_apart(kind, masked):
     """Three documents packed into one row against the same documents as rows of a padded batch."""
-    lengths, window = (5, 1, 8), 3
-    head = FFHead(6, 11, window)
+    lengths = (5, 1, 8)
+    head, config, _, _ = head_and_batch(kind)
+    config.masked_tokens = masked
     documents = [torch.randn(length, 6) for length in lengths]
-    labels = [torch.randint(0, 11, (length,)) for length in lengths]
+    ids = [torch.randint(0, 11, (length,)) for length in lengths]
+    labels = [document.clone() for document in ids]
     labels[2][3] = IGNORE
-    targets = window_targets(torch.cat(labels)[None], window, position_ids=packed_positions(*lengths))
-    packed = independent_terms(head, torch.cat(documents)[None], targets)
-    pad = torch.nn.utils.rnn.pad_sequence
-    apart_targets = window_targets(pad(labels, batch_first=True, padding_value=IGNORE), window)
-    apart = independent_terms(head, pad(documents, batch_first=True), apart_targets)
-    torch.testing.assert_close(
-        discounted_mtp_loss(packed, targets != IGNORE, normalization="tokens"),
-        discounted_mtp_loss(apart, apart_targets != IGNORE, normalization="tokens"),
+    targets = window_targets(torch.cat(labels)[None], 3, position_ids=packed_positions(*lengths))
+    packed, _ = head_loss(head, config, torch.cat(documents)[None], targets, torch.cat(ids)[None])
+    hidden, tokens, apart_labels = (
+        torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
+        for rows, fill in ((documents, 0), (ids, 0), (labels, IGNORE))
     )
+    apart_targets = window_targets(apart_labels, 3)
+    apart, _ = head_loss(head, config, hidden, apart_targets, tokens)
+    torch.testing.assert_close(packed, apart)
     assert (targets != IGNORE).sum((0, 1)).tolist() == (apart_targets != IGNORE).sum((0, 1)).tolist()
-    across = window_targets(torch.cat(labels)[None], window)
-    assert (across != IGNORE).sum() > (targets != IGNORE).sum()
+    across, _ = head_loss(head, config, torch.cat(documents)[None], window_targets(torch.cat(labels)[None], 3), None)
+    assert abs(across - packed) > 1e-3
+
+
+def test_tokens_ahead():
+    tokens = torch.tensor([[1, 2, 3]])
+    assert tokens_ahead(tokens, 2, 0).tolist() == [[[2, 3], [3, 0], [0, 0]]]
+    assert tokens_ahead(tokens, 5, 9)[0, 0].tolist() == [2, 3, 9, 9, 9]

@@ -1,0 +1,265 @@
+"""Logits processors on ragged rows: what transformers' own list gives for each row's own ids, position by position."""
+
+from collections import Counter
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
+from transformers.generation import logits_process as library
+
+from tokenahead.generation.processing import Processing
+from tokenahead.generation.tokens import TokenRows
+
+V, PROMPT, DRAFTS = 17, 6, 4
+EOS = 2
+GROWTHS = {
+    "one row": [3],
+    "equal rows": [2, 2, 2],
+    "two groups": [1, 3, 1, 3],
+    "all differ": [0, 4, 2, 1],
+    "nothing generated": [0, 0],
+}
+
+
+class Recorder(LogitsProcessor):
+    """Remembers the ids it was shown, and changes nothing."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[tuple[int, ...]] = Counter()
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        assert len(input_ids) == len(scores)
+        self.seen.update(map(tuple, input_ids.tolist()))
+        return scores
+
+
+class LastTokenBias(LogitsProcessor):
+    """A user's own processor, which depends on the last token, the length and the scores, and writes in place."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        scores[torch.arange(len(scores)), (input_ids[:, -1] + input_ids.shape[1]) % V] += scores.amax(-1).abs()
+        return scores
+
+
+class HeatsWithLength(TemperatureLogitsWarper):
+    """A subclass of a processor that needs no ids, which does need them."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        return scores / (self.temperature * input_ids.shape[1])
+
+
+def rows_of(growth: list[int], drafts: int = DRAFTS) -> tuple[TokenRows, torch.Tensor, torch.Tensor]:
+    """Rows of which each kept `growth[b]` of the tokens of an earlier cycle, with drafts behind; drafts, and logits."""
+    tokens = TokenRows(torch.randint(3, V, (len(growth), PROMPT)))
+    tokens.write(torch.randint(3, V, (len(growth), 5)))
+    tokens.keep(growth)
+    draft = torch.randint(0, V, (len(growth), drafts))
+    tokens.write(draft)
+    return tokens, draft, 3 * torch.randn(len(growth), drafts + 1, V)
+
+
+def true_prefix(tokens: TokenRows, row: int, position: int) -> torch.Tensor:
+    return tokens.ids[row, : tokens.lengths[row] + position]
+
+
+def allowed(row: int, ids: torch.Tensor) -> list[int]:
+    """Tokens that row `row` may take: they differ by row, by length and by the last token."""
+    return [(3 * row + len(ids) + int(ids[-1]) + step) % V for step in range(0, V, 2)]
+
+
+def prefix_function(rows: list[int]) -> LogitsProcessor:
+    return library.PrefixConstrainedLogitsProcessor(lambda batch_id, ids: allowed(rows[batch_id], ids), 1)
+
+
+def ignored_prompts(rows: list[int]) -> torch.Tensor:
+    """How much of the prompt a repetition penalty skips, which differs by row (as left padding does)."""
+    return torch.tensor([row + 1 for row in rows])
+
+
+MAKE = {
+    "repetition penalty": lambda prompt, rows: library.RepetitionPenaltyLogitsProcessor(1.7),
+    "penalty without prompt": lambda prompt, rows: library.RepetitionPenaltyLogitsProcessor(1.7, PROMPT),
+    "penalty without padding": lambda prompt, rows: library.RepetitionPenaltyLogitsProcessor(
+        1.7, ignored_prompts(rows)
+    ),
+    "encoder penalty": lambda prompt, rows: library.EncoderRepetitionPenaltyLogitsProcessor(1.4, prompt),
+    "encoder n-grams": lambda prompt, rows: library.EncoderNoRepeatNGramLogitsProcessor(2, prompt),
+    "n-grams": lambda prompt, rows: library.NoRepeatNGramLogitsProcessor(2),
+    "bad words": lambda prompt, rows: library.NoBadWordsLogitsProcessor([[5], [6, 7], [8, 8]], [EOS]),
+    "sequence bias": lambda prompt, rows: library.SequenceBiasLogitsProcessor([[[4], 3.0], [[9, 10], -5.0]]),
+    "min length": lambda prompt, rows: library.MinLengthLogitsProcessor(PROMPT + 4, [EOS]),
+    "min new tokens": lambda prompt, rows: library.MinNewTokensLengthLogitsProcessor(PROMPT, 5, [EOS]),
+    "forced eos": lambda prompt, rows: library.ForcedEOSTokenLogitsProcessor(PROMPT + 6, [EOS]),
+    "length decay": lambda prompt, rows: library.ExponentialDecayLengthPenalty((1, 1.5), [EOS], PROMPT),
+    "suppress at begin": lambda prompt, rows: library.SuppressTokensAtBeginLogitsProcessor([4, 5], PROMPT + 3),
+    "watermark": lambda prompt, rows: library.WatermarkLogitsProcessor(V, "cpu", greenlist_ratio=0.4),
+    "temperature": lambda prompt, rows: library.TemperatureLogitsWarper(0.6),
+    "top-k": lambda prompt, rows: library.TopKLogitsWarper(9),
+    "top-p": lambda prompt, rows: library.TopPLogitsWarper(0.8),
+    "top-h": lambda prompt, rows: library.TopHLogitsWarper(0.7),
+    "min-p": lambda prompt, rows: library.MinPLogitsWarper(0.02),
+    "typical": lambda prompt, rows: library.TypicalLogitsWarper(0.9),
+    "epsilon": lambda prompt, rows: library.EpsilonLogitsWarper(0.02),
+    "eta": lambda prompt, rows: library.EtaLogitsWarper(0.02),
+    "suppress": lambda prompt, rows: library.SuppressTokensLogitsProcessor([0, 3]),
+    "no inf": lambda prompt, rows: library.InfNanRemoveLogitsProcessor(),
+    "normalisation": lambda prompt, rows: library.LogitNormalization(),
+    "in place": lambda prompt, rows: LastTokenBias(),
+    "subclass": lambda prompt, rows: HeatsWithLength(0.2),
+    "prefix function": lambda prompt, rows: prefix_function(rows),
+}
+"""Processors for the rows `rows` of a batch, of which `prompt` are the prompts."""
+
+
+def processors_of(names: list[str], tokens: TokenRows, rows: list[int]) -> LogitsProcessorList:
+    return LogitsProcessorList(MAKE[name](tokens.ids[rows, :PROMPT], rows) for name in names)
+
+
+def expected(names: list[str], tokens: TokenRows, logits: torch.Tensor) -> torch.Tensor:
+    """transformers' own list on every row alone, one position at a time."""
+    output = torch.empty_like(logits)
+    for row in range(len(logits)):
+        processors = processors_of(names, tokens, [row])
+        for position in range(logits.shape[1]):
+            ids = true_prefix(tokens, row, position)[None]
+            output[row, position] = processors(ids, logits[row, position][None].clone())[0]
+    return output
+
+
+def applied(names: list[str], tokens: TokenRows, logits: torch.Tensor) -> torch.Tensor:
+    batch = len(logits)
+    return Processing(processors_of(names, tokens, list(range(batch))))(tokens, logits, [False] * batch)
+
+
+MIXES = {
+    "warpers last": [
+        "penalty without padding",
+        "n-grams",
+        "bad words",
+        "min new tokens",
+        "temperature",
+        "top-k",
+        "top-p",
+    ],
+    "warpers first": ["temperature", "top-k", "repetition penalty", "prefix function", "in place"],
+    "in between": ["n-grams", "temperature", "encoder n-grams", "encoder penalty", "top-k", "subclass", "no inf"],
+    "normalised": ["min length", "sequence bias", "length decay", "typical", "normalisation"],
+}
+
+
+def reached(tokens: TokenRows, want: torch.Tensor) -> torch.Tensor:
+    """Positions that a draft can still be accepted to reach [B, k]: no drafted token before them is excluded."""
+    drafts = torch.stack([tokens.ids[row, n : n + want.shape[1] - 1] for row, n in enumerate(tokens.lengths)])
+    excluded = torch.finfo(want.dtype).min  # what "no inf" makes of -inf
+    possible = want[:, :-1].gather(-1, drafts[..., None])[..., 0] > excluded
+    return torch.cat([torch.ones_like(possible[:, :1]), possible.long().cumprod(1).bool()], dim=1)
+
+
+def check_mix(names: list[str], growth: list[int]) -> None:
+    tokens, _, logits = rows_of(growth)
+    before = logits.clone()
+    got, want = applied(names, tokens, logits), expected(names, tokens, logits)
+    seen = reached(tokens, want)
+    torch.testing.assert_close(got[seen], want[seen], rtol=1e-6, atol=1e-6)
+    assert torch.equal(logits, before)  # the raw logits are recorded too
+
+
+@pytest.mark.parametrize("growth", GROWTHS.values(), ids=GROWTHS)
+@pytest.mark.parametrize("mix", MIXES)
+def test_mixed_lists(mix, growth):
+    check_mix(MIXES[mix], growth)
+
+
+@pytest.mark.parametrize("growth", [GROWTHS["two groups"], GROWTHS["equal rows"]], ids=["ragged", "equal"])
+@pytest.mark.parametrize("name", MAKE)
+def test_each_processor_alone(name, growth):
+    check_mix([name], growth)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_each_processor_does_something_here(name):
+    """A processor that changes nothing in these rows would prove nothing above."""
+    tokens, _, logits = rows_of([1, 3, 1, 3])
+    if name == "no inf":
+        logits[0, 0, 0] = float("inf")
+    assert not torch.equal(applied([name], tokens, logits), logits)
+
+
+def test_the_order_of_the_list_is_kept():
+    tokens, _, logits = rows_of([1, 3])
+    names = ["top-k", "repetition penalty"]
+    assert not torch.equal(applied(names, tokens, logits), applied(names[::-1], tokens, logits))
+
+
+@pytest.mark.parametrize("growth", GROWTHS.values(), ids=GROWTHS)
+def test_processors_see_true_prefixes_only(growth):
+    """Every row's own ids before every position, each once: no filler, no other row's, nothing that was rejected."""
+    tokens, draft, logits = rows_of(growth)
+    recorder = Recorder()
+    Processing(LogitsProcessorList([recorder]))(tokens, logits, [False] * len(growth))
+    want = Counter()
+    for row, count in enumerate(growth):
+        own = tokens.ids[row, : PROMPT + count].tolist()
+        for position in range(DRAFTS + 1):
+            want[tuple(own + draft[row, :position].tolist())] += 1
+    assert recorder.seen == want
+
+
+def test_ended_rows_are_not_asked_about():
+    tokens, _, logits = rows_of([1, 3, 1, 0])
+    recorder, names = Recorder(), ["repetition penalty", "prefix function", "penalty without padding"]
+    processors = [recorder, *processors_of(names, tokens, [0, 1, 2, 3])]
+    got = Processing(LogitsProcessorList(processors))(tokens, logits, [False, True, True, False])
+    shown = {tuple(true_prefix(tokens, row, at).tolist()) for row in (0, 3) for at in range(DRAFTS + 1)}
+    assert set(recorder.seen) == shown
+    want = expected(names, tokens, logits)
+    seen = reached(tokens, want)
+    seen[[1, 2]] = False
+    torch.testing.assert_close(got[seen], want[seen])
+
+
+def test_batch_ids_of_the_prefix_function():
+    tokens, _, logits = rows_of([2, 0, 2, 1])
+    asked: list[tuple[int, tuple[int, ...]]] = []
+
+    def prefix_allowed_tokens(batch_id: int, ids: torch.Tensor) -> list[int]:
+        asked.append((batch_id, tuple(ids.tolist())))
+        return [batch_id]
+
+    processor = library.PrefixConstrainedLogitsProcessor(prefix_allowed_tokens, 1)
+    done = [False, False, False, True]
+    output = Processing(LogitsProcessorList([processor]))(tokens, logits, done)
+    assert (output[:3, 0].argmax(-1) == torch.arange(3)).all()
+    assert {batch_id for batch_id, _ in asked} == {0, 1, 2}
+    for batch_id, ids in asked:
+        assert torch.equal(torch.tensor(ids), tokens.ids[batch_id, : len(ids)])
+
+
+def test_prefix_function_is_not_asked_what_follows_an_excluded_draft():
+    """A trie has no answer for a path that it does not hold; no such draft can be accepted, so nobody needs one."""
+    tokens, draft, logits = rows_of([0, 2])
+    draft[:] = torch.tensor([[4, 4, 5, 4], [5, 4, 4, 4]])  # 5 is excluded
+    tokens.write(draft)
+
+    def trie(batch_id: int, ids: torch.Tensor) -> list[int]:
+        drafted = ids[tokens.lengths[batch_id] :].tolist()
+        return [] if 5 in drafted else [4]
+
+    processor = library.PrefixConstrainedLogitsProcessor(trie, 1)
+    output = Processing(LogitsProcessorList([processor]))(tokens, logits, [False, False])
+    assert (output[0, :3].argmax(-1) == 4).all() and output[1, 0].argmax() == 4
+    assert torch.isneginf(output[0, 2, 5]) and torch.isneginf(output[1, 0, 5])
+
+
+@pytest.mark.parametrize("names", [["top-k", "n-grams", "temperature"], ["temperature", "suppress", "top-p"], []])
+def test_draft_laws_take_the_processors_that_need_no_ids(names):
+    tokens, _, logits = rows_of([1, 3])
+    probs = logits.softmax(-1)
+    probs[0, 0, 4:] = 0  # a drafter may exclude tokens, too
+    before = probs.clone()
+    got = Processing(processors_of(names, tokens, [0, 1])).warp(probs)
+    pointwise = processors_of([name for name in names if name != "n-grams"], tokens, [0, 1])
+    want = torch.stack([pointwise(None, row.log()) for row in probs]).softmax(-1)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(got.sum(-1), torch.ones(2, DRAFTS + 1))
+    assert torch.equal(probs, before)

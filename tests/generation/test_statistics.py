@@ -1,0 +1,46 @@
+"""Statistics of a call: shapes for one row and for several, shares by position, tokens per call."""
+
+import pytest
+
+from tokenahead.generation.statistics import GenerateSpeculativeOutput, Speculation
+
+
+def test_one_row_is_a_plain_list():
+    statistics = Speculation([[2, 0, 1]], [[[5, 6], [7, 8], [9]]], backbone_calls=4, new_tokens=7)
+    assert statistics.accepted == [2, 0, 1]
+    assert statistics.drafts == [[5, 6], [7, 8], [9]]
+    assert statistics.tokens_per_call == pytest.approx(7 / 4)
+
+
+def test_several_rows_are_lists_of_lists():
+    statistics = Speculation([[1], [0, 2]], [[[5, 6]], [[7, 8], [9, 9]]], backbone_calls=3, new_tokens=8)
+    assert statistics.accepted == [[1], [0, 2]]
+    assert statistics.drafts == [[[5, 6]], [[7, 8], [9, 9]]]
+    assert statistics.tokens_per_call == pytest.approx(8 / 2 / 3)
+
+
+def test_shares_count_only_drafts_that_were_long_enough():
+    """Position 1: 3 of 4; position 2: 2 of 4; position 3: 1 of 2, for only two drafts had a third token."""
+    statistics = Speculation([[3, 0], [2, 1]], [[[1, 1, 1], [1, 1]], [[1, 1, 1], [1, 1]]])
+    assert statistics.accepted_by_position == pytest.approx([3 / 4, 2 / 4, 1 / 2])
+
+
+def test_nothing_drafted():
+    statistics = Speculation([[0]], [[[]]], backbone_calls=2, new_tokens=2)
+    assert statistics.accepted_by_position == []
+    assert Speculation([[]], [[]]).accepted_by_position == []
+    assert Speculation([[]], [[]]).tokens_per_call == 0
+
+
+def test_times_do_not_make_calls_differ():
+    fast, slow = (Speculation([[1]], [[[4]]], 2, 3, seconds, seconds) for seconds in (0.1, 9.0))
+    assert fast == slow
+    assert fast != Speculation([[1]], [[[4]]], 3, 3)
+
+
+def test_output_has_the_statistics_beside_what_transformers_returns():
+    statistics = Speculation([[1]], [[[4]]])
+    output = GenerateSpeculativeOutput(sequences="ids", speculation=statistics)
+    assert output.speculation is output["speculation"] is statistics
+    assert output.sequences == "ids" and output.scores is None
+    assert list(output) == ["sequences", "speculation"]

@@ -1,0 +1,218 @@
+"""Where rows end: the same tokens as when transformers' criteria are asked after every single token."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from tokenahead.generation.stopping import Stopping
+from tokenahead.generation.tokens import TokenRows
+
+PROMPT = 4
+WORDS = ["<unk>", "st", "op", "stop", "sto", "pper", "x", "y", " "]
+
+
+class DigitSum(StoppingCriteria):
+    """A user's own criterion: the row's ids add up to a multiple of `divisor`. Remembers what it was asked."""
+
+    def __init__(self, divisor: int) -> None:
+        self.divisor, self.asked = divisor, []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: None, **kwargs) -> torch.BoolTensor:
+        self.asked += input_ids.tolist()
+        return input_ids.sum(-1) % self.divisor == 0
+
+
+class Never(StoppingCriteria):
+    """Returns a plain bool, as some criteria do."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: None, **kwargs) -> bool:
+        return False
+
+
+class Always(Never):
+    def __call__(self, input_ids: torch.LongTensor, scores: None, **kwargs) -> bool:
+        return True
+
+
+class EndsBelow(EosTokenCriteria):
+    """A subclass that means something else by the same attributes."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: None, **kwargs) -> torch.BoolTensor:
+        return input_ids[:, -1] < self.eos_token_id[0]
+
+
+def rows_with(new: list[list[int]], growth: list[int] | None = None, width: int = 6) -> TokenRows:
+    """Rows that kept `growth[b]` tokens before, with `new[b]` behind, and rubbish behind that as in a real cycle."""
+    tokens = TokenRows(torch.randint(10, 90, (len(new), PROMPT)))
+    if growth:
+        tokens.write(torch.randint(10, 90, (len(new), 5)))
+        tokens.keep(growth)
+    tokens.write(torch.tensor([ids + [99] * (width - len(ids)) for ids in new]))
+    return tokens
+
+
+def one_at_a_time(criteria: StoppingCriteriaList, tokens: TokenRows, new: list[list[int]], done: list[bool]):
+    """What plain decoding keeps of each row, and whether it has ended."""
+    kept, ended = [], []
+    for row, ids in enumerate(new):
+        count, over = 0, done[row]
+        while not over and count < len(ids):
+            count += 1
+            prefix = tokens.ids[row : row + 1, : tokens.lengths[row] + count]
+            over = bool(criteria(prefix, None)[0])
+        kept.append(count)
+        ended.append(over)
+    return kept, ended
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Words of several letters; `StopStringCriteria` wants to encode the word `abcdef`."""
+    vocabulary = {word: index for index, word in enumerate([*WORDS, "abcdef"])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
+CRITERIA = {
+    "eos": lambda: [EosTokenCriteria([3, 7])],
+    "length": lambda: [MaxLengthCriteria(PROMPT + 5)],
+    "eos and length": lambda: [MaxLengthCriteria(PROMPT + 5), EosTokenCriteria(3)],
+    "own": lambda: [DigitSum(4)],
+    "strings": lambda: [StopStringCriteria(tokenizer(), ["stop", "yy"])],
+    "all": lambda: [
+        MaxLengthCriteria(PROMPT + 6),
+        StopStringCriteria(tokenizer(), ["stop"]),
+        EosTokenCriteria([7]),
+        DigitSum(11),
+        Never(),
+    ],
+    "a subclass of eos": lambda: [EndsBelow([3])],
+    "time": lambda: [MaxTimeCriteria(max_time=1.0, initial_timestamp=0.0)],
+    "none": list,
+}
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_cut_equals_one_token_at_a_time(name):
+    """Random ragged batches, of which some rows have ended before."""
+    outcomes = set()
+    for seed in range(40):
+        torch.manual_seed(seed)
+        batch = 1 + seed % 4
+        lengths = torch.randint(1, 7, (batch,)).tolist()
+        new = [torch.randint(1, 9, (length,)).tolist() for length in lengths]
+        tokens = rows_with(new, growth=torch.randint(0, 5, (batch,)).tolist())
+        done = (torch.rand(batch) < 0.2).tolist()
+        got = Stopping(StoppingCriteriaList(CRITERIA[name]())).cut(tokens, new, done)
+        assert got == one_at_a_time(StoppingCriteriaList(CRITERIA[name]()), tokens, new, done)
+        assert all(type(ended) is bool for ended in got[1])
+        outcomes |= {(kept > 0, ended) for kept, ended, over in zip(*got, done) if not over}
+    possible = {"none": {(True, False)}, "time": {(True, True)}}
+    assert outcomes == possible.get(name, {(True, False), (True, True)})
+
+
+def test_eos_inside_the_draft():
+    new = [[5, 2, 6, 2], [5, 6, 5, 6], [2], [5, 6, 2]]
+    kept, ended = Stopping(StoppingCriteriaList([EosTokenCriteria(2)])).cut(rows_with(new), new, [False] * 4)
+    assert (kept, ended) == ([2, 4, 1, 3], [True, False, True, True])
+
+
+def test_eos_of_the_prompt_does_not_count():
+    tokens = TokenRows(torch.full((1, PROMPT), 2))
+    tokens.write(torch.tensor([[5, 6]]))
+    assert Stopping(StoppingCriteriaList([EosTokenCriteria(2)])).cut(tokens, [[5, 6]], [False]) == ([2], [False])
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept", "ended"),
+    [
+        (6, [2, 1], [True, True]),
+        (7, [3, 2], [True, True]),
+        (8, [3, 3], [False, True]),
+        (9, [3, 3], [False, False]),
+    ],
+)
+def test_length_is_never_overshot(limit, kept, ended):
+    """Rows of 4 and 5 tokens with 3 new ones each."""
+    new = [[5, 6, 7], [5, 6, 7]]
+    stopping = Stopping(StoppingCriteriaList([MaxLengthCriteria(limit)]))
+    assert stopping.cut(rows_with(new, growth=[0, 1]), new, [False, False]) == (kept, ended)
+
+
+def test_the_smallest_length_counts():
+    stopping = Stopping(StoppingCriteriaList([MaxLengthCriteria(9), MaxLengthCriteria(7), MaxLengthCriteria(8)]))
+    assert (stopping.room(4), stopping.room(7)) == (3, 0)
+    assert Stopping(StoppingCriteriaList()).room(10**6) > 10**6
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["x", "stop", "x"], 2),
+        (["st", "op", "x", "x"], 2),
+        (["x", "st", "x", "op"], 4),
+        (["x", "sto", "pper", "x"], 3),  # the string ends inside a token
+    ],
+)
+def test_stop_strings(words, kept):
+    new = [[WORDS.index(word) for word in words]]
+    tokens = TokenRows(torch.full((1, PROMPT), WORDS.index("y")))
+    tokens.write(torch.tensor(new))
+    stopping = Stopping(StoppingCriteriaList([StopStringCriteria(tokenizer(), ["stop"])]))
+    assert stopping.cut(tokens, new, [False]) == ([kept], [kept < 4])
+
+
+def test_a_stop_string_may_begin_in_an_earlier_cycle():
+    tokens = TokenRows(torch.full((2, PROMPT), WORDS.index("y")))
+    tokens.write(torch.tensor([[WORDS.index("st")], [WORDS.index("x")]]))
+    tokens.keep([1, 1])
+    new = [[WORDS.index("op"), WORDS.index("x")]] * 2
+    tokens.write(torch.tensor(new))
+    stopping = Stopping(StoppingCriteriaList([StopStringCriteria(tokenizer(), ["stop"])]))
+    assert stopping.cut(tokens, new, [False, False]) == ([1, 2], [True, False])
+
+
+def test_own_criteria_see_each_rows_own_verified_ids():
+    """In order, without rubbish, not beyond a hit, not beyond eos, and nothing about rows that have ended."""
+    new = [[5, 6, 7], [8], [9, 2, 9], [5, 5]]
+    tokens = rows_with(new, growth=[1, 0, 3, 2])
+    criterion = DigitSum(10**6)
+    stopping = Stopping(StoppingCriteriaList([criterion, EosTokenCriteria(2)]))
+    assert stopping.cut(tokens, new, [False, False, False, True]) == ([3, 1, 2, 0], [False, False, True, True])
+    want = [
+        tokens.ids[row, : tokens.lengths[row] + count].tolist()
+        for row, last in enumerate([3, 1, 2, 0])
+        for count in range(1, last + 1)
+    ]
+    assert sorted(criterion.asked) == sorted(want)
+    assert [len(ids) for ids in criterion.asked if ids[: PROMPT + 1] == want[0][: PROMPT + 1]] == [6, 7, 8]
+
+
+def test_own_criterion_is_not_asked_after_its_hit():
+    tokens = rows_with([[5, 6, 7]])
+    criterion = DigitSum(int(tokens.ids[0, : PROMPT + 2].sum()))
+    assert Stopping(StoppingCriteriaList([criterion])).cut(tokens, [[5, 6, 7]], [False]) == ([2], [True])
+    assert [len(ids) for ids in criterion.asked] == [PROMPT + 1, PROMPT + 2]
+
+
+def test_a_plain_bool_stops_every_open_row():
+    new = [[5, 6], [7], [8, 9]]
+    stopping = Stopping(StoppingCriteriaList([Always()]))
+    assert stopping.cut(rows_with(new, growth=[1, 0, 1]), new, [False, False, True]) == ([1, 1, 0], [True] * 3)
+
+
+def test_rows_that_ended_stay_ended():
+    new = [[5, 6], [7, 8]]
+    for criteria in ([], [Never()], [EosTokenCriteria(3)], [MaxLengthCriteria(50)]):
+        stopping = Stopping(StoppingCriteriaList(criteria))
+        assert stopping.cut(rows_with(new), new, [True, False]) == ([0, 2], [True, False])
+        assert stopping.cut(rows_with(new), new, [True, True]) == ([0, 0], [True, True])

@@ -1,0 +1,127 @@
+"""Token rows: ragged writes, growth, padding."""
+
+import pytest
+import torch
+
+from tokenahead.generation.tokens import TokenRows
+
+
+def simulate(batch: int, cycles: int, widest: int, seed: int) -> tuple[TokenRows, list[list[int]]]:
+    """Random cycles of writing and keeping, and the same on plain lists; rows may keep nothing."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    prompt = torch.randint(1, 90, (batch, 5), generator=generator)
+    rows, tokens = prompt.tolist(), TokenRows(prompt)
+    for _ in range(cycles):
+        width = number(1, widest)
+        draft = torch.randint(100, 190, (batch, width), generator=generator)
+        tokens.write(draft)
+        new = torch.randint(200, 290, (batch, width + 1), generator=generator)
+        tokens.write(new)  # what verification says replaces the draft
+        counts = [number(0, width + 1) for _ in range(batch)]
+        tokens.keep(counts)
+        for row, count, ids in zip(rows, counts, new.tolist()):
+            row += ids[:count]
+    return tokens, rows
+
+
+def assert_rows(tokens: TokenRows, rows: list[list[int]]) -> None:
+    assert tokens.lengths == [len(row) for row in rows]
+    for index, row in enumerate(rows):
+        assert tokens.ids[index, : len(row)].tolist() == row
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_grow_at_their_own_pace(batch, seed):
+    tokens, rows = simulate(batch, cycles=25, widest=6, seed=seed)
+    assert_rows(tokens, rows)
+    assert tokens.prompt_length == 5
+    assert tokens.last().tolist() == [row[-1] for row in rows]
+    if batch > 1:
+        assert len(set(tokens.lengths)) > 1
+
+
+def test_buffer_grows_beyond_its_first_size():
+    tokens, rows = simulate(batch=3, cycles=300, widest=8, seed=9)
+    assert min(tokens.lengths) > 600
+    assert_rows(tokens, rows)
+    tokens, rows = simulate(batch=1, cycles=3, widest=2000, seed=1)
+    assert_rows(tokens, rows)
+
+
+def test_growth_is_rare():
+    tokens = TokenRows(torch.zeros(1, 3, dtype=torch.long))
+    sizes = set()
+    for _ in range(1000):
+        tokens.write(torch.ones(1, 1, dtype=torch.long))
+        tokens.keep([1])
+        sizes.add(tokens.ids.shape[1])
+    assert len(sizes) < 10
+
+
+def test_the_longest_row_may_fill_the_buffer():
+    """A short row's write must not reach beyond what the longest row needs, and the other way round."""
+    tokens = TokenRows(torch.zeros(2, 1, dtype=torch.long))
+    tokens.write(torch.full((2, 250), 7))
+    tokens.keep([250, 0])
+    tokens.write(torch.arange(20).expand(2, 20))
+    tokens.keep([20, 20])
+    assert tokens.ids[0, 251:271].tolist() == tokens.ids[1, 1:21].tolist() == list(range(20))
+
+
+def test_an_empty_write_changes_nothing():
+    tokens, rows = simulate(batch=3, cycles=4, widest=3, seed=2)
+    tokens.write(torch.empty(3, 0, dtype=torch.long))
+    assert_rows(tokens, rows)
+
+
+def test_the_prompt_is_not_touched():
+    prompt = torch.arange(6).view(2, 3)
+    before = prompt.clone()
+    tokens = TokenRows(prompt)
+    tokens.write(torch.full((2, 4), 9))
+    assert torch.equal(prompt, before)
+
+
+def test_groups_hold_every_open_row_once():
+    tokens = TokenRows(torch.zeros(5, 2, dtype=torch.long))
+    assert tokens.groups([False] * 5) == [([0, 1, 2, 3, 4], 2)]
+    tokens.write(torch.ones(5, 3, dtype=torch.long))
+    tokens.keep([1, 3, 1, 0, 3])
+    assert sorted(tokens.groups([False] * 5)) == [([0, 2], 3), ([1, 4], 5), ([3], 2)]
+    assert sorted(tokens.groups([True, False, False, True, False])) == [([1, 4], 5), ([2], 3)]
+    assert tokens.groups([True] * 5) == []
+
+
+def test_prefix_of_some_rows():
+    tokens, rows = simulate(batch=4, cycles=5, widest=4, seed=3)
+    short = min(tokens.lengths)
+    assert tokens.prefix([3, 1], short).tolist() == [rows[3][:short], rows[1][:short]]
+    assert tokens.prefix([0, 1, 2, 3], short).tolist() == [row[:short] for row in rows]
+
+
+@pytest.mark.parametrize("start", [0, 5, 7])
+def test_columns_are_padded_behind_a_rows_end(start):
+    tokens, rows = simulate(batch=4, cycles=6, widest=5, seed=4)
+    tokens.write(torch.full((4, 3), 555))  # written, but not kept
+    longest, shortest = max(map(len, rows)), min(map(len, rows))
+    assert start < shortest < longest
+    want = [row + [77] * (longest - len(row)) for row in rows]
+    assert tokens.columns(start, longest, 77).tolist() == [row[start:] for row in want]
+    assert tokens.columns(start, shortest, 77).tolist() == [row[start:shortest] for row in rows]
+    assert tokens.columns(start, start, 77).shape == (4, 0)
+    assert_rows(tokens, rows)
+
+
+def test_columns_do_not_change_with_the_rows():
+    """A streamer or a caller may keep what it was given."""
+    tokens = TokenRows(torch.zeros(2, 1, dtype=torch.long))
+    tokens.write(torch.ones(2, 3, dtype=torch.long))
+    tokens.keep([3, 3])
+    held = tokens.columns(0, 4, 0)
+    tokens.ids.fill_(9)
+    assert held.tolist() == [[0, 1, 1, 1]] * 2

@@ -1,0 +1,400 @@
+"""Verification: exact laws by enumeration, goldens, drawn laws by chi-square, and inputs at the edge."""
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tests.laws import chi_square, golden
+from tokenahead.generation.verification import block_acceptance, token_acceptance, verify, verify_greedy
+
+RULES = {"token": token_acceptance, "block": block_acceptance}
+V = 3
+GOLDENS = ("verify_ff_n3", "verify_cp_n4", "verify_hmm_n4_first", "verify_btree_n5_first")
+
+
+@dataclass
+class World:
+    """A target and a drafter over V tokens, as tables over prefixes: `p[i]` and `q[i]` are [V] * (i + 1)."""
+
+    p: list[torch.Tensor]
+    q: list[torch.Tensor]
+
+    @property
+    def length(self) -> int:
+        return len(self.q)
+
+    def cases(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """All V^m drafts [N, m], q [N, m, V] and p [N, m + 1, V] along each, and the drafts' probabilities [N]."""
+        drafts = torch.tensor(list(itertools.product(range(V), repeat=self.length)))
+        rows = [
+            torch.stack([torch.stack([law[i][tuple(d[:i])] for i in range(len(law))]) for d in drafts])
+            for law in (self.q, self.p)
+        ]
+        drawn = rows[0].gather(-1, drafts[..., None])[..., 0].prod(1)
+        return drafts, rows[0], rows[1], drawn
+
+    def target(self) -> torch.Tensor:
+        """Law of the next m + 1 tokens, [V] * (m + 1)."""
+        return self.tail(0)
+
+    def tail(self, start: int) -> torch.Tensor:
+        """Law of tokens start + 1 .. m + 1 given those before, [V] * (m + 1)."""
+        law = torch.ones([V] * (self.length + 1), dtype=torch.float64)
+        for i in range(start, self.length + 1):
+            law = law * self.p[i].reshape([V] * (i + 1) + [1] * (self.length - i))
+        return law
+
+
+def tables(depth: int, seed: int, zeros: float = 0.0) -> list[torch.Tensor]:
+    """Random conditionals for prefixes of 0 .. depth - 1 tokens; a share `zeros` of the entries is 0."""
+    generator = torch.Generator().manual_seed(seed)
+    laws = []
+    for i in range(depth):
+        weights = torch.rand([V] * (i + 1), generator=generator, dtype=torch.float64) ** 3 + 1e-3
+        dropped = torch.rand(weights.shape, generator=generator) < zeros
+        dropped.scatter_(-1, weights.argmax(-1, keepdim=True), False)
+        weights = weights.masked_fill(dropped, 0)
+        laws.append(weights / weights.sum(-1, keepdim=True))
+    return laws
+
+
+def one_hot(laws: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The greedy drafter of some conditionals."""
+    return [torch.nn.functional.one_hot(law.argmax(-1), V).double() for law in laws]
+
+
+def world(kind: str, length: int, seed: int) -> World:
+    p = tables(length + 1, seed, zeros=0.4 if kind in ("zeros in p", "zeros in both") else 0.0)
+    q = tables(length, seed + 1000, zeros=0.4 if kind in ("zeros in q", "zeros in both") else 0.0)
+    if kind == "equal":
+        q = [law.clone() for law in p[:-1]]
+    elif kind == "greedy draft":
+        q = one_hot(q)
+    elif kind == "greedy draft of the target":
+        q = one_hot(p[:-1])
+    elif kind == "greedy target":
+        p = one_hot(p)
+    elif kind == "disjoint":
+        p = [law * torch.tensor([0.0, 1.0, 1.0]) for law in p]
+        p = [law / law.sum(-1, keepdim=True) for law in p]
+        q = [torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64).expand(law.shape) for law in q]
+    return World(p, q)
+
+
+KINDS = (
+    "random",
+    "zeros in p",
+    "zeros in q",
+    "zeros in both",
+    "equal",
+    "greedy draft",
+    "greedy draft of the target",
+    "greedy target",
+    "disjoint",
+)
+
+
+def accepted_law(rule: str, accept: torch.Tensor) -> torch.Tensor:
+    """P(s drafts accepted) for s = 0..m, [N, m + 1]."""
+    one = torch.ones_like(accept[:, :1])
+    if rule == "token":  # the first failure ends
+        return torch.cat([one, accept.cumprod(1)], 1) * torch.cat([1 - accept, one], 1)
+    failing = (1 - accept).flip(1).cumprod(1).flip(1)  # all later ones fail
+    return torch.cat([one, accept], 1) * torch.cat([failing, one], 1)
+
+
+def emitted_law(world: World, rule: str) -> torch.Tensor:
+    """Law of m + 1 tokens: the accepted drafts, the added token, and then the target's own, [V] * (m + 1)."""
+    drafts, q, p, drawn = world.cases()
+    accept, residual = RULES[rule](drafts, q, p)
+    assert accept.isfinite().all() and residual.isfinite().all()
+    counts = accepted_law(rule, accept) * drawn[:, None]
+    law = torch.zeros([V] * (world.length + 1), dtype=torch.float64)
+    for count in range(world.length + 1):
+        rest = world.tail(count + 1)
+        for row, draft in enumerate(drafts):
+            kept = tuple(draft[:count])
+            added = residual[row, count].reshape([V] + [1] * (world.length - count))
+            law[kept] += counts[row, count] * added * rest[kept]
+    return law
+
+
+def expected_accepted(world: World, rule: str) -> float:
+    drafts, q, p, drawn = world.cases()
+    counts = accepted_law(rule, RULES[rule](drafts, q, p)[0])
+    return float((counts @ torch.arange(world.length + 1.0, dtype=torch.float64)) @ drawn)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", RULES)
+def test_emitted_law_is_the_targets(rule, kind, length):
+    for seed in range(5):
+        case = world(kind, length, seed)
+        error = (emitted_law(case, rule) - case.target()).abs().max()
+        assert error < 1e-12, (seed, float(error))
+
+
+def test_enumeration_notices_a_wrong_residual():
+    """Adding a token of the target's own law after a rejection must show, or the test above proves nothing."""
+    case = world("random", 2, 0)
+    wrong = dict(RULES)
+    wrong["token"] = lambda draft, q, p: (token_acceptance(draft, q, p)[0], p)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RULES, "token", wrong["token"])
+        assert (emitted_law(case, "token") - case.target()).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_block_accepts_at_least_as_many(kind):
+    gains = []
+    for length, seed in itertools.product([1, 2, 3], range(5)):
+        case = world(kind, length, seed)
+        gains.append(expected_accepted(case, "block") - expected_accepted(case, "token"))
+    assert min(gains) > -1e-12
+    if kind == "random":
+        assert max(gains) > 1e-3
+    if kind == "equal":
+        assert max(gains) < 1e-12
+
+
+def test_published_example():
+    """Sun et al. 2024, section 2: 10/9 accepted tokens become 11/9."""
+    p, q = (torch.tensor(law, dtype=torch.float64) for law in ([1 / 3, 2 / 3, 0], [2 / 3, 1 / 3, 0]))
+    case = World([p.expand([V] * (i + 1)) for i in range(3)], [q.expand([V] * (i + 1)) for i in range(2)])
+    assert expected_accepted(case, "token") == pytest.approx(10 / 9, abs=1e-15)
+    assert expected_accepted(case, "block") == pytest.approx(11 / 9, abs=1e-15)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_equal_drafter_is_always_accepted(rule):
+    case = world("equal", 3, 1)
+    assert expected_accepted(case, rule) == pytest.approx(3, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+@pytest.mark.parametrize(("rule", "accept_key"), [("token", "token_accept"), ("block", "block_h")])
+def test_goldens(name, rule, accept_key):
+    data = golden(name)
+    length = data["q"].shape[1]
+    accept, residual = RULES[rule](data["x"], data["q"], data["p"])
+    torch.testing.assert_close(accept, data[accept_key][:, -length:], rtol=0, atol=1e-12)
+    torch.testing.assert_close(residual, data[f"{rule}_residual"], rtol=0, atol=1e-12)
+    torch.testing.assert_close(accepted_law(rule, accept), data[f"{rule}_len_prob"], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+@pytest.mark.parametrize("rule", RULES)
+def test_goldens_in_float32(name, rule):
+    data = golden(name)
+    accept, residual = RULES[rule](data["x"], data["q"].float(), data["p"].float())
+    assert accept.dtype == residual.dtype == torch.float32
+    want = data[{"token": "token_accept", "block": "block_h"}[rule]][:, -accept.shape[1] :]
+    torch.testing.assert_close(accept.double(), want, rtol=0, atol=2e-5)
+    torch.testing.assert_close(residual.double(), data[f"{rule}_residual"], rtol=0, atol=2e-5)
+
+
+def draws(case: World, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`count` drafts from the world's drafter, by number, with the laws along each."""
+    drafts, q, p, drawn = case.cases()
+    number = torch.multinomial(drawn, count, replacement=True)
+    return number, drafts[number], q[number], p[number]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("kind", "length"), [("random", 1), ("random", 3), ("zeros in both", 3), ("greedy draft", 2)])
+def test_verify_draws_from_the_laws(kind, length, rule, dtype):
+    case = world(kind, length, 3)
+    number, draft, q, p = draws(case, 100_000)
+    accepted, added = verify(draft, q.to(dtype), p.to(dtype), rule)
+    drafts, q, p, drawn = case.cases()
+    accept, residual = RULES[rule](drafts, q, p)
+    law = drawn[:, None, None] * accepted_law(rule, accept)[..., None] * residual
+    cells = (number * (length + 1) + accepted) * V + added
+    assert chi_square(cells, law.flatten()) > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["random", "zeros in both", "greedy draft"])
+@pytest.mark.parametrize("rule", RULES)
+def test_verify_emits_the_targets_law(rule, kind):
+    """End to end in float32: what is emitted, completed by the target to m + 1 tokens, is the target's."""
+    case = world(kind, 3, 8)
+    _, draft, q, p = draws(case, 100_000)
+    accepted, added = verify(draft, q.float(), p.float(), rule)
+    tokens: list[torch.Tensor] = []
+    for i in range(4):
+        own = torch.multinomial(case.p[i][tuple(tokens)].expand(len(draft), V), 1)[:, 0]
+        drafted = draft[:, min(i, 2)]
+        tokens.append(torch.where(accepted > i, drafted, torch.where(accepted == i, added, own)))
+    cells = sum(token * V ** (3 - i) for i, token in enumerate(tokens))
+    assert chi_square(cells, case.target().flatten()) > 1e-4
+
+
+def test_verify_uses_its_generator_only():
+    number, draft, q, p = draws(world("random", 3, 5), 64)
+    state = torch.get_rng_state()
+    runs = [verify(draft, q, p, "block", torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[1]))
+    assert not torch.equal(runs[0][1], runs[2][1])
+
+
+def close_pair(rows: int, length: int, size: int, noise: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 laws p [rows, length + 1, size], of which half the tokens are excluded, and a q that hardly differs."""
+    logits = 4 * torch.randn(rows, length + 1, size)
+    p = logits.masked_fill(torch.rand(logits.shape) < 0.5, float("-inf"))
+    p[..., 0] = p[..., 0].nan_to_num(neginf=0.0)  # one token at least
+    q = (logits if noise > 1 else p)[:, :length] + noise * torch.randn(rows, length, size)
+    return p.softmax(-1), q.softmax(-1)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-7, 1e-3, 2.0])
+@pytest.mark.parametrize("rule", RULES)
+def test_excluded_tokens_are_never_emitted_in_float32(rule, noise):
+    p, q = close_pair(rows=20_000, length=4, size=12, noise=noise)
+    draft = torch.multinomial(q.flatten(0, 1), 1).view(q.shape[:2])
+    accepted, added = verify(draft, q, p, rule)
+    assert (p[torch.arange(len(p)), accepted].gather(1, added[:, None]) > 0).all()
+    of_drafts = p[:, :-1].gather(-1, draft[..., None])[..., 0]
+    assert (of_drafts[torch.arange(4) < accepted[:, None]] > 0).all()
+    assert accepted.min() >= 0 and accepted.max() <= 4
+    if noise < 1e-2:
+        assert accepted.float().mean() > 3.9
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_excluded_draft_is_refused_by_the_smallest_uniform(rule, monkeypatch):
+    p = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
+    q = torch.tensor([[[1.0, 0.0]]])
+    monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.zeros(shape, dtype=options["dtype"]))
+    accepted, added = verify(torch.tensor([[0]]), q, p, rule)
+    assert (accepted.item(), added.item()) == (0, 1)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_residual_of_rounding_noise_emits_no_excluded_token(rule, monkeypatch):
+    """All that is left after the rejection is 1e-45, which a race would round to 0 like the excluded token's."""
+    q = torch.tensor([0.0, 0.9, 0.0, 0.1])
+    p = torch.tensor([0.0, 0.9, 1e-45, 0.09999999])
+    rows = [torch.stack(laws)[None].expand(2000, -1, -1) for laws in ([q], [p, p])]
+    monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.full(shape, 1 - 2**-24, dtype=options["dtype"]))
+    accepted, added = verify(torch.full((2000, 1), 3), *rows, rule)
+    assert (accepted == 0).all() and (p[added] > 0).all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_float32_agrees_with_float64_on_long_drafts(rule):
+    p = (3 * torch.randn(200, 16, 320, dtype=torch.float64)).softmax(-1)
+    q = (p[:, :-1].log() + 0.3 * torch.randn(200, 15, 320, dtype=torch.float64)).softmax(-1)
+    draft = torch.multinomial(q.flatten(0, 1), 1).view(200, 15)
+    exact, single = (accepted_law(rule, RULES[rule](draft, q.to(d), p.to(d))[0]) for d in (q.dtype, torch.float32))
+    assert 2 < float((exact @ torch.arange(16, dtype=torch.float64)).mean()) < 13
+    assert (exact - single).abs().sum(1).max() < 1e-4
+
+
+def test_verify_refuses_an_unknown_rule():
+    _, draft, q, p = draws(world("random", 2, 0), 2)
+    with pytest.raises(ValueError, match="verification='coin' is unknown; choose 'token' or 'block'"):
+        verify(draft, q, p, "coin")
+
+
+WEIGHTS = st.sampled_from([0.0, 0.0, 1e-300, 1e-30, 1e-9, 0.3, 1.0, 1.0])
+"""With 0 twice as often, and numbers that are nothing, or everything, in float32."""
+
+
+@st.composite
+def laws(draw, dtype):
+    """A draft [1, m] and laws q [1, m, v], p [1, m + 1, v]; the draft need not be possible under q."""
+    length, size = draw(st.integers(1, 4)), draw(st.integers(2, 5))
+    rows = []
+    for _ in range(2 * length + 1):
+        row = torch.tensor(draw(st.lists(WEIGHTS, min_size=size, max_size=size)), dtype=dtype)
+        row[draw(st.integers(0, size - 1))] += 1e-9
+        rows.append(row / row.sum())
+    draft = torch.tensor([draw(st.lists(st.integers(0, size - 1), min_size=length, max_size=length))])
+    q = torch.stack(rows[:length])[None]
+    same = draw(st.lists(st.booleans(), min_size=length, max_size=length))
+    p = torch.stack([q[0, i] if i < length and same[i] else rows[length + i] for i in range(length + 1)])[None]
+    return draft, q, p
+
+
+def check_laws(rule: str, draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor, tolerance: float) -> None:
+    accept, residual = RULES[rule](draft, q, p)
+    assert accept.shape == draft.shape and residual.shape == p.shape
+    assert accept.isfinite().all() and accept.min() >= 0 and accept.max() <= 1 + tolerance
+    assert residual.isfinite().all() and residual.min() >= 0
+    assert (residual.sum(-1) - 1).abs().max() <= tolerance
+    assert (residual[p == 0] == 0).all()
+    assert (accept[p[:, :-1].gather(-1, draft[..., None])[..., 0] == 0] == 0).all()
+    torch.testing.assert_close(residual[:, -1], p[:, -1])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@given(case=laws(torch.float64))
+def test_laws_are_laws(rule, case):
+    check_laws(rule, *case, tolerance=1e-12)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@given(case=laws(torch.float32))
+def test_laws_are_laws_in_float32(rule, case):
+    check_laws(rule, *case, tolerance=1e-5)
+    accepted, added = verify(*case, rule)
+    assert case[2][0, accepted[0], added[0]] > 0
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(case=laws(torch.float64))
+def test_block_follows_its_recursion(case):
+    """The closed form against P_i = min(1, P_{i-1} p_i / q_i) and h_i = Z_i / (Z_i + 1 - P_i), one step at a time."""
+    draft, q, p = (tensor[0] for tensor in case)
+    weight, want = 1.0, []
+    for i, token in enumerate(draft.tolist()):
+        above, below = float(p[i, token]), float(q[i, token])
+        assume(below > 0)  # or else it cannot have been drafted
+        product = weight * (above / below)
+        assume(product == weight or abs(product - 1) > 1e-9)  # h is 0 / 0 at P = 1, and rounding near it
+        weight = min(1.0, product)
+        mass = float((weight * p[i + 1] - q[i + 1]).clamp(min=0).sum()) if i + 1 < len(draft) else weight
+        rest = mass + 1 - weight
+        want.append(mass if i + 1 == len(draft) else mass / rest if rest > 0 else 1.0)
+    accept = block_acceptance(*case)[0][0]
+    torch.testing.assert_close(accept, torch.tensor(want, dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+def greedy_tokens(draft: torch.Tensor, scores: torch.Tensor) -> list[list[int]]:
+    accepted, best = verify_greedy(draft, scores)
+    assert best.shape == scores.shape[:2] and best.dtype == accepted.dtype == torch.long
+    return [row[: count + 1].tolist() for row, count in zip(best, accepted)]
+
+
+def test_greedy_keeps_what_the_target_would_choose():
+    scores = torch.full((5, 4, 6), -1.0)
+    scores.scatter_(2, torch.tensor([1, 2, 3, 4]).expand(5, 4)[..., None], 1.0)
+    draft = torch.tensor([[1, 2, 3], [1, 2, 0], [1, 0, 3], [0, 2, 3], [5, 5, 5]])
+    assert greedy_tokens(draft, scores) == [[1, 2, 3, 4], [1, 2, 3], [1, 2], [1], [1]]
+
+
+def test_greedy_with_nothing_drafted_adds_the_argmax():
+    scores = torch.tensor([[[0.0, 2.0, 1.0]], [[3.0, float("-inf"), 1.0]]])
+    assert greedy_tokens(torch.empty(2, 0, dtype=torch.long), scores) == [[1], [0]]
+
+
+def test_greedy_is_sequential_decoding_row_by_row():
+    """Whatever is drafted, the emitted tokens are those of an argmax at a time along the draft."""
+    scores = torch.randn(2000, 5, 3)
+    draft = torch.randint(0, 3, (2000, 4))
+    emitted = greedy_tokens(draft, scores)
+    assert {len(tokens) for tokens in emitted} == {1, 2, 3, 4, 5}
+    for tokens, drafted, rows in zip(emitted, draft.tolist(), scores):
+        want = [int(rows[0].argmax())]
+        while len(want) < 5 and want[-1] == drafted[len(want) - 1]:
+            want.append(int(rows[len(want)].argmax()))
+        assert tokens == want

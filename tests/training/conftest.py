@@ -1,0 +1,95 @@
+"""What the tests of training share: rows of ids, a trainer on one thread, and a folder of source."""
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from tests.models import tiny_model
+from tokenahead import EvaByteConfig
+from tokenahead.training import MTPTrainer
+
+WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def micro_config(**changes) -> EvaByteConfig:
+    """EvaByte of one narrow layer with 4 heads, for runs of seconds."""
+    options = dict(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        window_size=32,
+        chunk_size=4,
+        num_pred_heads=4,
+        max_position_embeddings=1024,
+        norm_add_unit_offset=True,
+        pad_token_id=0,
+    )
+    return EvaByteConfig(**(options | changes))
+
+
+def small_model(seed: int = 0, **changes):
+    """`tests.models.tiny_model` with 4 heads and one layer."""
+    return tiny_model(seed, num_pred_heads=4, num_hidden_layers=1, **changes)
+
+
+def ragged_rows(count: int = 8, length: int = 20, vocab_size: int = 320) -> list[dict[str, torch.Tensor]]:
+    """Rows whose prompts are not scored and whose ends are padding, all of different lengths."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for row in range(count):
+        ids = torch.randint(5, vocab_size, (length,), generator=generator)
+        real = torch.arange(length) < length - row
+        scored = real & (torch.arange(length) >= 2 * row)
+        rows.append({"input_ids": ids, "attention_mask": real.long(), "labels": ids.masked_fill(~scored, -100)})
+    return rows
+
+
+def trainer_for(model, folder, rows, trainer_class=MTPTrainer, **options) -> MTPTrainer:
+    """A quiet trainer that saves nothing and logs every step, unless told otherwise."""
+    defaults = dict(
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_steps=1,
+        max_grad_norm=0.0,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=3,
+        dataloader_pin_memory=False,
+    )
+    arguments = TrainingArguments(**(defaults | options))
+    return trainer_class(model, arguments, train_dataset=rows, eval_dataset=rows)
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A folder with eight files of code, and some that must be left out."""
+    root = tmp_path / "source"
+    for number in range(8):
+        text = "".join(_function(number, part) for part in range(12))
+        _write(root / f"module_{number}.py", text)
+    _write(root / "test" / "test_module.py", "left_out = 1\n")
+    _write(root / "site-packages" / "package.py", "left_out = 2\n")
+    _write(root / "notes.txt", "left out")
+    return root
+
+
+def _function(number: int, part: int) -> str:
+    word, other = WORDS[(number + part) % len(WORDS)], WORDS[part % len(WORDS)]
+    return f"def {word}_{part}(self, {other}):\n    return self.{other}[{number}] + {part}\n\n\n"
+
+
+def _write(path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,5 @@
+"""Training: losses, trainer, data, evaluation, the demo and the command line."""
+
+from .trainer import MTPTrainer
+
+__all__ = ["MTPTrainer"]

@@ -1,0 +1,146 @@
+"""The command line: `tokenahead demo` and `tokenahead generate`. Errors are one line, without a traceback.
+
+Knows arguments and messages; what the commands do is written elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from .. import __version__
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs a command and ends the process.
+
+    Args:
+        argv: Arguments; None takes those of the process.
+
+    Raises:
+        SystemExit: Always: 0, or 1 after an error, 2 after wrong arguments, 130 after Ctrl-C.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        raise SystemExit(arguments.run(arguments))
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:  # whoever read our output has enough; the flush at exit must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+    except (ValueError, OSError) as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"tokenahead {arguments.command}: {message}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, where argparse would print the usage first."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="tokenahead", description="Lossless multi-token prediction for Hugging Face transformers.")
+    parser.add_argument("--version", action="version", version=f"tokenahead {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{demo,generate}")
+    _add_demo(commands)
+    _add_generate(commands)
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction) -> None:
+    help_text = "train a tiny model on Python's own source, then decode with and without drafts"
+    demo = commands.add_parser("demo", help=help_text, description=help_text.capitalize() + ".")
+    demo.add_argument("--minutes", type=_number("above 0", lambda x: x > 0), default=None, help="time for training")
+    demo.add_argument("--output", type=Path, default=Path("tokenahead-demo"), help="folder of the model (%(default)s)")
+    demo.add_argument("--seed", type=_seed, default=0, help="of the split, the weights and the samples (%(default)s)")
+    demo.add_argument("--overwrite", action="store_true", help="write into a folder that the demo did not make")
+    demo.set_defaults(run=_demo)
+
+
+def _add_generate(commands: argparse._SubParsersAction) -> None:
+    help_text = "complete a prompt with any checkpoint; the text comes as it is written, statistics at the end"
+    command = commands.add_parser("generate", help=help_text, description=help_text.capitalize() + ".")
+    command.add_argument("prompt", help="the text to complete")
+    command.add_argument("--model", required=True, help="folder, or name on the Hub")
+    command.add_argument("--max-new-tokens", type=_whole(1), default=256, help="%(default)s if not given")
+    command.add_argument(
+        "--temperature", type=_number("at least 0", lambda x: x >= 0), help="sample; 0 is greedy, the default"
+    )
+    command.add_argument("--top-k", type=_whole(0), help="sample from the k most probable tokens (0: from all)")
+    command.add_argument(
+        "--top-p", type=_number("above 0 and at most 1", lambda x: 0 < x <= 1), help="sample from the nucleus"
+    )
+    command.add_argument("--seed", type=_seed, default=0, help="of the samples (%(default)s)")
+    command.add_argument("--plain", action="store_true", help="one token at a time, without drafts")
+    command.set_defaults(run=_generate)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from .demo import DEFAULT_MINUTES, run_demo
+
+    results = run_demo(
+        minutes=arguments.minutes or DEFAULT_MINUTES,
+        output=arguments.output,
+        seed=arguments.seed,
+        overwrite=arguments.overwrite,
+    )
+    return 0 if all(row.identical is not False for row in results.results) else 1
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from .completion import complete
+
+    complete(
+        arguments.model,
+        arguments.prompt,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        plain=arguments.plain,
+    )
+    return 0
+
+
+def _number(rule: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
+    """A reader of finite numbers for which `holds` is true."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and holds(value)):
+            raise argparse.ArgumentTypeError(f"{text!r} must be a number {rule}")
+        return value
+
+    return read
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    """A reader of whole numbers from `least` on."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least {least}")
+        return int(text)
+
+    return read
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 0 to {2**32 - 1}")
+    return int(text)

@@ -1,0 +1,179 @@
+"""The text that every machine has: the Python standard library's own source, as windows of byte ids.
+
+Knows files and bytes; of models only that byte b has the id b + 64 and that every text begins with `<bos>`.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sysconfig
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+
+from ..modeling.evabyte_tokenizer import BYTE_OFFSET
+
+BOS_ID = 1
+# Linux distributions ship the tests apart, so that not every machine has them; the other two are tables, not code.
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
+_LINE_OF_CODE = re.compile(rb"^[ ]*(?:def|class) \w+.*:\n", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class SourceText:
+    """Files joined into one tensor.
+
+    Attributes:
+        files: Paths of the files, relative to the library's folder.
+        data: [total bytes] uint8.
+        starts: Where each file begins in `data`, and at the end where the last one ends.
+    """
+
+    files: tuple[str, ...]
+    data: torch.Tensor
+    starts: tuple[int, ...]
+
+    @classmethod
+    def read(cls, root: Path, files: list[Path]) -> SourceText:
+        """Reads files below `root`, in the order given."""
+        contents = [file.read_bytes() for file in files]
+        return cls(
+            files=tuple(file.relative_to(root).as_posix() for file in files),
+            data=torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8),
+            starts=(0, *accumulate(map(len, contents))),
+        )
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def content(self, index: int) -> bytes:
+        """Bytes of the file number `index`."""
+        return self.data[self.starts[index] : self.starts[index + 1]].numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The standard library's source in two parts that share no file.
+
+    Attributes:
+        root: The folder that the files come from.
+        train: What is learned from.
+        held_out: What is measured on.
+    """
+
+    root: Path
+    train: SourceText
+    held_out: SourceText
+
+
+def load_corpus(root: str | Path | None = None, seed: int = 0, held_out: float = 0.05) -> Corpus:
+    """Reads the source and splits it by file.
+
+    Args:
+        root: The folder to read; None asks `sysconfig` where the standard library is.
+        seed: Chooses the held-out files; the same files and seed give the same split.
+        held_out: Share of the bytes to hold out, at least one file.
+
+    Returns:
+        The two parts, each in the order of paths.
+
+    Raises:
+        ValueError: Fewer than two files of source, or a share outside (0, 1).
+    """
+    if not 0.0 < held_out < 1.0:
+        raise ValueError(f"held_out={held_out} must lie between 0 and 1")
+    root = Path(root or sysconfig.get_path("stdlib"))
+    files = source_files(root)
+    if len(files) < 2:
+        raise ValueError(f"{root} holds {len(files)} files of Python source; at least 2 are needed, to hold one out")
+    shuffled = random.Random(seed).sample(files, len(files))
+    wanted = held_out * sum(file.stat().st_size for file in files)
+    sizes = accumulate(file.stat().st_size for file in shuffled)
+    count = next(i for i, size in enumerate(sizes, 1) if size >= wanted)
+    kept = shuffled[min(count, len(files) - 1) :]
+    chosen = set(files) - set(kept)
+    return Corpus(root, SourceText.read(root, sorted(kept)), SourceText.read(root, sorted(chosen)))
+
+
+def source_files(root: Path) -> list[Path]:
+    """Python files below `root` that hold code, sorted by path; tests, tables and installed packages are left out."""
+    paths = (path for path in root.rglob("*.py") if not _LEFT_OUT.intersection(path.relative_to(root).parts[:-1]))
+    return sorted(path for path in paths if path.is_file())
+
+
+class ByteWindows(Dataset):
+    """Windows of ids, each `<bos>` and `length - 1` bytes of one file, none shared; labels are the ids.
+
+    Args:
+        text: Where the bytes come from.
+        length: Ids per window.
+
+    Raises:
+        ValueError: A length below 2, or no file as long as a window.
+
+    Example:
+        >>> windows = ByteWindows(load_corpus().train, 512)
+        >>> windows[0]["input_ids"].shape
+        torch.Size([512])
+    """
+
+    def __init__(self, text: SourceText, length: int) -> None:
+        if length < 2:
+            raise ValueError(f"length={length} must be at least 2: <bos> and one byte")
+        self.data, self.bytes_per_window = text.data, length - 1
+        self.starts = [
+            start
+            for begin, end in zip(text.starts, text.starts[1:])
+            for start in range(begin, end - self.bytes_per_window + 1, self.bytes_per_window)
+        ]
+        if not self.starts:
+            raise ValueError(f"length={length}: no file has the {self.bytes_per_window} bytes of one window")
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        start = self.starts[index]
+        ids = torch.empty(self.bytes_per_window + 1, dtype=torch.int64)
+        ids[0] = BOS_ID
+        ids[1:] = self.data[start : start + self.bytes_per_window]
+        ids[1:] += BYTE_OFFSET
+        return {"input_ids": ids, "labels": ids}
+
+
+def code_prompts(text: SourceText, count: int, seed: int = 0, length: int = 320) -> list[str]:
+    """Beginnings of code to complete: up to `length` bytes of whole lines that end in the head of a function or class.
+
+    Args:
+        text: Where the prompts come from, one file each while there are enough files.
+        count: How many.
+        seed: Chooses the places.
+        length: Bytes per prompt, at most; a prompt has at least half as many.
+
+    Raises:
+        ValueError: No such place in the text.
+    """
+    chooser = random.Random(seed)
+    places = [(index, heads) for index in range(len(text.files)) if (heads := _heads(text.content(index), length))]
+    if not places:
+        raise ValueError(f"no file has a function or class after {length // 2} bytes of ASCII text to make a prompt of")
+    chooser.shuffle(places)
+    turns = (places[turn % len(places)] for turn in range(count))
+    return [_prompt(text.content(index), chooser.choice(heads), length) for index, heads in turns]
+
+
+def _heads(content: bytes, length: int) -> list[int]:
+    """Where the heads of functions and classes end that have ASCII text enough before them."""
+    ends = (match.end() for match in _LINE_OF_CODE.finditer(content))
+    return [end for end in ends if end >= length and content[end - length : end].isascii()]
+
+
+def _prompt(content: bytes, end: int, length: int) -> str:
+    """Whole lines before `end`, or half a line where lines are longer than half a prompt."""
+    piece = content[end - length : end]
+    cut = piece.find(b"\n", 0, length // 2) + 1
+    return piece[cut:].decode("ascii")

@@ -1,0 +1,125 @@
+"""Showing what was measured: coloured text, a table, a picture of acceptance by draft position. Measures nothing."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from ..modeling.evabyte_tokenizer import BYTE_OFFSET, SPECIAL_TOKENS
+from .evaluation import Comparison, Completion
+
+DRAFTED = "bold green"
+"""Style of bytes that were drafted and accepted."""
+VERIFIED = "bold yellow"
+"""Style of bytes that the verifier added."""
+PROMPT = "dim"
+"""Style of the prompt."""
+
+
+def legend() -> Text:
+    """One line that says what the colours mean."""
+    return Text.assemble(
+        ("prompt", PROMPT), "  ", ("drafted and accepted", DRAFTED), "  ", ("verifier's own", VERIFIED)
+    )
+
+
+def coloured(completion: Completion, prompt_lines: int = 4) -> Text:
+    """The last lines of the prompt and what was written after it, every byte in the colour of its origin."""
+    text = Text("".join(completion.prompt.splitlines(keepends=True)[-prompt_lines:]), style=PROMPT)
+    for piece, is_drafted in pieces(completion.ids, completion.drafted):
+        text.append(piece, style=DRAFTED if is_drafted else VERIFIED)
+    return text
+
+
+def pieces(ids: list[int], drafted: list[bool]) -> Iterator[tuple[str, bool]]:
+    """Runs of text that share their origin.
+
+    A character of several bytes has the origin of its last one. Bytes that are no UTF-8 and characters that would move
+    the cursor become U+FFFD; special tokens become their literals.
+
+    Args:
+        ids: Token ids.
+        drafted: For each, whether it was drafted and accepted.
+
+    Yields:
+        Text and origin, neighbours with different origins.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    run, origin = "", False
+    for token, is_drafted in zip(ids, drafted):
+        text = decoder.decode(bytes([token - BYTE_OFFSET])) if token >= BYTE_OFFSET else SPECIAL_TOKENS[token]
+        if run and text and is_drafted != origin:
+            yield run, origin
+            run = ""
+        if text:
+            run, origin = run + _visible(text), is_drafted
+    if run := run + decoder.decode(b"", final=True):
+        yield run, origin
+
+
+def decoding_table(comparisons: list[Comparison]) -> Table:
+    """The figures of all ways of decoding, one row each; fits into 80 columns."""
+    table = Table(title="With drafts, and plainly: one byte per call", box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("decoding", no_wrap=True)
+    for column in ("bytes", "backbone\ncalls", "bytes\nper call", "bytes/s", "plain\nbytes/s", "speed-up"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("identical", no_wrap=True)
+    for comparison in comparisons:
+        result = comparison.result
+        table.add_row(
+            result.name,
+            f"{result.new_tokens:,}",
+            f"{result.backbone_calls:,}",
+            f"{result.tokens_per_call:.2f}",
+            f"{result.tokens_per_second:,.0f}",
+            f"{result.plain_tokens_per_second:,.0f}",
+            f"{result.speed_up:.2f}x",
+            {True: "[green]yes", False: "[bold red]no", None: "same law"}[result.identical],
+        )
+    return table
+
+
+def differences(comparisons: list[Comparison]) -> Iterator[str]:
+    """What there is to say about greedy runs that differ; nothing where all is well."""
+    for comparison in comparisons:
+        for number, completion in enumerate(comparison.completions, 1):
+            if completion.difference is not None:
+                yield f"{comparison.mode.name}, prompt {number}: with drafts, {completion.difference}"
+
+
+def save_acceptance_picture(comparisons: list[Comparison], path: Path) -> Path:
+    """Draws the share of drafts accepted up to each position, a line for each way of decoding.
+
+    Args:
+        comparisons: What was measured.
+        path: The PNG file to write, under a temporary name first.
+
+    Returns:
+        `path`.
+    """
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.add_subplot()
+    for comparison in comparisons:
+        shares = comparison.accepted_by_position
+        axes.plot(range(1, len(shares) + 1), [100 * share for share in shares], marker="o", label=comparison.mode.name)
+    axes.set(
+        title="How far drafts are accepted",
+        xlabel="position in the draft",
+        ylabel="accepted up to here (%)",
+        ylim=(0, 100),
+    )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    temporary = path.with_name(f".{path.name}.tmp")
+    figure.savefig(temporary, format="png", dpi=120)
+    return temporary.replace(path)
+
+
+def _visible(text: str) -> str:
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)

@@ -1,0 +1,163 @@
+"""A Trainer for models and heads that predict several tokens: exact gradient accumulation, and losses head by head.
+
+Knows the contract of a model (`window`, `labels`, `num_items_in_batch`, `head_losses`), not what kind of model it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
+
+from .losses import IGNORE, window_targets
+
+Inputs = dict[str, Any]
+_ABSENT = object()
+
+
+class MTPTrainer(Trainer):
+    """transformers' Trainer for a model with multi-token heads, or for heads apart from their backbone.
+
+    Three things differ from `Trainer`:
+
+    - gradients are exact under accumulation: the targets of a whole update are counted per depth, with the model's own
+      rules for padding and packed documents, and the loss of depth j is divided by count j;
+    - the log carries `loss_head_1` to `loss_head_n` (evaluation: `eval_loss_head_1`, ...): the plain mean in nats per
+      target of each depth since the last log, whatever the discount and the number of micro-batches;
+    - where the next-token head is frozen (`model.train_only("heads")`), its rows stay bit-equal: they share a tensor
+      with the heads that learn, so that tensor gets no weight decay.
+
+    The model's config keeps its `use_cache` (`Trainer` would leave it off in everything that is saved).
+
+    Raises:
+        ValueError: Context or sequence parallelism, where windows would end at the border of a shard.
+
+    Example:
+        >>> model.train_only("heads")
+        >>> MTPTrainer(model, TrainingArguments("out", max_steps=1000), train_dataset=data).train()
+    """
+
+    def __init__(self, model: nn.Module | None = None, *args: Any, **kwargs: Any) -> None:
+        config = getattr(model, "config", None)
+        use_cache = vars(config).get("use_cache", _ABSENT) if config is not None else _ABSENT
+        super().__init__(model, *args, **kwargs)
+        _put_back(config, "use_cache", use_cache)
+        if self.get_cp_size() > 1 or self.get_sp_size() > 1:
+            raise ValueError(
+                "context and sequence parallelism cut sequences, and a window cannot reach into the next piece; "
+                "set cp_size and sp_size to 1"
+            )
+        self._sums = {True: _DepthSums(), False: _DepthSums()}
+
+    @property
+    def _owner(self) -> nn.Module:
+        """The model itself, without what distribution wraps around it."""
+        return self.accelerator.unwrap_model(self.model)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Names of the parameters that decay; a tensor with frozen rows is none of them."""
+        shared = {
+            id(parameter)
+            for module in model.modules()
+            if getattr(module, "target_frozen", False)
+            for parameter in module.parameters()
+        }
+        frozen = {name for name, parameter in model.named_parameters() if id(parameter) in shared}
+        return [name for name in super().get_decay_parameter_names(model) if name not in frozen]
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """The model's own loss; its parts are noted for the log.
+
+        Args:
+            model: The model, perhaps wrapped.
+            inputs: Keyword arguments of its forward.
+            return_outputs: Return the model's output too.
+            num_items_in_batch: Targets per depth over the whole update, [n].
+
+        Returns:
+            The loss, and the output where asked for.
+        """
+        # nobody reads the logits of a training step, and a cache would only cost memory
+        defaults = {"use_cache": False} | ({"logits_to_keep": 1} if model.training else {})
+        loss, outputs = super().compute_loss(
+            model, defaults | inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
+        )
+        if getattr(outputs, "head_losses", None) is not None:
+            self._sums[model.training].add(outputs.head_losses, self._depth_counts(inputs))
+        return (loss, outputs) if return_outputs else loss
+
+    def _depth_counts(self, inputs: Inputs) -> torch.Tensor:
+        """Targets per depth in one micro-batch, [n] int64."""
+        labels = inputs["labels"]
+        if labels.dim() == 2:
+            labels = window_targets(
+                labels, self._owner.window, inputs.get("attention_mask"), inputs.get("position_ids")
+            )
+        return (labels != IGNORE).sum((0, 1))
+
+    def _get_num_items_in_batch(self, batch_samples: list[Inputs], device: torch.device) -> torch.Tensor | None:
+        """Targets per depth in all micro-batches of an update and, where ranks share it, on all of them."""
+        if not batch_samples or "labels" not in batch_samples[0] or not self.model_accepts_loss_kwargs:
+            return None
+        counts = sum(self._depth_counts(batch) for batch in batch_samples).to(device)
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            counts = self.accelerator.gather(counts[None]).sum(0)
+        elif not self.args.average_tokens_across_devices and self.args.n_gpu > 1:
+            counts = counts / self.args.n_gpu
+        if self.args.n_gpu > 1:  # DataParallel cuts tensors along their first axis: a copy for each replica
+            counts = counts[None].expand(self.args.n_gpu, -1)
+        return counts / self.get_tp_size()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As in `Trainer`, with `loss_head_1`, ... among the metrics."""
+        sums = self._sums[False] = _DepthSums()
+        output = super().evaluation_loop(*args, **kwargs)
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        output.metrics.update(sums.take(self.accelerator, f"{prefix}_loss_head_"))
+        return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs what `Trainer` logs, and `loss_head_1`, ... of training beside its `loss`."""
+        if "loss" in logs:
+            logs |= self._sums[True].take(self.accelerator, "loss_head_")
+        super().log(logs, start_time)
+
+
+class _DepthSums:
+    """Sums of losses and numbers of targets per depth, kept where the losses are until they are taken."""
+
+    def __init__(self) -> None:
+        self.totals: torch.Tensor | None = None
+
+    def add(self, means: torch.Tensor, counts: torch.Tensor) -> None:
+        """Adds a micro-batch: mean loss [n] (NaN without targets) and number of targets [n] per depth."""
+        means = means.reshape(-1, len(counts)).nanmean(0)  # DataParallel returns a row for each replica
+        counts = counts.to(means)
+        totals = torch.stack([torch.where(counts > 0, means * counts, 0.0), counts])
+        self.totals = totals if self.totals is None else self.totals + totals
+
+    def take(self, accelerator: Any, prefix: str) -> dict[str, float]:
+        """Means per depth over all ranks, named from 1 on, and starts anew; depths without targets are left out."""
+        if self.totals is None:
+            return {}
+        losses, counts = accelerator.gather(self.totals[None]).sum(0).tolist()
+        self.totals = None
+        pairs = enumerate(zip(losses, counts), 1)
+        return {f"{prefix}{depth}": loss / count for depth, (loss, count) in pairs if count}
+
+
+def _put_back(owner: Any, name: str, value: Any) -> None:
+    """Undoes an assignment to an attribute that had `value`, or that did not exist."""
+    if value is not _ABSENT:
+        setattr(owner, name, value)
+    elif owner is not None:
+        vars(owner).pop(name, None)

@@ -141,9 +141,6 @@ class SpeculativeLoop:
         """Accepted drafts [B], and tokens [B, m + 1] of which the accepted ones and the next are the row's own."""
         if not self.config.do_sample:
             return verify_greedy(draft, scores)
-        if q is None:
-            added = race(scores[:, 0].softmax(-1))
-            return torch.zeros_like(added), added[:, None]
         accepted, added = verify(draft, q, scores.softmax(-1), self.rule)
         new = torch.nn.functional.pad(draft, (0, 1))
         return accepted, new.scatter_(1, accepted[:, None], added[:, None])

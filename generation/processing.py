@@ -1,8 +1,8 @@
 """Logits processors over several positions of ragged rows. Knows neither drafts nor models.
 
 transformers' processors take the ids so far [B, L] and the scores of one position [B, v]. Here a row has scores for k
-positions in a row, and rows have different lengths: processors that look at the scores only run once over all of
-them; the others see, for every position, each row's own ids and nothing else.
+positions, and rows have different lengths. Processors that look at scores only run once over all of them; as soon as
+one of the list reads ids, the list runs position by position, and sees each row's own ids and nothing else.
 """
 
 from __future__ import annotations
@@ -57,12 +57,33 @@ class Processing:
         Returns:
             [B, k, v] processed scores.
         """
+        if len(self.pointwise) < len(self.processors):
+            return self._by_position(tokens, logits, done)
+        flat = logits.flatten(0, 1)
         for processor in self.processors:
-            if type(processor) in _POINTWISE:
-                logits = processor(tokens.ids[:, :0], logits.flatten(0, 1)).view(logits.shape)
-            else:
-                logits = _per_prefix(processor, tokens, logits, done)
-        return logits
+            flat = processor(tokens.ids[:, :0], flat)
+        return flat.view(logits.shape)
+
+    def _by_position(self, tokens: TokenRows, logits: torch.Tensor, done: list[bool]) -> torch.Tensor:
+        """The whole list at one position after the other, until the draft meets a token that is excluded in the end.
+
+        What follows such a token is never used, and a constraint need not know what to say of it.
+        """
+        output = logits.clone()
+        for rows, length in tokens.groups(done):
+            for position in range(logits.shape[1]):
+                prefix, scores = tokens.prefix(rows, length + position), logits[rows, position]
+                for processor in self.processors:
+                    scores = _for_rows(processor, rows, len(done))(prefix, scores)
+                output[rows, position] = scores
+                if position + 1 == logits.shape[1]:
+                    break
+                drafted = tokens.prefix(rows, length + position + 1)[:, -1:]
+                possible = (scores.softmax(-1).gather(-1, drafted)[:, 0] > 0).tolist()
+                rows = [row for row, kept in zip(rows, possible) if kept]  # noqa: PLW2901
+                if not rows:
+                    break
+        return output
 
     def warp(self, probs: torch.Tensor) -> torch.Tensor:
         """Draft laws [..., v] after the processors that look at scores alone; probabilities in, probabilities out.
@@ -73,27 +94,6 @@ class Processing:
         for processor in self.pointwise:
             flat = processor(None, flat)
         return flat.softmax(-1).view(probs.shape)
-
-
-def _per_prefix(
-    processor: LogitsProcessor, tokens: TokenRows, logits: torch.Tensor, done: list[bool]
-) -> torch.Tensor:
-    """Position by position, each row with its own ids, until the draft meets a token that is excluded.
-
-    What follows such a token is never used, and a processor need not know what to say of it.
-    """
-    output = logits.clone()
-    for rows, length in tokens.groups(done):
-        for position in range(logits.shape[1]):
-            prefix = tokens.prefix(rows, length + position)
-            output[rows, position] = _for_rows(processor, rows, len(done))(prefix, logits[rows, position])
-            if position + 1 < logits.shape[1]:
-                following = tokens.prefix(rows, length + position + 1)[:, -1:]
-                possible = output[rows, position].gather(1, following)[:, 0] > float("-inf")
-                rows = [row for row, kept in zip(rows, possible.tolist()) if kept]  # noqa: PLW2901
-            if not rows:
-                break
-    return output
 
 
 def _for_rows(processor: LogitsProcessor, rows: list[int], batch: int) -> LogitsProcessor:

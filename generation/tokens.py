@@ -47,9 +47,8 @@ class TokenRows:
         return [(rows, length) for length, rows in by_length.items()]
 
     def prefix(self, rows: list[int], length: int) -> torch.Tensor:
-        """The first `length` ids of some rows, [len(rows), length]."""
-        prefix = self.ids[:, :length]
-        return prefix if len(rows) == len(self.lengths) else prefix[rows]
+        """A copy of the first `length` ids of some rows, [len(rows), length]: who is shown it may keep it."""
+        return self.ids[rows, :length]
 
     def last(self) -> torch.Tensor:
         """The last token of every row, [B]."""

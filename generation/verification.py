@@ -63,13 +63,17 @@ def verify_greedy(draft: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tens
 
 
 def verify(
-    draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor, rule: str = "block", generator: torch.Generator | None = None
+    draft: torch.Tensor,
+    q: torch.Tensor | None,
+    p: torch.Tensor,
+    rule: str = "block",
+    generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws from the laws of `token_acceptance` or `block_acceptance`.
 
     Args:
         draft: [B, m] int64, drawn from `q`.
-        q: [B, m, v] probabilities.
+        q: [B, m, v] probabilities; None will do for an empty draft.
         p: [B, m + 1, v] probabilities.
         rule: `"token"` or `"block"`.
         generator: Source of randomness.
@@ -80,17 +84,19 @@ def verify(
     Raises:
         ValueError: An unknown rule.
     """
+    if rule not in ("token", "block"):
+        raise ValueError(f"verification={rule!r} is unknown; choose 'token' or 'block'")
+    if draft.shape[1] == 0:
+        return draft.new_zeros(len(draft)), race(p[:, 0], generator)
     uniform = torch.rand(draft.shape, dtype=p.dtype, device=p.device, generator=generator)
     if rule == "token":
         surplus = (p[:, :-1] - q).clamp_(min=0)
         accepted = (uniform < _ratios(draft, q, p)).long().cumprod(1).sum(1)
-    elif rule == "block":
+    else:
         weight = _block_weights(draft, q, p)
         surplus = (weight[:, :-1, None] * p[:, :-1] - q).clamp_(min=0)
         kept = uniform < _block_accept(weight, surplus)
         accepted = (kept * torch.arange(1, draft.shape[1] + 1, device=p.device)).amax(1)
-    else:
-        raise ValueError(f"verification={rule!r} is unknown; choose 'token' or 'block'")
     return accepted, race(_row_after(accepted, surplus, p), generator)
 
 

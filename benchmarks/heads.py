@@ -1,0 +1,88 @@
+"""What a head costs in a cycle, by family: its own matrix product apart from drafting and verification.
+
+    python benchmarks/heads.py                            # demo size, n = 16, r = 32
+    python benchmarks/heads.py --size 85m --rank 8 16 32
+
+One table per rank, medians in milliseconds of the same run: `forward` is the backbone on n tokens behind a prompt,
+`head` the head's matrix products (leaves n r v d and sums), `draft` everything from its logits to a sampled draft with
+its laws, `warped` the same with each conditional warped, `verify` block verification. `share` is
+(draft + verify) / (forward + head + draft + verify). Random weights: costs do not depend on what was learned.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from decoding import SIZES, load, seconds_of
+from rich.console import Console
+from rich.table import Table
+from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper
+
+from tokenahead import EvaByteForMTPC
+from tokenahead.generation.drafters import HeadDrafter
+from tokenahead.generation.verification import verify
+from tokenahead.modeling.circuits import circuit_from_logits
+
+REPEATS = 40
+
+
+@torch.no_grad()
+def cycle(model: EvaByteForMTPC, prompt: torch.Tensor) -> dict[str, float]:
+    """Median milliseconds of the parts of a sampled cycle."""
+    window, kind = model.window, model.config.mtp_head.head_type
+    cache = model(prompt).past_key_values
+    block = prompt[:, :window]
+
+    def forward() -> None:
+        model(block, past_key_values=cache, use_cache=True)
+        cache.crop(-window)
+
+    hidden = torch.randn(1, model.config.hidden_size)
+    first = torch.tensor([100])
+    parameters = model.head(hidden) if model.mtp_head is not None else {"leaf_logits": model.head(hidden)[..., None, :]}
+    drafters = {}
+    for name, processors in (("draft", []), ("warped", [TemperatureLogitsWarper(0.7)])):
+        law = lambda _: circuit_from_logits(kind, dtype=torch.float32, **parameters)  # noqa: E731
+        config = GenerationConfig(do_sample=True, max_length=10_000)
+        drafters[name] = HeadDrafter(law, window, config, LogitsProcessorList(processors))
+    draft, q = drafters["draft"].draft(hidden, first, window - 1)
+    p = torch.randn(1, window, model.config.vocab_size).softmax(-1)
+    calls = {
+        "forward": forward,
+        "head": lambda: model.head(hidden),
+        "draft": lambda: drafters["draft"].draft(hidden, first, window - 1),
+        "warped": lambda: drafters["warped"].draft(hidden, first, window - 1),
+        "verify": lambda: verify(draft, q, p),
+    }
+    for call in calls.values():
+        seconds_of(call, 5)
+    return {name: 1e3 * seconds_of(call, REPEATS) for name, call in calls.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="demo")
+    parser.add_argument("--model", help="folder of a checkpoint; random weights of --size otherwise")
+    parser.add_argument("--window", type=int, default=16)
+    parser.add_argument("--rank", type=int, nargs="+", default=[32])
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    model = load(arguments)
+    prompt = torch.randint(64, 320, (1, 100))
+    for rank in arguments.rank:
+        table = Table(title=f"{arguments.size}, n = {arguments.window}, r = {rank}, {arguments.threads} thread(s); ms")
+        for column in ("head type", "forward", "head", "draft", "warped", "verify", "cycle", "share"):
+            table.add_column(column, justify="right")
+        for kind in ("ff", "cp", "hmm", "btree"):
+            model.set_head(head_type=kind, window=arguments.window, rank=1 if kind == "ff" else rank)
+            cost = cycle(model, prompt)
+            rest = cost["draft"] + cost["verify"]
+            total = cost["forward"] + cost["head"] + rest
+            table.add_row(kind, *(f"{cost[name]:.2f}" for name in cost), f"{total:.2f}", f"{rest / total:.1%}")
+        Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,1 @@
-"""Training: losses, trainer, data, evaluation, the demo and the command line."""
-
-from .trainer import MTPTrainer
-
-__all__ = ["MTPTrainer"]
+"""Training: losses, trainers, data, evaluation, the demo and the command line. Import from the modules."""

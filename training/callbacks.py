@@ -160,7 +160,9 @@ class ProgressCallback(TrainerCallback):
         is_due = self.budget.elapsed - self._last_line > _SECONDS_BETWEEN_LINES or self.budget.is_over
         if is_due and not self.console.is_terminal:
             self._last_line = self.budget.elapsed
-            self.console.print(f"{self.title}: {self.budget.elapsed:.0f}/{self.budget.seconds:.0f} s  {figures}")
+            self.console.print(
+                f"{self.title}: {self.budget.elapsed:.0f}/{self.budget.seconds:.0f} s  {figures}", soft_wrap=True
+            )
 
     def on_log(
         self,

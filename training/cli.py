@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from huggingface_hub.errors import StrictDataclassError
+
 from .. import __version__
 
 INTERRUPTED = 130
@@ -36,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except BrokenPipeError:  # whoever read our output has enough; the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, StrictDataclassError) as error:
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"tokenahead {arguments.command}: {message}", file=sys.stderr)
         raise SystemExit(1) from None
@@ -60,8 +62,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_demo(commands: argparse._SubParsersAction) -> None:
     help_text = "train a tiny model on Python's own source, then decode with and without drafts"
-    demo = commands.add_parser("demo", help=help_text, description=help_text.capitalize() + ".")
-    demo.add_argument("--minutes", type=_number("above 0", lambda x: x > 0), default=None, help="time for training")
+    minutes = "time for training; by default so much that the whole demo stays under 10 minutes"
+    demo = commands.add_parser("demo", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
+    demo.add_argument("--minutes", type=_number("above 0", lambda x: x > 0), default=None, help=minutes)
     demo.add_argument("--output", type=Path, default=Path("tokenahead-demo"), help="folder of the model (%(default)s)")
     demo.add_argument("--seed", type=_seed, default=0, help="of the split, the weights and the samples (%(default)s)")
     demo.add_argument("--overwrite", action="store_true", help="write into a folder that the demo did not make")
@@ -70,7 +73,7 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
 
 def _add_generate(commands: argparse._SubParsersAction) -> None:
     help_text = "complete a prompt with any checkpoint; the text comes as it is written, statistics at the end"
-    command = commands.add_parser("generate", help=help_text, description=help_text.capitalize() + ".")
+    command = commands.add_parser("generate", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
     command.add_argument("prompt", help="the text to complete")
     command.add_argument("--model", required=True, help="folder, or name on the Hub")
     command.add_argument("--max-new-tokens", type=_whole(1), default=256, help="%(default)s if not given")

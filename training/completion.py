@@ -90,7 +90,7 @@ def _load(source: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 def _options(temperature: float | None, top_k: int | None, top_p: float | None) -> dict[str, Any]:
     if temperature == 0 or (temperature is None and top_k is None and top_p is None):
-        return {"do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        return {"do_sample": False}
     chosen = {"temperature": temperature or 1.0, "top_k": top_k or 0, "top_p": top_p or 1.0}
     return {"do_sample": True} | chosen
 

@@ -25,6 +25,7 @@ from .data import ByteWindows, Corpus, code_prompts, load_corpus
 from .evaluation import GREEDY, Comparison, DecodingMode, bits_per_byte, compare_decoding, sampled
 from .folder import check_output, forget_measurements, save_checkpoint
 from .recipe import STAGES, Stage, tiny_config, train
+from .threads import describe_threads, threads_as_before, use_fastest_threads
 
 DEFAULT_MINUTES = 4.5
 """Training time of the demo if none is given; with the installation it then takes less than 10 minutes."""
@@ -35,7 +36,6 @@ PICTURE = "acceptance.png"
 RESULTS = "results.json"
 """Name of the file of measured figures."""
 _SHOWN = 2  # completions to print for each way of decoding
-_MOST_THREADS = 8  # more only wait for one another on matrices this small
 
 
 @dataclass(frozen=True)
@@ -96,19 +96,16 @@ def run_demo(
     output, console = Path(output), console or Console(highlight=False)
     check_output(output, overwrite)
     logging.disable_progress_bar()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(min(threads, _MOST_THREADS))
     demo = _Demo(minutes, output, seed, overwrite, console, measuring or Measuring())
-    try:
-        demo.load(corpus, config or tiny_config())
-        demo.train(stages, callbacks)
-        demo.save()
-        return demo.measure()
-    except KeyboardInterrupt:
-        demo.rescue()
-        raise
-    finally:
-        torch.set_num_threads(threads)
+    with threads_as_before():
+        try:
+            demo.load(corpus, config or tiny_config())
+            demo.train(stages, callbacks)
+            demo.save()
+            return demo.measure()
+        except KeyboardInterrupt:
+            demo.rescue()
+            raise
 
 
 class _Demo:
@@ -123,21 +120,22 @@ class _Demo:
         self.model: EvaByteForMTPC | None = None
         self.tokenizer: PreTrainedTokenizerBase = EvaByteTokenizer()
         self.is_saved = False
+        self.threads = torch.get_num_threads()
 
     def load(self, corpus: Corpus | None, config: EvaByteConfig) -> None:
         """Reads the text and makes a new model."""
         self.corpus = corpus or load_corpus(seed=self.seed)
         train_text, held_out = self.corpus.train, self.corpus.held_out
-        self.console.print(
+        self._say(
             f"Text: {len(train_text.files) + len(held_out.files)} files of Python source, "
             f"{len(train_text) + len(held_out):,} bytes, from {self.corpus.root}; "
             f"{len(held_out.files)} files ({len(held_out):,} bytes) are held out."
         )
         set_seed(self.seed)
         self.model = EvaByteForMTPC(config)
-        self.console.print(
-            f"Model: EvaByte with {self.model.num_parameters():,} parameters and {self.model.window} heads, "
-            f"trained for {self.minutes:g} minutes on {_threads()}. Ctrl-C stops and saves."
+        self._say(
+            f"Model: EvaByte with {self.model.num_parameters():,} parameters and {self.model.window} heads. "
+            f"Training: {self.minutes:g} min; Ctrl-C stops and saves."
         )
 
     def train(self, stages: Sequence[Stage], callbacks: Sequence[TrainerCallback]) -> None:
@@ -156,22 +154,24 @@ class _Demo:
         forget_measurements(self.output, PICTURE, RESULTS)
         save_checkpoint(self.output, self.model, self.tokenizer, notes)
         self.is_saved = True
-        self.console.print(f"Saved the model and its tokenizer in {self.output}.")
+        self._say(f"Saved the model and its tokenizer in {self.output}.")
 
     def rescue(self) -> None:
         """After Ctrl-C: saves what there is, and says what was saved and where."""
         if self.is_saved:
-            self.console.print(f"\nStopped. The trained model is in {self.output}; measuring it was not finished.")
+            self._say(f"\nStopped. The trained model is in {self.output}; measuring it was not finished.")
         elif self.steps.count:
-            self.console.print(f"\nStopped after {self.steps.count} steps of training.")
+            self._say(f"\nStopped in the training, after step {self.steps.count}.")
             self.save()
         else:
-            self.console.print("\nStopped. Nothing was trained, and nothing was saved.")
+            self._say("\nStopped. Nothing was trained, and nothing was saved.")
 
     def measure(self) -> MeasuredResults:
         """Reloads the model, measures it, and shows and writes the figures."""
         self.model = EvaByteForMTPC.from_pretrained(self.output).eval()
         self.tokenizer = EvaByteTokenizer.from_pretrained(self.output)
+        inputs = self.tokenizer("def main():", return_tensors="pt")
+        use_fastest_threads(lambda: self.model.generate(**inputs, max_new_tokens=32), self.threads)
         windows = ByteWindows(self.corpus.held_out, self.measuring.window_length)
         bits = bits_per_byte(self.model, windows, self.measuring.windows)
         prompts = code_prompts(self.corpus.held_out, self.measuring.prompts, self.seed)
@@ -180,6 +180,10 @@ class _Demo:
         self._show(bits, comparisons)
         self._write(results, comparisons)
         return results
+
+    def _say(self, text: str) -> None:
+        """Prints words that may hold a path, which is no markup."""
+        self.console.print(text, markup=False, highlight=False)
 
     def _compare(self, prompts: list[str], mode: DecodingMode) -> Comparison:
         with self.console.status(f"Completing {len(prompts)} held-out prompts, {mode.name} ..."):
@@ -211,7 +215,7 @@ class _Demo:
                 self.console.rule(f"{comparison.mode.name}, prompt {number}", align="left")
                 self.console.print(report.coloured(completion))
         self.console.print(report.decoding_table(comparisons))
-        self.console.print(f"Held-out text: {bits[0]:.3f} bits per byte.")
+        self._say(f"Held-out text: {bits[0]:.3f} bits per byte.")
         for note in report.differences(comparisons):
             self.console.print(note, style="bold red")
 
@@ -228,9 +232,9 @@ class _Demo:
         try:
             write_card(self.output, card, overwrite=self.overwrite)
         except FileExistsError as error:  # someone's own words are worth more than the card
-            self.console.print(f"No card was written: {error}", markup=False)
-        self.console.print(f"Wrote README.md, {RESULTS} and {PICTURE} beside the model. To go on:")
-        self.console.print(f"  tokenahead generate --model {self.output} 'def main('", markup=False)
+            self._say(f"No card was written: {error}")
+        self._say(f"Wrote README.md, {RESULTS} and {PICTURE} beside the model. To go on:")
+        self._say(f"  tokenahead generate --model {self.output} 'def main('")
 
     def _description(self) -> str:
         text = self.corpus.train
@@ -249,9 +253,4 @@ class _Demo:
 def _hardware() -> str:
     """The processor and the threads used, in words."""
     name = getattr(torch.cpu, "get_capabilities", dict)().get("cpu_name") or platform.processor() or platform.machine()
-    return f"{name}, {_threads()}"
-
-
-def _threads() -> str:
-    count = torch.get_num_threads()
-    return f"{count} thread{'s' * (count > 1)}"
+    return f"{name}, {describe_threads()}"

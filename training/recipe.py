@@ -14,8 +14,9 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from ..configuration import EvaByteConfig
 from ..modeling import EvaByteForMTPC
 from .callbacks import ProgressCallback, TimeBudget, TimedTrainer
-from .data import ByteWindows, SourceText
+from .data import BOS_ID, ByteWindows, SourceText
 from .muon import JointOptimizer, Muon
+from .threads import use_fastest_threads
 
 
 def tiny_config() -> EvaByteConfig:
@@ -93,9 +94,16 @@ def train(
         stages: The stages.
         callbacks: Further callbacks of every stage's trainer.
     """
+    threads = torch.get_num_threads()
     for stage in stages:
         model.train_only(stage.part)
-        _train_stage(model, text, 60.0 * minutes, console, seed, stage, callbacks)
+        _use_fastest_threads(model, stage, threads)
+        budget = TimeBudget(60.0 * minutes * stage.share, *stage.rates)
+        progress = ProgressCallback(stage.title, budget, stage.rows * stage.length, console)
+        try:
+            _train_stage(model, text, stage, budget, seed, [progress, *callbacks])
+        finally:
+            progress.close()
     model.train_only("all")
     model.eval()
 
@@ -103,14 +111,11 @@ def train(
 def _train_stage(
     model: EvaByteForMTPC,
     text: SourceText,
-    seconds: float,
-    console: Console,
-    seed: int,
     stage: Stage,
-    callbacks: Sequence[TrainerCallback],
+    budget: TimeBudget,
+    seed: int,
+    callbacks: list[TrainerCallback],
 ) -> None:
-    budget = TimeBudget(seconds * stage.share, *stage.rates)
-    progress = ProgressCallback(stage.title, budget, stage.rows * stage.length, console)
     with tempfile.TemporaryDirectory() as scratch:  # the Trainer wants a folder, though nothing is saved there
         trainer = TimedTrainer(
             budget,
@@ -118,13 +123,16 @@ def _train_stage(
             _arguments(scratch, stage, seed),
             train_dataset=ByteWindows(text, stage.length),
             optimizers=(build_optimizer(model, stage.learning_rate, stage.matrix_learning_rate), None),
-            callbacks=[progress, *callbacks],
+            callbacks=callbacks,
         )
         trainer.remove_callback(PrinterCallback)
-        try:
-            trainer.train()
-        finally:
-            progress.close()
+        trainer.train()
+
+
+def _use_fastest_threads(model: EvaByteForMTPC, stage: Stage, most: int) -> None:
+    ids = torch.full((stage.rows, stage.length), BOS_ID)
+    use_fastest_threads(lambda: model(ids, labels=ids, use_cache=False, logits_to_keep=1).loss.backward(), most)
+    model.zero_grad()
 
 
 def build_optimizer(model: EvaByteForMTPC, learning_rate: float, matrix_learning_rate: float) -> torch.optim.Optimizer:

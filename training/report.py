@@ -14,9 +14,9 @@ from rich.text import Text
 from ..modeling.evabyte_tokenizer import BYTE_OFFSET, SPECIAL_TOKENS
 from .evaluation import Comparison, Completion
 
-DRAFTED = "bold green"
-"""Style of bytes that were drafted and accepted."""
-VERIFIED = "bold yellow"
+DRAFTED = "black on green"
+"""Style of bytes that were drafted and accepted; a background shows blanks too."""
+VERIFIED = "black on yellow"
 """Style of bytes that the verifier added."""
 PROMPT = "dim"
 """Style of the prompt."""
@@ -31,7 +31,7 @@ def legend() -> Text:
 
 def coloured(completion: Completion, prompt_lines: int = 4) -> Text:
     """The last lines of the prompt and what was written after it, every byte in the colour of its origin."""
-    text = Text("".join(completion.prompt.splitlines(keepends=True)[-prompt_lines:]), style=PROMPT)
+    text = Text().append("".join(completion.prompt.splitlines(keepends=True)[-prompt_lines:]), style=PROMPT)
     for piece, is_drafted in pieces(completion.ids, completion.drafted):
         text.append(piece, style=DRAFTED if is_drafted else VERIFIED)
     return text
@@ -80,7 +80,7 @@ def decoding_table(comparisons: list[Comparison]) -> Table:
             f"{result.tokens_per_second:,.0f}",
             f"{result.plain_tokens_per_second:,.0f}",
             f"{result.speed_up:.2f}x",
-            {True: "[green]yes", False: "[bold red]no", None: "same law"}[result.identical],
+            {True: Text("yes", "green"), False: Text("no", "bold red"), None: Text("same law")}[result.identical],
         )
     return table
 

@@ -33,7 +33,7 @@ class MTPTrainer(Trainer):
     The model's config keeps its `use_cache` (`Trainer` would leave it off in everything that is saved).
 
     Raises:
-        ValueError: Context or sequence parallelism, where windows would end at the border of a shard.
+        ValueError: Label smoothing, or context or sequence parallelism, where windows would end at a shard's border.
 
     Example:
         >>> model.train_only("heads")
@@ -49,6 +49,11 @@ class MTPTrainer(Trainer):
             raise ValueError(
                 "context and sequence parallelism cut sequences, and a window cannot reach into the next piece; "
                 "set cp_size and sp_size to 1"
+            )
+        if self.label_smoother is not None:
+            raise ValueError(
+                f"label_smoothing_factor={self.args.label_smoothing_factor} would replace the model's own loss, "
+                "and no head but the first would learn; set it to 0"
             )
         self._sums = {True: _DepthSums(), False: _DepthSums()}
 

@@ -6,7 +6,7 @@ from transformers import TrainingArguments
 
 from tests.models import tiny_model
 from tokenahead import EvaByteConfig
-from tokenahead.training import MTPTrainer
+from tokenahead.training.trainer import MTPTrainer
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
 
@@ -75,7 +75,11 @@ def trainer_for(model, folder, rows, trainer_class=MTPTrainer, **options) -> MTP
 @pytest.fixture
 def source(tmp_path):
     """A folder with eight files of code, and some that must be left out."""
-    root = tmp_path / "source"
+    return write_source(tmp_path / "source")
+
+
+def write_source(root):
+    """Fills the folder that `source` gives."""
     for number in range(8):
         text = "".join(_function(number, part) for part in range(12))
         _write(root / f"module_{number}.py", text)

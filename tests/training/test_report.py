@@ -41,7 +41,7 @@ def test_bytes_are_coloured_by_origin():
     text = report.coloured(Completion("x = ", ids("1 + 2"), [False, True, True, True, False]))
     assert text.plain == "x = 1 + 2"
     spans = [(text.plain[span.start : span.end], span.style) for span in text.spans]
-    assert spans == [("1", report.VERIFIED), (" + ", report.DRAFTED), ("2", report.VERIFIED)]
+    assert spans == [("x = ", report.PROMPT), ("1", report.VERIFIED), (" + ", report.DRAFTED), ("2", report.VERIFIED)]
 
 
 def test_only_the_last_lines_of_a_prompt_are_shown():

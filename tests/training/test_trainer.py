@@ -8,8 +8,8 @@ from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausal
 
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tokenahead import EvaByteForMTPC, MTPHeads
-from tokenahead.training import MTPTrainer
 from tokenahead.training.losses import window_targets
+from tokenahead.training.trainer import MTPTrainer
 
 
 def means_per_depth(model, rows, window: int = 4) -> list[float]:
@@ -182,3 +182,8 @@ def test_context_parallelism_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(MTPTrainer, "get_cp_size", lambda self: 2)
     with pytest.raises(ValueError, match="cp_size"):
         trainer_for(small_model(), tmp_path, ragged_rows())
+
+
+def test_label_smoothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="label_smoothing_factor=0.1"):
+        trainer_for(small_model(), tmp_path, ragged_rows(), label_smoothing_factor=0.1)

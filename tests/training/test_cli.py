@@ -1,0 +1,240 @@
+"""The command line: what is printed where, exit statuses, errors of one line."""
+
+import io
+
+import pytest
+import torch
+
+from tests.training.conftest import micro_config, small_model
+from tokenahead import EvaByteConfig, EvaByteTokenizer, MTPHeads, __version__
+from tokenahead.configuration import MTPHeadConfig
+from tokenahead.model_cards import DecodingResult, MeasuredResults
+from tokenahead.training import cli, completion
+from tokenahead.training import demo as demo_module
+from tokenahead.training.completion import complete
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A saved model that never ends a text by itself."""
+    path = tmp_path_factory.mktemp("model")
+    small_model().save_pretrained(path)
+    EvaByteTokenizer().save_pretrained(path)
+    return path
+
+
+def run(*arguments) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(argument) for argument in arguments])
+    return ended.value.code or 0
+
+
+def error_of(capsys, *arguments) -> tuple[int, str]:
+    """Exit status and the one line that stands on the standard error."""
+    code, captured = run(*arguments), capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert len(lines) == 1 and captured.out == "", captured
+    return code, lines[0]
+
+
+def test_version(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"tokenahead {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["demo", "--minutes", "0"], "--minutes: '0' must be a number above 0"),
+        (["demo", "--minutes", "soon"], "--minutes: 'soon' must be a number above 0"),
+        (["demo", "--minutes", "nan"], "--minutes: 'nan' must be a number above 0"),
+        (["demo", "--minutes", "inf"], "--minutes: 'inf' must be a number above 0"),
+        (["demo", "--seed", "-1"], "--seed: '-1' must be a whole number from 0"),
+        (["demo", "--seed", str(2**32)], "--seed: '4294967296' must be a whole number from 0"),
+        (["generate", "x"], "required: --model"),
+        (["generate", "--model", "m"], "required: prompt"),
+        (["generate", "--model", "m", "x", "--max-new-tokens", "0"], "--max-new-tokens: '0' must be a whole number"),
+        (["generate", "--model", "m", "x", "--max-new-tokens", "1.5"], "'1.5' must be a whole number of at least 1"),
+        (["generate", "--model", "m", "x", "--temperature", "-0.1"], "--temperature: '-0.1' must be a number at least"),
+        (["generate", "--model", "m", "x", "--top-k", "-2"], "--top-k: '-2' must be a whole number of at least 0"),
+        (["generate", "--model", "m", "x", "--top-p", "0"], "--top-p: '0' must be a number above 0 and at most 1"),
+        (["generate", "--model", "m", "x", "--top-p", "1.1"], "--top-p: '1.1' must be"),
+        (["dance"], "'dance'"),
+        ([], "{demo,generate}"),
+    ],
+)
+def test_wrong_arguments_are_named_in_one_line(capsys, arguments, named):
+    code, line = error_of(capsys, *arguments)
+    assert code == 2 and named in line and line.startswith("tokenahead")
+
+
+def test_a_missing_folder(capsys, tmp_path):
+    code, line = error_of(capsys, "generate", "--model", tmp_path / "nowhere", "x")
+    assert code == 1 and line == f"tokenahead generate: --model {tmp_path / 'nowhere'}: no such folder"
+
+
+def test_a_name_that_the_hub_cannot_give(capsys):
+    code, line = error_of(capsys, "generate", "--model", "some/thing", "x")  # tests run offline
+    assert code == 1 and line.startswith("tokenahead generate: ")
+
+
+def test_a_folder_without_a_config(capsys, tmp_path):
+    code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
+    assert code == 1 and "config.json" in line and str(tmp_path) in line
+
+
+def test_a_folder_without_weights(capsys, tmp_path):
+    micro_config().save_pretrained(tmp_path)
+    code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
+    assert code == 1 and "model.safetensors" in line
+
+
+def test_a_folder_that_lacks_tensors(capsys, tmp_path):
+    model = small_model()
+    weights = {name: value for name, value in model.state_dict().items() if "o_proj" not in name}
+    model.save_pretrained(tmp_path, state_dict=weights)
+    EvaByteTokenizer().save_pretrained(tmp_path)
+    code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
+    assert code == 1 and "lacks 1 tensors" in line and "o_proj.weight" in line
+
+
+def test_weights_that_are_cut_short(capsys, folder, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
+    assert code == 1 and "damaged or cut short" in line
+
+
+def test_heads_without_a_backbone(capsys, tmp_path):
+    MTPHeads(MTPHeadConfig(window=2, hidden_size=8, vocab_size=320)).save_pretrained(tmp_path)
+    code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
+    assert code == 1 and "heads without a backbone" in line
+
+
+def test_a_config_that_contradicts_itself(capsys, folder, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"chunk_size": 4', '"chunk_size": 5'))
+    code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
+    assert code == 1 and "window_size=32 must be a multiple of chunk_size=5" in line
+
+
+def test_a_prompt_that_is_no_text(capsys, folder):
+    code, line = error_of(capsys, "generate", "--model", folder, "a\udc80")
+    assert code == 1 and "lone surrogate U+DC80 at position 1" in line
+
+
+def test_a_prompt_that_is_too_long(capsys, folder):
+    code, line = error_of(capsys, "generate", "--model", folder, "x" * 2000)
+    assert code == 1 and "max_position_embeddings=1024" in line
+
+
+def test_the_completion_streams_and_the_statistics_stand_apart(capsys, folder):
+    assert run("generate", "--model", folder, "def f(", "--max-new-tokens", 30) == 0
+    captured = capsys.readouterr()
+    report = io.StringIO()
+    text = complete(str(folder), "def f(", max_new_tokens=30, report=report)
+    assert captured.out == text + "\n" and text
+    assert len(captured.err.splitlines()) == 1
+    for line in (captured.err, report.getvalue()):
+        assert line.startswith("30 bytes in ") and "backbone calls" in line and "bytes per call" in line
+
+
+def test_tokens_are_handed_out_one_by_one_while_they_are_written(folder, monkeypatch):
+    calls = []
+
+    class Streamer(completion.TextStreamer):
+        def put(self, value):
+            calls.append(value.numel())
+            super().put(value)
+
+        def end(self):
+            calls.append("end")
+            super().end()
+
+    monkeypatch.setattr(completion, "TextStreamer", Streamer)
+    complete(str(folder), "abc", max_new_tokens=12, report=io.StringIO())
+    assert calls == [4] + [1] * 12 + ["end"]  # the prompt with <bos>, then every byte
+
+
+def test_plain_decoding_gives_the_same_text(capsys, folder):
+    outputs = []
+    for flags in ([], ["--plain"], ["--temperature", "0"]):
+        assert run("generate", "--model", folder, "class ", "--max-new-tokens", 25, *flags) == 0
+        outputs.append(capsys.readouterr())
+    assert len({captured.out for captured in outputs}) == 1
+    assert "one byte per backbone call" in outputs[1].err and "one byte per" not in outputs[0].err
+
+
+def test_samples_follow_from_the_seed_and_the_options(folder):
+    def text(**options):
+        return complete(str(folder), "x = ", max_new_tokens=40, report=io.StringIO(), **options)
+
+    assert text(temperature=1.0, seed=1) == text(temperature=1.0, seed=1) != text(temperature=1.0, seed=2)
+    assert text(top_k=1, seed=1) == text(top_k=1, seed=2) == text()
+    assert text(top_p=1e-6, seed=3) == text()
+
+
+def test_a_plain_transformers_model_can_be_used_too(tmp_path, folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=320)
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    EvaByteTokenizer().save_pretrained(tmp_path)
+    report = io.StringIO()
+    complete(str(tmp_path), "def", max_new_tokens=5, report=report)
+    assert "one token per backbone call" in report.getvalue()
+
+
+def test_ctrl_c_ends_without_a_traceback(capsys, monkeypatch):
+    def interrupted(**kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo_module, "run_demo", interrupted)
+    assert run("demo") == 130
+    assert capsys.readouterr().err == ""
+
+
+def measured(identical: bool) -> MeasuredResults:
+    row = DecodingResult(
+        name="greedy",
+        do_sample=False,
+        backbone_calls=1,
+        new_tokens=1,
+        seconds=1.0,
+        plain_seconds=1.0,
+        identical=identical,
+    )
+    words = dict.fromkeys(("dataset_name", "dataset_description", "hardware", "dtype", "command"), "x")
+    return MeasuredResults(results=[row], library_version="0", **words)
+
+
+@pytest.mark.parametrize(("identical", "code"), [(True, 0), (False, 1)])
+def test_the_demo_gets_its_arguments_and_fails_where_texts_differ(monkeypatch, tmp_path, identical, code):
+    seen = {}
+
+    def run_demo(**arguments):
+        seen.update(arguments)
+        return measured(identical)
+
+    monkeypatch.setattr(demo_module, "run_demo", run_demo)
+    assert run("demo", "--minutes", "0.5", "--output", tmp_path, "--seed", "7", "--overwrite") == code
+    assert seen == {"minutes": 0.5, "output": tmp_path, "seed": 7, "overwrite": True}
+
+
+def test_a_folder_of_someone_else_is_refused(capsys, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    code, line = error_of(capsys, "demo", "--output", tmp_path)
+    assert code == 1 and "--overwrite" in line
+
+
+def test_the_default_model_is_a_tiny_one():
+    from tokenahead.training.recipe import tiny_config
+
+    config = tiny_config()
+    assert isinstance(config, EvaByteConfig) and (config.window_size, config.chunk_size) == (256, 16)
+    assert config.mtp_head.window == config.num_pred_heads == 8 and config.rope_parameters["rope_theta"] == 1e5

@@ -14,9 +14,9 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from ..configuration import EvaByteConfig
 from ..modeling import EvaByteForMTPC
 from .callbacks import ProgressCallback, TimeBudget, TimedTrainer
-from .data import BOS_ID, ByteWindows, SourceText
+from .data import ByteWindows, SourceText
 from .muon import JointOptimizer, Muon
-from .threads import use_fastest_threads
+from .threads import ThreadGovernor
 
 
 def tiny_config() -> EvaByteConfig:
@@ -94,14 +94,13 @@ def train(
         stages: The stages.
         callbacks: Further callbacks of every stage's trainer.
     """
-    threads = torch.get_num_threads()
+    governor = ThreadGovernor(torch.get_num_threads())
     for stage in stages:
         model.train_only(stage.part)
-        _use_fastest_threads(model, stage, threads)
         budget = TimeBudget(60.0 * minutes * stage.share, *stage.rates)
         progress = ProgressCallback(stage.title, budget, stage.rows * stage.length, console)
         try:
-            _train_stage(model, text, stage, budget, seed, [progress, *callbacks])
+            _train_stage(model, text, stage, budget, seed, [governor, progress, *callbacks])
         finally:
             progress.close()
     model.train_only("all")
@@ -127,12 +126,6 @@ def _train_stage(
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-
-
-def _use_fastest_threads(model: EvaByteForMTPC, stage: Stage, most: int) -> None:
-    ids = torch.full((stage.rows, stage.length), BOS_ID)
-    use_fastest_threads(lambda: model(ids, labels=ids, use_cache=False, logits_to_keep=1).loss.backward(), most)
-    model.zero_grad()
 
 
 def build_optimizer(model: EvaByteForMTPC, learning_rate: float, matrix_learning_rate: float) -> torch.optim.Optimizer:

@@ -93,8 +93,8 @@ class MTPTrainer(Trainer):
         """
         # nobody reads the logits of a training step, and a cache would only cost memory
         defaults = {"use_cache": False} | ({"logits_to_keep": 1} if model.training else {})
-        loss, outputs = super().compute_loss(
-            model, defaults | inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
+        loss, outputs = Trainer.compute_loss(  # not super(): TRL's would leave the model's own loss, and the heads, out
+            self, model, defaults | inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
         if getattr(outputs, "head_losses", None) is not None:
             self._sums[model.training].add(outputs.head_losses, self._depth_counts(inputs))

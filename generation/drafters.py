@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
@@ -11,6 +11,27 @@ from transformers.generation import CandidateGenerator
 
 from ..modeling.window_law import WindowLaw, race
 from .processing import Processing
+from .targets import Target
+from .tokens import TokenRows
+
+
+class Drafter(Protocol):
+    """What the loop needs of a drafter.
+
+    Attributes:
+        num_tokens: The most tokens to draft.
+    """
+
+    num_tokens: int
+
+    def begin(self, states: torch.Tensor, target: Target) -> None:
+        """Takes in the prompt: its last hidden states [B, L, D], and the backbone that holds it."""
+
+    def propose(self, tokens: TokenRows, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Drafts up to `length` tokens behind every row: ids [B, m] int64 and, unless greedy, their laws [B, m, v]."""
+
+    def advance(self, states: torch.Tensor, kept: list[int]) -> None:
+        """Takes in a verified block, rolled back already: hidden states [B, k, D], and how many each row keeps."""
 
 
 class HeadDrafter(CandidateGenerator):
@@ -50,6 +71,23 @@ class HeadDrafter(CandidateGenerator):
         self.processing = Processing(logits_processor or LogitsProcessorList())
         self.model_kwargs_overrides = {"output_hidden_states": generation_config.output_hidden_states or -1}
         self._after_prefill = self._unchecked = True
+        self.hidden: torch.Tensor | None = None
+
+    def begin(self, states: torch.Tensor, target: Target) -> None:
+        """Keeps the state before the first new token."""
+        self.hidden = states[:, -1]
+
+    def propose(self, tokens: TokenRows, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Drafts behind every row, see `draft`."""
+        return self.draft(self.hidden, tokens.last(), length)
+
+    def advance(self, states: torch.Tensor, kept: list[int]) -> None:
+        """Keeps the state before each row's last token; a row that has ended keeps any."""
+        if len(kept) == 1:
+            self.hidden = states[:, max(kept[0] - 1, 0)]
+            return
+        rows = torch.arange(len(kept), device=states.device)
+        self.hidden = states[rows, torch.tensor([max(count - 1, 0) for count in kept], device=states.device)]
 
     def draft(self, hidden: torch.Tensor, first: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Drafts the tokens after `first`.

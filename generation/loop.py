@@ -1,8 +1,8 @@
 """The decoding loop: draft, one backbone call, verify, keep, roll back. Rows of a batch accept on their own.
 
-State between cycles: every row's tokens, of which all but the last are in the cache, and the hidden state before that
-last token. A cycle drafts from that state conditioned on the last token b, feeds [b, draft] to the backbone, keeps the
-accepted drafts and the token that the verifier adds, and rolls the cache back to all but that token.
+State between cycles: every row's tokens, of which all but the last are in the cache, and what the drafter remembers. A
+cycle drafts behind the last token b, feeds [b, draft] to the backbone, keeps the accepted drafts and the token that the
+verifier adds, and rolls the cache back to all but that token.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import time
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from ..modeling.window_law import race
-from .drafters import HeadDrafter
+from .drafters import Drafter
 from .processing import Processing
 from .records import Records
 from .schedule import AdaptiveSchedule, ConstantSchedule, DraftSchedule
 from .statistics import GenerateSpeculativeOutput, Speculation
 from .stopping import Stopping
+from .targets import RepackedTarget, RowLengthTarget, Target
 from .tokens import TokenRows
 from .verification import verify, verify_greedy
 
@@ -29,7 +30,7 @@ class SpeculativeLoop:
     """One call of `generate`.
 
     Args:
-        model: The target; its cache must take `crop` of a [B] tensor.
+        model: The target.
         drafter: Proposes tokens.
         prompt: [B, L] int64.
         config: Prepared generation config; `verification` may name the rule for sampled drafts.
@@ -43,7 +44,7 @@ class SpeculativeLoop:
     def __init__(
         self,
         model: PreTrainedModel,
-        drafter: HeadDrafter,
+        drafter: Drafter,
         prompt: torch.Tensor,
         config: GenerationConfig,
         processors: LogitsProcessorList,
@@ -64,8 +65,7 @@ class SpeculativeLoop:
         self.pad = 0 if pad is None else int(pad)
         self.records = Records(config, len(prompt))
         self.statistics = Speculation([[] for _ in prompt], [[] for _ in prompt])
-        self.hidden: torch.Tensor | None = None
-        self.cache: Any = None
+        self.target: Target | None = None
 
     def run(self) -> GenerateSpeculativeOutput | torch.Tensor:
         """Decodes until every row has ended."""
@@ -82,16 +82,25 @@ class SpeculativeLoop:
         outputs = self.model._prefill(
             self.tokens.ids[:, : self.tokens.prompt_length], self.config, self.model_kwargs | wanted
         )
-        self.cache = outputs.past_key_values
+        self.target = self._target(outputs.past_key_values)
         self.statistics.backbone_calls += 1
         logits = outputs.logits[:, -1:].float()
         scores = self.processing(self.tokens, logits, self.done)
-        first = race(scores.softmax(-1)) if self.config.do_sample else scores.argmax(-1)
+        first = self._first(scores)
         self.tokens.write(first)
         kept, self.done = self.stopping.cut(self.tokens, first.tolist(), self.done)
         self.records.add(logits, scores, outputs.hidden_states, kept, is_prefill=True)
         self._keep(kept)
-        self.hidden = outputs.hidden_states[-1][:, -1]
+        self.drafter.begin(outputs.hidden_states[-1], self.target)
+
+    def _target(self, cache: Cache) -> Target:
+        if getattr(cache, "has_row_lengths", False):
+            return RowLengthTarget(self.model, cache)
+        return RepackedTarget(self.model, cache, len(self.done), self.model_kwargs.get("attention_mask"))
+
+    def _first(self, scores: torch.Tensor) -> torch.Tensor:
+        """The token after the prompt, [B, 1], from scores [B, 1, v]."""
+        return race(scores.softmax(-1)) if self.config.do_sample else scores.argmax(-1)
 
     def _cycle(self) -> None:
         started = time.perf_counter()
@@ -112,8 +121,8 @@ class SpeculativeLoop:
         self._count(before, accepted, kept, drafts)
         self.records.add(logits, scores, outputs.hidden_states, kept)
         self._keep(kept)
-        self._roll_back(kept, draft.shape[1] + 1)
-        self._select_hidden(outputs.hidden_states[-1], kept)
+        self.target.roll_back(kept, draft.shape[1] + 1)
+        self.drafter.advance(outputs.hidden_states[-1], kept)
         ended = time.perf_counter()
         self.schedule.update(draft.shape[1], [n for n, done in zip(accepted, before) if not done], ended - started)
         self.statistics.draft_seconds += drafted - started
@@ -125,15 +134,13 @@ class SpeculativeLoop:
         length = min(self.schedule.length(), room - 1)
         if length < 1:
             return last[:, None][:, :0], None
-        return self.drafter.draft(self.hidden, last, length)
+        return self.drafter.propose(self.tokens, length)
 
     def _forward(self, block: torch.Tensor) -> Any:
-        """One backbone call on [b, draft]; the cache knows every row's length, so no mask is needed."""
+        """One backbone call on [b, draft]."""
         self.statistics.backbone_calls += 1
         selection = True if self.config.output_hidden_states else -1
-        return self.model(
-            block, past_key_values=self.cache, use_cache=True, output_hidden_states=selection, return_dict=True
-        )
+        return self.target.forward(block, output_hidden_states=selection)
 
     def _verify(
         self, draft: torch.Tensor, q: torch.Tensor | None, scores: torch.Tensor
@@ -165,21 +172,6 @@ class SpeculativeLoop:
             self.streamer.put(column)
         self.streamed = max(self.streamed, ready)
 
-    def _roll_back(self, kept: list[int], fed: int) -> None:
-        """Leaves all of a row's tokens but the last in the cache; a row that had ended gets nothing."""
-        if len(set(kept)) == 1:
-            self.cache.crop(kept[0] - fed)
-        else:
-            self.cache.crop(torch.tensor(kept) - fed)
-
-    def _select_hidden(self, states: torch.Tensor, kept: list[int]) -> None:
-        """The state before each row's last token; an ended row keeps any."""
-        if len(kept) == 1:
-            self.hidden = states[:, max(kept[0] - 1, 0)]
-            return
-        rows = torch.arange(len(kept), device=states.device)
-        self.hidden = states[rows, torch.tensor([max(count - 1, 0) for count in kept], device=states.device)]
-
     def _output(self) -> GenerateSpeculativeOutput | torch.Tensor:
         sequences = self.tokens.columns(0, max(self.tokens.lengths), self.pad)
         if not self.config.return_dict_in_generate:
@@ -192,7 +184,7 @@ class SpeculativeLoop:
             scores=scores,
             logits=logits,
             hidden_states=hidden_states,
-            past_key_values=self.cache,
+            past_key_values=self.target.cache,
             speculation=self.statistics,
         )
 
@@ -202,4 +194,5 @@ class SpeculativeLoop:
         kept = [int(n < longest) for n in self.tokens.lengths]
         if any(kept):
             self._forward(self.tokens.last()[:, None])
-            self._roll_back(kept, 1)
+            self.target.roll_back(kept, 1)
+        self.target.align(longest - 1)

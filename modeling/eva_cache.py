@@ -206,6 +206,8 @@ class EvaByteCache(Cache):
         >>> cache.crop(-2)  # or a tensor with one number per row
     """
 
+    has_row_lengths = True
+
     def __init__(self, config: EvaByteConfig) -> None:
         self.rows = EvaRows(config.window_size, config.chunk_size)
         super().__init__(layers=[EvaCacheLayer(self.rows) for _ in range(config.num_hidden_layers)])

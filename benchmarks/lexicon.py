@@ -108,7 +108,7 @@ def fit(source: Lexicon, config: MTPHeadConfig, steps: int, seed: int) -> torch.
         state = source.stationary_pool[torch.randint(0, len(source.stationary_pool), (256,))]
         tokens, _ = source.sample(state, config.window)
         hidden = torch.nn.functional.one_hot(state, width).float()
-        terms = window_terms(lambda h: window_law(head, config, h), hidden[:, None], tokens[:, None], size)
+        terms = window_terms(lambda h: window_law(head, config, h), head, hidden[:, None], tokens[:, None], size)
         loss = terms.sum(-1).mean()
         optimizer.zero_grad()
         loss.backward()

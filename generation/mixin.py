@@ -10,7 +10,7 @@ from transformers.generation import CandidateGenerator, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from .drafters import HeadDrafter
+from .drafters import Drafter, HeadDrafter
 from .loop import SpeculativeLoop
 from .processing import STATEFUL
 
@@ -29,6 +29,8 @@ class MTPGenerationMixin(GenerationMixin):
     - `verification`: `"block"` (default) or `"token"`, for sampled drafts.
     """
 
+    _drafts_any_length = False
+
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
@@ -37,11 +39,14 @@ class MTPGenerationMixin(GenerationMixin):
         if rule not in (None, "block", "token"):
             raise ValueError(f"verification={rule!r} is unknown; choose 'block' or 'token'")
         sources = (kwargs, generation_config, self.generation_config)
-        asked, drafts = (_first_set(name, sources) for name in ("use_mtp", "num_assistant_tokens"))
+        asked, drafts, threshold = (
+            _first_set(name, sources) for name in ("use_mtp", "num_assistant_tokens", "assistant_confidence_threshold")
+        )
         config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         config.verification = rule
         config.use_mtp = self._decides_to_speculate(config, model_kwargs, asked)
         config.num_assistant_tokens = self._draft_length(drafts)
+        config.assistant_confidence_threshold = _confidence(threshold)
         return config, model_kwargs
 
     def _decides_to_speculate(self, config: GenerationConfig, model_kwargs: dict[str, Any], asked: bool | None) -> bool:
@@ -51,7 +56,7 @@ class MTPGenerationMixin(GenerationMixin):
             if asked:
                 logger.warning("use_mtp=True: the head has window 1 and drafts nothing; decoding one token at a time.")
             return False
-        obstacle = _obstacle(config, model_kwargs)
+        obstacle = self._obstacle(config, model_kwargs)
         if obstacle and asked:
             raise ValueError(f"use_mtp=True cannot be combined with {obstacle}; drop one of them")
         if obstacle:
@@ -62,6 +67,8 @@ class MTPGenerationMixin(GenerationMixin):
         longest = max(self.window - 1, 1)
         if asked is None:
             return longest
+        if self._drafts_any_length and asked > 0:
+            return asked
         if asked < 1:
             raise ValueError(
                 f"num_assistant_tokens={asked} must be at least 1; to decode without drafts use use_mtp=False"
@@ -127,6 +134,13 @@ class MTPGenerationMixin(GenerationMixin):
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
 
+    def _obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+        """What in this call rules out speculation, in the user's words."""
+        return _obstacle(config, model_kwargs)
+
+    def _drafter(self, generation_config: GenerationConfig, logits_processor: LogitsProcessorList) -> Drafter:
+        return HeadDrafter(self.window_law, self.window, generation_config, logits_processor)
+
     def _get_candidate_generator(
         self,
         generation_config: GenerationConfig,
@@ -136,10 +150,10 @@ class MTPGenerationMixin(GenerationMixin):
         model_kwargs: dict[str, Any],
         assistant_model: Any = None,
         **kwargs: Any,
-    ) -> CandidateGenerator:
+    ) -> CandidateGenerator | Drafter:
         """This model's own drafter, unless another assistant was asked for."""
         if generation_config.use_mtp and assistant_model is None:
-            return HeadDrafter(self.window_law, self.window, generation_config, logits_processor)
+            return self._drafter(generation_config, logits_processor)
         return super()._get_candidate_generator(
             generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, assistant_model, **kwargs
         )
@@ -192,6 +206,17 @@ def _first_set(name: str, sources: tuple[Any, ...]) -> Any:
     return None
 
 
+def _confidence(threshold: float | None) -> float | None:
+    """The threshold that was asked for; transformers' own default is meant for assistant models.
+
+    Raises:
+        ValueError: It is no probability.
+    """
+    if threshold is not None and not 0 <= threshold <= 1:
+        raise ValueError(f"assistant_confidence_threshold={threshold} must lie between 0 and 1")
+    return threshold
+
+
 def _obstacle(config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
     """What in this call rules out speculation, in the user's words."""
     if (config.num_beams or 1) > 1:
@@ -200,7 +225,8 @@ def _obstacle(config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | N
         return "use_cache=False"
     if config.cache_implementation not in (None, "dynamic", "offloaded"):
         return f"cache_implementation={config.cache_implementation!r}"
-    if isinstance(model_kwargs.get("past_key_values"), StaticCache):
+    cache = model_kwargs.get("past_key_values")
+    if isinstance(cache, StaticCache):
         return "a StaticCache"
     if config.penalty_alpha and (config.top_k or 0) > 1 and not config.do_sample:
         return "contrastive search (penalty_alpha)"

@@ -56,6 +56,13 @@ class TokenRows:
             return self.ids[:, self.lengths[0] - 1]
         return self.ids.gather(1, torch.tensor(self.lengths, device=self.ids.device)[:, None] - 1)[:, 0]
 
+    def newest(self, count: int) -> torch.Tensor:
+        """The last `count` tokens of every row, [B, count]; arbitrary ids where a row has fewer."""
+        if len(set(self.lengths)) == 1 and self.lengths[0] >= count:
+            return self.ids[:, self.lengths[0] - count : self.lengths[0]]
+        ends = torch.tensor(self.lengths, device=self.ids.device)[:, None]
+        return self.ids.gather(1, (ends + torch.arange(-count, 0, device=self.ids.device)).clamp(min=0))
+
     def columns(self, start: int, stop: int, pad: int) -> torch.Tensor:
         """Columns start .. stop - 1 of all rows, [B, stop - start], with `pad` behind a row's end."""
         chosen = self.ids[:, start:stop]

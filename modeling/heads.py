@@ -10,6 +10,7 @@ from torch import nn
 from transformers import initialization as init
 
 from ..configuration import MTPHeadConfig
+from .chunks import SummedLinear, WeightTotal
 from .circuits import circuit_from_logits
 from .losses import IGNORE, depth_means, discounted_mtp_loss, tokens_ahead, window_terms
 from .window_law import WindowLaw
@@ -30,6 +31,7 @@ class FFHead(nn.Linear):
         super().__init__(hidden_size, num_heads * vocab_size, bias=False)
         self.vocab_size, self.num_heads = vocab_size, num_heads
         self.target_frozen = False
+        self.weight_total: WeightTotal | None = None
 
     def forward(self, hidden_states: torch.Tensor, num_heads: int | None = None) -> torch.Tensor:
         """Logits of the first `num_heads` heads (all by default).
@@ -43,6 +45,10 @@ class FFHead(nn.Linear):
         """
         count = self.num_heads if num_heads is None else num_heads
         weight = self.weight[: count * self.vocab_size]
+        if self.weight_total is not None:
+            total, skip = self.weight_total, self.vocab_size if self.target_frozen else 0
+            logits = SummedLinear.apply(hidden_states, weight.detach(), total.total, total.anchor, skip)
+            return logits.unflatten(-1, (count, self.vocab_size))
         if self.target_frozen and torch.is_grad_enabled():
             weight = torch.cat([weight[: self.vocab_size].detach(), weight[self.vocab_size :]])
         return nn.functional.linear(hidden_states, weight).unflatten(-1, (count, self.vocab_size))
@@ -207,6 +213,7 @@ def head_loss(
     tokens = tokens_ahead(input_ids, window, 0) if observe else targets.clamp(min=0)
     terms = window_terms(
         lambda hidden: window_law(head, config, hidden),
+        head,
         hidden_states,
         tokens,
         logits_per_position=window * config.rank * head.vocab_size,

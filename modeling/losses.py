@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
+from .chunks import chunked_terms
 from .window_law import WindowLaw
 
 IGNORE = -100
-_LOGITS_PER_CHUNK = 2**26  # 256 MiB of float32
+LOGITS_PER_CHUNK = 2**24
+"""Budget of the head losses: leaf logits that exist at a time, 64 MiB of float32 (and a few copies in backward)."""
 
 
 def window_targets(
@@ -93,6 +95,7 @@ def depth_means(terms: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
 
 def window_terms(
     law: Callable[[torch.Tensor], WindowLaw],
+    head: nn.Module,
     hidden_states: torch.Tensor,
     tokens: torch.Tensor,
     logits_per_position: int,
@@ -100,10 +103,11 @@ def window_terms(
 ) -> torch.Tensor:
     """-log q(x_{t+j} | x_{t+1..t+j-1}) for every window, in chunks that are computed again in backward.
 
-    The memory of a chunk's logits is bounded, whatever the rank, the window and the vocabulary.
+    Beyond parameters and gradients, memory is that of one chunk, whatever the rank, the window and the vocabulary.
 
     Args:
         law: From hidden states [N, D] to the law of the next n tokens.
+        head: The module whose parameters `law` uses.
         hidden_states: [B, L, D].
         tokens: [B, L, n] int64, the tokens of every window; any id where there is none.
         logits_per_position: Numbers that `law` makes of one hidden state, n r V.
@@ -113,12 +117,9 @@ def window_terms(
         [B, L, n] float32, in nats.
     """
 
-    def chunk_terms(hidden: torch.Tensor, chosen: torch.Tensor, hole: torch.Tensor | None) -> torch.Tensor:
-        return -law(hidden).token_log_probs(chosen, hole)
+    def terms(hidden: torch.Tensor, chosen: torch.Tensor, holes: torch.Tensor | None) -> torch.Tensor:
+        return -law(hidden).token_log_probs(chosen, holes)
 
-    rows = max(1, _LOGITS_PER_CHUNK // logits_per_position)
-    parts = [hidden_states.flatten(0, 1).split(rows), tokens.flatten(0, 1).split(rows)]
-    parts.append([None] * len(parts[0]) if unknown is None else unknown.flatten(0, 1).split(rows))
-    if len(parts[0]) == 1:
-        return chunk_terms(*(part[0] for part in parts)).view(tokens.shape)
-    return torch.cat([checkpoint(chunk_terms, *part, use_reentrant=False) for part in zip(*parts)]).view(tokens.shape)
+    rows = max(1, LOGITS_PER_CHUNK // logits_per_position)
+    flat = hidden_states.flatten(0, 1), tokens.flatten(0, 1), None if unknown is None else unknown.flatten(0, 1)
+    return chunked_terms(terms, head, *flat, rows).view(tokens.shape)

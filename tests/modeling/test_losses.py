@@ -223,7 +223,7 @@ def terms_of(head, config, hidden, tokens, unknown=None, calls=None):
         return window_law(head, config, states)
 
     per_position = config.window * config.rank * head.vocab_size
-    return window_terms(law, hidden, tokens, per_position, unknown)
+    return window_terms(law, head, hidden, tokens, per_position, unknown)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -257,17 +257,34 @@ def test_chunked_terms_equal_unchunked(kind, summed_out, rows, sizes, monkeypatc
     arguments = (head, config, hidden, targets.clamp(min=0), targets == IGNORE if summed_out else None)
     whole, whole_sizes = run_terms(*arguments)
     assert whole_sizes == [14]
-    monkeypatch.setattr(losses, "_LOGITS_PER_CHUNK", int(rows * 3 * config.rank * 11))
+    monkeypatch.setattr(losses, "LOGITS_PER_CHUNK", int(rows * 3 * config.rank * 11))
     chunked, chunk_sizes = run_terms(*arguments)
     assert chunk_sizes == sizes
     for got, want in zip(chunked, whole, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_chunks_on_a_frozen_backbone(kind, monkeypatch):
+    """Hidden states that want no gradient, a frozen next-token head, and a second backward that adds to the first."""
+    head, config, hidden, targets = head_and_batch(kind)
+    leaf = head if kind == "ff" else head.leaf
+    leaf.target_frozen = kind == "ff"
+    arguments = (head, config, hidden.detach(), targets.clamp(min=0))
+    terms_of(*arguments).sum().backward()
+    whole = [parameter.grad.clone() for parameter in head.parameters()]
+    monkeypatch.setattr(losses, "LOGITS_PER_CHUNK", 5 * 3 * config.rank * 11)
+    terms_of(*arguments).sum().backward()
+    for parameter, want in zip(head.parameters(), whole, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * want, rtol=1e-5, atol=1e-5)
+    assert (leaf.weight.grad[:11] == 0).all() == (kind == "ff")
+    assert leaf.weight_total is None
+
+
 def test_chunks_without_gradients(monkeypatch):
     head, config, hidden, targets = head_and_batch()
     want = terms_of(head, config, hidden, targets.clamp(min=0))
-    monkeypatch.setattr(losses, "_LOGITS_PER_CHUNK", 33)
+    monkeypatch.setattr(losses, "LOGITS_PER_CHUNK", 33)
     with torch.no_grad():
         torch.testing.assert_close(terms_of(head, config, hidden, targets.clamp(min=0)), want)
 

@@ -112,7 +112,7 @@ def repack(cache: Cache, shifts: list[int]) -> None:
 
 
 def shift_right(columns: torch.Tensor, shifts: list[int]) -> torch.Tensor:
-    """Columns [B, W, ...] moved by `shifts[b]` to the right (left where negative); a mask gets False at the left end."""
+    """Columns [B, W, ...] moved by `shifts[b]` to the right (left where negative); masks get False at the left end."""
     moved = torch.tensor(shifts, device=columns.device)[:, None]
     source = torch.arange(columns.shape[1], device=columns.device) - moved
     rows = torch.arange(columns.shape[0], device=columns.device)[:, None]

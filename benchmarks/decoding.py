@@ -5,8 +5,9 @@
     python benchmarks/decoding.py --size 85m --profile
 
 *Cycle overhead* is the time of a whole speculative cycle divided by the time of the bare forward of its n tokens (with
-the same cache length and the next-token head), medians of the same run. On random weights hardly any draft is
-accepted, so only the overhead and the cycle time mean anything there; tokens per call need a trained model.
+the same cache length and the next-token head), medians of the same run. On random weights hardly any greedy draft is
+accepted: there the overhead means something, and so does the speed-up of the adaptive length, which must not fall far
+below 1; tokens per call need a trained model.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ def measure(model: EvaByteForMTPC, prompt: torch.Tensor, new_tokens: int, rounds
     """One row per mode; plain and speculative runs alternate, so that a change of load meets both."""
     modes = {
         "greedy": {"do_sample": False},
+        "greedy, adaptive": {"do_sample": False, "num_assistant_tokens_schedule": "adaptive"},
         "sampled, block": {"do_sample": True, "top_k": 0},
         "sampled, token": {"do_sample": True, "top_k": 0, "verification": "token"},
         "top-p 0.9": {"do_sample": True, "top_k": 0, "top_p": 0.9},
@@ -87,7 +89,9 @@ def measure(model: EvaByteForMTPC, prompt: torch.Tensor, new_tokens: int, rounds
     for name, options in modes.items():
         runs = []
         for _ in range(rounds):
-            plain, _ = decode(model, prompt, max_new_tokens=new_tokens, use_mtp=False, **options)
+            only_ours = ("verification", "num_assistant_tokens_schedule")
+            target = {name: value for name, value in options.items() if name not in only_ours}
+            plain, _ = decode(model, prompt, max_new_tokens=new_tokens, use_mtp=False, **target)
             ours, out = decode(model, prompt, max_new_tokens=new_tokens, **options)
             forward = bare_forward(model, out.sequences[:, : prompt.shape[1] + new_tokens // 2], 30)
             told = out.speculation

@@ -28,6 +28,7 @@ from tokenahead.modeling.heads import build_head, init_head, window_law
 from tokenahead.modeling.losses import window_terms
 
 BLANK, SYMBOLS = 0, 27
+WINDOWS_PER_STEP, PEAK_RATE = 1024, 0.2
 
 
 class Lexicon:
@@ -98,14 +99,14 @@ def fit(source: Lexicon, config: MTPHeadConfig, steps: int, seed: int) -> torch.
     width = len(source.law)
     head = build_head(config, width, SYMBOLS)
     init_head(head)
-    optimizer = torch.optim.Adam(head.parameters(), lr=3e-2)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-2, total_steps=steps)
+    optimizer = torch.optim.Adam(head.parameters(), betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_RATE, total_steps=steps, pct_start=0.1)
     size = config.window * config.rank * SYMBOLS
-    with torch.no_grad():  # states differ a little at the start, or they could not separate under one context
+    with torch.no_grad():  # components that start alike would separate late: a table has no features to share
         for parameter in head.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+            parameter.add_(torch.randn_like(parameter))
     for _ in track(range(steps), description=f"{config.head_type} seed {seed}", transient=True):
-        state = source.stationary_pool[torch.randint(0, len(source.stationary_pool), (256,))]
+        state = source.stationary_pool[torch.randint(0, len(source.stationary_pool), (WINDOWS_PER_STEP,))]
         tokens, _ = source.sample(state, config.window)
         hidden = torch.nn.functional.one_hot(state, width).float()
         terms = window_terms(lambda h: window_law(head, config, h), head, hidden[:, None], tokens[:, None], size)
@@ -152,7 +153,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=16)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--drafts", type=int, default=20_000)
     arguments = parser.parse_args()
     source = Lexicon()

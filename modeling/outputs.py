@@ -21,3 +21,17 @@ class MTPOutput(CausalLMOutputWithPast):
     """
 
     head_losses: torch.Tensor | None = None
+
+
+@dataclass
+class DeepSeekMTPOutput(MTPOutput):
+    """Output of a causal language model with sequential modules.
+
+    `head_losses` is [D + 1], the main model first; `hidden_states` holds h^0, the last state after the final norm.
+
+    Attributes:
+        mtp_logits: Teacher-forced logits of depth k = 1..D, [B, L - k, V]: row i, made of the tokens up to i + k,
+            predicts token i + k + 1. None in training and while generating, unless asked for.
+    """
+
+    mtp_logits: tuple[torch.Tensor, ...] | None = None

@@ -6,6 +6,7 @@ import tokenahead
 
 def test_public_names_are_pinned():
     assert tokenahead.__all__ == [
+        "DeepSeekMTP",
         "EvaByteCache",
         "EvaByteConfig",
         "EvaByteForMTPC",

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from .configuration import EvaByteConfig, MTPHeadConfig
 from .generation import GenerateSpeculativeOutput, Speculation
-from .modeling import EvaByteCache, EvaByteForMTPC, EvaByteModel, EvaByteTokenizer, MTPHeads
+from .modeling import DeepSeekMTP, EvaByteCache, EvaByteForMTPC, EvaByteModel, EvaByteTokenizer, MTPHeads
 
 AutoConfig.register(EvaByteConfig.model_type, EvaByteConfig)
 AutoConfig.register(MTPHeadConfig.model_type, MTPHeadConfig)
@@ -19,6 +19,7 @@ AutoModelForCausalLM.register(EvaByteConfig, EvaByteForMTPC)
 AutoTokenizer.register(EvaByteConfig, slow_tokenizer_class=EvaByteTokenizer)
 
 __all__ = [
+    "DeepSeekMTP",
     "EvaByteCache",
     "EvaByteConfig",
     "EvaByteForMTPC",

@@ -1,0 +1,136 @@
+"""What a checkpoint holds, read from the headers of its files: no weights are loaded.
+
+Finds what transformers would load wrongly and in silence: modules that are not there or not announced, and quantised
+weights whose scales are missing. Knows safetensors files only.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from ..configuration.mtp_families import COUNT, MTPFamily, count_modules, family_of
+from .float8 import SCALES
+
+
+@dataclass
+class CheckpointFacts:
+    """What is known before loading.
+
+    Attributes:
+        config: The configuration to load with.
+        shared_copies: Whether the modules repeat the main model's embeddings and head.
+    """
+
+    config: PreTrainedConfig
+    shared_copies: bool
+
+
+def check_checkpoint(name: Any, config: PreTrainedConfig, inference_only: bool = False, **hub: Any) -> CheckpointFacts:
+    """Looks at the names and dtypes of a checkpoint's tensors.
+
+    Args:
+        name: Folder or Hub repository.
+        config: Its configuration.
+        inference_only: The modules will not be loaded.
+        hub: `revision`, `token`, ... as for `from_pretrained`.
+
+    Raises:
+        ValueError: No modules, another number of them than the configuration says, float8 weights without scales, a
+            damaged file.
+    """
+    family, wanted = family_of(config), count_modules(config)
+    dtypes = tensor_dtypes(name, **hub)
+    _check_scales(name, dtypes, config)
+    if inference_only:
+        return CheckpointFacts(config, False)
+    found = _count_stored(dtypes, family, config.num_hidden_layers)
+    if not found:
+        raise ValueError(
+            f"{name}: the folder has no tensors of modules (names like {family.prefixes(config.num_hidden_layers, 0)[0]}*); "
+            "use inference_only=True to decode plainly, or DeepSeekMTP.from_backbone to make new modules"
+        )
+    if found != wanted:
+        raise ValueError(
+            f"{name}: config.json says {COUNT}={wanted}, but the folder holds {found} modules; correct one of them"
+        )
+    copies = f"model.layers.{config.num_hidden_layers}."
+    shared = all(copies + part in dtypes for part in ("embed_tokens.weight", "shared_head.head.weight"))
+    return CheckpointFacts(_spare_projection(config, dtypes), shared)
+
+
+def tensor_dtypes(name: Any, **hub: Any) -> dict[str, str]:
+    """Names of all tensors of a checkpoint and their dtypes as safetensors calls them (`F32`, `BF16`, `F8_E4M3`).
+
+    Raises:
+        ValueError: No safetensors files, or a damaged one.
+    """
+    dtypes = {}
+    for file in weight_files(name, **hub):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                dtypes |= {key: tensors.get_slice(key).get_dtype() for key in tensors.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{name}: a safetensors file is damaged or cut short ({error}); fetch it again") from error
+    return dtypes
+
+
+def weight_files(name: Any, **hub: Any) -> list[str]:
+    """Paths of a checkpoint's safetensors files; those of a Hub repository are fetched.
+
+    Raises:
+        ValueError: There are none.
+    """
+    options = {"_raise_exceptions_for_missing_entries": False, **hub}
+    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **options)
+    if index is not None:
+        with open(index, encoding="utf-8") as file:  # noqa: PTH123
+            shards = sorted(set(json.load(file)["weight_map"].values()))
+        return [cached_file(name, shard, **hub) for shard in shards]
+    single = cached_file(name, SAFE_WEIGHTS_NAME, **options)
+    if single is None:
+        raise ValueError(f"{name}: neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME} is there")
+    return [single]
+
+
+def _count_stored(names: Iterable[str], family: MTPFamily, num_layers: int) -> int:
+    """Modules, one after the other, of which there is any tensor."""
+    stems = {".".join(name.split(".")[:3]) + "." for name in names}
+    count = 0
+    while not stems.isdisjoint(family.prefixes(num_layers, count)):
+        count += 1
+    return count
+
+
+def _check_scales(name: Any, dtypes: dict[str, str], config: PreTrainedConfig) -> None:
+    """Raw float8 codes look like weights, only hundreds of times too large."""
+    codes = [key for key, dtype in dtypes.items() if dtype.startswith(("F8_E4M3", "F8_E5M2"))]
+    codes = [key for key in codes if key.endswith(".weight")]
+    if codes and getattr(config, "quantization_config", None) is None:
+        raise ValueError(f"{name}: {codes[0]} is stored as float8, but config.json has no quantization_config")
+    stems = [key.removesuffix("weight") for key in codes]
+    bare = [stem for stem in stems if not any(stem + scale in dtypes for scale in SCALES)]
+    if bare:
+        raise ValueError(
+            f"{name}: {len(bare)} float8 weights have no scales, for example {bare[0]}weight without "
+            f"{bare[0]}weight_scale_inv; convert the checkpoint again"
+        )
+
+
+def _spare_projection(config: PreTrainedConfig, dtypes: dict[str, str]) -> PreTrainedConfig:
+    """Tells transformers' FP8 quantizer to leave `eh_proj` alone where the file has it unquantised, as DeepSeek's do."""
+    quantization = getattr(config, "quantization_config", None)
+    plain = all(not dtype.startswith("F8") for key, dtype in dtypes.items() if key.endswith("eh_proj.weight"))
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8" or not plain:
+        return config
+    config = copy.deepcopy(config)
+    kept = config.quantization_config.get("modules_to_not_convert") or []
+    config.quantization_config = config.quantization_config | {"modules_to_not_convert": [*kept, "eh_proj"]}
+    return config

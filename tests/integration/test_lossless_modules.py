@@ -1,0 +1,146 @@
+"""Speculation with sequential modules equals plain decoding: alone, in ragged batches, for any number of drafts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from tests.laws import chi_square
+from tests.models import left_padded
+from tokenahead import DeepSeekMTP
+
+CHECKPOINT = Path(__file__).parents[1] / "data" / "deepseek_mtp" / "dsv3_d2_trained"
+NEW_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = DeepSeekMTP.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def prompts(count):
+    """Noise of 1 to 40 tokens: the shortest are shorter than D."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [1, 2, 3, *torch.randint(1, 41, (count - 3,), generator=generator).tolist()]
+    return [torch.randint(1, 128, (length,), generator=generator) for length in lengths]
+
+
+def greedy(model, batch, **options):
+    inputs = left_padded(batch)
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True} | options
+    return model.generate(**inputs, **options)
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 3, 5])
+def test_greedy_equals_plain_greedy_alone_and_in_ragged_batches(model, drafts):
+    batch, alone, ragged = prompts(40), set(), set()
+    expected = [greedy(model, [p], use_mtp=False).sequences[0, len(p) :] for p in batch]
+    for prompt, want in zip(batch, expected):
+        out = greedy(model, [prompt], num_assistant_tokens=drafts)
+        assert torch.equal(out.sequences[0, len(prompt) :], want)
+        alone |= set(out.speculation.accepted)
+        assert all(len(draft) <= drafts for draft in out.speculation.drafts)
+    for start in range(0, len(batch), 4):
+        out = greedy(model, batch[start : start + 4], num_assistant_tokens=drafts)
+        assert torch.equal(out.sequences[:, -NEW_TOKENS:], torch.stack(expected[start : start + 4]))
+        ragged |= set().union(*out.speculation.accepted)
+    assert alone == ragged == set(range(drafts + 1))
+
+
+def test_rows_of_a_batch_draft_what_they_draft_alone(model):
+    batch = prompts(12)[8:]
+    out = greedy(model, batch, num_assistant_tokens=4)
+    for row, prompt in enumerate(batch):
+        alone = greedy(model, [prompt], num_assistant_tokens=4).speculation
+        assert out.speculation.rows_drafts[row][:6] == alone.drafts[:6]
+        assert out.speculation.rows_accepted[row][:6] == alone.accepted[:6]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_generation_continues_from_the_returned_cache(model, rows):
+    batch = [torch.arange(5, 5 + 9 + row) for row in range(rows)]
+    inputs = left_padded(batch)
+    whole = greedy(model, batch, use_mtp=False, max_new_tokens=20).sequences
+    first = greedy(model, batch, max_new_tokens=8)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 8), value=1)
+    options = {"do_sample": False, "max_new_tokens": 12, "return_dict_in_generate": True}
+    out = model.generate(first.sequences, attention_mask=mask, past_key_values=first.past_key_values, **options)
+    assert torch.equal(out.sequences, whole)
+    assert out.past_key_values.get_seq_length() == whole.shape[1] - 1
+    assert sum(map(sum, out.speculation.rows_accepted)) > 0
+
+
+def test_a_cache_of_plain_decoding_is_continued(model):
+    prompt = torch.arange(7, 20)[None]
+    whole = model.generate(prompt, do_sample=False, max_new_tokens=16, use_mtp=False)
+    cache = DynamicCache(config=model.config)
+    half = model.generate(prompt, do_sample=False, max_new_tokens=6, use_mtp=False, past_key_values=cache)
+    assert torch.equal(model.generate(half, do_sample=False, max_new_tokens=10, past_key_values=cache), whole)
+
+
+def test_rows_that_end_early_leave_the_others_alone(model):
+    batch = prompts(12)[8:]
+    plain = [greedy(model, [p], use_mtp=False).sequences[0, len(p) :].tolist() for p in batch]
+    eos = plain[0][5]
+    out = greedy(model, batch, eos_token_id=eos, num_assistant_tokens=4)
+    for row, tokens in enumerate(plain):
+        end = tokens.index(eos) + 1 if eos in tokens else NEW_TOKENS
+        got = out.sequences[row, out.sequences.shape[1] - max_new(out, batch) :].tolist()
+        assert got[:end] == tokens[:end] and not any(got[end:])
+
+
+def max_new(out, batch):
+    return out.sequences.shape[1] - max(map(len, batch))
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.9, 1.0])
+def test_drafts_end_where_they_are_unsure(model, threshold):
+    prompt = prompts(10)[9]
+    want = greedy(model, [prompt], use_mtp=False).sequences
+    out = greedy(model, [prompt], num_assistant_tokens=6, assistant_confidence_threshold=threshold)
+    assert torch.equal(out.sequences, want)
+    lengths = [len(draft) for draft in out.speculation.drafts]
+    assert max(lengths) > 1 if threshold < 0.1 else max(lengths) == 1
+
+
+def test_adaptive_length_is_lossless_and_shortens_drafts(model):
+    batch = prompts(30)[26:]
+    want = greedy(model, batch, use_mtp=False, max_new_tokens=60).sequences
+    options = {"num_assistant_tokens": 6, "num_assistant_tokens_schedule": "adaptive", "max_new_tokens": 60}
+    out = greedy(model, batch, **options)
+    assert torch.equal(out.sequences, want)
+    assert len({len(draft) for draft in out.speculation.rows_drafts[0]}) > 1
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("drafts", [2, 4])
+def test_samples_follow_the_target(model, rule, drafts):
+    """Four tokens after a prompt, top_k = 3 at temperature 2: at most 81 outcomes of known probability."""
+    prompt, warp = torch.arange(30, 42)[None], {"do_sample": True, "temperature": 2.0, "top_k": 3}
+    outcomes, law = enumerate_outcomes(model, prompt)
+    torch.manual_seed(11)
+    rows = prompt.expand(1500, -1)
+    options = {"max_new_tokens": 4, "num_assistant_tokens": drafts, "verification": rule}
+    out = model.generate(rows, attention_mask=torch.ones_like(rows), **warp, **options)[:, -4:]
+    cells = (out[:, None] == outcomes).all(-1)
+    assert cells.any(1).all()
+    assert chi_square(cells.long().argmax(1), law) > 0.001
+
+
+@torch.no_grad()
+def enumerate_outcomes(model, prompt):
+    sequences, law = prompt, torch.ones(1, dtype=torch.float64)
+    for _ in range(4):
+        values, ids = model(sequences, output_mtp_logits=False).logits[:, -1].topk(3)
+        law = (law[:, None] * (values.double() / 2).softmax(-1)).flatten()
+        sequences = torch.cat([sequences.repeat_interleave(3, 0), ids.flatten()[:, None]], 1)
+    return sequences[:, -4:], law
+
+
+def test_drafting_needs_at_least_one_token(model):
+    with pytest.raises(ValueError, match="num_assistant_tokens=0 must be at least 1"):
+        model.generate(torch.arange(5)[None], num_assistant_tokens=0)

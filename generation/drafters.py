@@ -24,14 +24,14 @@ class Drafter(Protocol):
 
     num_tokens: int
 
-    def begin(self, states: torch.Tensor, target: Target) -> None:
-        """Takes in the prompt: its last hidden states [B, L, D], and the backbone that holds it."""
+    def begin(self, outputs: Any, target: Target) -> None:
+        """Takes in the prompt: what the backbone made of it, and the backbone that holds it."""
 
     def propose(self, tokens: TokenRows, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Drafts up to `length` tokens behind every row: ids [B, m] int64 and, unless greedy, their laws [B, m, v]."""
 
-    def advance(self, states: torch.Tensor, kept: list[int]) -> None:
-        """Takes in a verified block, rolled back already: hidden states [B, k, D], and how many each row keeps."""
+    def advance(self, outputs: Any, kept: list[int]) -> None:
+        """Takes in a verified block, rolled back already: its outputs, and how many tokens each row keeps."""
 
 
 class HeadDrafter(CandidateGenerator):
@@ -73,16 +73,17 @@ class HeadDrafter(CandidateGenerator):
         self._after_prefill = self._unchecked = True
         self.hidden: torch.Tensor | None = None
 
-    def begin(self, states: torch.Tensor, target: Target) -> None:
+    def begin(self, outputs: Any, target: Target) -> None:
         """Keeps the state before the first new token."""
-        self.hidden = states[:, -1]
+        self.hidden = outputs.hidden_states[-1][:, -1]
 
     def propose(self, tokens: TokenRows, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Drafts behind every row, see `draft`."""
         return self.draft(self.hidden, tokens.last(), length)
 
-    def advance(self, states: torch.Tensor, kept: list[int]) -> None:
+    def advance(self, outputs: Any, kept: list[int]) -> None:
         """Keeps the state before each row's last token; a row that has ended keeps any."""
+        states = outputs.hidden_states[-1]
         if len(kept) == 1:
             self.hidden = states[:, max(kept[0] - 1, 0)]
             return

@@ -91,7 +91,7 @@ class SpeculativeLoop:
         kept, self.done = self.stopping.cut(self.tokens, first.tolist(), self.done)
         self.records.add(logits, scores, outputs.hidden_states, kept, is_prefill=True)
         self._keep(kept)
-        self.drafter.begin(outputs.hidden_states[-1], self.target)
+        self.drafter.begin(outputs, self.target)
 
     def _target(self, cache: Cache) -> Target:
         if getattr(cache, "has_row_lengths", False):
@@ -122,7 +122,7 @@ class SpeculativeLoop:
         self.records.add(logits, scores, outputs.hidden_states, kept)
         self._keep(kept)
         self.target.roll_back(kept, draft.shape[1] + 1)
-        self.drafter.advance(outputs.hidden_states[-1], kept)
+        self.drafter.advance(outputs, kept)
         ended = time.perf_counter()
         self.schedule.update(draft.shape[1], [n for n, done in zip(accepted, before) if not done], ended - started)
         self.statistics.draft_seconds += drafted - started

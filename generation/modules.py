@@ -44,15 +44,15 @@ class ModuleDrafter:
         self.cache, self.cached = DynamicCache(), 0
         self.states = self.mask = self.target = None
 
-    def begin(self, states: torch.Tensor, target: RepackedTarget) -> None:
+    def begin(self, outputs: Any, target: RepackedTarget) -> None:
         """Takes the prompt's states [B, L, D]; what an earlier call left in the backbone's cache is not looked at."""
-        self.target, self.states = target, states
-        self.mask = target.mask[:, -states.shape[1] :]
+        self.target, self.states = target, outputs.hidden_states[-1]
+        self.mask = target.mask[:, -self.states.shape[1] :]
 
-    def advance(self, states: torch.Tensor, kept: list[int]) -> None:
+    def advance(self, outputs: Any, kept: list[int]) -> None:
         """Appends the newest states of every row, right-aligned, and moves the modules' cache as the backbone's."""
         shifts, longest = self.target.shifts, max(kept)
-        self.states = torch.cat([self.states, states[:, :longest]], dim=1)
+        self.states = torch.cat([self.states, outputs.hidden_states[-1][:, :longest]], dim=1)
         self.mask = nn.functional.pad(self.mask, (0, longest), value=True)
         if any(shifts):
             self.states, self.mask = shift_right(self.states, shifts), shift_right(self.mask, shifts)

@@ -41,6 +41,33 @@ class ConstantSchedule:
         """Nothing to learn."""
 
 
+class AcceptanceRates:
+    """Running acceptance by draft position; old verifications fade.
+
+    Args:
+        longest: Positions.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self.hits, self.trials = [0.0] * longest, [0.0] * longest
+
+    def update(self, drafted: int, accepted: list[int]) -> None:
+        """Takes in a verification of `drafted` tokens in each row."""
+        self.hits, self.trials = ([_KEEP * count for count in counts] for counts in (self.hits, self.trials))
+        for position in range(min(drafted, len(self.hits))):
+            self.hits[position] += sum(count > position for count in accepted)
+            self.trials[position] += sum(count >= position for count in accepted)
+
+    def survival(self) -> list[float]:
+        """S_1 .. S_longest: the product of the rates per position, each drawn towards the rate of all positions."""
+        overall = (sum(self.hits) + 0.5) / (sum(self.trials) + 1)
+        shares, survival = [], 1.0
+        for hits, trials in zip(self.hits, self.trials):
+            survival *= (hits + _SHARED_TRIALS * overall) / (trials + _SHARED_TRIALS)
+            shares.append(survival)
+        return shares
+
+
 class AdaptiveSchedule:
     """The length with the most expected tokens per second.
 
@@ -55,7 +82,7 @@ class AdaptiveSchedule:
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
-        self.hits, self.trials = [0.0] * longest, [0.0] * longest
+        self.rates = AcceptanceRates(longest)
         self.cycles = 0
         self.idle = 0
         self.costs = _LinearCost()
@@ -64,7 +91,7 @@ class AdaptiveSchedule:
         """Full drafts at first (and one plain cycle, for its cost), then the best length by expectation."""
         if self.cycles < _FIRST_CYCLES:
             return 0 if self.cycles == 1 else self.longest
-        survival = self._survival()
+        survival = self.rates.survival()
         best = max(range(self.longest + 1), key=lambda length: self._tokens_per_second(length, survival))
         extra = self.costs.seconds(self.longest) / max(self.costs.seconds(0), 1e-9) - 1
         if best == 0 and self.idle * _PROBE_BUDGET > extra:
@@ -76,19 +103,7 @@ class AdaptiveSchedule:
         self.cycles += 1
         self.idle = 0 if drafted else self.idle + 1
         self.costs.add(drafted, seconds)
-        self.hits, self.trials = ([_KEEP * count for count in counts] for counts in (self.hits, self.trials))
-        for position in range(drafted):
-            self.hits[position] += sum(count > position for count in accepted)
-            self.trials[position] += sum(count >= position for count in accepted)
-
-    def _survival(self) -> list[float]:
-        """S_1 .. S_longest."""
-        overall = (sum(self.hits) + 0.5) / (sum(self.trials) + 1)
-        shares, survival = [], 1.0
-        for hits, trials in zip(self.hits, self.trials):
-            survival *= (hits + _SHARED_TRIALS * overall) / (trials + _SHARED_TRIALS)
-            shares.append(survival)
-        return shares
+        self.rates.update(drafted, accepted)
 
     def _tokens_per_second(self, length: int, survival: list[float]) -> float:
         return (1 + sum(survival[:length])) / max(self.costs.seconds(length), 1e-9)

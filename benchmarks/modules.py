@@ -11,12 +11,12 @@ patched to this model's. It reads the modules from disk in every call; `reads` c
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -105,24 +105,31 @@ def counted(model: PreTrainedModel) -> Iterator[dict[str, int]]:
         modeling_layers.safe_open = opener
 
 
-def measure(
-    model: PreTrainedModel, main: PreTrainedModel, prompts: torch.Tensor, calls: int, new_tokens: int, **options: object
-) -> tuple[dict[str, float], list[torch.Tensor]]:
-    """Tokens per forward of the main model, tokens per second and reads per call over consecutive calls."""
-    options = {"do_sample": False, "max_new_tokens": new_tokens, "pad_token_id": 0} | options
-    texts, times = [], []
-    with counted(main) as counts:
-        for call in range(calls):
-            prompt = prompts[call % len(prompts)][None]
+@dataclass
+class Way:
+    """One way of decoding, and what its calls of `generate` took."""
+
+    name: str
+    model: PreTrainedModel
+    main: PreTrainedModel
+    options: dict[str, object]
+    forwards: int = 0
+    reads: int = 0
+    times: list[float] = field(default_factory=list)
+    texts: list[torch.Tensor] = field(default_factory=list)
+
+    def call(self, prompt: torch.Tensor, new_tokens: int) -> None:
+        """One call of `generate`."""
+        options = {"do_sample": False, "max_new_tokens": new_tokens, "pad_token_id": 0} | self.options
+        with counted(self.main) as counts:
             start = time.perf_counter()
-            texts.append(model.generate(prompt, attention_mask=torch.ones_like(prompt), **options))
-            times.append(time.perf_counter() - start)
-    made = new_tokens * calls
-    return {
-        "tokens per forward": made / counts["forwards"],
-        "tokens/s": new_tokens / statistics.median(times),
-        "reads per call": counts["reads"] / calls,
-    }, texts
+            self.texts.append(self.model.generate(prompt, attention_mask=torch.ones_like(prompt), **options))
+            self.times.append(time.perf_counter() - start)
+        self.forwards, self.reads = self.forwards + counts["forwards"], self.reads + counts["reads"]
+
+    def forget(self) -> None:
+        """Starts the count again."""
+        self.forwards, self.reads, self.times, self.texts = 0, 0, [], []
 
 
 def plain_classes(depth: int, layers: int) -> Callable[[str | Path], PreTrainedModel]:
@@ -138,30 +145,44 @@ def plain_classes(depth: int, layers: int) -> Callable[[str | Path], PreTrainedM
 
 
 def compare(folder: str | Path, prompts: torch.Tensor, arguments: argparse.Namespace) -> Table:
-    """All ways of decoding one checkpoint."""
+    """All ways of decoding one checkpoint, by turns, so that a change of load meets all of them."""
     ours = DeepSeekMTP.from_pretrained(folder, dtype=torch.float32).eval()
     depth, layers = ours.num_modules, ours.config.num_hidden_layers
     theirs = plain_classes(depth, layers)(folder)
     for model in (ours, theirs):
         model.generation_config.eos_token_id = None
-    table = Table(title=f"{Path(folder).name}: D = {depth}, {arguments.calls} calls of {arguments.new_tokens} tokens")
-    ways = {"plain (transformers)": (theirs, theirs, {}), "use_mtp (transformers)": (theirs, theirs, {"use_mtp": True})}
+    ways = [
+        Way("plain (transformers)", theirs, theirs, {}),
+        Way("use_mtp (transformers)", theirs, theirs, {"use_mtp": True}),
+    ]
     for drafts in sorted({depth, 2, 3, 4}):
-        ways[f"tokenahead, {drafts} drafts"] = (ours, ours.main.model, {"num_assistant_tokens": drafts})
-    reference, base = None, math.nan
-    for name, (model, main, options) in ways.items():
-        measure(model, main, prompts, 2, 16, **options)
-        figures, texts = measure(model, main, prompts, arguments.calls, arguments.new_tokens, **options)
-        reference = texts if reference is None else reference
-        base = figures["tokens/s"] if "use_mtp" in options else base
-        same = all(map(torch.equal, texts, reference))
-        row = {"decoding": name} | {key: f"{value:.2f}" for key, value in figures.items()}
-        row |= {"of use_mtp": f"{figures['tokens/s'] / base:.2f}", "identical": "yes" if same else "NO"}
-        if not table.columns:
-            for column in row:
-                table.add_column(column, justify="right")
-        table.add_row(*row.values())
+        ways.append(Way(f"tokenahead, {drafts} drafts", ours, ours.main.base_model, {"num_assistant_tokens": drafts}))
+    for way in ways:
+        way.call(prompts[0][None], 16)
+        way.forget()
+    for call in range(arguments.calls):
+        for way in ways:
+            way.call(prompts[call % len(prompts)][None], arguments.new_tokens)
+    table = Table(title=f"D = {depth}, {arguments.calls} calls of {arguments.new_tokens} tokens, by turns")
+    for column in ("decoding", "tokens per forward", "tokens/s", "of use_mtp", "reads per call", "identical"):
+        table.add_column(column, justify="right")
+    for way in ways:
+        table.add_row(*row(way, ways, arguments.new_tokens))
     return table
+
+
+def row(way: Way, ways: list[Way], new_tokens: int) -> list[str]:
+    """Cells of the table."""
+    calls = len(way.times)
+    ratio = statistics.median(theirs / ours for theirs, ours in zip(ways[1].times, way.times))
+    return [
+        way.name,
+        f"{new_tokens * calls / way.forwards:.2f}",
+        f"{new_tokens / statistics.median(way.times):.0f}",
+        f"{ratio:.2f}",
+        f"{way.reads / calls:.0f}",
+        "yes" if all(map(torch.equal, way.texts, ways[0].texts)) else "NO",
+    ]
 
 
 def main() -> None:

@@ -30,14 +30,15 @@ class MTPGenerationMixin(GenerationMixin):
     """
 
     _drafts_any_length = False
+    _rules = ("block", "token")
 
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
         """Decides whether to speculate and how far; the decision lives in this call's copy of the config only."""
         rule = kwargs.pop("verification", None)
-        if rule not in (None, "block", "token"):
-            raise ValueError(f"verification={rule!r} is unknown; choose 'block' or 'token'")
+        if rule is not None and rule not in self._rules:
+            raise ValueError(f"verification={rule!r} is unknown; choose {' or '.join(map(repr, self._rules))}")
         sources = (kwargs, generation_config, self.generation_config)
         asked, drafts, threshold = (
             _first_set(name, sources) for name in ("use_mtp", "num_assistant_tokens", "assistant_confidence_threshold")
@@ -141,6 +142,9 @@ class MTPGenerationMixin(GenerationMixin):
     def _drafter(self, generation_config: GenerationConfig, logits_processor: LogitsProcessorList) -> Drafter:
         return HeadDrafter(self.window_law, self.window, generation_config, logits_processor)
 
+    def _loop(self, *args: Any, **kwargs: Any) -> SpeculativeLoop:
+        return SpeculativeLoop(*args, **kwargs)
+
     def _get_candidate_generator(
         self,
         generation_config: GenerationConfig,
@@ -184,7 +188,7 @@ class MTPGenerationMixin(GenerationMixin):
         drafter = self._get_candidate_generator(
             generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs
         )
-        return SpeculativeLoop(
+        return self._loop(
             self,
             drafter,
             input_ids,

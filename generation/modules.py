@@ -15,9 +15,9 @@ from torch import nn
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 
 from ..modeling.window_law import race
-from .mixin import MTPGenerationMixin
+from .full_history import FullHistoryMixin
 from .processing import Processing
-from .targets import RepackedTarget, is_repackable, repack, shift_right
+from .targets import RepackedTarget, repack, shift_right
 from .tokens import TokenRows
 
 _LAG = 64  # columns that may be left to be computed by the modules that a short draft did not need
@@ -116,27 +116,10 @@ class ModuleDrafter:
             layer.crop(min(0, self.cached - layer.get_seq_length()))
 
 
-class ModuleGenerationMixin(MTPGenerationMixin):
+class ModuleGenerationMixin(FullHistoryMixin):
     """`generate` with drafts of sequential modules, of any length: `num_assistant_tokens` may exceed D."""
 
     _drafts_any_length = True
-
-    def _obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
-        cache = model_kwargs.get("past_key_values")
-        if cache is not None and not is_repackable(cache):
-            return f"past_key_values with layers that forget ({type(cache).__name__})"
-        if "inputs_embeds" in model_kwargs:
-            return "inputs_embeds"
-        return super()._obstacle(config, model_kwargs)
-
-    def _prepare_cache_for_generation(
-        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        """Starts speculation with a cache that forgets nothing: a sliding window is then a matter of the mask."""
-        fresh = generation_config.cache_implementation in (None, "dynamic")
-        if generation_config.use_mtp and fresh and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = DynamicCache()
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
     def _drafter(self, generation_config: GenerationConfig, logits_processor: LogitsProcessorList) -> ModuleDrafter:
         return ModuleDrafter(self, generation_config, logits_processor)

@@ -1,0 +1,125 @@
+"""`generate` for parallel token prediction: which rule, which uniforms, how many slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
+
+from .full_history import FullHistoryMixin
+from .parallel import ParallelDrafter, ParallelLoop
+
+logger = logging.get_logger(__name__)
+_SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+
+
+class ParallelGenerationMixin(FullHistoryMixin):
+    """`generate` that drafts a block of tokens from uniforms, in the forward that verifies the last block.
+
+    Beside the options of `MTPGenerationMixin`:
+
+    - `verification`: `"coupled"` (the same uniforms for draft and target; the default of `variant="one_hot"`),
+      `"block"` (the default of `"categorical"`) or `"token"`;
+    - `uniforms`: [B, max_new_tokens] in [0, 1), `uniforms[:, 0]` for the first new token: the tokens are those of
+      sequential inverse-CDF decoding, with or without `use_mtp`;
+    - `seed`: draws the uniforms from a generator of its own, so that a run can be repeated;
+    - `slot_budget`: auxiliary slots per forward, split over the possible acceptance counts (3 N by default).
+    """
+
+    _rules = ("coupled", "block", "token")
+
+    @property
+    def window(self) -> int:
+        """The longest draft and one: N slots draft N - 1 tokens (one-hot, slot 0 repeats the target's pick) or N."""
+        return self.config.num_slots + (self.config.variant == "categorical")
+
+    def _prepare_generation_config(
+        self, generation_config: GenerationConfig | None, **kwargs: Any
+    ) -> tuple[GenerationConfig, dict[str, Any]]:
+        own = {name: kwargs.pop(name, None) for name in ("uniforms", "seed", "slot_budget")}
+        rule = kwargs.get("verification") or ("coupled" if self.config.variant == "one_hot" else "block")
+        rule = "coupled" if own["uniforms"] is not None and not kwargs.get("verification") else rule
+        config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs | {"verification": rule})
+        self._check_options(config, rule, own)
+        config.use_slots = bool(config.use_mtp)
+        if config.do_sample and rule == "coupled" and (own["uniforms"] is not None or own["seed"] is not None):
+            config.use_mtp = True  # our loop also decodes one token at a time from given uniforms
+        config.uniforms, config.seed = own["uniforms"], own["seed"]
+        config.slot_budget = own["slot_budget"] or 3 * self.config.num_slots
+        return config, model_kwargs
+
+    def _check_options(self, config: GenerationConfig, rule: str, own: dict[str, Any]) -> None:
+        """Refuses what cannot be meant.
+
+        Raises:
+            ValueError: Uniforms outside [0, 1), with another rule than the coupled one or beside a seed; no slots.
+        """
+        uniforms = own["uniforms"]
+        if own["slot_budget"] is not None and own["slot_budget"] < 1:
+            raise ValueError(f"slot_budget={own['slot_budget']} must be at least 1; to decode plainly use use_mtp=False")
+        if uniforms is None:
+            return
+        if rule != "coupled":
+            raise ValueError(f"uniforms= fixes the tokens only with verification='coupled', not {rule!r}")
+        if own["seed"] is not None:
+            raise ValueError("give uniforms= or seed=, not both")
+        if not config.do_sample:
+            raise ValueError("uniforms= is for sampling: pass do_sample=True, or drop it")
+        low, high = float(uniforms.min()), float(uniforms.max())
+        if not (low >= 0 and high < 1):
+            raise ValueError(f"uniforms must lie in [0, 1), but they lie between {low} and {high}")
+
+    def _warn_of_mismatch(self, config: GenerationConfig) -> None:
+        learned = self.config.sampling
+        asked = {name: getattr(config, name) for name in _SAMPLING}
+        if not config.do_sample or all((asked[n] or _SAMPLING[n]) == learned.get(n, _SAMPLING[n]) for n in _SAMPLING):
+            return
+        shown = ", ".join(f"{name}={learned.get(name, _SAMPLING[name])}" for name in _SAMPLING)
+        logger.warning_once(
+            f"The drafts were learned for {shown}, and the target is now sampled with "
+            f"{', '.join(f'{name}={asked[name]}' for name in _SAMPLING)}: the text stays exact, but fewer drafts are "
+            "accepted."
+        )
+
+    def _drafter(self, generation_config: GenerationConfig, logits_processor: LogitsProcessorList) -> ParallelDrafter:
+        return ParallelDrafter(self, generation_config, logits_processor)
+
+    def _loop(self, *args: Any, **kwargs: Any) -> ParallelLoop:
+        return ParallelLoop(*args, **kwargs)
+
+    def _assisted_decoding(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if generation_config.use_slots:
+            self._warn_of_mismatch(generation_config)
+        _draw_uniforms(generation_config, input_ids)
+        return super()._assisted_decoding(
+            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **kwargs
+        )
+
+
+def _draw_uniforms(config: GenerationConfig, input_ids: torch.Tensor) -> None:
+    """Fills in the uniforms of the output positions, and the generator of all further ones.
+
+    Raises:
+        ValueError: Uniforms of another shape than [B, max_new_tokens].
+    """
+    shape = len(input_ids), config.max_length - input_ids.shape[1]
+    config.uniform_generator = None
+    if config.seed is not None:
+        config.uniform_generator = torch.Generator(input_ids.device).manual_seed(config.seed)
+    if config.uniforms is None:
+        config.uniforms = torch.rand(shape, generator=config.uniform_generator, device=input_ids.device)
+    elif config.uniforms.dim() != 2 or config.uniforms.shape[0] != shape[0] or config.uniforms.shape[1] < shape[1]:
+        raise ValueError(f"uniforms have shape {tuple(config.uniforms.shape)}; give one per new token, {shape}")
+    config.uniforms = config.uniforms.to(input_ids.device)

@@ -43,11 +43,13 @@ class ModuleDrafter:
         self.processing = Processing(logits_processor or LogitsProcessorList())
         self.cache, self.cached = DynamicCache(), 0
         self.states = self.mask = self.target = None
+        self.is_padded = False
 
     def begin(self, outputs: Any, target: RepackedTarget) -> None:
         """Takes the prompt's states [B, L, D]; what an earlier call left in the backbone's cache is not looked at."""
         self.target, self.states = target, outputs.hidden_states[-1]
         self.mask = target.mask[:, -self.states.shape[1] :]
+        self.is_padded = target.is_padded
 
     def advance(self, outputs: Any, kept: list[int]) -> None:
         """Appends the newest states of every row, right-aligned, and moves the modules' cache as the backbone's."""
@@ -55,6 +57,7 @@ class ModuleDrafter:
         self.states = torch.cat([self.states, outputs.hidden_states[-1][:, :longest]], dim=1)
         self.mask = nn.functional.pad(self.mask, (0, longest), value=True)
         if any(shifts):
+            self.is_padded = True
             self.states, self.mask = shift_right(self.states, shifts), shift_right(self.mask, shifts)
             repack(self.cache, shifts)
         # rows that fall behind need states of columns that were settled already
@@ -91,7 +94,7 @@ class ModuleDrafter:
             hidden,
             self.model.get_input_embeddings()(ids),
             position_ids=positions.clamp(min=0),
-            attention_mask=mask,
+            attention_mask=mask if self.is_padded else None,
             past_key_values=self.cache,
         )
 

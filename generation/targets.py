@@ -62,6 +62,7 @@ class RepackedTarget:
 
     Attributes:
         mask: [B, W] bool, the real tokens among the columns of the cache as it is laid out now.
+        is_padded: Whether any column is no real token.
         shifts: Columns by which the last `roll_back` moved each row to the right, [B]; all 0 where it moved none.
     """
 
@@ -71,6 +72,7 @@ class RepackedTarget:
         given = torch.ones(batch, width) if mask is None else mask[:, :width]
         self.mask = given.bool().to(model.device)
         self.counts = self.mask.sum(1)
+        self.is_padded = not bool(self.mask.all())
         self.shifts = [0] * batch
         self.moved = [0] * batch
         cache.activate_past_recording()
@@ -79,8 +81,8 @@ class RepackedTarget:
         """See `Target`; positions count real tokens."""
         fed = block.shape[1]
         positions = self.counts[:, None] + torch.arange(fed, device=block.device)
-        mask = torch.nn.functional.pad(self.mask, (0, fed), value=True)
-        inputs = {"attention_mask": mask.long(), "position_ids": positions} | options
+        mask = torch.nn.functional.pad(self.mask, (0, fed), value=True) if self.is_padded else None
+        inputs = {"attention_mask": mask, "position_ids": positions} | options
         return self.model(block, past_key_values=self.cache, use_cache=True, return_dict=True, **inputs)
 
     def roll_back(self, kept: list[int], fed: int) -> None:
@@ -92,6 +94,7 @@ class RepackedTarget:
         self.counts = self.counts + torch.tensor(kept, device=self.counts.device)
         if any(self.shifts):
             self.moved = [old + new for old, new in zip(self.moved, self.shifts)]
+            self.is_padded = True
             repack(self.cache, self.shifts)
             self.mask = shift_right(self.mask, self.shifts)
 

@@ -24,10 +24,11 @@ from .callbacks import StepCounter
 from .data import ByteWindows, Corpus, code_prompts, load_corpus
 from .evaluation import GREEDY, Comparison, DecodingMode, bits_per_byte, compare_decoding, sampled
 from .folder import check_output, forget_measurements, save_checkpoint
+from .head_comparison import FAMILIES, HeadComparison, HeadFigures
 from .recipe import STAGES, Stage, tiny_config, train
 from .threads import describe_threads, threads_as_before, use_fastest_threads
 
-DEFAULT_MINUTES = 4.5
+DEFAULT_MINUTES = 4.6
 """Training time of the demo if none is given; with the installation it then takes less than 10 minutes."""
 MODES = (GREEDY, sampled(0.7), sampled(1.0))
 """Ways of decoding that the demo compares."""
@@ -35,6 +36,11 @@ PICTURE = "acceptance.png"
 """Name of the picture of acceptance by draft position."""
 RESULTS = "results.json"
 """Name of the file of measured figures."""
+HEADS_PICTURE = "heads.png"
+"""Name of the picture of the head families: acceptance against latency."""
+HEADS_RESULTS = "heads.json"
+"""Name of the file of their figures."""
+_MAIN_SHARE = 0.7  # of the training time; the rest is shared by the heads that are compared
 _SHOWN = 2  # completions to print for each way of decoding
 
 
@@ -102,7 +108,9 @@ def run_demo(
             demo.load(corpus, config or tiny_config())
             demo.train(stages, callbacks)
             demo.save()
-            return demo.measure()
+            results = demo.measure()
+            demo.compare_heads(callbacks)
+            return results
         except KeyboardInterrupt:
             demo.rescue()
             raise
@@ -119,7 +127,7 @@ class _Demo:
         self.steps = StepCounter()
         self.model: EvaByteForMTPC | None = None
         self.tokenizer: PreTrainedTokenizerBase = EvaByteTokenizer()
-        self.is_saved = False
+        self.is_saved = self.is_measured = False
         self.threads = torch.get_num_threads()
 
     def load(self, corpus: Corpus | None, config: EvaByteConfig) -> None:
@@ -135,13 +143,15 @@ class _Demo:
         self.model = EvaByteForMTPC(config)
         self._say(
             f"Model: EvaByte with {self.model.num_parameters():,} parameters and {self.model.window} heads. "
-            f"Training: {self.minutes:g} min; Ctrl-C stops and saves."
+            f"Training: {self.minutes:g} min, {_MAIN_SHARE:.0%} for this model and the rest for heads to compare; "
+            "Ctrl-C stops and saves."
         )
 
     def train(self, stages: Sequence[Stage], callbacks: Sequence[TrainerCallback]) -> None:
         """Trains it."""
         everything = [self.steps, *callbacks]
-        train(self.model, self.corpus.train, self.minutes, self.console, self.seed, stages, everything)
+        minutes = _MAIN_SHARE * self.minutes
+        train(self.model, self.corpus.train, minutes, self.console, self.seed, stages, everything)
 
     def save(self) -> None:
         """Writes model and tokenizer."""
@@ -151,14 +161,16 @@ class _Demo:
             "steps": self.steps.count,
             "text": f"{self.corpus.root}, {len(self.corpus.train.files)} files",
         }
-        forget_measurements(self.output, PICTURE, RESULTS)
+        forget_measurements(self.output, PICTURE, RESULTS, HEADS_PICTURE, HEADS_RESULTS)
         save_checkpoint(self.output, self.model, self.tokenizer, notes)
         self.is_saved = True
         self._say(f"Saved the model and its tokenizer in {self.output}.")
 
     def rescue(self) -> None:
         """After Ctrl-C: saves what there is, and says what was saved and where."""
-        if self.is_saved:
+        if self.is_measured:
+            self._say(f"\nStopped. {self.output} holds the model and its figures; the heads were not all compared.")
+        elif self.is_saved:
             self._say(f"\nStopped. The trained model is in {self.output}; measuring it was not finished.")
         elif self.steps.count:
             self._say(f"\nStopped in the training, after step {self.steps.count}.")
@@ -179,7 +191,28 @@ class _Demo:
         results = self._results(bits, prompts, comparisons)
         self._show(bits, comparisons)
         self._write(results, comparisons)
+        self.is_measured = True
         return results
+
+    def compare_heads(self, callbacks: Sequence[TrainerCallback]) -> list[HeadFigures]:
+        """Trains every head family on this backbone for the same time, and draws acceptance against latency."""
+        comparison = HeadComparison(
+            train_text=self.corpus.train,
+            held_out=ByteWindows(self.corpus.held_out, self.measuring.window_length),
+            windows=max(1, self.measuring.windows // 4),
+            prompts=code_prompts(self.corpus.held_out, self.measuring.prompts, self.seed),
+            new_bytes=max(1, self.measuring.new_bytes // 2),
+            minutes=(1 - _MAIN_SHARE) * self.minutes / len(FAMILIES),
+            seed=self.seed,
+        )
+        self._say("\nHead families on the same backbone, trained alone for the same time:")
+        figures = [comparison.measure(self.output, kind, self.console, callbacks) for kind in FAMILIES]
+        self.console.print(report.heads_table(figures))
+        report.save_heads_picture(figures, self.output / HEADS_PICTURE)
+        report.save_json([row.as_dict() for row in figures], self.output / HEADS_RESULTS)
+        self._say(f"Wrote {HEADS_PICTURE} and {HEADS_RESULTS}; every head is in {self.output / 'heads'}. To go on:")
+        self._say(f"  tokenahead generate --model {self.output} 'def main('")
+        return figures
 
     def _say(self, text: str) -> None:
         """Prints words that may hold a path, which is no markup."""
@@ -203,7 +236,7 @@ class _Demo:
             accepted_by_position=comparisons[0].accepted_by_position,
             bits_per_byte=bits[0],
             extra={
-                "Training": f"{self.steps.count:,} steps in {self.minutes:g} minutes",
+                "Training": f"{self.steps.count:,} steps in {_MAIN_SHARE * self.minutes:.2g} minutes",
                 "Bits per byte, all heads": ", ".join(f"{value:.3f}" for value in bits),
             },
         )
@@ -233,8 +266,7 @@ class _Demo:
             write_card(self.output, card, overwrite=self.overwrite)
         except FileExistsError as error:  # someone's own words are worth more than the card
             self._say(f"No card was written: {error}")
-        self._say(f"Wrote README.md, {RESULTS} and {PICTURE} beside the model. To go on:")
-        self._say(f"  tokenahead generate --model {self.output} 'def main('")
+        self._say(f"Wrote README.md, {RESULTS} and {PICTURE} beside the model.")
 
     def _description(self) -> str:
         text = self.corpus.train

@@ -1,6 +1,6 @@
 """Where a new module should start: what `eh_proj` passes on at first, measured on text.
 
-    python benchmarks/retrofit.py                         # a few minutes on one core
+    python benchmarks/retrofit.py                         # about twenty minutes on one core
     python benchmarks/retrofit.py --steps 4000 --module-steps 800 --seeds 3
 
 A small Llama is trained on the Python standard library's source (its own byte-pair vocabulary). Then, with that model

@@ -17,15 +17,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ..configuration.mtp_families import COUNT, MTPFamily, count_modules, family_of
-from .checkpoint_files import weight_files
+from .checkpoint_files import COPIES, weight_files
 from .deepseek_modules import MTPModule, MTPModules
 from .float8 import dequantized_tensors
 from .loading import StrictLoadingMixin
 
 _PER_LAYER = ("layer_types", "mlp_layer_types")
 _PARTS = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
-COPIES = ("embed_tokens.weight", "shared_head.head.weight")
-"""Tensors that official files repeat in every module: the main model's embeddings and its head."""
 
 
 def main_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

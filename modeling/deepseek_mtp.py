@@ -238,13 +238,15 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
         """
         last_only = output_hidden_states is not None and not isinstance(output_hidden_states, bool)
         if output_mtp_logits is None:
-            output_mtp_logits = not self.training and past_key_values is None and not use_cache and self.num_modules > 0
+            output_mtp_logits = not (self.training or use_cache or past_key_values is not None) and self.num_modules > 0
         if (
-            past_key_values is not None
+            (output_mtp_logits or labels is not None)
+            and past_key_values is not None
             and past_key_values.get_seq_length()
-            and (output_mtp_logits or labels is not None)
         ):
             raise ValueError("labels and output_mtp_logits need whole sequences; drop past_key_values")
+        if labels is not None and use_cache is None:
+            use_cache = False  # with a cache, transformers does not look for packed documents
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
         outputs = self.get_decoder()(
@@ -259,8 +261,8 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
         hidden = outputs.last_hidden_state
         head = self.get_output_embeddings()
         chain, loss, head_losses, mtp_logits = [hidden], None, None, None
-        if self.num_modules and (output_mtp_logits or labels is not None):
-            depths = self.num_modules if labels is None else max(self.num_modules, self.num_depths)
+        depths = max(self.num_modules if output_mtp_logits else 0, self.num_depths if labels is not None else 0)
+        if depths:
             chain = self._chain(hidden, inputs_embeds, attention_mask, position_ids, depths)
         if labels is not None:
             loss, head_losses = self._loss(chain, labels, attention_mask, position_ids, num_items_in_batch)

@@ -1,4 +1,4 @@
-"""New modules for a model that has none: each a copy of its last layer, which starts as a fair guess of the next token."""
+"""New modules for a model that has none: each starts as a copy of its last layer."""
 
 from __future__ import annotations
 
@@ -44,6 +44,10 @@ def retrofit(
     family = family_of(main.config)
     if type(main) is not main_class(main.config):
         raise ValueError(f"from_backbone needs a {main_class(main.config).__name__}, not a {type(main).__name__}")
+    if not (family.retrofit or family.copies):
+        raise ValueError(
+            f"from_backbone does not support {main.config.model_type}: its modules are unlike its last layer"
+        )
     if not family.retrofit and count_modules(main.config):
         raise ValueError(
             f"{main.config.model_type} has modules of its own ({COUNT}={count_modules(main.config)}): load them with "

@@ -13,7 +13,8 @@ import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..configuration.mtp_families import COUNT, family_of
-from .deepseek_checkpoint import COPIES, load, official_names, own_names
+from .checkpoint_files import COPIES
+from .deepseek_checkpoint import load, official_names, own_names
 
 _OLD_WEIGHTS = re.compile(
     rf"{re.escape(SAFE_WEIGHTS_NAME)}|{re.escape(SAFE_WEIGHTS_INDEX_NAME)}|model-\d{{5}}-of-\d{{5}}\.safetensors"
@@ -33,9 +34,9 @@ class OfficialFolderMixin:
     ) -> None:
         """Writes one ordinary folder that transformers, vLLM and SGLang read.
 
-        It keeps the main model's `model_type` and `architectures`, and holds module k as `model.layers.{L + k}.*`, experts
-        one by one, with copies of embeddings and head where the model was loaded with them. Files are written beside
-        the folder and moved there when they are whole.
+        It keeps the main model's `model_type` and `architectures`, and holds module k as `model.layers.{L + k}.*`,
+        experts one by one, with copies of embeddings and head where the model was loaded with them. Files are written
+        beside the folder and moved there when they are whole.
 
         Args:
             save_directory: The folder; files of the same names are replaced, and weights of an earlier save removed.
@@ -49,8 +50,8 @@ class OfficialFolderMixin:
         """
         if getattr(self.main, "hf_quantizer", None) is not None:
             raise ValueError(
-                "a quantised main model cannot be saved with its modules; load it with "
-                "quantization_config=FineGrainedFP8Config(dequantize=True), or another dtype"
+                "a quantised main model cannot be saved with its modules; load it in full precision (float8: "
+                "quantization_config=FineGrainedFP8Config(dequantize=True)), or save adapters"
             )
         hub = {key: kwargs.pop(key) for key in ("repo_id", "commit_message", "private", "create_pr") if key in kwargs}
         target = Path(save_directory)

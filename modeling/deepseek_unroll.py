@@ -90,8 +90,8 @@ def _causal_mask(
     )
     if not isinstance(mask, torch.Tensor) or mask.dim() < 4:
         raise ValueError(
-            f"more steps than modules need a mask that attn_implementation={modules.config._attn_implementation!r} does "
-            "not take; use 'sdpa' or 'eager'"
+            "more steps than modules need a mask of their own, which attn_implementation="
+            f"{modules.config._attn_implementation!r} does not take; use 'sdpa' or 'eager'"
         )
     return mask
 

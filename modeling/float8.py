@@ -72,7 +72,8 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]
         return codes.float() * factors.reshape(())
     wanted = tuple(-(-size // step) for size, step in zip(codes.shape, block))
     if tuple(factors.shape) != wanted:
-        raise ValueError(f"a float8 weight {tuple(codes.shape)} in blocks of {tuple(block)} needs scales {wanted}, not {tuple(factors.shape)}")
+        shape, found = tuple(codes.shape), tuple(factors.shape)
+        raise ValueError(f"a float8 weight {shape} in blocks of {tuple(block)} needs scales {wanted}, not {found}")
     for dim, step in enumerate(block):
         factors = factors.repeat_interleave(step, dim).narrow(dim, 0, codes.shape[dim])
     return codes.float() * factors

@@ -1,0 +1,138 @@
+"""Every family: built, run, saved, read back, and the retrofits of models without modules."""
+
+import copy
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.families import NAMES, RETROFITS, family_config, family_model, random_ids, shake
+from tokenahead import DeepSeekMTP
+from tokenahead.configuration.mtp_families import FAMILIES, REFUSED
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_family(name, tmp_path):
+    model, ids = family_model(name, num_nextn_predict_layers=2), random_ids()
+    out = model(ids, labels=ids)
+    assert [logits.shape for logits in out.mtp_logits] == [(2, 15, 96), (2, 14, 96)]
+    model.save_pretrained(tmp_path)
+    again = DeepSeekMTP.from_pretrained(tmp_path)
+    assert type(again.main).__module__.startswith("transformers.models.")
+    other = again(ids, labels=ids)
+    for a, b in zip((out.loss, out.logits, *out.mtp_logits), (other.loss, other.logits, *other.mtp_logits)):
+        assert torch.equal(a, b)
+    plain, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and torch.equal(plain(ids).logits, out.logits)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_rows_one_by_one_with_a_cache_equal_rows_at_once(name):
+    from transformers import DynamicCache
+
+    model, ids = family_model(name), random_ids()
+    out = model(ids, output_hidden_states=-1)
+    hidden, embeds = out.hidden_states[-1], model.get_input_embeddings()(ids)
+    cache, rows = DynamicCache(), []
+    for start, stop in ((0, 9), (9, 10), (10, 15)):
+        position_ids, mask = torch.arange(start, stop)[None], torch.ones(2, stop, dtype=torch.long)
+        state = model.mtp.step(1, hidden[:, start:stop], embeds[:, start + 1 : stop + 1], position_ids, mask, cache)
+        rows.append(model.get_output_embeddings()(state))
+    torch.testing.assert_close(torch.cat(rows, 1), out.mtp_logits[0], atol=2e-5, rtol=0)
+
+
+def test_names_in_files_are_the_family_s_own(tmp_path):
+    expected = {
+        "ernie4_5_moe": {
+            "model.mtp_emb_norm.0.weight",
+            "model.mtp_linear_proj.0.weight",
+            "model.mtp_block.0.input_layernorm.weight",
+        },
+        "hy_v3": {"model.layers.2.final_layernorm.weight", "model.layers.2.mlp.experts.3.up_proj.weight"},
+        "deepseek_v3": {"model.layers.2.shared_head.norm.weight", "model.layers.2.mlp.experts.3.up_proj.weight"},
+    }
+    for name, names in expected.items():
+        model = family_model(name)
+        model.save_pretrained(tmp_path / name)
+        DeepSeekMTP.from_pretrained(tmp_path / name).save_pretrained(tmp_path / name)  # also once it was loaded
+        stored = set(load_file(tmp_path / name / "model.safetensors"))
+        assert names <= stored
+        assert not any("gate_up_proj" in key or key.startswith(("main.", "mtp.")) for key in stored)
+
+
+def test_hidden_first_swaps_the_halves_of_the_projection():
+    model, ids = family_model("llama"), random_ids()
+    expected = model(ids).mtp_logits[0]
+    module = model.mtp[0]
+    module.embedding_first = False
+    module.eh_proj.weight.data = module.eh_proj.weight.data.roll(32, dims=1)
+    torch.testing.assert_close(model(ids).mtp_logits[0], expected)
+
+
+@pytest.mark.parametrize("name", RETROFITS)
+@torch.no_grad()
+def test_retrofit_starts_from_the_last_layer(name, tmp_path):
+    torch.manual_seed(0)
+    backbone = shake(AutoModelForCausalLM.from_config(family_config(name, num_nextn_predict_layers=0))).eval()
+    backbone.save_pretrained(tmp_path)
+    model = DeepSeekMTP.from_backbone(tmp_path, num_modules=2, eh_init="hidden")
+    ids = random_ids()
+    assert torch.equal(model(ids).logits, backbone(ids).logits) and model.num_modules == 2
+    last = backbone.get_decoder().layers[-1].state_dict()
+    for module in model.mtp:
+        assert all(torch.equal(value, last[key]) for key, value in module.block.state_dict().items())
+        assert torch.equal(module.norm.weight, backbone.get_decoder().norm.weight)
+        x = torch.randn(3, 32)
+        torch.testing.assert_close(module.hnorm(x), torch.nn.functional.rms_norm(x, (32,)), atol=1e-4, rtol=0)
+        torch.testing.assert_close(module.eh_proj(torch.cat([x, 2 * x], -1)), 2 * x)
+    model.save_pretrained(tmp_path / "new")
+    again = DeepSeekMTP.from_pretrained(tmp_path / "new")
+    assert torch.equal(again(ids).mtp_logits[1], model(ids).mtp_logits[1])
+
+
+@pytest.mark.parametrize(("eh_init", "shares"), [("embedding", (1, 0)), ("hidden", (0, 1)), ("both", (0.5, 0.5))])
+def test_retrofit_projection(eh_init, shares):
+    backbone = AutoModelForCausalLM.from_config(family_config("llama", num_nextn_predict_layers=0))
+    weight = DeepSeekMTP.from_backbone(backbone, eh_init=eh_init).mtp[0].eh_proj.weight
+    assert torch.equal(weight, torch.cat([share * torch.eye(32) for share in shares], dim=1))
+
+
+def test_retrofit_refuses_what_it_cannot_do():
+    backbone = AutoModelForCausalLM.from_config(family_config("llama"))
+    with pytest.raises(ValueError, match="num_modules=0 must be at least 1"):
+        DeepSeekMTP.from_backbone(backbone, num_modules=0)
+    with pytest.raises(ValueError, match="eh_init='zero' is unknown"):
+        DeepSeekMTP.from_backbone(backbone, eh_init="zero")
+    with pytest.raises(ValueError, match="not a LlamaModel"):
+        DeepSeekMTP.from_backbone(backbone.model)
+    official = AutoModelForCausalLM.from_config(family_config("deepseek_v3"))
+    with pytest.raises(ValueError, match="has modules of its own"):
+        DeepSeekMTP.from_backbone(official)
+    unlike = AutoModelForCausalLM.from_config(family_config("ernie4_5_moe", num_nextn_predict_layers=0))
+    with pytest.raises(ValueError, match="its modules are unlike its last layer"):
+        DeepSeekMTP.from_backbone(unlike)
+
+
+def test_a_copy_is_a_model_of_its_own():
+    model, ids = family_model("llama"), random_ids()
+    other = copy.deepcopy(model)
+    expected = model(ids).mtp_logits[0]
+    torch.nn.init.zeros_(model.mtp[0].eh_proj.weight)
+    model.main.model.rotary_emb.inv_freq.zero_()
+    assert torch.equal(other(ids).mtp_logits[0], expected)
+    assert other.mtp.config is other.config is other.main.config
+
+
+def test_stateful_classes_of_transformers_are_all_refused():
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    stateful = {
+        config.model_type
+        for config, kind in MODEL_FOR_CAUSAL_LM_MAPPING.items()
+        if getattr(kind, "_is_stateful", False)
+    }
+    assert stateful and not stateful & set(FAMILIES)
+    assert {"qwen3_next", "nemotron_h", "deepseek_v4"} <= set(REFUSED)

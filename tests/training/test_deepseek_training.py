@@ -1,0 +1,132 @@
+"""Modules in training: Trainer and MTPTrainer, resuming, PEFT, the schedule of the loss weight."""
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import Trainer, TrainingArguments
+
+from tests.families import family_model, random_ids
+from tokenahead import DeepSeekMTP
+from tokenahead.training.loss_weight import MTPLossWeightSchedule
+from tokenahead.training.trainer import MTPTrainer
+
+
+def rows(count=16):
+    return [{"input_ids": row, "labels": row.clone()} for row in random_ids(count, 12)]
+
+
+def arguments(folder, **changes):
+    options = dict(
+        max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2, report_to="none", save_strategy="no",
+        logging_steps=1, use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    return TrainingArguments(str(folder), **(options | changes))
+
+
+@pytest.mark.parametrize("kind", [Trainer, MTPTrainer])
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen2"])
+def test_training_the_modules_alone(kind, name, tmp_path):
+    model = family_model(name)
+    model.train_only("mtp")
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    trainer = kind(model, arguments(tmp_path, max_steps=12), train_dataset=rows(4))
+    trainer.train()
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed and all(name.startswith("mtp.") for name in changed)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    if kind is MTPTrainer:
+        assert "loss_head_2" in trainer.state.log_history[0]
+    model.train_only("all")
+    assert all(p.requires_grad for p in model.parameters())
+    with pytest.raises(ValueError, match="choose 'all' or 'mtp'"):
+        model.train_only("heads")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen2"])
+def test_resuming_in_the_middle_gives_the_same_model(name, tmp_path):
+    options = dict(max_steps=6, save_steps=3, save_strategy="steps")
+    whole = family_model(name, num_nextn_predict_layers=2)
+    MTPTrainer(whole, arguments(tmp_path / "a", **options), train_dataset=rows()).train()
+    fresh = family_model(name, seed=5, num_nextn_predict_layers=2)
+    trainer = MTPTrainer(fresh, arguments(tmp_path / "b", **options), train_dataset=rows())
+    trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+    for (key, a), b in zip(whole.named_parameters(), fresh.parameters()):
+        torch.testing.assert_close(a, b, msg=key)
+    again = DeepSeekMTP.from_pretrained(tmp_path / "a" / "checkpoint-6")
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters()))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_trl(packing, tmp_path):
+    from datasets import Dataset
+    from trl import SFTConfig
+
+    from tokenahead import EvaByteTokenizer
+    from tokenahead.training.sft import MTPSFTTrainer
+
+    model = family_model("llama", vocab_size=320, num_nextn_predict_layers=2)
+    before = model.mtp[1].eh_proj.weight.clone()
+    config = SFTConfig(
+        str(tmp_path), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, use_cpu=True,
+        bf16=False, max_length=64, packing=packing, report_to="none", save_strategy="no",
+    )  # fmt: skip
+    data = Dataset.from_dict({"text": ["def f(x):\n    return x\n", "import os\n"] * 8})
+    trainer = MTPSFTTrainer(model, config, train_dataset=data, processing_class=EvaByteTokenizer())
+    trainer.train()
+    assert not torch.equal(model.mtp[1].eh_proj.weight, before)
+    assert "loss_head_3" in trainer.state.log_history[0]
+
+
+def test_a_state_of_its_own_names_is_loaded_as_usual():
+    model, other = family_model("deepseek_v3"), family_model("deepseek_v3", seed=1)
+    model.load_state_dict(other.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "eh_proj"], ["lm_head", "o_proj"]])
+def test_adapters_on_main_model_and_modules(targets, tmp_path):
+    base, ids = family_model("llama"), random_ids(1, 10)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    Trainer(model, arguments(tmp_path), train_dataset=rows()).train()
+    adapted = {name for name, p in model.named_parameters() if p.requires_grad and "lora_B" in name and p.any()}
+    assert any(".mtp." in name for name in adapted) and any(".main." in name for name in adapted)
+    model.eval()
+    expected = model(ids)
+    options = dict(input_ids=ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert torch.equal(model.generate(**options, use_mtp=True), model.generate(**options, use_mtp=False))
+    model.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(family_model("llama"), tmp_path / "adapter")
+    torch.testing.assert_close(again(ids).mtp_logits[0], expected.mtp_logits[0])
+    merged = again.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    found = DeepSeekMTP.from_pretrained(tmp_path / "merged")(ids)
+    torch.testing.assert_close(found.mtp_logits[0], expected.mtp_logits[0], atol=1e-5, rtol=1e-4)
+
+
+def test_loss_weight_follows_the_steps(tmp_path):
+    model, seen = family_model("llama"), []
+    schedule = MTPLossWeightSchedule(0.3, 0.1, switch_at=0.5)
+
+    class Watch(MTPLossWeightSchedule):
+        def on_step_end(self, *args, model=None, **kwargs):
+            seen.append(model.mtp_loss_weight)
+
+        def on_step_begin(self, *args, **kwargs):
+            pass
+
+    Trainer(model, arguments(tmp_path), train_dataset=rows(), callbacks=[schedule, Watch()]).train()
+    assert seen == [0.3, 0.3, 0.1, 0.1]
+
+
+def test_loss_weight_reaches_through_adapters_and_refuses_other_models(tmp_path):
+    model = get_peft_model(family_model("llama"), LoraConfig(target_modules=["eh_proj"]))
+    Trainer(model, arguments(tmp_path), train_dataset=rows(), callbacks=[MTPLossWeightSchedule(0.2, 0.2)]).train()
+    assert model.base_model.model.mtp_loss_weight == 0.2
+    plain = family_model("llama").main
+    with pytest.raises(TypeError, match="not a LlamaForCausalLM"):
+        Trainer(plain, arguments(tmp_path), train_dataset=rows(), callbacks=[MTPLossWeightSchedule()]).train()
+    with pytest.raises(ValueError, match="switch_at=2 "):
+        MTPLossWeightSchedule(switch_at=2)
+    with pytest.raises(ValueError, match="first=-1 "):
+        MTPLossWeightSchedule(first=-1)

@@ -2,5 +2,6 @@
 
 from .evabyte import EvaByteConfig
 from .heads import HEAD_TYPES, MTPHeadConfig
+from .ptp import PTPConfig
 
-__all__ = ["HEAD_TYPES", "EvaByteConfig", "MTPHeadConfig"]
+__all__ = ["HEAD_TYPES", "EvaByteConfig", "MTPHeadConfig", "PTPConfig"]

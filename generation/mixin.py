@@ -105,8 +105,8 @@ class MTPGenerationMixin(GenerationMixin):
         """
         tensor, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
         if name == "input_ids":
-            _check_prompt(tensor, self.config.vocab_size)
-        limit = getattr(self.config, "max_position_embeddings", None)
+            _check_prompt(tensor, self.config.get_text_config().vocab_size)
+        limit = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and tensor.shape[1] > limit:
             raise ValueError(
                 f"the prompt has {tensor.shape[1]} tokens, more than max_position_embeddings={limit}; shorten it"

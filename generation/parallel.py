@@ -16,15 +16,12 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from ..modeling.uniforms import pick
 from .loop import SpeculativeLoop
-from .modules import FullHistoryMixin
 from .processing import Processing
 from .schedule import AcceptanceRates
 from .slots import SlotLayout, split_budget
 from .targets import RepackedTarget
 from .tokens import TokenRows
-from .verification import block_acceptance, coupled_acceptance, token_acceptance, verify_greedy
-
-RULES = ("coupled", "block", "token")
+from .verification import coupled_acceptance, verify, verify_greedy
 
 
 class ParallelDrafter:
@@ -40,23 +37,19 @@ class ParallelDrafter:
         self, model: Any, generation_config: GenerationConfig, logits_processor: LogitsProcessorList | None = None
     ) -> None:
         self.is_one_hot = model.config.variant == "one_hot"
-        self.slots = model.config.num_slots
         self.num_tokens = generation_config.num_assistant_tokens
+        # a one-hot slot 0 predicts what the target picks itself
+        self.longest_group = min(model.config.num_slots, self.num_tokens + self.is_one_hot)
         self.do_sample = bool(generation_config.do_sample)
         self.is_coupled = generation_config.verification == "coupled"
         self.budget = generation_config.slot_budget
-        self.may_draft = generation_config.may_draft
-        self.warps = Processing(logits_processor or LogitsProcessorList()) if model.config.learned_whole_law else None
+        processing = Processing(logits_processor or LogitsProcessorList())
+        self.warps = processing if processing.pointwise and not model.config.learns_warped_law else None
         self.rates = AcceptanceRates(self.num_tokens)
         self.layout: SlotLayout | None = None
         self.logits: torch.Tensor | None = None
         self.uniforms: torch.Tensor | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor | None] | None = None
-
-    @property
-    def longest_group(self) -> int:
-        """Slots that a group needs for the longest draft: a one-hot slot 0 predicts what the target picks itself."""
-        return min(self.slots, self.num_tokens + self.is_one_hot)
 
     def begin(self, outputs: Any, target: RepackedTarget) -> None:
         """Nothing is drafted by the prompt's own pass."""
@@ -69,45 +62,120 @@ class ParallelDrafter:
         return draft[:, :length], None if q is None else q[:, :length]
 
     def arrange(self, drafted: int, device: torch.device) -> SlotLayout | None:
-        """The slots of the next forward, behind `drafted` drafts; None where nothing may be drafted."""
-        sizes = split_budget(self.budget, drafted, self.longest_group, self.rates) if self.may_draft else [0]
+        """The slots of the next forward, behind `drafted` drafts; None where there are none."""
+        sizes = split_budget(self.budget, drafted, self.longest_group, self.rates)
         self.layout = SlotLayout.of(sizes, device) if sum(sizes) else None
         return self.layout
 
+    def read(self, logits: torch.Tensor, uniforms: torch.Tensor) -> None:
+        """Takes the logits of the slots [B, A, v], and the uniforms of the output positions from the block's on."""
+        self.logits, self.uniforms = logits, uniforms
+
     def advance(self, outputs: Any, kept: list[int]) -> None:
-        """Reads the group behind the tokens that each row kept."""
+        """Drafts from the group behind the tokens that each row kept."""
         self.pending = None
         if self.layout is None:
             return
         chosen = [max(count - 1, 0) for count in kept]
         index, exists = self.layout.of_group(chosen)
-        rows = torch.arange(len(kept), device=index.device)[:, None]
-        logits, uniforms = self.logits[rows, index], self.uniforms
         if self.is_one_hot:
-            logits, exists = logits[:, 1:], exists[:, 1:]
-        if logits.shape[1] == 0:
+            index, exists = index[:, 1:], exists[:, 1:]
+        if index.shape[1] == 0:
             return
-        self.pending = self._drafts(logits, self._own_uniforms(uniforms, index), exists)
-
-    def _own_uniforms(self, uniforms: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """The uniform of each drafted token: a categorical slot predicts the token after its own uniform's."""
-        following = index if self.is_one_hot else index + 1
-        return uniforms.gather(1, following)[:, 1 if self.is_one_hot else 0 :]
+        rows = torch.arange(len(kept), device=index.device)[:, None]
+        start = torch.tensor(chosen, device=index.device)[:, None] + 1  # the target picks the token before
+        uniforms = self.uniforms.gather(1, start + torch.arange(index.shape[1], device=index.device))
+        self.pending = self._drafts(self.logits[rows, index], uniforms, exists)
 
     def _drafts(
         self, logits: torch.Tensor, uniforms: torch.Tensor, exists: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens and laws; a place that a row does not have holds token 0, certain."""
+        """Tokens, and their laws where a rule asks for them; a place that a row lacks holds token 0, for certain."""
         probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
         if self.is_one_hot or not self.do_sample:
             draft = probs.argmax(-1)
         else:
-            probs = probs if self.warps is None or not self.warps.pointwise else self.warps.warp(probs)
+            probs = probs if self.warps is None else self.warps.warp(probs)
             draft = pick(uniforms, probs)
         draft = draft.masked_fill(~exists, 0)
         if not self.do_sample or self.is_coupled:
             return draft, None
-        if self.is_one_hot:
-            probs = torch.nn.functional.one_hot(draft, probs.shape[-1]).to(probs)
-        certain = torch.nn.functional.one_hot(torch.zeros_like(draft), probs.shape[-1]).to(probs)
-        return draft, torch.where(exists[..., None], probs, certain)
+        certain = torch.nn.functional.one_hot(draft, probs.shape[-1]).to(probs)
+        return draft, certain if self.is_one_hot else torch.where(exists[..., None], probs, certain)
+
+
+class ParallelLoop(SpeculativeLoop):
+    """One call of `generate` of a `PTPForCausalLM`; see `SpeculativeLoop`."""
+
+    drafter: ParallelDrafter
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.is_coupled = self.config.do_sample and self.rule == "coupled"
+        self.table = self.config.uniforms
+        self.generator = self.config.uniform_generator
+
+    def _first(self, scores: torch.Tensor) -> torch.Tensor:
+        if not self.is_coupled:
+            return super()._first(scores)
+        return pick(self._uniforms(1, first=True).to(scores.device), _law(scores))
+
+    def _uniforms(self, count: int, first: bool = False) -> torch.Tensor:
+        """u of the next `count` output positions of every row, [B, count]."""
+        batch = len(self.done)
+        if not self.is_coupled:
+            return torch.rand(batch, count, device=self.tokens.ids.device, generator=self.generator)
+        starts = [0 if first else n - self.tokens.prompt_length for n in self.tokens.lengths]
+        missing = max(starts) + count - self.table.shape[1]
+        if missing > 0:  # beyond what was given: of tokens that are drafted but never returned
+            more = torch.rand(batch, missing + 64, generator=self.generator, device=self.table.device)
+            self.table = torch.cat([self.table, more.to(self.table.dtype)], dim=1)
+        index = torch.tensor(starts, device=self.table.device)[:, None]
+        return self.table.gather(1, index + torch.arange(count, device=self.table.device))
+
+    def _forward(self, block: torch.Tensor) -> Any:
+        """One backbone call on [b, draft | slots]; the slots leave the cache again at once."""
+        fed, drafter = block.shape[1], self.drafter
+        self.current = self._uniforms(fed + drafter.longest_group + 1)
+        layout = drafter.arrange(fed - 1, block.device) if self.config.use_slots else None
+        if layout is None:
+            return super()._forward(block)
+        self.statistics.backbone_calls += 1
+        order = torch.cat([torch.arange(fed, device=block.device), layout.group + layout.place])
+        positions = self.target.counts[:, None] + order
+        if not drafter.is_one_hot:
+            positions[:, fed:] += 1
+        uniforms = self.current[:, layout.group + layout.place]
+        outputs = self.target.forward(
+            block,
+            uniforms=uniforms if self.config.do_sample else torch.full_like(uniforms, 0.5),
+            attention_mask=layout.visible(self.target.mask),
+            position_ids=positions,
+            output_hidden_states=bool(self.config.output_hidden_states),
+        )
+        self.target.cache.crop(-len(layout.group))
+        drafter.read(outputs.logits[:, fed:], self.current)
+        outputs.logits = outputs.logits[:, :fed]
+        if outputs.hidden_states is not None:
+            outputs.hidden_states = tuple(states[:, :fed] for states in outputs.hidden_states)
+        return outputs
+
+    def _verify(
+        self, draft: torch.Tensor, q: torch.Tensor | None, scores: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        uniforms = self.current[:, : scores.shape[1]]
+        if not self.config.do_sample:
+            accepted, new = verify_greedy(draft, scores)
+        elif self.is_coupled:
+            accepted, new = coupled_acceptance(draft, uniforms, _law(scores))
+        else:
+            accepted, added = verify(draft, q, scores.softmax(-1), self.rule, self.generator, uniforms)
+            new = torch.nn.functional.pad(draft, (0, 1)).scatter_(1, accepted[:, None], added[:, None])
+        counts = accepted.tolist()
+        self.drafter.rates.update(draft.shape[1], [n for n, done in zip(counts, self.done) if not done])
+        return accepted, new
+
+
+def _law(scores: torch.Tensor) -> torch.Tensor:
+    """Probabilities in float64: cumulative sums over a large vocabulary in float32 misplace picks."""
+    return scores.double().softmax(-1)

@@ -59,7 +59,9 @@ class ParallelGenerationMixin(FullHistoryMixin):
         """
         uniforms = own["uniforms"]
         if own["slot_budget"] is not None and own["slot_budget"] < 1:
-            raise ValueError(f"slot_budget={own['slot_budget']} must be at least 1; to decode plainly use use_mtp=False")
+            raise ValueError(
+                f"slot_budget={own['slot_budget']} must be at least 1; to decode plainly use use_mtp=False"
+            )
         if uniforms is None:
             return
         if rule != "coupled":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from ..modeling.uniforms import pick
 from ..modeling.window_law import race
 
 
@@ -48,6 +49,26 @@ def block_acceptance(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> t
     return _block_accept(weight, scaled), _residuals(q, p, weight[..., None])
 
 
+def coupled_acceptance(draft: torch.Tensor, u: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Verification with the uniforms that the draft was made from (PTP paper, Algorithm 1).
+
+    The target picks y_i = Pick(u_i, p_i) along the draft. As long as drafts equal picks, the drafted prefix is the
+    sequential one, so by induction the picks up to the first mismatch are sequential inverse-CDF decoding, whatever the
+    draft is; the pick at the mismatch (or after the whole draft) is one of them.
+
+    Args:
+        draft: [B, m] int64.
+        u: [B, m + 1] in [0, 1).
+        p: [B, m + 1, v] probabilities.
+
+    Returns:
+        num_correct [B]: drafts that equal the picks, up to the first that does not.
+        picked [B, m + 1] int64: the picks, whose first num_correct + 1 are the tokens to emit.
+    """
+    picked = pick(u, p)
+    return (draft == picked[:, :-1]).long().cumprod(1).sum(1), picked
+
+
 def verify_greedy(draft: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keeps drafts while they are the target's argmax, and adds the argmax after them.
 
@@ -68,6 +89,7 @@ def verify(
     p: torch.Tensor,
     rule: str = "block",
     generator: torch.Generator | None = None,
+    uniforms: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws from the laws of `token_acceptance` or `block_acceptance`.
 
@@ -77,6 +99,8 @@ def verify(
         p: [B, m + 1, v] probabilities.
         rule: `"token"` or `"block"`.
         generator: Source of randomness.
+        uniforms: [B, m + 1]; where s drafts are accepted, the token is added by inverse CDF of `uniforms[:, s]`, which
+            the draft must not have used.
 
     Returns:
         num_accepted [B] and next_token [B], int64.
@@ -87,7 +111,7 @@ def verify(
     if rule not in ("token", "block"):
         raise ValueError(f"verification={rule!r} is unknown; choose 'token' or 'block'")
     if draft.shape[1] == 0:
-        return draft.new_zeros(len(draft)), race(p[:, 0], generator)
+        return draft.new_zeros(len(draft)), _add(p[:, 0], None if uniforms is None else uniforms[:, 0], generator)
     uniform = torch.rand(draft.shape, dtype=p.dtype, device=p.device, generator=generator)
     if rule == "token":
         surplus = (p[:, :-1] - q).clamp_(min=0)
@@ -97,7 +121,15 @@ def verify(
         surplus = (weight[:, :-1, None] * p[:, :-1] - q).clamp_(min=0)
         kept = uniform < _block_accept(weight, surplus)
         accepted = (kept * torch.arange(1, draft.shape[1] + 1, device=p.device)).amax(1)
-    return accepted, race(_row_after(accepted, surplus, p), generator)
+    chosen = None if uniforms is None else uniforms.gather(1, accepted[:, None])[:, 0]
+    return accepted, _add(_row_after(accepted, surplus, p), chosen, generator)
+
+
+def _add(mass: torch.Tensor, uniforms: torch.Tensor | None, generator: torch.Generator | None) -> torch.Tensor:
+    """A token [B] from unnormalised laws [B, v]."""
+    if uniforms is None:
+        return race(mass, generator)
+    return pick(uniforms.double(), mass.double() / mass.double().sum(-1, keepdim=True))
 
 
 def _ratios(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:

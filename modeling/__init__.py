@@ -6,5 +6,14 @@ from .eva_cache import EvaByteCache
 from .evabyte import EvaByteModel
 from .evabyte_mtpc import EvaByteForMTPC
 from .evabyte_tokenizer import EvaByteTokenizer
+from .ptp import PTPForCausalLM
 
-__all__ = ["DeepSeekMTP", "EvaByteCache", "EvaByteForMTPC", "EvaByteModel", "EvaByteTokenizer", "MTPHeads"]
+__all__ = [
+    "DeepSeekMTP",
+    "EvaByteCache",
+    "EvaByteForMTPC",
+    "EvaByteModel",
+    "EvaByteTokenizer",
+    "MTPHeads",
+    "PTPForCausalLM",
+]

@@ -15,6 +15,8 @@ def test_public_names_are_pinned():
         "GenerateSpeculativeOutput",
         "MTPHeadConfig",
         "MTPHeads",
+        "PTPConfig",
+        "PTPForCausalLM",
         "Speculation",
     ]
     assert all(hasattr(tokenahead, name) for name in tokenahead.__all__)

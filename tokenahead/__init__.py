@@ -7,15 +7,25 @@ __version__ = "0.1.0"
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from .configuration import EvaByteConfig, MTPHeadConfig
+from .configuration import EvaByteConfig, MTPHeadConfig, PTPConfig
 from .generation import GenerateSpeculativeOutput, Speculation
-from .modeling import DeepSeekMTP, EvaByteCache, EvaByteForMTPC, EvaByteModel, EvaByteTokenizer, MTPHeads
+from .modeling import (
+    DeepSeekMTP,
+    EvaByteCache,
+    EvaByteForMTPC,
+    EvaByteModel,
+    EvaByteTokenizer,
+    MTPHeads,
+    PTPForCausalLM,
+)
 
 AutoConfig.register(EvaByteConfig.model_type, EvaByteConfig)
 AutoConfig.register(MTPHeadConfig.model_type, MTPHeadConfig)
+AutoConfig.register(PTPConfig.model_type, PTPConfig)
 AutoModel.register(EvaByteConfig, EvaByteModel)
 AutoModel.register(MTPHeadConfig, MTPHeads)
 AutoModelForCausalLM.register(EvaByteConfig, EvaByteForMTPC)
+AutoModelForCausalLM.register(PTPConfig, PTPForCausalLM)
 AutoTokenizer.register(EvaByteConfig, slow_tokenizer_class=EvaByteTokenizer)
 
 __all__ = [
@@ -28,5 +38,7 @@ __all__ = [
     "GenerateSpeculativeOutput",
     "MTPHeadConfig",
     "MTPHeads",
+    "PTPConfig",
+    "PTPForCausalLM",
     "Speculation",
 ]

@@ -1,0 +1,90 @@
+"""What a model with parallel token prediction is. Knows no torch."""
+
+# no `from __future__ import annotations`: @strict checks field types only where annotations are real types
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import AutoConfig, PreTrainedConfig
+
+VARIANTS = ("one_hot", "categorical")
+"""What an auxiliary slot predicts: the token that its own uniform picks (O-PTP), or the law of the next one (C-PTP)."""
+FEATURE_DIMS = {"bits": 32, "arithmetic": 24, "threshold": 32, "scalar": 1, "interpolate": 3}
+"""Features of a uniform, and how many there are if nothing else is said."""
+PROJECTIONS = ("linear", "mlp")
+"""How features become an embedding."""
+SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+"""Settings of the law that drafts are learned for; here the whole law."""
+
+
+@strict
+class PTPConfig(PreTrainedConfig):
+    """Configuration of `PTPForCausalLM`.
+
+    Args:
+        backbone_config: Configuration of the causal language model.
+        variant: `"one_hot"` or `"categorical"`.
+        features: Features of a uniform (`uniform_features`).
+        feature_dim: How many; None takes `FEATURE_DIMS`.
+        projection: `"linear"` or `"mlp"`, from features to an embedding.
+        projection_bias: Whether a linear projection has a bias.
+        num_slots: N, the slots that a draft is learned for.
+        lora_rank: Rank of the gated adapters.
+        lora_alpha: Their scale is alpha / rank.
+        sampling: `temperature`, `top_k` and `top_p` of the target law that the drafts are learned for.
+
+    Raises:
+        StrictDataclassError: A value out of range.
+    """
+
+    model_type = "ptp"
+    sub_configs = {"backbone_config": AutoConfig}
+
+    backbone_config: dict | PreTrainedConfig | None = None
+    variant: str = "one_hot"
+    features: str = "bits"
+    feature_dim: int | None = None
+    projection: str = "linear"
+    projection_bias: bool = True
+    num_slots: int = 8
+    lora_rank: int = 16
+    lora_alpha: float | int = 16
+    sampling: dict | None = None
+    initializer_range: float = 0.02
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if isinstance(self.backbone_config, dict):
+            values = dict(self.backbone_config)
+            self.backbone_config = AutoConfig.for_model(values.pop("model_type"), **values)
+        self.feature_dim = self.feature_dim or FEATURE_DIMS.get(self.features)
+        self.sampling = SAMPLING | (self.sampling or {})
+        super().__post_init__(**kwargs)
+
+    def validate_architecture(self) -> None:
+        """Refuses contradictory values; the message names the field and what would be right."""
+        choices = {"variant": VARIANTS, "features": tuple(FEATURE_DIMS), "projection": PROJECTIONS}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}")
+        if self.features in ("bits", "scalar", "interpolate") and self.feature_dim != FEATURE_DIMS[self.features]:
+            raise ValueError(
+                f"feature_dim={self.feature_dim}: features={self.features!r} has {FEATURE_DIMS[self.features]}"
+            )
+        for name in ("num_slots", "lora_rank", "feature_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if unknown := set(self.sampling) - set(SAMPLING):
+            raise ValueError(f"sampling has unknown fields {sorted(unknown)}; it takes {', '.join(SAMPLING)}")
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> PreTrainedConfig:
+        """The backbone's configuration: caches and generation follow it."""
+        return self if self.backbone_config is None else self.backbone_config
+
+    @property
+    def vocab_size(self) -> int:
+        """The backbone's."""
+        return self.backbone_config.vocab_size
+
+    @property
+    def learns_warped_law(self) -> bool:
+        """Whether categorical drafts were learned for a warped target, and need no warping of their own."""
+        return self.sampling != SAMPLING

@@ -1,0 +1,144 @@
+"""Uniforms and tokens: inverse-CDF picks, the interval of uniforms that pick a token, and features of a uniform.
+
+A token is a function of a uniform u in [0, 1): with F the cumulative law, Pick(u) is the first token j with F_j > u
+(PTP paper, Eq. 3). Cumulative sums are float64, whatever the law's dtype: in float32 they misplace picks over large
+vocabularies. Knows no model.
+"""
+
+from __future__ import annotations
+
+import torch
+
+FEATURES = ("bits", "arithmetic", "threshold", "scalar", "interpolate")
+"""Kinds of `uniform_features`."""
+
+
+def pick(u: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """Inverse-CDF picks: the first token with positive probability whose cumulative probability exceeds u.
+
+    Args:
+        u: [...] in [0, 1).
+        probs: [..., v] probabilities; where rounding leaves u beyond their sum, the last possible token is picked.
+
+    Returns:
+        [...] int64.
+    """
+    cumulative = probs.double().cumsum(-1)
+    index = torch.searchsorted(cumulative, u.double()[..., None].contiguous(), right=True)[..., 0]
+    return torch.minimum(index, _last_possible(probs))
+
+
+def interval(token: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The uniforms [low, high) that pick a token.
+
+    Args:
+        token: [...] int64.
+        probs: [..., v] probabilities.
+
+    Returns:
+        low and high, [...] float64; the last possible token's interval ends at 1, an impossible token's is empty.
+    """
+    cumulative = torch.nn.functional.pad(probs.double().cumsum(-1), (1, 0))
+    low = cumulative.gather(-1, token[..., None])[..., 0]
+    high = cumulative.gather(-1, token[..., None] + 1)[..., 0]
+    return low, torch.where(token == _last_possible(probs), torch.ones_like(high), high)
+
+
+def place(token: torch.Tensor, probs: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A float32 uniform that picks a token, at the share z of its interval.
+
+    Rounding low + z (high - low) to float32 may leave the interval; the result is clamped to the floats inside it.
+
+    Args:
+        token: [...] int64.
+        probs: [..., v] probabilities.
+        z: [...] in [0, 1].
+
+    Returns:
+        u [...] float32, and valid [...] bool: False where the token is impossible or no float32 picks it.
+    """
+    low, high = interval(token, probs)
+    first, last = low.float(), high.float()
+    first = torch.where(first.double() < low, torch.nextafter(first, torch.ones_like(first)), first)
+    last = torch.where(last.double() >= high, torch.nextafter(last, torch.zeros_like(last)), last)
+    u = (low + (high - low) * z.double()).float()
+    possible = probs.gather(-1, token[..., None])[..., 0] > 0
+    return torch.minimum(torch.maximum(u, first), last).clamp(min=0), possible & (first <= last)
+
+
+def place_beta(
+    token: torch.Tensor, probs: torch.Tensor, concentration: float, generator: torch.Generator | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`place` at z ~ Beta(b, b): b < 1 favours the borders of intervals, 1 is uniform.
+
+    Args:
+        token: [...] int64.
+        probs: [..., v] probabilities.
+        concentration: b.
+        generator: Source of randomness; global if None.
+
+    Returns:
+        As `place`.
+    """
+    if concentration == 1:
+        return place(token, probs, torch.rand(token.shape, generator=generator, device=token.device))
+    shape = torch.full(token.shape, concentration, dtype=torch.float64, device=token.device)
+    one, other = (torch._standard_gamma(shape, generator=generator) for _ in range(2))
+    return place(token, probs, (one / (one + other)).nan_to_num(nan=0.5))
+
+
+def uniform_features(u: torch.Tensor, kind: str, dim: int) -> torch.Tensor:
+    """Features of uniforms, as networks read them.
+
+    Args:
+        u: [...] in [0, 1], float32 (float64 where more digits are asked for).
+        kind: `"bits"`: the 32 bits of u as a float32, most significant first (PTP paper, Eq. 14); `"arithmetic"`:
+            1{frac(u 2^(i-1)) < 1/2} for i = 1..dim, the complements of its binary digits; `"threshold"`:
+            1{u <= i / dim}; `"scalar"`: u itself; `"interpolate"`: weights of three anchors at 0, 1/2 and 1.
+        dim: Number of features: 32 for `"bits"`, 1 for `"scalar"`, 3 for `"interpolate"`.
+
+    Returns:
+        [..., dim] float32.
+
+    Raises:
+        ValueError: An unknown kind, or a `dim` that it cannot have.
+    """
+    if kind not in FEATURES:
+        raise ValueError(f"features={kind!r} is unknown; choose one of {', '.join(FEATURES)}")
+    fixed = {"bits": 32, "scalar": 1, "interpolate": 3}.get(kind, dim)
+    if dim != fixed or dim < 1:
+        raise ValueError(f"features={kind!r} has {fixed} dimensions, not {dim}")
+    if kind == "bits":
+        shifts = torch.arange(31, -1, -1, device=u.device, dtype=torch.int32)
+        return ((u.float().contiguous().view(torch.int32)[..., None] >> shifts) & 1).float()
+    if kind == "scalar":
+        return u.float()[..., None]
+    steps = torch.arange(1, dim + 1, device=u.device, dtype=torch.float64)
+    if kind == "arithmetic":
+        return ((u.double()[..., None] * 2 ** (steps - 1)).frac() < 0.5).float()
+    if kind == "threshold":
+        return (u.double()[..., None] <= steps / dim).float()
+    return (1 - (2 * u.double()[..., None] - (steps - 1)).abs()).clamp(min=0).float()
+
+
+def best_of(teacher_positions: torch.Tensor, num_correct: torch.Tensor) -> torch.Tensor:
+    """Which of M uniform vectors to keep: the one whose picks lie nearest the centres of the target's intervals.
+
+    The score is sum_k |v_k - 1/2| over positions v_k of u_k in the interval of the *target's* pick, and the least wins
+    (the paper's Eq. 18 has the sign reversed). v is independent of what is picked, so choosing by it changes no law, if
+    uniforms after the first mismatch are drawn afresh.
+
+    Args:
+        teacher_positions: [..., M, N] in [0, 1].
+        num_correct: [..., M] correct drafts; kept for ties, where more are better.
+
+    Returns:
+        [...] int64 index into M.
+    """
+    score = (teacher_positions.double() - 0.5).abs().sum(-1)
+    return (score - 1e-12 * num_correct).argmin(-1)
+
+
+def _last_possible(probs: torch.Tensor) -> torch.Tensor:
+    """The last token of positive probability, [...]."""
+    return probs.shape[-1] - 1 - (probs > 0).flip(-1).long().argmax(-1)

@@ -16,11 +16,11 @@ os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", "65536")
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
 
 import torch
+from head_memory import RESET, mebibytes
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from head_memory import RESET, mebibytes
 from tokenahead import DeepSeekMTP
 
 

@@ -48,8 +48,9 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
 
     Behind the tokens of a forward may stand auxiliary rows, one uniform each. Gated adapters act on them alone: on
     ordinary tokens the model is the backbone, bit for bit. `variant="one_hot"` (O-PTP): slot k, behind a context of s
-    tokens, reads u_{s+k} and predicts the token that this uniform picks, at position s + k - 1. `"categorical"` (C-PTP):
-    slot k reads u_{s+k} in place of token s + k and predicts the law of token s + k + 1, at position s + k.
+    tokens, reads u_{s+k} and predicts the token that this uniform picks, at position s + k - 1.
+    `"categorical"` (C-PTP): slot k reads u_{s+k} in place of token s + k and predicts the law of token s + k + 1, at
+    position s + k.
 
     Args:
         config: Configuration, with the backbone's inside.
@@ -248,7 +249,7 @@ def _check_uniforms(uniforms: torch.Tensor) -> None:
 
 
 def _as_mask(mask: torch.Tensor | None, embeds: torch.Tensor) -> torch.Tensor | None:
-    """A mask of tokens extended to auxiliary rows; a finished one as a sum, so that a row that sees nothing is finite."""
+    """A mask of tokens extended to auxiliary rows; a finished one as a sum: rows that see nothing stay finite."""
     if mask is None:
         return None
     if mask.dim() == 4:

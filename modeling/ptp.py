@@ -72,9 +72,12 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         if config.backbone_config is None:
             raise ValueError("PTPConfig needs a backbone_config")
         _check_backbone(config.backbone_config)
+        attention = None if backbone is None else backbone.config._attn_implementation
         super().__init__(config)
         self.loss_type = "ForCausalLM"
         self.backbone = backbone or AutoModelForCausalLM.from_config(config.backbone_config)
+        if attention is not None:  # so does a model
+            self.backbone.config._attn_implementation = attention
         self.uniform_embedding = UniformEmbedding(config, config.backbone_config.hidden_size)
         head = self.backbone.get_output_embeddings()
         self.gate = gate_linears(self.backbone, config.lora_rank, config.lora_alpha, skip=head)
@@ -97,7 +100,10 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         base = model_or_path
         if not isinstance(base, PreTrainedModel):
             base = AutoModelForCausalLM.from_pretrained(base)
-        model = cls(PTPConfig(backbone_config=base.config, variant=variant, **options), base)
+        attention = base.config._attn_implementation
+        config = PTPConfig(backbone_config=base.config, variant=variant, **options)
+        base.config._attn_implementation = attention  # a config that takes in another one resets it
+        model = cls(config, base)
         model.uniform_embedding.to(device=base.device, dtype=base.dtype)
         model.generation_config = base.generation_config
         model.train_only("student")

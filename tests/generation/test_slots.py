@@ -1,0 +1,55 @@
+"""Slots of parallel prediction: what each row sees, and how a budget is split."""
+
+import itertools
+
+import pytest
+import torch
+
+from tokenahead.generation.schedule import AcceptanceRates
+from tokenahead.generation.slots import SlotLayout, split_budget
+
+
+def rates_of(hits: list[float], trials: list[float]) -> AcceptanceRates:
+    rates = AcceptanceRates(len(hits))
+    rates.hits, rates.trials = list(hits), list(trials)
+    return rates
+
+
+@pytest.mark.parametrize("sizes", [[3], [2, 0, 1], [1, 4, 2, 3]])
+def test_every_row_sees_its_own_prefix_and_nothing_else(sizes):
+    layout = SlotLayout.of(sizes, torch.device("cpu"))
+    cached = torch.tensor([[True, True, True], [False, True, True]])
+    seen = layout.visible(cached)[:, 0]
+    block, slots = len(sizes), [(d, k) for d, size in enumerate(sizes) for k in range(size)]
+    assert seen.shape == (2, block + len(slots), 3 + block + len(slots))
+    for row in range(2):
+        assert torch.equal(seen[row, :, :3], cached[row].expand(block + len(slots), 3))
+        for query in range(block + len(slots)):
+            group, place = (query, None) if query < block else slots[query - block]
+            tokens = [column <= group for column in range(block)]
+            others = [place is not None and group == d and k <= place for d, k in slots]
+            assert seen[row, query, 3:].tolist() == tokens + others
+
+
+def test_slots_of_a_group_per_row():
+    layout = SlotLayout.of([2, 0, 3], torch.device("cpu"))
+    index, exists = layout.of_group([0, 2, 1])
+    assert index[0, :2].tolist() == [0, 1] and index[1].tolist() == [2, 3, 4]
+    assert exists.tolist() == [[True, True, False], [True] * 3, [False] * 3]
+
+
+@pytest.mark.parametrize("budget", [1, 4, 7])
+def test_the_split_is_the_best_one(budget):
+    rates = rates_of([9.0, 6.0, 5.0], [10.0, 9.0, 6.0])
+    survival, longest, drafted = rates.survival(), 3, 2
+    reach = [1.0, *survival[:drafted], 0.0]
+
+    def expected(sizes):
+        return sum((reach[d] - reach[d + 1]) * sum(survival[:size]) for d, size in enumerate(sizes))
+
+    best = max(
+        (sizes for sizes in itertools.product(range(longest + 1), repeat=drafted + 1) if sum(sizes) == budget),
+        key=expected,
+    )
+    assert expected(split_budget(budget, drafted, longest, rates)) == pytest.approx(expected(best))
+    assert sum(split_budget(100, drafted, longest, rates)) == longest * (drafted + 1)

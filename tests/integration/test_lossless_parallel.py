@@ -1,0 +1,217 @@
+"""Parallel token prediction writes the text of sequential inverse-CDF decoding, whatever the student drafts."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.laws import chi_square
+from tests.models import left_padded
+from tokenahead import PTPForCausalLM
+from tokenahead.generation import parallel_mixin
+from tokenahead.modeling.uniforms import pick
+
+DATA = Path(__file__).parents[1] / "data" / "ptp"
+SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 8, "top_p": 0.95}
+NEW_TOKENS = 16
+
+
+def official(name="official_binary", noise=0.0, seed=0):
+    """The public code's tiny student in float64, its adapters disturbed."""
+    model = PTPForCausalLM.from_official(DATA / name).double().eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    model.config.num_slots = 6
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_" in parameter_name:
+                parameter += noise * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return model
+
+
+def prompts(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(0, 32, (int(n),), generator=generator)
+        for n in torch.randint(1, 20, (count,), generator=generator)
+    ]
+
+
+def decode(model, batch, **options):
+    defaults = {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
+    return model.generate(**left_padded(batch), **(defaults | options))
+
+
+@pytest.mark.parametrize("name", ["official_binary", "official_linear_interpolation"])
+def test_text_and_forwards_of_the_public_code(name):
+    model = PTPForCausalLM.from_official(DATA / name).eval()
+    model.generation_config.eos_token_id = None
+    runs = np.load(DATA / name / "generate.npz")
+    length = int(runs["max_new_tokens"])
+    for number in range(int(runs["count"])):
+        prompt = torch.from_numpy(runs[f"prompt_{number}"])
+        uniforms = torch.from_numpy(runs[f"z_{number}"])[None, :length]
+        for use_mtp in (False, True):
+            out = decode(model, [prompt], uniforms=uniforms, use_mtp=use_mtp, max_new_tokens=length, **SAMPLING)
+            assert out.sequences[0].tolist() == runs[f"output_{number}"].tolist()
+    gold = np.load(DATA / name / "train_forward.npz")
+    ids, documents, u, seen = (torch.from_numpy(gold[key]) for key in ("input_ids", "doc_ids", "u", "mask"))
+    length, slots = ids.shape[1], u[0].numel()
+    mask = torch.zeros(2, 1, length + slots, length + slots, dtype=torch.bool)
+    mask[:, :, length:] = seen
+    mask[:, 0, :length, :length] = torch.ones(length, length).tril().bool() & (
+        documents[:, :, None] == documents[:, None]
+    )
+    positions = torch.from_numpy(gold["position_ids_before_shift"]).flatten(1) - 1
+    positions = torch.cat([torch.arange(length).expand(2, -1), positions], dim=1)
+    inside = u.clamp(max=1 - 2**-24)  # the public code also draws 1 itself; those completions are not compared
+    with torch.no_grad():
+        logits = model(ids, uniforms=inside.flatten(1), attention_mask=mask, position_ids=positions).logits
+    rows = seen.any(-1)[:, 0] & (u < 1).all(-1).repeat_interleave(u.shape[2], dim=1)
+    torch.testing.assert_close(logits[:, :length], torch.from_numpy(gold["ar_logits"]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits[:, length:][rows], torch.from_numpy(gold["aux_logits"])[rows], atol=1e-4, rtol=0)
+
+
+def test_any_student_writes_the_sequential_text():
+    """200 students x prompts: coupled sampling from the same uniforms, and greedy; alone and in ragged batches."""
+    counts = {"sampled": set(), "greedy": set()}
+    for seed, noise in enumerate([0.0, 0.003, 0.01, 0.03, 0.3]):
+        model = official(noise=noise, seed=seed)
+        batch = prompts(40, seed)
+        uniforms = torch.rand(len(batch), NEW_TOKENS)
+        options = {"sampled": SAMPLING, "greedy": {"do_sample": False}}
+        for kind, how in options.items():
+            given = {"uniforms": uniforms} if kind == "sampled" else {}
+            want = [
+                decode(model, [p], use_mtp=False, **how, **{k: u[i : i + 1] for k, u in given.items()}).sequences[
+                    0, len(p) :
+                ]
+                for i, p in enumerate(batch)
+            ]
+            for size in (1, 4):
+                for start in range(0, len(batch), size):
+                    chosen = slice(start, start + size)
+                    out = decode(model, batch[chosen], **how, **{k: u[chosen] for k, u in given.items()})
+                    assert torch.equal(out.sequences[:, -NEW_TOKENS:], torch.stack(want[chosen]))
+                    counts[kind] |= set().union(*out.speculation.rows_accepted)
+    assert counts["sampled"] >= set(range(6)) and counts["greedy"] >= set(range(5)), counts
+
+
+def test_plain_decoding_from_uniforms_is_inverse_cdf_sampling():
+    model, prompt = official(), prompts(1)[0]
+    uniforms = torch.rand(1, 5)
+    got = decode(model, [prompt], uniforms=uniforms, use_mtp=False, do_sample=True, top_k=0, max_new_tokens=5).sequences
+    expected = prompt[None]
+    for step in range(5):
+        with torch.no_grad():
+            law = model(expected).logits[:, -1].softmax(-1)
+        expected = torch.cat([expected, pick(uniforms[:, step], law)[:, None]], dim=1)
+    assert torch.equal(got, expected)
+
+
+def test_a_seed_repeats_a_run():
+    model, batch = official(), prompts(3)
+    first, again, other = (decode(model, batch, seed=seed, **SAMPLING).sequences for seed in (5, 5, 6))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(first, decode(model, batch, seed=5, use_mtp=False, **SAMPLING).sequences)
+
+
+def tiny(variant, **options):
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=7, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, initializer_range=0.5, eos_token_id=None, bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = PTPForCausalLM.from_backbone(LlamaForCausalLM(config), variant, num_slots=4, lora_rank=2, **options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("variant", "rule"), [("categorical", "block"), ("categorical", "token"), ("one_hot", "block")]
+)
+def test_speculative_rules_follow_the_target(variant, rule):
+    model, prompt = tiny(variant), torch.tensor([[1, 2, 3]])
+    outcomes, law = prompt, torch.ones(1, dtype=torch.float64)
+    for _ in range(5):  # three tokens are possible at each place: 243 outcomes
+        with torch.no_grad():
+            values, ids = model(outcomes).logits[:, -1].topk(3)
+        law = (law[:, None] * (values.double() / 3).softmax(-1)).flatten()
+        outcomes = torch.cat([outcomes.repeat_interleave(3, 0), ids.flatten()[:, None]], dim=1)
+    rows = prompt.expand(4000, -1)
+    options = {"do_sample": True, "temperature": 3.0, "top_k": 3, "max_new_tokens": 5, "verification": rule}
+    out = model.generate(rows, attention_mask=torch.ones_like(rows), return_dict_in_generate=True, **options)
+    found = (out.sequences[:, None, 3:] == outcomes[:, 3:]).all(-1)
+    assert found.any(1).all() and chi_square(found.long().argmax(1), law) > 0.001
+    assert {1, 2} <= set().union(*out.speculation.rows_accepted)
+
+
+@pytest.mark.parametrize("variant", ["one_hot", "categorical"])
+@pytest.mark.parametrize("features", ["bits", "arithmetic", "threshold", "scalar", "interpolate"])
+def test_save_load_and_generate(variant, features, tmp_path):
+    model = tiny(variant, features=features, projection="mlp" if features == "scalar" else "linear")
+    model.save_pretrained(tmp_path)
+    again = PTPForCausalLM.from_pretrained(tmp_path).eval()
+    ids, u = torch.tensor([[1, 2, 3, 4]]), torch.rand(1, 3)
+    with torch.no_grad():
+        assert torch.equal(model(ids, uniforms=u).logits, again(ids, uniforms=u).logits)
+    options = {"do_sample": True, "max_new_tokens": 12, "verification": "coupled", "seed": 3}
+    assert torch.equal(model.generate(ids, **options), again.generate(ids, **options))
+
+
+def test_tokens_are_computed_by_the_backbone_alone():
+    model = tiny("one_hot")
+    ids = torch.randint(0, 7, (2, 9))
+    base = LlamaForCausalLM(model.config.backbone_config).eval()
+    weights = {k.replace("base_layer.", ""): v for k, v in model.backbone.state_dict().items() if "lora_" not in k}
+    base.load_state_dict(weights)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, base(ids).logits)
+        behind = model(ids, uniforms=torch.rand(2, 4)).logits
+        torch.testing.assert_close(behind[:, :9], base(ids).logits, atol=1e-5, rtol=0)
+        assert not torch.equal(behind[:, 9], behind[:, 8])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"uniforms": torch.tensor([[0.5, 1.0, 0.1]])}, r"uniforms must lie in \[0, 1\)"),
+        ({"uniforms": torch.rand(1, 2)}, r"uniforms have shape \(1, 2\)"),
+        ({"uniforms": torch.rand(1, 3), "verification": "block"}, "only with verification='coupled'"),
+        ({"uniforms": torch.rand(1, 3), "seed": 1}, "not both"),
+        ({"uniforms": torch.rand(1, 3), "do_sample": False}, "uniforms= is for sampling"),
+        ({"slot_budget": 0}, "slot_budget=0 must be at least 1"),
+        ({"verification": "coin"}, "verification='coin' is unknown"),
+    ],
+)
+def test_bad_input_to_generate(options, message):
+    with pytest.raises(ValueError, match=message):
+        tiny("one_hot").generate(torch.tensor([[1, 2]]), **({"do_sample": True, "max_new_tokens": 3} | options))
+
+
+def test_bad_input_to_forward_and_config():
+    model = tiny("one_hot")
+    with pytest.raises(ValueError, match=r"uniforms must lie in \[0, 1\)"):
+        model(torch.tensor([[1, 2]]), uniforms=torch.tensor([[1.0]]))
+    with pytest.raises(ValueError, match="dtype torch.bfloat16"):
+        model(torch.tensor([[1, 2]]), uniforms=torch.zeros(1, 1, dtype=torch.bfloat16))
+    sliding = LlamaForCausalLM(LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=7))
+    sliding.config.sliding_window = 4
+    with pytest.raises(ValueError, match="sliding_window=4"):
+        PTPForCausalLM.from_backbone(sliding)
+
+
+def test_another_law_than_was_learned_is_warned_of(monkeypatch):
+    said = []
+    monkeypatch.setattr(parallel_mixin.logger, "warning_once", said.append)
+    model = official()
+    decode(model, prompts(1), **SAMPLING)
+    assert not said
+    decode(model, prompts(1), **(SAMPLING | {"top_p": 0.5}))
+    assert "learned for temperature=0.7, top_k=8, top_p=0.95" in said[0] and "top_p=0.5" in said[0]

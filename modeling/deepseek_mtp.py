@@ -194,9 +194,12 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
                 if hasattr(inner, "gradient_checkpointing"):
                     inner.gradient_checkpointing = False
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
         """The main model's, and no teacher-forced logits."""
-        return self.main.prepare_inputs_for_generation(*args, **kwargs) | {"output_mtp_logits": False}
+        inputs = self.main.prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+        return inputs | {"output_mtp_logits": False}
 
     @can_return_tuple
     def forward(

@@ -80,5 +80,6 @@ def _stack(entries: list[torch.Tensor | None], pad: int | None) -> torch.Tensor:
     filler = torch.zeros_like(example)
     if pad is not None:
         filler = torch.full_like(example, float("-inf"))
-        filler[pad] = 0
+        if pad < len(filler):  # a padding id outside the vocabulary has no score
+            filler[pad] = 0
     return torch.stack([filler if entry is None else entry for entry in entries])

@@ -39,6 +39,8 @@ class Rows:
         batch, length = mask.shape
         starts = mask & ((position_ids.expand(batch, length) == 0) | (mask.cumsum(1) == 1))
         real = mask.flatten().nonzero()[:, 0]
+        if len(real) == 0:
+            return cls.from_mask(mask)
         document = starts.flatten()[real].cumsum(0) - 1
         first = starts.flatten()[real].nonzero()[:, 0]
         column = torch.arange(len(real), device=mask.device) - first[document]

@@ -87,3 +87,10 @@ def test_random_masks_come_back():
         for rows in (Rows.from_mask(mask), Rows.from_documents(mask, positions)):
             assert torch.equal(rows.restore(rows.gather(flat))[mask], flat[mask])
             assert int(rows.counts.sum()) == int(mask.sum())
+
+
+def test_a_batch_of_padding_alone_has_rows_too():
+    mask = torch.zeros(2, 3, dtype=torch.bool)
+    rows = Rows.from_documents(mask, torch.arange(3)[None])
+    assert rows.counts.tolist() == [0, 0]
+    assert rows.restore(rows.gather(torch.randn(2, 3, 4))).shape == (2, 3, 4)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -25,9 +26,26 @@ class Gate:
 
     Attributes:
         start: Number of ordinary tokens before them.
+        length: Rows in all, to find them where a layer sees the rows of all sequences in one axis.
     """
 
     start: int | None = None
+    length: int = 0
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """A view of x, [B, Q, d] or [B Q, d], with an axis of rows: [B, Q, d].
+
+        Raises:
+            ValueError: A layer that sees only some rows (those that were routed to an expert, say).
+        """
+        if x.dim() == 3 and x.shape[1] == self.length:
+            return x
+        if x.dim() != 2 or x.shape[0] % self.length:
+            raise ValueError(f"a layer sees rows {tuple(x.shape)}, not all {self.length} of every sequence: {_ROUTED}")
+        return x.unflatten(0, (-1, self.length))
+
+
+_ROUTED = "auxiliary rows cannot be told apart there, and gated adapters do not fit this backbone"
 
 
 def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | None = None) -> Gate:
@@ -51,17 +69,22 @@ def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | No
     class GatedLinear(Linear):
         def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             result = self.base_layer(x)
-            if gate.start is None:
-                return result
-            rows = x[:, gate.start :]
-            low = self.lora_A[ADAPTER](rows.to(self.lora_A[ADAPTER].weight.dtype))
-            added = self.lora_B[ADAPTER](low) * self.scaling[ADAPTER]
-            return torch.cat([result[:, : gate.start], result[:, gate.start :] + added.to(result.dtype)], dim=1)
+            return result if gate.start is None else _with_adapter(self, gate, x, result)
 
-    targets = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not skip]
+    kinds = (nn.Linear, Conv1D)
+    targets = [name for name, layer in model.named_modules() if isinstance(layer, kinds) and layer is not skip]
     if not targets:
-        raise ValueError(f"{type(model).__name__} has no nn.Linear layers that gated adapters could be added to")
+        raise ValueError(f"{type(model).__name__} has no linear layers that gated adapters could be added to")
     config: LoraConfig = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
-    config._register_custom_module({nn.Linear: GatedLinear})
+    config._register_custom_module(dict.fromkeys(kinds, GatedLinear))
     inject_adapter_in_model(config, model, ADAPTER)
     return gate
+
+
+def _with_adapter(layer: Any, gate: Gate, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """`result` = W x with s B (A x) added on auxiliary rows; the others are passed on as they are."""
+    base, down = gate.rows(result), layer.lora_A[ADAPTER]
+    low = down(gate.rows(x)[:, gate.start :].to(down.weight.dtype))
+    added = layer.lora_B[ADAPTER](low) * layer.scaling[ADAPTER]
+    total = torch.cat([base[:, : gate.start], base[:, gate.start :] + added.to(result.dtype)], dim=1)
+    return total.view(result.shape)

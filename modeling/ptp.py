@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from os import PathLike
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..configuration.ptp import PTPConfig
 from ..generation.parallel_mixin import ParallelGenerationMixin
 from .gated_lora import ADAPTER, gate_linears
 from .loading import StrictLoadingMixin
+from .ptp_masks import additive_mask
 from .uniforms import uniform_features
 
 
@@ -39,8 +41,15 @@ class UniformEmbedding(nn.Module):
 
     def forward(self, uniforms: torch.Tensor) -> torch.Tensor:
         """Embeddings [B, A, H] of uniforms [B, A], which stay float32 until they are features."""
-        weight = next(self.projection.parameters())
-        return self.projection(uniform_features(uniforms, self.kind, self.dim).to(weight.dtype))
+        first, *rest = (self.projection,) if isinstance(self.projection, nn.Linear) else self.projection
+        dtype = torch.promote_types(first.weight.dtype, torch.float32)  # in bfloat16 features would say too little
+        bias = None if first.bias is None else first.bias.to(dtype)
+        with torch.autocast(uniforms.device.type, enabled=False):
+            features = uniform_features(uniforms, self.kind, self.dim).to(dtype)
+            embeds = nn.functional.linear(features, first.weight.to(dtype), bias).to(first.weight.dtype)
+        for layer in rest:
+            embeds = layer(embeds)
+        return embeds
 
 
 class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedModel):
@@ -56,7 +65,8 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         config: Configuration, with the backbone's inside.
 
     Raises:
-        ValueError: A backbone that cannot carry auxiliary rows exactly (sliding windows, recurrent states).
+        ValueError: A backbone that cannot carry auxiliary rows exactly (sliding windows, recurrent states, positions
+            that cannot be chosen, attention without dense masks).
 
     Example:
         >>> model = PTPForCausalLM.from_backbone(base, num_slots=8)
@@ -78,6 +88,7 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         self.backbone = backbone or AutoModelForCausalLM.from_config(config.backbone_config)
         if attention is not None:  # so does a model
             self.backbone.config._attn_implementation = attention
+        _check_model(self.backbone)
         self.uniform_embedding = UniformEmbedding(config, config.backbone_config.hidden_size)
         head = self.backbone.get_output_embeddings()
         self.gate = gate_linears(self.backbone, config.lora_rank, config.lora_alpha, skip=head)
@@ -138,6 +149,12 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
             parameter.requires_grad_(part == "all" or f".{ADAPTER}." in name)
         self.uniform_embedding.requires_grad_(True)
 
+    @property
+    def trains_backbone(self) -> bool:
+        """Whether anything but the student's own parts is trained."""
+        parameters = self.backbone.named_parameters()
+        return any(parameter.requires_grad for name, parameter in parameters if f".{ADAPTER}." not in name)
+
     def get_input_embeddings(self) -> nn.Module:
         """The backbone's."""
         return self.backbone.get_input_embeddings()
@@ -186,7 +203,8 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
             embeds = torch.cat([embeds, self.uniform_embedding(uniforms).to(embeds.dtype)], dim=1)
         if position_ids is None:
             position_ids = self._positions(embeds, tokens, attention_mask, past_key_values)
-        self.gate.start = None if uniforms is None else tokens
+        _check_positions(self.config.backbone_config, position_ids)
+        self.gate.start, self.gate.length = None if uniforms is None else tokens, embeds.shape[1]
         try:
             outputs = self.backbone.get_decoder()(
                 inputs_embeds=embeds,
@@ -198,7 +216,8 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
                 **kwargs,
             )
         finally:
-            self.gate.start = None
+            if not (self.is_activation_checkpointing and torch.is_grad_enabled()):  # backward runs the layers again
+                self.gate.start = None
         hidden = outputs.last_hidden_state
         logits = self.get_output_embeddings()(slice_logits_to_keep(hidden, logits_to_keep))
         loss = None
@@ -242,8 +261,34 @@ def _check_backbone(config: PreTrainedConfig) -> None:
         )
     if kinds - {"full_attention"}:
         raise ValueError(f"{config.model_type}: layers of types {sorted(kinds)}; only full attention can be verified")
-    if getattr(config, "final_logit_softcapping", None):
-        raise ValueError(f"{config.model_type}: final_logit_softcapping is not supported")
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(config, name, None) not in (None, 1.0):
+            raise ValueError(f"{config.model_type}: {name}={getattr(config, name)}; logits must be lm_head's own")
+
+
+def _check_model(backbone: PreTrainedModel) -> None:
+    name = backbone.config.model_type
+    if getattr(backbone, "_is_stateful", False):
+        raise ValueError(f"{name}: a recurrent state cannot be cropped; only full attention can be verified")
+    if "position_ids" not in signature(backbone.get_decoder().forward).parameters:
+        raise ValueError(f"{name}: its forward takes no position_ids, and auxiliary rows need their own positions")
+    if backbone.config._attn_implementation not in ("eager", "sdpa"):
+        raise ValueError(
+            f"{name}: attn_implementation={backbone.config._attn_implementation!r} takes no dense masks; load it with "
+            "'sdpa' or 'eager'"
+        )
+
+
+def _check_positions(config: PreTrainedConfig, position_ids: torch.Tensor) -> None:
+    """Learned positions end with their table, where rotary ones go on."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None or getattr(config, "rope_parameters", None) is not None or not position_ids.numel():
+        return
+    if int(position_ids.max()) >= limit:
+        raise ValueError(
+            f"position {int(position_ids.max())} is beyond the {limit} learned positions of {config.model_type} "
+            "(max_position_embeddings); auxiliary rows need room too"
+        )
 
 
 def _check_uniforms(uniforms: torch.Tensor) -> None:
@@ -255,10 +300,7 @@ def _check_uniforms(uniforms: torch.Tensor) -> None:
 
 
 def _as_mask(mask: torch.Tensor | None, embeds: torch.Tensor) -> torch.Tensor | None:
-    """A mask of tokens extended to auxiliary rows; a finished one as a sum: rows that see nothing stay finite."""
-    if mask is None:
-        return None
-    if mask.dim() == 4:
-        lowest = torch.finfo(embeds.dtype).min
-        return torch.zeros(mask.shape, dtype=embeds.dtype, device=embeds.device).masked_fill_(~mask.bool(), lowest)
-    return mask
+    """A finished mask as the sum that attention adds; other masks as they are."""
+    if mask is None or mask.dim() != 4:
+        return mask
+    return mask.to(embeds.dtype) if mask.is_floating_point() else additive_mask(mask.bool(), embeds.dtype)

@@ -11,6 +11,7 @@ import torch
 
 FEATURES = ("bits", "arithmetic", "threshold", "scalar", "interpolate")
 """Kinds of `uniform_features`."""
+_LAST = 1 - 2**-24  # the last float32 below 1
 
 
 def pick(u: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
@@ -45,9 +46,7 @@ def interval(token: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def place(token: torch.Tensor, probs: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A float32 uniform that picks a token, at the share z of its interval.
-
-    Rounding low + z (high - low) to float32 may leave the interval; the result is clamped to the floats inside it.
+    """A float32 uniform that picks a token, at the share z of its interval; see `place_between`.
 
     Args:
         token: [...] int64.
@@ -57,34 +56,53 @@ def place(token: torch.Tensor, probs: torch.Tensor, z: torch.Tensor) -> tuple[to
     Returns:
         u [...] float32, and valid [...] bool: False where the token is impossible or no float32 picks it.
     """
-    low, high = interval(token, probs)
+    return place_between(*interval(token, probs), z)
+
+
+def place_between(low: torch.Tensor, high: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A float32 in [low, high), at the share z.
+
+    Rounding low + z (high - low) to float32 may leave the interval; the result is clamped to the floats inside it.
+
+    Args:
+        low: [...] float64.
+        high: [...] float64.
+        z: [...] in [0, 1].
+
+    Returns:
+        u [...] float32 in [0, 1), and valid [...] bool: False where the interval is empty or holds no float32.
+    """
     first, last = low.float(), high.float()
     first = torch.where(first.double() < low, torch.nextafter(first, torch.ones_like(first)), first)
     last = torch.where(last.double() >= high, torch.nextafter(last, torch.zeros_like(last)), last)
     u = (low + (high - low) * z.double()).float()
-    possible = probs.gather(-1, token[..., None])[..., 0] > 0
-    return torch.minimum(torch.maximum(u, first), last).clamp(min=0), possible & (first <= last)
+    inside = torch.minimum(torch.maximum(u, first), last)
+    return inside.clamp(0, _LAST), (low < high) & (first <= last)
+
+
+def beta_shares(like: torch.Tensor, concentration: float, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Shares z ~ Beta(b, b) of intervals: b < 1 favours their borders, 1 is uniform.
+
+    Args:
+        like: [...], of which shape and device are taken.
+        concentration: b.
+        generator: Source of randomness; global if None.
+
+    Returns:
+        [...] float64 in [0, 1].
+    """
+    if concentration == 1:
+        return torch.rand(like.shape, generator=generator, device=like.device, dtype=torch.float64)
+    shape = torch.full(like.shape, concentration, dtype=torch.float64, device=like.device)
+    one, other = (torch._standard_gamma(shape, generator=generator) for _ in range(2))
+    return (one / (one + other)).nan_to_num(nan=0.5)
 
 
 def place_beta(
     token: torch.Tensor, probs: torch.Tensor, concentration: float, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`place` at z ~ Beta(b, b): b < 1 favours the borders of intervals, 1 is uniform.
-
-    Args:
-        token: [...] int64.
-        probs: [..., v] probabilities.
-        concentration: b.
-        generator: Source of randomness; global if None.
-
-    Returns:
-        As `place`.
-    """
-    if concentration == 1:
-        return place(token, probs, torch.rand(token.shape, generator=generator, device=token.device))
-    shape = torch.full(token.shape, concentration, dtype=torch.float64, device=token.device)
-    one, other = (torch._standard_gamma(shape, generator=generator) for _ in range(2))
-    return place(token, probs, (one / (one + other)).nan_to_num(nan=0.5))
+    """`place` at `beta_shares`."""
+    return place(token, probs, beta_shares(token, concentration, generator))
 
 
 def uniform_features(u: torch.Tensor, kind: str, dim: int) -> torch.Tensor:

@@ -1,0 +1,71 @@
+"""What `PTPTrainer` is asked to do. Knows no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+METHODS = ("distil", "inverse")
+"""Where uniforms come from: a teacher's law, or the student's own (inverse autoregressive training)."""
+LOSSES = ("ce", "kl", "reverse_kl", "bce")
+"""How a slot's law is compared with its target."""
+SEQUENCES = ("dataset", "teacher", "student")
+"""Who writes the tokens that completions consist of."""
+
+
+@dataclass(frozen=True)
+class PTPOptions:
+    """Options of `PTPTrainer`.
+
+    Args:
+        method: `"distil"`: uniforms lie in the intervals of a teacher's law (PTP paper, Algorithm 2); `"inverse"`: in
+            those of the student's own, found one after the other (Algorithm 3, categorical slots, no teacher).
+        loss: `"ce"`, `"kl"`, `"reverse_kl"` or `"bce"` (`slot_losses`). One-hot slots know their token, so that their
+            target is certain; categorical ones have the teacher's law as target, or its sample with `"ce"`.
+        sequences: `"dataset"`: completions are pieces of the data; `"teacher"`: the teacher continues a random
+            beginning of every sequence; `"student"`: the student writes every completion itself, which is for students
+            that have learned: one that ignores its uniforms would only be confirmed.
+        completions: C, completions per sequence, each from a random start of its own.
+        concentration: b of the places z ~ Beta(b, b) of uniforms within intervals, in training; evaluation takes 1.
+        gamma: Slot k weighs gamma^k.
+        base_weight: Weight of the backbone's own next-token loss on the data, for backbones that are trained too.
+        informative: False gives all slots u = 1/2: independent prediction, the baseline without parallel sampling.
+
+    Raises:
+        ValueError: A value out of range, or options that exclude each other.
+
+    Example:
+        >>> PTPOptions(loss="kl", completions=16).concentration
+        0.3
+    """
+
+    method: str = "distil"
+    loss: str = "ce"
+    sequences: str = "dataset"
+    completions: int = 8
+    concentration: float = 0.3
+    gamma: float = 1.0
+    base_weight: float = 0.0
+    informative: bool = True
+
+    def __post_init__(self) -> None:
+        choices = {"method": METHODS, "loss": LOSSES, "sequences": SEQUENCES}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}")
+        if self.completions < 1:
+            raise ValueError(f"completions={self.completions} must be at least 1")
+        if not self.concentration > 0:
+            raise ValueError(f"concentration={self.concentration} must be above 0")
+        if not 0 < self.gamma <= 1:
+            raise ValueError(f"gamma={self.gamma} must lie in (0, 1]")
+        if self.base_weight < 0:
+            raise ValueError(f"base_weight={self.base_weight} must not be negative")
+        if self.method == "inverse":
+            self._check_inverse()
+
+    def _check_inverse(self) -> None:
+        """Algorithm 3 learns from data alone, by likelihood."""
+        wanted = {"loss": "ce", "sequences": "dataset", "informative": True}
+        for name, value in wanted.items():
+            if getattr(self, name) != value:
+                raise ValueError(f"method='inverse' has {name}={value!r}, not {getattr(self, name)!r}")

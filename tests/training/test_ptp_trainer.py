@@ -64,7 +64,7 @@ def test_every_loss_and_source_trains_the_student_alone(variant, loss, sequences
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("sequences", SEQUENCES)
 def test_uniforms_pick_the_tokens_under_the_verified_law(variant, sequences, tmp_path):
-    model = student(variant, sampling=FOLDED)
+    model = student(variant, backbone().double(), sampling=FOLDED)  # uniforms at borders ask for exact laws
     rows = texts(backbone(), **FOLDED)
     (batch, _, completions, (u, reached)), _ = task(model, tmp_path, rows, sequences=sequences, completions=4)
     assert u.dtype == torch.float32 and reached.any()
@@ -143,8 +143,7 @@ def test_inverse_training_finds_the_students_own_uniforms(tmp_path):
     with torch.no_grad():
         law = packed.slots(u[..., :-1]).softmax(-1)  # one forward confirms what was found step by step
         first = at_columns(model(batch.tokens).logits, completions.starts - 1).softmax(-1)
-    real = completions.starts[..., None] > 0
-    assert real.all() and reached.sum() > 40
+    assert reached.sum() > 40
     picked = torch.cat([pick(u[..., 0], first)[..., None], pick(u[..., 1:], law)], dim=-1)
     assert torch.equal(picked[reached], completions.tokens[reached])
 
@@ -183,18 +182,13 @@ def test_a_teacher_of_its_own(tmp_path):
     rows = texts(backbone())
     (batch, _, completions, _), own = task(model, tmp_path, rows, teacher=teacher, completions=2)
     judged = Teacher(teacher, model.config.sampling).of_sequences(batch)
-    expected = Teacher(teacher, model.config.sampling).pieces(
-        batch, judged, completions.starts, own_exists(batch, completions), 3, False
-    )
+    exists = torch.ones_like(completions.starts, dtype=torch.bool)
+    expected = Teacher(teacher, model.config.sampling).pieces(batch, judged, completions.starts, exists, 3, False)
     assert torch.equal(completions.low, expected.low)
     model.train_only("all")
     before = model.get_output_embeddings().weight.detach().clone()
     trainer(model, tmp_path, teacher=teacher).train()
     assert not torch.equal(model.get_output_embeddings().weight, before)
-
-
-def own_exists(batch: Sequences, completions) -> torch.Tensor:
-    return torch.ones_like(completions.starts, dtype=torch.bool)
 
 
 def test_drafts_are_judged_as_their_texts_are():

@@ -1,0 +1,212 @@
+"""Parallel token prediction on a chain whose best drafters are known: does sampling in parallel beat every blind one?
+
+    python benchmarks/ptp_markov.py                                # ten minutes of one core for each of 18 students
+    python benchmarks/ptp_markov.py --minutes 1 --slots 8 --seeds 1
+
+Students of 0.48 million parameters learn a Markov chain with 25 states: O-PTP (`one_hot`), C-PTP (`categorical`) and
+independent prediction, which is O-PTP with uninformative uniforms. A draft has N tokens; a table shows how many are
+right in a row. "coupled" verifies with the uniforms of the draft: picks from exact independent laws reach `marginal`,
+and the best functions of each token's own uniform `own_u`. "token" and "block" verify the same drafts as samples of
+known laws; exact independent laws reach `speculative`, token by token. C-PTP's first token is the backbone's, here the
+chain's own. Best of M draws M vectors of uniforms and keeps the most central one; it changes no law.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from markov import MarkovChain, ceilings
+from rich.console import Console
+from rich.table import Table
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+
+from tokenahead import PTPForCausalLM
+from tokenahead.generation.verification import coupled_acceptance, token_acceptance, verify
+from tokenahead.modeling.uniforms import best_of, interval, pick
+from tokenahead.training.ptp_options import PTPOptions
+from tokenahead.training.ptp_trainer import PTPTrainer
+
+STATES, ALPHA, CONTEXT, LENGTH, BATCH, COMPLETIONS = 25, 0.3, 2, 24, 32, 8
+KINDS = ("one_hot", "categorical", "independent")
+
+
+class Deadline(TrainerCallback):
+    """Ends training after so many seconds of processor time; the learning rate falls to zero in the last half."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.begun = seconds, time.process_time()
+
+    @property
+    def share(self) -> float:
+        """How much of the time is over."""
+        return min((time.process_time() - self.begun) / self.seconds, 1.0)
+
+    def rate(self, step: int) -> float:
+        """Factor of the learning rate."""
+        return min(1.0, (step + 1) / 50) * min(1.0, 2 * (1 - self.share))
+
+    def on_step_end(self, args: object, state: object, control: object, **_: object) -> None:
+        """Stops in time."""
+        control.should_training_stop = self.share >= 1
+
+
+class Texts(torch.utils.data.IterableDataset):
+    """Sequences of the chain without end."""
+
+    def __init__(self, chain: MarkovChain, seed: int) -> None:
+        self.chain, self.seed = chain, seed
+
+    def __iter__(self):  # noqa: ANN204
+        seed = self.seed * 1000 + 17
+        while True:
+            yield from ({"input_ids": ids} for ids in self.chain.texts(4096, LENGTH, seed))
+            seed += 1
+
+
+def student(kind: str, slots: int, features: str, chain: MarkovChain, seed: int, minutes: float) -> PTPForCausalLM:
+    """Trains one student, backbone and all, with the chain as its teacher."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=STATES, hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        max_position_embeddings=64, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    variant = "categorical" if kind == "categorical" else "one_hot"
+    model = PTPForCausalLM.from_backbone(
+        LlamaForCausalLM(config), variant, features=features, projection="mlp", lora_rank=4, num_slots=slots
+    )
+    model.train_only("all")
+    deadline = Deadline(60 * minutes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    options = PTPOptions(
+        loss="kl" if kind == "categorical" else "ce", completions=COMPLETIONS, informative=kind != "independent"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, max_steps=10**7, per_device_train_batch_size=BATCH, use_cpu=True, report_to=[], save_strategy="no",
+            logging_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = PTPTrainer(
+            model, arguments, options=options, teacher=chain, train_dataset=Texts(chain, seed),
+            optimizers=(optimizer, LambdaLR(optimizer, deadline.rate)), callbacks=[deadline],
+        )  # fmt: skip
+        trainer.train()
+    print(f"{kind}, N = {slots}, seed {seed}: {trainer.state.global_step} steps", flush=True)
+    return model.eval()
+
+
+@dataclass
+class Drafts:
+    """Drafts with the uniforms and laws that they come from, [B, N] and [B, N, V]; `p` has a row more."""
+
+    tokens: torch.Tensor
+    uniforms: torch.Tensor
+    q: torch.Tensor | None
+    p: torch.Tensor
+
+
+@torch.no_grad()
+def draft(kind: str, model: PTPForCausalLM, chain: MarkovChain, context: torch.Tensor, count: int) -> Drafts:
+    """`count` tokens after every context [B, 2], from fresh uniforms."""
+    uniforms = torch.rand(len(context), count)
+    if kind == "categorical":
+        q = chain.rows[context[:, -1:]]
+        if count > 1:
+            behind = model(context, uniforms=uniforms[:, :-1]).logits[:, CONTEXT:].double().softmax(-1)
+            q = torch.cat([q, behind], dim=1)
+        tokens = pick(uniforms, q)
+    else:
+        shown = uniforms if kind == "one_hot" else torch.full_like(uniforms, 0.5)
+        logits = model(context, uniforms=shown).logits[:, CONTEXT:]
+        q = None if kind == "one_hot" else logits.double().softmax(-1)
+        tokens = logits.argmax(-1) if q is None else pick(uniforms, q)
+    return Drafts(tokens, uniforms, q, chain.rows[torch.cat([context[:, -1:], tokens], dim=1)])
+
+
+def measure(
+    kind: str, model: PTPForCausalLM, chain: MarkovChain, contexts: torch.Tensor, count: int
+) -> dict[str, float]:
+    """Mean numbers of right tokens in a row, by rule."""
+    found = draft(kind, model, chain, contexts, count)
+    result = {"coupled": float(_correct(found)[0].float().mean())}
+    if found.q is not None:
+        accept, _ = token_acceptance(found.tokens, found.q, found.p)
+        result["token"] = float(accept.cumprod(1).sum(1).mean())
+        result["block"] = float(verify(found.tokens, found.q, found.p, "block")[0].float().mean())
+    return result
+
+
+def best_of_many(
+    kind: str, model: PTPForCausalLM, chain: MarkovChain, contexts: torch.Tensor, count: int, many: int
+) -> float:
+    """Right tokens in a row of the most central of `many` drafts per context."""
+    few = contexts[: max(16_384 // many, 1)]
+    found = draft(kind, model, chain, few.repeat_interleave(many, 0), count)
+    correct, picked = _correct(found)
+    low, high = interval(picked, found.p[:, :-1])
+    positions = ((found.uniforms - low) / (high - low)).unflatten(0, (-1, many))
+    correct = correct.unflatten(0, (-1, many))
+    return float(correct.gather(1, best_of(positions, correct)[:, None]).float().mean())
+
+
+def _correct(found: Drafts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drafts that equal the target's picks in a row [B], and the picks [B, N]."""
+    uniforms = torch.nn.functional.pad(found.uniforms, (0, 1))
+    correct, picked = coupled_acceptance(found.tokens, uniforms, found.p)
+    return correct, picked[:, :-1]
+
+
+def run(arguments: argparse.Namespace, slots: int, seed: int) -> dict[str, float]:
+    """All students of one length and seed; names as in the table."""
+    chain = MarkovChain(STATES, ALPHA, seed)
+    contexts = chain.texts(arguments.contexts, CONTEXT, seed=10_000 + seed)
+    result = {f"ceiling, {name}": value for name, value in ceilings(chain, slots).items()}
+    for kind in arguments.kinds:
+        trained = max(slots - (kind == "categorical"), 1)
+        model = student(kind, trained, arguments.features, chain, seed, arguments.minutes)
+        torch.manual_seed(seed)
+        found = measure(kind, model, chain, contexts, slots)
+        result |= {f"{kind}, {rule}": value for rule, value in found.items()}
+        if kind == "independent":
+            continue
+        for many in arguments.best_of:
+            result[f"{kind}, best of {many}"] = best_of_many(kind, model, chain, contexts, slots, many)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10, help="of processor time per student")
+    parser.add_argument("--seeds", type=int, default=2, help="chains, and students on each")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--slots", type=int, nargs="+", default=[2, 4, 8], help="tokens per draft, N")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--best-of", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--features", default="arithmetic")
+    parser.add_argument("--contexts", type=int, default=4096)
+    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    results = {}
+    for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
+        for slots in arguments.slots:
+            results[f"N={slots}, seed {seed}"] = run(arguments, slots, seed)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    table = Table(title=f"Right tokens in a row, {arguments.minutes:g} minutes per student, {arguments.features}")
+    table.add_column("")
+    for name in results:
+        table.add_column(name, justify="right")
+    for row in next(iter(results.values())):
+        table.add_row(row, *(f"{result[row]:.2f}" for result in results.values()))
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -33,7 +33,7 @@ from tokenahead.modeling.uniforms import best_of, interval, pick
 from tokenahead.training.ptp_options import PTPOptions
 from tokenahead.training.ptp_trainer import PTPTrainer
 
-STATES, ALPHA, CONTEXT, LENGTH, BATCH, COMPLETIONS = 25, 0.3, 2, 24, 32, 8
+STATES, ALPHA, CONTEXT, LENGTH, BATCH, COMPLETIONS = 25, 0.3, 2, 12, 16, 4
 KINDS = ("one_hot", "categorical", "independent")
 
 
@@ -75,7 +75,7 @@ def student(kind: str, slots: int, features: str, chain: MarkovChain, seed: int,
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=STATES, hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
-        max_position_embeddings=64, bos_token_id=None, eos_token_id=None,
+        max_position_embeddings=64, bos_token_id=None, eos_token_id=None, initializer_range=0.1,
     )  # fmt: skip
     variant = "categorical" if kind == "categorical" else "one_hot"
     model = PTPForCausalLM.from_backbone(

@@ -109,10 +109,7 @@ class SpeculativeLoop:
         drafted = time.perf_counter()
         outputs = self._forward(torch.cat([last[:, None], draft], dim=1))
         called = time.perf_counter()
-        logits = outputs.logits.float()
-        self.tokens.write(draft)
-        scores = self.processing(self.tokens, logits, self.done)
-        accepted, new = self._verify(draft, q, scores)
+        draft, logits, scores, accepted, new = self._judge(draft, q, outputs)
         self.tokens.write(new)
         accepted, new, drafts = accepted.tolist(), new.tolist(), draft.tolist()
         verified = [ids[: count + 1] for ids, count in zip(new, accepted)]
@@ -141,6 +138,13 @@ class SpeculativeLoop:
         self.statistics.backbone_calls += 1
         selection = True if self.config.output_hidden_states else -1
         return self.target.forward(block, output_hidden_states=selection)
+
+    def _judge(self, draft: torch.Tensor, q: torch.Tensor | None, outputs: Any) -> tuple[torch.Tensor, ...]:
+        """Draft [B, m], logits and scores [B, m + 1, v] behind it, and what `_verify` says."""
+        logits = outputs.logits.float()
+        self.tokens.write(draft)
+        scores = self.processing(self.tokens, logits, self.done)
+        return draft, logits, scores, *self._verify(draft, q, scores)
 
     def _verify(
         self, draft: torch.Tensor, q: torch.Tensor | None, scores: torch.Tensor

@@ -78,6 +78,7 @@ class ParallelDrafter:
             return
         chosen = [max(count - 1, 0) for count in kept]
         index, exists = self.layout.of_group(chosen)
+        index = index[:, 0]
         if self.is_one_hot:
             index, exists = index[:, 1:], exists[:, 1:]
         if index.shape[1] == 0:
@@ -118,7 +119,7 @@ class ParallelLoop(SpeculativeLoop):
     def _first(self, scores: torch.Tensor) -> torch.Tensor:
         if not self.is_coupled:
             return super()._first(scores)
-        return pick(self._uniforms(1, first=True).to(scores.device), _law(scores))
+        return pick(self._uniforms(1, first=True).to(scores.device), law_of(scores))
 
     def _uniforms(self, count: int, first: bool = False) -> torch.Tensor:
         """u of the next `count` output positions of every row, [B, count]."""
@@ -141,11 +142,10 @@ class ParallelLoop(SpeculativeLoop):
         if layout is None:
             return super()._forward(block)
         self.statistics.backbone_calls += 1
-        order = torch.cat([torch.arange(fed, device=block.device), layout.group + layout.place])
-        positions = self.target.counts[:, None] + order
+        positions = self.target.counts[:, None] + layout.order
         if not drafter.is_one_hot:
             positions[:, fed:] += 1
-        uniforms = self.current[:, layout.group + layout.place]
+        uniforms = self._of_slots(layout)
         outputs = self.target.forward(
             block,
             uniforms=uniforms if self.config.do_sample else torch.full_like(uniforms, 0.5),
@@ -160,6 +160,10 @@ class ParallelLoop(SpeculativeLoop):
             outputs.hidden_states = tuple(states[:, :fed] for states in outputs.hidden_states)
         return outputs
 
+    def _of_slots(self, layout: SlotLayout) -> torch.Tensor:
+        """Uniforms of the slots, [B, A]: those of their output positions."""
+        return self.current[:, layout.group + layout.place]
+
     def _verify(
         self, draft: torch.Tensor, q: torch.Tensor | None, scores: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,15 +171,17 @@ class ParallelLoop(SpeculativeLoop):
         if not self.config.do_sample:
             accepted, new = verify_greedy(draft, scores)
         elif self.is_coupled:
-            accepted, new = coupled_acceptance(draft, uniforms, _law(scores))
+            accepted, new = coupled_acceptance(draft, uniforms, law_of(scores))
         else:
             accepted, added = verify(draft, q, scores.softmax(-1), self.rule, self.generator, uniforms)
             new = torch.nn.functional.pad(draft, (0, 1)).scatter_(1, accepted[:, None], added[:, None])
-        counts = accepted.tolist()
-        self.drafter.rates.update(draft.shape[1], [n for n, done in zip(counts, self.done) if not done])
+        self.drafter.rates.update(draft.shape[1], self._of_open_rows(accepted))
         return accepted, new
 
+    def _of_open_rows(self, counts: torch.Tensor) -> list[int]:
+        return [count for count, done in zip(counts.tolist(), self.done) if not done]
 
-def _law(scores: torch.Tensor) -> torch.Tensor:
+
+def law_of(scores: torch.Tensor) -> torch.Tensor:
     """Probabilities in float64: cumulative sums over a large vocabulary in float32 misplace picks."""
     return scores.double().softmax(-1)

@@ -9,6 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from .best_of import BestOfDrafter, BestOfLoop
 from .full_history import FullHistoryMixin
 from .parallel import ParallelDrafter, ParallelLoop
 
@@ -26,7 +27,9 @@ class ParallelGenerationMixin(FullHistoryMixin):
     - `uniforms`: [B, max_new_tokens] in [0, 1), `uniforms[:, 0]` for the first new token: the tokens are those of
       sequential inverse-CDF decoding, with or without `use_mtp`;
     - `seed`: draws the uniforms from a generator of its own, so that a run can be repeated;
-    - `slot_budget`: auxiliary slots per forward, split over the possible acceptance counts (3 N by default).
+    - `slot_budget`: auxiliary slots per forward, split over the possible acceptance counts (3 N by default);
+    - `best_of`: M vectors of uniforms to draft from in every cycle, of which the most central is kept: more drafts are
+      accepted, for M^2 times the slots. A run with `seed` can be repeated, but it is not that of `use_mtp=False`.
     """
 
     _rules = ("coupled", "block", "token")
@@ -39,7 +42,7 @@ class ParallelGenerationMixin(FullHistoryMixin):
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
-        own = {name: kwargs.pop(name, None) for name in ("uniforms", "seed", "slot_budget")}
+        own = {name: kwargs.pop(name, None) for name in ("uniforms", "seed", "slot_budget", "best_of")}
         rule = kwargs.get("verification") or ("coupled" if self.config.variant == "one_hot" else "block")
         rule = "coupled" if own["uniforms"] is not None and not kwargs.get("verification") else rule
         config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs | {"verification": rule})
@@ -49,6 +52,7 @@ class ParallelGenerationMixin(FullHistoryMixin):
             config.use_mtp = True  # our loop also decodes one token at a time from given uniforms
         config.uniforms, config.seed = own["uniforms"], own["seed"]
         config.slot_budget = own["slot_budget"] or 3 * self.config.num_slots
+        config.best_of = own["best_of"] or 1
         return config, model_kwargs
 
     def _check_options(self, config: GenerationConfig, rule: str, own: dict[str, Any]) -> None:
@@ -62,6 +66,8 @@ class ParallelGenerationMixin(FullHistoryMixin):
             raise ValueError(
                 f"slot_budget={own['slot_budget']} must be at least 1; to decode plainly use use_mtp=False"
             )
+        if own["best_of"] is not None:
+            _check_best_of(own["best_of"], config, rule, uniforms)
         if uniforms is None:
             return
         if rule != "coupled":
@@ -87,10 +93,13 @@ class ParallelGenerationMixin(FullHistoryMixin):
         )
 
     def _drafter(self, generation_config: GenerationConfig, logits_processor: LogitsProcessorList) -> ParallelDrafter:
+        if generation_config.best_of > 1:
+            return BestOfDrafter(self, generation_config, logits_processor, many=generation_config.best_of)
         return ParallelDrafter(self, generation_config, logits_processor)
 
-    def _loop(self, *args: Any, **kwargs: Any) -> ParallelLoop:
-        return ParallelLoop(*args, **kwargs)
+    def _loop(self, model: Any, drafter: ParallelDrafter, *args: Any, **kwargs: Any) -> ParallelLoop:
+        loop = BestOfLoop if isinstance(drafter, BestOfDrafter) else ParallelLoop
+        return loop(model, drafter, *args, **kwargs)
 
     def _assisted_decoding(
         self,
@@ -108,6 +117,20 @@ class ParallelGenerationMixin(FullHistoryMixin):
         return super()._assisted_decoding(
             input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **kwargs
         )
+
+
+def _check_best_of(many: int, config: GenerationConfig, rule: str, uniforms: torch.Tensor | None) -> None:
+    """Refuses what best-of-M cannot be combined with."""
+    if not isinstance(many, int) or many < 1:
+        raise ValueError(f"best_of={many!r} must be a whole number of at least 1")
+    if many == 1:
+        return
+    if uniforms is not None:
+        raise ValueError(f"best_of={many} draws its uniforms anew: drop uniforms=, or repeat a run with seed=")
+    if rule != "coupled":
+        raise ValueError(f"best_of={many} chooses among coupled drafts: it needs verification='coupled', not {rule!r}")
+    if not config.do_sample:
+        raise ValueError(f"best_of={many} is for sampling: pass do_sample=True, or drop it")
 
 
 def _draw_uniforms(config: GenerationConfig, input_ids: torch.Tensor) -> None:

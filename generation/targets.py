@@ -98,6 +98,16 @@ class RepackedTarget:
             repack(self.cache, self.shifts)
             self.mask = shift_right(self.mask, self.shifts)
 
+    def select(self, columns: torch.Tensor, fed: int) -> None:
+        """Leaves of the last `fed` columns of the cache `columns[b]` [B, k] in row b, in that order."""
+        kept = columns.shape[1]
+        for layer in self.cache.layers:
+            for states in (layer.keys, layer.values):
+                chosen = columns[:, None, :, None].to(states.device).expand(-1, states.shape[1], -1, states.shape[3])
+                states[:, :, -fed : states.shape[2] - fed + kept] = states[:, :, -fed:].gather(2, chosen)
+        if fed > kept:
+            self.cache.crop(kept - fed)
+
     def align(self, columns: int) -> None:
         """See `Target`; columns behind a row's end hold arbitrary values, as padding does."""
         if any(self.moved):

@@ -34,8 +34,40 @@ def test_every_row_sees_its_own_prefix_and_nothing_else(sizes):
 def test_slots_of_a_group_per_row():
     layout = SlotLayout.of([2, 0, 3], torch.device("cpu"))
     index, exists = layout.of_group([0, 2, 1])
-    assert index[0, :2].tolist() == [0, 1] and index[1].tolist() == [2, 3, 4]
+    assert index[0, 0, :2].tolist() == [0, 1] and index[1, 0].tolist() == [2, 3, 4]
     assert exists.tolist() == [[True, True, False], [True] * 3, [False] * 3]
+
+
+def test_branches_and_vectors_keep_apart():
+    """Two branches of two drafts, three vectors: what a row sees of the forward, by name."""
+    sizes, branches, vectors = [2, 0, 3], 2, 3
+    layout = SlotLayout.of(sizes, torch.device("cpu"), branches, vectors)
+    drafts = [(j, d) for j in range(branches) for d in (1, 2)]
+    slots = list(zip(*(part.tolist() for part in (layout.branch, layout.group, layout.vector, layout.place))))
+    assert len(slots) == branches * sum(1 + vectors * (size - 1) for size in sizes if size)
+    assert layout.order.tolist() == [0, *(d for _, d in drafts), *(d + k for _, d, _, k in slots)]
+    for query, row in enumerate(layout.new.tolist()):
+        if query == 0:
+            want = [(0, 0)], []
+        elif query <= len(drafts):
+            branch, order = drafts[query - 1]
+            want = [(0, 0), *(draft for draft in drafts if draft[0] == branch and draft[1] <= order)], []
+        else:
+            branch, group, vector, place = slots[query - 1 - len(drafts)]
+            tokens = [(0, 0), *(draft for draft in drafts if draft[0] == branch and draft[1] <= group)]
+            own = [(branch, group, 0, 0), *((branch, group, vector, k) for k in range(1, place + 1))]
+            want = tokens, own
+        named = [(0, 0), *drafts], slots
+        columns = row[: len(named[0])], row[len(named[0]) :]
+        assert all([name for name, sees in zip(*pair) if sees] == names for pair, names in zip(zip(named, columns), want))
+    index, exists = layout.of_group([2, 0], torch.tensor([1, 0]))
+    assert exists.tolist() == [[True, True, True], [True, True, False]]
+    assert [[slots[i] for i in row] for row in index[0].tolist()] == [
+        [(1, 2, 0, 0), (1, 2, vector, 1), (1, 2, vector, 2)] for vector in range(vectors)
+    ]
+    assert [[slots[i] for i in row[:2]] for row in index[1].tolist()] == [
+        [(0, 0, 0, 0), (0, 0, vector, 1)] for vector in range(vectors)
+    ]
 
 
 @pytest.mark.parametrize("budget", [1, 4, 7])

@@ -134,9 +134,17 @@ def tiny(variant, **options):
 
 
 @pytest.mark.parametrize(
-    ("variant", "rule"), [("categorical", "block"), ("categorical", "token"), ("one_hot", "block")]
+    ("variant", "rule", "many"),
+    [
+        ("categorical", "block", 1),
+        ("categorical", "token", 1),
+        ("one_hot", "block", 1),
+        ("one_hot", "coupled", 4),
+        ("categorical", "coupled", 3),
+    ],
 )
-def test_speculative_rules_follow_the_target(variant, rule):
+def test_drafts_follow_the_target(variant, rule, many):
+    """Speculative rules, and the coupled one with the best of several drafts."""
     model, prompt = tiny(variant), torch.tensor([[1, 2, 3]])
     outcomes, law = prompt, torch.ones(1, dtype=torch.float64)
     for _ in range(5):  # three tokens are possible at each place: 243 outcomes
@@ -145,11 +153,26 @@ def test_speculative_rules_follow_the_target(variant, rule):
         law = (law[:, None] * (values.double() / 3).softmax(-1)).flatten()
         outcomes = torch.cat([outcomes.repeat_interleave(3, 0), ids.flatten()[:, None]], dim=1)
     rows = prompt.expand(4000, -1)
-    options = {"do_sample": True, "temperature": 3.0, "top_k": 3, "max_new_tokens": 5, "verification": rule}
+    options = {"do_sample": True, "temperature": 3.0, "top_k": 3, "max_new_tokens": 5, "verification": rule, "best_of": many}
     out = model.generate(rows, attention_mask=torch.ones_like(rows), return_dict_in_generate=True, **options)
     found = (out.sequences[:, None, 3:] == outcomes[:, 3:]).all(-1)
     assert found.any(1).all() and chi_square(found.long().argmax(1), law) > 0.001
     assert {1, 2} <= set().union(*out.speculation.rows_accepted)
+
+
+def test_the_best_of_many_is_repeated_by_its_seed_in_ragged_batches_with_processors_that_read_ids():
+    model, batch = official(), prompts(4)
+    options = {"best_of": 3, "repetition_penalty": 1.3, "output_scores": True, "output_hidden_states": True, **SAMPLING}
+    first, again = (decode(model, batch, seed=5, **options) for _ in range(2))
+    assert torch.equal(first.sequences, again.sequences) and not first.speculation.backbone_calls >= NEW_TOKENS
+    inputs = left_padded(batch)
+    for row, text in enumerate(first.sequences):  # what was kept in the cache and in the outputs is the chosen branch
+        real = torch.cat([inputs["attention_mask"][row].bool(), torch.ones(NEW_TOKENS, dtype=torch.bool)])
+        with torch.no_grad():
+            want = model(text[real][None], output_hidden_states=True)
+        states = torch.stack([states[-1][row, -1] for states in first.hidden_states])
+        torch.testing.assert_close(states, want.hidden_states[-1][0, -NEW_TOKENS - 1 : -1])
+        assert (torch.stack(first.scores)[torch.arange(NEW_TOKENS), row, text[-NEW_TOKENS:]] > -torch.inf).all()
 
 
 @pytest.mark.parametrize("variant", ["one_hot", "categorical"])
@@ -187,6 +210,10 @@ def test_tokens_are_computed_by_the_backbone_alone():
         ({"uniforms": torch.rand(1, 3), "seed": 1}, "not both"),
         ({"uniforms": torch.rand(1, 3), "do_sample": False}, "uniforms= is for sampling"),
         ({"slot_budget": 0}, "slot_budget=0 must be at least 1"),
+        ({"best_of": 0}, "best_of=0 must be a whole number"),
+        ({"best_of": 2, "uniforms": torch.rand(1, 3)}, "best_of=2 draws its uniforms anew"),
+        ({"best_of": 2, "verification": "block"}, "needs verification='coupled'"),
+        ({"best_of": 2, "do_sample": False}, "best_of=2 is for sampling"),
         ({"verification": "coin"}, "verification='coin' is unknown"),
     ],
 )

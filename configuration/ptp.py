@@ -88,3 +88,10 @@ class PTPConfig(PreTrainedConfig):
     def learns_warped_law(self) -> bool:
         """Whether categorical drafts were learned for a warped target, and need no warping of their own."""
         return self.sampling != SAMPLING
+
+    @property
+    def learned_positions(self) -> int | None:
+        """Size of the backbone's table of positions; None where positions are computed, and go on."""
+        if getattr(self.backbone_config, "rope_parameters", None) is not None:
+            return None
+        return getattr(self.backbone_config, "max_position_embeddings", None)

@@ -1,8 +1,8 @@
 """Best-of-M: several vectors of uniforms are drafted from, and the most central one is kept.
 
 Every cycle draws M fresh vectors for the output positions to come and drafts a branch from each; the forward that
-verifies the branches makes the M drafts after each of their ends. The branch to keep is chosen by where its uniforms lie
-in the intervals of the *target's* picks (`best_of`). On any prefix those places are uniform and independent of the
+verifies the branches makes the M drafts after each of their ends. The branch to keep is chosen by where its uniforms
+lie in the intervals of the *target's* picks (`best_of`). On any prefix those places are uniform and independent of the
 tokens, so the choice changes no law, as long as no uniform behind the stop is used again; the paper's Eq. 18 has the
 opposite sign and measures against the student. Slots cost M^2 times as much.
 """

@@ -41,7 +41,7 @@ class MTPGenerationMixin(GenerationMixin):
             raise ValueError(f"verification={rule!r} is unknown; choose {' or '.join(map(repr, self._rules))}")
         sources = (kwargs, generation_config, self.generation_config)
         asked, drafts, threshold = (
-            _first_set(name, sources) for name in ("use_mtp", "num_assistant_tokens", "assistant_confidence_threshold")
+            first_set(name, sources) for name in ("use_mtp", "num_assistant_tokens", "assistant_confidence_threshold")
         )
         config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         config.verification = rule
@@ -201,7 +201,7 @@ class MTPGenerationMixin(GenerationMixin):
         ).run()
 
 
-def _first_set(name: str, sources: tuple[Any, ...]) -> Any:
+def first_set(name: str, sources: tuple[Any, ...]) -> Any:
     """The first value that is set: keyword arguments before the config passed, before the model's own."""
     for source in sources:
         value = source.get(name) if isinstance(source, dict) else getattr(source, name, None)

@@ -145,6 +145,8 @@ class ParallelLoop(SpeculativeLoop):
         positions = self.target.counts[:, None] + layout.order
         if not drafter.is_one_hot:
             positions[:, fed:] += 1
+        if self.model.config.learned_positions is not None:  # what is drafted beyond the table is beyond the text
+            positions.clamp_(max=self.model.config.learned_positions - 1)
         uniforms = self._of_slots(layout)
         outputs = self.target.forward(
             block,

@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from .best_of import BestOfDrafter, BestOfLoop
 from .full_history import FullHistoryMixin
+from .mixin import first_set
 from .parallel import ParallelDrafter, ParallelLoop
 
 logger = logging.get_logger(__name__)
@@ -28,6 +29,8 @@ class ParallelGenerationMixin(FullHistoryMixin):
       sequential inverse-CDF decoding, with or without `use_mtp`;
     - `seed`: draws the uniforms from a generator of its own, so that a run can be repeated;
     - `slot_budget`: auxiliary slots per forward, split over the possible acceptance counts (3 N by default);
+    - `temperature`, `top_k`, `top_p`: where none is set, those that the drafts were learned for
+      (`config.sampling`), not transformers' own;
     - `best_of`: M vectors of uniforms to draft from in every cycle, of which the most central is kept: more drafts are
       accepted, for M^2 times the slots. A run with `seed` can be repeated, but it is not that of `use_mtp=False`.
     """
@@ -45,7 +48,9 @@ class ParallelGenerationMixin(FullHistoryMixin):
         own = {name: kwargs.pop(name, None) for name in ("uniforms", "seed", "slot_budget", "best_of")}
         rule = kwargs.get("verification") or ("coupled" if self.config.variant == "one_hot" else "block")
         rule = "coupled" if own["uniforms"] is not None and not kwargs.get("verification") else rule
-        config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs | {"verification": rule})
+        learned = self._learned_law((kwargs, generation_config, self.generation_config))
+        kwargs |= learned | {"verification": rule}
+        config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         self._check_options(config, rule, own)
         config.use_slots = bool(config.use_mtp)
         if config.do_sample and rule == "coupled" and (own["uniforms"] is not None or own["seed"] is not None):
@@ -54,6 +59,26 @@ class ParallelGenerationMixin(FullHistoryMixin):
         config.slot_budget = own["slot_budget"] or 3 * self.config.num_slots
         config.best_of = own["best_of"] or 1
         return config, model_kwargs
+
+    def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> GenerationConfig:
+        """Checks the length of the whole text at the door.
+
+        Raises:
+            ValueError: The text would go beyond the backbone's table of learned positions.
+        """
+        config = super()._prepare_generated_length(*args, **kwargs)
+        limit = self.config.learned_positions
+        if limit is not None and config.max_length > limit + 1:  # the last token is never fed
+            raise ValueError(
+                f"max_length={config.max_length} (prompt and new tokens) is beyond the {limit} learned positions of "
+                f"{self.config.backbone_config.model_type}; ask for {config.max_length - limit - 1} fewer new tokens"
+            )
+        return config
+
+    def _learned_law(self, sources: tuple[Any, ...]) -> dict[str, Any]:
+        """Temperature, top-k and top-p that the drafts were learned for, where a call samples and sets none of them."""
+        is_set = any(first_set(name, sources) is not None for name in self.config.sampling)
+        return {} if is_set or not first_set("do_sample", sources) else dict(self.config.sampling)
 
     def _check_options(self, config: GenerationConfig, rule: str, own: dict[str, Any]) -> None:
         """Refuses what cannot be meant.
@@ -89,7 +114,8 @@ class ParallelGenerationMixin(FullHistoryMixin):
         logger.warning_once(
             f"The drafts were learned for {shown}, and the target is now sampled with "
             f"{', '.join(f'{name}={asked[name]}' for name in _SAMPLING)}: the text stays exact, but fewer drafts are "
-            "accepted."
+            "accepted, so that every token costs more calls. Leave these options out, or distil with "
+            f"sampling={asked}."
         )
 
     def _drafter(self, generation_config: GenerationConfig, logits_processor: LogitsProcessorList) -> ParallelDrafter:

@@ -9,9 +9,14 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from ..configuration import MTPHeadConfig
+from ..configuration import MTPHeadConfig, PTPConfig
 
 _HEADS = {"ff": "independent positions"}
+
+_SLOTS = {
+    "one_hot": "parallel token prediction; a slot predicts the token that its own uniform picks",
+    "categorical": "parallel token prediction; a slot predicts the law of the token behind its own",
+}
 
 _SIZES = {
     "hidden_size": "Width",
@@ -32,7 +37,9 @@ class ModelFacts:
     Args:
         class_name: The class of tokenahead that loads it.
         model_type: Its `model_type`.
-        head: The config of its multi-token head, with `window` set.
+        drafting: Rows (label, value) that say what drafts.
+        window: The longest draft and one.
+        kind: `"heads"`, `"modules"` or `"uniforms"`: what the drafts are made with.
         sizes: Rows (label, value) of the table of sizes.
         heads_only: Whether it is heads without a backbone.
         remote_code: Whether its own code travels with it (`auto_map`).
@@ -41,16 +48,13 @@ class ModelFacts:
 
     class_name: str
     model_type: str
-    head: MTPHeadConfig
+    drafting: list[tuple[str, str]]
+    window: int
+    kind: str
     sizes: list[tuple[str, str]]
     heads_only: bool
     remote_code: bool
     backbone: str | None
-
-    @property
-    def head_description(self) -> str:
-        """The head's family in words."""
-        return _HEADS.get(self.head.head_type, f"a circuit of rank {self.head.rank}")
 
 
 def describe(config_or_model: PreTrainedConfig | PreTrainedModel) -> ModelFacts:
@@ -67,29 +71,61 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel) -> ModelFacts:
     """
     model = config_or_model if isinstance(config_or_model, PreTrainedModel) else None
     config = config_or_model if model is None else model.config
-    head = _head_of(config)
-    heads_only = head is config
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"config_or_model is a {type(config).__name__}; it must be a model or its config")
+    kind, window, drafting = _drafting(config, model)
+    heads_only = config.model_type == MTPHeadConfig.model_type
     return ModelFacts(
         class_name="MTPHeads" if heads_only else _class_name(config, model),
         model_type=config.model_type,
-        head=head,
-        sizes=_sizes(config, model),
+        drafting=drafting,
+        window=window,
+        kind=kind,
+        sizes=_sizes(config.get_text_config(), model),
         heads_only=heads_only,
         remote_code=bool(getattr(config, "auto_map", None)),
-        backbone=_hub_id(head.base_model_name_or_path) if heads_only else None,
+        backbone=_hub_id(config.base_model_name_or_path) if heads_only else None,
     )
 
 
-def _head_of(config: object) -> MTPHeadConfig:
-    """The head's config: of the model's, or the config itself for heads apart."""
-    if not isinstance(config, PreTrainedConfig):
-        raise TypeError(f"config_or_model is a {type(config).__name__}; it must be a model or its config")
+def _drafting(config: PreTrainedConfig, model: PreTrainedModel | None) -> tuple[str, int, list[tuple[str, str]]]:
+    """Kind, window, and rows of the table."""
+    if isinstance(config, PTPConfig):
+        return _slots(config)
+    if modules := getattr(model, "num_modules", 0):
+        return (
+            "modules",
+            modules + 1,
+            [("Modules", f"{modules}, sequential; the last one is used again in longer drafts")],
+        )
+    return _head(config)
+
+
+def _slots(config: PTPConfig) -> tuple[str, int, list[tuple[str, str]]]:
+    window = config.num_slots + (config.variant == "categorical")
+    law = ", ".join(f"{name} {value}" for name, value in config.sampling.items())
+    rows = [
+        ("Drafts", f"`{config.variant}`: {_SLOTS[config.variant]}"),
+        ("Slots", f"{config.num_slots}: {window - 1} drafted beside the next token"),
+        ("Uniforms as", f"`{config.features}`, {config.feature_dim} features"),
+        ("Learned for", law),
+    ]
+    return "uniforms", window, rows
+
+
+def _head(config: PreTrainedConfig) -> tuple[str, int, list[tuple[str, str]]]:
+    """Of a model's head, or of heads apart."""
     head = config if config.model_type == MTPHeadConfig.model_type else getattr(config, "mtp_head", None)
     if head is None:
         raise TypeError(f"{type(config).__name__} has no `mtp_head`: cards are for models with such a head")
     if head.window is None:
         raise TypeError(f"{type(config).__name__} leaves the head's `window` open; set it before rendering a card")
-    return head
+    family = _HEADS.get(head.head_type, f"a circuit of rank {head.rank}")
+    rows = [
+        ("Head", f"`{head.head_type}`: {family}"),
+        ("Window", f"{head.window}: the next token and {head.window - 1} drafted"),
+    ]
+    return "heads", head.window, rows
 
 
 def _hub_id(name: str | None) -> str | None:

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
-from ..configuration.ptp import PTPConfig
+from ..configuration.ptp import SAMPLING, PTPConfig
 from ..generation.parallel_mixin import ParallelGenerationMixin
 from .gated_lora import ADAPTER, gate_linears
 from .loading import StrictLoadingMixin
@@ -103,7 +103,7 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         Args:
             model_or_path: A causal language model of transformers (used as it is, not copied), or where to load it.
             variant: `"one_hot"` or `"categorical"`.
-            **options: Further fields of `PTPConfig`.
+            **options: Further fields of `PTPConfig`; `sampling` is by default what the model's generation config sets.
 
         Raises:
             ValueError: A backbone that cannot carry auxiliary rows exactly.
@@ -112,6 +112,8 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         if not isinstance(base, PreTrainedModel):
             base = AutoModelForCausalLM.from_pretrained(base)
         attention = base.config._attn_implementation
+        sampling = {name: getattr(base.generation_config, name, None) for name in SAMPLING}
+        options = {"sampling": {name: value for name, value in sampling.items() if value is not None}} | options
         config = PTPConfig(backbone_config=base.config, variant=variant, **options)
         base.config._attn_implementation = attention  # a config that takes in another one resets it
         model = cls(config, base)
@@ -203,7 +205,7 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
             embeds = torch.cat([embeds, self.uniform_embedding(uniforms).to(embeds.dtype)], dim=1)
         if position_ids is None:
             position_ids = self._positions(embeds, tokens, attention_mask, past_key_values)
-        _check_positions(self.config.backbone_config, position_ids)
+        _check_positions(self.config, position_ids)
         self.gate.start, self.gate.length = None if uniforms is None else tokens, embeds.shape[1]
         try:
             outputs = self.backbone.get_decoder()(
@@ -279,15 +281,13 @@ def _check_model(backbone: PreTrainedModel) -> None:
         )
 
 
-def _check_positions(config: PreTrainedConfig, position_ids: torch.Tensor) -> None:
-    """Learned positions end with their table, where rotary ones go on."""
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is None or getattr(config, "rope_parameters", None) is not None or not position_ids.numel():
-        return
-    if int(position_ids.max()) >= limit:
+def _check_positions(config: PTPConfig, position_ids: torch.Tensor) -> None:
+    """Learned positions end with their table."""
+    limit = config.learned_positions
+    if limit is not None and position_ids.numel() and int(position_ids.max()) >= limit:
         raise ValueError(
-            f"position {int(position_ids.max())} is beyond the {limit} learned positions of {config.model_type} "
-            "(max_position_embeddings); auxiliary rows need room too"
+            f"position {int(position_ids.max())} is beyond the {limit} learned positions of "
+            f"{config.backbone_config.model_type} (max_position_embeddings); auxiliary rows need room too"
         )
 
 

@@ -57,9 +57,8 @@ def test_branches_and_vectors_keep_apart():
             tokens = [(0, 0), *(draft for draft in drafts if draft[0] == branch and draft[1] <= group)]
             own = [(branch, group, 0, 0), *((branch, group, vector, k) for k in range(1, place + 1))]
             want = tokens, own
-        named = [(0, 0), *drafts], slots
-        columns = row[: len(named[0])], row[len(named[0]) :]
-        assert all([name for name, sees in zip(*pair) if sees] == names for pair, names in zip(zip(named, columns), want))
+        names = [(0, 0), *drafts, *slots]
+        assert [name for name, sees in zip(names, row) if sees] == want[0] + want[1]
     index, exists = layout.of_group([2, 0], torch.tensor([1, 0]))
     assert exists.tolist() == [[True, True, True], [True, True, False]]
     assert [[slots[i] for i in row] for row in index[0].tolist()] == [

@@ -153,8 +153,9 @@ def test_drafts_follow_the_target(variant, rule, many):
         law = (law[:, None] * (values.double() / 3).softmax(-1)).flatten()
         outcomes = torch.cat([outcomes.repeat_interleave(3, 0), ids.flatten()[:, None]], dim=1)
     rows = prompt.expand(4000, -1)
-    options = {"do_sample": True, "temperature": 3.0, "top_k": 3, "max_new_tokens": 5, "verification": rule, "best_of": many}
-    out = model.generate(rows, attention_mask=torch.ones_like(rows), return_dict_in_generate=True, **options)
+    options = {"do_sample": True, "temperature": 3.0, "top_k": 3, "verification": rule, "best_of": many}
+    inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
+    out = model.generate(**inputs, max_new_tokens=5, return_dict_in_generate=True, **options)
     found = (out.sequences[:, None, 3:] == outcomes[:, 3:]).all(-1)
     assert found.any(1).all() and chi_square(found.long().argmax(1), law) > 0.001
     assert {1, 2} <= set().union(*out.speculation.rows_accepted)
@@ -239,6 +240,8 @@ def test_another_law_than_was_learned_is_warned_of(monkeypatch):
     monkeypatch.setattr(parallel_mixin.logger, "warning_once", said.append)
     model = official()
     decode(model, prompts(1), **SAMPLING)
-    assert not said
+    learned = decode(model, prompts(1), do_sample=True, seed=3)  # where nothing is set, it is the law that was learned
+    assert not said and torch.equal(learned.sequences, decode(model, prompts(1), seed=3, **SAMPLING).sequences)
     decode(model, prompts(1), **(SAMPLING | {"top_p": 0.5}))
     assert "learned for temperature=0.7, top_k=8, top_p=0.95" in said[0] and "top_p=0.5" in said[0]
+    assert "fewer drafts are accepted" in said[0]

@@ -7,6 +7,7 @@ import pytest
 from huggingface_hub import ModelCard
 from transformers import LlamaConfig
 
+from tests.ptp_models import student
 from tokenahead import EvaByteForMTPC, MTPHeadConfig
 from tokenahead.model_cards import card as card_module
 from tokenahead.model_cards import render_card, write_card
@@ -46,6 +47,20 @@ def test_measured_table_and_what_measured_it(model, results):
         assert shown in card.text
     assert "Bits per byte of the next-token head: 2.125" in card.text
     assert "Nothing has been measured" not in card.text
+
+
+@pytest.mark.parametrize(("variant", "drafted"), [("one_hot", 2), ("categorical", 3)])
+def test_parallel_prediction_says_what_its_slots_were_learned_for(variant, drafted, results):
+    model = student(variant, sampling={"top_p": 0.9})
+    card = render_card(model, results, repo_id="me/parallel")
+    assert table_row(card, "Drafts")[0].startswith(f"`{variant}`: parallel token prediction")
+    assert table_row(card, "Slots") == [f"3: {drafted} drafted beside the next token"]
+    assert table_row(card, "Learned for") == ["temperature 1.0, top_k 0, top_p 0.9"]
+    assert table_row(card, "Width") == ["16"]  # the backbone's
+    assert table_row(card, "greedy")[-1] == "yes"
+    for shown in ('PTPForCausalLM.from_pretrained("me/parallel")', "seed=7", "learned for one law"):
+        assert shown in card.text
+    assert table_row(render_card(model.config, None), "Class") == ["`PTPForCausalLM` (`model_type` `ptp`)"]
 
 
 def test_difference_is_shown(model, results, row):

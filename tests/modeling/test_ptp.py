@@ -194,6 +194,15 @@ def test_positions_beyond_a_table_are_refused():
     assert student()(ids(1, 63), uniforms=torch.rand(1, 3)).logits.shape == (1, 66, 11)  # rotary ones go on
 
 
+def test_texts_up_to_the_end_of_a_table():
+    model, prompt = student(base=backbone(CONFIGS["gpt2"]())), ids(1, 50)
+    for options in ({"do_sample": True, "seed": 3}, {}):
+        out, plain = (model.generate(prompt, max_new_tokens=15, use_mtp=how, **options) for how in (True, False))
+        assert out.shape == (1, 65) and torch.equal(out, plain)
+        with pytest.raises(ValueError, match="beyond the 64 learned positions of gpt2; ask for 2 fewer new tokens"):
+            model.generate(prompt, max_new_tokens=17, **options)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -1,0 +1,193 @@
+"""Parallel token prediction on Python source: distilled from a small backbone, then decoded with and without drafts.
+
+    python benchmarks/ptp_text.py                         # 4 minutes for the backbone, 10 for each of two students
+    python benchmarks/ptp_text.py --minutes 1 1 --slots 4
+
+A byte-level Llama of 1 million parameters learns the Python standard library's source. Two students are distilled from
+it with `PTPTrainer`: O-PTP (`one_hot`), verified with the uniforms that it drafts from, and C-PTP (`categorical`),
+verified by block. They complete held-out code by turns with transformers' own decoding of the same model. Every student
+is saved with its figures and its card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
+
+from tokenahead import EvaByteTokenizer, PTPForCausalLM, __version__
+from tokenahead.model_cards import DecodingResult, MeasuredResults, render_card, write_card
+from tokenahead.training.callbacks import ProgressCallback, TimeBudget, TimeBudgetCallback
+from tokenahead.training.data import ByteWindows, Corpus, code_prompts, load_corpus
+from tokenahead.training.muon import JointOptimizer, Muon
+from tokenahead.training.ptp_options import PTPOptions
+from tokenahead.training.ptp_trainer import PTPTrainer
+
+CONFIG = dict(
+    vocab_size=320, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
+    max_position_embeddings=2048, initializer_range=0.04, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+)  # fmt: skip
+VARIANTS = {"one_hot": "ce", "categorical": "kl"}
+
+
+def fit(
+    trainer_class: type[Trainer], model: PreTrainedModel, corpus: Corpus, title: str, minutes: float, rows: int,
+    rates: tuple[float, float], console: Console, **options: object,
+) -> int:  # fmt: skip
+    """Trains for so many minutes on `rows` windows of 256 bytes per step, and returns the number of steps."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    embeddings = {
+        id(p) for part in (model.get_input_embeddings(), model.get_output_embeddings()) for p in part.parameters()
+    }
+    matrices = [p for p in trained if p.dim() == 2 and id(p) not in embeddings]
+    others = [p for p in trained if p.dim() != 2 or id(p) in embeddings]
+    parts: list[torch.optim.Optimizer] = [Muon(matrices, lr=rates[0])]
+    if others:
+        parts.append(torch.optim.AdamW(others, lr=rates[1], betas=(0.9, 0.95), weight_decay=0.0))
+    optimizer, budget = JointOptimizer(parts), TimeBudget(60 * minutes)
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = TrainingArguments(
+            scratch, max_steps=sys.maxsize, per_device_train_batch_size=rows, use_cpu=True, report_to="none",
+            save_strategy="no", disable_tqdm=True, dataloader_drop_last=True, logging_steps=20,
+        )  # fmt: skip
+        trainer = trainer_class(
+            model, arguments, train_dataset=ByteWindows(corpus.train, 256),
+            optimizers=(optimizer, LambdaLR(optimizer, lambda step: budget.rate())),
+            callbacks=[TimeBudgetCallback(budget), ProgressCallback(title, budget, rows * 256, console)], **options,
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    model.eval()
+    return trainer.state.global_step
+
+
+def measure(
+    model: PTPForCausalLM, prompts: Iterable[torch.Tensor], name: str, new_tokens: int, **options: object
+) -> tuple[DecodingResult, list[float]]:
+    """Completes prompts with drafts and without, by turns; and the acceptance by position."""
+    seconds, counts, shares = {True: 0.0, False: 0.0}, [0, 0], []
+    identical = True if not options.get("do_sample") or options.get("seed") is not None else None
+    plainly = {key: value for key, value in options.items() if key not in ("seed", "verification", "best_of")}
+    for ids in prompts:
+        texts = {}
+        for drafts, how in ((False, plainly), (True, options)):
+            started = time.perf_counter()
+            texts[drafts] = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, use_mtp=drafts,
+                return_dict_in_generate=True, **how,
+            )  # fmt: skip
+            seconds[drafts] += time.perf_counter() - started
+        plain, found = texts[False].sequences, texts[True]
+        if identical is not None and how != plainly:  # the same uniforms, one token at a time; not timed
+            plain = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, use_mtp=False, **how
+            )
+        identical = identical and torch.equal(plain, found.sequences)
+        counts = [counts[0] + found.speculation.new_tokens, counts[1] + found.speculation.backbone_calls]
+        shares.append(found.speculation.accepted_by_position)
+    result = DecodingResult(
+        name=name, do_sample=bool(options.get("do_sample")), new_tokens=counts[0], backbone_calls=counts[1],
+        seconds=seconds[True], plain_seconds=seconds[False], identical=identical,
+    )  # fmt: skip
+    return result, [sum(column) / len(column) for column in zip(*shares)]
+
+
+def modes(variant: str, temperature: float) -> dict[str, dict[str, object]]:
+    """Ways of decoding to compare."""
+    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0}
+    coupled = {"verification": "coupled", **drawn}
+    found = {
+        "greedy": {"do_sample": False},
+        "sampled, coupled": {"seed": 7, **coupled},
+        "sampled, block": {"verification": "block", **drawn},
+    }
+    if variant == "one_hot":
+        del found["sampled, block"]
+        found["sampled, best of 2"] = {"best_of": 2, **coupled}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, nargs=2, default=[4, 10], help="for the backbone, and per student")
+    parser.add_argument("--slots", type=int, default=4, help="N")
+    parser.add_argument("--rank", type=int, default=64, help="of the adapters")
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--backbone", type=Path, help="a backbone that was trained before")
+    parser.add_argument("--output", type=Path, default=Path("tokenahead-ptp"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    console, corpus, tokenizer = Console(width=120), load_corpus(seed=0), EvaByteTokenizer()
+    backbone = arguments.backbone
+    if backbone is None:
+        backbone, model = arguments.output / "backbone", LlamaForCausalLM(LlamaConfig(**CONFIG))
+        fit(Trainer, model, corpus, "backbone", arguments.minutes[0], 4, (0.03, 1e-2), console)
+        model.save_pretrained(backbone)
+    texts = code_prompts(corpus.held_out, arguments.prompts)
+    prompts = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
+    table = Table("variant", "decoding", "tokens/call", "tokens/s", "plain tokens/s", "speed-up", "identical")
+    for variant in arguments.variants:
+        results = run(arguments, variant, backbone, corpus, prompts, console)
+        for row in results.results:
+            figures = row.tokens_per_call, row.tokens_per_second, row.plain_tokens_per_second, row.speed_up
+            table.add_row(variant, row.name, *(f"{figure:.2f}" for figure in figures), str(row.identical))
+    console.print(table)
+
+
+def run(
+    arguments: argparse.Namespace, variant: str, backbone: Path, corpus: Corpus, prompts: list[torch.Tensor],
+    console: Console,
+) -> MeasuredResults:  # fmt: skip
+    """Distils a student, saves it, reads it again, measures it, and writes its card."""
+    folder, minutes = arguments.output / variant, arguments.minutes[1]
+    model = PTPForCausalLM.from_backbone(
+        backbone, variant, num_slots=arguments.slots, features="arithmetic", projection="mlp",
+        lora_rank=arguments.rank, lora_alpha=arguments.rank, sampling={"temperature": arguments.temperature},
+    )  # fmt: skip
+    options = PTPOptions(loss=VARIANTS[variant], completions=32)
+    steps = fit(PTPTrainer, model, corpus, variant, minutes, 4, (0.02, 1e-2), console, options=options)
+    model.save_pretrained(folder)
+    EvaByteTokenizer().save_pretrained(folder)
+    model = PTPForCausalLM.from_pretrained(folder).eval()
+    measured = {
+        name: measure(model, prompts, name, arguments.new_tokens, **how)
+        for name, how in modes(variant, arguments.temperature).items()
+    }
+    results = MeasuredResults(
+        results=[replace(result, name=name) for name, (result, _) in measured.items()],
+        dataset_name="Python standard library source",
+        dataset_description=f"{len(prompts)} held-out prompts, each completed with {arguments.new_tokens} bytes at "
+        f"temperature {arguments.temperature:g}.",
+        hardware=f"{platform.machine()} processor, {arguments.threads} threads",
+        dtype=str(model.dtype).removeprefix("torch."),
+        command=f"python benchmarks/ptp_text.py --slots {arguments.slots} --minutes "
+        + " ".join(f"{value:g}" for value in arguments.minutes),
+        library_version=__version__,
+        accepted_by_position=measured["greedy"][1],
+        extra={"Distillation": f"{steps:,} steps in {minutes:g} minutes"},
+    )
+    results.to_json(folder / "results.json")
+    write_card(
+        folder, render_card(model, results, training_description="Distilled from its own backbone (`PTPTrainer`).")
+    )
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -70,7 +70,9 @@ class Texts(torch.utils.data.IterableDataset):
             seed += 1
 
 
-def student(kind: str, slots: int, features: str, chain: MarkovChain, seed: int, minutes: float) -> PTPForCausalLM:
+def student(
+    kind: str, slots: int, features: str, chain: MarkovChain, seed: int, minutes: float, concentration: float = 0.3
+) -> PTPForCausalLM:
     """Trains one student, backbone and all, with the chain as its teacher."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -79,14 +81,14 @@ def student(kind: str, slots: int, features: str, chain: MarkovChain, seed: int,
     )  # fmt: skip
     variant = "categorical" if kind == "categorical" else "one_hot"
     model = PTPForCausalLM.from_backbone(
-        LlamaForCausalLM(config), variant, features=features, projection="mlp", lora_rank=4, num_slots=slots
-    )
+        LlamaForCausalLM(config), variant, features=features, projection="mlp", lora_rank=4, num_slots=slots,
+        informative=kind != "independent",
+    )  # fmt: skip
     model.train_only("all")
     deadline = Deadline(60 * minutes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    options = PTPOptions(
-        loss="kl" if kind == "categorical" else "ce", completions=COMPLETIONS, informative=kind != "independent"
-    )
+    loss = "kl" if kind == "categorical" else "ce"
+    options = PTPOptions(loss=loss, completions=COMPLETIONS, concentration=concentration)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, max_steps=10**7, per_device_train_batch_size=BATCH, use_cpu=True, report_to=[], save_strategy="no",
@@ -122,8 +124,7 @@ def draft(kind: str, model: PTPForCausalLM, chain: MarkovChain, context: torch.T
             q = torch.cat([q, behind], dim=1)
         tokens = pick(uniforms, q)
     else:
-        shown = uniforms if kind == "one_hot" else torch.full_like(uniforms, 0.5)
-        logits = model(context, uniforms=shown).logits[:, CONTEXT:]
+        logits = model(context, uniforms=uniforms).logits[:, CONTEXT:]
         q = None if kind == "one_hot" else logits.double().softmax(-1)
         tokens = logits.argmax(-1) if q is None else pick(uniforms, q)
     return Drafts(tokens, uniforms, q, chain.rows[torch.cat([context[:, -1:], tokens], dim=1)])
@@ -169,7 +170,7 @@ def run(arguments: argparse.Namespace, slots: int, seed: int) -> dict[str, float
     result = {f"ceiling, {name}": value for name, value in ceilings(chain, slots).items()}
     for kind in arguments.kinds:
         trained = max(slots - (kind == "categorical"), 1)
-        model = student(kind, trained, arguments.features, chain, seed, arguments.minutes)
+        model = student(kind, trained, arguments.features, chain, seed, arguments.minutes, arguments.concentration)
         torch.manual_seed(seed)
         found = measure(kind, model, chain, contexts, slots)
         result |= {f"{kind}, {rule}": value for rule, value in found.items()}
@@ -189,6 +190,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--best-of", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--features", default="arithmetic")
+    parser.add_argument("--concentration", type=float, default=0.3, help="b of Beta(b, b), where uniforms are trained")
     parser.add_argument("--contexts", type=int, default=4096)
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     arguments = parser.parse_args()

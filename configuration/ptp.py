@@ -27,6 +27,8 @@ class PTPConfig(PreTrainedConfig):
         feature_dim: How many; None takes `FEATURE_DIMS`.
         projection: `"linear"` or `"mlp"`, from features to an embedding.
         projection_bias: Whether a linear projection has a bias.
+        informative: False hides the uniforms from the slots, which all read 1/2: independent prediction, the baseline
+            without parallel sampling.
         num_slots: N, the slots that a draft is learned for.
         lora_rank: Rank of the gated adapters.
         lora_alpha: Their scale is alpha / rank.
@@ -45,6 +47,7 @@ class PTPConfig(PreTrainedConfig):
     feature_dim: int | None = None
     projection: str = "linear"
     projection_bias: bool = True
+    informative: bool = True
     num_slots: int = 8
     lora_rank: int = 16
     lora_alpha: float | int = 16
@@ -83,6 +86,11 @@ class PTPConfig(PreTrainedConfig):
     def vocab_size(self) -> int:
         """The backbone's."""
         return self.backbone_config.vocab_size
+
+    @property
+    def predicts_tokens(self) -> bool:
+        """Whether a slot says which token its uniform picks; else it gives a law to pick from."""
+        return self.variant == "one_hot" and self.informative
 
     @property
     def learns_warped_law(self) -> bool:

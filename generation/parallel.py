@@ -37,6 +37,7 @@ class ParallelDrafter:
         self, model: Any, generation_config: GenerationConfig, logits_processor: LogitsProcessorList | None = None
     ) -> None:
         self.is_one_hot = model.config.variant == "one_hot"
+        self.is_certain = model.config.predicts_tokens
         self.num_tokens = generation_config.num_assistant_tokens
         # a one-hot slot 0 predicts what the target picks itself
         self.longest_group = min(model.config.num_slots, self.num_tokens + self.is_one_hot)
@@ -93,7 +94,7 @@ class ParallelDrafter:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tokens, and their laws where a rule asks for them; a place that a row lacks holds token 0, for certain."""
         probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-        if self.is_one_hot or not self.do_sample:
+        if self.is_certain or not self.do_sample:
             draft = probs.argmax(-1)
         else:
             probs = probs if self.warps is None else self.warps.warp(probs)
@@ -102,7 +103,7 @@ class ParallelDrafter:
         if not self.do_sample or self.is_coupled:
             return draft, None
         certain = torch.nn.functional.one_hot(draft, probs.shape[-1]).to(probs)
-        return draft, certain if self.is_one_hot else torch.where(exists[..., None], probs, certain)
+        return draft, certain if self.is_certain else torch.where(exists[..., None], probs, certain)
 
 
 class ParallelLoop(SpeculativeLoop):

@@ -23,8 +23,8 @@ class ParallelGenerationMixin(FullHistoryMixin):
 
     Beside the options of `MTPGenerationMixin`:
 
-    - `verification`: `"coupled"` (the same uniforms for draft and target; the default of `variant="one_hot"`),
-      `"block"` (the default of `"categorical"`) or `"token"`;
+    - `verification`: `"coupled"` (the same uniforms for draft and target; the default where slots predict tokens,
+      `variant="one_hot"`), `"block"` (the default where they predict laws) or `"token"`;
     - `uniforms`: [B, max_new_tokens] in [0, 1), `uniforms[:, 0]` for the first new token: the tokens are those of
       sequential inverse-CDF decoding, with or without `use_mtp`;
     - `seed`: draws the uniforms from a generator of its own, so that a run can be repeated;
@@ -46,7 +46,7 @@ class ParallelGenerationMixin(FullHistoryMixin):
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
         own = {name: kwargs.pop(name, None) for name in ("uniforms", "seed", "slot_budget", "best_of")}
-        rule = kwargs.get("verification") or ("coupled" if self.config.variant == "one_hot" else "block")
+        rule = kwargs.get("verification") or ("coupled" if self.config.predicts_tokens else "block")
         rule = "coupled" if own["uniforms"] is not None and not kwargs.get("verification") else rule
         learned = self._learned_law((kwargs, generation_config, self.generation_config))
         kwargs |= learned | {"verification": rule}

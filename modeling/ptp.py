@@ -202,6 +202,8 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         embeds, tokens = self.get_input_embeddings()(input_ids), input_ids.shape[1]
         if uniforms is not None:
             _check_uniforms(uniforms)
+            if not self.config.informative:
+                uniforms = torch.full_like(uniforms, 0.5)
             embeds = torch.cat([embeds, self.uniform_embedding(uniforms).to(embeds.dtype)], dim=1)
         if position_ids is None:
             position_ids = self._positions(embeds, tokens, attention_mask, past_key_values)

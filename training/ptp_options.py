@@ -28,7 +28,6 @@ class PTPOptions:
         concentration: b of the places z ~ Beta(b, b) of uniforms within intervals, in training; evaluation takes 1.
         gamma: Slot k weighs gamma^k.
         base_weight: Weight of the backbone's own next-token loss on the data, for backbones that are trained too.
-        informative: False gives all slots u = 1/2: independent prediction, the baseline without parallel sampling.
 
     Raises:
         ValueError: A value out of range, or options that exclude each other.
@@ -45,7 +44,6 @@ class PTPOptions:
     concentration: float = 0.3
     gamma: float = 1.0
     base_weight: float = 0.0
-    informative: bool = True
 
     def __post_init__(self) -> None:
         choices = {"method": METHODS, "loss": LOSSES, "sequences": SEQUENCES}
@@ -65,7 +63,7 @@ class PTPOptions:
 
     def _check_inverse(self) -> None:
         """Algorithm 3 learns from data alone, by likelihood."""
-        wanted = {"loss": "ce", "sequences": "dataset", "informative": True}
+        wanted = {"loss": "ce", "sequences": "dataset"}
         for name, value in wanted.items():
             if getattr(self, name) != value:
                 raise ValueError(f"method='inverse' has {name}={value!r}, not {getattr(self, name)!r}")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
+from ..configuration.ptp import PTPConfig
 from ..modeling.ptp_masks import additive_mask, packed_mask, packed_positions, token_mask, token_positions
 from ..modeling.uniforms import pick
 from .ptp_completions import (
@@ -135,24 +136,23 @@ def eos_ids(model: Any) -> list[int]:
 
 
 @torch.no_grad()
-def student_drafts(
-    rows: PackedRows, logits: torch.Tensor, slots: int, is_one_hot: bool, sampling: dict[str, Any]
-) -> torch.Tensor:
+def student_drafts(rows: PackedRows, logits: torch.Tensor, config: PTPConfig) -> torch.Tensor:
     """Completions that the student writes from uniform noise, in one forward.
 
     Args:
         rows: The batch, read.
         logits: [B, T, v] of its tokens.
-        slots: L.
-        is_one_hot: One-hot slots write L tokens; categorical ones L, behind the backbone's own.
-        sampling: Arguments of `target_law`, for the backbone's own.
+        config: The student's. One-hot slots write L tokens; categorical ones L, behind the backbone's own.
 
     Returns:
         [B, C, L] int64 (L + 1 for categorical slots).
     """
+    slots = config.num_slots
     uniforms = torch.rand(*rows.starts.shape, slots + 1, device=logits.device)
     behind = rows.slots(uniforms[..., :slots])
-    if is_one_hot:
+    if config.predicts_tokens:
         return behind.argmax(-1)
-    own = pick(uniforms[..., 0], target_law(at_columns(logits, rows.starts - 1), **sampling))
+    if config.variant == "one_hot":
+        return pick(uniforms[..., :slots], behind.double().softmax(-1))
+    own = pick(uniforms[..., 0], target_law(at_columns(logits, rows.starts - 1), **config.sampling))
     return torch.cat([own[..., None], pick(uniforms[..., 1:], behind.double().softmax(-1))], dim=-1)

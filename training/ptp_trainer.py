@@ -102,7 +102,7 @@ class PTPTrainer(Trainer):
             sequences, rows, completions, (u, reached) = self._task(model, Sequences.of(inputs), is_training)
         tokens, valid, law = self._targets(completions, reached)
         slots = tokens.shape[-1]
-        uniforms = u[..., :slots] if options.informative else torch.full_like(u[..., :slots], 0.5)
+        uniforms = u[..., :slots]
         if rows.cache is not None and not self._learns_in_one_pass:
             base_logits, logits = None, rows.slots(uniforms)
         else:
@@ -137,9 +137,9 @@ class PTPTrainer(Trainer):
         concentration = options.concentration if is_training else 1.0
         if options.method == "inverse":
             return sequences, rows, *_inverse(rows, sequences, logits, exists, length, concentration)
-        with_law = options.loss != "ce" and not is_one_hot
+        with_law = options.loss != "ce" and not owner.config.predicts_tokens
         if options.sequences == "student":
-            written = student_drafts(rows, logits, owner.config.num_slots, is_one_hot, owner.config.sampling)
+            written = student_drafts(rows, logits, owner.config)
             completions = teacher.drafts(sequences, starts, exists, written, with_law)
         else:
             logits = logits if self._external is None else teacher.of_sequences(sequences)
@@ -158,7 +158,7 @@ class PTPTrainer(Trainer):
     def _hits(self, logits: torch.Tensor, tokens: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         """Slots whose draft is right, [B, C, L] bool; categorical slots draft with the uniforms of their targets."""
         logits = logits.detach()
-        if self._owner.config.variant == "one_hot" and self.options.informative:
+        if self._owner.config.predicts_tokens:
             return logits.argmax(-1) == tokens
         return pick(uniforms, logits.double().softmax(-1)) == tokens
 
@@ -235,8 +235,8 @@ def _check(model: nn.Module, options: PTPOptions, teacher: nn.Module | None) -> 
         raise TypeError(f"PTPTrainer trains a PTPForCausalLM, not {type(model).__name__}; see from_backbone")
     variant = model.config.variant
     if options.method == "inverse":
-        if variant != "categorical":
-            raise ValueError(f"method='inverse' needs variant='categorical', not {variant!r}")
+        if variant != "categorical" or not model.config.informative:
+            raise ValueError(f"method='inverse' needs variant='categorical', not {variant!r}, and informative uniforms")
         if teacher is not None:
             raise ValueError("method='inverse' learns without a teacher; drop teacher=")
         if model.config.sampling != SAMPLING:

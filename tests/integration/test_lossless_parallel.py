@@ -139,13 +139,17 @@ def tiny(variant, **options):
         ("categorical", "block", 1),
         ("categorical", "token", 1),
         ("one_hot", "block", 1),
+        ("independent", "token", 1),
+        ("independent", "block", 1),
+        ("independent", "coupled", 2),
         ("one_hot", "coupled", 4),
         ("categorical", "coupled", 3),
     ],
 )
 def test_drafts_follow_the_target(variant, rule, many):
     """Speculative rules, and the coupled one with the best of several drafts."""
-    model, prompt = tiny(variant), torch.tensor([[1, 2, 3]])
+    how = {"informative": False} if variant == "independent" else {}
+    model, prompt = tiny("one_hot" if how else variant, **how), torch.tensor([[1, 2, 3]])
     outcomes, law = prompt, torch.ones(1, dtype=torch.float64)
     for _ in range(5):  # three tokens are possible at each place: 243 outcomes
         with torch.no_grad():

@@ -170,8 +170,8 @@ def test_a_one_hot_student_learns_what_uniforms_pick(tmp_path):
 
 
 def test_uninformative_uniforms_are_all_alike(tmp_path):
-    model, seen = student(), []
-    own = trainer(model, tmp_path, informative=False)
+    model, seen = student(informative=False), []
+    own = trainer(model, tmp_path)
     model.uniform_embedding.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
     own.compute_loss(model, own.data_collator(texts(backbone())[:4]))
     assert seen and all((u == 0.5).all() for u in seen)
@@ -192,11 +192,11 @@ def test_a_teacher_of_its_own(tmp_path):
 
 
 def test_drafts_are_judged_as_their_texts_are():
-    model = student("categorical", backbone().double())
+    model = student("categorical", backbone().double(), sampling=FOLDED)
     batch = Sequences.of({"input_ids": ids(2, 7)})
     starts, exists = draw_starts(batch.startable, 3)
     rows = PackedRows(model, batch, starts, False)
-    written = student_drafts(rows, rows.read(), 3, False, FOLDED)
+    written = student_drafts(rows, rows.read(), model.config)
     assert written.shape == (2, 3, 4)
     judged = Teacher(model, FOLDED).drafts(batch, starts, exists, written, with_law=True)
     for row in range(2):

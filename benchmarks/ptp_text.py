@@ -160,7 +160,7 @@ def run(
         backbone, variant, num_slots=arguments.slots, features="arithmetic", projection="mlp",
         lora_rank=arguments.rank, lora_alpha=arguments.rank, sampling={"temperature": arguments.temperature},
     )  # fmt: skip
-    options = PTPOptions(loss=VARIANTS[variant], completions=32)
+    options = PTPOptions(loss=VARIANTS[variant], completions=64)
     steps = fit(PTPTrainer, model, corpus, variant, minutes, 4, (0.02, 1e-2), console, options=options)
     model.save_pretrained(folder)
     EvaByteTokenizer().save_pretrained(folder)

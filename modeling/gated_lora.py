@@ -83,8 +83,12 @@ def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | No
 
 def _with_adapter(layer: Any, gate: Gate, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """`result` = W x with s B (A x) added on auxiliary rows; the others are passed on as they are."""
-    base, down = gate.rows(result), layer.lora_A[ADAPTER]
-    low = down(gate.rows(x)[:, gate.start :].to(down.weight.dtype))
-    added = layer.lora_B[ADAPTER](low) * layer.scaling[ADAPTER]
-    total = torch.cat([base[:, : gate.start], base[:, gate.start :] + added.to(result.dtype)], dim=1)
+    down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    scale, base, start = layer.scaling[ADAPTER], gate.rows(result), gate.start
+    low = nn.functional.linear(gate.rows(x)[:, start:].to(down.dtype), down)
+    added = nn.functional.linear(low, up).to(result.dtype)
+    if not torch.is_grad_enabled():
+        base[:, start:].add_(added, alpha=scale)
+        return result
+    total = torch.cat([base[:, :start], torch.add(base[:, start:], added, alpha=scale)], dim=1)
     return total.view(result.shape)

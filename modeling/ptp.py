@@ -220,7 +220,7 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
                 **kwargs,
             )
         finally:
-            if not (self.is_activation_checkpointing and torch.is_grad_enabled()):  # backward runs the layers again
+            if not (torch.is_grad_enabled() and self.is_activation_checkpointing):  # backward runs the layers again
                 self.gate.start = None
         hidden = outputs.last_hidden_state
         logits = self.get_output_embeddings()(slice_logits_to_keep(hidden, logits_to_keep))

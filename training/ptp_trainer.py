@@ -59,6 +59,7 @@ class PTPTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         self.options = options or PTPOptions()
+        self._owner: Any = model  # the model itself, without what distribution wraps around it
         _check(model, self.options, teacher)
         tokenizer = kwargs.get("processing_class")
         if kwargs.get("data_collator") is None:
@@ -69,11 +70,6 @@ class PTPTrainer(Trainer):
             teacher = teacher.to(self.args.device).requires_grad_(False).eval()
         self._external = None if teacher is None else Teacher(teacher, model.config.sampling)
         self._tallies = {True: _Tally(), False: _Tally()}
-
-    @property
-    def _owner(self) -> Any:
-        """The model itself, without what distribution wraps around it."""
-        return self.accelerator.unwrap_model(self.model)
 
     @property
     def _teacher(self) -> Teacher:

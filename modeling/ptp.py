@@ -21,6 +21,10 @@ from .ptp_masks import additive_mask
 from .uniforms import uniform_features
 
 
+_EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative"}
+_HUB = {"revision", "subfolder", "token", "cache_dir", "local_files_only"}
+
+
 class UniformEmbedding(nn.Module):
     """Embeds uniforms: features, then a projection.
 
@@ -93,6 +97,25 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         head = self.backbone.get_output_embeddings()
         self.gate = gate_linears(self.backbone, config.lora_rank, config.lora_alpha, skip=head)
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
+        """Loads a model as `PreTrainedModel.from_pretrained` does, and nothing but what the checkpoint was trained as.
+
+        Raises:
+            ValueError: Another embedding of uniforms than the checkpoint has, missing tensors, wrong shapes.
+        """
+        asked = {name: kwargs.pop(name) for name in _EMBEDDING & kwargs.keys()}
+        if asked:  # the same shapes would not tell
+            place = {name: kwargs[name] for name in _HUB & kwargs.keys()}
+            saved = cls.config_class.from_pretrained(pretrained_model_name_or_path, **place)
+            for name, value in asked.items():
+                if value != getattr(saved, name):
+                    raise ValueError(
+                        f"{name}={value!r}: {pretrained_model_name_or_path} was trained with {name}="
+                        f"{getattr(saved, name)!r}, and its weights fit nothing else; leave {name} out"
+                    )
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     @classmethod
     def from_backbone(

@@ -149,6 +149,16 @@ def test_checkpointed_activations_give_the_same_gradients():
         torch.testing.assert_close(grads[1][name], grad)
 
 
+@pytest.mark.parametrize("asked", [{"features": "threshold"}, {"projection": "mlp"}, {"informative": False}])
+def test_another_embedding_than_the_checkpoint_has_is_refused(asked, tmp_path):
+    student().save_pretrained(tmp_path)
+    (name,) = asked
+    with pytest.raises(ValueError, match=f"{name}=.* was trained with {name}=.*leave {name} out"):
+        PTPForCausalLM.from_pretrained(tmp_path, **asked)
+    same = PTPForCausalLM.from_pretrained(tmp_path, features="bits")
+    assert same.config.features == "bits"
+
+
 def test_uniforms_keep_their_digits_in_bfloat16():
     model = student(base=backbone().bfloat16(), features="scalar")
     weight = model.uniform_embedding.projection

@@ -83,12 +83,11 @@ def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | No
 
 def _with_adapter(layer: Any, gate: Gate, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """`result` = W x with s B (A x) added on auxiliary rows; the others are passed on as they are."""
-    down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-    scale, base, start = layer.scaling[ADAPTER], gate.rows(result), gate.start
-    low = nn.functional.linear(gate.rows(x)[:, start:].to(down.dtype), down)
-    added = nn.functional.linear(low, up).to(result.dtype)
-    if not torch.is_grad_enabled():
-        base[:, start:].add_(added, alpha=scale)
+    down, up, scale = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, layer.scaling[ADAPTER]
+    base, rows = gate.rows(result), gate.rows(x)[:, gate.start :]
+    if len(base) == 1 and result.dtype == up.dtype and not torch.is_grad_enabled():  # decoding: fewest kernels
+        base[0, gate.start :].addmm_(rows[0] @ down.t(), up.t(), alpha=scale)
         return result
-    total = torch.cat([base[:, :start], torch.add(base[:, start:], added, alpha=scale)], dim=1)
+    added = nn.functional.linear(nn.functional.linear(rows.to(down.dtype), down), up).to(result.dtype)
+    total = torch.cat([base[:, : gate.start], torch.add(base[:, gate.start :], added, alpha=scale)], dim=1)
     return total.view(result.shape)

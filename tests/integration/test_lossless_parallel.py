@@ -171,10 +171,13 @@ def test_the_best_of_many_is_repeated_by_its_seed_in_ragged_batches_with_process
     first, again = (decode(model, batch, seed=5, **options) for _ in range(2))
     assert torch.equal(first.sequences, again.sequences) and not first.speculation.backbone_calls >= NEW_TOKENS
     inputs = left_padded(batch)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(4, NEW_TOKENS, dtype=torch.long)], dim=1)
+    with torch.no_grad():
+        behind = model(first.sequences[:, -1:], attention_mask=mask, past_key_values=first.past_key_values).logits
     for row, text in enumerate(first.sequences):  # what was kept in the cache and in the outputs is the chosen branch
-        real = torch.cat([inputs["attention_mask"][row].bool(), torch.ones(NEW_TOKENS, dtype=torch.bool)])
         with torch.no_grad():
-            want = model(text[real][None], output_hidden_states=True)
+            want = model(text[mask[row].bool()][None], output_hidden_states=True)
+        torch.testing.assert_close(behind[row, -1], want.logits[0, -1])
         states = torch.stack([states[-1][row, -1] for states in first.hidden_states])
         torch.testing.assert_close(states, want.hidden_states[-1][0, -NEW_TOKENS - 1 : -1])
         assert (torch.stack(first.scores)[torch.arange(NEW_TOKENS), row, text[-NEW_TOKENS:]] > -torch.inf).all()

@@ -6,6 +6,7 @@ import json
 import re
 from os import PathLike
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def read_official(folder: str | PathLike) -> tuple[PTPConfig, dict[str, torch.Te
     """Configuration and tensors, in this library's names.
 
     Raises:
-        ValueError: An embedding of uniforms that this library does not have.
+        ValueError: An embedding of uniforms that this library does not have, or a pickle of more than tensors.
         FileNotFoundError: No weights in the folder.
     """
     folder = Path(folder)
@@ -65,7 +66,12 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
         with np.load(folder / "weights.npz", allow_pickle=False) as arrays:
             return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
     for file in sorted(f for ending in ("ckpt", "pt", "bin") for f in folder.glob(f"*.{ending}")):
-        loaded = torch.load(file, map_location="cpu", weights_only=True)
+        try:
+            loaded = torch.load(file, map_location="cpu", weights_only=True)
+        except UnpicklingError as error:
+            raise ValueError(
+                f"{file} holds more than tensors, and is not unpickled; save its state_dict as safetensors"
+            ) from error
         return loaded.get("state_dict", loaded)
     raise FileNotFoundError(f"{folder}: no weights (*.safetensors, weights.npz, *.ckpt, *.pt, *.bin)")
 

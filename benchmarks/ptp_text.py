@@ -128,15 +128,15 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--backbone", type=Path, help="a backbone that was trained before")
+    parser.add_argument("--reuse", action="store_true", help="measure the models of the output folder again")
     parser.add_argument("--output", type=Path, default=Path("tokenahead-ptp"))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     console, corpus, tokenizer = Console(width=120), load_corpus(seed=0), EvaByteTokenizer()
-    backbone = arguments.backbone
-    if backbone is None:
-        backbone, model = arguments.output / "backbone", LlamaForCausalLM(LlamaConfig(**CONFIG))
+    backbone = arguments.output / "backbone"
+    if not arguments.reuse:
+        model = LlamaForCausalLM(LlamaConfig(**CONFIG))
         fit(Trainer, model, corpus, "backbone", arguments.minutes[0], 4, (0.03, 1e-2), console)
         model.save_pretrained(backbone)
     texts = code_prompts(corpus.held_out, arguments.prompts)
@@ -150,20 +150,28 @@ def main() -> None:
     console.print(table)
 
 
-def run(
-    arguments: argparse.Namespace, variant: str, backbone: Path, corpus: Corpus, prompts: list[torch.Tensor],
-    console: Console,
-) -> MeasuredResults:  # fmt: skip
-    """Distils a student, saves it, reads it again, measures it, and writes its card."""
-    folder, minutes = arguments.output / variant, arguments.minutes[1]
+def distil(
+    arguments: argparse.Namespace, variant: str, backbone: Path, corpus: Corpus, console: Console, folder: Path
+) -> None:
+    """Trains a student of the backbone, and saves it."""
     model = PTPForCausalLM.from_backbone(
         backbone, variant, num_slots=arguments.slots, features="arithmetic", projection="mlp",
         lora_rank=arguments.rank, lora_alpha=arguments.rank, sampling={"temperature": arguments.temperature},
     )  # fmt: skip
     options = PTPOptions(loss=VARIANTS[variant], completions=64)
-    steps = fit(PTPTrainer, model, corpus, variant, minutes, 4, (0.02, 1e-2), console, options=options)
+    fit(PTPTrainer, model, corpus, variant, arguments.minutes[1], 4, (0.02, 1e-2), console, options=options)
     model.save_pretrained(folder)
     EvaByteTokenizer().save_pretrained(folder)
+
+
+def run(
+    arguments: argparse.Namespace, variant: str, backbone: Path, corpus: Corpus, prompts: list[torch.Tensor],
+    console: Console,
+) -> MeasuredResults:  # fmt: skip
+    """Distils a student, saves it, reads it again, measures it, and writes its card."""
+    folder = arguments.output / variant
+    if not arguments.reuse:
+        distil(arguments, variant, backbone, corpus, console, folder)
     model = PTPForCausalLM.from_pretrained(folder).eval()
     measured = {
         name: measure(model, prompts, name, arguments.new_tokens, **how)
@@ -180,12 +188,10 @@ def run(
         + " ".join(f"{value:g}" for value in arguments.minutes),
         library_version=__version__,
         accepted_by_position=measured["greedy"][1],
-        extra={"Distillation": f"{steps:,} steps in {minutes:g} minutes"},
     )
     results.to_json(folder / "results.json")
-    write_card(
-        folder, render_card(model, results, training_description="Distilled from its own backbone (`PTPTrainer`).")
-    )
+    how = f"Distilled from its own backbone for {arguments.minutes[1]:g} minutes with `PTPTrainer`."
+    write_card(folder, render_card(model, results, training_description=how))
     return results
 
 

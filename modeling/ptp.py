@@ -20,7 +20,6 @@ from .loading import StrictLoadingMixin
 from .ptp_masks import additive_mask
 from .uniforms import uniform_features
 
-
 _EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative"}
 _HUB = {"revision", "subfolder", "token", "cache_dir", "local_files_only"}
 

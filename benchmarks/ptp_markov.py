@@ -71,7 +71,7 @@ class Texts(torch.utils.data.IterableDataset):
 
 
 def student(
-    kind: str, slots: int, features: str, chain: MarkovChain, seed: int, minutes: float, concentration: float = 0.3
+    kind: str, slots: int, features: str, chain: MarkovChain, seed: int, minutes: float, concentration: float = 1.0
 ) -> PTPForCausalLM:
     """Trains one student, backbone and all, with the chain as its teacher."""
     torch.manual_seed(seed)
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--best-of", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--features", default="arithmetic")
-    parser.add_argument("--concentration", type=float, default=0.3, help="b of Beta(b, b), where uniforms are trained")
+    parser.add_argument("--concentration", type=float, default=1.0, help="b of Beta(b, b), where uniforms are trained")
     parser.add_argument("--contexts", type=int, default=4096)
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     arguments = parser.parse_args()

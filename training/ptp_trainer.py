@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import DataCollatorForSeq2Seq, Trainer
-from transformers.trainer_utils import EvalLoopOutput
 
 from ..configuration.ptp import SAMPLING
 from ..modeling.losses import IGNORE
@@ -19,11 +18,12 @@ from .ptp_losses import slot_losses, slot_mean
 from .ptp_options import PTPOptions
 from .ptp_rows import PackedRows
 from .ptp_teacher import Teacher, student_drafts
+from .running_means import RunningMeansMixin
 
 Inputs = dict[str, Any]
 
 
-class PTPTrainer(Trainer):
+class PTPTrainer(RunningMeansMixin, Trainer):
     """transformers' Trainer for parallel token prediction.
 
     Every step draws random starts in the sequences, finds uniforms that pick the tokens behind them under the law that
@@ -69,7 +69,6 @@ class PTPTrainer(Trainer):
         if teacher is not None:
             teacher = teacher.to(self.args.device).requires_grad_(False).eval()
         self._external = None if teacher is None else Teacher(teacher, model.config.sampling)
-        self._tallies = {True: _Tally(), False: _Tally()}
 
     @property
     def _teacher(self) -> Teacher:
@@ -108,7 +107,9 @@ class PTPTrainer(Trainer):
         if base_logits is not None:
             loss = loss + options.base_weight * _next_token_loss(base_logits, sequences)
         if options.method == "distil":  # inverted uniforms are right by construction
-            self._tallies[is_training].add(self._hits(logits, tokens, u[..., -slots:]), valid)
+            correct = self._hits(logits, tokens, u[..., -slots:]).long().cumprod(-1).sum(-1)
+            whole = valid.all(-1)
+            self._means[is_training].add((correct * whole).sum()[None], whole.sum()[None])
         return (loss, {"logits": logits, "tokens": tokens, "valid": valid}) if return_outputs else loss
 
     @property
@@ -166,40 +167,8 @@ class PTPTrainer(Trainer):
             loss = self.compute_loss(model, self._prepare_inputs(inputs))
         return loss.detach(), None, None
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """As in `Trainer`, with `num_correct` among the metrics."""
-        tally = self._tallies[False] = _Tally()
-        output = super().evaluation_loop(*args, **kwargs)
-        output.metrics.update(tally.take(self.accelerator, f"{kwargs.get('metric_key_prefix', 'eval')}_num_correct"))
-        return output
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs what `Trainer` logs, and `num_correct` of training beside its `loss`."""
-        if "loss" in logs:
-            logs |= self._tallies[True].take(self.accelerator, "num_correct")
-        super().log(logs, start_time)
-
-
-class _Tally:
-    """Correct slots in a row, over completions that reach all their slots."""
-
-    def __init__(self) -> None:
-        self.total: torch.Tensor | None = None
-
-    def add(self, hits: torch.Tensor, valid: torch.Tensor) -> None:
-        """Adds a batch, [B, C, L] each."""
-        whole = valid.all(-1)
-        correct = hits.long().cumprod(-1).sum(-1)
-        total = torch.stack([(correct * whole).sum(), whole.sum()])
-        self.total = total if self.total is None else self.total + total
-
-    def take(self, accelerator: Any, name: str) -> dict[str, float]:
-        """The mean over all ranks, and starts anew; nothing without whole completions."""
-        if self.total is None:
-            return {}
-        correct, count = accelerator.gather(self.total[None]).sum(0).tolist()
-        self.total = None
-        return {name: correct / count} if count else {}
+    def _mean_names(self) -> list[str]:
+        return ["num_correct"]
 
 
 def _inverse(

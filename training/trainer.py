@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer
-from transformers.trainer_utils import EvalLoopOutput
 
 from .losses import IGNORE, window_targets
+from .running_means import RunningMeansMixin
 
 Inputs = dict[str, Any]
 _ABSENT = object()
 
 
-class MTPTrainer(Trainer):
+class MTPTrainer(RunningMeansMixin, Trainer):
     """transformers' Trainer for a model with multi-token heads, or for heads apart from their backbone.
 
     Three things differ from `Trainer`:
@@ -55,7 +55,6 @@ class MTPTrainer(Trainer):
                 f"label_smoothing_factor={self.args.label_smoothing_factor} would replace the model's own loss, "
                 "and no head but the first would learn; set it to 0"
             )
-        self._sums = {True: _DepthSums(), False: _DepthSums()}
 
     @property
     def _owner(self) -> nn.Module:
@@ -97,7 +96,10 @@ class MTPTrainer(Trainer):
             self, model, defaults | inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
         if getattr(outputs, "head_losses", None) is not None:
-            self._sums[model.training].add(outputs.head_losses, self._depth_counts(inputs))
+            counts = self._depth_counts(inputs)
+            means = outputs.head_losses.reshape(-1, len(counts)).nanmean(0)  # DataParallel returns a row per replica
+            counts = counts.to(means)
+            self._means[model.training].add(torch.where(counts > 0, means * counts, 0.0), counts)
         return (loss, outputs) if return_outputs else loss
 
     def _depth_counts(self, inputs: Inputs) -> torch.Tensor:
@@ -122,42 +124,8 @@ class MTPTrainer(Trainer):
             counts = counts[None].expand(self.args.n_gpu, -1)
         return counts / self.get_tp_size()
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """As in `Trainer`, with `loss_head_1`, ... among the metrics."""
-        sums = self._sums[False] = _DepthSums()
-        output = super().evaluation_loop(*args, **kwargs)
-        prefix = kwargs.get("metric_key_prefix", "eval")
-        output.metrics.update(sums.take(self.accelerator, f"{prefix}_loss_head_"))
-        return output
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs what `Trainer` logs, and `loss_head_1`, ... of training beside its `loss`."""
-        if "loss" in logs:
-            logs |= self._sums[True].take(self.accelerator, "loss_head_")
-        super().log(logs, start_time)
-
-
-class _DepthSums:
-    """Sums of losses and numbers of targets per depth, kept where the losses are until they are taken."""
-
-    def __init__(self) -> None:
-        self.totals: torch.Tensor | None = None
-
-    def add(self, means: torch.Tensor, counts: torch.Tensor) -> None:
-        """Adds a micro-batch: mean loss [n] (NaN without targets) and number of targets [n] per depth."""
-        means = means.reshape(-1, len(counts)).nanmean(0)  # DataParallel returns a row for each replica
-        counts = counts.to(means)
-        totals = torch.stack([torch.where(counts > 0, means * counts, 0.0), counts])
-        self.totals = totals if self.totals is None else self.totals + totals
-
-    def take(self, accelerator: Any, prefix: str) -> dict[str, float]:
-        """Means per depth over all ranks, named from 1 on, and starts anew; depths without targets are left out."""
-        if self.totals is None:
-            return {}
-        losses, counts = accelerator.gather(self.totals[None]).sum(0).tolist()
-        self.totals = None
-        pairs = enumerate(zip(losses, counts), 1)
-        return {f"{prefix}{depth}": loss / count for depth, (loss, count) in pairs if count}
+    def _mean_names(self) -> list[str]:
+        return [f"loss_head_{depth}" for depth in range(1, self._owner.window + 1)]
 
 
 def _put_back(owner: Any, name: str, value: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from ..modeling.uniforms import best_of, interval
 from .parallel import ParallelDrafter, ParallelLoop, law_of
-from .slots import SlotLayout, split_budget
+from .slots import SlotLayout
 from .tokens import TokenRows
 from .verification import coupled_acceptance
 
@@ -54,12 +54,10 @@ class BestOfDrafter(ParallelDrafter):
         self.branches = self.branches[..., :length]
         return self.branches.flatten(1), None
 
-    def arrange(self, drafted: int, device: torch.device) -> SlotLayout:
-        """The slots behind every branch."""
-        branches = self.branches.shape[1]
-        sizes = split_budget(self.budget, drafted // branches, self.longest_group, self.rates)
-        self.layout = SlotLayout.of(sizes, device, branches, self.many)
-        return self.layout
+    @property
+    def num_branches(self) -> int:
+        """Drafts that the next forward verifies."""
+        return self.branches.shape[1]
 
     def advance(self, outputs: Any, kept: list[int]) -> None:
         """Drafts from the groups behind the tokens that each row kept."""

@@ -44,6 +44,7 @@ class ParallelDrafter:
         self.do_sample = bool(generation_config.do_sample)
         self.is_coupled = generation_config.verification == "coupled"
         self.budget = generation_config.slot_budget
+        self.many = 1  # vectors of uniforms to draft from
         processing = Processing(logits_processor or LogitsProcessorList())
         self.warps = processing if processing.pointwise and not model.config.learns_warped_law else None
         self.rates = AcceptanceRates(self.num_tokens)
@@ -62,10 +63,15 @@ class ParallelDrafter:
         draft, q = self.pending
         return draft[:, :length], None if q is None else q[:, :length]
 
-    def arrange(self, drafted: int, device: torch.device) -> SlotLayout | None:
-        """The slots of the next forward, behind `drafted` drafts; None where there are none."""
-        sizes = split_budget(self.budget, drafted, self.longest_group, self.rates)
-        self.layout = SlotLayout.of(sizes, device) if sum(sizes) else None
+    @property
+    def num_branches(self) -> int:
+        """Drafts that the next forward verifies."""
+        return 1
+
+    def arrange(self, drafted: int, device: torch.device) -> SlotLayout:
+        """The slots of the next forward, behind `drafted` tokens in all branches."""
+        sizes = split_budget(self.budget, drafted // self.num_branches, self.longest_group, self.rates)
+        self.layout = SlotLayout.of(sizes, device, self.num_branches, self.many)
         return self.layout
 
     def read(self, logits: torch.Tensor, uniforms: torch.Tensor) -> None:

@@ -9,13 +9,13 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from ..configuration.ptp import SAMPLING
 from .best_of import BestOfDrafter, BestOfLoop
 from .full_history import FullHistoryMixin
 from .mixin import first_set
 from .parallel import ParallelDrafter, ParallelLoop
 
 logger = logging.get_logger(__name__)
-_SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
 class ParallelGenerationMixin(FullHistoryMixin):
@@ -107,13 +107,13 @@ class ParallelGenerationMixin(FullHistoryMixin):
 
     def _warn_of_mismatch(self, config: GenerationConfig) -> None:
         learned = self.config.sampling
-        asked = {name: getattr(config, name) for name in _SAMPLING}
-        if not config.do_sample or all((asked[n] or _SAMPLING[n]) == learned.get(n, _SAMPLING[n]) for n in _SAMPLING):
+        asked = {name: getattr(config, name) for name in SAMPLING}
+        if not config.do_sample or all((asked[name] or SAMPLING[name]) == learned[name] for name in SAMPLING):
             return
-        shown = ", ".join(f"{name}={learned.get(name, _SAMPLING[name])}" for name in _SAMPLING)
+        shown = ", ".join(f"{name}={learned[name]}" for name in SAMPLING)
         logger.warning_once(
             f"The drafts were learned for {shown}, and the target is now sampled with "
-            f"{', '.join(f'{name}={asked[name]}' for name in _SAMPLING)}: the text stays exact, but fewer drafts are "
+            f"{', '.join(f'{name}={asked[name]}' for name in SAMPLING)}: the text stays exact, but fewer drafts are "
             "accepted, so that every token costs more calls. Leave these options out, or distil with "
             f"sampling={asked}."
         )

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from ..configuration.ptp import SAMPLING
 from ..modeling.losses import IGNORE
 from .ptp_teacher import eos_ids, verified_sampling
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 logger = logging.get_logger(__name__)
-_PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
 def write_texts(
@@ -63,7 +63,7 @@ def write_texts(
         if len(prompt) == 0:
             raise ValueError(f"prompt {index} is empty; give at least one token, the bos token say")
     folder = Path(folder)
-    sampling = _PLAIN | (sampling or getattr(teacher.config, "sampling", None) or {})
+    sampling = SAMPLING | (sampling or getattr(teacher.config, "sampling", None) or {})
     settings = {
         "max_new_tokens": max_new_tokens,
         "per_prompt": per_prompt,

@@ -15,8 +15,6 @@ import argparse
 import platform
 import sys
 import tempfile
-import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from tokenahead import EvaByteTokenizer, PTPForCausalLM, __version__
 from tokenahead.model_cards import DecodingResult, MeasuredResults, render_card, write_card
 from tokenahead.training.callbacks import ProgressCallback, TimeBudget, TimeBudgetCallback
 from tokenahead.training.data import ByteWindows, Corpus, code_prompts, load_corpus
+from tokenahead.training.evaluation import GREEDY, DecodingMode, compare_decoding, sampled
 from tokenahead.training.muon import JointOptimizer, Muon
 from tokenahead.training.ptp_options import PTPOptions
 from tokenahead.training.ptp_trainer import PTPTrainer
@@ -73,49 +72,31 @@ def fit(
 
 
 def measure(
-    model: PTPForCausalLM, prompts: Iterable[torch.Tensor], name: str, new_tokens: int, **options: object
+    model: PTPForCausalLM, prompts: list[str], mode: DecodingMode, new_tokens: int
 ) -> tuple[DecodingResult, list[float]]:
-    """Completes prompts with drafts and without, by turns; and the acceptance by position."""
-    seconds, counts, shares = {True: 0.0, False: 0.0}, [0, 0], []
-    identical = True if not options.get("do_sample") or options.get("seed") is not None else None
-    plainly = {key: value for key, value in options.items() if key not in ("seed", "verification", "best_of")}
-    for ids in prompts:
-        texts = {}
-        for drafts, how in ((False, plainly), (True, options)):
-            started = time.perf_counter()
-            texts[drafts] = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, use_mtp=drafts,
-                return_dict_in_generate=True, **how,
-            )  # fmt: skip
-            seconds[drafts] += time.perf_counter() - started
-        plain, found = texts[False].sequences, texts[True]
-        if identical is not None and how != plainly:  # the same uniforms, one token at a time; not timed
-            plain = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, use_mtp=False, **how
-            )
-        identical = identical and torch.equal(plain, found.sequences)
-        counts = [counts[0] + found.speculation.new_tokens, counts[1] + found.speculation.backbone_calls]
-        shares.append(found.speculation.accepted_by_position)
-    result = DecodingResult(
-        name=name, do_sample=bool(options.get("do_sample")), new_tokens=counts[0], backbone_calls=counts[1],
-        seconds=seconds[True], plain_seconds=seconds[False], identical=identical,
-    )  # fmt: skip
-    return result, [sum(column) / len(column) for column in zip(*shares)]
+    """Completes prompts with drafts and without, by turns; and the acceptance by position.
+
+    Sampled runs that differ by their uniforms alone are compared with the same ones, untimed.
+    """
+    tokenizer = EvaByteTokenizer()
+    found = compare_decoding(model, tokenizer, prompts, mode, new_tokens)
+    result = found.result
+    if mode.options.get("verification") == "coupled" and "best_of" not in mode.options:
+        inputs = [tokenizer(prompt, return_tensors="pt") for prompt in prompts]
+        how = mode.options | {"seed": 7, "max_new_tokens": new_tokens}
+        texts = ([model.generate(**one, **how, use_mtp=drafts) for drafts in (True, False)] for one in inputs)
+        result = replace(result, identical=all(torch.equal(*pair) for pair in texts))
+    return result, found.accepted_by_position
 
 
-def modes(variant: str, temperature: float) -> dict[str, dict[str, object]]:
+def modes(variant: str, temperature: float) -> list[DecodingMode]:
     """Ways of decoding to compare."""
-    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0}
-    coupled = {"verification": "coupled", **drawn}
-    found = {
-        "greedy": {"do_sample": False},
-        "sampled, coupled": {"seed": 7, **coupled},
-        "sampled, block": {"verification": "block", **drawn},
-    }
+    drawn = sampled(temperature).options
+    coupled = drawn | {"verification": "coupled"}
+    found = [GREEDY, DecodingMode("sampled, coupled", coupled)]
     if variant == "one_hot":
-        del found["sampled, block"]
-        found["sampled, best of 2"] = {"best_of": 2, **coupled}
-    return found
+        return [*found, DecodingMode("sampled, best of 2", coupled | {"best_of": 2})]
+    return [*found, DecodingMode("sampled, block", drawn | {"verification": "block"})]
 
 
 def main() -> None:
@@ -133,14 +114,13 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    console, corpus, tokenizer = Console(width=120), load_corpus(seed=0), EvaByteTokenizer()
+    console, corpus = Console(width=120), load_corpus(seed=0)
     backbone = arguments.output / "backbone"
     if not arguments.reuse:
         model = LlamaForCausalLM(LlamaConfig(**CONFIG))
         fit(Trainer, model, corpus, "backbone", arguments.minutes[0], 4, (0.03, 1e-2), console)
         model.save_pretrained(backbone)
-    texts = code_prompts(corpus.held_out, arguments.prompts)
-    prompts = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
+    prompts = code_prompts(corpus.held_out, arguments.prompts)
     table = Table("variant", "decoding", "tokens/call", "tokens/s", "plain tokens/s", "speed-up", "identical")
     for variant in arguments.variants:
         results = run(arguments, variant, backbone, corpus, prompts, console)
@@ -165,7 +145,7 @@ def distil(
 
 
 def run(
-    arguments: argparse.Namespace, variant: str, backbone: Path, corpus: Corpus, prompts: list[torch.Tensor],
+    arguments: argparse.Namespace, variant: str, backbone: Path, corpus: Corpus, prompts: list[str],
     console: Console,
 ) -> MeasuredResults:  # fmt: skip
     """Distils a student, saves it, reads it again, measures it, and writes its card."""
@@ -173,12 +153,9 @@ def run(
     if not arguments.reuse:
         distil(arguments, variant, backbone, corpus, console, folder)
     model = PTPForCausalLM.from_pretrained(folder).eval()
-    measured = {
-        name: measure(model, prompts, name, arguments.new_tokens, **how)
-        for name, how in modes(variant, arguments.temperature).items()
-    }
+    measured = [measure(model, prompts, mode, arguments.new_tokens) for mode in modes(variant, arguments.temperature)]
     results = MeasuredResults(
-        results=[replace(result, name=name) for name, (result, _) in measured.items()],
+        results=[result for result, _ in measured],
         dataset_name="Python standard library source",
         dataset_description=f"{len(prompts)} held-out prompts, each completed with {arguments.new_tokens} bytes at "
         f"temperature {arguments.temperature:g}.",
@@ -187,7 +164,7 @@ def run(
         command=f"python benchmarks/ptp_text.py --slots {arguments.slots} --minutes "
         + " ".join(f"{value:g}" for value in arguments.minutes),
         library_version=__version__,
-        accepted_by_position=measured["greedy"][1],
+        accepted_by_position=measured[0][1],
     )
     results.to_json(folder / "results.json")
     how = f"Distilled from its own backbone for {arguments.minutes[1]:g} minutes with `PTPTrainer`."

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ..modeling.uniforms import pick
-from ..modeling.window_law import race
+from ..modeling.sampling import pick, race
 
 
 def token_acceptance(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Training: trainers, losses, data, evaluation, the demo and the command line. What is named here is loaded when used."""
+"""Trainers, losses, data, evaluation, the demo and the command line. What is named here is loaded when it is used."""
 
 from importlib import import_module
 from typing import Any

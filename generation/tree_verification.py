@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 
 from ..modeling.sampling import race
-from .trees import DraftTree, Verdict, line, path_columns
+from .contract import DraftTree, Verdict, line, path_columns
 
 
 def follow(tree: DraftTree, picks: torch.Tensor) -> Verdict:
@@ -34,7 +34,7 @@ def follow(tree: DraftTree, picks: torch.Tensor) -> Verdict:
     if tree.is_chain:
         agrees = _of_real(tree, tree.tokens == picks[:, :-1])
         return Verdict(agrees.cumprod(1, dtype=torch.long).sum(1), picks)
-    reached = _reached(tree, _of_real(tree, tree.tokens == picks.gather(1, tree.parents + 1)))
+    reached = _down(tree, _of_real(tree, tree.tokens == picks.gather(1, tree.parents + 1)))
     columns = path_columns(reached, tree.depth)
     return Verdict(reached.sum(1) - 1, picks.gather(1, columns), columns)
 
@@ -66,8 +66,8 @@ def tree_acceptance(tree: DraftTree, p: torch.Tensor, rule: str = "token") -> tu
         chance, drawn = scaled.gather(1, token), q.gather(1, token)
         surplus = (scaled - q).clamp_(min=0)
         total = surplus.sum(-1, keepdim=True)
-        rest[here] = torch.where(total > tiny, surplus / total, 0)
-        accept[:, node + 1] = torch.where(drawn > 0, chance / drawn, 0).clamp(max=1)[:, 0]
+        rest[here] = (surplus / total).masked_fill(total <= tiny, 0)
+        accept[:, node + 1] = (chance / drawn).masked_fill(drawn == 0, 0).clamp(max=1)[:, 0]
         if rule == "block":
             accept[here] = (total / (total + 1 - weight)).nan_to_num(nan=1.0)[:, 0]
     return accept[:, 1:], torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
@@ -89,12 +89,26 @@ def verify_drawn_tree(
     """
     accept, residual = tree_acceptance(tree, p, rule)
     kept = torch.rand(accept.shape, dtype=p.dtype, device=p.device, generator=generator) < accept
-    reached = _reached(tree, kept) if rule == "token" else _first_in_post_order(tree, kept)
-    columns = path_columns(reached, tree.depth)
+    reached = kept_path(tree, kept, rule)
+    accepted, columns = reached.sum(1) - 1, path_columns(reached, tree.depth)
     added = race(residual[line(len(p), p.device), columns[:, -1]], generator)[:, None]
-    accepted = reached.sum(1) - 1
     drafts = torch.nn.functional.pad(tree.tokens, (1, 0)).gather(1, columns)[:, 1:]
     return Verdict(accepted, torch.cat([drafts, added], dim=1).scatter_(1, accepted[:, None], added), columns)
+
+
+def kept_path(tree: DraftTree, kept: torch.Tensor, rule: str) -> torch.Tensor:
+    """The path that a rule keeps, once every node was tried with its probability.
+
+    Args:
+        tree: Any tree.
+        kept: [B, m] bool, independent events of the probabilities that `tree_acceptance` gives for the rule.
+        rule: `"token"`: down to the first child that is kept, as long as there is one. `"block"`: to the first kept
+            node in post-order.
+
+    Returns:
+        [B, m + 1] bool, the places on the path; place 0 always is.
+    """
+    return _down(tree, kept) if rule == "token" else _first_in_post_order(tree, kept)
 
 
 def check_rule(rule: str) -> None:
@@ -135,7 +149,7 @@ def _elders(tree: DraftTree) -> torch.Tensor:
     return (tree.parents[:, :, None] == tree.parents[:, None]) & (nodes < nodes[:, None])
 
 
-def _reached(tree: DraftTree, wanted: torch.Tensor) -> torch.Tensor:
+def _down(tree: DraftTree, wanted: torch.Tensor) -> torch.Tensor:
     """Goes down to the first wanted child of each place: which places [B, m + 1] are on the way, b's among them."""
     taken = wanted & ~(_elders(tree) & wanted[:, None]).any(-1)
     taken = torch.nn.functional.pad(taken, (1, 0), value=True)
@@ -144,8 +158,8 @@ def _reached(tree: DraftTree, wanted: torch.Tensor) -> torch.Tensor:
 
 def _first_in_post_order(tree: DraftTree, wanted: torch.Tensor) -> torch.Tensor:
     """Takes the first wanted node in post-order, or b: which places [B, m + 1] are on the way to it."""
-    wanted = torch.nn.functional.pad(wanted, (1, 0), value=True)
-    place = _post_order(tree).masked_fill(~wanted, wanted.shape[1]).argmin(1)
+    unwanted = torch.nn.functional.pad(~wanted, (1, 0))
+    place = _post_order(tree).masked_fill(unwanted, unwanted.shape[1]).argmin(1)
     return tree.mask()[line(len(place), place.device), place]
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from ..modeling.sampling import pick, race
+from .contract import DraftTree, Verdict
 from .tree_verification import check_rule, follow, tree_acceptance, verify_drawn_tree
-from .trees import DraftTree, Verdict
 
 __all__ = [
     "block_acceptance",

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from trl import SFTTrainer
 
+from .extras import needs_extra
 from .trainer import Inputs, MTPTrainer
+
+with needs_extra("train", "MTPSFTTrainer"):
+    from trl import SFTTrainer
 
 
 class MTPSFTTrainer(MTPTrainer, SFTTrainer):

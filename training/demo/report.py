@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ...model_cards import DecodingResult
 from ...modeling.evabyte.tokenizer import BYTE_OFFSET, SPECIAL_TOKENS
+from ..byte_text import visible
 from ..evaluation import Comparison, Completion
 from .head_comparison import HeadFigures, cycle_ms
 
@@ -62,7 +63,7 @@ def pieces(ids: list[int], drafted: list[bool]) -> Iterator[tuple[str, bool]]:
             yield run, origin
             run = ""
         if text:
-            run, origin = run + _visible(text), is_drafted
+            run, origin = run + visible(text), is_drafted
     if run := run + decoder.decode(b"", final=True):
         yield run, origin
 
@@ -181,7 +182,3 @@ def save_acceptance_picture(comparisons: list[Comparison], path: Path) -> Path:
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, format="png", dpi=120)
     return temporary.replace(path)
-
-
-def _visible(text: str) -> str:
-    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)

@@ -70,7 +70,7 @@ def start(backbone: LlamaForCausalLM, kind: str) -> DeepSeekMTP:
     model = DeepSeekMTP.from_backbone(backbone, eh_init="both" if kind == "random" else kind)
     if kind == "random":
         torch.nn.init.normal_(model.mtp[0].eh_proj.weight, std=backbone.config.initializer_range)
-    model.train_only("mtp")
+    model.train_only("drafter")
     return model
 
 

@@ -26,7 +26,7 @@ class MTPSFTTrainer(MTPTrainer, SFTTrainer):
     window crosses. Pass a model, not a path.
 
     Example:
-        >>> model.train_only("heads")
+        >>> model.train_only("drafter")
         >>> MTPSFTTrainer(model, SFTConfig("out"), train_dataset=data, processing_class=tokenizer).train()
     """
 

@@ -208,7 +208,7 @@ def _check(model: nn.Module, options: PTPOptions, teacher: nn.Module | None) -> 
             raise ValueError(f"method='inverse' learns the data's own law, not sampling={model.config.sampling}")
     elif teacher is None and model.trains_backbone and options.base_weight == 0:
         raise ValueError(
-            "the backbone would be its own moving teacher: freeze it with train_only('student'), pass teacher=, "
+            "the backbone would be its own moving teacher: freeze it with train_only('drafter'), pass teacher=, "
             "or let it learn from the data with base_weight"
         )
     if options.base_weight and not model.trains_backbone:

@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         raise SystemExit(arguments.run(arguments))
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
-    except BrokenPipeError:  # whoever read our output has enough; the flush at exit must not fail again
+    except (
+        BrokenPipeError
+    ):  # whoever reads our output has closed it; without this, the flush at exit would fail once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except (ValueError, OSError, MissingExtraError, StrictDataclassError) as error:

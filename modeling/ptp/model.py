@@ -89,7 +89,7 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         super().__init__(config)
         self.loss_type = "ForCausalLM"
         self.backbone = backbone or AutoModelForCausalLM.from_config(config.backbone_config)
-        if attention is not None:  # so does a model
+        if attention is not None:  # putting it into a model resets it as well
             self.backbone.config._attn_implementation = attention
         _check_model(self.backbone)
         self.uniform_embedding = UniformEmbedding(config, config.backbone_config.hidden_size)

@@ -264,7 +264,7 @@ class _Demo:
         )
         try:
             write_card(self.output, card, overwrite=self.overwrite)
-        except FileExistsError as error:  # someone's own words are worth more than the card
+        except FileExistsError as error:  # a README that a person wrote is not replaced
             self._say(f"No card was written: {error}")
         self._say(f"Wrote README.md, {RESULTS} and {PICTURE} beside the model.")
 

@@ -30,8 +30,8 @@ class PTPTrainer(RunningMeansMixin, Trainer):
     decoding verifies (`model.config.sampling`), and teaches the slots to predict the tokens from the uniforms.
 
     The data are dictionaries with `input_ids` and, where wanted, `attention_mask`, `labels` (-100: never a target) and
-    `position_ids` (packed documents start anew at 0). The log carries `num_correct`, the slots that are right in a row
-    from the first on (PTP paper, Eq. 16), per completion.
+    `position_ids` (packed documents start anew at 0). The log carries `num_correct`: how many
+    slots of a completion are right before the first wrong one, on average (PTP paper, Eq. 16).
 
     Args:
         model: A `PTPForCausalLM`.
@@ -45,7 +45,7 @@ class PTPTrainer(RunningMeansMixin, Trainer):
         ValueError: Options that this model cannot follow.
 
     Example:
-        >>> model = PTPForCausalLM.from_backbone(base, num_slots=8)
+        >>> model = PTPForCausalLM.from_backbone(backbone, num_slots=8)
         >>> PTPTrainer(model, TrainingArguments("out", max_steps=1000), train_dataset=data).train()
     """
 

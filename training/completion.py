@@ -152,7 +152,7 @@ def complete(request: Request, write: Callable[[bytes], None]) -> Completed:
     model, tokenizer = _load(request, device)
     options = request.options()
     if request.heads is not None:
-        options["assistant_model"] = _load_heads(request.heads).attach(model)
+        options["assistant_model"] = _load_heads(request.heads).to(device=device, dtype=model.dtype).attach(model)
     _check_drafter(request, model)
     ids = _prompt_ids(request, tokenizer)
     set_seed(request.seed)

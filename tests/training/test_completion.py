@@ -16,6 +16,7 @@ from tests.ptp_models import student
 from tests.training.conftest import small_model
 from tests.training.test_cli import Terminal, run
 from tokenahead import DeepSeekMTP, EvaByteForMTPC, EvaByteTokenizer, MTPHeads, PTPForCausalLM
+from tokenahead.configuration import MTPHeadConfig
 from tokenahead.training import completion
 from tokenahead.training.completion import Request, complete
 
@@ -207,6 +208,15 @@ def test_heads_are_attached_to_a_plain_model(llama, tmp_path, capsysbinary, monk
     captured = capsysbinary.readouterr()
     assert captured.out == data_of(llama, b"--x", max_new_tokens=20) and drafting
     assert b"one byte per backbone call" not in captured.err
+    drafting.clear()
+    done = complete(Request(str(llama), b"x", str(tmp_path), dtype="bfloat16", max_new_tokens=9), lambda data: None)
+    assert done.new_tokens == 9 and drafting
+
+
+def test_heads_of_another_model_are_refused(llama, tmp_path, capsys):
+    MTPHeads(MTPHeadConfig(window=2, hidden_size=8, vocab_size=320)).save_pretrained(tmp_path)
+    assert run("generate", "--model", llama, "--heads", tmp_path, "x") == 1
+    assert "hidden_size: the heads were made for 8, but LlamaForCausalLM has 16" in capsys.readouterr().err
 
 
 def test_modules_of_an_official_folder_draft(tmp_path):

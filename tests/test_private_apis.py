@@ -52,6 +52,7 @@ FUNCTIONS = [
         "_validate_generation_mode",
         "generation_mode generation_config generation_mode_kwargs",
     ),
+    (GenerationMixin, "_supports_default_dynamic_cache", ""),
     (PreTrainedModel, "_can_set_attn_implementation", ""),
     (PreTrainedModel, "_can_set_experts_implementation", ""),
     (PreTrainedModel, "_init_weights", "module"),

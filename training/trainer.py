@@ -27,7 +27,7 @@ class MTPTrainer(RunningMeansMixin, Trainer):
       rules for padding and packed documents, and the loss of depth j is divided by count j;
     - the log carries `loss_head_1` to `loss_head_n` (evaluation: `eval_loss_head_1`, ...): the plain mean in nats per
       target of each depth since the last log, whatever the discount and the number of micro-batches;
-    - where the next-token head is frozen (`model.train_only("heads")`), its rows stay bit-equal: they share a tensor
+    - where the next-token head is frozen (`model.train_only("drafter")`), its rows stay bit-equal: they share a tensor
       with the heads that learn, so that tensor gets no weight decay.
 
     The model's config keeps its `use_cache` (`Trainer` would leave it off in everything that is saved).
@@ -36,7 +36,7 @@ class MTPTrainer(RunningMeansMixin, Trainer):
         ValueError: Label smoothing, or context or sequence parallelism, where windows would end at a shard's border.
 
     Example:
-        >>> model.train_only("heads")
+        >>> model.train_only("drafter")
         >>> MTPTrainer(model, TrainingArguments("out", max_steps=1000), train_dataset=data).train()
     """
 

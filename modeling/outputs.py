@@ -14,13 +14,17 @@ class MTPOutput(CausalLMOutputWithPast):
 
     Attributes:
         loss: Scalar, discounted sum of the per-depth losses; with labels only.
-        logits: [B, L, V] of the ordinary next-token head ([B, L, N, V] with `return_all_pred_logits`).
+        logits: [B, L, V] of the ordinary next-token head ([B, L, N, V] with `return_all_pred_logits`); None where they
+            were not asked for in training.
         past_key_values: The cache, where one is used.
         hidden_states: Tuple over layers of [B, L, D], the last after the final norm; unselected entries are None.
         head_losses: [n] detached mean cross-entropy in nats per depth, the ordinary next token first; with labels only.
+        backbone_loss: Detached scalar, the mean cross-entropy in nats of the backbone's own next-token head, where that
+            trains beside a head with a law of its own for the first token; it is then a part of `loss`.
     """
 
     head_losses: torch.Tensor | None = None
+    backbone_loss: torch.Tensor | None = None
 
 
 @dataclass

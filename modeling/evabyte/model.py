@@ -12,8 +12,8 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
 from ...generation.mixin import MTPGenerationMixin
-from ..heads.losses import window_targets
-from ..heads.registry import FFHead, build_head, frozen_unembedding, head_loss, init_head, window_law
+from ..heads.losses import depth_targets, discounted_weights, head_loss
+from ..heads.registry import FFHead, build_head, frozen_unembedding, init_head, window_law
 from ..heads.window_law import WindowLaw
 from ..loading import StrictLoadingMixin
 from ..outputs import MTPOutput
@@ -171,10 +171,12 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
             logits_to_keep: Compute logits of the last so many positions only (0: all), or of these positions.
             return_all_pred_logits: Logits of all N heads, [B, L, N, V].
             num_items_in_batch: Targets per depth over all micro-batches, [n] or one number (from the Trainer).
+            **kwargs: For the backbone; `shift_labels` [B, L], the target of every position, in place of `labels`.
 
         Returns:
             `logits` [B, L, V] in float32 where the config has `fp32_logits`, and the rest of `MTPOutput`.
         """
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids,
             attention_mask,
@@ -189,26 +191,18 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         kept = slice_logits_to_keep(hidden, logits_to_keep)
         logits = self.lm_head(kept, None if return_all_pred_logits else 1)
         logits = logits if return_all_pred_logits and self.config.num_pred_heads > 1 else logits[..., 0, :]
-        loss, head_losses = None, None
-        if labels is not None:
-            targets = self._targets(labels, attention_mask, position_ids)
-            loss, head_losses = self._loss(hidden, targets, input_ids, num_items_in_batch)
+        loss, head_losses, backbone_loss = None, None, None
+        if labels is not None or shift_labels is not None:
+            targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
+            loss, head_losses, backbone_loss = self._loss(hidden, targets, input_ids, num_items_in_batch)
         return MTPOutput(
             loss=loss,
             logits=logits.float() if self.config.fp32_logits else logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             head_losses=head_losses,
+            backbone_loss=backbone_loss,
         )
-
-    def _targets(
-        self, labels: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
-    ) -> torch.Tensor:
-        if labels.dim() == 2:
-            return window_targets(labels, self.window, attention_mask, position_ids)
-        if labels.shape[2] != self.window:
-            raise ValueError(f"labels have {labels.shape[2]} depths, but the window is {self.window}")
-        return labels
 
     def _loss(
         self,
@@ -216,15 +210,28 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         targets: torch.Tensor,
         input_ids: torch.Tensor | None,
         counts: torch.Tensor | int | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss of the head; a circuit that trains with its backbone adds the next-byte head's own."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Loss of the head and its means; a circuit that trains with its backbone adds the next-byte head's own."""
         tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
         loss, means = head_loss(self.head, self.config.mtp_head, hidden, targets, tokens, counts)
         if self.mtp_head is None or not self.lm_head.weight.requires_grad:
-            return loss, means
+            return loss, means, None
         first = None if counts is None else torch.as_tensor(counts).flatten()[:1]
         next_byte = MTPHeadConfig(window=1, gamma=self.config.mtp_head.gamma)
-        return loss + head_loss(self.lm_head, next_byte, hidden, targets[..., :1], tokens, first)[0], means
+        own, mean = head_loss(self.lm_head, next_byte, hidden, targets[..., :1], tokens, first)
+        return loss + own, means, mean[0]
+
+    def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The loss of the head on data of which only sums per depth are known.
+
+        Args:
+            sums: [n], summed cross-entropies in nats.
+            counts: [n], targets.
+
+        Returns:
+            Scalar: what `forward` would return for all of the data in one batch, without `backbone_loss`.
+        """
+        return (sums * discounted_weights(counts.to(sums), self.config.mtp_head.gamma)).sum()
 
     def _new_cache(self) -> EvaByteCache:
         """The cache that `generate` starts with."""

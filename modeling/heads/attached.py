@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import CandidateGenerator
 from transformers.utils.generic import can_return_tuple
 
@@ -17,8 +17,8 @@ from ...configuration import MTPHeadConfig
 from ...generation.drafters.heads import HeadDrafter
 from ..loading import StrictLoadingMixin
 from ..outputs import MTPOutput
-from .losses import window_targets
-from .registry import SharedHead, build_head, frozen_unembedding, head_loss, init_head, window_law
+from .losses import depth_targets, discounted_weights, head_loss
+from .registry import SharedHead, build_head, frozen_unembedding, init_head, window_law
 from .window_law import WindowLaw
 
 
@@ -44,6 +44,7 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
     config_class = MTPHeadConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
 
     def __init__(self, config: MTPHeadConfig) -> None:
         super().__init__(config)
@@ -97,13 +98,28 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
         return next((module for module in self.modules() if isinstance(module, SharedHead)), None)
 
     @property
-    def generation_config(self) -> None:
-        """Heads generate nothing; transformers asks for this where they are used without `attach`."""
-        raise RuntimeError("MTPHeads cannot assist this model: call heads.attach(base) first")
+    def generation_config(self) -> GenerationConfig:
+        """The backbone's: trainers align special tokens with it, and `generate` of another model asks for it."""
+        return self.base.generation_config
 
     @generation_config.setter
-    def generation_config(self, value: None) -> None:
-        pass
+    def generation_config(self, value: GenerationConfig | None) -> None:
+        """Ignored: heads have none of their own."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> None:
+        """Heads generate nothing; transformers asks them to where they assist a model that they are not attached to.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "MTPHeads generate nothing: call heads.attach(base), then base.generate(..., assistant_model=heads)"
+        )
+
+    def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Layers of a head keep no activations; most heads have none, and their loss is chunked anyway."""
+        if any(hasattr(module, "gradient_checkpointing") for module in self.modules()):
+            super()._set_gradient_checkpointing(enable, *args, **kwargs)
 
     def attach(self, base: PreTrainedModel) -> MTPHeads:
         """Makes `base` accept these heads as `assistant_model`; nothing else about it changes.
@@ -156,30 +172,50 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Any,
     ) -> MTPOutput:
-        """The discounted loss of the heads on the frozen backbone, and the backbone's logits of the last position.
+        """The discounted loss of the heads on the frozen backbone, and the backbone's own logits.
 
         Args:
             input_ids: [B, L] int64.
             attention_mask: [B, L], 0 for padding.
             position_ids: [B or 1, L]; where they restart, a packed document begins.
             labels: [B, L] int64, shifted here, -100 ignored.
+            logits_to_keep: Logits of the last so many positions only (0: all), or of these positions. None: of the last
+                one in training, which nobody reads, else of all.
             num_items_in_batch: Targets per depth over all micro-batches, [n] or one number (from the Trainer).
+            **kwargs: `shift_labels` [B, L], the target of every position, in place of `labels`; the rest is not read.
 
         Returns:
-            `MTPOutput`; `logits` is [B, 1, V].
+            `MTPOutput`.
+
+        Raises:
+            ValueError: Labels that are no token ids.
         """
+        kept = int(self.training) if logits_to_keep is None else logits_to_keep
         options = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
         with torch.no_grad():
-            outputs = self.base(input_ids, **options, logits_to_keep=1, output_hidden_states=-1, return_dict=True)
+            outputs = self.base(input_ids, **options, logits_to_keep=kept, output_hidden_states=-1, return_dict=True)
         loss, head_losses = None, None
-        if labels is not None:
-            targets = window_targets(labels, self.window, attention_mask, position_ids)
+        if labels is not None or "shift_labels" in kwargs:
+            targets = depth_targets(labels, self.window, attention_mask, position_ids, kwargs.get("shift_labels"))
             states = outputs.hidden_states[-1]
             loss, head_losses = head_loss(self.head, self.config, states, targets, input_ids, num_items_in_batch)
         return MTPOutput(loss=loss, logits=outputs.logits, head_losses=head_losses)
+
+    def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The loss on data of which only sums per depth are known.
+
+        Args:
+            sums: [n], summed cross-entropies in nats.
+            counts: [n], targets.
+
+        Returns:
+            Scalar: what `forward` would return for all of the data in one batch.
+        """
+        return (sums * discounted_weights(counts.to(sums), self.config.gamma)).sum()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -1,18 +1,85 @@
-"""Pure losses of multi-token prediction: which tokens are targets at which depth, and how depths are weighed."""
+"""Losses of multi-token prediction: which labels are targets at which depth, how depths are weighed, a head's loss."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from .chunks import chunked_terms
-from .window_law import WindowLaw
+from ...configuration import MTPHeadConfig
+from .chunks import Part, chunked_sums
+from .registry import window_law
 
 IGNORE = -100
-LOGITS_PER_CHUNK = 2**24
-"""Budget of the head losses: leaf logits that exist at a time, 64 MiB of float32 (and a few copies in backward)."""
+
+
+def depth_targets(
+    labels: torch.Tensor | None,
+    window: int,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    shift_labels: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Targets of every depth from labels in any form that models take.
+
+    Args:
+        labels: [B, L] int64, ordinary Hugging Face labels, or [B, L, n] with the target of every depth spelled out.
+        window: n.
+        attention_mask: See `window_targets`.
+        position_ids: See `window_targets`.
+        shift_labels: [B, L] int64, the target of every position one token ahead; as in transformers, they count and
+            not the labels where both are given.
+
+    Returns:
+        [B, L, n] int64, -100 where there is no target.
+
+    Raises:
+        ValueError: Labels of another number of depths.
+    """
+    if shift_labels is not None:
+        return _targets_of_shifted(shift_labels, window, attention_mask, position_ids)
+    if labels.dim() == 2:
+        return window_targets(labels, window, attention_mask, position_ids)
+    if labels.shape[2] != window:
+        raise ValueError(f"labels have {labels.shape[2]} depths, but the window is {window}")
+    return labels
+
+
+def _targets_of_shifted(
+    shift_labels: torch.Tensor,
+    window: int,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+) -> torch.Tensor:
+    """Shifted back, labels are one column longer: the last position may have a target, too."""
+    if attention_mask is not None:
+        attention_mask = nn.functional.pad(attention_mask[:, -shift_labels.shape[1] :], (0, 1), value=1)
+    if position_ids is not None:
+        position_ids = torch.cat([position_ids, position_ids[:, -1:] + 1], dim=1)
+    labels = nn.functional.pad(shift_labels, (1, 0), value=IGNORE)
+    return window_targets(labels, window, attention_mask, position_ids)[:, :-1]
+
+
+def check_targets(targets: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The targets, if every one is a token id or -100.
+
+    On an accelerator they are not read, which would stop the program until the device is done; there, the kernel that
+    looks up the logits of targets asserts the same.
+
+    Args:
+        targets: [...] int64.
+        vocab_size: V.
+
+    Raises:
+        ValueError: A target that is neither.
+    """
+    if targets.device.type == "cpu":
+        wrong = targets[(targets != IGNORE) & ((targets < 0) | (targets >= vocab_size))]
+        if len(wrong):
+            raise ValueError(
+                f"labels hold {int(wrong[0])}, but the vocabulary has {vocab_size} tokens: labels are ids from 0 to "
+                f"{vocab_size - 1}, or {IGNORE} where nothing is scored"
+            )
+    return targets
 
 
 def window_targets(
@@ -77,14 +144,56 @@ def discounted_mtp_loss(
     """
     valid = valid.bool()
     terms = torch.where(valid, terms, torch.zeros_like(terms))
-    weights = gamma ** torch.arange(terms.shape[-1], device=terms.device, dtype=terms.dtype)
     if normalization == "paper":
         per_sequence = terms.sum(1) / valid.sum(1).clamp(min=1)
-        return (per_sequence.mean(0) * weights).sum()
+        return (per_sequence.mean(0) * _discounts(terms[0, 0], gamma)).sum()
     if normalization != "tokens":
         raise ValueError(f"normalization={normalization!r} is unknown; choose 'paper' or 'tokens'")
     per_depth = valid.sum((0, 1)) if counts is None else torch.as_tensor(counts, device=terms.device)
-    return (terms.sum((0, 1)) / per_depth.clamp(min=1) * weights).sum() / weights.sum()
+    return (terms.sum((0, 1)) * discounted_weights(per_depth.expand(terms.shape[-1]).to(terms), gamma)).sum()
+
+
+def discounted_weights(counts: torch.Tensor, gamma: float) -> torch.Tensor:
+    """What the summed terms of each depth are multiplied with: gamma^(j-1) / c_j, over the sum of all gamma^(j-1).
+
+    Args:
+        counts: [n] float, targets per depth c_j; 0 counts as 1.
+        gamma: Discount in (0, 1].
+
+    Returns:
+        [n], as `counts`.
+    """
+    discounts = _discounts(counts, gamma)
+    return discounts / discounts.sum() / counts.clamp(min=1)
+
+
+def _discounts(like: torch.Tensor, gamma: float) -> torch.Tensor:
+    """gamma^(j-1) for j = 1..n, for a vector of n."""
+    return gamma ** torch.arange(len(like), device=like.device, dtype=like.dtype)
+
+
+def counts_of_update(own: torch.Tensor, given: torch.Tensor | int | None) -> torch.Tensor:
+    """Targets per depth of a whole update, of which a micro-batch has `own`.
+
+    Args:
+        own: [n] int64, targets per depth in this micro-batch.
+        given: `num_items_in_batch`: [n] from `MTPTrainer`; one number, the first depth's, from `Trainer`, and then the
+            other depths are taken to be as much rarer as they are here; or None, where this is the whole update.
+
+    Returns:
+        [n].
+
+    Raises:
+        ValueError: Another number of depths.
+    """
+    if given is None:
+        return own
+    given = torch.as_tensor(given, device=own.device).flatten()
+    if len(given) == 1:
+        return own * given / own[0].clamp(min=1)
+    if len(given) != len(own):
+        raise ValueError(f"num_items_in_batch has {len(given)} entries; give one number, or one for each of {len(own)}")
+    return given
 
 
 def depth_means(terms: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
@@ -93,33 +202,47 @@ def depth_means(terms: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     return terms.sum((0, 1)) / valid.sum((0, 1))
 
 
-def window_terms(
-    law: Callable[[torch.Tensor], WindowLaw],
+def head_loss(
     head: nn.Module,
+    config: MTPHeadConfig,
     hidden_states: torch.Tensor,
-    tokens: torch.Tensor,
-    logits_per_position: int,
-    unknown: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """-log q(x_{t+j} | x_{t+1..t+j-1}) for every window, in chunks that are computed again in backward.
+    targets: torch.Tensor,
+    input_ids: torch.Tensor | None,
+    counts: torch.Tensor | int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The discounted loss of a head over all windows of a batch, in chunks.
 
-    Beyond parameters and gradients, memory is that of one chunk, whatever the rank, the window and the vocabulary.
+    A term is -log q(x_{t+j} | x_{t+1..t+j-1}), where x is the label if that is scored, and else the token observed.
 
     Args:
-        law: From hidden states [N, D] to the law of the next n tokens.
-        head: The module whose parameters `law` uses.
-        hidden_states: [B, L, D].
-        tokens: [B, L, n] int64, the tokens of every window; any id where there is none.
-        logits_per_position: Numbers that `law` makes of one hidden state, n r V.
-        unknown: [B, L, n], True where a token is summed out.
+        head: The head.
+        config: Its options; `gamma` and `masked_tokens` are read here.
+        hidden_states: [B, L, d], of any floating dtype.
+        targets: [B, L, n] int64, -100 where nothing is scored.
+        input_ids: [B, L] int64, to observe the tokens that are not scored; None sums them out.
+        counts: `num_items_in_batch`, see `counts_of_update`.
 
     Returns:
-        [B, L, n] float32, in nats.
+        The loss (a scalar, in nats), and the detached mean per depth [n], NaN where a depth has no target.
+
+    Raises:
+        ValueError: A target that is no token id.
     """
+    window, scored = targets.shape[-1], check_targets(targets, head.vocab_size) != IGNORE
+    own, tokens, unknown = scored.sum((0, 1)), targets.clamp(min=0), None
+    if input_ids is not None and config.masked_tokens == "observe":
+        tokens = torch.where(scored, targets, tokens_ahead(input_ids, window, 0))
+    elif config.head_type != "ff":
+        unknown = ~scored
 
-    def terms(hidden: torch.Tensor, chosen: torch.Tensor, holes: torch.Tensor | None) -> torch.Tensor:
-        return -law(hidden).token_log_probs(chosen, holes)
+    def terms(
+        hidden: torch.Tensor, tokens: torch.Tensor, scored: torch.Tensor, unknown: torch.Tensor | None
+    ) -> torch.Tensor:
+        log_probs = window_law(head, config, hidden).token_log_probs(tokens, unknown)
+        return torch.where(scored, -log_probs, 0.0)
 
-    rows = max(1, LOGITS_PER_CHUNK // logits_per_position)
-    flat = hidden_states.flatten(0, 1), tokens.flatten(0, 1), None if unknown is None else unknown.flatten(0, 1)
-    return chunked_terms(terms, head, *flat, rows).view(tokens.shape)
+    dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+    weights = discounted_weights(counts_of_update(own, counts).to(dtype), config.gamma)
+    part = Part(hidden_states, (tokens, scored, unknown), weights)
+    loss, (sums,) = chunked_sums(terms, head, [part], window * config.rank * head.vocab_size)
+    return loss, sums / own

@@ -12,7 +12,6 @@ from transformers import initialization as init
 from ...configuration import MTPHeadConfig
 from .chunks import SummedLinear, WeightTotal
 from .circuits import circuit_from_logits
-from .losses import IGNORE, depth_means, discounted_mtp_loss, tokens_ahead, window_terms
 from .window_law import WindowLaw
 
 
@@ -178,48 +177,18 @@ def build_head(config: MTPHeadConfig, hidden_size: int, vocab_size: int, num_hea
 
 
 def window_law(head: nn.Module, config: MTPHeadConfig, hidden_states: torch.Tensor) -> WindowLaw:
-    """The law of the next `config.window` tokens given hidden states [..., d], in float32 (float64 kept)."""
+    """The law of the next `config.window` tokens given hidden states [..., d], in float32 (float64 kept).
+
+    The head computes in its own dtype, whatever that of the hidden states is.
+    """
+    own = (parameter.dtype for parameter in head.parameters() if parameter.is_floating_point())
+    hidden_states = hidden_states.to(next(own, hidden_states.dtype))
     if isinstance(head, CircuitHead):
         parameters = head(hidden_states)
     else:
         parameters = {"leaf_logits": head(hidden_states, config.window).unsqueeze(-2)}
     dtype = torch.promote_types(parameters["leaf_logits"].dtype, torch.float32)
     return circuit_from_logits(config.head_type, dtype=dtype, **parameters)
-
-
-def head_loss(
-    head: nn.Module,
-    config: MTPHeadConfig,
-    hidden_states: torch.Tensor,
-    targets: torch.Tensor,
-    input_ids: torch.Tensor | None,
-    counts: torch.Tensor | int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The discounted loss of a head over all windows of a batch.
-
-    Args:
-        head: The head.
-        config: Its options; `gamma` and `masked_tokens` are read here.
-        hidden_states: [B, L, d].
-        targets: [B, L, n] int64, -100 where nothing is scored.
-        input_ids: [B, L] int64, to observe the tokens that are not scored; None sums them out.
-        counts: Targets per depth over all micro-batches, [n] or one number.
-
-    Returns:
-        The loss (a scalar, in nats), and the detached mean per depth [n].
-    """
-    window, scored = targets.shape[-1], targets != IGNORE
-    observe = input_ids is not None and config.masked_tokens == "observe"
-    tokens = tokens_ahead(input_ids, window, 0) if observe else targets.clamp(min=0)
-    terms = window_terms(
-        lambda hidden: window_law(head, config, hidden),
-        head,
-        hidden_states,
-        tokens,
-        logits_per_position=window * config.rank * head.vocab_size,
-        unknown=None if observe or config.head_type == "ff" else ~scored,
-    )
-    return discounted_mtp_loss(terms, scored, config.gamma, "tokens", counts), depth_means(terms, scored)
 
 
 def init_head(module: nn.Module) -> None:
@@ -230,7 +199,7 @@ def init_head(module: nn.Module) -> None:
 
 def frozen_unembedding(weight: Callable[[], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     """W as a function of hidden states that gives W no gradient; `weight` looks it up, so that changes are followed."""
-    return lambda hidden_states: nn.functional.linear(hidden_states, weight().detach())
+    return lambda hidden_states: nn.functional.linear(hidden_states.to(weight().dtype), weight().detach())
 
 
 def _check_memory(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:

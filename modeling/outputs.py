@@ -5,7 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
+
+States = bool | int | list[int]
+"""True for all hidden states, False for none, or the indices of some (-1: the last)."""
+
+
+def states_asked_for(given: States | None, *configs: PreTrainedConfig) -> States:
+    """`output_hidden_states` as a decoder of transformers understands it.
+
+    Args:
+        given: What the caller said; None: what the first of `configs` says that asks for any.
+        configs: Configurations, which a decoder would not ask when it is handed None.
+
+    Returns:
+        A flag or a list: the number 0 alone would be taken for False.
+    """
+    if given is None:
+        given = next((config.output_hidden_states for config in configs if config.output_hidden_states), False)
+    return given if isinstance(given, bool) or not isinstance(given, int) else [given]
 
 
 @dataclass

@@ -14,7 +14,7 @@ from transformers.utils.generic import can_return_tuple
 from ...configuration.mtp_families import family_of
 from ...generation.drafters.modules import ModuleGenerationMixin
 from ..heads.losses import depth_targets
-from ..outputs import DeepSeekMTPOutput
+from ..outputs import DeepSeekMTPOutput, states_asked_for
 from .checkpoint import build, load, load_dequantized
 from .checkpoint_files import check_checkpoint
 from .float8 import is_to_be_dequantized
@@ -254,8 +254,6 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
             raise ValueError("labels and output_mtp_logits need whole sequences; drop past_key_values")
         if has_labels and use_cache is None:
             use_cache = False  # with a cache, transformers does not look for packed documents
-        if output_hidden_states is None:  # the decoder would take None for False
-            output_hidden_states = self.config.output_hidden_states
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
         outputs = self.get_decoder()(
@@ -264,7 +262,7 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
+            output_hidden_states=states_asked_for(output_hidden_states, self.config),
             **kwargs,
         )
         hidden = outputs.last_hidden_state

@@ -11,6 +11,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
+from ...configuration.options import check_options
 from ...generation.mixin import MTPGenerationMixin
 from ..heads.losses import depth_targets, discounted_weights, head_loss
 from ..heads.registry import FFHead, build_head, frozen_unembedding, init_head, window_law
@@ -21,6 +22,7 @@ from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
 
 _HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
+_APART = ("hidden_size", "vocab_size", "base_model_name_or_path")  # fields of heads that have no owner
 
 
 class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel):
@@ -52,8 +54,11 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         larger one appends new ones, and a circuit starts from stored FF heads (`set_head`).
 
         Raises:
+            TypeError: An option of `mtp_head` that is no field of `MTPHeadConfig`.
             ValueError: Missing tensors, wrong shapes, a damaged file, or a stored circuit of another shape.
         """
+        if isinstance(kwargs.get("mtp_head"), dict):
+            check_options(kwargs["mtp_head"], MTPHeadConfig, "mtp_head", _APART)
         name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
         hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
         if not isinstance(config, EvaByteConfig):
@@ -94,9 +99,11 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
             **options: Fields of `MTPHeadConfig`; the window stays as it is unless given.
 
         Raises:
+            TypeError: An option that is no field of `MTPHeadConfig`.
             StrictDataclassError: Options out of range.
             ValueError: A full leaf tensor larger than this machine's memory.
         """
+        check_options(options, MTPHeadConfig, "set_head", _APART)
         old = self.config.mtp_head
         self.config.mtp_head = MTPHeadConfig(**({"window": old.window, "gamma": old.gamma} | options))
         try:

@@ -14,12 +14,15 @@ from transformers.generation import CandidateGenerator
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import MTPHeadConfig
+from ...configuration.options import check_options
 from ...generation.drafters.heads import HeadDrafter
 from ..loading import StrictLoadingMixin
 from ..outputs import MTPOutput
 from .losses import depth_targets, discounted_weights, head_loss
 from .registry import SharedHead, build_head, frozen_unembedding, init_head, window_law
 from .window_law import WindowLaw
+
+_FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
 
 
 class MTPHeads(StrictLoadingMixin, PreTrainedModel):
@@ -65,7 +68,11 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
             window: n; drafts have n - 1 tokens.
             leaf: See `MTPHeadConfig`.
             **options: Further fields of `MTPHeadConfig`.
+
+        Raises:
+            TypeError: An option that is no field of `MTPHeadConfig`.
         """
+        check_options(options, MTPHeadConfig, "MTPHeads.from_backbone", _FROM_BACKBONE)
         text = base.config.get_text_config()
         config = MTPHeadConfig(
             window=window,

@@ -13,10 +13,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
+from ...configuration.options import check_options
 from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.parallel_mixin import ParallelGenerationMixin
 from ..heads.losses import check_targets, depth_targets
 from ..loading import StrictLoadingMixin
+from ..outputs import states_asked_for
 from .features import uniform_features
 from .gated_lora import ADAPTER, gate_linears
 from .masks import additive_mask
@@ -129,8 +131,10 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
             **options: Further fields of `PTPConfig`; `sampling` is by default what the model's generation config sets.
 
         Raises:
+            TypeError: An option that is no field of `PTPConfig`.
             ValueError: A backbone that cannot carry auxiliary rows exactly.
         """
+        check_options(options, PTPConfig, "PTPForCausalLM.from_backbone", ("backbone_config",))
         base = model_or_path
         if not isinstance(base, PreTrainedModel):
             base = AutoModelForCausalLM.from_pretrained(base)
@@ -226,8 +230,6 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
                 or without logits of all tokens.
         """
         loss_options = {name: kwargs.pop(name, None) for name in ("shift_labels", "num_items_in_batch")}
-        if output_hidden_states is None:  # the decoder would take None for False
-            output_hidden_states = self.config.output_hidden_states or self.backbone.config.output_hidden_states
         embeds, tokens = self.get_input_embeddings()(input_ids), input_ids.shape[1]
         if uniforms is not None:
             _check_uniforms(uniforms)
@@ -245,7 +247,7 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 use_cache=use_cache,
-                output_hidden_states=output_hidden_states,
+                output_hidden_states=states_asked_for(output_hidden_states, self.config, self.backbone.config),
                 **kwargs,
             )
         finally:

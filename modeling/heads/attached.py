@@ -10,20 +10,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.generation import CandidateGenerator
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import takers
+from ...configuration.options import check_options
 from ...generation.drafters.heads import HeadDrafter
 from ..loading import StrictLoadingMixin
 from ..outputs import MTPOutput
 from .backbone_parts import BackboneParts, backbone_parts
-from .losses import head_loss, window_targets
+from .losses import depth_targets, depth_weights, head_loss
 from .official import OfficialLayoutsMixin
 from .registry import FAMILIES, HeadFamily, build_head, head_features, init_head, window_law
 from .window_law import WindowLaw
+
+_FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
 
 
 class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, PreTrainedModel):
@@ -48,6 +51,7 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, PreTrainedModel):
     config_class = MTPHeadConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
 
     def __init__(self, config: MTPHeadConfig) -> None:
         super().__init__(config)
@@ -68,7 +72,11 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, PreTrainedModel):
             window: n; drafts have n - 1 tokens.
             leaf: See `MTPHeadConfig`; None: `"shared"`, where the family has a choice.
             **options: Further fields of `MTPHeadConfig`.
+
+        Raises:
+            TypeError: An option that is no field of `MTPHeadConfig`.
         """
+        check_options(options, MTPHeadConfig, "MTPHeads.from_backbone", _FROM_BACKBONE)
         text = base.config.get_text_config()
         kind = options.get("head_type", "ff")
         if leaf is None and kind in takers("leaf"):
@@ -109,13 +117,28 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, PreTrainedModel):
         return backbone_parts(self.base) if self._base else None
 
     @property
-    def generation_config(self) -> None:
-        """Heads generate nothing; transformers asks for this where they are used without `attach`."""
-        raise RuntimeError("MTPHeads cannot assist this model: call heads.attach(base) first")
+    def generation_config(self) -> GenerationConfig:
+        """The backbone's: trainers align special tokens with it, and `generate` of another model asks for it."""
+        return self.base.generation_config
 
     @generation_config.setter
-    def generation_config(self, value: None) -> None:
-        pass
+    def generation_config(self, value: GenerationConfig | None) -> None:
+        """Ignored: heads have none of their own."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> None:
+        """Heads generate nothing; transformers asks them to where they assist a model that they are not attached to.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "MTPHeads generate nothing: call heads.attach(base), then base.generate(..., assistant_model=heads)"
+        )
+
+    def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Layers of a head keep no activations; most heads have none, and their loss is chunked anyway."""
+        if any(hasattr(module, "gradient_checkpointing") for module in self.modules()):
+            super()._set_gradient_checkpointing(enable, *args, **kwargs)
 
     def attach(self, base: PreTrainedModel) -> MTPHeads:
         """Makes `base` accept these heads as `assistant_model`; nothing else about it changes.
@@ -222,16 +245,20 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, PreTrainedModel):
         return self.law_of_features(hidden_states)
 
     def _run_backbone(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        logits_to_keep: int | torch.Tensor = 1,
     ) -> Any:
-        """The backbone's outputs, with the states that the heads read and the logits of the last position."""
+        """The backbone's outputs, with the states that the heads read."""
         with torch.no_grad():
             return self.base(
                 input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 use_cache=False,
-                logits_to_keep=1,
+                logits_to_keep=logits_to_keep,
                 output_hidden_states=self.hidden_layers,
                 return_dict=True,
             )
@@ -243,32 +270,51 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, PreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Any,
     ) -> MTPOutput:
-        """The discounted loss of the heads on the frozen backbone, and the backbone's logits of the last position.
+        """The discounted loss of the heads on the frozen backbone, and the backbone's own logits.
 
         Args:
             input_ids: [B, L] int64.
             attention_mask: [B, L], 0 for padding.
             position_ids: [B or 1, L]; where they restart, a packed document begins.
             labels: [B, L] int64, shifted here, -100 ignored.
+            logits_to_keep: Logits of the last so many positions only (0: all), or of these positions. None: of the last
+                one in training, which nobody reads, else of all.
             num_items_in_batch: Targets per depth over all micro-batches, [n] or one number (from the Trainer).
+            **kwargs: `shift_labels` [B, L], the target of every position, in place of `labels`; the rest is not read.
 
         Returns:
-            `MTPOutput`; `logits` is [B, 1, V].
+            `MTPOutput`.
+
+        Raises:
+            ValueError: Labels that are no token ids.
         """
-        outputs = self._run_backbone(input_ids, attention_mask, position_ids)
+        kept = int(self.training) if logits_to_keep is None else logits_to_keep
+        outputs = self._run_backbone(input_ids, attention_mask, position_ids, kept)
         loss, head_losses = None, None
-        if labels is not None:
-            targets = window_targets(labels, self.window, attention_mask, position_ids)
-            features, last = (
-                self.features(outputs.hidden_states, attention_mask, position_ids),
-                outputs.hidden_states[-1],
+        if labels is not None or "shift_labels" in kwargs:
+            targets = depth_targets(labels, self.window, attention_mask, position_ids, kwargs.get("shift_labels"))
+            states, parts, count = outputs.hidden_states, self._parts(), num_items_in_batch
+            features = self.features(states, attention_mask, position_ids)
+            loss, head_losses = head_loss(
+                self.head, self.config, features, targets, input_ids, count, parts, states[-1]
             )
-            parts, count = self._parts(), num_items_in_batch
-            loss, head_losses = head_loss(self.head, self.config, features, targets, input_ids, count, parts, last)
         return MTPOutput(loss=loss, logits=outputs.logits, head_losses=head_losses)
+
+    def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The loss on data of which only sums per depth are known.
+
+        Args:
+            sums: [n], summed cross-entropies in nats.
+            counts: [n], targets.
+
+        Returns:
+            Scalar: what `forward` would return for all of the data in one batch.
+        """
+        return (sums * depth_weights(self.config, counts.to(sums))).sum()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache, GenerationConfig, PreTrainedModel
-from transformers.generation import CandidateGenerator
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import takers
 from ...configuration.options import check_options
+from ...generation.attachment import Attachable, adopt_special_ids, unwrap
+from ...generation.drafters.attending import AttendingHeadDrafter
 from ...generation.drafters.heads import HeadDrafter
+from ...generation.drafters.protocol import DraftOptions
 from ..loading import StrictLoadingMixin
 from ..outputs import MTPOutput
 from .backbone_parts import BackboneParts, backbone_parts
@@ -29,11 +31,12 @@ from .window_law import WindowLaw
 _FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
 
 
-class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, PreTrainedModel):
+class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, Attachable, PreTrainedModel):
     """Multi-token heads for a backbone that stays as it is.
 
-    Attached heads pass as `assistant_model`: `base.generate(..., assistant_model=heads)` speculates losslessly in
-    transformers' own loop (batch 1), greedy and sampled. `Trainer(model=heads)` trains them on the frozen backbone.
+    Attached heads pass as `assistant_model`: `backbone.generate(..., assistant_model=heads)` speculates losslessly, any
+    batch size, greedy and sampled, with the options of `MTPGenerationMixin`. `Trainer(model=heads)` trains them on the
+    frozen backbone.
 
     Args:
         config: Head options, with `window`, `hidden_size` and `vocab_size`.
@@ -42,10 +45,10 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, PreTrainedModel):
         ValueError: A config without those three.
 
     Example:
-        >>> heads = MTPHeads.from_backbone(base, window=4)
-        >>> out = base.generate(**inputs, assistant_model=heads)
+        >>> heads = MTPHeads.from_backbone(backbone, window=4)
+        >>> out = backbone.generate(**inputs, assistant_model=heads)
         >>> heads.save_pretrained("heads")
-        >>> heads = MTPHeads.from_pretrained("heads").attach(base)
+        >>> heads = MTPHeads.from_pretrained("heads").attach(backbone)
     """
 
     config_class = MTPHeadConfig
@@ -60,15 +63,17 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, PreTrainedModel):
             raise ValueError(f"the config of MTPHeads lacks {', '.join(missing)}")
         self.loss_type = "ForCausalLM"
         self.head = build_head(config, config.hidden_size, config.vocab_size)
-        self._base: list[PreTrainedModel] = []  # in a list, so that it is no submodule and is never saved
+        self._backbones = []
         self.post_init()
 
     @classmethod
-    def from_backbone(cls, base: PreTrainedModel, window: int = 4, leaf: str | None = None, **options: Any) -> MTPHeads:
-        """New heads for `base`, attached; where they share or copy its unembedding, they start as its own head.
+    def from_backbone(
+        cls, backbone: PreTrainedModel, window: int = 4, leaf: str | None = None, **options: Any
+    ) -> MTPHeads:
+        """New heads for `backbone`, attached; where they share or copy its unembedding, they start as its own head.
 
         Args:
-            base: Any causal language model of transformers.
+            backbone: Any causal language model of transformers; of a PeftModel, the model within.
             window: n; drafts have n - 1 tokens.
             leaf: See `MTPHeadConfig`; None: `"shared"`, where the family has a choice.
             **options: Further fields of `MTPHeadConfig`.
@@ -77,7 +82,8 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, PreTrainedModel):
             TypeError: An option that is no field of `MTPHeadConfig`.
         """
         check_options(options, MTPHeadConfig, "MTPHeads.from_backbone", _FROM_BACKBONE)
-        text = base.config.get_text_config()
+        backbone = unwrap(backbone)
+        text = backbone.config.get_text_config()
         kind = options.get("head_type", "ff")
         if leaf is None and kind in takers("leaf"):
             leaf = "shared"
@@ -85,7 +91,7 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, PreTrainedModel):
             window=window,
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
-            base_model_name_or_path=base.config._name_or_path or None,
+            base_model_name_or_path=backbone.config._name_or_path or None,
             **({} if leaf is None else {"leaf": leaf}),
             **options,
         )
@@ -93,33 +99,22 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, PreTrainedModel):
             config.backbone_config = FAMILIES[kind].layer_config(config, text)
         heads = cls(config)
         if start := getattr(heads.head, "start_from", None):
-            start(base)
-        return heads.to(device=base.device, dtype=base.dtype).attach(base)
+            start(backbone)
+        return heads.attach(backbone)
 
     @property
     def window(self) -> int:
         """n: tokens that the law covers; a draft has n - 1."""
         return self.config.window
 
-    @property
-    def base(self) -> PreTrainedModel:
-        """The backbone.
-
-        Raises:
-            RuntimeError: The heads are not attached.
-        """
-        if not self._base:
-            raise RuntimeError("these heads are not attached: call heads.attach(base) first")
-        return self._base[0]
-
     def _parts(self) -> BackboneParts | None:
         """What the heads borrow of the backbone for one call."""
-        return backbone_parts(self.base) if self._base else None
+        return backbone_parts(self.backbone) if self.is_attached else None
 
     @property
     def generation_config(self) -> GenerationConfig:
         """The backbone's: trainers align special tokens with it, and `generate` of another model asks for it."""
-        return self.base.generation_config
+        return self.backbone.generation_config
 
     @generation_config.setter
     def generation_config(self, value: GenerationConfig | None) -> None:
@@ -140,40 +135,33 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, PreTrainedModel):
         if any(hasattr(module, "gradient_checkpointing") for module in self.modules()):
             super()._set_gradient_checkpointing(enable, *args, **kwargs)
 
-    def attach(self, base: PreTrainedModel) -> MTPHeads:
-        """Makes `base` accept these heads as `assistant_model`; nothing else about it changes.
+    def check_backbone(self, backbone: PreTrainedModel) -> None:
+        """Refuses a backbone that the heads were not made for.
 
         Raises:
-            ValueError: Another hidden size or vocabulary than the heads were made for.
-            RuntimeError: The heads are attached to another model.
+            ValueError: Another hidden size or vocabulary.
         """
-        text = base.config.get_text_config()
+        text = backbone.config.get_text_config()
         for name in ("hidden_size", "vocab_size"):
             if getattr(text, name) != getattr(self.config, name):
                 raise ValueError(
-                    f"{name}: the heads were made for {getattr(self.config, name)}, but {type(base).__name__} has "
+                    f"{name}: the heads were made for {getattr(self.config, name)}, but {type(backbone).__name__} has "
                     f"{getattr(text, name)}"
                 )
-        if self._base and self.base is not base:
-            raise RuntimeError(f"these heads are attached to another {type(self.base).__name__}: detach() them first")
-        if self._base:
-            return self
-        self._check_embedding(base)
-        self._base = [base]
-        attached = vars(base).get("_get_candidate_generator") or _AttachedHeads(base)
-        attached.heads.append(self)
-        base._get_candidate_generator = attached
-        return self
+        self.check_embedding(backbone)
 
-    def detach(self) -> MTPHeads:
-        """Undoes `attach`: the backbone is bit for bit what it was."""
-        if self._base:
-            attached = vars(self.base)["_get_candidate_generator"]
-            attached.heads.remove(self)
-            if not attached.heads:
-                del self.base._get_candidate_generator
-            self._base = []
-        return self
+    def on_attach(self, backbone: PreTrainedModel) -> None:
+        """Follows the backbone's dtype and device, and takes over its special ids."""
+        if backbone.device.type != "meta":  # offloaded: the weights come and go
+            self.to(device=backbone.device, dtype=backbone.dtype if backbone.dtype.is_floating_point else None)
+        adopt_special_ids(self.config, backbone)
+        self._expected_embedding = None
+
+    def make_drafter(self, options: DraftOptions) -> HeadDrafter:
+        """Drafts of the heads, for one call of `generate`."""
+        if self.family.attends(self.config):
+            return AttendingHeadDrafter(self, options)
+        return HeadDrafter(self.law_of_features, options, self.hidden_layers, self.features)
 
     @property
     def family(self) -> HeadFamily:
@@ -201,7 +189,7 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, PreTrainedModel):
             cache: The heads' own keys and values of earlier rows, where they attend; extended.
         """
         states = [hidden_states[index] for index in self.hidden_layers]
-        if position_ids is None:
+        if position_ids is None and self.family.attends(self.config):
             position_ids = _positions(states[-1], attention_mask)
         return head_features(self.head, states, attention_mask, position_ids, self._parts(), cache)
 
@@ -253,7 +241,7 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, PreTrainedModel):
     ) -> Any:
         """The backbone's outputs, with the states that the heads read."""
         with torch.no_grad():
-            return self.base(
+            return self.backbone(
                 input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
@@ -327,18 +315,3 @@ def _positions(states: torch.Tensor, attention_mask: torch.Tensor | None) -> tor
     if attention_mask is None:
         return torch.arange(states.shape[1], device=states.device)[None]
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -states.shape[1] :]
-
-
-class _AttachedHeads:
-    """Stands on a backbone before the `_get_candidate_generator` of its class, which `generate` looks up there."""
-
-    def __init__(self, base: PreTrainedModel) -> None:
-        self.base, self.heads = base, []
-
-    def __call__(self, *args: Any, assistant_model: Any = None, **kwargs: Any) -> CandidateGenerator:
-        for heads in self.heads:
-            if heads is assistant_model:
-                config, processors = kwargs["generation_config"], kwargs["logits_processor"]
-                return HeadDrafter(heads.window_law, heads.window, config, processors)
-        of_class = type(self.base)._get_candidate_generator
-        return of_class(self.base, *args, assistant_model=assistant_model, **kwargs)

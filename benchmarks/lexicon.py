@@ -24,7 +24,6 @@ from rich.table import Table
 
 from tokenahead import MTPHeadConfig
 from tokenahead.generation.verification import block_acceptance, token_acceptance
-from tokenahead.modeling.heads.losses import window_terms
 from tokenahead.modeling.heads.registry import build_head, init_head, window_law
 
 BLANK, SYMBOLS = 0, 27
@@ -101,18 +100,14 @@ def fit(source: Lexicon, config: MTPHeadConfig, steps: int, seed: int) -> torch.
     init_head(head)
     optimizer = torch.optim.Adam(head.parameters(), betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_RATE, total_steps=steps, pct_start=0.1)
-    size = config.window * config.rank * SYMBOLS
-    with (
-        torch.no_grad()
-    ):  # components that start equal separate late here, because a table shares no features between states
+    with torch.no_grad():  # components that start alike would separate late: a table has no features to share
         for parameter in head.parameters():
             parameter.add_(torch.randn_like(parameter))
     for _ in track(range(steps), description=f"{config.head_type} seed {seed}", transient=True):
         state = source.stationary_pool[torch.randint(0, len(source.stationary_pool), (WINDOWS_PER_STEP,))]
         tokens, _ = source.sample(state, config.window)
         hidden = torch.nn.functional.one_hot(state, width).float()
-        terms = window_terms(lambda h: window_law(head, config, h), head, hidden[:, None], tokens[:, None], size)
-        loss = terms.sum(-1).mean()
+        loss = -window_law(head, config, hidden).log_prob(tokens).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Helpers for tests about probability laws: goldens, and the chi-square test."""
+"""Helpers for tests about probability laws: goldens, laws of continuations, and chi-square tests."""
 
 from pathlib import Path
 
@@ -29,3 +29,31 @@ def chi_square(cells: torch.Tensor, law: torch.Tensor) -> float:
         merged = [torch.cat([counts[:-2], counts[-2:].sum()[None]]) for counts in merged]
     seen, expected = merged
     return float(stats.chisquare(seen.numpy(), (expected * seen.sum() / expected.sum()).numpy()).pvalue)
+
+
+@torch.no_grad()
+def continuation_law(model, prompt: torch.Tensor, length: int, **options) -> dict[tuple[int, ...], float]:
+    """Probability of every continuation of `length` tokens, one by one, with transformers' own processors.
+
+    Args:
+        model: A causal language model of few tokens.
+        prompt: [1, L] int64.
+        length: Tokens to continue by.
+        **options: Of `generate`.
+    """
+    config, _ = model._prepare_generation_config(None, do_sample=True, **options)
+    model._prepare_special_tokens(config, device=prompt.device)
+    processors = model._get_logits_processor(config, prompt.shape[1], prompt, None, [], device="cpu")
+    law = {(): 1.0}
+    for _ in range(length):
+        ids = torch.cat([prompt.expand(len(law), -1), torch.tensor(list(law)).long().view(len(law), -1)], dim=1)
+        next_laws = processors(ids, model(ids, use_cache=False).logits[:, -1].double()).softmax(-1).tolist()
+        law = {(*text, x): p * q for (text, p), row in zip(law.items(), next_laws) for x, q in enumerate(row)}
+    return law
+
+
+def continuation_p_value(samples: torch.Tensor, law: dict[tuple[int, ...], float]) -> float:
+    """Chi-square p-value of drawn continuations [N, length]; see `chi_square`."""
+    number = {text: cell for cell, text in enumerate(law)}
+    cells = torch.tensor([number[tuple(text)] for text in samples.tolist()])
+    return chi_square(cells, torch.tensor(list(law.values()), dtype=torch.double))

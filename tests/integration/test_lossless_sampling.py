@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from transformers import GenerationMixin
 
+from tests.laws import continuation_law
+from tests.laws import continuation_p_value as p_value
 from tests.models import tiny_model
 from tokenahead import MTPHeads
 
@@ -24,34 +25,8 @@ def model():
     return tiny_model(3, vocab_size=VOCAB, num_pred_heads=4, window_size=8, pad_token_id=None, initializer_range=0.3)
 
 
-@torch.no_grad()
 def target_law(target, **options):
-    """Probability of every continuation of LENGTH tokens, token by token, with transformers' own processors."""
-    config, _ = target._prepare_generation_config(None, do_sample=True, **options)
-    target._prepare_special_tokens(config, device=PROMPT.device)
-    processors = target._get_logits_processor(config, PROMPT.shape[1], PROMPT, None, [], device="cpu")
-    law = {(): 1.0}
-    for _ in range(LENGTH):
-        ids = torch.cat([PROMPT.expand(len(law), -1), torch.tensor(list(law)).long().view(len(law), -1)], dim=1)
-        next_laws = processors(ids, target(ids, use_cache=False).logits[:, -1].double()).softmax(-1).tolist()
-        law = {(*text, x): p * q[x] for (text, p), q in zip(law.items(), next_laws) for x in range(VOCAB)}
-    return law
-
-
-def p_value(samples, law):
-    """Chi-square of drawn continuations [N, LENGTH]; rare cells are pooled. 0 where the law excludes what was drawn."""
-    seen = dict.fromkeys(law, 0)
-    for text in samples.tolist():
-        seen[tuple(text)] += 1
-    if any(seen[text] for text, probability in law.items() if probability == 0):
-        return 0.0
-    total = len(samples)
-    cells = [(seen[t], p * total) for t, p in law.items() if p * total >= 5]
-    rest = [(seen[t], p * total) for t, p in law.items() if 0 < p * total < 5]
-    if rest:
-        cells.append(tuple(map(sum, zip(*rest))))
-    observed, expected = (torch.tensor(column, dtype=torch.double) for column in zip(*cells))
-    return chisquare(observed, expected / expected.sum() * observed.sum()).pvalue
+    return continuation_law(target, PROMPT, LENGTH, **options)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])

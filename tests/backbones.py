@@ -1,0 +1,116 @@
+"""Small plain backbones of transformers, text of theirs, and heads that learned it; several tests share them."""
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from tests.models import left_padded
+from tokenahead import MTPHeads
+
+_SIZES = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=8, max_position_embeddings=256, initializer_range=0.15,
+)  # fmt: skip
+_IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=None)
+ATTENTION_WINDOW = 6
+"""Of the backbones with sliding windows: shorter than every text."""
+
+
+def _llama(vocabulary):
+    return LlamaConfig(vocab_size=vocabulary, **_SIZES, **_IDS)
+
+
+def _mistral(vocabulary):
+    return MistralConfig(vocab_size=vocabulary, sliding_window=ATTENTION_WINDOW, **_SIZES, **_IDS)
+
+
+def _gemma3(vocabulary):
+    kinds = ["sliding_attention", "full_attention"]
+    return Gemma3TextConfig(
+        vocab_size=vocabulary, sliding_window=ATTENTION_WINDOW, layer_types=kinds, query_pre_attn_scalar=8,
+        **_SIZES, **_IDS,
+    )  # fmt: skip
+
+
+def _gpt2(vocabulary):
+    sizes = dict(n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.15)
+    return GPT2Config(vocab_size=vocabulary, **sizes, **_IDS)
+
+
+CONFIGS = {"llama": _llama, "mistral": _mistral, "gemma3": _gemma3, "gpt2": _gpt2}
+
+
+def backbone(name: str = "llama", vocabulary: int = 48, seed: int = 1) -> PreTrainedModel:
+    """A random model that never ends a text by itself."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](vocabulary)).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def word_tokenizer(vocabulary: int = 48) -> PreTrainedTokenizerFast:
+    """Every id is a word of its own."""
+    names = {f"w{i}.": i for i in range(vocabulary - 1)} | {"abcdef": vocabulary - 1}  # `StopStringCriteria` wants it
+    words = Tokenizer(models.WordLevel(names, unk_token="w0."))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.WhitespaceSplit(), decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0.", pad_token="w0.")
+
+
+def prompts(count: int, vocabulary: int = 48, seed: int = 5) -> list[torch.Tensor]:
+    """Random prompts of 1 to 20 tokens, in five lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [1, 4, 7, 12, 20]
+    return [torch.randint(2, vocabulary, (lengths[i % 5],), generator=generator) for i in range(count)]
+
+
+def plain_continuations(model: PreTrainedModel, batch: list[torch.Tensor], new: int, **options) -> list[torch.Tensor]:
+    """What plain greedy decoding appends to each prompt; prompts of one length go together, without padding."""
+    found: dict[int, torch.Tensor] = {}
+    for length in {len(prompt) for prompt in batch}:
+        rows = [row for row, prompt in enumerate(batch) if len(prompt) == length]
+        ids = torch.stack([batch[row] for row in rows])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, **options)
+        found |= dict(zip(rows, out[:, length:]))
+    return [found[row] for row in range(len(batch))]
+
+
+def check_greedy(model: PreTrainedModel, drafter, batch: list[torch.Tensor], new: int, **options) -> set[int]:
+    """Asserts that drafts change nothing, alone and in ragged batches of 4; returns the accepted counts of both."""
+    expected = plain_continuations(model, batch, new)
+    common = dict(max_new_tokens=new, do_sample=False, assistant_model=drafter, return_dict_in_generate=True) | options
+    alone, ragged, uneven = set(), set(), False
+    for prompt, text in zip(batch, expected):
+        out = model.generate(prompt[None], attention_mask=torch.ones_like(prompt)[None], **common)
+        assert out.sequences[0, len(prompt) :].tolist() == text.tolist()
+        alone |= set(out.speculation.accepted)
+    for start in range(0, len(batch), 4):
+        group, texts = batch[start : start + 4], expected[start : start + 4]
+        out = model.generate(**left_padded(group), **common)
+        assert out.sequences[:, -new:].tolist() == [text.tolist() for text in texts]
+        ragged |= set().union(*out.speculation.rows_accepted)
+        uneven |= len({len(row) for row in out.speculation.rows_accepted}) > 1
+    assert uneven, "rows must accept differently, or the batches show nothing"
+    assert alone == ragged, (alone, ragged)
+    return alone
+
+
+def train_heads(model: PreTrainedModel, window: int = 4, steps: int = 60, **options) -> MTPHeads:
+    """Attached heads that learned text which the model wrote greedily."""
+    vocabulary = model.config.get_text_config().vocab_size
+    starts = torch.randint(2, vocabulary, (24, 3), generator=torch.Generator().manual_seed(3))
+    text = model.generate(starts, attention_mask=torch.ones_like(starts), max_new_tokens=40, do_sample=False)
+    heads = MTPHeads.from_backbone(model, window=window, leaf="full", **options)
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        heads(text, labels=text).loss.backward()
+        optimizer.step()
+    return heads.eval()

@@ -69,7 +69,7 @@ class SpeculativeLoop:
         self.schedule: DraftSchedule = (AdaptiveSchedule if adaptive else ConstantSchedule)(drafter.num_tokens)
         pad = getattr(config, "_pad_token_tensor", None)
         self.pad = 0 if pad is None else int(pad)
-        self.statistics = Speculation([[] for _ in prompt], [[] for _ in prompt])
+        self.statistics = Speculation(*([[] for _ in prompt] for _ in range(2)), rows_depths=[[] for _ in prompt])
         self.streamer: BaseStreamer | None = None
         self.target: Target | None = None
 
@@ -155,7 +155,7 @@ class SpeculativeLoop:
         kept = Kept(counts, self.tokens.ids.device)
         self.records.cut([n + count - self.tokens.prompt_length for n, count in zip(self.tokens.lengths, counts)])
         if not is_prefill:
-            self._count(before, accepted, counts, drafts)
+            self._count(before, accepted, counts, drafts, tree.depth)
         self.tokens.keep(kept)
         self.statistics.new_tokens += sum(counts)
         if self.streamer is not None:
@@ -163,34 +163,41 @@ class SpeculativeLoop:
         return [count for count, done in zip(accepted, before) if not done], kept
 
     def _on_host(self, tree: DraftTree, verdict: Verdict) -> tuple[list[int], list[list[int]], list[list[int]]]:
-        """The cycle's one wait: accepted counts, new tokens and drafts of every row.
+        """The cycle's one wait: accepted counts, new tokens and real drafts of every row.
 
         Raises:
             ValueError: A row was to be sampled from scores that are no law.
         """
-        faults = self.rule.faults(verdict)
-        parts = [verdict.accepted[:, None], *([] if faults is None else [faults[:, None]]), verdict.tokens, tree.tokens]
-        rows = torch.cat(parts, dim=1).tolist()
+        faults, real, width = self.rule.faults(verdict), tree.counts, verdict.tokens.shape[1]
+        parts = [part[:, None] for part in (verdict.accepted, real, faults) if part is not None]
+        rows = torch.cat([*parts, verdict.tokens, tree.tokens], dim=1).tolist()
+        accepted = [row.pop(0) for row in rows]
+        counts = [tree.tokens.shape[1] if real is None else row.pop(0) for row in rows]
         if faults is not None:
-            for row, fault in enumerate(values.pop(1) for values in rows):
-                if fault and not self.done[row]:
-                    raise ValueError(
-                        f"row {row} has no token to sample: its scores are NaN, or all -inf, after the logits "
-                        "processors; look for a damaged checkpoint, an overflow in half precision, or processors that "
-                        "exclude every token"
-                    )
-        length = 1 + verdict.tokens.shape[1]
-        return [row[0] for row in rows], [row[1:length] for row in rows], [row[length:] for row in rows]
+            self._refuse([row.pop(0) for row in rows])
+        return accepted, [row[:width] for row in rows], [row[width:][:count] for row, count in zip(rows, counts)]
+
+    def _refuse(self, faults: list[int]) -> None:
+        for row, fault in enumerate(faults):
+            if fault and not self.done[row]:
+                raise ValueError(
+                    f"row {row} has no token to sample: its scores are NaN, or all -inf, after the logits "
+                    "processors; look for a damaged checkpoint, an overflow in half precision, or processors that "
+                    "exclude every token"
+                )
 
     @staticmethod
     def _along(scores: torch.Tensor, verdict: Verdict, tree: DraftTree) -> torch.Tensor:
         return Fed(scores).along(verdict, tree).logits
 
-    def _count(self, before: list[bool], accepted: list[int], kept: list[int], drafts: list[list[int]]) -> None:
+    def _count(
+        self, before: list[bool], accepted: list[int], kept: list[int], drafts: list[list[int]], depth: int
+    ) -> None:
         for row, (count, keep, draft) in enumerate(zip(accepted, kept, drafts)):
             if not before[row]:
                 self.statistics.rows_accepted[row].append(min(count, keep))
                 self.statistics.rows_drafts[row].append(draft)
+                self.statistics.rows_depths[row].append(min(depth, len(draft)))
 
     def _stream(self) -> None:
         lengths = self.tokens.lengths

@@ -18,6 +18,7 @@ class Speculation:
         new_tokens: Tokens generated, over all rows.
         draft_seconds: Time spent on drafting (on an accelerator: on launching it).
         verify_seconds: Time spent on verification and on waiting for the backbone's result.
+        rows_depths: Per row, the longest path of each draft where drafts are trees; empty: all drafts are chains.
     """
 
     rows_accepted: list[list[int]]
@@ -26,6 +27,7 @@ class Speculation:
     new_tokens: int = 0
     draft_seconds: float = field(default=0.0, compare=False)
     verify_seconds: float = field(default=0.0, compare=False)
+    rows_depths: list[list[int]] = field(default_factory=list)
 
     @property
     def accepted(self) -> list:
@@ -40,11 +42,8 @@ class Speculation:
     @property
     def accepted_by_position(self) -> list[float]:
         """For draft positions 1, 2, ...: the share of verifications that drafted so far and accepted so far."""
-        pairs = [
-            (accepted, len(draft))
-            for row, drafts in zip(self.rows_accepted, self.rows_drafts)
-            for accepted, draft in zip(row, drafts)
-        ]
+        depths = self.rows_depths or [[len(draft) for draft in row] for row in self.rows_drafts]
+        pairs = [pair for row in zip(self.rows_accepted, depths) for pair in zip(*row)]
         longest = max((drafted for _, drafted in pairs), default=0)
         shares = []
         for position in range(1, longest + 1):

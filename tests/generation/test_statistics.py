@@ -25,6 +25,11 @@ def test_shares_count_only_drafts_that_were_long_enough():
     assert statistics.accepted_by_position == pytest.approx([3 / 4, 2 / 4, 1 / 2])
 
 
+def test_positions_in_trees_are_those_of_paths():
+    statistics = Speculation([[2, 0]], [[[1, 2, 3, 4], [1, 2, 3]]], rows_depths=[[2, 2]])
+    assert statistics.accepted_by_position == pytest.approx([1 / 2, 1 / 2])
+
+
 def test_nothing_drafted():
     statistics = Speculation([[0]], [[[]]], backbone_calls=2, new_tokens=2)
     assert statistics.accepted_by_position == []

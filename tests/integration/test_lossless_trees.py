@@ -1,0 +1,92 @@
+"""Trees of drafts in the decoding loop: greedy output is the backbone's own, sampled output has its law."""
+
+import pytest
+import torch
+
+from tests.backbones import ATTENTION_WINDOW, backbone, plain_continuations, prompts
+from tests.laws import continuation_law, continuation_p_value
+from tests.models import left_padded
+from tests.tree_drafters import DEPTH, DrawnTrees, KnowingTrees
+from tokenahead.generation.contract import DraftTree
+
+NAMES = ["llama", "mistral", "gemma3", "gpt2"]
+NEW = 20
+OPTIONS = dict(max_new_tokens=NEW, return_dict_in_generate=True)
+
+
+def padded_texts(group, texts):
+    """Prompts and what follows them, as rows of a left-padded batch."""
+    return [[*row, *text.tolist()] for row, text in zip(left_padded(group)["input_ids"].tolist(), texts)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_alone_and_in_ragged_batches(name):
+    model, batch = backbone(name), prompts(60)
+    drafter = KnowingTrees(48).attach(model)
+    expected = plain_continuations(model, batch, NEW)
+    for size in (1, 4):
+        seen, uneven = set(), size == 1
+        for start in range(0, len(batch), size):
+            group, texts = batch[start : start + size], expected[start : start + size]
+            drafter.texts = padded_texts(group, texts)
+            out = model.generate(**left_padded(group), assistant_model=drafter, do_sample=False, **OPTIONS)
+            assert out.sequences.tolist() == drafter.texts
+            seen |= set().union(*out.speculation.rows_accepted)
+            uneven |= len({len(row) for row in out.speculation.rows_accepted}) > 1
+        assert seen == set(range(DEPTH + 1)) and uneven
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_the_cache_of_trees_is_continued_plainly(name):
+    model, batch = backbone(name), prompts(4, seed=8)
+    drafter, inputs = KnowingTrees(48).attach(model), left_padded(batch)
+    drafter.texts = padded_texts(batch, plain_continuations(model, batch, NEW))
+    begun = model.generate(**inputs, assistant_model=drafter, do_sample=False, **(OPTIONS | {"max_new_tokens": 9}))
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 9), value=1)
+    options = dict(attention_mask=mask, past_key_values=begun.past_key_values, max_new_tokens=NEW - 9, do_sample=False)
+    assert model.generate(begun.sequences, **options).tolist() == drafter.texts
+
+
+@pytest.mark.parametrize("processors", [{}, {"temperature": 0.7, "top_k": 4, "repetition_penalty": 1.2}], ids=str)
+@pytest.mark.parametrize("kind", ["block", "token", "certain"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_sampled_law(name, kind, processors):
+    model, prompt = backbone(name, vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
+    assert prompt.shape[1] > ATTENTION_WINDOW
+    options = {"top_k": 0} | processors
+    drafter = DrawnTrees(5).attach(model)
+    if kind == "certain":
+        drafter.detach()
+        drafter = KnowingTrees(5).attach(model)
+        guess = [*prompt[0].tolist(), *plain_continuations(model, [prompt[0]], 6)[0].tolist()]
+        drafter.texts = [guess] * 4_000
+    out = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=True, num_return_sequences=4_000,
+        assistant_model=drafter, verification="token" if kind == "token" else "block",
+        **(OPTIONS | {"max_new_tokens": 6} | options),
+    )  # fmt: skip
+    assert {count for row in out.speculation.rows_accepted for count in row} == set(range(DEPTH + 1))
+    law = continuation_law(model, prompt, 3, **options)
+    assert continuation_p_value(out.sequences[:, 8:11], law) > 0.001
+
+
+def test_statistics_hold_real_nodes_only(monkeypatch):
+    model, batch = backbone(), prompts(4)
+    drafter = KnowingTrees(48).attach(model)
+    drafter.texts, drafter.fewer = padded_texts(batch, plain_continuations(model, batch, NEW)), 1.0
+    proposed = []
+
+    def watch(tokens, parents, counts, **options):
+        proposed.append([row[:count] for row, count in zip(tokens.tolist(), counts.tolist())])
+        return DraftTree(tokens, parents, counts=counts, **options)
+
+    watch.chain = DraftTree.chain
+    monkeypatch.setattr("tests.tree_drafters.DraftTree", watch)
+    out = model.generate(**left_padded(batch), assistant_model=drafter, do_sample=False, **OPTIONS)
+    sizes = set()
+    for row, drafts in enumerate(out.speculation.rows_drafts):
+        assert [d for d in drafts if d] == [cycle[row] for cycle in proposed[: len(drafts)] if cycle[row]]
+        sizes |= {len(draft) for draft in drafts}
+    assert 0 in sizes and len(sizes) > 3
+    shares = out.speculation.accepted_by_position
+    assert len(shares) == DEPTH and all(0 < share < 1 for share in shares)

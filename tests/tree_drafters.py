@@ -1,0 +1,106 @@
+"""Drafters of random trees, which know the text to come or a law of their own; several tests share them."""
+
+import random
+
+import torch
+
+from tokenahead.generation.attachment import Attachable
+from tokenahead.generation.trees import DraftTree, drawn_tree
+
+DEPTH = 4
+
+
+class _Call:
+    """What a drafter of one call offers beside `propose`."""
+
+    hidden_layers = None
+
+    def __init__(self, owner, options) -> None:
+        self.owner, self.options, self.num_tokens = owner, options, options.num_tokens
+
+    def begin(self, outputs, view) -> None:
+        pass
+
+    def advance(self, fed, verdict) -> None:
+        pass
+
+
+class _Trees(Attachable):
+    drafts_trees = True
+
+    def __init__(self) -> None:
+        self._backbones = []
+
+    def longest_draft(self):
+        return DEPTH
+
+
+class KnowingTrees(_Trees):
+    """Certain trees of random shapes, around what plain decoding writes.
+
+    A path that is right so far is continued rightly with an even chance, else by any token, so that paths of every
+    length are accepted; siblings may repeat each other, and some drafts have rows with fewer nodes.
+
+    Attributes:
+        texts: What plain decoding makes of the next call's prompts, padding included.
+        fewer: How often rows have fewer nodes.
+    """
+
+    def __init__(self, vocabulary: int, nodes: int = 7) -> None:
+        super().__init__()
+        self.texts: list[list[int]] = []
+        self.vocabulary, self.nodes, self.random = vocabulary, nodes, random.Random(0)
+        self.fewer = 0.3
+
+    def make_drafter(self, options):
+        return _Knowing(self, options)
+
+    def grow(self, truth: list[int], length: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of one row's tree, whose paths have at most `length` nodes."""
+        rng = self.random
+        tokens, parents, depths, right = [], [], [0], [True]
+        for _ in range(self.nodes):
+            place = rng.choice([place for place, depth in enumerate(depths) if depth < length])
+            depth = depths[place]
+            true = truth[depth] if right[place] and depth < len(truth) else None
+            token = true if true is not None and rng.random() < 0.6 else rng.randrange(self.vocabulary)
+            tokens.append(token)
+            parents.append(place - 1)
+            depths.append(depth + 1)
+            right.append(token == true)
+        return tokens, parents
+
+
+class _Knowing(_Call):
+    def propose(self, tokens, length):
+        if length < 1:
+            return DraftTree.chain(tokens.ids[:, :0])
+        owner = self.owner
+        rows = [owner.grow(text[end : end + length], length) for text, end in zip(owner.texts, tokens.lengths)]
+        drafts, parents = (torch.tensor(part) for part in zip(*rows))
+        some = torch.tensor([owner.random.randrange(owner.nodes + 1) for _ in rows])
+        return DraftTree(drafts, parents, depth=length, counts=some if owner.random.random() < owner.fewer else None)
+
+
+class DrawnTrees(_Trees):
+    """Trees drawn from a law that knows the last token only."""
+
+    def __init__(self, vocabulary: int, top_k: int = 2, nodes: int = 6) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.law = torch.randn(vocabulary, vocabulary, generator=generator).softmax(-1)
+        self.top_k, self.nodes = top_k, nodes
+
+    def make_drafter(self, options):
+        return _Drawn(self, options)
+
+
+class _Drawn(_Call):
+    def propose(self, tokens, length):
+        if length < 1:
+            return DraftTree.chain(tokens.ids[:, :0])
+        law = self.options.processing.warp(self.owner.law)
+        return drawn_tree(
+            law[tokens.last()], lambda ids, _: law[ids], depth=length - 1, top_k=self.owner.top_k,
+            total_tokens=self.owner.nodes + 1,
+        )  # fmt: skip

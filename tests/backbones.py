@@ -1,5 +1,7 @@
 """Small plain backbones of transformers, text of theirs, and heads that learned it; several tests share them."""
 
+import copy
+
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -114,3 +116,42 @@ def train_heads(model: PreTrainedModel, window: int = 4, steps: int = 60, **opti
         heads(text, labels=text).loss.backward()
         optimizer.step()
     return heads.eval()
+
+
+def code(lines: int = 40) -> torch.Tensor:
+    """Python that repeats itself, one id per character."""
+    names = ["value", "total", "index", "count"]
+    text = "".join(
+        f"def add_{names[i % 4]}(self, {names[i % 3]}):\n    self.{names[i % 4]} += {names[i % 3]}\n"
+        for i in range(lines)
+    )
+    alphabet = {character: number + 2 for number, character in enumerate(sorted(set(text)))}
+    return torch.tensor([alphabet[character] for character in text])
+
+
+def code_prompts(count: int) -> list[torch.Tensor]:
+    """Cuttings of the code, 6 to 60 characters long in five lengths."""
+    text, generator = code(), torch.Generator().manual_seed(9)
+    starts = torch.randint(0, len(text) - 60, (count,), generator=generator).tolist()
+    return [text[start : start + [6, 20, 33, 47, 60][i % 5]] for i, start in enumerate(starts)]
+
+
+def learn(model: PreTrainedModel, text: torch.Tensor, steps: int = 80) -> PreTrainedModel:
+    """Trains a backbone on cuttings of a text."""
+    optimizer, generator = torch.optim.AdamW(model.parameters(), lr=5e-3), torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        starts = torch.randint(0, len(text) - 64, (8,), generator=generator).tolist()
+        batch = torch.stack([text[start : start + 64] for start in starts])
+        optimizer.zero_grad()
+        model(batch, labels=batch).loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+def blurred(model: PreTrainedModel, noise: float) -> PreTrainedModel:
+    """A copy whose weights are a little off: an assistant that is often right."""
+    twin, generator = copy.deepcopy(model), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in twin.parameters():
+            weight.add_(noise * weight.std(correction=0) * torch.randn(weight.shape, generator=generator))
+    return twin

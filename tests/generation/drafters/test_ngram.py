@@ -1,0 +1,104 @@
+"""Prompt lookup against a plain search through every row's text, and what its options and trees are."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.backbones import backbone
+from tokenahead.generation.drafters.ngram import NgramDrafter, NgramLookup
+from tokenahead.generation.tokens import Kept, TokenRows
+
+LONGEST, LENGTH = 3, 4
+
+
+def rows_of(texts):
+    """Rows of different lengths, as a loop would hold them."""
+    shortest = min(map(len, texts))
+    rows = TokenRows(torch.tensor([text[:shortest] for text in texts]))
+    rest = [text[shortest:] for text in texts]
+    width = max(map(len, rest))
+    rows.write(torch.tensor([tail + [63] * (width - len(tail)) for tail in rest]).view(len(texts), width))
+    rows.keep(Kept([len(tail) for tail in rest], torch.device("cpu")))
+    return rows
+
+
+def best_places(text):
+    """Places (of the last token of a match) with the longest matches first, and of those the latest first."""
+    ranked = []
+    for place in range(len(text) - 1):
+        length = 0
+        while length < min(LONGEST, place + 1) and text[place - length] == text[-1 - length]:
+            length += 1
+        if length:
+            ranked.append((-length, -place))
+    return [-place for _, place in sorted(ranked)]
+
+
+def continuation(text, place):
+    """What follows a place; at the end of the text it goes on as it did behind the place."""
+    found = list(text)
+    for _ in range(LENGTH):
+        found.append(found[place + 1 + len(found) - len(text)])
+    return found[len(text) :]
+
+
+def proposals(branches, texts):
+    options = SimpleNamespace(num_tokens=LENGTH)
+    return NgramLookup(options, LONGEST, branches).propose(rows_of(texts), LENGTH)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chains_follow_the_longest_and_latest_match(seed):
+    rng = random.Random(seed)
+    texts = [[rng.randrange(4 + 6 * row) for _ in range(rng.randint(2, 24))] for row in range(4)]
+    tree = proposals(1, texts)
+    assert tree.is_chain and tree.laws is None
+    for row, text in enumerate(texts):
+        places = best_places(text)
+        assert int(tree.counts[row]) == (LENGTH if places else 0)
+        if places:
+            assert tree.tokens[row].tolist() == continuation(text, places[0])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_trees_hold_the_best_places_once(seed):
+    rng, branches = random.Random(seed), 3
+    texts = [[rng.randrange(4 + 6 * row) for _ in range(rng.randint(5, 24))] for row in range(4)]
+    tree = proposals(branches, texts)
+    assert tree.depth == LENGTH
+    for row, text in enumerate(texts):
+        places = best_places(text)[:branches]
+        assert int(tree.counts[row]) == (branches * LENGTH if places else 0)
+        if not places:
+            continue
+        ways = {(): -1}
+        for node, (token, parent) in enumerate(zip(tree.tokens[row].tolist(), tree.parents[row].tolist())):
+            before = next(way for way, number in ways.items() if number == parent)
+            ways.setdefault((*before, token), node)  # the first of equal siblings is the one that is walked on
+        for place in places:
+            assert tuple(continuation(text, place)) in ways
+
+
+def test_nothing_is_drafted_where_nothing_is_asked():
+    options = SimpleNamespace(num_tokens=LENGTH)
+    assert NgramLookup(options, LONGEST, 2).propose(rows_of([[1, 2, 1]]), 0).tokens.shape == (1, 0)
+
+
+@pytest.mark.parametrize("options", [{"longest": 0}, {"num_tokens": -1}, {"branches": 2.5}], ids=str)
+def test_values_below_one_are_refused(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}=.*at least 1"):
+        NgramDrafter(**options)
+
+
+def test_a_call_may_ask_for_another_number_of_branches():
+    model, prompt = backbone(), torch.tensor([[5, 6, 7, 5, 8, 7, 5]])
+    drafter = NgramDrafter().attach(model)
+    options = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
+    plain = model.generate(prompt, **options)
+    out = model.generate(
+        prompt, assistant_model=drafter, draft_tree={"top_k": 2}, num_assistant_tokens=2, return_dict_in_generate=True,
+        **options,
+    )  # fmt: skip
+    assert torch.equal(out.sequences, plain) and {len(draft) for draft in out.speculation.drafts} >= {4}

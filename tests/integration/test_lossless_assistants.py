@@ -1,0 +1,90 @@
+"""N-gram and assistant drafters on code: greedy output is the backbone's own, sampled output has its law."""
+
+import pytest
+import torch
+
+from tests.backbones import ATTENTION_WINDOW, backbone, blurred, check_greedy, code, code_prompts, learn
+from tests.laws import continuation_law, continuation_p_value
+from tests.models import left_padded
+from tokenahead.generation.drafters.assistant import AssistantDrafter
+from tokenahead.generation.drafters.ngram import NgramDrafter
+
+NAMES = ["llama", "mistral", "gpt2"]
+NEW, DRAFT = 30, 4
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def coder(request):
+    return learn(backbone(request.param), code())
+
+
+@pytest.mark.parametrize("branches", [1, 3])
+def test_ngrams_on_code(coder, branches):
+    drafter = NgramDrafter(branches=branches).attach(coder)
+    seen = check_greedy(coder, drafter, code_prompts(40), NEW, num_assistant_tokens=DRAFT)
+    drafter.detach()
+    assert seen == set(range(DRAFT + 1))
+
+
+@pytest.mark.parametrize("schedule", ["constant", "adaptive"])
+def test_assistants_on_code(coder, schedule):
+    drafter = AssistantDrafter(blurred(coder, 0.3), num_tokens=DRAFT).attach(coder)
+    seen = check_greedy(coder, drafter, code_prompts(40), NEW, num_assistant_tokens_schedule=schedule)
+    assert seen == set(range(DRAFT + 1))
+    out = coder.generate(
+        **left_padded(code_prompts(4)), max_new_tokens=NEW, do_sample=False, assistant_model=drafter,
+        num_assistant_tokens_schedule=schedule, return_dict_in_generate=True,
+    )  # fmt: skip
+    drafter.detach()
+    lengths = {len(draft) for row in out.speculation.rows_drafts for draft in row[:4]}
+    assert (0 in lengths) == (schedule == "adaptive") and DRAFT in lengths
+
+
+@pytest.mark.parametrize("branches", [1, 3])
+def test_ngram_statistics_hold_what_was_found(branches):
+    """Row 0 repeats itself; row 1 never said its last token before, and drafts nothing at first."""
+    model, prompt = backbone(), torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 10, 11, 12, 13, 14, 15]])
+    drafter = NgramDrafter(longest=2, branches=branches).attach(model)
+    assert int(model(prompt).logits[1, -1].argmax()) not in prompt[1]
+    out = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False, assistant_model=drafter,
+        num_assistant_tokens=3, return_dict_in_generate=True,
+    )  # fmt: skip
+    assert out.speculation.rows_drafts[1][0] == [] and out.speculation.rows_accepted[1][0] == 0
+    text = prompt[0].tolist() + out.sequences[0, 7:].tolist()
+    found = [draft for draft in out.speculation.rows_drafts[0] if draft]
+    assert found and all(len(draft) % branches == 0 and set(draft) <= set(text) for draft in found)
+    assert max(map(len, found)) == 3 * branches
+
+
+@pytest.mark.parametrize("processors", [{}, {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}], ids=str)
+@pytest.mark.parametrize("kind", ["block", "token", "ngram"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_sampled_law(name, kind, processors):
+    model, prompt = backbone(name, vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
+    assert prompt.shape[1] > ATTENTION_WINDOW
+    options = {"top_k": 0} | processors
+    drafter = NgramDrafter(branches=2) if kind == "ngram" else AssistantDrafter(blurred(model, 0.5))
+    drafter.attach(model)
+    out = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=True, num_return_sequences=4_000, max_new_tokens=6,
+        assistant_model=drafter, verification="token" if kind == "token" else "block", num_assistant_tokens=3,
+        return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    assert {count for row in out.speculation.rows_accepted for count in row} == {0, 1, 2, 3}
+    law = continuation_law(model, prompt, 3, **options)
+    assert continuation_p_value(out.sequences[:, 8:11], law) > 0.001
+
+
+def test_sampled_law_of_ragged_rows():
+    """Two prompts of different lengths in one batch, in turn; each has its own law."""
+    model = backbone("mistral", vocabulary=5, seed=2)
+    drafter = AssistantDrafter(blurred(model, 0.5), num_tokens=3).attach(model)
+    batch = [torch.tensor([1, 3, 2, 4, 3, 2, 2, 4]), torch.tensor([4, 1, 3])]
+    out = model.generate(
+        **left_padded(batch * 3_000), do_sample=True, top_k=0, max_new_tokens=6, assistant_model=drafter,
+        num_assistant_tokens_schedule="adaptive",
+    )  # fmt: skip
+    for row, prompt in enumerate(batch):
+        law = continuation_law(model, prompt[None], 3, top_k=0)
+        assert continuation_p_value(out[row::2, 8:11], law) > 0.001

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ...configuration import MTPHeadConfig
+from .backbone_parts import BackboneParts
 from .chunks import Part, chunked_sums
 from .registry import window_law
 
@@ -209,6 +210,7 @@ def head_loss(
     targets: torch.Tensor,
     input_ids: torch.Tensor | None,
     counts: torch.Tensor | int | None = None,
+    backbone: BackboneParts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The discounted loss of a head over all windows of a batch, in chunks.
 
@@ -221,6 +223,7 @@ def head_loss(
         targets: [B, L, n] int64, -100 where nothing is scored.
         input_ids: [B, L] int64, to observe the tokens that are not scored; None sums them out.
         counts: `num_items_in_batch`, see `counts_of_update`.
+        backbone: What the head borrows of its backbone.
 
     Returns:
         The loss (a scalar, in nats), and the detached mean per depth [n], NaN where a depth has no target.
@@ -232,13 +235,13 @@ def head_loss(
     own, tokens, unknown = scored.sum((0, 1)), targets.clamp(min=0), None
     if input_ids is not None and config.masked_tokens == "observe":
         tokens = torch.where(scored, targets, tokens_ahead(input_ids, window, 0))
-    elif config.head_type != "ff":
+    elif "masked_tokens" in config.family.options:
         unknown = ~scored
 
     def terms(
         hidden: torch.Tensor, tokens: torch.Tensor, scored: torch.Tensor, unknown: torch.Tensor | None
     ) -> torch.Tensor:
-        log_probs = window_law(head, config, hidden).token_log_probs(tokens, unknown)
+        log_probs = window_law(head, config, hidden, backbone).token_log_probs(tokens, unknown)
         return torch.where(scored, -log_probs, 0.0)
 
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)

@@ -6,6 +6,8 @@ import torch
 from tests.laws import golden
 from tokenahead import MTPHeadConfig
 from tokenahead.modeling.heads import chunks, losses
+from tokenahead.modeling.heads.circuit_head import CircuitHead
+from tokenahead.modeling.heads.ff import FFHead
 from tokenahead.modeling.heads.losses import (
     IGNORE,
     counts_of_update,
@@ -16,7 +18,7 @@ from tokenahead.modeling.heads.losses import (
     tokens_ahead,
     window_targets,
 )
-from tokenahead.modeling.heads.registry import CircuitHead, FFHead, window_law
+from tokenahead.modeling.heads.registry import window_law
 
 FAMILIES = ("ff", "cp", "hmm", "btree")
 READINGS = ("observe", "marginalise", "univariate")
@@ -242,9 +244,9 @@ def test_chunks_change_nothing_and_are_computed_once(kind, observed, rows, sizes
     arguments = (head, config, hidden, targets, torch.randint(0, 11, (2, 7)) if observed else None)
     expected, calls = with_gradients(plain_loss, *arguments), []
 
-    def counted(head, config, states):
+    def counted(head, config, states, backbone):
         calls.append(len(states))
-        return window_law(head, config, states)
+        return window_law(head, config, states, backbone)
 
     monkeypatch.setattr(losses, "window_law", counted)
     monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", int(rows * 3 * config.rank * 11))

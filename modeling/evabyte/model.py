@@ -12,7 +12,9 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
 from ...configuration.options import check_options
-from ...generation.mixin import MTPGenerationMixin
+from ...generation.drafters.heads import HeadDrafter
+from ...generation.drafters.protocol import DraftOptions
+from ...generation.mixins import MTPGenerationMixin
 from ..heads.backbone_parts import BackboneParts, frozen
 from ..heads.ff import FFHead
 from ..heads.losses import depth_targets, discounted_weights, head_loss
@@ -247,6 +249,10 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
             Scalar: what `forward` would return for all of the data in one batch, without `backbone_loss`.
         """
         return (sums * discounted_weights(counts.to(sums), self.config.mtp_head.gamma)).sum()
+
+    def make_drafter(self, options: DraftOptions) -> HeadDrafter:
+        """Drafts of the head, for one call of `generate`."""
+        return HeadDrafter(self.window_law, options)
 
     def _new_cache(self) -> EvaByteCache:
         """The cache that `generate` starts with."""

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import CandidateGenerator
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import MTPHeadConfig
 from ...configuration.options import check_options
+from ...generation.attachment import Attachable, adopt_special_ids, unwrap
 from ...generation.drafters.heads import HeadDrafter
+from ...generation.drafters.protocol import DraftOptions
 from ..loading import StrictLoadingMixin
 from ..outputs import MTPOutput
 from .backbone_parts import BackboneParts, backbone_parts
@@ -26,11 +27,12 @@ from .window_law import WindowLaw
 _FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
 
 
-class MTPHeads(StrictLoadingMixin, PreTrainedModel):
+class MTPHeads(StrictLoadingMixin, Attachable, PreTrainedModel):
     """Multi-token heads for a backbone that stays as it is.
 
-    Attached heads pass as `assistant_model`: `base.generate(..., assistant_model=heads)` speculates losslessly in
-    transformers' own loop (batch 1), greedy and sampled. `Trainer(model=heads)` trains them on the frozen backbone.
+    Attached heads pass as `assistant_model`: `backbone.generate(..., assistant_model=heads)` speculates losslessly, any
+    batch size, greedy and sampled, with the options of `MTPGenerationMixin`. `Trainer(model=heads)` trains them on the
+    frozen backbone.
 
     Args:
         config: Head options, with `window`, `hidden_size` and `vocab_size`.
@@ -39,10 +41,10 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
         ValueError: A config without those three.
 
     Example:
-        >>> heads = MTPHeads.from_backbone(base, window=4)
-        >>> out = base.generate(**inputs, assistant_model=heads)
+        >>> heads = MTPHeads.from_backbone(backbone, window=4)
+        >>> out = backbone.generate(**inputs, assistant_model=heads)
         >>> heads.save_pretrained("heads")
-        >>> heads = MTPHeads.from_pretrained("heads").attach(base)
+        >>> heads = MTPHeads.from_pretrained("heads").attach(backbone)
     """
 
     config_class = MTPHeadConfig
@@ -57,15 +59,17 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
             raise ValueError(f"the config of MTPHeads lacks {', '.join(missing)}")
         self.loss_type = "ForCausalLM"
         self.head = build_head(config, config.hidden_size, config.vocab_size)
-        self._base: list[PreTrainedModel] = []  # in a list, so that it is no submodule and is never saved
+        self._backbones = []
         self.post_init()
 
     @classmethod
-    def from_backbone(cls, base: PreTrainedModel, window: int = 4, leaf: str = "shared", **options: Any) -> MTPHeads:
-        """New heads for `base`, attached; with `leaf="shared"` every head starts as the backbone's own.
+    def from_backbone(
+        cls, backbone: PreTrainedModel, window: int = 4, leaf: str = "shared", **options: Any
+    ) -> MTPHeads:
+        """New heads for `backbone`, attached; with `leaf="shared"` every head starts as the backbone's own.
 
         Args:
-            base: Any causal language model of transformers.
+            backbone: Any causal language model of transformers; of a PeftModel, the model within.
             window: n; drafts have n - 1 tokens.
             leaf: See `MTPHeadConfig`.
             **options: Further fields of `MTPHeadConfig`.
@@ -74,16 +78,17 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
             TypeError: An option that is no field of `MTPHeadConfig`.
         """
         check_options(options, MTPHeadConfig, "MTPHeads.from_backbone", _FROM_BACKBONE)
-        text = base.config.get_text_config()
+        backbone = unwrap(backbone)
+        text = backbone.config.get_text_config()
         config = MTPHeadConfig(
             window=window,
             leaf=leaf,
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
-            base_model_name_or_path=base.config._name_or_path or None,
+            base_model_name_or_path=backbone.config._name_or_path or None,
             **options,
         )
-        return cls(config).to(device=base.device, dtype=base.dtype).attach(base)
+        return cls(config).attach(backbone)
 
     @property
     def window(self) -> int:
@@ -91,24 +96,9 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
         return self.config.window
 
     @property
-    def base(self) -> PreTrainedModel:
-        """The backbone.
-
-        Raises:
-            RuntimeError: The heads are not attached.
-        """
-        if not self._base:
-            raise RuntimeError("these heads are not attached: call heads.attach(base) first")
-        return self._base[0]
-
-    def _parts(self) -> BackboneParts | None:
-        """What the heads borrow of the backbone for one call."""
-        return backbone_parts(self.base) if self._base else None
-
-    @property
     def generation_config(self) -> GenerationConfig:
         """The backbone's: trainers align special tokens with it."""
-        return self.base.generation_config
+        return self.backbone.generation_config
 
     @generation_config.setter
     def generation_config(self, value: GenerationConfig | None) -> None:
@@ -116,46 +106,40 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
 
     def _supports_logits_to_keep(self) -> bool:
         """Asked by transformers where it would run the heads itself: they assist a model that they do not know."""
-        raise RuntimeError("MTPHeads cannot assist this model: call heads.attach(base) first")
+        raise RuntimeError("MTPHeads cannot assist this model: call heads.attach(backbone) first")
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         """Layers of a head keep no activations; most heads have none, and their loss is chunked anyway."""
         if any(hasattr(module, "gradient_checkpointing") for module in self.modules()):
             super()._set_gradient_checkpointing(enable, *args, **kwargs)
 
-    def attach(self, base: PreTrainedModel) -> MTPHeads:
-        """Makes `base` accept these heads as `assistant_model`; nothing else about it changes.
+    def check_backbone(self, backbone: PreTrainedModel) -> None:
+        """Refuses a backbone that the heads were not made for.
 
         Raises:
-            ValueError: Another hidden size or vocabulary than the heads were made for.
-            RuntimeError: The heads are attached to another model.
+            ValueError: Another hidden size or vocabulary.
         """
-        text = base.config.get_text_config()
+        text = backbone.config.get_text_config()
         for name in ("hidden_size", "vocab_size"):
             if getattr(text, name) != getattr(self.config, name):
                 raise ValueError(
-                    f"{name}: the heads were made for {getattr(self.config, name)}, but {type(base).__name__} has "
+                    f"{name}: the heads were made for {getattr(self.config, name)}, but {type(backbone).__name__} has "
                     f"{getattr(text, name)}"
                 )
-        if self._base and self.base is not base:
-            raise RuntimeError(f"these heads are attached to another {type(self.base).__name__}: detach() them first")
-        if self._base:
-            return self
-        self._base = [base]
-        attached = vars(base).get("_get_candidate_generator") or _AttachedHeads(base)
-        attached.heads.append(self)
-        base._get_candidate_generator = attached
-        return self
 
-    def detach(self) -> MTPHeads:
-        """Undoes `attach`: the backbone is bit for bit what it was."""
-        if self._base:
-            attached = vars(self.base)["_get_candidate_generator"]
-            attached.heads.remove(self)
-            if not attached.heads:
-                del self.base._get_candidate_generator
-            self._base = []
-        return self
+    def on_attach(self, backbone: PreTrainedModel) -> None:
+        """Follows the backbone's dtype and device, and takes over its special ids."""
+        if backbone.device.type != "meta":  # offloaded: the weights come and go
+            self.to(device=backbone.device, dtype=backbone.dtype if backbone.dtype.is_floating_point else None)
+        adopt_special_ids(self.config, backbone)
+
+    def make_drafter(self, options: DraftOptions) -> HeadDrafter:
+        """Drafts of the heads, for one call of `generate`."""
+        return HeadDrafter(self.window_law, options)
+
+    def _parts(self) -> BackboneParts | None:
+        """What the heads borrow of the backbone for one call."""
+        return backbone_parts(self.backbone) if self.is_attached else None
 
     def window_law(self, hidden_states: torch.Tensor) -> WindowLaw:
         """Law of the next `window` tokens given the backbone's last hidden states [..., D]."""
@@ -193,7 +177,9 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
         kept = int(self.training) if logits_to_keep is None else logits_to_keep
         options = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
         with torch.no_grad():
-            outputs = self.base(input_ids, **options, logits_to_keep=kept, output_hidden_states=-1, return_dict=True)
+            outputs = self.backbone(
+                input_ids, **options, logits_to_keep=kept, output_hidden_states=-1, return_dict=True
+            )
         loss, head_losses = None, None
         if labels is not None or "shift_labels" in kwargs:
             targets = depth_targets(labels, self.window, attention_mask, position_ids, kwargs.get("shift_labels"))
@@ -218,18 +204,3 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         init_head(module, self.config.initializer_range)
-
-
-class _AttachedHeads:
-    """Stands on a backbone before the `_get_candidate_generator` of its class, which `generate` looks up there."""
-
-    def __init__(self, base: PreTrainedModel) -> None:
-        self.base, self.heads = base, []
-
-    def __call__(self, *args: Any, assistant_model: Any = None, **kwargs: Any) -> CandidateGenerator:
-        for heads in self.heads:
-            if heads is assistant_model:
-                config, processors = kwargs["generation_config"], kwargs["logits_processor"]
-                return HeadDrafter(heads.window_law, heads.window, config, processors)
-        of_class = type(self.base)._get_candidate_generator
-        return of_class(self.base, *args, assistant_model=assistant_model, **kwargs)

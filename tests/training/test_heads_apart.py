@@ -26,7 +26,7 @@ def test_a_tokenizer_may_align_the_special_tokens(tmp_path):
     trainer = MTPTrainer(heads, arguments, train_dataset=ragged_rows(), processing_class=EvaByteTokenizer())
     trainer.train()
     assert trainer.state.global_step == 2
-    assert heads.base.generation_config.pad_token_id == EvaByteTokenizer().pad_token_id
+    assert heads.backbone.generation_config.pad_token_id == EvaByteTokenizer().pad_token_id
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -75,5 +75,5 @@ def test_float32_heads_on_a_bfloat16_backbone_learn_and_draft(options, tmp_path)
 
 def test_heads_that_assist_another_model_are_refused_by_name():
     heads, other = heads_of(), llama()
-    with pytest.raises(RuntimeError, match=r"heads.attach\(base\)"):
+    with pytest.raises(RuntimeError, match=r"heads.attach\(backbone\)"):
         other.generate(torch.arange(70, 80)[None], assistant_model=heads, max_new_tokens=3)

@@ -149,7 +149,7 @@ def test_heads_must_be_attached():
     with pytest.raises(RuntimeError, match=r"detach\(\)"):
         heads.attach(backbone())
     with pytest.raises(ValueError, match="num_assistant_tokens=0"):
-        heads.base.generate(PROMPT, assistant_model=heads, num_assistant_tokens=0, **GREEDY)
+        heads.backbone.generate(PROMPT, assistant_model=heads, num_assistant_tokens=0, **GREEDY)
 
 
 def test_config_must_say_what_the_heads_fit():

@@ -17,7 +17,7 @@ from ...generation.drafters.protocol import DraftOptions
 from ...generation.mixins import MTPGenerationMixin
 from ..heads.backbone_parts import BackboneParts, frozen
 from ..heads.ff import FFHead
-from ..heads.losses import depth_targets, discounted_weights, head_loss
+from ..heads.losses import depth_targets, depth_weights, head_loss
 from ..heads.registry import build_head, init_head, window_law
 from ..heads.window_law import WindowLaw
 from ..loading import StrictLoadingMixin
@@ -138,6 +138,7 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         return BackboneParts(
             unembed=lambda states: frozen(self.lm_head, states.to(self.lm_head.weight.dtype), 1)[..., 0, :],
             embed=lambda tokens: frozen(self.model.embed_tokens, tokens),
+            norm=lambda states: frozen(self.model.norm, states),
         )
 
     def train_only(self, part: str) -> None:
@@ -248,7 +249,7 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         Returns:
             Scalar: what `forward` would return for all of the data in one batch, without `backbone_loss`.
         """
-        return (sums * discounted_weights(counts.to(sums), self.config.mtp_head.gamma)).sum()
+        return (sums * depth_weights(self.config.mtp_head, counts.to(sums))).sum()
 
     def make_drafter(self, options: DraftOptions) -> HeadDrafter:
         """Drafts of the head, for one call of `generate`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -9,6 +11,7 @@ from ...configuration import MTPHeadConfig
 from .backbone_parts import BackboneParts
 from .chunks import Part, chunked_sums
 from .registry import window_law
+from .window_law import WindowLaw
 
 IGNORE = -100
 
@@ -206,30 +209,33 @@ def depth_means(terms: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
 def head_loss(
     head: nn.Module,
     config: MTPHeadConfig,
-    hidden_states: torch.Tensor,
+    features: torch.Tensor,
     targets: torch.Tensor,
     input_ids: torch.Tensor | None,
     counts: torch.Tensor | int | None = None,
     backbone: BackboneParts | None = None,
+    last_states: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The discounted loss of a head over all windows of a batch, in chunks.
+    """The loss of a head over all windows of a batch, in chunks.
 
-    A term is -log q(x_{t+j} | x_{t+1..t+j-1}), where x is the label if that is scored, and else the token observed.
+    A term is -log q(x_{t+j} | x_{t+1..t+j-1}), where x is the label if that is scored, and else the token observed; or,
+    from depth 2 on, the cross-entropy of that law with the backbone's own (`loss_target="teacher"`).
 
     Args:
         head: The head.
-        config: Its options; `gamma` and `masked_tokens` are read here.
-        hidden_states: [B, L, d], of any floating dtype.
+        config: Its options; `gamma`, `masked_tokens` and those that begin with `loss_` are read here.
+        features: [B, L, F], of any floating dtype; for most families the last hidden states.
         targets: [B, L, n] int64, -100 where nothing is scored.
         input_ids: [B, L] int64, to observe the tokens that are not scored; None sums them out.
         counts: `num_items_in_batch`, see `counts_of_update`.
         backbone: What the head borrows of its backbone.
+        last_states: [B, L, d], the backbone's last hidden states, which a teacher needs.
 
     Returns:
         The loss (a scalar, in nats), and the detached mean per depth [n], NaN where a depth has no target.
 
     Raises:
-        ValueError: A target that is no token id.
+        ValueError: A target that is no token id, or a teacher where there is no backbone to teach.
     """
     window, scored = targets.shape[-1], check_targets(targets, head.vocab_size) != IGNORE
     own, tokens, unknown = scored.sum((0, 1)), targets.clamp(min=0), None
@@ -237,15 +243,72 @@ def head_loss(
         tokens = torch.where(scored, targets, tokens_ahead(input_ids, window, 0))
     elif "masked_tokens" in config.family.options:
         unknown = ~scored
+    teacher = None if config.loss_target == "labels" else _teacher_states(last_states, window)
 
     def terms(
-        hidden: torch.Tensor, tokens: torch.Tensor, scored: torch.Tensor, unknown: torch.Tensor | None
+        part: torch.Tensor,
+        tokens: torch.Tensor,
+        scored: torch.Tensor,
+        unknown: torch.Tensor | None,
+        teacher: torch.Tensor | None,
     ) -> torch.Tensor:
-        log_probs = window_law(head, config, hidden, backbone).token_log_probs(tokens, unknown)
-        return torch.where(scored, -log_probs, 0.0)
+        law = window_law(head, config, part, backbone)
+        if teacher is None:
+            return torch.where(scored, -law.token_log_probs(tokens, unknown), 0.0)
+        return torch.where(scored, _taught_terms(law, tokens, teacher, backbone), 0.0)
 
-    dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-    weights = discounted_weights(counts_of_update(own, counts).to(dtype), config.gamma)
-    part = Part(hidden_states, (tokens, scored, unknown), weights)
-    loss, (sums,) = chunked_sums(terms, head, [part], window * config.rank * head.vocab_size)
+    dtype = torch.promote_types(features.dtype, torch.float32)
+    weights = depth_weights(config, counts_of_update(own, counts).to(dtype))
+    part = Part(features, (tokens, scored, unknown, teacher), weights)
+    size = window * config.rank * head.vocab_size * (1 if teacher is None else 2)
+    if config.loss_balance == "rms":
+        part.weights = weights * _rms_balance(terms, head, part, size, own)
+    loss, (sums,) = chunked_sums(terms, head, [part], size)
     return loss, sums / own
+
+
+def depth_weights(config: MTPHeadConfig, counts: torch.Tensor) -> torch.Tensor:
+    """What the summed terms of each depth are multiplied with.
+
+    Args:
+        config: Options of the head: `loss_weights`, or the family's own, are divided by the counts; where there are
+            none, `gamma` gives weights that sum to 1 (`discounted_weights`).
+        counts: [n] float, targets per depth; 0 counts as 1.
+
+    Returns:
+        [n], as `counts`.
+    """
+    given = config.loss_weights
+    if given is None and config.family.loss_weights is not None:
+        given = config.family.loss_weights(len(counts))
+    if given is None:
+        return discounted_weights(counts, config.gamma)
+    return torch.tensor(given, dtype=counts.dtype, device=counts.device) / counts.clamp(min=1)
+
+
+def _rms_balance(
+    terms: Callable[..., torch.Tensor], head: nn.Module, part: Part, size: int, counts: torch.Tensor
+) -> torch.Tensor:
+    """Root mean square of the terms of depth 1 over that of each depth, [n] (Mehra et al. 2025); it takes a pass."""
+    with torch.no_grad():
+        _, (squares,) = chunked_sums(lambda *chunk: terms(*chunk).square(), head, [part], size)
+    squares = squares / counts.clamp(min=1)
+    return (squares[:1] / squares.clamp(min=torch.finfo(squares.dtype).tiny)).sqrt()
+
+
+def _teacher_states(last_states: torch.Tensor | None, window: int) -> torch.Tensor:
+    """For every position the states [B, L, (n - 1) d] whose next tokens depths 2 to n predict."""
+    if last_states is None:
+        raise ValueError("loss_target='teacher' is for heads apart from their backbone (MTPHeads), which teaches them")
+    padded = nn.functional.pad(last_states.detach(), (0, 0, 0, window - 1))
+    return torch.cat([padded[:, k : k + last_states.shape[1]] for k in range(1, window)], -1)
+
+
+def _taught_terms(law: WindowLaw, tokens: torch.Tensor, teacher: torch.Tensor, backbone: BackboneParts) -> torch.Tensor:
+    """Terms [N, n]: at depth 1 of the tokens, beyond it cross-entropies with the laws of the teacher's states."""
+    log_probs = law.conditional_log_probs(tokens)
+    first = -log_probs[..., :1, :].gather(-1, tokens[..., :1, None])[..., 0]
+    states = teacher.unflatten(-1, (tokens.shape[-1] - 1, -1))
+    with torch.no_grad():
+        taught = backbone.unembed(states).to(log_probs.dtype).softmax(-1)
+    return torch.cat([first, -(taught * log_probs[..., 1:, :]).sum(-1)], -1)

@@ -127,7 +127,7 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, Attachable, PreTrainedM
             RuntimeError: Always.
         """
         raise RuntimeError(
-            "MTPHeads generate nothing: call heads.attach(base), then base.generate(..., assistant_model=heads)"
+            "MTPHeads generate nothing: call heads.attach(backbone), then backbone.generate(..., assistant_model=heads)"
         )
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:

@@ -6,8 +6,8 @@
 The source draws words of a small lexicon, separated by a blank; its state is the part of the word seen so far. Heads
 are tables over states, fitted by the window loss with gamma = 1. Then every family drafts from the state before a kept
 symbol, conditioned on it, and the expected number of accepted drafts is *computed* on the same drafts for token and
-block verification. `alg. 2 (biased)` is the decoder of the MtPC paper, which drops the verifier's symbol: it does not
-follow the target's law, is not offered by the library, and stands here for comparison only.
+block verification. `alg. 2 (biased)` is the decoder of the MtPC paper, which drops the symbol that verification added.
+Its text does not follow the source's law, so the library does not offer it; it stands here for comparison only.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ def fit(source: Lexicon, config: MTPHeadConfig, steps: int, seed: int) -> torch.
     init_head(head)
     optimizer = torch.optim.Adam(head.parameters(), betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_RATE, total_steps=steps, pct_start=0.1)
-    with torch.no_grad():  # components that start alike would separate late: a table has no features to share
+    with (
+        torch.no_grad()
+    ):  # components that start equal separate late here, because a table shares no features between states
         for parameter in head.parameters():
             parameter.add_(torch.randn_like(parameter))
     for _ in track(range(steps), description=f"{config.head_type} seed {seed}", transient=True):

@@ -34,7 +34,7 @@ class MTPTrainer(RunningMeansMixin, Trainer):
       target of each depth since the last log, whatever the discount and the number of micro-batches; and
       `loss_backbone`, where the backbone's own head learns beside a head that has another law of the next token;
     - `eval_loss` is that of all data, made from sums and counts per depth, whatever the size of the batches;
-    - where the next-token head is frozen (`model.train_only("heads")`), its rows stay bit-equal: they share a tensor
+    - where the next-token head is frozen (`model.train_only("drafter")`), its rows stay bit-equal: they share a tensor
       with the heads that learn, so that tensor gets no weight decay.
 
     The model's config keeps its `use_cache` (`Trainer` would leave it off in everything that is saved). A plain
@@ -48,7 +48,7 @@ class MTPTrainer(RunningMeansMixin, Trainer):
             sequence parallelism, where windows would end at a shard's border.
 
     Example:
-        >>> model.train_only("heads")
+        >>> model.train_only("drafter")
         >>> MTPTrainer(model, TrainingArguments("out", max_steps=1000), train_dataset=data).train()
     """
 

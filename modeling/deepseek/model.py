@@ -47,7 +47,7 @@ class DeepSeekMTP(OfficialFolderMixin, MTPGenerationMixin, PreTrainedModel):
 
     Example:
         >>> model = DeepSeekMTP.from_pretrained(folder)
-        >>> model.train_only("mtp")
+        >>> model.train_only("drafter")
         >>> Trainer(model, TrainingArguments("out"), train_dataset=data).train()
         >>> out = model.generate(**tokenizer("def main(", return_tensors="pt"), max_new_tokens=64)
     """
@@ -192,13 +192,13 @@ class DeepSeekMTP(OfficialFolderMixin, MTPGenerationMixin, PreTrainedModel):
         return self.main.get_decoder()
 
     def train_only(self, part: str) -> None:
-        """Chooses what is trained: `"all"`, or `"mtp"` with the main model, its embeddings and its head frozen.
+        """Chooses what is trained: `"all"`, or `"drafter"` (also `"mtp"`): the modules, with the backbone frozen.
 
         Raises:
             ValueError: An unknown part.
         """
-        if part not in ("all", "mtp"):
-            raise ValueError(f"train_only({part!r}): choose 'all' or 'mtp'")
+        if part not in ("all", "drafter", "mtp"):
+            raise ValueError(f"train_only({part!r}): choose 'all' or 'drafter'")
         self.main.requires_grad_(part == "all")
         self.mtp.requires_grad_(True)
 

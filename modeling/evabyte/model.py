@@ -142,18 +142,18 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         )
 
     def train_only(self, part: str) -> None:
-        """Chooses what is trained: `"all"`, or `"heads"` with the backbone and the next-byte head frozen.
+        """Chooses what is trained: `"all"`, or `"drafter"` (also `"heads"`) with backbone and next-byte head frozen.
 
         FF heads share a tensor with the next-byte head; its rows get no gradient, and `MTPTrainer` no weight decay.
 
         Raises:
             ValueError: An unknown part.
         """
-        if part not in ("all", "heads"):
-            raise ValueError(f"train_only({part!r}): choose 'all' or 'heads'")
+        if part not in ("all", "drafter", "heads"):
+            raise ValueError(f"train_only({part!r}): choose 'all' or 'drafter'")
         self.model.requires_grad_(part == "all")
         self.lm_head.requires_grad_(part == "all" or self.mtp_head is None)
-        self.lm_head.target_frozen = part == "heads" and self.mtp_head is None
+        self.lm_head.target_frozen = part != "all" and self.mtp_head is None
 
     def window_law(self, hidden_states: torch.Tensor) -> WindowLaw:
         """Law of the next `window` tokens given last hidden states [..., D]."""

@@ -92,7 +92,7 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         super().__init__(config)
         self.loss_type = "ForCausalLM"
         self.backbone = backbone or AutoModelForCausalLM.from_config(config.backbone_config)
-        if attention is not None:  # so does a model
+        if attention is not None:  # putting it into a model resets it as well
             self.backbone.config._attn_implementation = attention
         _check_model(self.backbone)
         self.uniform_embedding = UniformEmbedding(config, config.backbone_config.hidden_size)
@@ -146,7 +146,7 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         model = cls(config, base)
         model.uniform_embedding.to(device=base.device, dtype=base.dtype)
         model.generation_config = base.generation_config
-        model.train_only("student")
+        model.train_only("drafter")
         return model.eval()
 
     @classmethod
@@ -167,13 +167,13 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         return model.eval()
 
     def train_only(self, part: str) -> None:
-        """Chooses what is trained: `"student"` (adapters and the embedding of uniforms) or `"all"`.
+        """Chooses what is trained: `"all"`, or `"drafter"` (also `"student"`): adapters and embedding of uniforms.
 
         Raises:
             ValueError: An unknown part.
         """
-        if part not in ("student", "all"):
-            raise ValueError(f"train_only({part!r}): choose 'student' or 'all'")
+        if part not in ("all", "drafter", "student"):
+            raise ValueError(f"train_only({part!r}): choose 'all' or 'drafter'")
         for name, parameter in self.backbone.named_parameters():
             parameter.requires_grad_(part == "all" or f".{ADAPTER}." in name)
         self.uniform_embedding.requires_grad_(True)

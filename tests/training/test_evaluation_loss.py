@@ -42,6 +42,12 @@ MODELS = {
     "modules": modules,
     "modules, divided as in the paper": lambda: modules(normalization="paper", unroll_steps=3),
     "heads apart": lambda: MTPHeads.from_backbone(llama(), window=3, leaf="full"),
+    "heads apart, other weights": lambda: MTPHeads.from_backbone(
+        llama(), window=3, head_type="medusa", loss_weights=[0.5, 0.3, 0.4], loss_balance="rms"
+    ),
+    "heads apart that attend": lambda: MTPHeads.from_backbone(
+        llama(num_hidden_layers=2), window=3, head_type="layer", loss_target="teacher"
+    ),
 }
 
 

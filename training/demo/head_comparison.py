@@ -94,7 +94,7 @@ class HeadComparison:
         options = {"head_type": kind} | ({"rank": RANK} if kind in takers("rank") else {})
         model = EvaByteForMTPC.from_pretrained(checkpoint, mtp_head=options)
         tokenizer = EvaByteTokenizer.from_pretrained(checkpoint)
-        # many small steps: a circuit needs updates more than text
+        # many small steps: in equal time, a circuit gains more from more updates than from more text per update
         stage = Stage(f"{kind} head alone", "heads", share=1.0, length=256, rows=1, rates=(1.0, 0.0))
         train(model, self.train_text, self.minutes, console, self.seed, [stage], callbacks)
         folder = checkpoint / "heads" / kind

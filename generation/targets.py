@@ -69,8 +69,9 @@ class RepackedTarget:
     def __init__(self, model: PreTrainedModel, cache: Cache, batch: int, mask: torch.Tensor | None = None) -> None:
         self.model, self.cache = model, cache
         width = cache.get_seq_length()
-        given = torch.ones(batch, width) if mask is None else mask[:, :width]
-        self.mask = given.bool().to(model.device)
+        # `model.device` would be that of weights, which may be offloaded
+        given = torch.ones(batch, width, device=cache.layers[0].keys.device) if mask is None else mask[:, :width]
+        self.mask = given.bool()
         self.counts = self.mask.sum(1)
         self.is_padded = not bool(self.mask.all())
         self.shifts = [0] * batch

@@ -109,7 +109,7 @@ class EvaByteConfig(PreTrainedConfig):
             )
         if self.tie_word_embeddings:
             raise ValueError("tie_word_embeddings=True: EvaByte's lm_head holds several heads and cannot be tied")
-        if self.mtp_head.head_type == "ff" and self.mtp_head.leaf != "full":
+        if self.mtp_head.family.rows_of_lm_head and self.mtp_head.leaf != "full":
             raise ValueError(
                 f"mtp_head.leaf={self.mtp_head.leaf!r}: EvaByte's FF heads are rows of lm_head, leaf='full'"
             )

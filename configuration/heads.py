@@ -6,7 +6,9 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-HEAD_TYPES = ("ff", "cp", "hmm", "btree")
+from .head_families import HEAD_FAMILIES, SHAPING_OPTIONS, HeadFamilyFacts, takers
+
+HEAD_TYPES = tuple(HEAD_FAMILIES)
 """Head families that can be chosen by `MTPHeadConfig.head_type`."""
 
 LEAVES = ("full", "shared")
@@ -73,24 +75,35 @@ class MTPHeadConfig(PreTrainedConfig):
             raise ValueError(f"window={self.window} must be at least 1 (1 means: no draft)")
         if self.rank < 1:
             raise ValueError(f"rank={self.rank} must be at least 1")
-        if self.head_type == "ff" and self.rank != 1:
-            raise ValueError(f"rank={self.rank} needs a circuit; head_type='ff' has rank=1")
         if self.masked_tokens not in ("observe", "marginalise"):
             raise ValueError(f"masked_tokens={self.masked_tokens!r} is unknown; choose 'observe' or 'marginalise'")
-        if self.homogeneous and self.head_type != "hmm":
-            raise ValueError(f"homogeneous=True: only head_type='hmm' has transitions to share, not {self.head_type!r}")
         if not 0.0 < self.gamma <= 1.0:
             raise ValueError(f"gamma={self.gamma} must lie in (0, 1]")
+        self._refuse_options_of_others()
+
+    def _refuse_options_of_others(self) -> None:
+        for name in SHAPING_OPTIONS:
+            value, default = getattr(self, name), getattr(type(self), name)
+            if value != default and name not in self.family.options:
+                raise ValueError(
+                    f"{name}={value}: head_type={self.head_type!r} takes only {name}={default}; "
+                    f"it is an option of {', '.join(takers(name))}"
+                )
+
+    @property
+    def family(self) -> HeadFamilyFacts:
+        """What is known of heads of this `head_type`."""
+        return HEAD_FAMILIES[self.head_type]
 
     def options(self) -> dict[str, Any]:
         """The fields that describe the law, for a model's own `config.json`."""
-        names = ["head_type", "window", "rank", "leaf", "gamma"]
-        names += ["contextual", "masked_tokens"] if self.head_type != "ff" else []
-        names += ["homogeneous", "identity_bias"] if self.head_type == "hmm" else []
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in self.family.written()}
 
     def same_parameters(self, other: "MTPHeadConfig") -> bool:
         """Whether a checkpoint of `other` holds the parameters of this head, which for `"ff"` any window does."""
-        names = ["head_type", "leaf"]
-        names += ["window", "rank", "contextual", "homogeneous"] if self.head_type != "ff" else []
+        names = ["head_type", *self.family.shaping()]
         return all(getattr(self, name) == getattr(other, name) for name in names)
+
+    def describe(self) -> str:
+        """What the head is, as a phrase for people to read."""
+        return self.family.description.format(**{name: getattr(self, name) for name in self.family.written()})

@@ -17,8 +17,9 @@ from ...configuration import MTPHeadConfig
 from ...generation.drafters.heads import HeadDrafter
 from ..loading import StrictLoadingMixin
 from ..outputs import MTPOutput
-from .losses import window_targets
-from .registry import SharedHead, build_head, frozen_unembedding, head_loss, init_head, window_law
+from .backbone_parts import BackboneParts, backbone_parts
+from .losses import head_loss, window_targets
+from .registry import build_head, init_head, window_law
 from .window_law import WindowLaw
 
 
@@ -92,9 +93,9 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
             raise RuntimeError("these heads are not attached: call heads.attach(base) first")
         return self._base[0]
 
-    @property
-    def _shared(self) -> SharedHead | None:
-        return next((module for module in self.modules() if isinstance(module, SharedHead)), None)
+    def _parts(self) -> BackboneParts | None:
+        """What the heads borrow of the backbone for one call."""
+        return backbone_parts(self.base) if self._base else None
 
     @property
     def generation_config(self) -> None:
@@ -124,10 +125,6 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
         if self._base:
             return self
         self._base = [base]
-        if self._shared is not None:
-            self._shared.unembed = frozen_unembedding(
-                lambda: base.get_output_embeddings().weight[: self.config.vocab_size]
-            )
         attached = vars(base).get("_get_candidate_generator") or _AttachedHeads(base)
         attached.heads.append(self)
         base._get_candidate_generator = attached
@@ -141,13 +138,11 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
             if not attached.heads:
                 del self.base._get_candidate_generator
             self._base = []
-        if self._shared is not None:
-            self._shared.unembed = None
         return self
 
     def window_law(self, hidden_states: torch.Tensor) -> WindowLaw:
         """Law of the next `window` tokens given the backbone's last hidden states [..., D]."""
-        return window_law(self.head, self.config, hidden_states)
+        return window_law(self.head, self.config, hidden_states, self._parts())
 
     @can_return_tuple
     def forward(
@@ -178,13 +173,14 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
         if labels is not None:
             targets = window_targets(labels, self.window, attention_mask, position_ids)
             states = outputs.hidden_states[-1]
-            loss, head_losses = head_loss(self.head, self.config, states, targets, input_ids, num_items_in_batch)
+            parts = self._parts()
+            loss, head_losses = head_loss(self.head, self.config, states, targets, input_ids, num_items_in_batch, parts)
         return MTPOutput(loss=loss, logits=outputs.logits, head_losses=head_losses)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        init_head(module)
+        init_head(module, self.config.initializer_range)
 
 
 class _AttachedHeads:

@@ -1,4 +1,4 @@
-"""Pure losses of multi-token prediction: which tokens are targets at which depth, and how depths are weighed."""
+"""Losses of multi-token prediction: which tokens are targets at which depth, how depths are weighed, and in chunks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from ...configuration import MTPHeadConfig
+from .backbone_parts import BackboneParts
 from .chunks import chunked_terms
+from .registry import window_law
 from .window_law import WindowLaw
 
 IGNORE = -100
@@ -123,3 +126,40 @@ def window_terms(
     rows = max(1, LOGITS_PER_CHUNK // logits_per_position)
     flat = hidden_states.flatten(0, 1), tokens.flatten(0, 1), None if unknown is None else unknown.flatten(0, 1)
     return chunked_terms(terms, head, *flat, rows).view(tokens.shape)
+
+
+def head_loss(
+    head: nn.Module,
+    config: MTPHeadConfig,
+    hidden_states: torch.Tensor,
+    targets: torch.Tensor,
+    input_ids: torch.Tensor | None,
+    counts: torch.Tensor | int | None = None,
+    backbone: BackboneParts | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The discounted loss of a head over all windows of a batch.
+
+    Args:
+        head: The head.
+        config: Its options; `gamma` and `masked_tokens` are read here.
+        hidden_states: [B, L, d].
+        targets: [B, L, n] int64, -100 where nothing is scored.
+        input_ids: [B, L] int64, to observe the tokens that are not scored; None sums them out.
+        counts: Targets per depth over all micro-batches, [n] or one number.
+        backbone: What the head borrows of its backbone.
+
+    Returns:
+        The loss (a scalar, in nats), and the detached mean per depth [n].
+    """
+    window, scored = targets.shape[-1], targets != IGNORE
+    observe = input_ids is not None and config.masked_tokens == "observe"
+    tokens = tokens_ahead(input_ids, window, 0) if observe else targets.clamp(min=0)
+    terms = window_terms(
+        lambda hidden: window_law(head, config, hidden, backbone),
+        head,
+        hidden_states,
+        tokens,
+        logits_per_position=window * config.rank * head.vocab_size,
+        unknown=None if observe or "masked_tokens" not in config.family.options else ~scored,
+    )
+    return discounted_mtp_loss(terms, scored, config.gamma, "tokens", counts), depth_means(terms, scored)

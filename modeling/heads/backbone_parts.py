@@ -1,0 +1,54 @@
+"""What heads borrow of their backbone, at the moment of a call: never stored on a module, so that copies stay right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class BackboneParts:
+    """Functions of a backbone, through which no gradient reaches its parameters. Made anew for every call.
+
+    Args:
+        unembed: From hidden states [..., d] after the final norm to logits [..., V].
+        embed: From token ids [...] to embeddings [..., d].
+    """
+
+    unembed: Callable[[torch.Tensor], torch.Tensor]
+    embed: Callable[[torch.Tensor], torch.Tensor]
+
+
+def backbone_parts(model: PreTrainedModel) -> BackboneParts:
+    """The parts of a causal language model, which may have a `backbone_parts` of its own."""
+    if own := getattr(model, "backbone_parts", None):
+        return own()
+    unembedding = model.get_output_embeddings()
+    return BackboneParts(
+        unembed=lambda states: frozen(unembedding, states.to(_dtype(unembedding, states))),
+        embed=lambda tokens: frozen(model.get_input_embeddings(), tokens),
+    )
+
+
+def frozen(module: nn.Module, *args: Any) -> Any:
+    """`module(*args)`, through which gradients reach the arguments but no parameter.
+
+    The module itself is called, never its weight read: hooks of accelerate (offloaded weights) and other classes of
+    linear maps (quantised ones) do their work.
+    """
+    trained = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if not torch.is_grad_enabled() or not trained or any(value.is_meta for value in trained.values()):
+        return module(*args)
+    return functional_call(module, trained, args)
+
+
+def _dtype(module: nn.Module, states: torch.Tensor) -> torch.dtype:
+    """The floating dtype that a module computes in; that of the states where its weights are integers."""
+    weight = next(module.parameters(), states)
+    return weight.dtype if weight.is_floating_point() else states.dtype

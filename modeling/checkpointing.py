@@ -1,7 +1,7 @@
-"""Checkpointed activations where no gradient is wanted: nothing is computed again, so nothing has to be given up for it.
+"""Checkpointed activations where no gradient is wanted: nothing is computed again, so no cache has to be given up.
 
-Layers of transformers drop their cache while they checkpoint, whether or not there will be a backward pass. A model that
-is left in train mode would then decode every token as if it stood alone. Knows no model.
+Layers of transformers drop their cache while they checkpoint, whether or not there will be a backward pass. A model
+that is left in train mode would then decode every token as if it stood alone. Knows no model.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from ...configuration.mtp_families import family_of
 from ...generation.drafters.modules import ModuleGenerationMixin
 from ..checkpointing import caches_kept
 from ..heads.losses import window_targets
+from ..loading import HUB_OPTIONS
 from ..outputs import DeepSeekMTPOutput
 from .checkpoint import build, load, load_dequantized, own_device_map
 from .checkpoint_files import check_checkpoint
@@ -23,8 +24,6 @@ from .losses import ModuleLossOptions, chunked_cross_entropy, depth_weights
 from .modules import MTPModules
 from .saving import OfficialFolderMixin
 from .unroll import teacher_forced
-
-_HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 
 
 class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
@@ -95,7 +94,7 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
                 its config says, missing tensors, wrong shapes, quantised weights without scales.
         """
         name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
-        hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
+        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         if not isinstance(config, PreTrainedConfig):
             config = AutoConfig.from_pretrained(config or name, **hub)
         wants_info = kwargs.pop("output_loading_info", False)

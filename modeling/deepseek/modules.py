@@ -89,7 +89,6 @@ class MTPModules(nn.Module):
 
     Attributes:
         count: D.
-        last: The module of depth D, which goes on beyond it.
     """
 
     def __init__(self, modules: Iterable[MTPModule], config: PreTrainedConfig, rotary: nn.Module) -> None:
@@ -112,6 +111,7 @@ class MTPModules(nn.Module):
 
     @property
     def last(self) -> MTPModule:
+        """The module of depth D, which goes on beyond it."""
         return self[-1]
 
     def step(

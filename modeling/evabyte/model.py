@@ -17,12 +17,10 @@ from ..heads.ff import FFHead
 from ..heads.losses import head_loss, window_targets
 from ..heads.registry import build_head, init_head, window_law
 from ..heads.window_law import WindowLaw
-from ..loading import StrictLoadingMixin
+from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..outputs import MTPOutput
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
-
-_HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 
 
 class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel):
@@ -54,10 +52,13 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         larger one appends new ones, and a circuit starts from stored FF heads (`set_head`).
 
         Raises:
-            ValueError: Missing tensors, wrong shapes, a damaged file, or a stored circuit of another shape.
+            ValueError: A folder of another architecture, missing tensors, wrong shapes, a damaged file, or a stored
+                circuit of another shape.
         """
         name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
-        hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
+        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+        dtypes = {key: kwargs.pop(key) for key in ("dtype", "torch_dtype") if key in kwargs}  # a config would keep them
+        cls.check_model_type(name, config, **hub)
         if not isinstance(config, EvaByteConfig):
             config, kwargs = EvaByteConfig.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
         wanted = config.mtp_head
@@ -71,7 +72,7 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         config.mtp_head = wanted if not in_rows and wanted.same_parameters(stored) else stored
         if config.mtp_head.family.rows_of_lm_head:
             config.mtp_head.window = min(config.mtp_head.window, config.num_pred_heads)
-        loaded = super().from_pretrained(name, *args, config=config, **(hub | kwargs))
+        loaded = super().from_pretrained(name, *args, config=config, **(hub | dtypes | kwargs))
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if config.mtp_head is not wanted:
             model.set_head(**wanted.options())
@@ -130,6 +131,25 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
             unembed=lambda states: frozen(self.lm_head, states.to(self.lm_head.weight.dtype), 1)[..., 0, :],
             embed=lambda tokens: frozen(self.model.embed_tokens, tokens),
         )
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resizes embeddings and all heads; every head keeps its own rows.
+
+        Raises:
+            ValueError: A head that cannot follow; nothing is changed.
+        """
+        if self.mtp_head is not None and not hasattr(self.mtp_head, "resize"):
+            raise ValueError(f"heads of head_type={self.config.mtp_head.head_type!r} cannot be resized")
+        return super().resize_token_embeddings(*args, **kwargs)
+
+    def _get_resized_lm_head(
+        self, old_lm_head: FFHead, new_num_tokens: int | None = None, mean_resizing: bool = True, **kwargs: Any
+    ) -> FFHead:
+        """What transformers asks for beside new embeddings: heads whose new rows are means, or drawn."""
+        for head in (old_lm_head, self.mtp_head):
+            if head is not None and new_num_tokens is not None:
+                head.resize(new_num_tokens, None if mean_resizing else self.config.initializer_range)
+        return old_lm_head
 
     def train_only(self, part: str) -> None:
         """Chooses what is trained: `"all"`, or `"heads"` with the backbone and the next-byte head frozen.

@@ -61,11 +61,13 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
         """New heads for `base`, attached; with `leaf="shared"` every head starts as the backbone's own.
 
         Args:
-            base: Any causal language model of transformers.
+            base: Any causal language model of transformers, also one that peft has wrapped. `detach` undoes what
+                `attach` does to it.
             window: n; drafts have n - 1 tokens.
             leaf: See `MTPHeadConfig`.
             **options: Further fields of `MTPHeadConfig`.
         """
+        base = _unwrapped(base)
         text = base.config.get_text_config()
         config = MTPHeadConfig(
             window=window,
@@ -75,7 +77,7 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
             base_model_name_or_path=base.config._name_or_path or None,
             **options,
         )
-        return cls(config).to(device=base.device, dtype=base.dtype).attach(base)
+        return cls(config).to(device=_device(base), dtype=base.dtype).attach(base)
 
     @property
     def window(self) -> int:
@@ -113,13 +115,8 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
             ValueError: Another hidden size or vocabulary than the heads were made for.
             RuntimeError: The heads are attached to another model.
         """
-        text = base.config.get_text_config()
-        for name in ("hidden_size", "vocab_size"):
-            if getattr(text, name) != getattr(self.config, name):
-                raise ValueError(
-                    f"{name}: the heads were made for {getattr(self.config, name)}, but {type(base).__name__} has "
-                    f"{getattr(text, name)}"
-                )
+        base = _unwrapped(base)
+        self._check_sizes(base)
         if self._base and self.base is not base:
             raise RuntimeError(f"these heads are attached to another {type(self.base).__name__}: detach() them first")
         if self._base:
@@ -129,6 +126,27 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
         attached.heads.append(self)
         base._get_candidate_generator = attached
         return self
+
+    def _check_sizes(self, base: PreTrainedModel) -> None:
+        text = base.config.get_text_config()
+        for name in ("hidden_size", "vocab_size"):
+            if getattr(text, name) != getattr(self.config, name):
+                raise ValueError(
+                    f"{name}: the heads were made for {getattr(self.config, name)}, but {type(base).__name__} has "
+                    f"{getattr(text, name)}"
+                )
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> None:
+        """Heads have no embeddings, and those that were made for one vocabulary fit no other.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(f"heads for vocab_size={self.config.vocab_size} cannot be resized: make new ones")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles take along: they are detached."""
+        return vars(self) | {"_base": []}
 
     def detach(self) -> MTPHeads:
         """Undoes `attach`: the backbone is bit for bit what it was."""
@@ -183,6 +201,18 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
         init_head(module, self.config.initializer_range)
 
 
+def _unwrapped(base: Any) -> PreTrainedModel:
+    """The model itself where peft has wrapped it; its adapters are layers of that model."""
+    return base.get_base_model() if hasattr(base, "get_base_model") else base
+
+
+def _device(base: PreTrainedModel) -> torch.device:
+    """Where the backbone computes; its weights may be offloaded."""
+    hooks = (module._hf_hook for module in base.modules() if hasattr(module, "_hf_hook"))
+    devices = [hook.execution_device for hook in hooks if getattr(hook, "execution_device", None) is not None]
+    return torch.device(devices[0]) if devices else base.device
+
+
 class _AttachedHeads:
     """Stands on a backbone before the `_get_candidate_generator` of its class, which `generate` looks up there."""
 
@@ -192,6 +222,7 @@ class _AttachedHeads:
     def __call__(self, *args: Any, assistant_model: Any = None, **kwargs: Any) -> CandidateGenerator:
         for heads in self.heads:
             if heads is assistant_model:
+                heads._check_sizes(self.base)  # it may have been resized since
                 config, processors = kwargs["generation_config"], kwargs["logits_processor"]
                 return HeadDrafter(heads.window_law, heads.window, config, processors)
         of_class = type(self.base)._get_candidate_generator

@@ -17,13 +17,12 @@ from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.parallel_mixin import ParallelGenerationMixin
 from ..checkpointing import caches_kept
 from ..copies import sharing_copy
-from ..loading import StrictLoadingMixin
+from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from .features import uniform_features
 from .gated_lora import ADAPTER, gate_linears
 from .masks import additive_mask
 
 _EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative"}
-_HUB = {"revision", "subfolder", "token", "cache_dir", "local_files_only"}
 
 
 class _WideLinear(nn.Linear):
@@ -106,11 +105,13 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         """Loads a model as `PreTrainedModel.from_pretrained` does, and nothing but what the checkpoint was trained as.
 
         Raises:
-            ValueError: Another embedding of uniforms than the checkpoint has, missing tensors, wrong shapes.
+            ValueError: A folder of another architecture, another embedding of uniforms than the checkpoint has, missing
+                tensors, wrong shapes.
         """
         asked = {name: kwargs.pop(name) for name in _EMBEDDING & kwargs.keys()}
         if asked:  # the same shapes would not tell
-            place = {name: kwargs[name] for name in _HUB & kwargs.keys()}
+            place = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+            cls.check_model_type(pretrained_model_name_or_path, **place)
             saved = cls.config_class.from_pretrained(pretrained_model_name_or_path, **place)
             for name, value in asked.items():
                 if value != getattr(saved, name):

@@ -7,7 +7,7 @@ import torch
 from accelerate import cpu_offload, dispatch_model
 from transformers import AutoModelForCausalLM
 
-from tests.every_model import llama, prompt_for, same_texts, texts
+from tests.every_model import llama, same_texts, texts
 from tokenahead import DeepSeekMTP, MTPHeads, PTPForCausalLM
 
 MADE = {

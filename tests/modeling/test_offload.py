@@ -5,6 +5,7 @@ import torch
 from accelerate import cpu_offload, disk_offload
 
 from tests.every_model import NAMES, every_model, llama, moved_heads, prompt_for, same_texts, texts
+from tokenahead import MTPHeads
 
 OFFLOADS = {
     "cpu": lambda model, folder: cpu_offload(model, execution_device="cpu"),
@@ -38,8 +39,12 @@ def test_a_device_map_may_leave_weights_on_disk(name, tmp_path):
 @pytest.mark.parametrize("leaf", ["shared", "full"])
 def test_heads_on_an_offloaded_backbone(leaf):
     base = llama()
-    expected = base.generate(prompt_for(base)[:1], max_new_tokens=9, do_sample=False)
-    cpu_offload(base, execution_device="cpu")
-    heads = moved_heads(base, leaf)
-    text = base.generate(prompt_for(base)[:1], max_new_tokens=9, do_sample=False, assistant_model=heads)
-    assert torch.equal(text, expected)
+    ids, heads = prompt_for(base), moved_heads(base, leaf).detach()
+    expected = heads.attach(base)(ids, labels=ids).head_losses
+    torch.manual_seed(0)
+    offloaded = cpu_offload(llama(), execution_device="cpu")
+    heads.detach().attach(offloaded)
+    torch.testing.assert_close(heads(ids, labels=ids).head_losses, expected)
+    fresh = MTPHeads.from_backbone(offloaded, window=3, leaf=leaf)
+    assert {parameter.device.type for parameter in fresh.parameters()} == {"cpu"}
+    fresh(ids, labels=ids).loss.backward()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.every_model import NAMES, every_model, llama, moved_heads, prompt_for, same_texts, texts
+from tests.every_model import NAMES, every_model, prompt_for, same_texts, texts
 
 
 def left_in_training(model: torch.nn.Module) -> torch.nn.Module:

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogit
 from tokenahead import EvaByteForMTPC
 from tokenahead.generation.drafters.heads import HeadDrafter
 from tokenahead.generation.verification import verify
-from tokenahead.modeling.heads.registry import FAMILIES
+from tokenahead.modeling.heads.circuits import circuit_from_logits
 
 REPEATS = 40
 
@@ -40,11 +40,10 @@ def cycle(model: EvaByteForMTPC, prompt: torch.Tensor) -> dict[str, float]:
 
     hidden = torch.randn(1, model.config.hidden_size)
     first = torch.tensor([100])
-    family = FAMILIES[kind]
-    parameters = family.parameters(model.head, model.config.mtp_head, hidden, model.backbone_parts())
+    parameters = model.head(hidden) if model.mtp_head is not None else {"leaf_logits": model.head(hidden)[..., None, :]}
     drafters = {}
     for name, processors in (("draft", []), ("warped", [TemperatureLogitsWarper(0.7)])):
-        law = lambda _: family.law(kind, dtype=torch.float32, **parameters)  # noqa: E731
+        law = lambda _: circuit_from_logits(kind, dtype=torch.float32, **parameters)  # noqa: E731
         config = GenerationConfig(do_sample=True, max_length=10_000)
         drafters[name] = HeadDrafter(law, window, config, LogitsProcessorList(processors))
     draft, q = drafters["draft"].draft(hidden, first, window - 1)

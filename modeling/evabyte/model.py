@@ -130,6 +130,7 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         return BackboneParts(
             unembed=lambda states: frozen(self.lm_head, states.to(self.lm_head.weight.dtype), 1)[..., 0, :],
             embed=lambda tokens: frozen(self.model.embed_tokens, tokens),
+            norm=lambda states: frozen(self.model.norm, states),
         )
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:

@@ -6,21 +6,25 @@ same name. Everything else asks the registry, never a name or a class.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import Cache, PreTrainedConfig
 
 from ...configuration import MTPHeadConfig
+from . import hydra, layer
 from .backbone_parts import BackboneParts
 from .circuit_head import CircuitHead
 from .circuits import circuit_from_logits
 from .ff import FFHead
+from .hydra import HydraHead
+from .layer import LayerHead
+from .medusa import MedusaHead
 from .shared import SharedHead
-from .window_law import WindowLaw
-
-Parameters = dict[str, torch.Tensor]
+from .window_law import FactorisedLaw, WindowLaw
 
 
 @dataclass(frozen=True)
@@ -29,14 +33,18 @@ class HeadFamily:
 
     Args:
         build: From the config, the width d and the number of token ids V to the module.
-        parameters: Calls the module on hidden states [..., d], with what it borrows of the backbone (None while there
-            is none), and names what it returns for `law`.
-        law: From `head_type`, the parameters and a dtype to the law.
+        law: Of the module and its config, at features [..., F], with what is borrowed of the backbone (None while there
+            is none): the law of the next n tokens, in float32 (float64 kept).
+        hidden_layers: Which states of the backbone it reads, as `output_hidden_states` counts them, the last included.
+        attends: Whether features look at other positions; the head then has a cache, of verified rows only.
+        layer_config: From a head's config and its backbone's to the config of the decoder layer that it needs, if any.
     """
 
     build: Callable[[MTPHeadConfig, int, int], nn.Module]
-    parameters: Callable[[nn.Module, MTPHeadConfig, torch.Tensor, BackboneParts | None], Parameters]
-    law: Callable[..., WindowLaw] = circuit_from_logits
+    law: Callable[[nn.Module, MTPHeadConfig, torch.Tensor, BackboneParts | None], WindowLaw]
+    hidden_layers: Callable[[MTPHeadConfig], list[int]] = lambda config: [-1]
+    attends: Callable[[MTPHeadConfig], bool] = lambda config: False
+    layer_config: Callable[[MTPHeadConfig, PreTrainedConfig], dict[str, Any] | None] = lambda config, text: None
 
 
 def _build_independent(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> nn.Module:
@@ -44,24 +52,66 @@ def _build_independent(config: MTPHeadConfig, hidden_size: int, vocab_size: int)
     return leaves[config.leaf](hidden_size, vocab_size, config.window)
 
 
-def _independent(
-    head: nn.Module, config: MTPHeadConfig, hidden_states: torch.Tensor, backbone: BackboneParts | None
-) -> Parameters:
-    return {"leaf_logits": head(hidden_states, config.window, backbone).unsqueeze(-2)}
+def _independent_law(
+    head: nn.Module, config: MTPHeadConfig, features: torch.Tensor, backbone: BackboneParts | None
+) -> WindowLaw:
+    return FactorisedLaw(_exact(head(features, config.window, backbone).unsqueeze(-2)))
 
 
-def _circuit(
-    head: nn.Module, config: MTPHeadConfig, hidden_states: torch.Tensor, backbone: BackboneParts | None
-) -> Parameters:
-    return head(hidden_states, backbone)
+def _factorised_law(
+    head: nn.Module, config: MTPHeadConfig, features: torch.Tensor, backbone: BackboneParts | None
+) -> WindowLaw:
+    return FactorisedLaw(_exact(head(features, backbone)["leaf_logits"]))
+
+
+def _circuit_law(
+    head: nn.Module, config: MTPHeadConfig, features: torch.Tensor, backbone: BackboneParts | None
+) -> WindowLaw:
+    parameters = head(features, backbone)
+    dtype = _exact(parameters["leaf_logits"][..., :0]).dtype
+    return circuit_from_logits(config.head_type, dtype=dtype, **parameters)
+
+
+def _exact(logits: torch.Tensor) -> torch.Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 FAMILIES: dict[str, HeadFamily] = {
-    "ff": HeadFamily(_build_independent, _independent),
-    "cp": HeadFamily(CircuitHead, _circuit),
-    "hmm": HeadFamily(CircuitHead, _circuit),
-    "btree": HeadFamily(CircuitHead, _circuit),
+    "ff": HeadFamily(_build_independent, _independent_law),
+    "cp": HeadFamily(CircuitHead, _circuit_law),
+    "hmm": HeadFamily(CircuitHead, _circuit_law),
+    "btree": HeadFamily(CircuitHead, _circuit_law),
+    "medusa": HeadFamily(MedusaHead, _factorised_law),
+    "hydra": HeadFamily(HydraHead, hydra.hydra_law, hydra.hidden_layers, hydra.attends, hydra.layer_config),
+    "layer": HeadFamily(
+        LayerHead, _factorised_law, layer.hidden_layers, lambda config: True, lambda config, text: text.to_dict()
+    ),
 }
+
+
+def head_features(
+    head: nn.Module,
+    states: Sequence[torch.Tensor],
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    backbone: BackboneParts | None = None,
+    cache: Cache | None = None,
+) -> torch.Tensor:
+    """What the law of every position is made from.
+
+    Args:
+        head: The head; one that reads more than the last state has `features`.
+        states: Those that the family's `hidden_layers` names, [B, T, d] each.
+        attention_mask: [B, past + T], 0 for padding.
+        position_ids: [B or 1, T].
+        backbone: What the head borrows.
+        cache: The head's own keys and values of earlier rows; extended.
+
+    Returns:
+        [B, T, F].
+    """
+    make = getattr(head, "features", None)
+    return states[-1] if make is None else make(states, attention_mask, position_ids, backbone, cache)
 
 
 def build_head(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> nn.Module:
@@ -70,13 +120,13 @@ def build_head(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> nn.M
 
 
 def window_law(
-    head: nn.Module, config: MTPHeadConfig, hidden_states: torch.Tensor, backbone: BackboneParts | None = None
+    head: nn.Module, config: MTPHeadConfig, features: torch.Tensor, backbone: BackboneParts | None = None
 ) -> WindowLaw:
-    """The law of the next `config.window` tokens given hidden states [..., d], in float32 (float64 kept)."""
-    family = FAMILIES[config.head_type]
-    parameters = family.parameters(head, config, hidden_states, backbone)
-    dtype = torch.promote_types(parameters["leaf_logits"].dtype, torch.float32)
-    return family.law(config.head_type, dtype=dtype, **parameters)
+    """The law of the next `config.window` tokens given features [..., F], in float32 (float64 kept).
+
+    For most families the features are the last hidden states [..., d] (`HeadFamily.features`).
+    """
+    return FAMILIES[config.head_type].law(head, config, features, backbone)
 
 
 def init_head(module: nn.Module, std: float = 0.02) -> None:

@@ -16,6 +16,7 @@ from ...generation.drafters.modules import ModuleDrafter
 from ...generation.drafters.protocol import DraftOptions
 from ...generation.mixins import MTPGenerationMixin
 from ..checkpointing import caches_kept
+from ..copies import PicklableMixin
 from ..heads.losses import depth_targets
 from ..loading import HUB_OPTIONS
 from ..outputs import DeepSeekMTPOutput, states_asked_for
@@ -30,7 +31,7 @@ from .unroll import teacher_forced
 _NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits"]
 
 
-class DeepSeekMTP(OfficialFolderMixin, MTPGenerationMixin, PreTrainedModel):
+class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTrainedModel):
     """A causal language model and its D sequential modules (DeepSeek-V3), which draft what the model then verifies.
 
     `main` is transformers' own model, unchanged; `mtp` are the modules. Folders are read and written as DeepSeek and

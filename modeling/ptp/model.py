@@ -17,7 +17,7 @@ from ...configuration.options import check_options
 from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.parallel_mixin import ParallelGenerationMixin
 from ..checkpointing import caches_kept
-from ..copies import sharing_copy
+from ..copies import PicklableMixin, sharing_copy
 from ..heads.losses import check_targets, depth_targets
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..outputs import states_asked_for
@@ -61,7 +61,7 @@ class UniformEmbedding(nn.Module):
             return self.projection(uniform_features(uniforms, self.kind, self.dim))
 
 
-class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedModel):
+class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin, PreTrainedModel):
     """A causal language model that also predicts blocks of tokens from uniforms (PTP).
 
     Behind the tokens of a forward may stand auxiliary rows, one uniform each. Gated adapters act on them alone: on

@@ -100,9 +100,7 @@ def fit(source: Lexicon, config: MTPHeadConfig, steps: int, seed: int) -> torch.
     init_head(head)
     optimizer = torch.optim.Adam(head.parameters(), betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_RATE, total_steps=steps, pct_start=0.1)
-    with (
-        torch.no_grad()
-    ):  # components that start equal separate late here, because a table shares no features between states
+    with torch.no_grad():  # components that start alike would separate late: a table has no features to share
         for parameter in head.parameters():
             parameter.add_(torch.randn_like(parameter))
     for _ in track(range(steps), description=f"{config.head_type} seed {seed}", transient=True):

@@ -1,31 +1,79 @@
-"""MTPTrainer trains every kind of head apart from its backbone; updates do not depend on how batches are cut."""
-
-import copy
+"""Heads apart from their backbone under the trainers: tokenizers, checkpointing, float32 on bfloat16, evaluation."""
 
 import pytest
 import torch
+from datasets import Dataset
+from transformers import TrainingArguments
+from trl import SFTConfig
 
-from tests.modeling.heads.backbones import KINDS, backbone, shaken
 from tests.training.conftest import ragged_rows, trainer_for
-from tokenahead import MTPHeads
+from tests.training.test_evaluation_loss import llama
+from tokenahead import EvaByteTokenizer, MTPHeads
+from tokenahead.training.sft import MTPSFTTrainer
+from tokenahead.training.trainer import MTPTrainer
+
+TEXTS = ["def f(x):\n    return x + 1\n", "import os\n", "# a comment\nx = [1, 2]\n"] * 4
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "hydra++", "layer"])
-def test_accumulation_is_exact_and_the_backbone_stays(kind, tmp_path):
-    base, rows, found = backbone(), ragged_rows(), []
-    rows = [{name: value % 64 if name == "input_ids" else value for name, value in row.items()} for row in rows]
-    rows = [row | {"labels": torch.where(row["labels"] < 0, row["labels"], row["input_ids"])} for row in rows]
-    before = {name: value.clone() for name, value in base.state_dict().items()}
-    made = shaken(MTPHeads.from_backbone(base, window=4, **KINDS[kind]), 0.05).detach()
-    for size in (8, 2):
-        heads = copy.deepcopy(made).attach(base)
-        options = dict(optim="sgd", learning_rate=0.5, max_steps=1, gradient_accumulation_steps=len(rows) // size)
-        trainer = trainer_for(heads, tmp_path, rows, per_device_train_batch_size=size, logging_steps=1, **options)
-        trainer.train()
-        found.append(heads.state_dict())
-        assert {f"loss_head_{depth}" for depth in (1, 2, 3, 4)} <= trainer.state.log_history[0].keys()
-        heads.detach()
-    assert any((found[0][name] - value).abs().max() > 1e-3 for name, value in made.state_dict().items())
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, atol=2e-5, rtol=1e-3)
-    assert all(torch.equal(value, before[name]) for name, value in base.state_dict().items())
+def heads_of(base=None, **options):
+    torch.manual_seed(0)
+    return MTPHeads.from_backbone(llama() if base is None else base, window=3, leaf="full", **options)
+
+
+def test_a_tokenizer_may_align_the_special_tokens(tmp_path):
+    heads = heads_of()
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none", save_strategy="no")
+    trainer = MTPTrainer(heads, arguments, train_dataset=ragged_rows(), processing_class=EvaByteTokenizer())
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert heads.backbone.generation_config.pad_token_id == EvaByteTokenizer().pad_token_id
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_trl_trains_heads_apart(checkpointing, tmp_path):
+    heads = heads_of()
+    before = heads.head.weight.detach().clone()
+    config = SFTConfig(
+        str(tmp_path), max_steps=3, learning_rate=1e-2, logging_steps=1, report_to="none", save_strategy="no",
+        use_cpu=True, bf16=False, max_length=32, gradient_checkpointing=checkpointing,
+    )  # fmt: skip
+    data = Dataset.from_dict({"text": TEXTS})
+    trainer = MTPSFTTrainer(heads, config, train_dataset=data, eval_dataset=data, processing_class=EvaByteTokenizer())
+    trainer.train()
+    assert not torch.equal(heads.head.weight, before) and "loss_head_3" in trainer.state.log_history[0]
+    losses = []
+    for size in (1, 4, 12):
+        trainer.args.per_device_eval_batch_size = size
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_activation_checkpointing_is_accepted(tmp_path):
+    options = dict(max_steps=1, gradient_checkpointing=True, optim="sgd", learning_rate=1.0)
+    weights = []
+    for checkpointing in (True, False):
+        heads = heads_of()
+        trainer_for(heads, tmp_path, ragged_rows(), **(options | {"gradient_checkpointing": checkpointing})).train()
+        weights.append(heads.head.weight.detach())
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("options", [{}, {"head_type": "btree", "rank": 2}, {"leaf": "shared"}], ids=str)
+def test_float32_heads_on_a_bfloat16_backbone_learn_and_draft(options, tmp_path):
+    base = llama().bfloat16()
+    base.generation_config.eos_token_id = None
+    prompt = torch.arange(70, 80)[None]
+    expected = base.generate(prompt, do_sample=False, max_new_tokens=12)
+    heads = MTPHeads.from_backbone(base, window=3, **({"leaf": "full"} | options)).float()
+    trainer = trainer_for(heads, tmp_path, ragged_rows(), learning_rate=1e-2, max_steps=6)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    assert {parameter.dtype for parameter in heads.parameters()} == {torch.float32} and base.dtype == torch.bfloat16
+    assert torch.equal(base.generate(prompt, assistant_model=heads, do_sample=False, max_new_tokens=12), expected)
+
+
+def test_heads_that_assist_another_model_are_refused_by_name():
+    heads, other = heads_of(), llama()
+    with pytest.raises(RuntimeError, match=r"heads.attach\(backbone\)"):
+        other.generate(torch.arange(70, 80)[None], assistant_model=heads, max_new_tokens=3)

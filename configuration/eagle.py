@@ -93,7 +93,7 @@ class EagleHeadConfig(LlamaConfig):
         return [
             (
                 self.version not in (1, 3),
-                f"version={self.version} is unknown; 1 (EAGLE-1, EAGLE-2, HASS) or 3 (EAGLE-3)",
+                f"version={self.version} is unknown; it is 1 (EAGLE-1, EAGLE-2, HASS) or 3",
             ),
             (self.layout not in LAYOUTS, f"layout={self.layout!r} is unknown; choose one of {', '.join(LAYOUTS)}"),
             (self.num_hidden_layers < 1, f"num_hidden_layers={self.num_hidden_layers} must be at least 1"),

@@ -38,8 +38,8 @@ class EagleFolderMixin(StrictLoadingMixin):
         Args:
             pretrained_model_name_or_path: Where the head is.
             aux_layers: Indices into `hidden_states`, where the folder's ids are wrong or missing.
-            norm_output: See `EagleHeadConfig`; False for heads that SpecForge trained from July to September 2026, whose
-                configs say true and mean something else.
+            norm_output: See `EagleHeadConfig`; False for heads that SpecForge trained from July to September
+                2026, whose configs say true and mean something else.
             norm_before_residual: See `EagleHeadConfig`; libraries differ in what a missing field means.
             **kwargs: As for transformers' `from_pretrained`: `dtype`, `device_map`, `attn_implementation`, ...
 

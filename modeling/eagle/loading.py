@@ -1,4 +1,4 @@
-"""Folders of EAGLE heads as others write them: their configuration and tensors in this library's names. Knows no network.
+"""Folders of EAGLE heads as others write them: configuration and tensors in this library's names. Knows no network.
 
 Layouts: the official one of EAGLE-1, EAGLE-2 and HASS; the official one of EAGLE-3; SpecForge's; speculators'. What a
 config leaves open is read off the tensors; what contradicts them, or what nobody here knows, is refused by name.

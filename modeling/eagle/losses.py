@@ -6,8 +6,8 @@ step 0 up to column t, and of every later step its own column: just what a draft
 them; HASS (2408.15766) is the same with outputs detached between steps, and counts a document's first rows again in the
 steps after theirs; EAGLE-1 is step 0 alone.
 
-Memory: rows of the later steps only meet step 0, so they go block by block, each of which is computed again in backward;
-logits exist for one chunk of rows at a time. Neither grows with the number of steps.
+Memory: rows of the later steps only meet step 0, so they go block by block, each of which is computed again in
+backward; logits exist for one chunk of rows at a time. Neither grows with the number of steps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """EagleHead: one small layer that drafts from the hidden states of any transformers causal language model.
 
 Row t takes the backbone's feature f_t and the embedding of token x_{t+1}, at position t, and predicts x_{t+2}; what it
-returns is the feature of the next row while drafting (EAGLE: 2401.15077, EAGLE-2: 2406.16858, EAGLE-3: 2503.01840, HASS:
-2408.15766).
+returns is the feature of the next row while drafting (EAGLE: 2401.15077, EAGLE-2: 2406.16858, EAGLE-3: 2503.01840,
+HASS: 2408.15766).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .retrofit import backbone_config, resolved_aux_layers
 class EagleHead(EagleFolderMixin, PreTrainedModel):
     """An EAGLE head, apart from its backbone, which stays as it is.
 
-    `hidden_states` below are those of transformers: a tuple over layers of [B, L, D], the last after the final norm. The
-    embeddings (and, in version 1, the unembedding) are the backbone's, looked up when they are needed, always frozen.
+    `hidden_states` below are those of transformers: a tuple over layers of [B, L, D], the last after the final norm.
+    The embeddings (and, in version 1, the unembedding) are the backbone's, looked up when needed, and always frozen.
 
     Args:
         config: See `EagleHeadConfig`.
@@ -38,7 +38,8 @@ class EagleHead(EagleFolderMixin, PreTrainedModel):
 
     Example:
         >>> head = EagleHead.from_pretrained(folder).attach(base)
-        >>> out = base.generate(**inputs, assistant_model=head, draft_tree={"depth": 5, "top_k": 10, "total_tokens": 60})
+        >>> tree = {"depth": 5, "top_k": 10, "total_tokens": 60}
+        >>> out = base.generate(**inputs, assistant_model=head, draft_tree=tree)
     """
 
     config_class = EagleHeadConfig

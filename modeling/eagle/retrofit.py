@@ -1,4 +1,4 @@
-"""What a head must know of its backbone: which hidden states it reads, and the sizes of a new head. Knows no network."""
+"""What a head must know of its backbone: the hidden states that it reads, and the sizes of a new head."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class EagleFolderMixin(StrictLoadingMixin):
 
     def _write(self, folder: Path, layout: str, state: dict[str, torch.Tensor] | None = None) -> None:
         state = self.state_dict() if state is None else state
-        embeddings = self._base[0].get_input_embeddings().weight.detach() if self._base else None
+        embeddings = self.backbone.get_input_embeddings().weight.detach() if self.is_attached else None
         tensors = folder_tensors(self.config, layout, state, embeddings)
         folder.mkdir(parents=True, exist_ok=True)
         written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

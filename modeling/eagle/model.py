@@ -11,20 +11,27 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EagleHeadConfig
+from ...generation.attachment import Attachable, adopt_special_ids, unwrap
+from ...generation.drafters.eagle import EagleDrafter, tree_options
+from ...generation.drafters.protocol import DraftOptions
+from ...generation.options import CallOptions
 from ..outputs import EagleOutput
 from .folders import EagleFolderMixin
 from .layers import build_layers
 from .losses import EagleLossOptions, TrainingBatch, eagle_loss
 from .retrofit import backbone_config, resolved_aux_layers
 
+_CHAIN = 5
+"""Tokens of a chain where nobody asks for a number."""
 
-class EagleHead(EagleFolderMixin, PreTrainedModel):
+
+class EagleHead(EagleFolderMixin, Attachable, PreTrainedModel):
     """An EAGLE head, apart from its backbone, which stays as it is.
 
     `hidden_states` below are those of transformers: a tuple over layers of [B, L, D], the last after the final norm.
@@ -37,9 +44,9 @@ class EagleHead(EagleFolderMixin, PreTrainedModel):
         loss_options: How `forward` makes its loss (`EagleLossOptions`).
 
     Example:
-        >>> head = EagleHead.from_pretrained(folder).attach(base)
+        >>> head = EagleHead.from_pretrained(folder).attach(backbone)
         >>> tree = {"depth": 5, "top_k": 10, "total_tokens": 60}
-        >>> out = base.generate(**inputs, assistant_model=head, draft_tree=tree)
+        >>> out = backbone.generate(**inputs, assistant_model=head, draft_tree=tree)
     """
 
     config_class = EagleHeadConfig
@@ -47,12 +54,13 @@ class EagleHead(EagleFolderMixin, PreTrainedModel):
     main_input_name = "input_ids"
     _no_split_modules = ["EagleLayer"]
     _supports_sdpa = True
+    drafts_trees = True
 
     def __init__(self, config: EagleHeadConfig) -> None:
         super().__init__(config)
         self.loss_type = "ForCausalLM"
         self.loss_options = EagleLossOptions.from_dict(config.loss_options)
-        self._base: list[PreTrainedModel] = []  # in a list, so that it is no submodule and is never saved
+        self._backbones = []
         width = config.hidden_size
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)
@@ -82,16 +90,16 @@ class EagleHead(EagleFolderMixin, PreTrainedModel):
     @classmethod
     def from_backbone(
         cls,
-        base: PreTrainedModel,
+        backbone: PreTrainedModel,
         version: int = 3,
         draft_vocab_size: int | None = None,
         draft_ids: torch.Tensor | None = None,
         **options: Any,
     ) -> EagleHead:
-        """A new head for `base`, attached.
+        """A new head for `backbone`, attached.
 
         Args:
-            base: Any causal language model of transformers.
+            backbone: Any causal language model of transformers; of a PeftModel, the model within.
             version: 1 or 3.
             draft_vocab_size: Vd, for version 3: the first Vd tokens are drafted, unless `draft_ids` says which.
             draft_ids: [Vd] distinct token ids: the most frequent tokens of the text to be written, as a rule.
@@ -103,68 +111,72 @@ class EagleHead(EagleFolderMixin, PreTrainedModel):
         if draft_ids is not None:
             draft_ids = torch.as_tensor(draft_ids).sort().values.cpu()
             draft_vocab_size = len(draft_ids)
-        head = cls(backbone_config(base, version=version, draft_vocab_size=draft_vocab_size, **options))
+        backbone = unwrap(backbone)
+        head = cls(backbone_config(backbone, version=version, draft_vocab_size=draft_vocab_size, **options))
         if draft_ids is not None:
             head.set_draft_ids(draft_ids)
-        head = head.attach(base)
+        head = head.attach(backbone)
         if version == 3:
-            unembedding = base.get_output_embeddings().weight
+            unembedding = backbone.get_output_embeddings().weight
             with torch.no_grad():
                 head.lm_head.weight.copy_(unembedding[head.draft_ids.to(unembedding.device)])
         return head
 
     @property
-    def base(self) -> PreTrainedModel:
-        """The backbone.
-
-        Raises:
-            RuntimeError: The head is not attached.
-        """
-        if not self._base:
-            raise RuntimeError("this head is not attached: call head.attach(base) first")
-        return self._base[0]
-
-    @property
     def generation_config(self) -> None:
         """A head generates nothing; transformers asks for this where it is used without `attach`."""
-        raise RuntimeError("EagleHead cannot assist this model: call head.attach(base) first")
+        raise RuntimeError("EagleHead cannot assist this model: call head.attach(backbone) first")
 
     @generation_config.setter
     def generation_config(self, value: None) -> None:
         pass
 
-    def attach(self, base: PreTrainedModel) -> EagleHead:
-        """Makes `base` the backbone; the head takes its dtype and its device.
+    def check_backbone(self, backbone: PreTrainedModel) -> None:
+        """Refuses a backbone that the head was not made for.
 
         Raises:
-            ValueError: Another hidden size, vocabulary or number of layers than the head was made for.
-            RuntimeError: The head is attached to another model.
+            ValueError: Another hidden size, vocabulary or number of layers, or a cache of the backbone's own kind.
         """
-        base = base.get_base_model() if hasattr(base, "get_base_model") else base
-        if self._base and self.base is not base:
-            raise RuntimeError(f"this head is attached to another {type(self.base).__name__}: detach() it first")
-        text = base.config.get_text_config()
+        text, kind = backbone.config.get_text_config(), type(backbone).__name__
         wanted = {"hidden_size": self.config.target_hidden_size, "vocab_size": self.config.vocab_size}
         for name, value in wanted.items():
             if getattr(text, name) != value:
-                raise ValueError(
-                    f"{name}: the head was made for {value}, but {type(base).__name__} has {getattr(text, name)}"
-                )
+                raise ValueError(f"{name}: the head was made for {value}, but {kind} has {getattr(text, name)}")
+        if hasattr(backbone, "_new_cache"):
+            raise ValueError(f"{kind} keeps a cache of its own kind, whose columns a head's cache cannot follow")
         resolved_aux_layers(self.config, text.num_hidden_layers)
-        self._base = [base]
-        return self.to(device=base.device, dtype=base.dtype)
 
-    def detach(self) -> EagleHead:
-        """Undoes `attach`: the backbone is bit for bit what it was."""
-        self._base = []
-        return self
+    def on_attach(self, backbone: PreTrainedModel) -> None:
+        """Follows the backbone's dtype and device, and takes over its special ids."""
+        if backbone.device.type != "meta":  # offloaded: the weights come and go
+            self.to(device=backbone.device, dtype=backbone.dtype if backbone.dtype.is_floating_point else None)
+        adopt_special_ids(self.config, backbone)
+
+    def longest_draft(self) -> int | None:
+        """Any number: a head goes on from its own output."""
+        return None
+
+    def default_draft(self) -> int:
+        """What the published chains of these heads have."""
+        return _CHAIN
+
+    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
+        """Checks and completes `draft_tree`, whose longest path is then the draft's length."""
+        super().prepare_call(options, config)
+        if options.draft_tree is not None:
+            options.draft_tree, longest = tree_options(options.draft_tree)
+            options.num_assistant_tokens = min(options.num_assistant_tokens or longest, longest)
+
+    def make_drafter(self, options: DraftOptions) -> EagleDrafter:
+        """Drafts of the head, for one call of `generate`."""
+        return EagleDrafter(self, options)
 
     @property
     def hidden_layers(self) -> int | list[int]:
         """Indices of the backbone's `hidden_states` that `fuse` reads; -1: the last one."""
         if not self.config.num_aux:
             return -1
-        return resolved_aux_layers(self.config, self.base.config.get_text_config().num_hidden_layers)
+        return resolved_aux_layers(self.config, self.backbone.config.get_text_config().num_hidden_layers)
 
     @property
     def draft_ids(self) -> torch.Tensor:
@@ -274,13 +286,13 @@ class EagleHead(EagleFolderMixin, PreTrainedModel):
 
     def backbone_logits(self, states: torch.Tensor) -> torch.Tensor:
         """The backbone's frozen unembedding [.., V] of normed states [.., D]; its caps and scales are left out."""
-        unembedding = self.base.get_output_embeddings()
+        unembedding = self.backbone.get_output_embeddings()
         bias = None if getattr(unembedding, "bias", None) is None else unembedding.bias.detach()
         return nn.functional.linear(states.to(unembedding.weight), unembedding.weight.detach(), bias)
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Raw rows of the table: a family that scales its embeddings does so behind them, and heads never saw that."""
-        table = self.embed_tokens if self.config.own_embeddings else self.base.get_input_embeddings()
+        table = self.embed_tokens if self.config.own_embeddings else self.backbone.get_input_embeddings()
         return nn.functional.embedding(ids.to(table.weight.device), table.weight.detach())
 
     def _mask(
@@ -332,7 +344,7 @@ class EagleHead(EagleFolderMixin, PreTrainedModel):
             batch_positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
         wanted = self.hidden_layers
         with torch.no_grad():
-            outputs = self.base(
+            outputs = self.backbone(
                 input_ids,
                 attention_mask=attention_mask,
                 **({} if batch_positions is None else {"position_ids": batch_positions}),

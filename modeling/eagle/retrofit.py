@@ -38,9 +38,9 @@ def resolved_aux_layers(config: EagleHeadConfig, num_layers: int) -> list[int]:
     return list(config.aux_layers)
 
 
-def backbone_config(base: PreTrainedModel, **options: Any) -> EagleHeadConfig:
+def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfig:
     """Configuration of a new head: the backbone's sizes and rope, unless `options` says otherwise."""
-    text = base.config.get_text_config()
+    text = backbone.config.get_text_config()
     heads = options.get("num_attention_heads", text.num_attention_heads)
     defaults = {
         "hidden_size": text.hidden_size,
@@ -55,7 +55,7 @@ def backbone_config(base: PreTrainedModel, **options: Any) -> EagleHeadConfig:
         "bos_token_id": text.bos_token_id,
         "eos_token_id": text.eos_token_id,
         "pad_token_id": text.pad_token_id,
-        "base_model_name_or_path": base.config._name_or_path or None,
+        "base_model_name_or_path": backbone.config._name_or_path or None,
     }
     if options.get("version", 3) == 3 and options.get("use_aux_hidden_state", True):
         defaults["aux_layers"] = _small_aux_layers(text.num_hidden_layers)

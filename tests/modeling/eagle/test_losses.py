@@ -89,13 +89,13 @@ def test_a_step_of_training_is_a_step_of_drafting():
     head = head_and_batch(loss_options={"steps": 3, "decay": 1.0})
     prefix = 8
     with torch.no_grad():
-        states = head.base(IDS, output_hidden_states=True).hidden_states
+        states = head.backbone(IDS, output_hidden_states=True).hidden_states
         cache, features = losses.DynamicCache(), head.fuse(states)[:, :prefix]
         ids = IDS[:, 1 : prefix + 1]
         for step in range(3):
             features = head.rows(features, ids, past_key_values=cache)[:, -1:]
             ids = IDS[:, prefix + 1 + step][:, None]
-        law = head.base.lm_head(states[-1][:, prefix + 2]).softmax(-1)
+        law = head.backbone.lm_head(states[-1][:, prefix + 2]).softmax(-1)
         expected = -(law * head.draft_logits(features)[:, 0].log_softmax(-1)).sum(-1).mean()
     labels = torch.full_like(IDS, -100)
     labels[:, prefix + 3] = IDS[:, prefix + 3]

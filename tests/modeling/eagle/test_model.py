@@ -1,5 +1,8 @@
 """The architecture against the official code's numbers, and what a head asks of its backbone."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel, DynamicCache, GPT2Config, LlamaConfig, Qwen3Config
@@ -200,11 +203,25 @@ def test_default_layers_need_seven():
 
 def test_a_head_must_be_attached():
     head = EagleHead(EagleHeadConfig(hidden_size=32, num_attention_heads=4, vocab_size=64))
-    with pytest.raises(RuntimeError, match=r"attach\(base\)"):
+    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
         head(IDS, labels=IDS)
+    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
+        tiny_backbone().generate(IDS, assistant_model=head, max_new_tokens=2)
     head.attach(tiny_backbone())
     with pytest.raises(RuntimeError, match=r"detach\(\) it first"):
         head.attach(tiny_backbone())
+
+
+def test_a_backbone_with_its_own_cache_is_refused(trained):
+    with pytest.raises(ValueError, match="a cache of its own kind"):
+        EagleHead.from_backbone(trained, version=1)
+
+
+def test_a_copy_is_detached_and_equal():
+    head = EagleHead.from_backbone(tiny_backbone())
+    for again in (copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
+        assert not again.is_attached and head.is_attached
+        assert all(torch.equal(value, head.state_dict()[name]) for name, value in again.state_dict().items())
 
 
 def test_its_config_is_found_by_name(tmp_path):

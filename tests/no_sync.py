@@ -7,7 +7,7 @@ WAITS = {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal
 
 
 class NoSync(TorchDispatchMode):
-    """Raises on `.item()`, `bool()`, `.tolist()`, boolean indices, and tensors made from Python numbers."""
+    """Raises on `.item()`, `bool()`, boolean indices, tensors made from numbers; `.tolist()` it cannot see."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.split("::")[1]

@@ -12,7 +12,9 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration.mtp_families import family_of
-from ...generation.drafters.modules import ModuleGenerationMixin
+from ...generation.drafters.modules import ModuleDrafter
+from ...generation.drafters.protocol import DraftOptions
+from ...generation.mixins import MTPGenerationMixin
 from ..heads.losses import window_targets
 from ..outputs import DeepSeekMTPOutput
 from .checkpoint import build, load, load_dequantized
@@ -26,7 +28,7 @@ from .unroll import teacher_forced
 _HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 
 
-class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
+class DeepSeekMTP(OfficialFolderMixin, MTPGenerationMixin, PreTrainedModel):
     """A causal language model and its D sequential modules (DeepSeek-V3), which draft what the model then verifies.
 
     `main` is transformers' own model, unchanged; `mtp` are the modules. Folders are read and written as DeepSeek and
@@ -145,6 +147,18 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
     def window(self) -> int:
         """Tokens that a call may yield at the depth that is trained: the next one, and one for each depth."""
         return self.num_depths + 1
+
+    def longest_draft(self) -> int | None:
+        """Any number: the last module is used again. 0 where the modules were left out."""
+        return None if self.num_modules else 0
+
+    def default_draft(self) -> int:
+        """As many as the loss trains: D, or `unroll_steps`."""
+        return self.num_depths
+
+    def make_drafter(self, options: DraftOptions) -> ModuleDrafter:
+        """Drafts of the modules, for one call of `generate`."""
+        return ModuleDrafter(self, options)
 
     @property
     def mtp_loss_weight(self) -> float:

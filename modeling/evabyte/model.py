@@ -11,7 +11,9 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
-from ...generation.mixin import MTPGenerationMixin
+from ...generation.drafters.heads import HeadDrafter
+from ...generation.drafters.protocol import DraftOptions
+from ...generation.mixins import MTPGenerationMixin
 from ..heads.losses import window_targets
 from ..heads.registry import FFHead, build_head, frozen_unembedding, head_loss, init_head, window_law
 from ..heads.window_law import WindowLaw
@@ -225,6 +227,10 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         first = None if counts is None else torch.as_tensor(counts).flatten()[:1]
         next_byte = MTPHeadConfig(window=1, gamma=self.config.mtp_head.gamma)
         return loss + head_loss(self.lm_head, next_byte, hidden, targets[..., :1], tokens, first)[0], means
+
+    def make_drafter(self, options: DraftOptions) -> HeadDrafter:
+        """Drafts of the head, for one call of `generate`."""
+        return HeadDrafter(self.window_law, options)
 
     def _new_cache(self) -> EvaByteCache:
         """The cache that `generate` starts with."""

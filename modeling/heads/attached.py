@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.generation import CandidateGenerator
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import MTPHeadConfig
+from ...generation.attachment import Attachable, adopt_special_ids, unwrap
 from ...generation.drafters.heads import HeadDrafter
+from ...generation.drafters.protocol import DraftOptions
 from ..loading import StrictLoadingMixin
 from ..outputs import MTPOutput
 from .losses import window_targets
@@ -22,11 +23,12 @@ from .registry import SharedHead, build_head, frozen_unembedding, head_loss, ini
 from .window_law import WindowLaw
 
 
-class MTPHeads(StrictLoadingMixin, PreTrainedModel):
+class MTPHeads(StrictLoadingMixin, Attachable, PreTrainedModel):
     """Multi-token heads for a backbone that stays as it is.
 
-    Attached heads pass as `assistant_model`: `base.generate(..., assistant_model=heads)` speculates losslessly in
-    transformers' own loop (batch 1), greedy and sampled. `Trainer(model=heads)` trains them on the frozen backbone.
+    Attached heads pass as `assistant_model`: `backbone.generate(..., assistant_model=heads)` speculates losslessly, any
+    batch size, greedy and sampled, with the options of `MTPGenerationMixin`. `Trainer(model=heads)` trains them on the
+    frozen backbone.
 
     Args:
         config: Head options, with `window`, `hidden_size` and `vocab_size`.
@@ -35,10 +37,10 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
         ValueError: A config without those three.
 
     Example:
-        >>> heads = MTPHeads.from_backbone(base, window=4)
-        >>> out = base.generate(**inputs, assistant_model=heads)
+        >>> heads = MTPHeads.from_backbone(backbone, window=4)
+        >>> out = backbone.generate(**inputs, assistant_model=heads)
         >>> heads.save_pretrained("heads")
-        >>> heads = MTPHeads.from_pretrained("heads").attach(base)
+        >>> heads = MTPHeads.from_pretrained("heads").attach(backbone)
     """
 
     config_class = MTPHeadConfig
@@ -52,45 +54,37 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
             raise ValueError(f"the config of MTPHeads lacks {', '.join(missing)}")
         self.loss_type = "ForCausalLM"
         self.head = build_head(config, config.hidden_size, config.vocab_size)
-        self._base: list[PreTrainedModel] = []  # in a list, so that it is no submodule and is never saved
+        self._backbones = []
         self.post_init()
 
     @classmethod
-    def from_backbone(cls, base: PreTrainedModel, window: int = 4, leaf: str = "shared", **options: Any) -> MTPHeads:
-        """New heads for `base`, attached; with `leaf="shared"` every head starts as the backbone's own.
+    def from_backbone(
+        cls, backbone: PreTrainedModel, window: int = 4, leaf: str = "shared", **options: Any
+    ) -> MTPHeads:
+        """New heads for `backbone`, attached; with `leaf="shared"` every head starts as the backbone's own.
 
         Args:
-            base: Any causal language model of transformers.
+            backbone: Any causal language model of transformers; of a PeftModel, the model within.
             window: n; drafts have n - 1 tokens.
             leaf: See `MTPHeadConfig`.
             **options: Further fields of `MTPHeadConfig`.
         """
-        text = base.config.get_text_config()
+        backbone = unwrap(backbone)
+        text = backbone.config.get_text_config()
         config = MTPHeadConfig(
             window=window,
             leaf=leaf,
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
-            base_model_name_or_path=base.config._name_or_path or None,
+            base_model_name_or_path=backbone.config._name_or_path or None,
             **options,
         )
-        return cls(config).to(device=base.device, dtype=base.dtype).attach(base)
+        return cls(config).attach(backbone)
 
     @property
     def window(self) -> int:
         """n: tokens that the law covers; a draft has n - 1."""
         return self.config.window
-
-    @property
-    def base(self) -> PreTrainedModel:
-        """The backbone.
-
-        Raises:
-            RuntimeError: The heads are not attached.
-        """
-        if not self._base:
-            raise RuntimeError("these heads are not attached: call heads.attach(base) first")
-        return self._base[0]
 
     @property
     def _shared(self) -> SharedHead | None:
@@ -99,51 +93,44 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
     @property
     def generation_config(self) -> None:
         """Heads generate nothing; transformers asks for this where they are used without `attach`."""
-        raise RuntimeError("MTPHeads cannot assist this model: call heads.attach(base) first")
+        raise RuntimeError("MTPHeads cannot assist this model: call heads.attach(backbone) first")
 
     @generation_config.setter
     def generation_config(self, value: None) -> None:
         pass
 
-    def attach(self, base: PreTrainedModel) -> MTPHeads:
-        """Makes `base` accept these heads as `assistant_model`; nothing else about it changes.
+    def check_backbone(self, backbone: PreTrainedModel) -> None:
+        """Refuses a backbone that the heads were not made for.
 
         Raises:
-            ValueError: Another hidden size or vocabulary than the heads were made for.
-            RuntimeError: The heads are attached to another model.
+            ValueError: Another hidden size or vocabulary.
         """
-        text = base.config.get_text_config()
+        text = backbone.config.get_text_config()
         for name in ("hidden_size", "vocab_size"):
             if getattr(text, name) != getattr(self.config, name):
                 raise ValueError(
-                    f"{name}: the heads were made for {getattr(self.config, name)}, but {type(base).__name__} has "
+                    f"{name}: the heads were made for {getattr(self.config, name)}, but {type(backbone).__name__} has "
                     f"{getattr(text, name)}"
                 )
-        if self._base and self.base is not base:
-            raise RuntimeError(f"these heads are attached to another {type(self.base).__name__}: detach() them first")
-        if self._base:
-            return self
-        self._base = [base]
+
+    def on_attach(self, backbone: PreTrainedModel) -> None:
+        """Follows the backbone's dtype and device, and takes over its unembedding and its special ids."""
+        if backbone.device.type != "meta":  # offloaded: the weights come and go
+            self.to(device=backbone.device, dtype=backbone.dtype if backbone.dtype.is_floating_point else None)
+        adopt_special_ids(self.config, backbone)
         if self._shared is not None:
             self._shared.unembed = frozen_unembedding(
-                lambda: base.get_output_embeddings().weight[: self.config.vocab_size]
+                lambda: backbone.get_output_embeddings().weight[: self.config.vocab_size]
             )
-        attached = vars(base).get("_get_candidate_generator") or _AttachedHeads(base)
-        attached.heads.append(self)
-        base._get_candidate_generator = attached
-        return self
 
-    def detach(self) -> MTPHeads:
-        """Undoes `attach`: the backbone is bit for bit what it was."""
-        if self._base:
-            attached = vars(self.base)["_get_candidate_generator"]
-            attached.heads.remove(self)
-            if not attached.heads:
-                del self.base._get_candidate_generator
-            self._base = []
+    def on_detach(self) -> None:
+        """Lets go of the unembedding."""
         if self._shared is not None:
             self._shared.unembed = None
-        return self
+
+    def make_drafter(self, options: DraftOptions) -> HeadDrafter:
+        """Drafts of the heads, for one call of `generate`."""
+        return HeadDrafter(self.window_law, options)
 
     def window_law(self, hidden_states: torch.Tensor) -> WindowLaw:
         """Law of the next `window` tokens given the backbone's last hidden states [..., D]."""
@@ -173,7 +160,7 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
         """
         options = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
         with torch.no_grad():
-            outputs = self.base(input_ids, **options, logits_to_keep=1, output_hidden_states=-1, return_dict=True)
+            outputs = self.backbone(input_ids, **options, logits_to_keep=1, output_hidden_states=-1, return_dict=True)
         loss, head_losses = None, None
         if labels is not None:
             targets = window_targets(labels, self.window, attention_mask, position_ids)
@@ -185,18 +172,3 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         init_head(module)
-
-
-class _AttachedHeads:
-    """Stands on a backbone before the `_get_candidate_generator` of its class, which `generate` looks up there."""
-
-    def __init__(self, base: PreTrainedModel) -> None:
-        self.base, self.heads = base, []
-
-    def __call__(self, *args: Any, assistant_model: Any = None, **kwargs: Any) -> CandidateGenerator:
-        for heads in self.heads:
-            if heads is assistant_model:
-                config, processors = kwargs["generation_config"], kwargs["logits_processor"]
-                return HeadDrafter(heads.window_law, heads.window, config, processors)
-        of_class = type(self.base)._get_candidate_generator
-        return of_class(self.base, *args, assistant_model=assistant_model, **kwargs)

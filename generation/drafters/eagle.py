@@ -154,7 +154,7 @@ class EagleDrafter:
         return DraftTree.chain(torch.stack(drafts, 1), torch.stack(laws, 1) if self.options.do_sample else None)
 
     def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A token [B] from logits [B, Vd], and the law it was drawn from (its own, where greedy; None if not needed)."""
+        """A token [B] from logits [B, Vd], and the law it was drawn from (greedy: its own, or None if not needed)."""
         if not self.options.do_sample and not self.options.threshold:
             return self.draft_ids[logits.argmax(-1)], None
         law = self._law(logits)
@@ -166,7 +166,7 @@ class EagleDrafter:
         return threshold > 0 and bool((law.gather(-1, token[:, None]) < threshold).all())
 
     def _law(self, logits: torch.Tensor) -> torch.Tensor:
-        """Probabilities over the whole vocabulary [..., V] from logits [..., Vd], warped as the target's when sampled."""
+        """Probabilities over the whole vocabulary [..., V] from logits [..., Vd], warped where sampled."""
         law = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
         if law.shape[-1] < self.head.config.vocab_size:
             whole = law.new_zeros(*law.shape[:-1], self.head.config.vocab_size)

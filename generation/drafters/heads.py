@@ -10,7 +10,7 @@ import torch
 from ...modeling.heads.window_law import WindowLaw
 from ...modeling.sampling import race
 from ..contract import DraftTree, Verdict, line
-from ..targets import Fed
+from ..targets import Fed, HiddenLayers
 from ..tokens import TokenRows
 from .protocol import DraftOptions, View
 
@@ -24,21 +24,28 @@ class HeadDrafter:
     before a token is drawn from it. The verifier is handed the laws that the tokens were really drawn from.
 
     Args:
-        law: From hidden states [B, D] to the law of the next n tokens.
+        law: From features [B, F] of one position to the law of the next n tokens.
         options: Of the call.
+        hidden_layers: The states that features are made from.
+        read: Makes features [B, T, F] from the backbone's hidden states; the last states if not given.
     """
 
-    hidden_layers = -1
-
-    def __init__(self, law: Callable[[torch.Tensor], WindowLaw], options: DraftOptions) -> None:
-        self.law, self.options = law, options
+    def __init__(
+        self,
+        law: Callable[[torch.Tensor], WindowLaw],
+        options: DraftOptions,
+        hidden_layers: HiddenLayers = -1,
+        read: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
+        self.law, self.options, self.hidden_layers = law, options, hidden_layers
+        self.read = read or _last
         self.num_tokens = options.num_tokens
         self.hidden: torch.Tensor | None = None
         self._unchecked = True
 
     def begin(self, outputs: Any, view: View) -> None:
         """Keeps the state before the first new token."""
-        self.hidden = outputs.hidden_states[-1][:, -1]
+        self.hidden = self.read(outputs.hidden_states)[:, -1]
 
     def propose(self, tokens: TokenRows, length: int) -> DraftTree:
         """A chain behind every row.
@@ -59,12 +66,16 @@ class HeadDrafter:
 
     def advance(self, fed: Fed, verdict: Verdict) -> None:
         """Keeps the state before each row's last token; a row that has ended keeps any."""
-        states = fed.hidden_states[-1]
+        states = self.read(fed.hidden_states)
         self.hidden = states[line(len(states), states.device), verdict.accepted.to(states.device)]
 
     def _choose(self, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q = self.options.processing.warp(probs)
         return race(q), q
+
+
+def _last(hidden_states: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
+    return hidden_states[-1]
 
 
 def _refuse_nan(law: WindowLaw) -> None:

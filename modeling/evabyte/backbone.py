@@ -89,7 +89,7 @@ class EvaBytePreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        init_head(module)
+        init_head(module, self.config.initializer_range)
         if isinstance(module, EvaByteRMSNorm) and module.unit_offset:
             init.zeros_(module.weight)
         elif isinstance(module, EvaAttention):

@@ -20,7 +20,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
-from ..heads.losses import IGNORE, LOGITS_PER_CHUNK
+from ..heads.chunks import LOGITS_PER_CHUNK
+from ..heads.losses import IGNORE
 
 OBJECTIVES = {1: ("eagle1", "hass"), 3: ("ttt",)}
 """Objectives of each version, the default first."""
@@ -74,9 +75,8 @@ class EagleLossOptions:
             raise ValueError(f"objective={objective!r}: a head of version {version} is trained with {allowed}")
         steps = _STEPS[objective] if self.steps is None else self.steps
         if steps < 1 or (objective == "eagle1" and steps > 1):
-            raise ValueError(
-                f"steps={steps} must be {'1' if objective == 'eagle1' else 'at least 1'} for {objective!r}"
-            )
+            allowed = "1" if objective == "eagle1" else "at least 1"
+            raise ValueError(f"steps={steps} must be {allowed} for {objective!r}")
         for name in ("decay", "topk_weight", "noise"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")

@@ -21,6 +21,8 @@ from ...generation.attachment import Attachable, adopt_special_ids, unwrap
 from ...generation.drafters.eagle import EagleDrafter, tree_options
 from ...generation.drafters.protocol import DraftOptions
 from ...generation.options import CallOptions
+from ..heads.backbone_parts import backbone_parts, frozen
+from ..heads.losses import IGNORE, check_targets
 from ..outputs import EagleOutput
 from .folders import EagleFolderMixin
 from .layers import build_layers
@@ -53,6 +55,7 @@ class EagleHead(EagleFolderMixin, Attachable, PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "input_ids"
     _no_split_modules = ["EagleLayer"]
+    supports_gradient_checkpointing = True
     _supports_sdpa = True
     drafts_trees = True
 
@@ -123,13 +126,26 @@ class EagleHead(EagleFolderMixin, Attachable, PreTrainedModel):
         return head
 
     @property
-    def generation_config(self) -> None:
-        """A head generates nothing; transformers asks for this where it is used without `attach`."""
-        raise RuntimeError("EagleHead cannot assist this model: call head.attach(backbone) first")
+    def generation_config(self) -> GenerationConfig:
+        """The backbone's: trainers align special tokens with it, and `generate` of another model asks for it."""
+        return self.backbone.generation_config
 
     @generation_config.setter
-    def generation_config(self, value: None) -> None:
-        pass
+    def generation_config(self, value: GenerationConfig | None) -> None:
+        """Ignored: a head has none of its own."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> None:
+        """A head generates nothing; transformers asks it to where it assists a model that it is not attached to.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "EagleHead generates nothing: call head.attach(backbone), then backbone.generate(..., assistant_model=head)"
+        )
+
+    def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Nothing to choose: the loss computes its steps again in backward in any case."""
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         """Refuses a backbone that the head was not made for.
@@ -280,20 +296,20 @@ class EagleHead(EagleFolderMixin, Attachable, PreTrainedModel):
 
     def draft_logits(self, features: torch.Tensor) -> torch.Tensor:
         """Logits [.., Vd] over the draft vocabulary from what rows returned [.., d]."""
-        if self.config.version == 1:
-            return self.backbone_logits(features)
+        if self.config.version == 1:  # the unembedding alone, whatever the backbone does to its logits afterwards
+            return frozen(self.backbone.get_output_embeddings(), features)
         return self.lm_head(features if self.config.norm_output else self.norm(features))
 
     def backbone_logits(self, states: torch.Tensor) -> torch.Tensor:
-        """The backbone's frozen unembedding [.., V] of normed states [.., D]; its caps and scales are left out."""
-        unembedding = self.backbone.get_output_embeddings()
-        bias = None if getattr(unembedding, "bias", None) is None else unembedding.bias.detach()
-        return nn.functional.linear(states.to(unembedding.weight), unembedding.weight.detach(), bias)
+        """The backbone's logits [.., V] of its last hidden states [.., D]; no gradient reaches its parameters."""
+        return backbone_parts(self.backbone).unembed(states)
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Raw rows of the table: a family that scales its embeddings does so behind them, and heads never saw that."""
         table = self.embed_tokens if self.config.own_embeddings else self.backbone.get_input_embeddings()
-        return nn.functional.embedding(ids.to(table.weight.device), table.weight.detach())
+        if type(table) is nn.Embedding:
+            return frozen(table, ids)
+        return nn.functional.embedding(ids, table.weight.detach())
 
     def _mask(
         self,
@@ -334,10 +350,13 @@ class EagleHead(EagleFolderMixin, Attachable, PreTrainedModel):
             position_ids: [B or 1, L]; where they restart, a packed document begins.
             labels: [B, L] int64, shifted here, -100 ignored.
             num_items_in_batch: Rows that count per step over all micro-batches, [steps] or one number (the Trainer's).
-            **kwargs: Ignored; a Trainer may pass what other models take.
+            **kwargs: `shift_labels` [B, L], the target of every position, in place of `labels`; the rest is not read.
 
         Returns:
             `EagleOutput`; `logits` is [B, 1, V].
+
+        Raises:
+            ValueError: Labels that are no token ids, or `loss_options` that contradict the head.
         """
         batch_positions = position_ids
         if position_ids is None and attention_mask is not None:
@@ -354,7 +373,10 @@ class EagleHead(EagleFolderMixin, Attachable, PreTrainedModel):
                 return_dict=True,
             )
         loss, step_losses = None, None
+        if "shift_labels" in kwargs:
+            labels = nn.functional.pad(kwargs["shift_labels"], (1, -1), value=IGNORE)
         if labels is not None:
+            labels = check_targets(labels, self.config.vocab_size)
             batch = TrainingBatch.of(input_ids, labels, attention_mask, position_ids, outputs.hidden_states[-1])
             loss, step_losses = eagle_loss(self, self.fuse(outputs.hidden_states), batch, num_items_in_batch)
         return EagleOutput(loss=loss, logits=outputs.logits, step_losses=step_losses)

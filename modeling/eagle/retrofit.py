@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from inspect import get_annotations
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration import EagleHeadConfig
+from ...configuration.options import check_options
 
 _DEFAULT_LAYERS = 7
 """Below so many layers, the default choice of hidden states would take one twice."""
@@ -39,7 +41,13 @@ def resolved_aux_layers(config: EagleHeadConfig, num_layers: int) -> list[int]:
 
 
 def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfig:
-    """Configuration of a new head: the backbone's sizes and rope, unless `options` says otherwise."""
+    """Configuration of a new head: the backbone's sizes and rope, unless `options` says otherwise.
+
+    Raises:
+        TypeError: An option that is no field of `EagleHeadConfig`.
+    """
+    own = [name for name in options if name not in get_annotations(LlamaConfig)]
+    check_options(own, EagleHeadConfig, "EagleHead.from_backbone", ("target_hidden_size", "base_model_name_or_path"))
     text = backbone.config.get_text_config()
     heads = options.get("num_attention_heads", text.num_attention_heads)
     defaults = {

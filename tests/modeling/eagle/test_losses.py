@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import Trainer, TrainingArguments
 
 from tests.eagle_models import CASES, golden_case, tiny_backbone
 from tokenahead import EagleHead
@@ -162,3 +163,32 @@ def test_options_are_saved_when_they_differ(tmp_path):
     head.loss_options.steps = 5
     head.save_pretrained(tmp_path)
     assert EagleHead.from_pretrained(tmp_path).loss_options == EagleLossOptions(steps=5)
+
+
+@pytest.mark.parametrize("layout", ["tokenahead", "official"])
+def test_a_plain_trainer_trains_saves_and_resumes(layout, tmp_path):
+    head = head_and_batch(loss_options={"steps": 2})
+    head.config.layout = layout
+    data = [{"input_ids": row, "labels": row} for row in IDS.repeat(4, 1)]
+    options = dict(per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2, report_to=[])
+    options |= dict(output_dir=tmp_path, save_steps=2, use_cpu=True, gradient_checkpointing=True, disable_tqdm=True)
+    before = head.fc.weight.clone()
+    Trainer(head, TrainingArguments(max_steps=2, **options), train_dataset=data).train()
+    assert not torch.equal(head.fc.weight, before)
+    kept = {name: value.clone() for name, value in head.state_dict().items()}
+    again = EagleHead.from_pretrained(tmp_path / "checkpoint-2").attach(head.backbone)
+    assert again.config.layout == layout and again.loss_options.steps == 2
+    assert all(torch.equal(value, kept[name]) for name, value in again.state_dict().items())
+    trainer = Trainer(again, TrainingArguments(max_steps=3, **options), train_dataset=data, eval_dataset=data)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 3 and torch.isfinite(torch.tensor(trainer.evaluate()["eval_loss"]))
+
+
+def test_shifted_labels_say_the_same():
+    head = head_and_batch(loss_options={"steps": 2})
+    labels = IDS.clone()
+    labels[:, ::3] = -100
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    assert torch.equal(head(IDS, shift_labels=shifted).loss, head(IDS, labels=labels).loss)
+    with pytest.raises(ValueError, match="labels hold 64, but the vocabulary has 64 tokens"):
+        head(IDS, labels=torch.full_like(IDS, 64))

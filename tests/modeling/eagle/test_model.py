@@ -156,6 +156,11 @@ def test_draft_ids_choose_the_unembedding():
             EagleHead.from_backbone(base, draft_ids=torch.tensor(wrong))
 
 
+def test_a_misspelt_option_is_refused():
+    with pytest.raises(TypeError, match="EagleHead.from_backbone has no option 'norm_outputs'"):
+        EagleHead.from_backbone(tiny_backbone(), norm_outputs=True)
+
+
 def test_it_follows_its_backbone_and_leaves_it_alone():
     base = tiny_backbone().to(torch.bfloat16)
     before, attributes = {name: t.clone() for name, t in base.state_dict().items()}, set(vars(base))
@@ -205,6 +210,8 @@ def test_a_head_must_be_attached():
     head = EagleHead(EagleHeadConfig(hidden_size=32, num_attention_heads=4, vocab_size=64))
     with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
         head(IDS, labels=IDS)
+    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
+        head.generate(IDS)
     with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
         tiny_backbone().generate(IDS, assistant_model=head, max_new_tokens=2)
     head.attach(tiny_backbone())

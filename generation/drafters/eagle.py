@@ -126,7 +126,7 @@ class EagleDrafter:
         size = pairs.ids.shape[1]
         self.mask = torch.cat([self.mask, pairs.real], dim=1)
         positions = (self.counts[:, None] + line(size, self.counts.device)).clamp(min=0)
-        features = self._run(pairs.features, pairs.ids, positions, self.mask if self.is_padded else None)
+        features = self._run(pairs.features, pairs.ids, positions, _causal(self.mask, size) if self.is_padded else None)
         if pairs.shifts is None:
             self.features, self.counts = features[:, -1:], self.counts + size
             return
@@ -138,6 +138,7 @@ class EagleDrafter:
     def _run(
         self, features: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
+        """Rows of the head; `mask` is [B, 1, R, past + R] bool, or None where all columns before a row are real."""
         return self.head.rows(features, ids, positions, mask, self.cache)
 
     def _chain(self, length: int) -> DraftTree:
@@ -149,7 +150,7 @@ class EagleDrafter:
             laws.append(law)
             if step + 1 == length or self._is_unsure(token, law):
                 break
-            mask = nn.functional.pad(self.mask, (0, step + 1), value=True) if self.is_padded else None
+            mask = nn.functional.pad(self.mask, (0, step + 1), value=True)[:, None, None] if self.is_padded else None
             features = self._run(features, token[:, None], self.counts[:, None] + step, mask)
         return DraftTree.chain(torch.stack(drafts, 1), torch.stack(laws, 1) if self.options.do_sample else None)
 
@@ -216,6 +217,16 @@ class _Growth:
         positions = (drafter.counts[:, None] + self.level).expand(-1, size)
         self.features, self.level = drafter._run(features, tokens, positions, visible), self.level + 1
         return drafter.head.draft_logits(self.features)
+
+
+def _causal(mask: torch.Tensor, rows: int) -> torch.Tensor:
+    """What the last `rows` of columns [B, W] see, [B, 1, rows, W]; made here, where no host has to look at the mask.
+
+    Padding sees itself, so that it gives numbers.
+    """
+    columns = line(mask.shape[1], mask.device)
+    own = columns[-rows:, None]
+    return ((mask[:, None] & (columns <= own)) | (columns == own))[:, None]
 
 
 def _taken(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

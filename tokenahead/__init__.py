@@ -14,10 +14,11 @@ if not (_ROOT / "modeling").is_dir() and (_ROOT.parent / "modeling").is_dir():
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from .configuration import EvaByteConfig, MTPHeadConfig, PTPConfig
+from .configuration import EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPConfig
 from .generation import GenerateSpeculativeOutput, Speculation
 from .modeling import (
     DeepSeekMTP,
+    EagleHead,
     EvaByteCache,
     EvaByteForMTPC,
     EvaByteModel,
@@ -26,9 +27,11 @@ from .modeling import (
     PTPForCausalLM,
 )
 
+AutoConfig.register(EagleHeadConfig.model_type, EagleHeadConfig)
 AutoConfig.register(EvaByteConfig.model_type, EvaByteConfig)
 AutoConfig.register(MTPHeadConfig.model_type, MTPHeadConfig)
 AutoConfig.register(PTPConfig.model_type, PTPConfig)
+AutoModel.register(EagleHeadConfig, EagleHead)
 AutoModel.register(EvaByteConfig, EvaByteModel)
 AutoModel.register(MTPHeadConfig, MTPHeads)
 AutoModelForCausalLM.register(EvaByteConfig, EvaByteForMTPC)
@@ -37,6 +40,8 @@ AutoTokenizer.register(EvaByteConfig, slow_tokenizer_class=EvaByteTokenizer)
 
 __all__ = [
     "DeepSeekMTP",
+    "EagleHead",
+    "EagleHeadConfig",
     "EvaByteCache",
     "EvaByteConfig",
     "EvaByteForMTPC",

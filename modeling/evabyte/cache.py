@@ -299,5 +299,4 @@ def _write(buffer: torch.Tensor, states: torch.Tensor, block: EvaBlock) -> None:
         start = block.summaries[0] + block.offsets[0]
         buffer[:, :, start : start + block.length] = states
         return
-    slots = block.count_from(1, 1, block.length)
-    buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)
+    buffer.scatter_(2, block.new_slots[:, None, :, None].expand_as(states), states)

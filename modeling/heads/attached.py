@@ -22,7 +22,7 @@ from ...generation.drafters.heads import HeadDrafter
 from ...generation.drafters.protocol import DraftOptions
 from ..loading import StrictLoadingMixin
 from ..outputs import MTPOutput
-from .backbone_parts import BackboneParts, backbone_parts
+from .backbone_parts import BackboneParts, backbone_parts, compute_device
 from .losses import depth_targets, depth_weights, head_loss
 from .official import OfficialLayoutsMixin
 from .registry import FAMILIES, HeadFamily, build_head, head_features, init_head, window_law
@@ -120,20 +120,22 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, Attachable, PreTrainedM
     def generation_config(self, value: GenerationConfig | None) -> None:
         """Ignored: heads have none of their own."""
 
-    def generate(self, *args: Any, **kwargs: Any) -> None:
-        """Heads generate nothing; transformers asks them to where they assist a model that they are not attached to.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        raise RuntimeError(
-            "MTPHeads generate nothing: call heads.attach(base), then base.generate(..., assistant_model=heads)"
-        )
+    def _supports_logits_to_keep(self) -> bool:
+        """Asked by transformers where it would run the heads itself: they assist a model that they do not know."""
+        raise RuntimeError("MTPHeads cannot assist this model: call heads.attach(backbone) first")
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         """Layers of a head keep no activations; most heads have none, and their loss is chunked anyway."""
         if any(hasattr(module, "gradient_checkpointing") for module in self.modules()):
             super()._set_gradient_checkpointing(enable, *args, **kwargs)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> None:
+        """Heads have no embeddings, and those that were made for one vocabulary fit no other.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(f"heads for vocab_size={self.config.vocab_size} cannot be resized: make new ones")
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         """Refuses a backbone that the heads were not made for.
@@ -152,8 +154,7 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, Attachable, PreTrainedM
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
         """Follows the backbone's dtype and device, and takes over its special ids."""
-        if backbone.device.type != "meta":  # offloaded: the weights come and go
-            self.to(device=backbone.device, dtype=backbone.dtype if backbone.dtype.is_floating_point else None)
+        self.to(device=compute_device(backbone), dtype=backbone.dtype if backbone.dtype.is_floating_point else None)
         adopt_special_ids(self.config, backbone)
         self._expected_embedding = None
 

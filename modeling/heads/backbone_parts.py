@@ -69,8 +69,10 @@ def frozen(module: nn.Module, *args: Any) -> Any:
     The module itself is called, never its weight read: hooks of accelerate (offloaded weights) and other classes of
     linear maps (quantised ones) do their work.
     """
+    if not torch.is_grad_enabled():
+        return module(*args)
     trained = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
-    if not torch.is_grad_enabled() or not trained or any(value.is_meta for value in trained.values()):
+    if not trained or any(value.is_meta for value in trained.values()):
         return module(*args)
     return functional_call(module, trained, args)
 
@@ -79,3 +81,10 @@ def _dtype(module: nn.Module, states: torch.Tensor) -> torch.dtype:
     """The floating dtype that a module computes in; that of the states where its weights are integers."""
     weight = next(module.parameters(), states)
     return weight.dtype if weight.is_floating_point() else states.dtype
+
+
+def compute_device(model: PreTrainedModel) -> torch.device:
+    """Where a model computes, which is not where its weights lie while they are offloaded."""
+    hooks = (module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook"))
+    devices = [hook.execution_device for hook in hooks if getattr(hook, "execution_device", None) is not None]
+    return torch.device(devices[0]) if devices and model.device.type == "meta" else model.device

@@ -34,9 +34,13 @@ class SharedHead(nn.Module):
             RuntimeError: No backbone was given whose unembedding could be used.
         """
         if backbone is None:
-            raise RuntimeError("these heads share their backbone's unembedding: call attach(base) first")
+            raise RuntimeError("these heads share their backbone's unembedding: call attach(backbone) first")
         maps = self.maps[:num_heads]
         return backbone.unembed(torch.einsum("...d,nde->...ne", hidden_states.to(maps.dtype), maps))
+
+    def resize(self, vocab_size: int, std: float | None) -> None:
+        """Changes the number of token ids, with the backbone's unembedding; maps know none."""
+        self.vocab_size = vocab_size
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:

@@ -217,6 +217,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         use_cache: bool | None = None,
         output_hidden_states: bool | int | list[int] | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits of the tokens (the backbone's own) and of the auxiliary rows behind them.
@@ -232,6 +233,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
             output_hidden_states: True for all layers, or indices of those to return (-1: after the final norm). None:
                 as in the config.
             logits_to_keep: Compute the logits of the last so many rows only (0: all).
+            inputs_embeds: [B, T, D], in place of `input_ids`.
             **kwargs: For the backbone without its head; `shift_labels` [B, T], the target of every token, in place of
                 `labels`; `num_items_in_batch`, targets over all micro-batches (from the Trainer).
 
@@ -239,11 +241,14 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
             `logits` [B, T + A, V].
 
         Raises:
-            ValueError: Uniforms outside [0, 1), positions beyond a table of learned ones, labels that are no token ids
-                or without logits of all tokens.
+            ValueError: Both or none of ids and embeddings, uniforms outside [0, 1), positions beyond a table of
+                learned ones, labels that are no token ids or without logits of all tokens.
         """
         loss_options = {name: kwargs.pop(name, None) for name in ("shift_labels", "num_items_in_batch")}
-        embeds, tokens = self.get_input_embeddings()(input_ids), input_ids.shape[1]
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+        tokens = embeds.shape[1]
         if uniforms is not None:
             _check_uniforms(uniforms)
             if not self.config.informative:
@@ -295,9 +300,11 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         size = self.config.vocab_size
         return self.loss_function(logits, None, size, num_items_in_batch, shift_labels=targets)
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The backbone's."""
-        return self.backbone.prepare_inputs_for_generation(*args, **kwargs)
+    def prepare_inputs_for_generation(
+        self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The backbone's; transformers looks for the word `inputs_embeds` in its signature."""
+        return self.backbone.prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
 
     def _positions(
         self, embeds: torch.Tensor, tokens: int, attention_mask: torch.Tensor | None, past_key_values: Any

@@ -21,7 +21,7 @@ def coder(request):
 @pytest.mark.parametrize("branches", [1, 3])
 def test_ngrams_on_code(coder, branches):
     drafter = NgramDrafter(branches=branches).attach(coder)
-    seen = check_greedy(coder, drafter, code_prompts(40), NEW, num_assistant_tokens=DRAFT)
+    seen = check_greedy(coder, drafter, code_prompts(20), NEW, num_assistant_tokens=DRAFT)
     drafter.detach()
     assert seen == set(range(DRAFT + 1))
 
@@ -29,7 +29,7 @@ def test_ngrams_on_code(coder, branches):
 @pytest.mark.parametrize("schedule", ["constant", "adaptive"])
 def test_assistants_on_code(coder, schedule):
     drafter = AssistantDrafter(blurred(coder, 0.3), num_tokens=DRAFT).attach(coder)
-    seen = check_greedy(coder, drafter, code_prompts(40), NEW, num_assistant_tokens_schedule=schedule)
+    seen = check_greedy(coder, drafter, code_prompts(20), NEW, num_assistant_tokens_schedule=schedule)
     assert seen == set(range(DRAFT + 1))
     out = coder.generate(
         **left_padded(code_prompts(4)), max_new_tokens=NEW, do_sample=False, assistant_model=drafter,
@@ -67,7 +67,7 @@ def test_sampled_law(name, kind, processors):
     drafter = NgramDrafter(branches=2) if kind == "ngram" else AssistantDrafter(blurred(model, 0.5))
     drafter.attach(model)
     out = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=True, num_return_sequences=4_000, max_new_tokens=6,
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=True, num_return_sequences=3_000, max_new_tokens=6,
         assistant_model=drafter, verification="token" if kind == "token" else "block", num_assistant_tokens=3,
         return_dict_in_generate=True, **options,
     )  # fmt: skip
@@ -82,7 +82,7 @@ def test_sampled_law_of_ragged_rows():
     drafter = AssistantDrafter(blurred(model, 0.5), num_tokens=3).attach(model)
     batch = [torch.tensor([1, 3, 2, 4, 3, 2, 2, 4]), torch.tensor([4, 1, 3])]
     out = model.generate(
-        **left_padded(batch * 3_000), do_sample=True, top_k=0, max_new_tokens=6, assistant_model=drafter,
+        **left_padded(batch * 2_000), do_sample=True, top_k=0, max_new_tokens=6, assistant_model=drafter,
         num_assistant_tokens_schedule="adaptive",
     )  # fmt: skip
     for row, prompt in enumerate(batch):

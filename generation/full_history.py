@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import DynamicCache, GenerationConfig
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .mixin import MTPGenerationMixin
 from .targets import is_repackable
@@ -27,5 +28,12 @@ class FullHistoryMixin(MTPGenerationMixin):
         """Starts speculation with a cache that forgets nothing: a sliding window is then a matter of the mask."""
         fresh = generation_config.cache_implementation in (None, "dynamic")
         if generation_config.use_mtp and fresh and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = DynamicCache()
+            model_kwargs["past_key_values"] = full_history(self.config)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+
+def full_history(config: PreTrainedConfig) -> Cache:
+    """An empty cache of the kinds of layers that a model wants, but none that forgets columns."""
+    cache = DynamicCache(config=config)
+    cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
+    return cache

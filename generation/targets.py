@@ -8,11 +8,20 @@ stay distances between tokens (a sliding window relies on it). Knows neither dra
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from .replay import Replay, is_recurrent
 
 
 class Target(Protocol):
@@ -75,7 +84,7 @@ class RepackedTarget:
         self.is_padded = not bool(self.mask.all())
         self.shifts = [0] * batch
         self.moved = [0] * batch
-        cache.activate_past_recording()
+        self.replay = Replay(model.get_decoder(), cache) if is_recurrent(cache) else None
 
     def forward(self, block: torch.Tensor, **options: Any) -> Any:
         """See `Target`; positions count real tokens."""
@@ -83,13 +92,16 @@ class RepackedTarget:
         positions = self.counts[:, None] + torch.arange(fed, device=block.device)
         mask = torch.nn.functional.pad(self.mask, (0, fed), value=True) if self.is_padded else None
         inputs = {"attention_mask": mask, "position_ids": positions} | options
-        return self.model(block, past_key_values=self.cache, use_cache=True, return_dict=True, **inputs)
+        with nullcontext() if self.replay is None else self.replay.record():
+            return self.model(block, past_key_values=self.cache, use_cache=True, return_dict=True, **inputs)
 
     def roll_back(self, kept: list[int], fed: int) -> None:
         """See `Target`."""
+        if self.replay is not None:
+            self.replay.keep(kept)
         longest = max(kept)
         self.shifts = [longest - count for count in kept]
-        self.cache.crop(longest - fed)
+        crop(self.cache, longest - fed)
         self.mask = torch.nn.functional.pad(self.mask, (0, longest), value=True)
         self.counts = self.counts + torch.tensor(kept, device=self.counts.device)
         if any(self.shifts):
@@ -106,22 +118,34 @@ class RepackedTarget:
                 chosen = columns[:, None, :, None].to(states.device).expand(-1, states.shape[1], -1, states.shape[3])
                 states[:, :, -fed : states.shape[2] - fed + kept] = states[:, :, -fed:].gather(2, chosen)
         if fed > kept:
-            self.cache.crop(kept - fed)
+            crop(self.cache, kept - fed)
 
     def align(self, columns: int) -> None:
         """See `Target`; columns behind a row's end hold arbitrary values, as padding does."""
         if any(self.moved):
             repack(self.cache, [-moved for moved in self.moved])
-            self.cache.crop(min(0, columns - self.mask.shape[1]))
+            crop(self.cache, min(0, columns - self.mask.shape[1]))
+
+
+def crop(cache: Cache, columns: int) -> None:
+    """Takes the last `-columns` columns from all layers that have columns: a recurrent state has none."""
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionAndFullAttentionLayer):
+            DynamicLayer.crop(layer, columns)
+        elif isinstance(layer, DynamicLayer):
+            layer.crop(columns)
 
 
 def repack(cache: Cache, shifts: list[int]) -> None:
     """Moves the columns of row b by `shifts[b]` to the right, in every layer; what enters at an end is arbitrary."""
     for layer in cache.layers:
-        if layer.is_initialized and layer.get_seq_length() > 0:
-            layer.keys, layer.values = (
-                shift_right(states.transpose(1, 2), shifts).transpose(1, 2) for states in (layer.keys, layer.values)
-            )
+        if not isinstance(layer, DynamicLayer) or not layer.is_initialized or not layer.get_seq_length():
+            continue
+        layer.keys, layer.values = (
+            shift_right(states.transpose(1, 2), shifts).transpose(1, 2) for states in (layer.keys, layer.values)
+        )
+        if getattr(layer, "indexer_keys", None) is not None:
+            layer.indexer_keys = shift_right(layer.indexer_keys, shifts)
 
 
 def shift_right(columns: torch.Tensor, shifts: list[int]) -> torch.Tensor:
@@ -133,6 +157,9 @@ def shift_right(columns: torch.Tensor, shifts: list[int]) -> torch.Tensor:
     return result & (source >= 0) if columns.dtype == torch.bool else result
 
 
+_FULL = (DynamicLayer, DynamicIndexedLayer, DummyLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+
+
 def is_repackable(cache: Cache | None) -> bool:
     """Whether rows of this cache may keep different numbers of tokens: all its layers hold the whole history."""
-    return cache is None or all(type(layer) is DynamicLayer for layer in cache.layers)
+    return cache is None or all(type(layer) in _FULL for layer in cache.layers)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList
 
 from ...modeling.sampling import race
 from ..full_history import FullHistoryMixin
@@ -41,7 +41,7 @@ class ModuleDrafter:
         self.do_sample = bool(generation_config.do_sample)
         self.threshold = generation_config.assistant_confidence_threshold or 0.0
         self.processing = Processing(logits_processor or LogitsProcessorList())
-        self.cache, self.cached = DynamicCache(), 0
+        self.cache, self.cached = model.mtp.new_cache(), 0
         self.states = self.mask = self.target = None
         self.is_padded = False
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
-from ...configuration.mtp_families import COUNT, MTPFamily, count_modules, family_of
+from ...configuration.mtp_families import MTPFamily, announced_modules, family_of, num_layers, set_modules
 from .float8 import SCALES
 
 logger = logging.get_logger(__name__)
@@ -53,26 +53,32 @@ def check_checkpoint(name: Any, config: PreTrainedConfig, inference_only: bool =
         ValueError: No modules, another number of them than the configuration says, float8 weights without scales, a
             damaged file.
     """
-    family, wanted = family_of(config), count_modules(config)
+    family, wanted, layers = family_of(config), announced_modules(config), num_layers(config)
     headers = _headers(name, **hub)
     dtypes = {key: dtype for key, (dtype, _) in headers.items()}
     _check_scales(name, dtypes, config)
     if inference_only:
         return CheckpointFacts(config, False)
-    found = _count_stored(dtypes, family, config.num_hidden_layers)
+    found = _count_stored(dtypes, family, layers)
     if not found:
-        example = family.prefixes(config.num_hidden_layers, 0)[0]
+        example = family.prefixes(layers, 0)[0]
         raise ValueError(
             f"{name}: the folder has no tensors of modules (names like {example}*); "
             "use inference_only=True to decode plainly, or DeepSeekMTP.from_backbone to make new modules"
         )
-    if found != wanted:
+    if wanted is None:  # official files of some families do not say it
+        config = copy.deepcopy(config)
+        set_modules(config, found)
+    elif found != wanted:
         raise ValueError(
-            f"{name}: config.json says {COUNT}={wanted}, but the folder holds {found} modules; correct one of them"
+            f"{name}: config.json says {family.count}={wanted}, but the folder holds {found} modules; correct one of "
+            "them"
         )
-    shared = all(f"model.layers.{config.num_hidden_layers}.{part}" in dtypes for part in COPIES)
+    copies = {copy_: family.file_name(f"model.layers.{layers}.{copy_}", layers, found) for copy_ in family.copies}
     files = {key: file for key, (_, file) in headers.items()}
-    _warn_of_other_copies(name, files, config.num_hidden_layers, found)
+    for k in range(found):
+        _warn_of_other_copies(name, files, family, layers, k)
+    shared = bool(copies) and all(key in dtypes for key in copies.values())
     return CheckpointFacts(_spare_projection(config, dtypes), shared)
 
 
@@ -115,23 +121,21 @@ def weight_files(name: Any, **hub: Any) -> list[str]:
     return [single]
 
 
-def _count_stored(names: Iterable[str], family: MTPFamily, num_layers: int) -> int:
+def _count_stored(names: Iterable[str], family: MTPFamily, layers: int) -> int:
     """Modules, one after the other, of which there is any tensor."""
-    stems = {".".join(name.split(".")[:3]) + "." for name in names}
-    count = 0
-    while not stems.isdisjoint(family.prefixes(num_layers, count)):
+    names, count = list(names), 0
+    while (prefixes := tuple(family.prefixes(layers, count))) and any(name.startswith(prefixes) for name in names):
         count += 1
     return count
 
 
-def _warn_of_other_copies(name: Any, files: dict[str, str], num_layers: int, count: int) -> None:
+def _warn_of_other_copies(name: Any, files: dict[str, str], family: MTPFamily, layers: int, k: int) -> None:
     """Says so where a module's embeddings or head are not the main model's, which is used in their place."""
     tied = "lm_head.weight" if "lm_head.weight" in files else _EMBEDDINGS
-    for k in range(count):
-        for copy_, main in zip(COPIES, (_EMBEDDINGS, tied)):
-            own = f"model.layers.{num_layers + k}.{copy_}"
-            if own in files and main in files and not torch.equal(_tensor(files, own), _tensor(files, main)):
-                logger.warning(f"{name}: {own} differs from {main}; the modules use {main}, and {own} is not kept.")
+    for copy_, main in zip(COPIES, (_EMBEDDINGS, tied)):
+        own = family.file_name(f"model.layers.{layers + k}.{copy_}", layers, k + 1)
+        if own in files and main in files and not torch.equal(_tensor(files, own), _tensor(files, main)):
+            logger.warning(f"{name}: {own} differs from {main}; the modules use {main}, and {own} is not kept.")
 
 
 def _tensor(files: dict[str, str], key: str) -> torch.Tensor:

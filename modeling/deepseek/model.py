@@ -15,7 +15,7 @@ from ...configuration.mtp_families import family_of
 from ...generation.drafters.modules import ModuleGenerationMixin
 from ..heads.losses import window_targets
 from ..outputs import DeepSeekMTPOutput
-from .checkpoint import build, load, load_dequantized
+from .checkpoint import build, load, load_dequantized, text_config
 from .checkpoint_files import check_checkpoint
 from .float8 import is_to_be_dequantized
 from .losses import ModuleLossOptions, chunked_cross_entropy, depth_weights
@@ -63,7 +63,7 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
         self.main, self.mtp = main, modules
         self.generation_config = main.generation_config
         self.loss_options = ModuleLossOptions.from_dict(getattr(main.config, "mtp_loss", None))
-        self.shared_copies = family_of(main.config).copies
+        self.shared_copies = bool(family_of(main.config).copies)
         self.post_init()
 
     def init_weights(self) -> None:
@@ -97,6 +97,7 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
         hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
         if not isinstance(config, PreTrainedConfig):
             config = AutoConfig.from_pretrained(config or name, **hub)
+        config = text_config(config)
         wants_info = kwargs.pop("output_loading_info", False)
         facts = check_checkpoint(name, config, inference_only, **hub)
         if is_to_be_dequantized(facts.config, kwargs.get("quantization_config")):

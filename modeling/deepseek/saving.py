@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ...configuration.mtp_families import COUNT, family_of
+from ...configuration.mtp_families import family_of, num_layers, set_modules
 from .checkpoint import load, official_names, own_names
-from .checkpoint_files import COPIES
 
 _OLD_WEIGHTS = re.compile(
     rf"{re.escape(SAFE_WEIGHTS_NAME)}|{re.escape(SAFE_WEIGHTS_INDEX_NAME)}|model-\d{{5}}-of-\d{{5}}\.safetensors"
@@ -67,21 +66,21 @@ class OfficialFolderMixin:
             self.push_to_hub(hub.pop("repo_id", target.name), token=kwargs.get("token"), **hub)
 
     def _folder_tensors(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        layers = self.config.num_hidden_layers
+        layers, family = num_layers(self.config), family_of(self.config)
         state = official_names(state, layers)
         if self.shared_copies:
             sources = self.get_input_embeddings().weight, self.get_output_embeddings().weight
             for index in range(self.num_modules):
-                for name, source in zip(COPIES, sources):
+                for name in family.copies:
+                    source = sources[name != "embed_tokens.weight"]
                     state[f"model.layers.{layers + index}.{name}"] = source.detach().clone()
-        family = family_of(self.config)
         return {family.file_name(name, layers, self.num_modules): tensor for name, tensor in state.items()}
 
     def _save_main(self, folder: Path, state: dict[str, torch.Tensor], is_main_process: bool, **kwargs: Any) -> None:
         """Lets the main model save all tensors as its own; what that changes in the configuration is undone."""
         config, options = self.main.config, self.loss_options.changed()
         kept = {name: getattr(config, name, None) for name in ("dtype", "architectures")}
-        setattr(config, COUNT, self.num_modules)
+        set_modules(config, self.num_modules)
         if options:
             config.mtp_loss = options
         else:
@@ -102,8 +101,8 @@ class OfficialFolderMixin:
             return super().load_state_dict(state_dict, strict, assign)
         config = self.main.config
         main, modules, _ = load(None, config, False, state_dict=dict(state_dict), dtype=self.main.dtype)
-        official = official_names({f"main.{n}": t for n, t in main.state_dict().items()}, config.num_hidden_layers)
-        loaded = own_names(official, config.num_hidden_layers)
+        official = official_names({f"main.{n}": t for n, t in main.state_dict().items()}, num_layers(config))
+        loaded = own_names(official, num_layers(config))
         loaded |= {f"mtp.{name}": tensor for name, tensor in modules.state_dict().items()}
         return super().load_state_dict(loaded, strict, assign)
 

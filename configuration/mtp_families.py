@@ -19,9 +19,9 @@ class MTPFamily:
     """How a family lays out its modules.
 
     Attributes:
-        names: Pairs (as in the family's files, as in DeepSeek-V3) of beginnings of names; `{index}` stands for k,
-            `{layer}` for L + k. Empty where the names are DeepSeek-V3's. A pair without either is one that all modules
-            would share: such a family has one module.
+        names: Pairs (as in the family's files, as in DeepSeek-V3) of beginnings of names, the longest first; `{index}`
+            stands for k, `{layer}` for L + k. Empty where the names are DeepSeek-V3's. A pair without either is one
+            that all modules would share: such a family has one module.
         embedding_first: `eh_proj` takes [enorm(embedding); hnorm(hidden)], not [hnorm(hidden); enorm(embedding)].
         norm_before_head: There is a `shared_head.norm`; without one, h^k is what the decoder layer gives.
         copies: Tensors of the main model that official files repeat in every module.
@@ -120,16 +120,18 @@ FAMILIES: dict[str, MTPFamily] = {
             ("model.mtp.layers.0.enorm.m.", "model.layers.{layer}.enorm."),
             ("model.mtp.layers.0.hnorm.m.", "model.layers.{layer}.hnorm."),
             ("model.mtp.layers.0.transformer_layer.mlp.", "model.layers.{layer}.mlp."),
-            ("model.mtp.layers.0.", "model.layers.{layer}."),
             ("model.mtp.norm.", "model.layers.{layer}.shared_head.norm."),
             ("model.mtp.embed_tokens.", "model.layers.{layer}.embed_tokens."),
+            ("model.mtp.layers.0.", "model.layers.{layer}."),
         ),
         copies=("embed_tokens.weight",),
         body="latent",
         has_twin=False,
         layers="num_layers",
     ),
-    "mellum": MTPFamily(names=_MTP_NAMES, copies=()),
+    "mellum": MTPFamily(
+        names=_MTP_NAMES, copies=(), block=(("layer_types", "sliding_attention"), ("mlp_layer_types", "sparse"))
+    ),
     "mimo": MTPFamily(
         names=(
             ("model.mtp_layers.{index}.token_layernorm.", "model.layers.{layer}.enorm."),
@@ -166,8 +168,41 @@ FAMILIES: dict[str, MTPFamily] = {
     "qwen3_5_moe_text": MTPFamily(names=_MTP_NAMES, copies=(), block=(_FULL,), count="mtp_num_hidden_layers"),
     "qwen3_5_text": MTPFamily(names=_MTP_NAMES, copies=(), block=(_FULL,), count="mtp_num_hidden_layers"),
     "qwen3_next": _QWEN,
+    # backbones without modules of their own: one line each, and `from_backbone` probes every one
+    "apertus": _RETROFIT,
+    "arcee": _RETROFIT,
+    "cohere2": _RETROFIT,
+    "deepseek_v2": _RETROFIT,
+    "dots1": _RETROFIT,
+    "ernie4_5": _RETROFIT,
+    "exaone4": _RETROFIT,
+    "gemma": _RETROFIT,
+    "gemma2": _RETROFIT,
+    "gemma3_text": _RETROFIT,
+    "glm": _RETROFIT,
+    "glm4": _RETROFIT,
+    "gpt_oss": _RETROFIT,
+    "granite": _RETROFIT,
+    "granitemoe": _RETROFIT,
+    "hunyuan_v1_dense": _RETROFIT,
     "kimi_linear": MTPFamily(copies=(), block=(_FULL,), retrofit=True),
-    **dict.fromkeys(("gemma", "llama", "mistral", "qwen2", "qwen3"), _RETROFIT),
+    "llama": _RETROFIT,
+    "minimax_m2": _RETROFIT,
+    "ministral3": _RETROFIT,
+    "mistral": _RETROFIT,
+    "mixtral": _RETROFIT,
+    "nemotron": _RETROFIT,
+    "olmo2": _RETROFIT,
+    "olmo3": _RETROFIT,
+    "phi3": _RETROFIT,
+    "qwen2": _RETROFIT,
+    "qwen2_moe": _RETROFIT,
+    "qwen3": _RETROFIT,
+    "qwen3_moe": _RETROFIT,
+    "seed_oss": _RETROFIT,
+    "smollm3": _RETROFIT,
+    "stablelm": _RETROFIT,
+    "starcoder2": _RETROFIT,
 }
 """Families by `model_type`."""
 

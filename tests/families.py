@@ -18,7 +18,6 @@ _COMMON = dict(
     pad_token_id=None,
     bos_token_id=None,
     eos_token_id=None,
-    num_nextn_predict_layers=1,
 )
 _EXPERTS = dict(
     moe_intermediate_size=16,
@@ -101,18 +100,54 @@ _FAMILIES = {
     ),
     "qwen2": dict(tie_word_embeddings=True),
     "qwen3": dict(head_dim=8),
-    "qwen3_5_moe_text": _DELTA | _QWEN_EXPERTS | dict(mtp_num_hidden_layers=1),
-    "qwen3_5_text": _DELTA | dict(mtp_num_hidden_layers=1),
+    "qwen3_5_moe_text": _DELTA | _QWEN_EXPERTS,
+    "qwen3_5_text": _DELTA,
     "qwen3_next": _DELTA | _QWEN_EXPERTS,
 }
+_SPARSE = dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, num_local_experts=4)
+_BACKBONES = {
+    "apertus": {},
+    "arcee": {},
+    "cohere2": _WINDOWS,
+    "deepseek_v2": _EXPERTS | _LATENT | dict(head_dim=8, topk_method="greedy"),
+    "dots1": _EXPERTS,
+    "ernie4_5": dict(head_dim=8),
+    "exaone4": _WINDOWS,
+    "gemma2": _WINDOWS | dict(head_dim=8, final_logit_softcapping=2.0),
+    "gemma3_text": _WINDOWS | dict(head_dim=8),
+    "glm": dict(head_dim=8),
+    "glm4": dict(head_dim=8),
+    "gpt_oss": _WINDOWS | _SPARSE | dict(head_dim=8),
+    "granite": dict(logits_scaling=4.0, embedding_multiplier=3.0),
+    "granitemoe": _SPARSE | dict(logits_scaling=4.0),
+    "hunyuan_v1_dense": dict(head_dim=8),
+    "minimax_m2": _SPARSE | dict(head_dim=8),
+    "ministral3": dict(head_dim=8),
+    "mixtral": _SPARSE | dict(sliding_window=6, head_dim=8),
+    "nemotron": dict(head_dim=8),
+    "olmo2": {},
+    "olmo3": _WINDOWS,
+    "phi3": dict(sliding_window=6),
+    "qwen2_moe": _SPARSE | dict(shared_expert_intermediate_size=16),
+    "qwen3_moe": _SPARSE | dict(head_dim=8),
+    "seed_oss": dict(head_dim=8),
+    "smollm3": dict(no_rope_layers=[1, 0]),
+    "stablelm": {},
+    "starcoder2": dict(sliding_window=6),
+}
 NAMES = list(_FAMILIES)
-RETROFITS = [name for name, family in FAMILIES.items() if family.retrofit]
-SINGLE = [name for name, family in FAMILIES.items() if family.most_modules == 1]
+"""Families that are held in every way."""
+BACKBONES = list(_BACKBONES)
+"""Further backbones, of which modules can be made."""
+RETROFITS = [name for name in NAMES if FAMILIES[name].retrofit and not FAMILIES[name].block]
+RECURRENT = ["bailing_hybrid", "kimi_linear", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"]
 
 
-def family_config(name: str, **changes):
-    """A tiny configuration with one module."""
-    return AutoConfig.for_model(name, **(_COMMON | _FAMILIES[name] | changes))
+def family_config(name: str, num_nextn_predict_layers: int = 1, **changes):
+    """A tiny configuration with so many modules."""
+    config = AutoConfig.for_model(name, **(_COMMON | (_FAMILIES | _BACKBONES)[name] | changes))
+    set_modules(config, num_nextn_predict_layers)
+    return config
 
 
 def shake(model, seed: int = 0, size: float = 0.1):
@@ -124,10 +159,15 @@ def shake(model, seed: int = 0, size: float = 0.1):
     return model
 
 
-def family_model(name: str, seed: int = 0, **changes) -> DeepSeekMTP:
+def family_model(name: str, seed: int = 0, num_nextn_predict_layers: int = 1, **changes) -> DeepSeekMTP:
     """A random model of `family_config`, in evaluation mode."""
     torch.manual_seed(seed)
-    return shake(DeepSeekMTP(family_config(name, **changes)), seed).eval()
+    return shake(DeepSeekMTP(family_config(name, num_nextn_predict_layers, **changes)), seed).eval()
+
+
+def most_modules(name: str, wanted: int = 2) -> int:
+    """As many modules as wanted, or as the family can have."""
+    return min(wanted, FAMILIES[name].most_modules or wanted)
 
 
 def random_ids(batch: int = 2, length: int = 16, seed: int = 0) -> torch.Tensor:

@@ -100,7 +100,7 @@ class ModuleDrafter:
 
     def _choose(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A token [B] from states [B, D], and the law it was drawn from (its own, where greedy)."""
-        logits = self.model.get_output_embeddings()(hidden)
+        logits = self.model.readout(hidden)
         law = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
         if not self.do_sample:
             return law.argmax(-1), law

@@ -23,7 +23,7 @@ from .checkpoint_files import COPIES, weight_files
 from .float8 import dequantized_tensors
 from .modules import MTPModule, MTPModules, layer_kind
 
-PER_LAYER = ("layer_types", "mlp_layer_types", "indexer_types")
+PER_LAYER = ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers")
 """Fields of configurations that hold one entry for each layer."""
 _PARTS = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
 

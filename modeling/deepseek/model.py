@@ -20,6 +20,7 @@ from .checkpoint_files import check_checkpoint
 from .float8 import is_to_be_dequantized
 from .losses import ModuleLossOptions, chunked_cross_entropy, depth_weights
 from .modules import MTPModules
+from .readout import Readout
 from .saving import OfficialFolderMixin
 from .unroll import teacher_forced
 
@@ -168,6 +169,11 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
         """The head, which main model and modules share."""
         return self.main.get_output_embeddings()
 
+    @property
+    def readout(self) -> Readout:
+        """From states behind their norm to logits, for main model and modules alike."""
+        return Readout(self.main)
+
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """Sets the head."""
         self.main.set_output_embeddings(new_embeddings)
@@ -263,7 +269,6 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
             **kwargs,
         )
         hidden = outputs.last_hidden_state
-        head = self.get_output_embeddings()
         chain, loss, head_losses, mtp_logits = [hidden], None, None, None
         depths = max(self.num_modules if output_mtp_logits else 0, self.num_depths if labels is not None else 0)
         if depths:
@@ -271,10 +276,10 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
         if labels is not None:
             loss, head_losses = self._loss(chain, labels, attention_mask, position_ids, num_items_in_batch)
         if output_mtp_logits:
-            mtp_logits = tuple(head(state) for state in chain[1 : self.num_modules + 1])
+            mtp_logits = tuple(self.readout(state) for state in chain[1 : self.num_modules + 1])
         return DeepSeekMTPOutput(
             loss=loss,
-            logits=head(slice_logits_to_keep(hidden, logits_to_keep)),
+            logits=self.readout(slice_logits_to_keep(hidden, logits_to_keep)),
             past_key_values=outputs.past_key_values,
             hidden_states=(hidden,) if last_only else outputs.hidden_states,
             attentions=outputs.attentions,
@@ -310,5 +315,5 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
         windows = window_targets(labels, len(chain), attention_mask, position_ids).to(chain[0].device)
         targets = [windows[:, : state.shape[1], k] for k, state in enumerate(chain)]
         weights = depth_weights(targets, self.loss_options, counts)
-        head, vocab_size = self.get_output_embeddings(), self.config.vocab_size
-        return chunked_cross_entropy(head, chain, targets, weights, vocab_size, self.loss_options.detach_head)
+        options, vocab_size = self.loss_options, self.config.vocab_size
+        return chunked_cross_entropy(self.readout, chain, targets, weights, vocab_size, options.detach_head)

@@ -67,18 +67,19 @@ class MTPModule(GradientCheckpointingLayer):
         parts = self.enorm(inputs_embeds.to(device)), self.hnorm(hidden_states.to(device))
         merged = self.eh_proj(torch.cat(parts if self.embedding_first else parts[::-1], dim=-1))
         if earlier is None:
-            return self.norm(self._run(merged, **options))
+            return self.norm(self.run(merged, **options))
         cache = new_cache(self.kind)
         if earlier:
             cache.update(*earlier[:2], self.slot)
             for keys in earlier[2:]:
                 cache.update_indexer(keys, self.slot)
-        state = self.norm(self._run(merged, past_key_values=cache, **options))
+        state = self.norm(self.run(merged, past_key_values=cache, **options))
         layer = cache.layers[self.slot]
         indexed = (layer.indexer_keys,) if isinstance(layer, DynamicIndexedLayer) else ()
         return state, layer.keys, layer.values, *indexed
 
-    def _run(self, states: torch.Tensor, **options: Any) -> torch.Tensor:
+    def run(self, states: torch.Tensor, **options: Any) -> torch.Tensor:
+        """The block alone, [B, R, H] to [B, R, H]."""
         output = self.block(states, **options)  # some families' layers also hand their index on
         return output[0] if isinstance(output, tuple) else output
 
@@ -165,17 +166,28 @@ class MTPModules(nn.ModuleList):
         Returns:
             h^k, [B, R, H], after the module's norm.
         """
-        index, mask = min(k, len(self)) - 1, attention_mask
+        index = min(k, len(self)) - 1
+        options = self.options(index, hidden_states, position_ids, attention_mask, past_key_values)
+        return self[index](hidden_states, inputs_embeds, **options)
+
+    def options(
+        self,
+        index: int,
+        states: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> dict[str, Any]:
+        """What the block of module `index`, from 0, takes beside its states [B, R, H]; arguments as for `step`."""
+        mask = attention_mask
         if mask is None or mask.dim() < 4:
-            mask = self.mask(index, hidden_states, position_ids, attention_mask, past_key_values)
-        return self[index](
-            hidden_states,
-            inputs_embeds,
-            attention_mask=mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            position_embeddings=self.rotary(hidden_states, position_ids, index),
-        )
+            mask = self.mask(index, states, position_ids, attention_mask, past_key_values)
+        return {
+            "attention_mask": mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "position_embeddings": self.rotary(states, position_ids, index),
+        }
 
     def rotary(
         self, states: torch.Tensor, position_ids: torch.Tensor, index: int = -1

@@ -4,11 +4,12 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3NextConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.families import family_config, family_model, random_ids
 from tokenahead import DeepSeekMTP
@@ -234,14 +235,23 @@ def test_a_damaged_file_is_refused(saved):
         DeepSeekMTP.from_pretrained(saved)
 
 
-def test_stateful_families_are_refused_by_name(tmp_path):
-    config = Qwen3NextConfig(num_hidden_layers=1, num_nextn_predict_layers=1)
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="'qwen3_next': its layers keep a recurrent state"):
-        DeepSeekMTP.from_pretrained(tmp_path)
+def test_families_that_are_not_held_are_refused_with_the_reason():
+    for name, reason in (("deepseek_v4", "streams of hidden states"), ("inkling", "short convolutions")):
+        with pytest.raises(ValueError, match=f"'{name}': its modules .*{reason}"):
+            DeepSeekMTP(SimpleNamespace(model_type=name))
+
+
+def test_modules_are_counted_in_the_file_where_the_config_does_not_say(tmp_path):
+    folder = GOLDENS / "qwen3_next_d1_trained"
+    shutil.copytree(folder, tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    del config["num_nextn_predict_layers"]
+    (tmp_path / "copy" / "config.json").write_text(json.dumps(config))
+    assert DeepSeekMTP.from_pretrained(tmp_path / "copy").num_modules == 1
+    assert DeepSeekMTP.from_pretrained(tmp_path / "copy", inference_only=True).num_modules == 0
 
 
 def test_unknown_families_are_refused_by_name():
     config = AutoConfig.for_model("gpt2", n_layer=1)
-    with pytest.raises(ValueError, match=r"model_type='gpt2'; it knows deepseek_v3"):
+    with pytest.raises(ValueError, match=r"model_type='gpt2'; it knows .*deepseek_v3"):
         DeepSeekMTP(config)

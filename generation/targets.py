@@ -78,8 +78,10 @@ class RepackedTarget:
     def __init__(self, model: PreTrainedModel, cache: Cache, batch: int, mask: torch.Tensor | None = None) -> None:
         self.model, self.cache = model, cache
         width = cache.get_seq_length()
-        given = torch.ones(batch, width) if mask is None else mask[:, :width]
-        self.mask = given.bool().to(model.device)
+        # `model.device` would be that of weights, which may be offloaded
+        device = next(layer.keys.device for layer in cache.layers if getattr(layer, "keys", None) is not None)
+        given = torch.ones(batch, width, device=device) if mask is None else mask[:, :width]
+        self.mask = given.bool()
         self.counts = self.mask.sum(1)
         self.is_padded = not bool(self.mask.all())
         self.shifts = [0] * batch

@@ -15,9 +15,21 @@ def race(weights: torch.Tensor, generator: torch.Generator | None = None) -> tor
 
     Needs no cumulative sum (inaccurate in low precision) and no synchronisation; weights of 0 are never drawn.
     """
-    arrival = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device).exponential_(generator=generator)
-    # an exponential can round to 0, and 0 / 0 would win the argmax
-    return (weights / arrival.clamp_min_(torch.finfo(weights.dtype).tiny)).argmax(-1)
+    return _speeds(weights, generator).argmax(-1)
+
+
+def race_order(weights: torch.Tensor, count: int, generator: torch.Generator | None = None) -> torch.Tensor:
+    """The first `count` of the race that `race` takes the winner of: draws without replacement, in order.
+
+    Args:
+        weights: [..., v] unnormalised; where fewer than `count` are positive, weights of 0 come last.
+        count: Draws, at most v.
+        generator: Source of randomness.
+
+    Returns:
+        [..., count] int64, all different.
+    """
+    return _speeds(weights, generator).topk(count).indices
 
 
 def pick(u: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
@@ -49,6 +61,13 @@ def interval(token: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, to
     low = cumulative.gather(-1, token[..., None])[..., 0]
     high = cumulative.gather(-1, token[..., None] + 1)[..., 0]
     return low, torch.where(token == _last_possible(probs), torch.ones_like(high), high)
+
+
+def _speeds(weights: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    """w / E with E ~ Exp(1), by which the tokens of a race arrive."""
+    arrival = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device).exponential_(generator=generator)
+    # an exponential can round to 0, and 0 / 0 would win the race
+    return weights / arrival.clamp_min_(torch.finfo(weights.dtype).tiny)
 
 
 def _last_possible(probs: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,13 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
-from ...configuration.mtp_families import family_of
+from ...configuration.mtp_families import family_of, num_layers
 from ...generation.drafters.modules import ModuleGenerationMixin
+from ..checkpointing import caches_kept
 from ..heads.losses import window_targets
+from ..loading import HUB_OPTIONS
 from ..outputs import DeepSeekMTPOutput
-from .checkpoint import build, load, load_dequantized, text_config
+from .checkpoint import build, load, load_dequantized, own_device_map, text_config
 from .checkpoint_files import check_checkpoint
 from .float8 import is_to_be_dequantized
 from .losses import ModuleLossOptions, chunked_cross_entropy, depth_weights
@@ -23,8 +25,6 @@ from .modules import MTPModules
 from .readout import Readout
 from .saving import OfficialFolderMixin
 from .unroll import teacher_forced
-
-_HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 
 
 class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
@@ -95,7 +95,7 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
                 its config says, missing tensors, wrong shapes, quantised weights without scales.
         """
         name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
-        hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
+        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         if not isinstance(config, PreTrainedConfig):
             config = AutoConfig.from_pretrained(config or name, **hub)
         config = text_config(config)
@@ -107,6 +107,8 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
             main, modules, report = load(name, facts.config, inference_only, **kwargs)
         model = cls(main.config, (main, modules)).eval()
         model.shared_copies = facts.shared_copies
+        if hasattr(main, "hf_device_map"):
+            model.hf_device_map = own_device_map(main.hf_device_map, num_layers(main.config))
         return (model, report) if wants_info else model
 
     @classmethod
@@ -119,15 +121,18 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
     ) -> DeepSeekMTP:
         """Gives a model without modules new ones, made from its own last layer.
 
+        The given model stays as it is: `main` is a copy of it that shares its tensors, so that only training `main`
+        (`train_only("all")`) would show in it.
+
         Args:
-            model_or_path: A model of transformers (used as it is, not copied), or where to load one from.
+            model_or_path: A model of transformers, or where to load one from.
             num_modules: D.
             eh_init: What `eh_proj` passes on at the start: `"embedding"` ([I | 0]), `"hidden"` ([0 | I]) or `"both"`
                 (half of each).
             **kwargs: As for transformers' `from_pretrained`, with a path.
 
         Raises:
-            ValueError: A family that is not supported, or an option out of range.
+            ValueError: A family that is not supported, a model with adapters of peft, or an option out of range.
         """
         from .retrofit import retrofit
 
@@ -136,7 +141,7 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
     @property
     def num_modules(self) -> int:
         """D; 0 where the modules were left out."""
-        return len(self.mtp)
+        return self.mtp.count
 
     @property
     def num_depths(self) -> int:
@@ -178,6 +183,10 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
         """Sets the head."""
         self.main.set_output_embeddings(new_embeddings)
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resizes the main model's embeddings and its head, which are the modules' too."""
+        return self.main.resize_token_embeddings(*args, **kwargs)
+
     def get_decoder(self, *args: Any, **kwargs: Any) -> nn.Module:
         """The main model without its head."""
         return self.main.get_decoder()
@@ -196,10 +205,9 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         """A module is one checkpoint; the decoder layer in it must not be another one, computed a third time."""
         super()._set_gradient_checkpointing(enable, *args, **kwargs)
-        for module in self.mtp:
-            for inner in module.block.modules():
-                if hasattr(inner, "gradient_checkpointing"):
-                    inner.gradient_checkpointing = False
+        for name, module in self.mtp.named_modules():
+            if "block" in name.split(".") and hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = False
 
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
@@ -259,15 +267,16 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
             use_cache = False  # with a cache, transformers does not look for packed documents
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
-        outputs = self.get_decoder()(
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_hidden_states=bool(output_hidden_states) and not last_only,
-            **kwargs,
-        )
+        with caches_kept(self):
+            outputs = self.get_decoder()(
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                output_hidden_states=bool(output_hidden_states) and not last_only,
+                **kwargs,
+            )
         hidden = outputs.last_hidden_state
         chain, loss, head_losses, mtp_logits = [hidden], None, None, None
         depths = max(self.num_modules if output_mtp_logits else 0, self.num_depths if labels is not None else 0)

@@ -6,8 +6,9 @@ Knows neither the head, nor losses, nor drafts.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicIndexedLayer
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..checkpointing import caches_kept
 
 
 class MTPModule(GradientCheckpointingLayer):
@@ -64,7 +67,9 @@ class MTPModule(GradientCheckpointingLayer):
             h^k [B, R, H]; with `earlier`, also what it would hold of all columns.
         """
         device = self.enorm.weight.device  # with a device map, modules may lie on another device than the main model
-        parts = self.enorm(inputs_embeds.to(device)), self.hnorm(hidden_states.to(device))
+        if device.type != "meta":  # weights that are offloaded fetch their inputs themselves
+            inputs_embeds, hidden_states = inputs_embeds.to(device), hidden_states.to(device)
+        parts = self.enorm(inputs_embeds), self.hnorm(hidden_states)
         merged = self.eh_proj(torch.cat(parts if self.embedding_first else parts[::-1], dim=-1))
         if earlier is None:
             return self.norm(self.run(merged, **options))
@@ -84,14 +89,19 @@ class MTPModule(GradientCheckpointingLayer):
         return output[0] if isinstance(output, tuple) else output
 
 
-class MTPModules(nn.ModuleList):
-    """The chain of modules, with what they share with the main model: its configuration and its rotary positions.
+class MTPModules(nn.Module):
+    """The chain of modules, with the main model's configuration and a copy of its rotary embedding.
+
+    Not an `nn.ModuleList`, which peft refuses to save, but its parts are named as in one.
 
     Args:
         modules: The modules in order.
         config: Configuration of the main model.
-        rotary: Its rotary embedding, if any; it stays a part of the main model.
+        rotary: Its rotary embedding, if any.
         kinds: How each module attends, in the words of `layer_types`; like the main model's last layer where None.
+
+    Attributes:
+        count: D.
     """
 
     def __init__(
@@ -101,15 +111,31 @@ class MTPModules(nn.ModuleList):
         rotary: nn.Module | None,
         kinds: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(modules)
-        self.config = config
-        self._rotary = (rotary,)  # in a tuple, so that it is not registered a second time
-        for index, module in enumerate(self):
+        super().__init__()
+        self.config, self.count = config, 0
+        for index, module in enumerate(modules):
             module.slot = index  # the module's place in the modules' own cache
             module.kind = kinds[index] if kinds else layer_kind(config, -1)
             for owner in module.block.modules():
                 if isinstance(getattr(owner, "layer_idx", None), int):
                     owner.layer_idx = index
+            self.add_module(str(index), module)
+            self.count += 1
+        self.rotary_emb = copy.deepcopy(rotary)
+
+    def __getitem__(self, index: int) -> MTPModule:
+        return self.get_submodule(str(range(self.count)[index]))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[MTPModule]:
+        return (self[index] for index in range(self.count))
+
+    @property
+    def last(self) -> MTPModule:
+        """The module of depth D, which goes on beyond it."""
+        return self[-1]
 
     def new_cache(self) -> Cache:
         """An empty cache for all modules; one that forgets nothing, a sliding window being a matter of the mask."""
@@ -166,9 +192,10 @@ class MTPModules(nn.ModuleList):
         Returns:
             h^k, [B, R, H], after the module's norm.
         """
-        index = min(k, len(self)) - 1
+        index = min(k, self.count) - 1
         options = self.options(index, hidden_states, position_ids, attention_mask, past_key_values)
-        return self[index](hidden_states, inputs_embeds, **options)
+        with caches_kept(self):
+            return self[index](hidden_states, inputs_embeds, **options)
 
     def options(
         self,
@@ -192,12 +219,12 @@ class MTPModules(nn.ModuleList):
     def rotary(
         self, states: torch.Tensor, position_ids: torch.Tensor, index: int = -1
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The main model's rotary embedding of position_ids [B or 1, R], as module `index` takes it."""
-        (rotary,) = self._rotary
-        if rotary is None:
+        """The rotary embedding of position_ids [B or 1, R], as module `index` takes it."""
+        if self.rotary_emb is None:
             return None
-        by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
-        return rotary(states, position_ids, self[index].kind) if by_kind else rotary(states, position_ids)
+        by_kind = "layer_type" in inspect.signature(self.rotary_emb.forward).parameters
+        kind = (self[index].kind,) if by_kind else ()
+        return self.rotary_emb(states, position_ids, *kind)
 
 
 def layer_kind(config: PreTrainedConfig, index: int) -> str:

@@ -12,15 +12,15 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
 from ...generation.mixin import MTPGenerationMixin
-from ..heads.losses import window_targets
-from ..heads.registry import FFHead, build_head, frozen_unembedding, head_loss, init_head, window_law
+from ..heads.backbone_parts import BackboneParts, frozen
+from ..heads.ff import FFHead
+from ..heads.losses import head_loss, window_targets
+from ..heads.registry import build_head, init_head, window_law
 from ..heads.window_law import WindowLaw
-from ..loading import StrictLoadingMixin
+from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..outputs import MTPOutput
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
-
-_HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 
 
 class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel):
@@ -36,7 +36,7 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
 
     def __init__(self, config: EvaByteConfig) -> None:
         super().__init__(config)
-        if config.mtp_head.head_type == "ff":
+        if config.mtp_head.family.rows_of_lm_head:
             config.num_pred_heads = max(config.num_pred_heads, config.mtp_head.window)
         self.loss_type = "ForCausalLM"
         self.model = EvaByteModel(config)
@@ -52,23 +52,27 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         larger one appends new ones, and a circuit starts from stored FF heads (`set_head`).
 
         Raises:
-            ValueError: Missing tensors, wrong shapes, a damaged file, or a stored circuit of another shape.
+            ValueError: A folder of another architecture, missing tensors, wrong shapes, a damaged file, or a stored
+                circuit of another shape.
         """
         name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
-        hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
+        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+        dtypes = {key: kwargs.pop(key) for key in ("dtype", "torch_dtype") if key in kwargs}  # a config would keep them
+        cls.check_model_type(name, config, **hub)
         if not isinstance(config, EvaByteConfig):
             config, kwargs = EvaByteConfig.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
         wanted = config.mtp_head
         stored = wanted if name is None else EvaByteConfig.from_pretrained(name, **hub).mtp_head
-        if not wanted.same_parameters(stored) and stored.head_type != "ff":
+        if not wanted.same_parameters(stored) and not stored.family.rows_of_lm_head:
             raise ValueError(
                 f"{name}: the checkpoint holds mtp_head={stored.options()}, not {wanted.options()}; load it as it is, "
                 "or start a new head from its FF heads with set_head(...)"
             )
-        config.mtp_head = wanted if wanted.head_type != "ff" and wanted.same_parameters(stored) else stored
-        if config.mtp_head.head_type == "ff":
+        in_rows = wanted.family.rows_of_lm_head
+        config.mtp_head = wanted if not in_rows and wanted.same_parameters(stored) else stored
+        if config.mtp_head.family.rows_of_lm_head:
             config.mtp_head.window = min(config.mtp_head.window, config.num_pred_heads)
-        loaded = super().from_pretrained(name, *args, config=config, **(hub | kwargs))
+        loaded = super().from_pretrained(name, *args, config=config, **(hub | dtypes | kwargs))
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if config.mtp_head is not wanted:
             model.set_head(**wanted.options())
@@ -111,18 +115,42 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
             self.config.num_pred_heads = self.lm_head.num_heads
             return
         for module in head.modules():
-            init_head(module)
+            init_head(module, self.config.initializer_range)
         if self.config.mtp_head.leaf == "full":
             head.copy_leaves(self.lm_head)
 
     def _circuit(self) -> nn.Module | None:
         config = self.config.mtp_head
-        if config.head_type == "ff":
+        if config.family.rows_of_lm_head:
             return None
-        head = build_head(config, self.config.hidden_size, self.config.vocab_size)
-        if config.leaf == "shared":
-            head.leaf.unembed = frozen_unembedding(lambda: self.lm_head.weight[: self.config.vocab_size])
-        return head
+        return build_head(config, self.config.hidden_size, self.config.vocab_size)
+
+    def backbone_parts(self) -> BackboneParts:
+        """The next-byte head and the embedding, as heads borrow them: without a gradient for either."""
+        return BackboneParts(
+            unembed=lambda states: frozen(self.lm_head, states.to(self.lm_head.weight.dtype), 1)[..., 0, :],
+            embed=lambda tokens: frozen(self.model.embed_tokens, tokens),
+            norm=lambda states: frozen(self.model.norm, states),
+        )
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resizes embeddings and all heads; every head keeps its own rows.
+
+        Raises:
+            ValueError: A head that cannot follow; nothing is changed.
+        """
+        if self.mtp_head is not None and not hasattr(self.mtp_head, "resize"):
+            raise ValueError(f"heads of head_type={self.config.mtp_head.head_type!r} cannot be resized")
+        return super().resize_token_embeddings(*args, **kwargs)
+
+    def _get_resized_lm_head(
+        self, old_lm_head: FFHead, new_num_tokens: int | None = None, mean_resizing: bool = True, **kwargs: Any
+    ) -> FFHead:
+        """What transformers asks for beside new embeddings: heads whose new rows are means, or drawn."""
+        for head in (old_lm_head, self.mtp_head):
+            if head is not None and new_num_tokens is not None:
+                head.resize(new_num_tokens, None if mean_resizing else self.config.initializer_range)
+        return old_lm_head
 
     def train_only(self, part: str) -> None:
         """Chooses what is trained: `"all"`, or `"heads"` with the backbone and the next-byte head frozen.
@@ -140,7 +168,7 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
 
     def window_law(self, hidden_states: torch.Tensor) -> WindowLaw:
         """Law of the next `window` tokens given last hidden states [..., D]."""
-        return window_law(self.head, self.config.mtp_head, hidden_states)
+        return window_law(self.head, self.config.mtp_head, hidden_states, self.backbone_parts())
 
     @can_return_tuple
     def forward(
@@ -219,7 +247,8 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss of the head; a circuit that trains with its backbone adds the next-byte head's own."""
         tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
-        loss, means = head_loss(self.head, self.config.mtp_head, hidden, targets, tokens, counts)
+        parts = self.backbone_parts()
+        loss, means = head_loss(self.head, self.config.mtp_head, hidden, targets, tokens, counts, parts)
         if self.mtp_head is None or not self.lm_head.weight.requires_grad:
             return loss, means
         first = None if counts is None else torch.as_tensor(counts).flatten()[:1]

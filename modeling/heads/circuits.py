@@ -8,7 +8,8 @@ state to the node's. Position i emits from the latent that owns it.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 
 import torch
 
@@ -270,6 +271,38 @@ class TreeLaw(LatentLaw):
         return seen
 
 
+@dataclass(frozen=True)
+class Circuit:
+    """What tells one family of circuits from another; independent positions are the one without sums.
+
+    Args:
+        law: From its parameters, in this order, and the leaves to the law.
+        parameters: Their names: the root, then the [r, r] sums if the family has any.
+        sum_counts: From the window n to how many such sums there are: one per step, and if all steps share theirs.
+        persistent: When a head is new, states tend to stay what they are from one sum to the next.
+    """
+
+    law: Callable[..., WindowLaw]
+    parameters: tuple[str, ...] = ("root_logits",)
+    sum_counts: Callable[[int], tuple[int, ...]] = lambda window: (0,)
+    persistent: bool = False
+
+    def shapes(self, window: int, rank: int) -> dict[str, list[tuple[int, ...]]]:
+        """The last axes that each parameter may have; without those that this window is too short for."""
+        counts = sorted(set(self.sum_counts(window)))
+        sums = [(count, rank, rank) for count in counts]
+        return dict(zip(self.parameters, ([(rank,)], sums if any(counts) else [])))
+
+
+CIRCUITS = {
+    "ff": Circuit(FactorisedLaw, ()),
+    "cp": Circuit(MixtureLaw),
+    "hmm": Circuit(ChainLaw, ("root_logits", "trans_logits"), lambda window: (window - 1, 1), persistent=True),
+    "btree": Circuit(TreeLaw, ("root_logits", "node_logits"), lambda window: (max(window - 2, 0),)),
+}
+"""The laws that `circuit_from_logits` can build, by `head_type`."""
+
+
 def circuit_from_logits(
     head_type: str,
     *,
@@ -299,37 +332,25 @@ def circuit_from_logits(
     """
     window, rank = leaf_logits.shape[-3], leaf_logits.shape[-2]
     given = {"root_logits": root_logits, "trans_logits": trans_logits, "node_logits": node_logits}
-    wanted = {
-        "ff": {},
-        "cp": {"root_logits": {()}},
-        "hmm": {"root_logits": {()}, "trans_logits": {(window - 1,), (1,)}},
-        "btree": {"root_logits": {()}} | ({"node_logits": {(window - 2,)}} if window > 2 else {}),
-    }
-    if head_type not in wanted:
-        raise ValueError(f"head_type={head_type!r} is unknown; choose one of {', '.join(wanted)}")
+    if head_type not in CIRCUITS:
+        raise ValueError(f"head_type={head_type!r} is unknown; choose one of {', '.join(CIRCUITS)}")
+    family = CIRCUITS[head_type]
+    wanted = family.shapes(window, rank)
     for name, value in given.items():
-        _check(head_type, name, value, wanted[head_type].get(name), rank)
-    if head_type == "ff" and rank != 1:
-        raise ValueError(f"leaf_logits: 'ff' has rank 1, got {tuple(leaf_logits.shape)}")
-    root, trans, node = (None if value is None else value.to(dtype) for value in given.values())
-    leaf = leaf_logits.to(dtype)
-    laws = {
-        "ff": lambda: FactorisedLaw(leaf),
-        "cp": lambda: MixtureLaw(root, leaf),
-        "hmm": lambda: ChainLaw(root, trans, leaf),
-        "btree": lambda: TreeLaw(root, node, leaf),
-    }
-    return laws[head_type]()
+        _check(head_type, name, value, wanted.get(name))
+    if not family.parameters and rank != 1:
+        raise ValueError(f"leaf_logits: {head_type!r} has rank 1, got {tuple(leaf_logits.shape)}")
+    cast = [None if given[name] is None else given[name].to(dtype) for name in family.parameters]
+    return family.law(*cast, leaf_logits.to(dtype))
 
 
-def _check(head_type: str, name: str, value: torch.Tensor | None, leading: set | None, rank: int) -> None:
-    if leading is None and value is not None:
-        raise ValueError(f"{name}: head_type={head_type!r} has none for this window")
-    if leading is None:
+def _check(head_type: str, name: str, value: torch.Tensor | None, shapes: list[tuple[int, ...]] | None) -> None:
+    if not shapes:
+        if value is not None:
+            raise ValueError(f"{name}: head_type={head_type!r} has none for this window")
         return
     if value is None:
         raise ValueError(f"{name} is missing: head_type={head_type!r} needs it")
-    shapes = [(rank,)] if name == "root_logits" else [(*steps, rank, rank) for steps in sorted(leading)]
     if not any(value.shape[-len(shape) :] == shape for shape in shapes):
         raise ValueError(f"{name} has shape {tuple(value.shape)}; it should end in {' or '.join(map(str, shapes))}")
 

@@ -1,4 +1,4 @@
-"""Pure losses of multi-token prediction: which tokens are targets at which depth, and how depths are weighed."""
+"""Losses of multi-token prediction: which tokens are targets at which depth, how depths are weighed, and in chunks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from ...configuration import MTPHeadConfig
+from .backbone_parts import BackboneParts
 from .chunks import chunked_terms
+from .registry import window_law
 from .window_law import WindowLaw
 
 IGNORE = -100
@@ -100,6 +103,7 @@ def window_terms(
     tokens: torch.Tensor,
     logits_per_position: int,
     unknown: torch.Tensor | None = None,
+    teacher: tuple[Callable[[torch.Tensor], torch.Tensor], int] | None = None,
 ) -> torch.Tensor:
     """-log q(x_{t+j} | x_{t+1..t+j-1}) for every window, in chunks that are computed again in backward.
 
@@ -112,14 +116,102 @@ def window_terms(
         tokens: [B, L, n] int64, the tokens of every window; any id where there is none.
         logits_per_position: Numbers that `law` makes of one hidden state, n r V.
         unknown: [B, L, n], True where a token is summed out.
+        teacher: What unembeds the states that stand behind the first so many numbers of `hidden_states`: the terms of
+            depths 2 to n are then cross-entropies with the laws of these n - 1 states.
 
     Returns:
         [B, L, n] float32, in nats.
     """
 
     def terms(hidden: torch.Tensor, chosen: torch.Tensor, holes: torch.Tensor | None) -> torch.Tensor:
-        return -law(hidden).token_log_probs(chosen, holes)
+        if teacher is None:
+            return -law(hidden).token_log_probs(chosen, holes)
+        unembed, width = teacher
+        log_probs = law(hidden[..., :width]).conditional_log_probs(chosen)
+        first = -log_probs[..., :1, :].gather(-1, chosen[..., :1, None])[..., 0]
+        states = hidden[..., width:].unflatten(-1, (chosen.shape[-1] - 1, -1))
+        taught = unembed(states.detach()).detach().to(log_probs.dtype).softmax(-1)
+        return torch.cat([first, -(taught * log_probs[..., 1:, :]).sum(-1)], -1)
 
     rows = max(1, LOGITS_PER_CHUNK // logits_per_position)
     flat = hidden_states.flatten(0, 1), tokens.flatten(0, 1), None if unknown is None else unknown.flatten(0, 1)
     return chunked_terms(terms, head, *flat, rows).view(tokens.shape)
+
+
+def head_loss(
+    head: nn.Module,
+    config: MTPHeadConfig,
+    features: torch.Tensor,
+    targets: torch.Tensor,
+    input_ids: torch.Tensor | None,
+    counts: torch.Tensor | int | None = None,
+    backbone: BackboneParts | None = None,
+    last_states: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of a head over all windows of a batch.
+
+    Args:
+        head: The head.
+        config: Its options; `gamma`, `masked_tokens` and those that begin with `loss_` are read here.
+        features: [B, L, F], for most families the hidden states.
+        targets: [B, L, n] int64, -100 where nothing is scored.
+        input_ids: [B, L] int64, to observe the tokens that are not scored; None sums them out.
+        counts: Targets per depth over all micro-batches, [n] or one number.
+        backbone: What the head borrows of its backbone.
+        last_states: [B, L, d], the backbone's last hidden states, for `loss_target="teacher"`.
+
+    Returns:
+        The loss (a scalar, in nats), and the detached mean per depth [n].
+
+    Raises:
+        ValueError: A teacher is asked for where there is none.
+    """
+    window, scored = targets.shape[-1], targets != IGNORE
+    observe = input_ids is not None and config.masked_tokens == "observe"
+    tokens = tokens_ahead(input_ids, window, 0) if observe else targets.clamp(min=0)
+    teacher = None if config.loss_target == "labels" else _teacher_states(last_states, window)
+    terms = window_terms(
+        lambda hidden: window_law(head, config, hidden, backbone),
+        head,
+        features if teacher is None else torch.cat([features, teacher.to(features.dtype)], -1),
+        tokens,
+        logits_per_position=window * config.rank * head.vocab_size * (1 if teacher is None else 2),
+        unknown=None if observe or "masked_tokens" not in config.family.options else ~scored,
+        teacher=None if teacher is None else (backbone.unembed, features.shape[-1]),
+    )
+    weights = depth_weights(config, scored.sum((0, 1)) if counts is None else counts, terms, scored)
+    return (torch.where(scored, terms, 0.0).sum((0, 1)) * weights).sum(), depth_means(terms, scored)
+
+
+def depth_weights(
+    config: MTPHeadConfig, counts: torch.Tensor | int, terms: torch.Tensor, scored: torch.Tensor
+) -> torch.Tensor:
+    """What the summed terms of each depth are multiplied with, [n].
+
+    `loss_weights`, or the family's own, stand for themselves; `gamma` is a discount whose weights sum to 1.
+    """
+    given, window = config.loss_weights, terms.shape[-1]
+    if given is None and config.family.loss_weights is not None:
+        given = config.family.loss_weights(window)
+    if given is None:
+        discounts = config.gamma ** torch.arange(window, device=terms.device, dtype=terms.dtype)
+        weights = discounts / discounts.sum()
+    else:
+        weights = torch.tensor(given, device=terms.device, dtype=terms.dtype)
+    if config.loss_balance == "rms":
+        weights = weights * rms_balance(terms, scored)
+    return weights / torch.as_tensor(counts, device=terms.device).clamp(min=1)
+
+
+def rms_balance(terms: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
+    """RMS of the losses of single tokens at depth 1 over that at each depth, [n], detached (Mehra et al. 2025)."""
+    squares = torch.where(scored, terms.detach(), 0.0).square().sum((0, 1)) / scored.sum((0, 1)).clamp(min=1)
+    return (squares[:1] / squares.clamp(min=torch.finfo(squares.dtype).tiny)).sqrt()
+
+
+def _teacher_states(last_states: torch.Tensor | None, window: int) -> torch.Tensor:
+    """For every position the states [B, L, (n - 1) d] whose next token depths 2..n predict."""
+    if last_states is None:
+        raise ValueError("loss_target='teacher' needs a backbone that teaches: heads apart from it (MTPHeads) have one")
+    padded = nn.functional.pad(last_states, (0, 0, 0, window - 1))
+    return torch.cat([padded[:, k : k + last_states.shape[1]] for k in range(1, window)], -1)

@@ -6,15 +6,18 @@ import torch
 from tests.laws import golden
 from tokenahead import MTPHeadConfig
 from tokenahead.modeling.heads import losses
+from tokenahead.modeling.heads.circuit_head import CircuitHead
+from tokenahead.modeling.heads.ff import FFHead
 from tokenahead.modeling.heads.losses import (
     IGNORE,
     depth_means,
     discounted_mtp_loss,
+    head_loss,
     tokens_ahead,
     window_targets,
     window_terms,
 )
-from tokenahead.modeling.heads.registry import CircuitHead, FFHead, head_loss, window_law
+from tokenahead.modeling.heads.registry import window_law
 
 FAMILIES = ("ff", "cp", "hmm", "btree")
 READINGS = ("observe", "marginalise", "univariate")

@@ -218,7 +218,7 @@ def load_dequantized(
     asked = options.pop("dtype", None)
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     dtype = asked if isinstance(asked, torch.dtype) else getattr(torch, str(asked), stored)
-    tensors = dequantized_tensors(weight_files(name, **hub), config, dtype)
+    tensors = dequantized_tensors(weight_files(name, options.pop("variant", None), **hub), config, dtype)
     config = copy.deepcopy(config)
     del config.quantization_config
     options = {key: value for key, value in options.items() if key not in {*hub, "quantization_config"}}
@@ -243,6 +243,33 @@ def own_names(state: dict[str, torch.Tensor], num_layers: int) -> dict[str, torc
 def own_device_map(devices: dict[str, Any], num_layers: int) -> dict[str, Any]:
     """A device map of the model that was loaded at once, by the names of a `DeepSeekMTP`."""
     return {_own_name(f"{name}.", num_layers).strip(".") if name else "": devices[name] for name in devices}
+
+
+def official_device_map(devices: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+    """The reverse of `own_device_map`; a map that has the folder's names already stays as it is.
+
+    Args:
+        devices: Devices by beginnings of names, as accelerate infers them from a `DeepSeekMTP`, or as `hf_device_map`
+            has them. `"main"` and `"mtp"` stand for all parts that have no entry of their own.
+        config: The main model's configuration.
+    """
+    layers, found = num_layers(config), {}
+    modules = [f"model.layers.{layers + k}" for k in range(count_modules(config))]
+    for name, device in devices.items():
+        part, _, rest = name.partition(".")
+        index, _, inner = rest.partition(".")
+        if part == "mtp" and not rest:
+            found |= dict.fromkeys(modules, device)
+        elif part == "mtp" and index.isdigit():
+            found[f"{modules[int(index)]}.{_inner_name(inner)}".rstrip(".")] = device
+        elif part != "mtp":
+            found[rest if part == "main" else name] = device
+    return found
+
+
+def _inner_name(inner: str) -> str:
+    part, _, rest = inner.partition(".")
+    return rest if part == "block" else ".".join(filter(None, (_PARTS.get(part, part), rest)))
 
 
 def _official_name(name: str, num_layers: int) -> str:

@@ -40,13 +40,16 @@ class CheckpointFacts:
     shared_copies: bool
 
 
-def check_checkpoint(name: Any, config: PreTrainedConfig, inference_only: bool = False, **hub: Any) -> CheckpointFacts:
+def check_checkpoint(
+    name: Any, config: PreTrainedConfig, inference_only: bool = False, variant: str | None = None, **hub: Any
+) -> CheckpointFacts:
     """Looks at the names and dtypes of a checkpoint's tensors.
 
     Args:
         name: Folder or Hub repository.
         config: Its configuration.
         inference_only: The modules will not be loaded.
+        variant: As for `from_pretrained`: files like `model.fp16.safetensors`.
         hub: `revision`, `token`, ... as for `from_pretrained`.
 
     Raises:
@@ -54,7 +57,7 @@ def check_checkpoint(name: Any, config: PreTrainedConfig, inference_only: bool =
             damaged file.
     """
     family, wanted, layers = family_of(config), announced_modules(config), num_layers(config)
-    headers = _headers(name, **hub)
+    headers = _headers(name, variant, **hub)
     dtypes = {key: dtype for key, (dtype, _) in headers.items()}
     _check_scales(name, dtypes, config)
     if inference_only:
@@ -88,13 +91,13 @@ def tensor_dtypes(name: Any, **hub: Any) -> dict[str, str]:
     Raises:
         ValueError: No safetensors files, or a damaged one.
     """
-    return {key: dtype for key, (dtype, _) in _headers(name, **hub).items()}
+    return {key: dtype for key, (dtype, _) in _headers(name, None, **hub).items()}
 
 
-def _headers(name: Any, **hub: Any) -> dict[str, tuple[str, str]]:
+def _headers(name: Any, variant: str | None, **hub: Any) -> dict[str, tuple[str, str]]:
     """Dtype and file of every tensor."""
     found = {}
-    for file in weight_files(name, **hub):
+    for file in weight_files(name, variant, **hub):
         try:
             with safe_open(file, framework="pt") as tensors:
                 found |= {key: (tensors.get_slice(key).get_dtype(), file) for key in tensors.keys()}  # noqa: SIM118
@@ -103,22 +106,29 @@ def _headers(name: Any, **hub: Any) -> dict[str, tuple[str, str]]:
     return found
 
 
-def weight_files(name: Any, **hub: Any) -> list[str]:
+def weight_files(name: Any, variant: str | None = None, **hub: Any) -> list[str]:
     """Paths of a checkpoint's safetensors files; those of a Hub repository are fetched.
 
     Raises:
         ValueError: There are none.
     """
     options = {"_raise_exceptions_for_missing_entries": False, **hub}
-    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **options)
+    index_name, single_name = (_with_variant(file, variant) for file in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME))
+    index = cached_file(name, index_name, **options)
     if index is not None:
         with open(index, encoding="utf-8") as file:  # noqa: PTH123
             shards = sorted(set(json.load(file)["weight_map"].values()))
         return [cached_file(name, shard, **hub) for shard in shards]
-    single = cached_file(name, SAFE_WEIGHTS_NAME, **options)
+    single = cached_file(name, single_name, **options)
     if single is None:
-        raise ValueError(f"{name}: neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME} is there")
+        raise ValueError(f"{name}: neither {single_name} nor {index_name} is there")
     return [single]
+
+
+def _with_variant(file: str, variant: str | None) -> str:
+    """The name that transformers gives to a file of a variant: the variant goes before the last ending."""
+    stem, _, ending = file.rpartition(".")
+    return file if variant is None else f"{stem}.{variant}.{ending}"
 
 
 def _count_stored(names: Iterable[str], family: MTPFamily, layers: int) -> int:

@@ -17,12 +17,13 @@ from ..checkpointing import caches_kept
 from ..heads.losses import window_targets
 from ..loading import HUB_OPTIONS
 from ..outputs import DeepSeekMTPOutput
-from .checkpoint import build, load, load_dequantized, own_device_map, text_config
+from .checkpoint import build, load, load_dequantized, official_device_map, own_device_map, text_config
 from .checkpoint_files import check_checkpoint
 from .float8 import is_to_be_dequantized
 from .losses import ModuleLossOptions, chunked_cross_entropy, depth_weights
 from .modules import MTPModules
 from .readout import Readout
+from .routing import router_loss
 from .saving import OfficialFolderMixin
 from .unroll import teacher_forced
 
@@ -52,6 +53,7 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
 
     base_model_prefix = "main"
     supports_gradient_checkpointing = True
+    _no_split_modules = ["MTPModule"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -100,7 +102,9 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
             config = AutoConfig.from_pretrained(config or name, **hub)
         config = text_config(config)
         wants_info = kwargs.pop("output_loading_info", False)
-        facts = check_checkpoint(name, config, inference_only, **hub)
+        facts = check_checkpoint(name, config, inference_only, kwargs.get("variant"), **hub)
+        if isinstance(devices := kwargs.get("device_map"), dict):
+            kwargs["device_map"] = official_device_map(devices, facts.config)
         if is_to_be_dequantized(facts.config, kwargs.get("quantization_config")):
             main, modules, report = load_dequantized(name, facts.config, inference_only, hub, **kwargs)
         else:
@@ -137,6 +141,11 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
         from .retrofit import retrofit
 
         return cls(*retrofit(model_or_path, num_modules, eh_init, **kwargs)).eval()
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The main model without its head: what TRL calls for hidden states."""
+        return self.get_decoder()
 
     @property
     def num_modules(self) -> int:
@@ -246,7 +255,8 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
             output_mtp_logits: Compute `mtp_logits`. None: where the model is not training and no cache is used.
             logits_to_keep: Compute the main model's logits of the last so many positions only (0: all).
             num_items_in_batch: Targets per depth over all micro-batches, [D + 1] or one number (from the Trainer).
-            **kwargs: For the main model without its head.
+            **kwargs: For the main model without its head. With `output_router_logits` (or where the configuration has
+                it), the balance of its experts is part of the loss.
 
         Returns:
             See `DeepSeekMTPOutput`.
@@ -267,6 +277,8 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
             use_cache = False  # with a cache, transformers does not look for packed documents
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
+        if getattr(self.config, "output_router_logits", False):
+            kwargs.setdefault("output_router_logits", True)
         with caches_kept(self):
             outputs = self.get_decoder()(
                 attention_mask=attention_mask,
@@ -284,6 +296,9 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
             chain = self._chain(hidden, inputs_embeds, attention_mask, position_ids, depths)
         if labels is not None:
             loss, head_losses = self._loss(chain, labels, attention_mask, position_ids, num_items_in_batch)
+        aux_loss = router_loss(self.main, outputs, attention_mask)
+        if loss is not None and aux_loss is not None:
+            loss = loss + self.main.router_aux_loss_coef * aux_loss.to(loss.device)
         if output_mtp_logits:
             mtp_logits = tuple(self.readout(state) for state in chain[1 : self.num_modules + 1])
         return DeepSeekMTPOutput(
@@ -294,6 +309,7 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
             attentions=outputs.attentions,
             head_losses=head_losses,
             mtp_logits=mtp_logits,
+            aux_loss=aux_loss,
         )
 
     def _chain(

@@ -69,6 +69,7 @@ class MTPModule(GradientCheckpointingLayer):
         device = self.enorm.weight.device  # with a device map, modules may lie on another device than the main model
         if device.type != "meta":  # weights that are offloaded fetch their inputs themselves
             inputs_embeds, hidden_states = inputs_embeds.to(device), hidden_states.to(device)
+        self._check_dtype(hidden_states)
         parts = self.enorm(inputs_embeds), self.hnorm(hidden_states)
         merged = self.eh_proj(torch.cat(parts if self.embedding_first else parts[::-1], dim=-1))
         if earlier is None:
@@ -82,6 +83,15 @@ class MTPModule(GradientCheckpointingLayer):
         layer = cache.layers[self.slot]
         indexed = (layer.indexer_keys,) if isinstance(layer, DynamicIndexedLayer) else ()
         return state, layer.keys, layer.values, *indexed
+
+    def _check_dtype(self, states: torch.Tensor) -> None:
+        dtype = self.eh_proj.weight.dtype
+        is_plain = dtype in (torch.float32, torch.float16, torch.bfloat16)  # quantised weights bring their own rules
+        if is_plain and dtype != states.dtype and not torch.is_autocast_enabled(states.device.type):
+            raise ValueError(
+                f"the modules are {dtype} and the main model gives {states.dtype}: use model.mtp.to({states.dtype}), "
+                "or train under autocast (bf16=True in TrainingArguments)"
+            )
 
     def run(self, states: torch.Tensor, **options: Any) -> torch.Tensor:
         """The block alone, [B, R, H] to [B, R, H]."""
@@ -232,6 +242,11 @@ def layer_kind(config: PreTrainedConfig, index: int) -> str:
     if layer_types := getattr(config, "layer_types", None):
         return layer_types[index]
     return "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+
+
+def is_sliding(config: PreTrainedConfig) -> bool:
+    """Whether the main model's last layer attends within a sliding window."""
+    return layer_kind(config, -1) == "sliding_attention"
 
 
 def new_cache(kind: str) -> Cache:

@@ -255,3 +255,33 @@ def test_unknown_families_are_refused_by_name():
     config = AutoConfig.for_model("gpt2", n_layer=1)
     with pytest.raises(ValueError, match=r"model_type='gpt2'; it knows .*deepseek_v3"):
         DeepSeekMTP(config)
+
+
+def test_variants_of_files_are_found(saved):
+    (saved / "model.safetensors").rename(saved / "model.fp16.safetensors")
+    assert DeepSeekMTP.from_pretrained(saved, variant="fp16").num_modules == 2
+    with pytest.raises(ValueError, match="neither model.bf16.safetensors nor model.safetensors.index.bf16.json"):
+        DeepSeekMTP.from_pretrained(saved, variant="bf16")
+
+
+@pytest.mark.parametrize("devices", ["inferred", {"main": "cpu", "mtp": "cpu"}, {"": "cpu"}])
+def test_a_device_map_may_be_inferred_from_the_model(devices, saved):
+    from accelerate import infer_auto_device_map
+
+    model, ids = DeepSeekMTP.from_pretrained(saved), random_ids(1, 9)
+    if devices == "inferred":
+        keep = list(model._no_split_modules)
+        inferred = infer_auto_device_map(model, {"cpu": "60KB", "disk": "10MB"}, no_split_module_classes=keep)
+        assert {"cpu", "disk"} == set(inferred.values()) and {"mtp.1", "main.lm_head"} <= set(inferred)
+        devices = dict.fromkeys(inferred, "cpu")
+    again = DeepSeekMTP.from_pretrained(saved, device_map=devices)
+    torch.testing.assert_close(again(ids).mtp_logits[1], model(ids).mtp_logits[1], atol=1e-6, rtol=0)
+
+
+def test_modules_of_another_precision_say_what_to_do():
+    model, ids = family_model("llama"), random_ids(1, 9)
+    model.main.bfloat16()
+    with pytest.raises(ValueError, match=r"modules are torch.float32 and the main model gives torch.bfloat16: use"):
+        model(ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(ids, labels=ids).loss.isfinite()

@@ -38,7 +38,7 @@ class EvaByteConfig(PreTrainedConfig):
 
     model_type = "evabyte"
     sub_configs = {"mtp_head": MTPHeadConfig}
-    keys_to_ignore_at_inference = ["past_key_values", "hidden_states", "head_losses"]
+    keys_to_ignore_at_inference = ["past_key_values", "hidden_states", "head_losses", "backbone_loss"]
 
     vocab_size: int = 320
     hidden_size: int = 4096

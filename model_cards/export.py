@@ -75,7 +75,7 @@ def export(
     two folders for vLLM, `backbone` and `draft`.
 
     Args:
-        model: Main model and modules, not quantised.
+        model: Backbone and modules, not quantised.
         folder: Where to.
         engine: `"vllm"` or `"sglang"`.
         tokenizer: Saved beside it.

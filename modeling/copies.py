@@ -1,8 +1,9 @@
-"""A model of one's own that shares its tensors with another: what is done to its modules is not done to the other's."""
+"""Copies of models: one that shares its tensors with the original, and what a pickle must leave out."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -29,3 +30,19 @@ def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
     # a copy of a parameter that is not deep is a parameter of its own over the same tensor, whatever its class
     tensors = {id(parameter): copy.copy(parameter) for parameter in model.parameters()}
     return copy.deepcopy(model, tensors | {id(buffer): buffer for buffer in model.buffers()})
+
+
+class PicklableMixin:
+    """A model around one of transformers, on whose layers transformers leaves local functions, which no pickle takes.
+
+    They collect hidden states, and are put there again by the next call that asks for some.
+    """
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All attributes, after those functions are taken off."""
+        for module in self.modules():
+            hooks = module._forward_hooks
+            for key in [key for key, hook in hooks.items() if "output_capturing_hook" in getattr(hook, "__name__", "")]:
+                del hooks[key]
+            vars(module).pop("_output_capturing_hooks_installed", None)
+        return vars(self)

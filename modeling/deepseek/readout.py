@@ -26,14 +26,13 @@ class Readout:
         self.factor = _number(config, "logit_scale")
         self.cap = _number(config, "final_logit_softcapping")
 
-    @property
-    def weight(self) -> nn.Parameter:
-        """The head's matrix, [V, H]."""
-        return self.main.get_output_embeddings().weight
-
     def parameters(self) -> Iterator[nn.Parameter]:
         """The head's."""
         return self.main.get_output_embeddings().parameters()
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The head's."""
+        return self.main.get_output_embeddings().modules()
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of states [..., H] that went through their norm."""

@@ -34,8 +34,14 @@ def retrofit(
         The configuration, and main model and modules.
 
     Raises:
+        TypeError: Options of `from_pretrained` together with a model that is loaded already.
         ValueError: A model that is not supported, that has modules or adapters of its own, or an option out of range.
     """
+    if options and isinstance(model_or_path, PreTrainedModel):
+        raise TypeError(
+            f"DeepSeekMTP.from_backbone takes num_modules and eh_init, and with a path options of from_pretrained; "
+            f"with a model it has no option {', '.join(map(repr, options))}"
+        )
     if num_modules < 1:
         raise ValueError(f"num_modules={num_modules} must be at least 1")
     if eh_init not in _SHARES:

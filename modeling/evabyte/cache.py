@@ -13,6 +13,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...configuration import EvaByteConfig
+from ...generation.tokens import Kept
 from .block import EvaBlock
 
 Summarise = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -206,8 +207,6 @@ class EvaByteCache(Cache):
         >>> cache.crop(-2)  # or a tensor with one number per row
     """
 
-    has_row_lengths = True
-
     def __init__(self, config: EvaByteConfig) -> None:
         self.rows = EvaRows(config.window_size, config.chunk_size)
         super().__init__(layers=[EvaCacheLayer(self.rows) for _ in range(config.num_hidden_layers)])
@@ -236,6 +235,10 @@ class EvaByteCache(Cache):
         if len(removed) != rows:
             raise ValueError(f"crop: got {len(removed)} numbers for {rows} rows")
         self.rows.crop([-count for count in removed])
+
+    def keep_last(self, fed: int, kept: Kept) -> None:
+        """Leaves the first `kept.counts[r]` of the last `fed` tokens in row r."""
+        self.rows.crop([fed - count for count in kept.counts])
 
     def activate_past_recording(self) -> None:
         """Keeps raw keys since the last `crop`, up to a window, so that several forwards can be rolled back."""

@@ -35,8 +35,7 @@ class MedusaHead(nn.Module):
             RuntimeError: No backbone was given.
         """
         logits = [next_token_logits(hidden_states, backbone)]
-        states = hidden_states.to(next(self.blocks.parameters(), hidden_states).dtype)
-        logits += [self.unembeddings(block(states), k, backbone) for k, block in enumerate(self.blocks)]
+        logits += [self.unembeddings(block(hidden_states), k, backbone) for k, block in enumerate(self.blocks)]
         dtype = torch.promote_types(logits[0].dtype, torch.float32)
         return {"leaf_logits": torch.stack([part.to(dtype) for part in logits], -2).unsqueeze(-2)}
 

@@ -23,6 +23,8 @@ LAYOUTS = ("medusa", "vllm", "hydra", "gloeckle")
 class OfficialLayoutsMixin:
     """`from_official`, `backbone_from_official` and `export`, for `MTPHeads`."""
 
+    _expected_embedding: torch.Tensor | None = None  # until heads that came with one are attached
+
     @classmethod
     def from_official(cls, folder: str | PathLike, **options: Any) -> Any:
         """Heads from a folder of their authors: Medusa (version 1, 2, merged, vLLM's), Hydra, Gloeckle et al.
@@ -80,7 +82,7 @@ class OfficialLayoutsMixin:
         if layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(LAYOUTS)}")
         folder, tensors = Path(folder), self.head.state_dict()
-        fields, named = _written(layout, self.config, tensors, self.base)
+        fields, named = _written(layout, self.config, tensors, self.backbone)
         folder.mkdir(parents=True, exist_ok=True)
         named = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named.items()}
         if layout == "gloeckle":
@@ -93,17 +95,19 @@ class OfficialLayoutsMixin:
             return
         save_file(named, folder / ("medusa_lm_head.safetensors" if layout == "medusa" else "model.safetensors"))
 
-    def _check_embedding(self, base: PreTrainedModel) -> None:
-        """Hydra's folders repeat the embedding of their backbone, which tells a wrong one; it is not kept."""
-        expected = getattr(self, "_expected_embedding", None)
-        if expected is None:
+    def check_embedding(self, backbone: PreTrainedModel) -> None:
+        """Hydra's folders repeat the embedding of their backbone, which tells a wrong one.
+
+        Raises:
+            ValueError: Another embedding.
+        """
+        expected, weight = self._expected_embedding, backbone.get_input_embeddings().weight
+        if expected is None or weight.is_meta:
             return
-        weight = base.get_input_embeddings().weight
         if expected.shape != weight.shape or not torch.allclose(expected.to(weight), weight, atol=1e-3):
             raise ValueError(
-                f"base: {type(base).__name__} has other embeddings than the backbone that these heads were trained on"
+                f"{type(backbone).__name__} has other embeddings than the backbone that these heads were trained on"
             )
-        self._expected_embedding = None
 
 
 def _reader(folder: Path) -> Callable[[Path], Reading]:

@@ -124,8 +124,11 @@ def window_law(
 ) -> WindowLaw:
     """The law of the next `config.window` tokens given features [..., F], in float32 (float64 kept).
 
-    For most families the features are the last hidden states [..., d] (`HeadFamily.features`).
+    For most families the features are the last hidden states [..., d] (`head_features`). The head computes in its own
+    dtype, whatever that of the features is.
     """
+    own = (parameter.dtype for parameter in head.parameters() if parameter.is_floating_point())
+    features = features.to(next(own, features.dtype))
     return FAMILIES[config.head_type].law(head, config, features, backbone)
 
 

@@ -48,3 +48,6 @@ def test_heads_on_an_offloaded_backbone(leaf):
     fresh = MTPHeads.from_backbone(offloaded, window=3, leaf=leaf)
     assert {parameter.device.type for parameter in fresh.parameters()} == {"cpu"}
     fresh(ids, labels=ids).loss.backward()
+    options = {"max_new_tokens": 9, "do_sample": False}
+    text = offloaded.generate(ids, assistant_model=fresh, **options)
+    assert torch.equal(text, llama().generate(ids, **options))

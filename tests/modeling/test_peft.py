@@ -85,7 +85,7 @@ def test_heads_attach_to_a_backbone_that_peft_has_wrapped(leaf):
     options = {"max_new_tokens": 9, "do_sample": False, "assistant_model": heads}
     assert torch.equal(base.generate(prompt_for(base)[:1], **options), expected)
     again = MTPHeads(heads.config).attach(base)
-    assert again.base is base.get_base_model()
+    assert again.backbone is base.get_base_model()
     heads(prompt_for(base), labels=prompt_for(base)).loss.backward()
     assert all(parameter.grad is None for parameter in base.parameters())
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.every_model import NAMES, every_model, prompt_for, same_texts, texts
+from tests.every_model import NAMES, every_model, llama, moved_heads, prompt_for, same_texts, texts
 
 
 def left_in_training(model: torch.nn.Module) -> torch.nn.Module:
@@ -29,3 +29,11 @@ def test_a_cache_without_gradients_is_kept(name):
         cache = model(ids[:, :-1], use_cache=True).past_key_values
         behind = model(ids[:, -1:], past_key_values=cache, attention_mask=torch.ones_like(ids)).logits[:, -1]
     torch.testing.assert_close(behind, whole, atol=1e-5, rtol=1e-4)
+
+
+def test_attached_heads_on_a_backbone_in_train_mode():
+    base = llama()
+    expected = base.generate(prompt_for(base), max_new_tokens=9, do_sample=False)
+    heads = moved_heads(left_in_training(base))
+    text = base.generate(prompt_for(base), assistant_model=heads, max_new_tokens=9, do_sample=False)
+    assert torch.equal(text, expected) and base.is_activation_checkpointing

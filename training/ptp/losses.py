@@ -35,7 +35,7 @@ def target_law(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, t
 def slot_losses(
     logits: torch.Tensor, tokens: torch.Tensor, law: torch.Tensor | None = None, kind: str = "ce"
 ) -> torch.Tensor:
-    """The loss of every slot; each kind is least where the slot's law q is the target p.
+    """The loss of every slot; each kind has its minimum where the slot's law q equals the target p.
 
     Args:
         logits: [..., v] of the slots.

@@ -30,8 +30,8 @@ class PTPTrainer(RunningMeansMixin, Trainer):
     decoding verifies (`model.config.sampling`), and teaches the slots to predict the tokens from the uniforms.
 
     The data are dictionaries with `input_ids` and, where wanted, `attention_mask`, `labels` (-100: never a target) and
-    `position_ids` (packed documents start anew at 0). The log carries `num_correct`, the slots that are right in a row
-    from the first on (PTP paper, Eq. 16), per completion.
+    `position_ids` (packed documents start anew at 0). The log carries `num_correct`: how many
+    slots of a completion are right before the first wrong one, on average (PTP paper, Eq. 16).
 
     Args:
         model: A `PTPForCausalLM`.
@@ -45,7 +45,7 @@ class PTPTrainer(RunningMeansMixin, Trainer):
         ValueError: Options that this model cannot follow.
 
     Example:
-        >>> model = PTPForCausalLM.from_backbone(base, num_slots=8)
+        >>> model = PTPForCausalLM.from_backbone(backbone, num_slots=8)
         >>> PTPTrainer(model, TrainingArguments("out", max_steps=1000), train_dataset=data).train()
     """
 
@@ -208,7 +208,7 @@ def _check(model: nn.Module, options: PTPOptions, teacher: nn.Module | None) -> 
             raise ValueError(f"method='inverse' learns the data's own law, not sampling={model.config.sampling}")
     elif teacher is None and model.trains_backbone and options.base_weight == 0:
         raise ValueError(
-            "the backbone would be its own moving teacher: freeze it with train_only('student'), pass teacher=, "
+            "the backbone would be its own moving teacher: freeze it with train_only('drafter'), pass teacher=, "
             "or let it learn from the data with base_weight"
         )
     if options.base_weight and not model.trains_backbone:

@@ -326,3 +326,16 @@ def full_history(config: PreTrainedConfig) -> Cache:
     cache = DynamicCache(config=config)
     cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
     return cache
+
+
+def can_go_back(model: PreTrainedModel) -> bool:
+    """Whether a model's states can go back behind a rejected draft: columns are cropped, recurrent layers replayed.
+
+    Columns are needed to tell how long a cache is, and a class that keeps states in another way than transformers'
+    caches do cannot be helped.
+    """
+    if not type(model)._is_stateful:
+        return True
+    cache = full_history(model.config)
+    has_columns = any(isinstance(layer, DynamicLayer) for layer in cache.layers)
+    return has_columns and is_recurrent(cache) and is_repackable(cache)

@@ -294,6 +294,15 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
             model_kwargs["past_key_values"] = full_history(self.config)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
+    def _prefill(
+        self, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], **kwargs: Any
+    ) -> Any:
+        """transformers' first pass; a cache of its own kind forgets what it was fed of rows that had ended."""
+        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        if mask is not None and hasattr(cache, "drop_padding"):
+            cache.drop_padding(mask)
+        return super()._prefill(input_ids, generation_config, model_kwargs, **kwargs)
+
     def _get_candidate_generator(
         self,
         generation_config: GenerationConfig,

@@ -61,3 +61,16 @@ class DeepSeekMTPOutput(MTPOutput):
 
     mtp_logits: tuple[torch.Tensor, ...] | None = None
     aux_loss: torch.Tensor | None = None
+
+
+@dataclass
+class EagleOutput(CausalLMOutputWithPast):
+    """Output of an EAGLE head that is trained on its backbone.
+
+    Attributes:
+        loss: Scalar; with labels only.
+        logits: [B, 1, V] of the backbone's last position.
+        step_losses: [steps] detached, of each step of drafting; with labels only.
+    """
+
+    step_losses: torch.Tensor | None = None

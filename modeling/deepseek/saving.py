@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.modules.module import _IncompatibleKeys
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ...configuration.mtp_families import family_of, num_layers, set_modules
@@ -110,7 +109,7 @@ class OfficialFolderMixin:
         state_dict = vars(self).pop("_files_so_far", {}) | dict(state_dict)
         if not strict and _size(state_dict) < self._size_in_files():
             self._files_so_far = state_dict
-            return _IncompatibleKeys([], [])
+            return super().load_state_dict({}, strict=False)
         main, modules, _ = load(None, config, False, state_dict=state_dict, dtype=self.main.dtype)
         official = official_names({f"main.{n}": t for n, t in main.state_dict().items()}, num_layers(config))
         loaded = own_names(official, num_layers(config))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from ..attachment import Attachable
 from ..contract import DraftTree, Verdict, line
+from ..options import CallOptions
 from ..targets import Fed
 from ..tokens import TokenRows
 from .protocol import DraftOptions, View
@@ -56,10 +57,25 @@ class NgramDrafter(Attachable):
         """`num_tokens`."""
         return self.num_tokens
 
+    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
+        """Checks `draft_tree={"top_k": branches}`, which goes before `branches`.
+
+        Raises:
+            ValueError: Another tree, or an option that this kind does not have.
+        """
+        super().prepare_call(options, config)
+        wanted = options.draft_tree
+        if wanted is None:
+            return
+        count = wanted.get("top_k") if isinstance(wanted, dict) and len(wanted) == 1 else None
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(
+                f"draft_tree={wanted!r} of n-grams must be {{'top_k': branches}}, a whole number of at least 1"
+            )
+
     def make_drafter(self, options: DraftOptions) -> NgramLookup:
-        """One call's look-up; `draft_tree={"top_k": k}` overrides `branches`."""
-        wanted = options.draft_tree if isinstance(options.draft_tree, dict) else {}
-        return NgramLookup(options, self.longest, wanted.get("top_k", self.branches))
+        """One call's look-up."""
+        return NgramLookup(options, self.longest, (options.draft_tree or {}).get("top_k", self.branches))
 
 
 class NgramLookup:

@@ -6,16 +6,24 @@ import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from tests.backbones import backbone
+from tests.backbones import backbone, blurred
 from tests.models import tiny_model
 from tests.ptp_models import ids, student
 from tokenahead import MTPHeads
 from tokenahead.generation import mixins
+from tokenahead.generation.drafters.assistant import AssistantDrafter
 from tokenahead.generation.drafters.ngram import NgramDrafter
 from tokenahead.generation.rules import SampledRule
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 10, 11, 9, 10, 11, 9]])
 OPTIONS = dict(attention_mask=torch.ones_like(PROMPT), max_new_tokens=12, do_sample=False)
+
+
+MAKE = {
+    "heads": lambda model: MTPHeads.from_backbone(model, window=4, leaf="full"),
+    "ngram": lambda model: NgramDrafter(),
+    "assistant": lambda model: AssistantDrafter(blurred(model, 0.3)),
+}
 
 
 class Speculating:
@@ -27,9 +35,7 @@ class Speculating:
             self.model = tiny_model()
             return
         self.model = backbone()
-        heads = kind == "heads"
-        drafter = MTPHeads.from_backbone(self.model, window=4, leaf="full") if heads else NgramDrafter()
-        self.options["assistant_model"] = drafter.attach(self.model)
+        self.options["assistant_model"] = MAKE[kind](self.model).attach(self.model)
 
     def generate(self, prompt=PROMPT, **options):
         return self.model.generate(prompt, **(OPTIONS | self.options | options))
@@ -40,7 +46,7 @@ class Speculating:
         return self.model.generate(prompt, **(OPTIONS | options))
 
 
-@pytest.fixture(params=["evabyte", "heads", "ngram"])
+@pytest.fixture(params=["evabyte", *MAKE])
 def speculating(request):
     return Speculating(request.param)
 
@@ -184,7 +190,7 @@ def rows_that_end_early(model, **options):
     return model.generate(PROMPT, **(OPTIONS | options)), eos
 
 
-@pytest.mark.parametrize("speculating", ["heads", "ngram"], indirect=True)
+@pytest.mark.parametrize("speculating", MAKE, indirect=True)
 def test_a_cache_of_rows_that_ended_early_is_continued(speculating):
     """A second turn for both rows, behind what the first left in the cache."""
     plainly = {} if speculating.options else {"use_mtp": False}

@@ -102,3 +102,11 @@ def test_a_call_may_ask_for_another_number_of_branches():
         **options,
     )  # fmt: skip
     assert torch.equal(out.sequences, plain) and {len(draft) for draft in out.speculation.drafts} >= {4}
+
+
+@pytest.mark.parametrize("wanted", [{"top_k": 0}, {"top_k": 2.5}, {"depth": 3}, {}, "auto"], ids=str)
+def test_other_trees_are_refused_by_name(wanted):
+    model, prompt = backbone(), torch.tensor([[5, 6, 7, 5]])
+    drafter = NgramDrafter().attach(model)
+    with pytest.raises(ValueError, match="draft_tree=.* of n-grams must be .*'top_k'"):
+        model.generate(prompt, assistant_model=drafter, draft_tree=wanted, max_new_tokens=4, do_sample=False)

@@ -90,3 +90,20 @@ def test_statistics_hold_real_nodes_only(monkeypatch):
     assert 0 in sizes and len(sizes) > 3
     shares = out.speculation.accepted_by_position
     assert len(shares) == DEPTH and all(0 < share < 1 for share in shares)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_scores_logits_and_hidden_states_are_those_of_the_path(name):
+    model, batch = backbone(name), prompts(4, seed=8)
+    drafter, inputs = KnowingTrees(48).attach(model), left_padded(batch)
+    drafter.texts = padded_texts(batch, plain_continuations(model, batch, NEW))
+    wanted = dict(output_scores=True, output_logits=True, output_hidden_states=True, repetition_penalty=1.0)
+    options = dict(do_sample=False, **inputs, **wanted, **OPTIONS)
+    plain, ours = model.generate(**options), model.generate(assistant_model=drafter, **options)
+    assert torch.equal(ours.sequences, plain.sequences) and ours.speculation.tokens_per_call > 1.5
+    for kind in ("scores", "logits", "hidden_states"):
+        assert len(getattr(ours, kind)) == len(getattr(plain, kind)) == NEW
+    for kind in ("scores", "logits"):
+        torch.testing.assert_close(torch.stack(getattr(ours, kind)), torch.stack(getattr(plain, kind)))
+    for one, other in zip(ours.hidden_states[1:], plain.hidden_states[1:]):
+        torch.testing.assert_close(torch.stack(one), torch.stack(other), atol=1e-5, rtol=1e-4)

@@ -190,7 +190,6 @@ def rows_that_end_early(model, **options):
     return model.generate(PROMPT, **(OPTIONS | options)), eos
 
 
-@pytest.mark.parametrize("speculating", MAKE, indirect=True)
 def test_a_cache_of_rows_that_ended_early_is_continued(speculating):
     """A second turn for both rows, behind what the first left in the cache."""
     plainly = {} if speculating.options else {"use_mtp": False}

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogit
 from tokenahead import EvaByteForMTPC
 from tokenahead.generation.drafters.heads import HeadDrafter
 from tokenahead.generation.verification import verify
-from tokenahead.modeling.heads.circuits import circuit_from_logits
+from tokenahead.modeling.heads.circuit_families import circuit_from_logits
 
 REPEATS = 40
 

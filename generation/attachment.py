@@ -13,7 +13,8 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import CandidateGenerator
 
-from .mixins import SpeculatorMixin, candidate_generator, speculate
+from .mixins import candidate_generator, speculate
+from .speculators import SpeculatorMixin
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 

@@ -6,6 +6,7 @@ import tokenahead
 
 def test_public_names_are_pinned():
     assert tokenahead.__all__ == [
+        "AssistantDrafter",
         "DeepSeekMTP",
         "EagleHead",
         "EagleHeadConfig",
@@ -17,6 +18,7 @@ def test_public_names_are_pinned():
         "GenerateSpeculativeOutput",
         "MTPHeadConfig",
         "MTPHeads",
+        "NgramDrafter",
         "PTPConfig",
         "PTPForCausalLM",
         "Speculation",

@@ -17,6 +17,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from .configuration import EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPConfig
 from .configuration.mimo import MiMoConfig
 from .generation import GenerateSpeculativeOutput, Speculation
+from .generation.drafters.assistant import AssistantDrafter
+from .generation.drafters.ngram import NgramDrafter
 from .modeling import (
     DeepSeekMTP,
     EagleHead,
@@ -43,6 +45,7 @@ AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
 AutoTokenizer.register(EvaByteConfig, slow_tokenizer_class=EvaByteTokenizer)
 
 __all__ = [
+    "AssistantDrafter",
     "DeepSeekMTP",
     "EagleHead",
     "EagleHeadConfig",
@@ -54,6 +57,7 @@ __all__ = [
     "GenerateSpeculativeOutput",
     "MTPHeadConfig",
     "MTPHeads",
+    "NgramDrafter",
     "PTPConfig",
     "PTPForCausalLM",
     "Speculation",

@@ -10,7 +10,7 @@ from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
 from .backbone_parts import BackboneParts
-from .circuits import CIRCUITS
+from .circuit_families import CIRCUITS
 from .ff import FFHead
 from .shared import SharedHead
 

@@ -17,8 +17,8 @@ from transformers import Cache, PreTrainedConfig
 from ...configuration import MTPHeadConfig
 from . import hydra, layer
 from .backbone_parts import BackboneParts
+from .circuit_families import circuit_from_logits
 from .circuit_head import CircuitHead
-from .circuits import circuit_from_logits
 from .ff import FFHead
 from .hydra import HydraHead
 from .layer import LayerHead

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.laws import chi_square, golden
 from tokenahead import MTPHeadConfig
-from tokenahead.modeling.heads.circuits import circuit_from_logits
+from tokenahead.modeling.heads.circuit_families import circuit_from_logits
 from tokenahead.modeling.heads.ff import FFHead
 from tokenahead.modeling.heads.registry import window_law
 from tokenahead.modeling.heads.window_law import FactorisedLaw

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.laws import CIRCUITS, chi_square, golden
-from tokenahead.modeling.heads.circuits import circuit_from_logits
+from tokenahead.modeling.heads.circuit_families import circuit_from_logits
 from tokenahead.modeling.heads.tree_structure import balanced
 from tokenahead.modeling.heads.window_law import logsumexp
 from tokenahead.modeling.sampling import race

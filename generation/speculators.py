@@ -1,0 +1,79 @@
+"""What makes drafters for calls of `generate`, and what most of them share."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from transformers import GenerationConfig
+
+from .drafters.protocol import Drafter, DraftOptions
+from .options import CallOptions
+from .rules import GreedyRule, Rule, SampledRule
+
+
+class Speculator(Protocol):
+    """What makes drafters for calls of `generate`: a model that drafts for itself, or something attached to one."""
+
+    rules: tuple[str, ...]
+    """Names of the rules that `verification` may choose; the first is the default."""
+
+    def longest_draft(self) -> int | None:
+        """The most tokens that a draft may have; None: any number."""
+
+    def default_draft(self) -> int:
+        """Tokens to draft where nobody asks for a number."""
+
+    def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+        """What in this call rules out its drafts, in the user's words."""
+
+    def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
+        """Fields of the GenerationConfig that take these values where no source sets them."""
+
+    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
+        """Checks the options that only this kind knows, and fills in defaults."""
+
+    def make_drafter(self, options: DraftOptions) -> Drafter:
+        """A drafter for one call."""
+
+    def make_rule(self, options: DraftOptions, drafter: Drafter) -> Rule:
+        """How the drafts of one call are judged."""
+
+
+class SpeculatorMixin:
+    """What most speculators share: token and block verification, greedy and sampled."""
+
+    rules: tuple[str, ...] = ("block", "token")
+
+    def longest_draft(self) -> int | None:
+        """window - 1: the first token of a window is the ordinary next token."""
+        return max(self.window - 1, 0)
+
+    def default_draft(self) -> int:
+        """As many as a draft may have."""
+        return self.longest_draft()
+
+    def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+        """Nothing by itself."""
+        return None
+
+    def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
+        """transformers' own."""
+        return {}
+
+    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
+        """Refuses options of other kinds of drafters.
+
+        Raises:
+            ValueError: An option that this kind does not have.
+        """
+        if options.extra:
+            name = next(iter(options.extra))
+            raise ValueError(f"{name}= is an option of parallel token prediction, and {type(self).__name__} has none")
+        if options.draft_tree is not None and not getattr(self, "drafts_trees", False):
+            raise ValueError(
+                f"draft_tree={options.draft_tree!r}: {type(self).__name__} drafts chains only; leave it out"
+            )
+
+    def make_rule(self, options: DraftOptions, drafter: Drafter) -> Rule:
+        """Greedy where the call is, else the rule that was asked for."""
+        return SampledRule(options.verification) if options.do_sample else GreedyRule()

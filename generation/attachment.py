@@ -156,6 +156,7 @@ class Route:
                 f"this {type(assistant).__name__} is not attached to this {type(self.backbone).__name__} (copies are "
                 "not): call attach(backbone) first"
             )
+        assistant.check_backbone(self.backbone)  # whose vocabulary may have been resized since
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Route:
         return Route(memo.get(id(self.backbone), self.backbone))

@@ -24,6 +24,7 @@ from transformers.generation import CandidateGenerator, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from ..modeling.checkpointing import caches_kept
 from .candidates import CandidateAdapter
 from .drafters.protocol import Drafter, DraftOptions
 from .loop import SpeculativeLoop
@@ -142,7 +143,8 @@ def speculate(backbone: PreTrainedModel, speculator: Any, args: tuple[Any, ...],
     view = object.__new__(_view_class(type(backbone)))
     object.__setattr__(view, "__dict__", backbone.__dict__)
     view.speculation_call = _Call(backbone, speculator, own)
-    return type(view).generate(view, *args, **kwargs)
+    with torch.no_grad(), caches_kept(backbone):
+        return type(view).generate(view, *args, **kwargs)
 
 
 class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):

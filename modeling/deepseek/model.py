@@ -15,9 +15,12 @@ from ...configuration.mtp_families import family_of
 from ...generation.drafters.modules import ModuleDrafter
 from ...generation.drafters.protocol import DraftOptions
 from ...generation.mixins import MTPGenerationMixin
+from ..checkpointing import caches_kept
+from ..copies import PicklableMixin
 from ..heads.losses import depth_targets
+from ..loading import HUB_OPTIONS
 from ..outputs import DeepSeekMTPOutput, states_asked_for
-from .checkpoint import build, load, load_dequantized
+from .checkpoint import build, load, load_dequantized, own_device_map
 from .checkpoint_files import check_checkpoint
 from .float8 import is_to_be_dequantized
 from .losses import ModuleLossOptions, chain_loss, depth_weights
@@ -25,11 +28,10 @@ from .modules import MTPModules
 from .saving import OfficialFolderMixin
 from .unroll import teacher_forced
 
-_HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 _NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits"]
 
 
-class DeepSeekMTP(OfficialFolderMixin, MTPGenerationMixin, PreTrainedModel):
+class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTrainedModel):
     """A causal language model and its D sequential modules (DeepSeek-V3), which draft what the model then verifies.
 
     `main` is transformers' own model, unchanged; `mtp` are the modules. Folders are read and written as DeepSeek and
@@ -98,7 +100,7 @@ class DeepSeekMTP(OfficialFolderMixin, MTPGenerationMixin, PreTrainedModel):
                 its config says, missing tensors, wrong shapes, quantised weights without scales.
         """
         name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
-        hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
+        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         if not isinstance(config, PreTrainedConfig):
             config = AutoConfig.from_pretrained(config or name, **hub)
         wants_info = kwargs.pop("output_loading_info", False)
@@ -109,6 +111,8 @@ class DeepSeekMTP(OfficialFolderMixin, MTPGenerationMixin, PreTrainedModel):
             main, modules, report = load(name, facts.config, inference_only, **kwargs)
         model = cls(main.config, (main, modules)).eval()
         model.shared_copies = facts.shared_copies
+        if hasattr(main, "hf_device_map"):
+            model.hf_device_map = own_device_map(main.hf_device_map, main.config.num_hidden_layers)
         return (model, report) if wants_info else model
 
     @classmethod
@@ -121,15 +125,18 @@ class DeepSeekMTP(OfficialFolderMixin, MTPGenerationMixin, PreTrainedModel):
     ) -> DeepSeekMTP:
         """Gives a model without modules new ones, made from its own last layer.
 
+        The given model stays as it is: `main` is a copy of it that shares its tensors, so that only training `main`
+        (`train_only("all")`) would show in it.
+
         Args:
-            model_or_path: A model of transformers (used as it is, not copied), or where to load one from.
+            model_or_path: A model of transformers, or where to load one from.
             num_modules: D.
             eh_init: What `eh_proj` passes on at the start: `"embedding"` ([I | 0]), `"hidden"` ([0 | I]) or `"both"`
                 (half of each).
             **kwargs: As for transformers' `from_pretrained`, with a path.
 
         Raises:
-            ValueError: A family that is not supported, or an option out of range.
+            ValueError: A family that is not supported, a model with adapters of peft, or an option out of range.
         """
         from .retrofit import retrofit
 
@@ -138,7 +145,7 @@ class DeepSeekMTP(OfficialFolderMixin, MTPGenerationMixin, PreTrainedModel):
     @property
     def num_modules(self) -> int:
         """D; 0 where the modules were left out."""
-        return len(self.mtp)
+        return self.mtp.count
 
     @property
     def num_depths(self) -> int:
@@ -187,6 +194,10 @@ class DeepSeekMTP(OfficialFolderMixin, MTPGenerationMixin, PreTrainedModel):
         """Sets the head."""
         self.main.set_output_embeddings(new_embeddings)
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resizes the main model's embeddings and its head, which are the modules' too."""
+        return self.main.resize_token_embeddings(*args, **kwargs)
+
     def get_decoder(self, *args: Any, **kwargs: Any) -> nn.Module:
         """The main model without its head."""
         return self.main.get_decoder()
@@ -205,10 +216,9 @@ class DeepSeekMTP(OfficialFolderMixin, MTPGenerationMixin, PreTrainedModel):
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         """A module is one checkpoint; the decoder layer in it must not be another one, computed a third time."""
         super()._set_gradient_checkpointing(enable, *args, **kwargs)
-        for module in self.mtp:
-            for inner in module.block.modules():
-                if hasattr(inner, "gradient_checkpointing"):
-                    inner.gradient_checkpointing = False
+        for name, module in self.mtp.named_modules():
+            if "block" in name.split(".") and hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = False
 
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
@@ -270,15 +280,16 @@ class DeepSeekMTP(OfficialFolderMixin, MTPGenerationMixin, PreTrainedModel):
             use_cache = False  # with a cache, transformers does not look for packed documents
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
-        outputs = self.get_decoder()(
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_hidden_states=states_asked_for(output_hidden_states, self.config),
-            **kwargs,
-        )
+        with caches_kept(self):
+            outputs = self.get_decoder()(
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                output_hidden_states=states_asked_for(output_hidden_states, self.config),
+                **kwargs,
+            )
         hidden = outputs.last_hidden_state
         head = self.get_output_embeddings()
         chain, loss, head_losses, logits, mtp_logits = [hidden], None, None, None, None

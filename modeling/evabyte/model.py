@@ -20,12 +20,11 @@ from ..heads.ff import FFHead
 from ..heads.losses import depth_targets, depth_weights, head_loss
 from ..heads.registry import build_head, init_head, window_law
 from ..heads.window_law import WindowLaw
-from ..loading import StrictLoadingMixin
+from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..outputs import MTPOutput
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
 
-_HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 _APART = ("hidden_size", "vocab_size", "base_model_name_or_path")  # fields of heads that have no owner
 
 
@@ -59,12 +58,15 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
 
         Raises:
             TypeError: An option of `mtp_head` that is no field of `MTPHeadConfig`.
-            ValueError: Missing tensors, wrong shapes, a damaged file, or a stored circuit of another shape.
+            ValueError: A folder of another architecture, missing tensors, wrong shapes, a damaged file, or a stored
+                circuit of another shape.
         """
         if isinstance(kwargs.get("mtp_head"), dict):
             check_options(kwargs["mtp_head"], MTPHeadConfig, "mtp_head", _APART)
         name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
-        hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
+        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+        dtypes = {key: kwargs.pop(key) for key in ("dtype", "torch_dtype") if key in kwargs}  # a config would keep them
+        cls.check_model_type(name, config, **hub)
         if not isinstance(config, EvaByteConfig):
             config, kwargs = EvaByteConfig.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
         wanted = config.mtp_head
@@ -78,7 +80,7 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         config.mtp_head = wanted if not in_rows and wanted.same_parameters(stored) else stored
         if config.mtp_head.family.rows_of_lm_head:
             config.mtp_head.window = min(config.mtp_head.window, config.num_pred_heads)
-        loaded = super().from_pretrained(name, *args, config=config, **(hub | kwargs))
+        loaded = super().from_pretrained(name, *args, config=config, **(hub | dtypes | kwargs))
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if config.mtp_head is not wanted:
             model.set_head(**wanted.options())
@@ -140,6 +142,25 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
             embed=lambda tokens: frozen(self.model.embed_tokens, tokens),
             norm=lambda states: frozen(self.model.norm, states),
         )
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resizes embeddings and all heads; every head keeps its own rows.
+
+        Raises:
+            ValueError: A head that cannot follow; nothing is changed.
+        """
+        if self.mtp_head is not None and not hasattr(self.mtp_head, "resize"):
+            raise ValueError(f"heads of head_type={self.config.mtp_head.head_type!r} cannot be resized")
+        return super().resize_token_embeddings(*args, **kwargs)
+
+    def _get_resized_lm_head(
+        self, old_lm_head: FFHead, new_num_tokens: int | None = None, mean_resizing: bool = True, **kwargs: Any
+    ) -> FFHead:
+        """What transformers asks for beside new embeddings: heads whose new rows are means, or drawn."""
+        for head in (old_lm_head, self.mtp_head):
+            if head is not None and new_num_tokens is not None:
+                head.resize(new_num_tokens, None if mean_resizing else self.config.initializer_range)
+        return old_lm_head
 
     def train_only(self, part: str) -> None:
         """Chooses what is trained: `"all"`, or `"drafter"` (also `"heads"`) with backbone and next-byte head frozen.

@@ -22,7 +22,7 @@ from ...generation.drafters.heads import HeadDrafter
 from ...generation.drafters.protocol import DraftOptions
 from ..loading import StrictLoadingMixin
 from ..outputs import MTPOutput
-from .backbone_parts import BackboneParts, backbone_parts
+from .backbone_parts import BackboneParts, backbone_parts, compute_device
 from .losses import depth_targets, depth_weights, head_loss
 from .official import OfficialLayoutsMixin
 from .registry import FAMILIES, HeadFamily, build_head, head_features, init_head, window_law
@@ -135,6 +135,14 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, Attachable, PreTrainedM
         if any(hasattr(module, "gradient_checkpointing") for module in self.modules()):
             super()._set_gradient_checkpointing(enable, *args, **kwargs)
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> None:
+        """Heads have no embeddings, and those that were made for one vocabulary fit no other.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(f"heads for vocab_size={self.config.vocab_size} cannot be resized: make new ones")
+
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         """Refuses a backbone that the heads were not made for.
 
@@ -152,8 +160,7 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, Attachable, PreTrainedM
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
         """Follows the backbone's dtype and device, and takes over its special ids."""
-        if backbone.device.type != "meta":  # offloaded: the weights come and go
-            self.to(device=backbone.device, dtype=backbone.dtype if backbone.dtype.is_floating_point else None)
+        self.to(device=compute_device(backbone), dtype=backbone.dtype if backbone.dtype.is_floating_point else None)
         adopt_special_ids(self.config, backbone)
         self._expected_embedding = None
 

@@ -79,3 +79,10 @@ def _dtype(module: nn.Module, states: torch.Tensor) -> torch.dtype:
     """The floating dtype that a module computes in; that of the states where its weights are integers."""
     weight = next(module.parameters(), states)
     return weight.dtype if weight.is_floating_point() else states.dtype
+
+
+def compute_device(model: PreTrainedModel) -> torch.device:
+    """Where a model computes, which is not where its weights lie while they are offloaded."""
+    hooks = (module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook"))
+    devices = [hook.execution_device for hook in hooks if getattr(hook, "execution_device", None) is not None]
+    return torch.device(devices[0]) if devices and model.device.type == "meta" else model.device

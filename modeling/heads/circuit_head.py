@@ -82,6 +82,11 @@ class CircuitHead(nn.Module):
             bias[rank:].view(-1, rank, rank).diagonal(dim1=1, dim2=2).add_(self.config.identity_bias)
         init.copy_(self.sum_bias, bias)
 
+    def resize(self, vocab_size: int, std: float | None) -> None:
+        """Changes the number of token ids, see `FFHead.resize`."""
+        self.leaf.resize(vocab_size, std)
+        self.vocab_size = vocab_size
+
     @torch.no_grad()
     def copy_leaves(self, heads: FFHead) -> None:
         """Gives all states of position i the weights of FF head i (of the last head, beyond it): then q is FF's law."""

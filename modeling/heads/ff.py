@@ -62,6 +62,20 @@ class FFHead(nn.Module):
         self.num_heads = num_heads
 
     @torch.no_grad()
+    def resize(self, vocab_size: int, std: float | None) -> None:
+        """Changes the number of token ids; every head keeps its rows.
+
+        Args:
+            vocab_size: V from now on; rows beyond it are dropped.
+            std: New rows are drawn from N(0, std^2); None: they are the mean of their head's old rows.
+        """
+        rows = self.weight.unflatten(0, (self.num_heads, self.vocab_size))
+        new = rows.mean(1, keepdim=True).repeat(1, max(vocab_size - self.vocab_size, 0), 1)
+        new = new if std is None else torch.randn_like(new) * std
+        rows = torch.cat([rows[:, :vocab_size], new], dim=1).flatten(0, 1)
+        self.weight, self.vocab_size = nn.Parameter(rows, self.weight.requires_grad), vocab_size
+
+    @torch.no_grad()
     def reset_head(self, std: float) -> None:
         """Draws the weights from N(0, std^2)."""
         init.normal_(self.weight, std=std)

@@ -38,6 +38,10 @@ class SharedHead(nn.Module):
         maps = self.maps[:num_heads]
         return backbone.unembed(torch.einsum("...d,nde->...ne", hidden_states.to(maps.dtype), maps))
 
+    def resize(self, vocab_size: int, std: float | None) -> None:
+        """Changes the number of token ids, with the backbone's unembedding; maps know none."""
+        self.vocab_size = vocab_size
+
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
         """Makes every map the identity, whatever `std` is: then every head is the backbone's own."""

@@ -16,15 +16,25 @@ from transformers.utils.generic import can_return_tuple
 from ...configuration.options import check_options
 from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.parallel_mixin import ParallelGenerationMixin
+from ..checkpointing import caches_kept
+from ..copies import PicklableMixin, sharing_copy
 from ..heads.losses import check_targets, depth_targets
-from ..loading import StrictLoadingMixin
+from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..outputs import states_asked_for
 from .features import uniform_features
 from .gated_lora import ADAPTER, gate_linears
 from .masks import additive_mask
 
 _EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative"}
-_HUB = {"revision", "subfolder", "token", "cache_dir", "local_files_only"}
+
+
+class _WideLinear(nn.Linear):
+    """A linear layer that computes in float32 at least: in bfloat16, features would say too little."""
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return nn.functional.linear(features.to(dtype), self.weight.to(dtype), bias).to(self.weight.dtype)
 
 
 class UniformEmbedding(nn.Module):
@@ -39,26 +49,19 @@ class UniformEmbedding(nn.Module):
         super().__init__()
         self.kind, self.dim = config.features, config.feature_dim
         if config.projection == "linear":
-            self.projection: nn.Module = nn.Linear(self.dim, hidden_size, bias=config.projection_bias)
+            self.projection: nn.Module = _WideLinear(self.dim, hidden_size, bias=config.projection_bias)
         else:
             self.projection = nn.Sequential(
-                nn.Linear(self.dim, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
+                _WideLinear(self.dim, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
             )
 
     def forward(self, uniforms: torch.Tensor) -> torch.Tensor:
         """Embeddings [B, A, H] of uniforms [B, A], which stay float32 until they are features."""
-        first, *rest = (self.projection,) if isinstance(self.projection, nn.Linear) else self.projection
-        dtype = torch.promote_types(first.weight.dtype, torch.float32)  # in bfloat16 features would say too little
-        bias = None if first.bias is None else first.bias.to(dtype)
         with torch.autocast(uniforms.device.type, enabled=False):
-            features = uniform_features(uniforms, self.kind, self.dim).to(dtype)
-            embeds = nn.functional.linear(features, first.weight.to(dtype), bias).to(first.weight.dtype)
-        for layer in rest:
-            embeds = layer(embeds)
-        return embeds
+            return self.projection(uniform_features(uniforms, self.kind, self.dim))
 
 
-class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedModel):
+class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin, PreTrainedModel):
     """A causal language model that also predicts blocks of tokens from uniforms (PTP).
 
     Behind the tokens of a forward may stand auxiliary rows, one uniform each. Gated adapters act on them alone: on
@@ -105,11 +108,13 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         """Loads a model as `PreTrainedModel.from_pretrained` does, and nothing but what the checkpoint was trained as.
 
         Raises:
-            ValueError: Another embedding of uniforms than the checkpoint has, missing tensors, wrong shapes.
+            ValueError: A folder of another architecture, another embedding of uniforms than the checkpoint has, missing
+                tensors, wrong shapes.
         """
         asked = {name: kwargs.pop(name) for name in _EMBEDDING & kwargs.keys()}
         if asked:  # the same shapes would not tell
-            place = {name: kwargs[name] for name in _HUB & kwargs.keys()}
+            place = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+            cls.check_model_type(pretrained_model_name_or_path, **place)
             saved = cls.config_class.from_pretrained(pretrained_model_name_or_path, **place)
             for name, value in asked.items():
                 if value != getattr(saved, name):
@@ -125,19 +130,21 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
     ) -> PTPForCausalLM:
         """Adds gated adapters and an embedding of uniforms to a model; they alone are trained.
 
+        The given model stays as it is: `backbone` is a copy of it that shares its tensors, so that only training the
+        backbone (`train_only("all")`) would show in it.
+
         Args:
-            model_or_path: A causal language model of transformers (used as it is, not copied), or where to load it.
+            model_or_path: A causal language model of transformers, or where to load it.
             variant: `"one_hot"` or `"categorical"`.
             **options: Further fields of `PTPConfig`; `sampling` is by default what the model's generation config sets.
 
         Raises:
             TypeError: An option that is no field of `PTPConfig`.
-            ValueError: A backbone that cannot carry auxiliary rows exactly.
+            ValueError: A backbone that cannot carry auxiliary rows exactly, or that has adapters of peft.
         """
         check_options(options, PTPConfig, "PTPForCausalLM.from_backbone", ("backbone_config",))
-        base = model_or_path
-        if not isinstance(base, PreTrainedModel):
-            base = AutoModelForCausalLM.from_pretrained(base)
+        loads = isinstance(model_or_path, (str, PathLike))
+        base = AutoModelForCausalLM.from_pretrained(model_or_path) if loads else sharing_copy(model_or_path)
         attention = base.config._attn_implementation
         sampling = {name: getattr(base.generation_config, name, None) for name in SAMPLING}
         options = {"sampling": {name: value for name, value in sampling.items() if value is not None}} | options
@@ -192,6 +199,12 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         """The backbone's head."""
         return self.backbone.get_output_embeddings()
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resizes the backbone's embeddings and its head; uniforms know no vocabulary."""
+        embeddings = self.backbone.resize_token_embeddings(*args, **kwargs)
+        self.config.backbone_config.vocab_size = self.backbone.config.vocab_size
+        return embeddings
+
     @can_return_tuple
     def forward(
         self,
@@ -241,15 +254,16 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         _check_positions(self.config, position_ids)
         self.gate.start, self.gate.length = None if uniforms is None else tokens, embeds.shape[1]
         try:
-            outputs = self.backbone.get_decoder()(
-                inputs_embeds=embeds,
-                attention_mask=_as_mask(attention_mask, embeds),
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                use_cache=use_cache,
-                output_hidden_states=states_asked_for(output_hidden_states, self.config, self.backbone.config),
-                **kwargs,
-            )
+            with caches_kept(self):
+                outputs = self.backbone.get_decoder()(
+                    inputs_embeds=embeds,
+                    attention_mask=_as_mask(attention_mask, embeds),
+                    position_ids=position_ids,
+                    past_key_values=past_key_values,
+                    use_cache=use_cache,
+                    output_hidden_states=states_asked_for(output_hidden_states, self.config, self.backbone.config),
+                    **kwargs,
+                )
         finally:
             if not (torch.is_grad_enabled() and self.is_activation_checkpointing):  # backward runs the layers again
                 self.gate.start = None

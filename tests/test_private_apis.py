@@ -3,6 +3,7 @@
 import inspect
 import re
 
+import accelerate
 import peft
 import pytest
 import torch
@@ -55,6 +56,7 @@ FUNCTIONS = [
     (GenerationMixin, "_supports_default_dynamic_cache", ""),
     (PreTrainedModel, "_can_set_attn_implementation", ""),
     (PreTrainedModel, "_can_set_experts_implementation", ""),
+    (PreTrainedModel, "_get_resized_lm_head", "old_lm_head new_num_tokens"),
     (PreTrainedModel, "_init_weights", "module"),
     (PreTrainedModel, "_set_gradient_checkpointing", "enable"),
     (PreTrainedTokenizer, "_convert_id_to_token", "index"),
@@ -78,6 +80,7 @@ ATTRIBUTES = [
     (PreTrainedModel, "_supports_flex_attn"),
     (PreTrainedModel, "_supports_sdpa"),
     (torch, "_standard_gamma"),
+    (torch.nn.Linear(1, 1), "_forward_hooks"),
 ]
 """Class attributes, properties and what a module offers."""
 
@@ -87,9 +90,11 @@ WRITTEN_IN_SOURCE = [
     (PreTrainedModel, "_is_hf_initialized"),
     (PrefixConstrainedLogitsProcessor, "_prefix_allowed_tokens_fn"),
     (Trainer, "_created_lr_scheduler"),
+    (accelerate.hooks, "_hf_hook"),
     (inspect.getmodule(PreTrainedTokenizer), "_added_tokens_encoder"),
     (transformers.core_model_loading, "_weight_conversions"),
     (transformers.utils.hub, "_raise_exceptions_for_missing_entries"),
+    (transformers.utils.output_capturing, "_output_capturing_hooks_installed"),
     (trl.SFTTrainer, "_metrics"),
     (trl.SFTTrainer, "_total_train_tokens"),
 ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import warnings
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from transformers.utils import logging
 
 from tests.matrix.excuses import EXCUSES
@@ -29,8 +30,9 @@ def outcome(model: str, habit: str) -> str:
 
 
 def table(rows: dict[str, dict[str, str]]) -> Table:
-    """Habits as rows, so that it fits a terminal, and models as columns."""
-    shown = Table("habit", *(name.replace("-", "\n") for name in NAMES), title="every model x every habit")
+    """Habits as rows and models as numbered columns, so that it fits a terminal."""
+    columns = (Column(str(number), justify="center") for number in range(1, len(NAMES) + 1))
+    shown = Table(Column("habit", no_wrap=True), *columns, box=SIMPLE_HEAD, padding=(0, 1))
     for habit, outcomes in rows.items():
         shown.add_row(habit.replace("_", " "), *(MARKS[outcomes[name]] if name in outcomes else "" for name in NAMES))
     return shown
@@ -40,6 +42,7 @@ def main(habits: list[str]) -> int:
     """Prints the table while it fills, then the excuses; returns the number of failing cells."""
     rows: dict[str, dict[str, str]] = {}
     console = Console()
+    console.print(", ".join(f"{number} {name}" for number, name in enumerate(NAMES, 1)), highlight=False)
     with Live(table(rows), console=console, refresh_per_second=2, vertical_overflow="visible") as live:
         for habit in habits or HABITS:
             rows[habit] = {}

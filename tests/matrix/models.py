@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class Entry:
     drafter: Any = None
     tokenizer: Any = None
     lora_target: str = "o_proj"
+    texts: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def vocabulary(self) -> int:
@@ -74,7 +75,9 @@ class Entry:
 
     def text(self, rows: int = 3) -> torch.Tensor:
         """The plain greedy text of `inputs(rows)`, which many habits compare with."""
-        return self.plain(self.inputs(rows))
+        if rows not in self.texts:
+            self.texts[rows] = self.plain(self.inputs(rows))
+        return self.texts[rows]
 
     def drafts(self, rows: int = 3) -> list[list[list[int]]]:
         """What is drafted for every row."""

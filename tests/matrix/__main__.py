@@ -59,6 +59,6 @@ def main(habits: list[str]) -> int:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    logging.set_verbosity_error()
+    logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     sys.exit(min(main(sys.argv[1:]), 1))

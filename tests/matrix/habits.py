@@ -89,12 +89,25 @@ def ragged(entry: Entry) -> None:
         assert new_tokens(entry.generate(alone), alone) == [text[row]]
 
 
+def inside_a_draft(entry: Entry, inputs: dict[str, torch.Tensor]) -> int:
+    """A token that stands first in a draft that is kept, with another one behind it."""
+    out = entry.generate(inputs, **DICT)
+    text = new_tokens(out.sequences, inputs)
+    for row, counts in enumerate(out.speculation.rows_accepted):
+        at = 1
+        for count in counts:
+            if count and text[row][at] not in text[row][:at]:
+                return text[row][at]
+            at += count + 1
+    raise AssertionError(f"{entry.name} keeps no draft")
+
+
 @habit
 def eos(entry: Entry) -> None:
-    """Rows end at different places, wherever the end falls in a draft; one list of ids, too."""
-    inputs = entry.inputs(3)
-    text = new_tokens(entry.text(), inputs)
-    for ends in (text[0][4], text[1][9], [text[1][2], text[2][6]]):
+    """Rows end at different places, also inside a draft; one list of ids, too."""
+    inputs = entry.inputs(4)
+    text = new_tokens(entry.text(4), inputs)
+    for ends in (inside_a_draft(entry, inputs), text[1][9], [text[1][2], text[2][6]]):
         as_plain(entry, inputs, eos_token_id=ends)
 
 
@@ -205,27 +218,35 @@ def speculates(entry: Entry, **options: Any) -> None:
 @habit
 def continuation(entry: Entry) -> None:
     """The returned cache continues the text, of rows that accepted different numbers."""
-    inputs = entry.inputs(2, even=True)
+    inputs = entry.inputs(4, even=True)
     whole = entry.plain(inputs, max_new_tokens=20)
-    for max_new_tokens in (5, 9):
+    for max_new_tokens in (5, 9, 14):
         first = entry.generate(inputs, max_new_tokens=max_new_tokens, **DICT)
         assert torch.equal(first.sequences, whole[:, : first.sequences.shape[1]])
+        assert first.past_key_values.get_seq_length() == first.sequences.shape[1] - 1
         longer = {"input_ids": first.sequences, "attention_mask": torch.ones_like(first.sequences)}
         options = {"past_key_values": first.past_key_values, "max_new_tokens": 20 - max_new_tokens}
         second = entry.generate(longer, **options, **DICT)
-        assert torch.equal(second.sequences, whole) and second.speculation.drafts
+        assert torch.equal(second.sequences, whole) and second.speculation.rows_drafts[0]
 
 
 @habit
 def scores(entry: Entry) -> None:
     """Scores and logits of every token, in ragged rows that end apart."""
-    inputs = entry.inputs(3)
-    options = dict(output_scores=True, output_logits=True, repetition_penalty=1.2, **DICT)
-    ours, theirs = entry.generate(inputs, **options), entry.plain(inputs, **options)
-    assert torch.equal(ours.sequences, theirs.sequences)
-    for name in ("scores", "logits"):
-        assert len(getattr(ours, name)) == NEW_TOKENS
-        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), atol=2e-4, rtol=1e-3)
+    inputs = entry.inputs(4)
+    start = inputs["input_ids"].shape[1]
+    options = dict(output_scores=True, output_logits=True, **DICT)
+    for ends in (None, inside_a_draft(entry, inputs)):
+        ours, theirs = (write(inputs, eos_token_id=ends, **options) for write in (entry.generate, entry.plain))
+        assert torch.equal(ours.sequences, theirs.sequences)
+        assert len(ours.scores) == len(ours.logits) == ours.sequences.shape[1] - start
+        open_rows = torch.ones(4, dtype=torch.bool)
+        for step, token in enumerate(ours.sequences[:, start:].unbind(1)):
+            for name in ("scores", "logits"):
+                pair = (getattr(out, name)[step][open_rows] for out in (ours, theirs))
+                torch.testing.assert_close(*pair, atol=2e-4, rtol=1e-3)
+            assert (ours.scores[step][~open_rows].softmax(-1)[:, 0] == 1).all()  # padding for certain
+            open_rows &= token != (-1 if ends is None else ends)
 
 
 @habit

@@ -1,7 +1,8 @@
 """What the models are: configurations. Nothing here imports torch."""
 
+from .eagle import EagleHeadConfig
 from .evabyte import EvaByteConfig
 from .heads import HEAD_TYPES, MTPHeadConfig
 from .ptp import PTPConfig
 
-__all__ = ["HEAD_TYPES", "EvaByteConfig", "MTPHeadConfig", "PTPConfig"]
+__all__ = ["HEAD_TYPES", "EagleHeadConfig", "EvaByteConfig", "MTPHeadConfig", "PTPConfig"]

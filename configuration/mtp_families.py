@@ -2,7 +2,7 @@
 
 Inside this library a module is always named as in DeepSeek-V3: module k (from 0) of a model with L layers is
 `model.layers.{L + k}`, with `enorm`, `hnorm`, `eh_proj`, `shared_head.norm` and the tensors of one decoder layer. A
-family that writes other names says so here. Knows no torch.
+family that writes other names, or whose module is unlike the model's last layer, says so here. Knows no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 COUNT = "num_nextn_predict_layers"
-"""The field of config.json that holds the number of modules."""
+"""The field of config.json in which most families write the number of modules."""
 
 
 @dataclass(frozen=True)
@@ -19,19 +19,37 @@ class MTPFamily:
     """How a family lays out its modules.
 
     Attributes:
-        names: Pairs (as in the family's files, as in DeepSeek-V3) of beginnings of names; `{index}` stands for k,
-            `{layer}` for L + k. Empty where the names are DeepSeek-V3's.
+        names: Pairs (as in the family's files, as in DeepSeek-V3) of beginnings of names, the longest first; `{index}`
+            stands for k, `{layer}` for L + k. Empty where the names are DeepSeek-V3's. A pair without either is one
+            that all modules would share: such a family has one module.
         embedding_first: `eh_proj` takes [enorm(embedding); hnorm(hidden)], not [hnorm(hidden); enorm(embedding)].
         norm_before_head: There is a `shared_head.norm`; without one, h^k is what the decoder layer gives.
-        copies: Official files repeat the main model's embeddings and head in every module.
+        copies: Tensors of the main model that official files repeat in every module.
+        block: Per-layer fields of the configuration and what they say of a module, where it is unlike the last layer.
+            A field `mtp_<name>` in a model's own configuration goes before it.
+        body: What a module is made of: `"layer"`, a decoder layer of the model; `"stack"`, several of them, of the
+            kinds in `mtp_layers_block_type`; `"latent"`, one latent attention and a dense MLP.
+        has_twin: The model has a layer of the module's kind, from which `from_backbone` can make new modules.
+        count: The field of config.json that holds the number of modules.
+        layers: The field that holds L.
         retrofit: The family has no official modules: `DeepSeekMTP.from_backbone` makes them.
     """
 
     names: tuple[tuple[str, str], ...] = ()
     embedding_first: bool = True
     norm_before_head: bool = True
-    copies: bool = True
+    copies: tuple[str, ...] = ("embed_tokens.weight", "shared_head.head.weight")
+    block: tuple[tuple[str, str], ...] = ()
+    body: str = "layer"
+    has_twin: bool = True
+    count: str = COUNT
+    layers: str = "num_hidden_layers"
     retrofit: bool = False
+
+    @property
+    def most_modules(self) -> int | None:
+        """The largest D that the names can tell apart; None where there is no bound."""
+        return 1 if any("{" not in theirs for theirs, _ in self.names) else None
 
     def renames(self, num_layers: int, num_modules: int) -> dict[str, str]:
         """Patterns of names in files and what they become, as `key_mapping` of transformers wants them.
@@ -51,8 +69,10 @@ class MTPFamily:
         return name
 
     def prefixes(self, num_layers: int, k: int) -> list[str]:
-        """Beginnings (of three parts) of the names of all tensors of module k, from 0, in the family's files."""
-        templates = [theirs for theirs, _ in self.names if "{index}" in theirs] or ["model.layers.{layer}."]
+        """Beginnings of the names of all tensors of module k, from 0, in the family's files."""
+        templates = [theirs for theirs, _ in self.names if "{layer}" not in theirs] or ["model.layers.{layer}."]
+        if k:
+            templates = [template for template in templates if "{" in template]
         return [template.format(index=k, layer=num_layers + k) for template in templates]
 
     def _pairs(self, num_layers: int, num_modules: int) -> list[tuple[str, str]]:
@@ -63,15 +83,22 @@ class MTPFamily:
         ]
 
 
+_MTP_NAMES = (
+    ("mtp.fc.", "model.layers.{layer}.eh_proj."),
+    ("mtp.pre_fc_norm_embedding.", "model.layers.{layer}.enorm."),
+    ("mtp.pre_fc_norm_hidden.", "model.layers.{layer}.hnorm."),
+    ("mtp.norm.", "model.layers.{layer}.shared_head.norm."),
+    ("mtp.layers.0.", "model.layers.{layer}."),
+)
+_FINAL_NORM = (("model.layers.{layer}.final_layernorm.", "model.layers.{layer}.shared_head.norm."),)
+_FULL, _DENSE = ("layer_types", "full_attention"), ("mlp_layer_types", "dense")
 _DEEPSEEK = MTPFamily()
-_RETROFIT = MTPFamily(copies=False, retrofit=True)
+_QWEN = MTPFamily(names=_MTP_NAMES, copies=(), block=(_FULL,))
+_RETROFIT = MTPFamily(copies=(), retrofit=True)
 FAMILIES: dict[str, MTPFamily] = {
+    "bailing_hybrid": MTPFamily(names=_FINAL_NORM, copies=(), block=(_FULL, ("mlp_layer_types", "sparse"))),
     "deepseek_v3": _DEEPSEEK,
-    "glm4_moe": _DEEPSEEK,
-    "glm4_moe_lite": _DEEPSEEK,
-    "hy_v3": MTPFamily(
-        names=(("model.layers.{layer}.final_layernorm.", "model.layers.{layer}.shared_head.norm."),),
-    ),
+    "deepseek_v32": _DEEPSEEK,
     "ernie4_5_moe": MTPFamily(
         names=(
             ("model.mtp_emb_norm.{index}.", "model.layers.{layer}.enorm."),
@@ -80,44 +107,118 @@ FAMILIES: dict[str, MTPFamily] = {
             ("model.mtp_block.{index}.", "model.layers.{layer}."),
         ),
         norm_before_head=False,
-        copies=False,
+        copies=(),
+        has_twin=False,  # a dense layer, like none behind the model's first ones
     ),
-    "llama": _RETROFIT,
-    "qwen2": _RETROFIT,
-    "qwen3": _RETROFIT,
-    "mistral": _RETROFIT,
+    "exaone_moe": MTPFamily(names=_MTP_NAMES, copies=(), block=(_DENSE,)),
+    "glm4_moe": _DEEPSEEK,
+    "glm4_moe_lite": _DEEPSEEK,
+    "glm_moe_dsa": MTPFamily(copies=("embed_tokens.weight",), block=(("indexer_types", "full"),)),
+    "hy_v3": MTPFamily(names=_FINAL_NORM),
+    "longcat_flash": MTPFamily(
+        names=(
+            ("model.mtp.layers.0.enorm.m.", "model.layers.{layer}.enorm."),
+            ("model.mtp.layers.0.hnorm.m.", "model.layers.{layer}.hnorm."),
+            ("model.mtp.layers.0.transformer_layer.mlp.", "model.layers.{layer}.mlp."),
+            ("model.mtp.norm.", "model.layers.{layer}.shared_head.norm."),
+            ("model.mtp.embed_tokens.", "model.layers.{layer}.embed_tokens."),
+            ("model.mtp.layers.0.", "model.layers.{layer}."),
+        ),
+        copies=("embed_tokens.weight",),
+        body="latent",
+        has_twin=False,
+        layers="num_layers",
+    ),
+    "mellum": MTPFamily(
+        names=_MTP_NAMES, copies=(), block=(("layer_types", "sliding_attention"), ("mlp_layer_types", "sparse"))
+    ),
+    "mimo": MTPFamily(
+        names=(
+            ("model.mtp_layers.{index}.token_layernorm.", "model.layers.{layer}.enorm."),
+            ("model.mtp_layers.{index}.hidden_layernorm.", "model.layers.{layer}.hnorm."),
+            ("model.mtp_layers.{index}.input_proj.", "model.layers.{layer}.eh_proj."),
+            ("model.mtp_layers.{index}.final_layernorm.", "model.layers.{layer}.shared_head.norm."),
+            ("model.mtp_layers.{index}.", "model.layers.{layer}."),
+        ),
+        embedding_first=False,
+        copies=(),
+    ),
+    "mimo_v2_flash": MTPFamily(
+        names=(
+            ("model.mtp.layers.{index}.final_layernorm.", "model.layers.{layer}.shared_head.norm."),
+            ("model.mtp.layers.{index}.pre_mlp_layernorm.", "model.layers.{layer}.post_attention_layernorm."),
+            ("model.mtp.layers.{index}.", "model.layers.{layer}."),
+        ),
+        copies=(),
+        block=(("layer_types", "sliding_attention"), _DENSE),
+    ),
+    "nemotron_h": MTPFamily(
+        names=(
+            ("mtp.layers.0.enorm.", "model.layers.{layer}.enorm."),
+            ("mtp.layers.0.hnorm.", "model.layers.{layer}.hnorm."),
+            ("mtp.layers.0.eh_proj.", "model.layers.{layer}.eh_proj."),
+            ("mtp.layers.1.final_layernorm.", "model.layers.{layer}.shared_head.norm."),
+            ("mtp.layers.0.", "model.layers.{layer}.parts.0."),
+            ("mtp.layers.1.", "model.layers.{layer}.parts.1."),
+        ),
+        copies=(),
+        body="stack",
+        has_twin=False,
+    ),
+    "qwen3_5_moe_text": MTPFamily(names=_MTP_NAMES, copies=(), block=(_FULL,), count="mtp_num_hidden_layers"),
+    "qwen3_5_text": MTPFamily(names=_MTP_NAMES, copies=(), block=(_FULL,), count="mtp_num_hidden_layers"),
+    "qwen3_next": _QWEN,
+    # backbones without modules of their own: one line each, and `from_backbone` probes every one
+    "apertus": _RETROFIT,
+    "arcee": _RETROFIT,
+    "cohere2": _RETROFIT,
+    "deepseek_v2": _RETROFIT,
+    "dots1": _RETROFIT,
+    "ernie4_5": _RETROFIT,
+    "exaone4": _RETROFIT,
     "gemma": _RETROFIT,
+    "gemma2": _RETROFIT,
+    "gemma3_text": _RETROFIT,
+    "glm": _RETROFIT,
+    "glm4": _RETROFIT,
+    "gpt_oss": _RETROFIT,
+    "granite": _RETROFIT,
+    "granitemoe": _RETROFIT,
+    "hunyuan_v1_dense": _RETROFIT,
+    "kimi_linear": MTPFamily(copies=(), block=(_FULL,), retrofit=True),
+    "llama": _RETROFIT,
+    "minimax_m2": _RETROFIT,
+    "ministral3": _RETROFIT,
+    "mistral": _RETROFIT,
+    "mixtral": _RETROFIT,
+    "nemotron": _RETROFIT,
+    "olmo2": _RETROFIT,
+    "olmo3": _RETROFIT,
+    "phi3": _RETROFIT,
+    "qwen2": _RETROFIT,
+    "qwen2_moe": _RETROFIT,
+    "qwen3": _RETROFIT,
+    "qwen3_moe": _RETROFIT,
+    "seed_oss": _RETROFIT,
+    "smollm3": _RETROFIT,
+    "stablelm": _RETROFIT,
+    "starcoder2": _RETROFIT,
 }
 """Families by `model_type`."""
 
-_STATEFUL = "its layers keep a recurrent state, which cannot go back behind a rejected draft"
-_SPARSE = "its attention reads an index of its own, which the modules' cache does not hold"
+_STREAMS = "its modules read several streams of hidden states (hyper-connections), not one"
+_OWN_HEAD = "its modules have heads of their own and pass on states from before the norm"
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "bailing_hybrid",
-            "deepseek_v4",
-            "glm5_next",
-            "kimi_linear",
-            "nemotron_h",
-            "qwen3_5",
-            "qwen3_5_moe",
-            "qwen3_5_moe_text",
-            "qwen3_5_text",
-            "qwen3_next",
-            "qwen4_exp",
-            "qwen4_exp_text",
-        ),
-        _STATEFUL,
-    ),
-    "deepseek_v32": _SPARSE,
-    "glm_moe_dsa": _SPARSE,
-    "step3p5": "its modules have heads of their own",
-    "step3p7": "its modules have heads of their own",
-    "mimo_v2_flash": "its modules have a sliding window and a dense block unlike the main model's last layer",
-    "longcat_flash": "its modules have a dense block that the main model's layers do not have",
-    "inkling": "its modules share one norm for the chain",
-    "mellum": "its module has rotary positions unlike the main model's last layer",
+    "deepseek_v4": _STREAMS,
+    "dots3_note": "how its modules are made has not been read",
+    "glm5_next": _STREAMS,
+    "hy_v4": _STREAMS,
+    "inkling": "its modules keep short convolutions, which cannot go back behind a rejected draft, and share one norm",
+    "minimax_m3_vl": "how its modules are made has not been read",
+    "qwen4_exp": _STREAMS,
+    "qwen4_exp_text": _STREAMS,
+    "step3p5": _OWN_HEAD,
+    "step3p7": _OWN_HEAD,
 }
 """Families with modules that are not supported, and why."""
 
@@ -129,21 +230,42 @@ def family_of(config: Any) -> MTPFamily:
         config: The model's configuration.
 
     Raises:
-        ValueError: A family that cannot be supported (by name), that is not known, or that changes its logits after
-            the head.
+        ValueError: A family that cannot be supported (by name), or that is not known.
     """
     model_type = config.model_type
     if model_type in REFUSED:
         raise ValueError(f"DeepSeekMTP does not support model_type={model_type!r}: {REFUSED[model_type]}")
     if model_type not in FAMILIES:
         raise ValueError(f"DeepSeekMTP does not know model_type={model_type!r}; it knows {', '.join(sorted(FAMILIES))}")
-    if getattr(config, "final_logit_softcapping", None):
-        raise ValueError(
-            f"final_logit_softcapping={config.final_logit_softcapping}: DeepSeekMTP uses the head's logits as they are"
-        )
     return FAMILIES[model_type]
+
+
+def announced_modules(config: Any) -> int | None:
+    """Number of modules that a configuration announces; None where it has no such field."""
+    count = getattr(config, family_of(config).count, None)
+    return None if count is None else int(count)
 
 
 def count_modules(config: Any) -> int:
     """Number of modules that a configuration announces; 0 where it has no such field."""
-    return int(getattr(config, COUNT, 0) or 0)
+    return announced_modules(config) or 0
+
+
+def set_modules(config: Any, count: int) -> None:
+    """Writes the number of modules where the family has it.
+
+    Raises:
+        ValueError: More modules than the family's names can tell apart.
+    """
+    family = family_of(config)
+    if family.most_modules is not None and count > family.most_modules:
+        raise ValueError(
+            f"{config.model_type} has room for {family.most_modules} module, not {count}: its files name parts that "
+            "all modules would share; reuse one for longer drafts (num_assistant_tokens)"
+        )
+    setattr(config, family.count, count)
+
+
+def num_layers(config: Any) -> int:
+    """L, the number of decoder layers of the main model."""
+    return int(getattr(config, family_of(config).layers))

@@ -21,6 +21,7 @@ import torch
 from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from ..modeling.indices import same_place
 from .contract import DraftTree, Verdict
 from .drafters.protocol import Drafter, DraftOptions
 from .records import Records
@@ -102,7 +103,7 @@ class SpeculativeLoop:
         outputs = self.model._prefill(prompt, self.config, wanted)
         self.target = self._target(outputs.past_key_values)
         self.statistics.backbone_calls += 1
-        logits = outputs.logits[:, -1:].to(prompt.device, torch.float32)
+        logits = same_place(outputs.logits[:, -1:], prompt.device, torch.float32)
         tree = DraftTree.chain(prompt[:, :0])
         scores = self.processing(self.tokens, logits, tree, self.done)
         first = self.rule.first(scores[:, 0], self.tokens)
@@ -123,7 +124,7 @@ class SpeculativeLoop:
         fed = self.target.forward(block, tree, self._hidden_layers)
         self.statistics.backbone_calls += 1
         called = time.perf_counter()
-        fed.logits = fed.logits.to(block.device, torch.float32)
+        fed.logits = same_place(fed.logits, block.device, torch.float32)
         scores = self.processing(self.tokens, fed.logits, tree, self.done)
         verdict = self.rule.judge(tree, scores)
         accepted, kept = self._settle(tree, verdict, fed, scores)

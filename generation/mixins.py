@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 from transformers import (
-    DynamicCache,
     GenerationConfig,
     GenerationMixin,
     LogitsProcessorList,
@@ -31,7 +30,7 @@ from .loop import SpeculativeLoop
 from .options import OWN, CallOptions, obstacle
 from .processing import counts_calls
 from .rules import GreedyRule, Rule, SampledRule
-from .targets import is_repackable
+from .targets import can_go_back, full_history, is_repackable
 
 logger = logging.get_logger(__name__)
 
@@ -134,7 +133,8 @@ class _View:
 @cache
 def _view_class(kind: type) -> type:
     bases = (_View, kind) if issubclass(kind, MTPGenerationMixin) else (_View, MTPGenerationMixin, kind)
-    return type(kind.__name__, bases, {"__module__": kind.__module__})
+    # transformers would refuse every model with states; `_reason_to_decode_plainly` asks whether they can go back
+    return type(kind.__name__, bases, {"__module__": kind.__module__, "_is_stateful": False})
 
 
 def speculate(backbone: PreTrainedModel, speculator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,7 +230,7 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
         if not hasattr(self, "_new_cache"):
             if cache is not None and not is_repackable(cache) and not hasattr(cache, "keep_last"):
                 return f"past_key_values with layers that forget ({type(cache).__name__})"
-            if self._is_stateful or not self._supports_default_dynamic_cache():
+            if not can_go_back(self._current.backbone) or not self._supports_default_dynamic_cache():
                 return f"the recurrent states of {type(self).__name__}, which cannot go back behind a rejected draft"
         own = self._current.speculator.obstacle(config, model_kwargs)
         return obstacle(config, model_kwargs) or own
@@ -291,8 +291,17 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
             model_kwargs["past_key_values"] = new_cache()
         elif fresh and call is not None and call.is_ours and generation_config.cache_implementation != "offloaded":
             generation_config.cache_implementation = None
-            model_kwargs["past_key_values"] = DynamicCache()
+            model_kwargs["past_key_values"] = full_history(self.config)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+    def _prefill(
+        self, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], **kwargs: Any
+    ) -> Any:
+        """transformers' first pass; a cache of its own kind forgets what it was fed of rows that had ended."""
+        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        if mask is not None and hasattr(cache, "drop_padding"):
+            cache.drop_padding(mask)
+        return super()._prefill(input_ids, generation_config, model_kwargs, **kwargs)
 
     def _get_candidate_generator(
         self,

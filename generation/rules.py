@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from ..modeling.sampling import pick, race
-from .contract import DraftTree, Verdict, line
+from .contract import DraftTree, Verdict
 from .tokens import TokenRows
 from .tree_verification import follow
 from .uniforms import Uniforms
@@ -110,7 +110,6 @@ def law_of(scores: torch.Tensor) -> torch.Tensor:
 
 def _reached_faults(law: torch.Tensor, verdict: Verdict) -> torch.Tensor:
     """Rows [B] bool in which a place on the kept path has no law; softmax makes NaN of all its entries there."""
-    fault = law[..., 0].isnan()
     if verdict.places is not None:
-        return fault.gather(1, verdict.places).any(1)
-    return (fault & (line(law.shape[1], law.device) <= verdict.accepted[:, None])).any(1)
+        return law[..., 0].gather(1, verdict.places).isnan().any(1)
+    return law[..., 0].cumsum(1).gather(1, verdict.accepted[:, None])[:, 0].isnan()

@@ -14,14 +14,23 @@ Knows neither laws nor verification.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from .contract import DraftTree, Verdict, line
+from .replay import Replay, is_recurrent
 from .tokens import Kept
 
 HiddenLayers = int | list[int] | bool | None
@@ -129,10 +138,23 @@ class RepackedTarget:
         self.shifts: torch.Tensor | None = None
         self.moved: torch.Tensor | None = None
         self.kept: Kept | None = None
-        cache.activate_past_recording()
+        self.replay = Replay(model.get_decoder(), cache) if is_recurrent(cache) else None
 
     def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> Fed:
-        """See `Target`; positions count real tokens. Riders leave the cache again at once."""
+        """See `Target`; positions count real tokens. Riders leave the cache again at once.
+
+        Raises:
+            ValueError: A draft that is no chain, for a backbone with recurrent layers, which see all tokens in a row.
+        """
+        if self.replay is not None and not (tree.is_chain and tree.riders is None):
+            raise ValueError(
+                f"{type(self.model).__name__} has recurrent layers, which take chains and no trees of drafts: leave "
+                "draft_tree out"
+            )
+        with nullcontext() if self.replay is None else self.replay.record():
+            return self._call(block, tree, hidden_layers)
+
+    def _call(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> Fed:
         fed, riders = block.shape[1], tree.riders
         inputs: dict[str, Any] = {} if riders is None else dict(riders.inputs)
         places = tree.positions() if riders is None else riders.positions
@@ -151,7 +173,7 @@ class RepackedTarget:
         )
         if riders is None:
             return Fed(outputs.logits, outputs.hidden_states)
-        self.cache.crop(fed - positions.shape[1])
+        crop(self.cache, fed - positions.shape[1])
         states = outputs.hidden_states and tuple(
             None if state is None else state[:, :fed] for state in outputs.hidden_states
         )
@@ -168,10 +190,12 @@ class RepackedTarget:
     def keep(self, kept: Kept, verdict: Verdict, tree: DraftTree) -> None:
         """See `Target`."""
         fed, self.kept = tree.tokens.shape[1] + 1, kept
+        if self.replay is not None:
+            self.replay.keep(kept.counts)
         if not tree.is_chain:
             compact(self.cache, verdict.columns[:, : kept.longest], fed)
             fed = min(fed, kept.longest)
-        self.cache.crop(kept.longest - fed)
+        crop(self.cache, kept.longest - fed)
         self.mask = torch.nn.functional.pad(self.mask, (0, kept.longest), value=True)
         if kept.is_even:
             self.counts, self.shifts = self.counts + kept.longest, None
@@ -185,28 +209,44 @@ class RepackedTarget:
         """See `Target`; columns behind a row's end hold arbitrary values, as padding does."""
         if self.moved is not None:
             shift_cache(self.cache, -self.moved, self.mask)
-            self.cache.crop(min(0, columns - self.mask.shape[1]))
+            crop(self.cache, min(0, columns - self.mask.shape[1]))
+
+
+def crop(cache: Cache, columns: int) -> None:
+    """Takes the last `-columns` columns from all layers that have columns: a recurrent state has none."""
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionAndFullAttentionLayer):
+            DynamicLayer.crop(layer, columns)
+        elif isinstance(layer, DynamicLayer):
+            layer.crop(columns)
 
 
 def compact(cache: Cache, columns: torch.Tensor, fed: int) -> None:
     """Leaves of the last `fed` columns of a cache `columns[b]` [B, k] in row b, in that order."""
-    for layer in cache.layers:
-        if not layer.is_initialized:
-            continue
-        start = layer.keys.shape[2] - fed
-        for name in ("keys", "values"):
-            states = getattr(layer, name)
-            chosen = columns[:, None, :, None].to(states.device).expand(-1, states.shape[1], -1, states.shape[3])
-            setattr(layer, name, torch.cat([states[:, :, :start], states[:, :, start:].gather(2, chosen)], dim=2))
+    for layer, name, dim in _states_with_columns(cache):
+        states = getattr(layer, name)
+        start = states.shape[dim] - fed
+        old, new = states.split([start, fed], dim=dim)
+        setattr(layer, name, torch.cat([old, shifted(new, columns, dim)], dim=dim))
 
 
 def shift_cache(cache: Cache, shifts: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Moves the columns of row b by `shifts[b]` [B] to the right, in every layer; returns the mask [B, W] moved."""
     source = shift_source(shifts, mask.shape[1])
-    for layer in cache.layers:
-        if layer.is_initialized and layer.get_seq_length() > 0:
-            layer.keys, layer.values = (shifted(states, source, dim=2) for states in (layer.keys, layer.values))
+    for layer, name, dim in _states_with_columns(cache):
+        setattr(layer, name, shifted(getattr(layer, name), source, dim))
     return shift_mask(mask, source)
+
+
+def _states_with_columns(cache: Cache) -> list[tuple[Any, str, int]]:
+    """Layers, names and the dimension of columns of all that a cache holds of single tokens."""
+    names = (("keys", 2), ("values", 2), ("indexer_keys", 1))
+    return [
+        (layer, name, dim)
+        for layer in cache.layers
+        for name, dim in names
+        if getattr(layer, name, None) is not None and getattr(layer, name).numel()
+    ]
 
 
 def shift_source(shifts: torch.Tensor, width: int) -> torch.Tensor:
@@ -273,6 +313,29 @@ def dense_mask(cached: torch.Tensor, new: torch.Tensor, model: PreTrainedModel) 
     return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
+_FULL = (DynamicLayer, DynamicIndexedLayer, DummyLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+
+
 def is_repackable(cache: Cache | None) -> bool:
-    """Whether rows of this cache may keep different numbers of tokens: all its layers hold the whole history."""
-    return cache is None or all(type(layer) is DynamicLayer for layer in cache.layers)
+    """Whether rows of this cache may keep different numbers of tokens: its layers forget no columns."""
+    return cache is None or all(type(layer) in _FULL for layer in cache.layers)
+
+
+def full_history(config: PreTrainedConfig) -> Cache:
+    """An empty cache of the kinds of layers that a model wants, but none that forgets columns."""
+    cache = DynamicCache(config=config)
+    cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
+    return cache
+
+
+def can_go_back(model: PreTrainedModel) -> bool:
+    """Whether a model's states can go back behind a rejected draft: columns are cropped, recurrent layers replayed.
+
+    Columns are needed to tell how long a cache is, and a class that keeps states in another way than transformers'
+    caches do cannot be helped.
+    """
+    if not type(model)._is_stateful:
+        return True
+    cache = full_history(model.config)
+    has_columns = any(isinstance(layer, DynamicLayer) for layer in cache.layers)
+    return has_columns and is_recurrent(cache) and is_repackable(cache)

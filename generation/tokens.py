@@ -49,16 +49,22 @@ class TokenRows:
     Attributes:
         ids: [B, capacity] int64; row b holds tokens in its first `lengths[b]` columns.
         lengths: Tokens per row, padding of the prompt included, as processors and criteria of transformers count them.
-        ends: The same on the device, [B] int64.
         steps: 0, 1, 2, ... on the device, [capacity] int64: index tensors are slices of it.
     """
 
     def __init__(self, prompt: torch.Tensor) -> None:
         self.prompt_length = prompt.shape[1]
         self.lengths = [prompt.shape[1]] * prompt.shape[0]
-        self.ends = torch.full((len(prompt),), prompt.shape[1], device=prompt.device)
+        self._ends: torch.Tensor | None = None
         self.ids = torch.nn.functional.pad(prompt, (0, _GROWTH))
         self.steps = torch.arange(self.ids.shape[1], device=prompt.device)
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """`lengths` on the device, [B] int64."""
+        if self._ends is None:
+            self._ends = torch.full((len(self.lengths),), self.lengths[0], device=self.ids.device)
+        return self._ends
 
     @property
     def is_even(self) -> bool:
@@ -78,8 +84,9 @@ class TokenRows:
 
     def keep(self, kept: Kept) -> None:
         """Counts the first tokens written last to every row."""
+        ends = None if self.is_even and kept.is_even else self.ends + kept.on_device
         self.lengths = [length + count for length, count in zip(self.lengths, kept.counts)]
-        self.ends = self.ends + (kept.counts[0] if kept.is_even else kept.on_device)
+        self._ends = ends
 
     def prefix(self, length: int, written: list[int], pad: int = 0) -> torch.Tensor:
         """Every row as it was when it had `length` ids, [B, length]: a copy, which who is shown it may keep.

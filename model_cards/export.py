@@ -1,6 +1,6 @@
 """A folder that serving engines read: official names and fields, copies of embeddings and head, checked once written.
 
-vLLM and SGLang were read and not run for this: the checks compare the folder with what their loaders ask for.
+The checks compare the folder with what the engines' loaders ask for; the report says what was run and what was read.
 """
 
 from __future__ import annotations
@@ -11,20 +11,25 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ..configuration.mtp_families import COUNT, family_of
+from ..configuration.mtp_families import family_of, num_layers
 from ..modeling import DeepSeekMTP
 from ..modeling.deepseek.checkpoint_files import tensor_dtypes
 from ..training.files import replace_text
+from .draft_folder import LAYOUTS, check_retrofit, overrides, save_retrofit
 
+MEASURED = {"vllm": ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3")}
+"""The families whose exported folders were run in an engine (vLLM 0.32.0 on CPUs): text and drafts were as here."""
 ENGINES = {
-    "vllm": ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3"),
-    "sglang": ("deepseek_v3", "glm4_moe", "glm4_moe_lite"),
+    "vllm": (
+        *("bailing_hybrid", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite"),
+        *("glm_moe_dsa", "hy_v3", "longcat_flash", "mimo_v2_flash", "nemotron_h", "qwen3_next"),
+    ),
+    "sglang": ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3"),
 }
 """The families whose modules each engine has code for."""
 _PARTS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-_COPIES = ("embed_tokens", "shared_head.head")
 # fields of official files that transformers' classes no longer read, but engines do
 _FIELDS = {"deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}}
 
@@ -39,6 +44,7 @@ class ExportReport:
         num_tensors: Tensors in the folder.
         command: How to serve it.
         warnings: What will not work as in this library.
+        checked: What was checked, and how; `print(report)` shows all of it.
     """
 
     folder: Path
@@ -46,6 +52,12 @@ class ExportReport:
     num_tensors: int
     command: str
     warnings: list[str] = field(default_factory=list)
+    checked: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{self.folder}: {self.num_tensors} tensors for {self.engine}", f"  serve:   {self.command}"]
+        lines += [f"  checked: {text}" for text in self.checked]
+        return "\n".join(lines + [f"  warning: {text}" for text in self.warnings])
 
 
 def export(
@@ -53,111 +65,185 @@ def export(
     folder: str | PathLike,
     engine: str = "vllm",
     tokenizer: PreTrainedTokenizerBase | None = None,
+    copies: bool | None = None,
     **options: Any,
 ) -> ExportReport:
     """Writes a model as an engine reads it, and checks what was written.
 
-    Besides what `save_pretrained` writes, every module has its copies of embeddings and head (engines start without
-    them, or draft nonsense in silence), and config.json has the older names of fields that transformers 5 renamed.
+    Besides what `save_pretrained` writes, config.json has the older names of fields that transformers 5 renamed, and
+    every module has its copies of embeddings and head, where official files have them. A retrofitted backbone becomes
+    two folders for vLLM, `backbone` and `draft`.
 
     Args:
         model: Backbone and modules, not quantised.
         folder: Where to.
         engine: `"vllm"` or `"sglang"`.
         tokenizer: Saved beside it.
+        copies: Whether modules repeat embeddings and head. None: as official files do. vLLM 0.32 shares the main
+            model's in any case; older builds stop without copies, or draft nonsense in silence.
         **options: As for `save_pretrained`, for example `max_shard_size="5GB"`.
 
     Returns:
-        How to serve the folder, and warnings.
+        How to serve the folder, what was checked, and warnings.
 
     Raises:
-        ValueError: An unknown engine, a family that it cannot serve, a model without modules, more modules than
-            SGLang loads.
+        ValueError: An unknown engine, a family that it cannot serve, a model without modules, or more modules than it
+            loads.
         RuntimeError: The folder is not what the engine asks for.
 
     Example:
-        >>> print(export(model, "served", engine="vllm", tokenizer=tokenizer).command)
-        vllm serve served --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'
+        >>> print(export(model, "served", engine="vllm", tokenizer=tokenizer))
+        served: 67 tensors for vllm
+          serve:   vllm serve served --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'
+          checked: ...
     """
     warnings = _check_model(model, engine)
-    folder, copies = Path(folder), model.shared_copies
-    model.shared_copies = family_of(model.config).copies
+    if family_of(model.config).retrofit:
+        return _export_retrofit(model, Path(folder), tokenizer, **options)
+    folder, before = Path(folder), model.shared_copies
+    model.shared_copies = bool(family_of(model.config).copies) if copies is None else copies
     try:
         model.save_pretrained(folder, **options)
+        _add_fields(folder / "config.json", model.config)
+        names = set(tensor_dtypes(folder))
+        problems = _problems(folder, names, model)
     finally:
-        model.shared_copies = copies
+        model.shared_copies = before
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    _add_fields(folder / "config.json", model.config.model_type)
-    names = set(tensor_dtypes(folder))
-    if problems := _problems(folder, names, model):
+    if problems:
         raise RuntimeError(f"{folder} is not what {engine} asks for: " + "; ".join(problems))
-    return ExportReport(folder, engine, len(names), _command(folder, engine, model.num_modules), warnings)
+    command = _command(folder, engine, model.num_modules)
+    return ExportReport(folder, engine, len(names), command, warnings, _checked(model, engine))
 
 
 def _check_model(model: DeepSeekMTP, engine: str) -> list[str]:
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; choose 'vllm' or 'sglang'")
     model_type, count = model.config.model_type, model.num_modules
-    if model_type not in ENGINES[engine]:
-        raise ValueError(
-            f"{engine} has no code for modules of {model_type!r} (it has for {', '.join(ENGINES[engine])}); "
-            "serve the folder of save_pretrained as a plain model"
-        )
     if not count:
         raise ValueError("the model was loaded without its modules (inference_only=True); load them to export them")
+    if engine == "vllm" and family_of(model.config).retrofit:
+        check_retrofit(model)
+    elif model_type not in ENGINES[engine]:
+        raise ValueError(
+            f"{engine} has no code for modules of {model_type!r} (it has for {', '.join(ENGINES[engine])}); "
+            "serve the backbone alone: model.main.save_pretrained(folder)"
+        )
     if engine == "sglang" and count > 1:
         raise ValueError(f"SGLang loads exactly one module of {model_type!r}, and this model has {count}; train one")
+    if model_type == "ernie4_5_moe" and count > 1:
+        raise ValueError(f"vLLM knows the names of ERNIE's module 0 only, and this model has {count}; train one")
     if count == 1:
         return []
     return [
-        f"vLLM will run module 0 only, again and again, and none of the other {count - 1}: train one module for reuse"
+        f"vLLM's model runner V1 drafts with module 0 alone, again and again, and V2 with all {count} (read in its "
+        "source, not run): for V1 train one module for reuse (unroll_steps)"
     ]
 
 
-def _add_fields(path: Path, model_type: str) -> None:
+def _checked(model: DeepSeekMTP, engine: str) -> list[str]:
+    """What is known of the folder, and how."""
+    family, model_type = family_of(model.config), model.config.model_type
+    found = ["config.json and the tensors' names were read back: fields, parts, copies, no fused experts, none unknown"]
+    if not _is_like_last(model):
+        found = ["config.json and the names of every module's own parts were read back; its block was not compared"]
+    if model_type in MEASURED.get(engine, ()):
+        return [*found, "folders of this family were run in vLLM 0.32.0: greedy text equal, drafts as here"]
+    place = "names of its tensors" if family.names else "layout"
+    return [*found, f"the {place} follow {engine}'s loader, which was read and not run"]
+
+
+def _export_retrofit(
+    model: DeepSeekMTP, folder: Path, tokenizer: PreTrainedTokenizerBase | None, **options: Any
+) -> ExportReport:
+    backbone, draft = save_retrofit(model, folder, **options)
+    for place in (backbone, draft) if tokenizer is not None else ():
+        tokenizer.save_pretrained(place)
+    names = [*tensor_dtypes(backbone), *tensor_dtypes(draft)]
+    if unknown := sorted(name for name in tensor_dtypes(backbone) if _layer(name) >= model.config.num_hidden_layers):
+        raise RuntimeError(f"{backbone} is not what vllm asks for: {unknown[0]} is no tensor of the backbone")
+    speculative = {"method": "mtp", "model": str(draft), "num_speculative_tokens": 1}
+    command = (
+        f"vllm serve {backbone} --hf-overrides '{json.dumps(overrides(model))}' "
+        f"--speculative-config '{json.dumps(speculative)}'"
+    )
+    layout = LAYOUTS[model.config.model_type]
+    checked = [
+        "both folders were read back: the backbone has no tensor of the module, the draft folder has nothing else",
+        f"the {layout} layout was run in vLLM 0.32.0 with Llama, Qwen2 and Qwen3: greedy text equal, drafts as here",
+    ]
+    return ExportReport(folder, "vllm", len(names), command, [], checked)
+
+
+def _layer(name: str) -> int:
+    parts = name.split(".")
+    return int(parts[2]) if name.startswith("model.layers.") else -1
+
+
+def _add_fields(path: Path, own: PreTrainedConfig) -> None:
     """Adds what engines read under older names."""
     config = json.loads(path.read_text(encoding="utf-8"))
     rope = dict(config.get("rope_parameters") or {})
     theta, kind = rope.pop("rope_theta", 10000.0), rope.get("rope_type", "default")
-    older = {
-        "torch_dtype": config.get("dtype"),
-        "rope_theta": theta,
-        "rope_scaling": None if kind == "default" else rope | {"type": kind},
-    }
-    config = _FIELDS.get(model_type, {}) | older | config
+    older = {"torch_dtype": config.get("dtype")}
+    if "full_attention" not in rope:  # else every kind of layer has its own, which the older fields cannot say
+        older |= {"rope_theta": theta, "rope_scaling": None if kind == "default" else rope | {"type": kind}}
+    config = _FIELDS.get(own.model_type, {}) | _hy3_fields(own) | older | config
     replace_text(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _hy3_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """What vLLM's Hy3 reads; transformers has the first one as a list, and takes the others for granted."""
+    if config.model_type != "hy_v3":
+        return {}
+    kinds = [*config.mlp_layer_types, "sparse"]
+    return {
+        "first_k_dense_replace": kinds.index("sparse"),
+        "qk_norm": True,
+        "expert_hidden_dim": config.moe_intermediate_size,
+        "route_norm": True,
+    }
 
 
 def _problems(folder: Path, names: set[str], model: DeepSeekMTP) -> list[str]:
     """What differs from an official folder, in words."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    main, layers, count = model.main, model.config.num_hidden_layers, model.num_modules
+    main, layers, count = model.main, num_layers(model.config), model.num_modules
+    family = family_of(model.config)
     wanted = {
         "model_type": model.config.model_type,
         "architectures": [type(main).__name__],
-        "num_hidden_layers": layers,
-        COUNT: count,
+        family.count: count,
     }
+    if family.layers in config:  # Nemotron-H has a list of layers in its place
+        wanted[family.layers] = layers
     problems = [f"{name} is {config.get(name)!r}" for name, value in wanted.items() if config.get(name) != value]
     problems += [f"{name} is fused" for name in names if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
     for k in range(count):
         lacking = sorted(_module_names(names, model, k) - names)
         problems += [f"lacks {name}" for name in lacking]
-    modules = tuple(prefix for k in range(count) for prefix in family_of(model.config).prefixes(layers, k))
+    modules = tuple(prefix for k in range(count) for prefix in family.prefixes(layers, k))
     known = set().union(*(_module_names(names, model, k) for k in range(count)))
-    if family_of(model.config).copies:
+    if _is_like_last(model):
         problems += [f"{name} is unknown" for name in sorted(names - known) if name.startswith(modules)]
     return problems
 
 
+def _is_like_last(model: DeepSeekMTP) -> bool:
+    """Whether a module's block has the tensors of the main model's last layer."""
+    family = family_of(model.config)
+    return family.body == "layer" and family.has_twin and not family.block
+
+
 def _module_names(names: set[str], model: DeepSeekMTP, k: int) -> set[str]:
     """The tensors of module k by official pattern: its parts, its copies, and what the last layer has."""
-    family, layers = family_of(model.config), model.config.num_hidden_layers
+    family, layers = family_of(model.config), num_layers(model.config)
     ours = f"model.layers.{layers + k}."
     parts = _PARTS if family.norm_before_head else _PARTS[:3]
-    expected = {f"{ours}{part}.weight" for part in parts + (_COPIES if family.copies else ())}
-    if family.copies:  # else the block is not of the last layer's kind
+    expected = {f"{ours}{part}.weight" for part in parts}
+    expected |= {ours + name for name in family.copies if model.shared_copies}
+    if _is_like_last(model):
         last = f"model.layers.{layers - 1}."
         expected |= {ours + name.removeprefix(last) for name in names if name.startswith(last)}
     return {family.file_name(name, layers, model.num_modules) for name in expected}

@@ -1,6 +1,7 @@
 """The networks. Nothing here knows how drafts are judged; each model class mixes that in, in one line."""
 
 from .deepseek.model import DeepSeekMTP
+from .eagle.model import EagleHead
 from .evabyte.backbone import EvaByteModel
 from .evabyte.cache import EvaByteCache
 from .evabyte.model import EvaByteForMTPC
@@ -10,6 +11,7 @@ from .ptp.model import PTPForCausalLM
 
 __all__ = [
     "DeepSeekMTP",
+    "EagleHead",
     "EvaByteCache",
     "EvaByteForMTPC",
     "EvaByteModel",

@@ -55,6 +55,22 @@ class DeepSeekMTPOutput(MTPOutput):
     Attributes:
         mtp_logits: Teacher-forced logits of depth k = 1..D, [B, L - k, V]: row i, made of the tokens up to i + k,
             predicts token i + k + 1. None in training and while generating, unless asked for.
+        aux_loss: Scalar, balance of the main model's experts; with `output_router_logits` only, and with labels it is
+            part of `loss`, times `router_aux_loss_coef`.
     """
 
     mtp_logits: tuple[torch.Tensor, ...] | None = None
+    aux_loss: torch.Tensor | None = None
+
+
+@dataclass
+class EagleOutput(CausalLMOutputWithPast):
+    """Output of an EAGLE head that is trained on its backbone.
+
+    Attributes:
+        loss: Scalar; with labels only.
+        logits: [B, 1, V] of the backbone's last position.
+        step_losses: [steps] detached, of each step of drafting; with labels only.
+    """
+
+    step_losses: torch.Tensor | None = None

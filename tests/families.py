@@ -1,20 +1,10 @@
 """Tiny configurations of every family that `DeepSeekMTP` supports, and random models of them."""
 
 import torch
-from transformers import (
-    DeepseekV3Config,
-    Ernie4_5_MoeConfig,
-    GemmaConfig,
-    Glm4MoeConfig,
-    Glm4MoeLiteConfig,
-    HYV3Config,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoConfig
 
 from tokenahead import DeepSeekMTP
+from tokenahead.configuration.mtp_families import FAMILIES, set_modules
 
 VOCABULARY = 96
 _COMMON = dict(
@@ -28,7 +18,6 @@ _COMMON = dict(
     pad_token_id=None,
     bos_token_id=None,
     eos_token_id=None,
-    num_nextn_predict_layers=1,
 )
 _EXPERTS = dict(
     moe_intermediate_size=16,
@@ -47,32 +36,118 @@ _LATENT = dict(
     qk_nope_head_dim=8,
     num_key_value_heads=4,
 )
+_INDEXED = _LATENT | dict(q_lora_rank=16, index_topk=6, index_head_dim=16, index_n_heads=16)
+_DELTA = dict(
+    head_dim=16,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    num_hidden_layers=3,
+)
+_QWEN_EXPERTS = dict(moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+_KDA = _LATENT | dict(
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    num_hidden_layers=3,
+    moe_intermediate_size=16,
+    num_experts_per_tok=2,
+    num_local_experts=4,
+    n_group=1,
+    topk_group=1,
+)
+_WINDOWS = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=6)
 _FAMILIES = {
-    "deepseek_v3": (DeepseekV3Config, _EXPERTS | _LATENT),
-    "glm4_moe": (Glm4MoeConfig, _EXPERTS | dict(head_dim=8)),
-    "glm4_moe_lite": (Glm4MoeLiteConfig, _EXPERTS | _LATENT | dict(q_lora_rank=16)),
-    "hy_v3": (
-        HYV3Config,
-        dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, num_shared_experts=1, head_dim=8),
+    "bailing_hybrid": _KDA | dict(head_dim=8, short_conv_kernel_size=3, first_k_dense_replace=1),
+    "deepseek_v3": _EXPERTS | _LATENT,
+    "deepseek_v32": _EXPERTS | _INDEXED,
+    "ernie4_5_moe": dict(moe_intermediate_size=16, moe_num_experts=4, moe_k=2, moe_num_shared_experts=1),
+    "exaone_moe": _WINDOWS | dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=8),
+    "gemma": dict(head_dim=8),
+    "glm4_moe": _EXPERTS | dict(head_dim=8),
+    "glm4_moe_lite": _EXPERTS | _LATENT | dict(q_lora_rank=16),
+    "glm_moe_dsa": _EXPERTS | _INDEXED | dict(indexer_types=["full", "shared"]),
+    "hy_v3": dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, num_shared_experts=1, head_dim=8),
+    "kimi_linear": _KDA | dict(linear_head_dim=8, linear_num_heads=4),
+    "llama": {},
+    "longcat_flash": _LATENT
+    | dict(
+        num_layers=2,
+        q_lora_rank=16,
+        head_dim=8,
+        ffn_hidden_size=48,
+        expert_ffn_hidden_size=16,
+        moe_topk=2,
+        n_routed_experts=4,
+        zero_expert_num=1,
     ),
-    "ernie4_5_moe": (
-        Ernie4_5_MoeConfig,
-        dict(moe_intermediate_size=16, moe_num_experts=4, moe_k=2, moe_num_shared_experts=1),
+    "mellum": _WINDOWS | dict(head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2),
+    "mimo": {},
+    "mimo_v2_flash": _EXPERTS | _WINDOWS | dict(head_dim=8, v_head_dim=8, num_key_value_heads=1),
+    "mistral": dict(sliding_window=6),
+    "nemotron_h": dict(
+        layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention"],
+        head_dim=8,
+        ssm_state_size=8,
+        mamba_num_heads=4,
+        mamba_head_dim=8,
+        n_groups=2,
+        chunk_size=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=16,
     ),
-    "llama": (LlamaConfig, {}),
-    "qwen2": (Qwen2Config, dict(tie_word_embeddings=True)),
-    "qwen3": (Qwen3Config, dict(head_dim=8)),
-    "mistral": (MistralConfig, dict(sliding_window=6)),
-    "gemma": (GemmaConfig, dict(head_dim=8)),
+    "qwen2": dict(tie_word_embeddings=True),
+    "qwen3": dict(head_dim=8),
+    "qwen3_5_moe_text": _DELTA | _QWEN_EXPERTS,
+    "qwen3_5_text": _DELTA,
+    "qwen3_next": _DELTA | _QWEN_EXPERTS,
+}
+_SPARSE = dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, num_local_experts=4)
+_BACKBONES = {
+    "apertus": {},
+    "arcee": {},
+    "cohere2": _WINDOWS,
+    "deepseek_v2": _EXPERTS | _LATENT | dict(head_dim=8, topk_method="greedy"),
+    "dots1": _EXPERTS,
+    "ernie4_5": dict(head_dim=8),
+    "exaone4": _WINDOWS,
+    "gemma2": _WINDOWS | dict(head_dim=8, final_logit_softcapping=2.0),
+    "gemma3_text": _WINDOWS | dict(head_dim=8),
+    "glm": dict(head_dim=8),
+    "glm4": dict(head_dim=8),
+    "gpt_oss": _WINDOWS | _SPARSE | dict(head_dim=8),
+    "granite": dict(logits_scaling=4.0, embedding_multiplier=3.0),
+    "granitemoe": _SPARSE | dict(logits_scaling=4.0),
+    "hunyuan_v1_dense": dict(head_dim=8),
+    "minimax_m2": _SPARSE | dict(head_dim=8),
+    "ministral3": dict(head_dim=8),
+    "mixtral": _SPARSE | dict(sliding_window=6, head_dim=8),
+    "nemotron": dict(head_dim=8),
+    "olmo2": {},
+    "olmo3": _WINDOWS,
+    "phi3": dict(sliding_window=6),
+    "qwen2_moe": _SPARSE | dict(shared_expert_intermediate_size=16),
+    "qwen3_moe": _SPARSE | dict(head_dim=8),
+    "seed_oss": dict(head_dim=8),
+    "smollm3": dict(no_rope_layers=[1, 0]),
+    "stablelm": {},
+    "starcoder2": dict(sliding_window=6),
 }
 NAMES = list(_FAMILIES)
-RETROFITS = ["llama", "qwen2", "qwen3", "mistral", "gemma"]
+"""Families that are held in every way."""
+BACKBONES = list(_BACKBONES)
+"""Further backbones, of which modules can be made."""
+RETROFITS = [name for name in NAMES if FAMILIES[name].retrofit and not FAMILIES[name].block]
+RECURRENT = ["bailing_hybrid", "kimi_linear", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"]
 
 
-def family_config(name: str, **changes):
-    """A tiny configuration with one module."""
-    kind, options = _FAMILIES[name]
-    return kind(**(_COMMON | options | changes))
+def family_config(name: str, num_nextn_predict_layers: int = 1, **changes):
+    """A tiny configuration with so many modules."""
+    config = AutoConfig.for_model(name, **(_COMMON | (_FAMILIES | _BACKBONES)[name] | changes))
+    set_modules(config, num_nextn_predict_layers)
+    return config
 
 
 def shake(model, seed: int = 0, size: float = 0.1):
@@ -84,10 +159,15 @@ def shake(model, seed: int = 0, size: float = 0.1):
     return model
 
 
-def family_model(name: str, seed: int = 0, **changes) -> DeepSeekMTP:
+def family_model(name: str, seed: int = 0, num_nextn_predict_layers: int = 1, **changes) -> DeepSeekMTP:
     """A random model of `family_config`, in evaluation mode."""
     torch.manual_seed(seed)
-    return shake(DeepSeekMTP(family_config(name, **changes)), seed).eval()
+    return shake(DeepSeekMTP(family_config(name, num_nextn_predict_layers, **changes)), seed).eval()
+
+
+def most_modules(name: str, wanted: int = 2) -> int:
+    """As many modules as wanted, or as the family can have."""
+    return min(wanted, FAMILIES[name].most_modules or wanted)
 
 
 def random_ids(batch: int = 2, length: int = 16, seed: int = 0) -> torch.Tensor:

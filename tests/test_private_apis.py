@@ -55,6 +55,7 @@ FUNCTIONS = [
     ),
     (GenerationMixin, "_supports_default_dynamic_cache", ""),
     (PreTrainedModel, "_can_set_attn_implementation", ""),
+    (PreTrainedModel, "_from_config", "config kwargs"),
     (PreTrainedModel, "_can_set_experts_implementation", ""),
     (PreTrainedModel, "_get_resized_lm_head", "old_lm_head new_num_tokens"),
     (PreTrainedModel, "_init_weights", "module"),

@@ -6,7 +6,10 @@ import tokenahead
 
 def test_public_names_are_pinned():
     assert tokenahead.__all__ == [
+        "AssistantDrafter",
         "DeepSeekMTP",
+        "EagleHead",
+        "EagleHeadConfig",
         "EvaByteCache",
         "EvaByteConfig",
         "EvaByteForMTPC",
@@ -15,6 +18,7 @@ def test_public_names_are_pinned():
         "GenerateSpeculativeOutput",
         "MTPHeadConfig",
         "MTPHeads",
+        "NgramDrafter",
         "PTPConfig",
         "PTPForCausalLM",
         "Speculation",

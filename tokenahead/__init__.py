@@ -14,10 +14,14 @@ if not (_ROOT / "modeling").is_dir() and (_ROOT.parent / "modeling").is_dir():
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from .configuration import EvaByteConfig, MTPHeadConfig, PTPConfig
+from .configuration import EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPConfig
+from .configuration.mimo import MiMoConfig
 from .generation import GenerateSpeculativeOutput, Speculation
+from .generation.drafters.assistant import AssistantDrafter
+from .generation.drafters.ngram import NgramDrafter
 from .modeling import (
     DeepSeekMTP,
+    EagleHead,
     EvaByteCache,
     EvaByteForMTPC,
     EvaByteModel,
@@ -25,18 +29,26 @@ from .modeling import (
     MTPHeads,
     PTPForCausalLM,
 )
+from .modeling.deepseek.mimo import MiMoForCausalLM
 
+AutoConfig.register(EagleHeadConfig.model_type, EagleHeadConfig)
 AutoConfig.register(EvaByteConfig.model_type, EvaByteConfig)
 AutoConfig.register(MTPHeadConfig.model_type, MTPHeadConfig)
 AutoConfig.register(PTPConfig.model_type, PTPConfig)
+AutoConfig.register(MiMoConfig.model_type, MiMoConfig, exist_ok=True)
+AutoModel.register(EagleHeadConfig, EagleHead)
 AutoModel.register(EvaByteConfig, EvaByteModel)
 AutoModel.register(MTPHeadConfig, MTPHeads)
 AutoModelForCausalLM.register(EvaByteConfig, EvaByteForMTPC)
 AutoModelForCausalLM.register(PTPConfig, PTPForCausalLM)
+AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
 AutoTokenizer.register(EvaByteConfig, slow_tokenizer_class=EvaByteTokenizer)
 
 __all__ = [
+    "AssistantDrafter",
     "DeepSeekMTP",
+    "EagleHead",
+    "EagleHeadConfig",
     "EvaByteCache",
     "EvaByteConfig",
     "EvaByteForMTPC",
@@ -45,6 +57,7 @@ __all__ = [
     "GenerateSpeculativeOutput",
     "MTPHeadConfig",
     "MTPHeads",
+    "NgramDrafter",
     "PTPConfig",
     "PTPForCausalLM",
     "Speculation",

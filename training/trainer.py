@@ -195,7 +195,7 @@ def _check_data(given: Mapping[str, Any]) -> None:
         data = given.get(name)
         for part in data.values() if isinstance(data, Mapping) else [data]:
             if hasattr(part, "__len__") and len(part) == 0:
-                raise ValueError(f"{name} is empty; give at least one row, or None")
+                raise ValueError(f"{name} is empty: give at least one row that has something to learn, or None")
 
 
 def _put_back(owner: Any, name: str, value: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...modeling.heads.window_law import WindowLaw
+from ...modeling.indices import same_place
 from ...modeling.sampling import race
 from ..contract import DraftTree, Verdict, line
 from ..targets import Fed, HiddenLayers
@@ -59,15 +60,17 @@ class HeadDrafter:
         if self._unchecked:
             _refuse_nan(law)
             self._unchecked = False
-        law = law.condition(tokens.last().to(self.hidden.device))
+        law = law.condition(same_place(tokens.last(), self.hidden.device))
         if not self.options.do_sample:
             return DraftTree.chain(law.greedy(length))
+        if not self.options.processing.pointwise:  # nothing to warp: one ancestral sample
+            return DraftTree.chain(*law.sample_with_laws(length))
         return DraftTree.chain(*law.draft(self._choose, length))
 
     def advance(self, fed: Fed, verdict: Verdict) -> None:
         """Keeps the state before each row's last token; a row that has ended keeps any."""
         states = self.read(fed.hidden_states)
-        self.hidden = states[line(len(states), states.device), verdict.accepted.to(states.device)]
+        self.hidden = states[line(len(states), states.device), same_place(verdict.accepted, states.device)]
 
     def _choose(self, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q = self.options.processing.warp(probs)

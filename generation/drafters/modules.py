@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache
 
 from ...modeling.sampling import race
 from ..contract import DraftTree, Verdict, line
@@ -38,7 +37,7 @@ class ModuleDrafter:
     def __init__(self, model: Any, options: DraftOptions) -> None:
         self.model, self.options, self.depth = model, options, model.num_modules
         self.num_tokens = options.num_tokens
-        self.cache, self.cached = DynamicCache(), 0
+        self.cache, self.cached = model.mtp.new_cache(), 0
         self.states = self.mask = self.view = None
         self.is_padded = False
 
@@ -101,7 +100,7 @@ class ModuleDrafter:
 
     def _choose(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A token [B] from states [B, D], and the law it was drawn from (its own, where greedy; None if not needed)."""
-        logits = self.model.get_output_embeddings()(hidden)
+        logits = self.model.readout(hidden)
         if not self.options.do_sample and not self.options.threshold:
             return logits.argmax(-1), None
         law = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)

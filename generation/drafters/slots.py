@@ -77,7 +77,14 @@ def _layout(sizes: tuple[int, ...], device: torch.device, branches: int, vectors
     same &= (vector[:, None] == vector) | (place == 0)
     new = torch.cat([tokens, torch.nn.functional.pad(same, (0, 0, len(read_order), 0), value=False)], dim=1)
     order = torch.cat([read_order, group + place])
-    return SlotLayout(sizes, *(part.to(device) for part in (*slots, order, new, index, torch.tensor(sizes))))
+    return SlotLayout(sizes, *_moved((*slots, order, new, index, torch.tensor(sizes)), device))
+
+
+def _moved(parts: tuple[torch.Tensor, ...], device: torch.device) -> list[torch.Tensor]:
+    """Tensors of whole numbers or truth values on a device, in one copy."""
+    flat = torch.cat([part.flatten().long() for part in parts]).to(device)
+    pieces = flat.split([part.numel() for part in parts])
+    return [piece.view(part.shape).to(part.dtype) for piece, part in zip(pieces, parts)]
 
 
 def split_budget(budget: int, drafted: int, longest: int, rates: AcceptanceRates) -> list[int]:

@@ -16,34 +16,45 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from ...configuration.mtp_families import COUNT, MTPFamily, count_modules, family_of
+from ...configuration.mtp_families import MTPFamily, count_modules, family_of, num_layers, set_modules
 from ..loading import StrictLoadingMixin
+from .bodies import new_body
 from .checkpoint_files import COPIES, weight_files
 from .float8 import dequantized_tensors
-from .modules import MTPModule, MTPModules
+from .modules import MTPModule, MTPModules, layer_kind
 
-_PER_LAYER = ("layer_types", "mlp_layer_types")
+PER_LAYER = ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers")
+"""Fields of configurations that hold one entry for each layer."""
 _PARTS = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
 
 
 def main_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """transformers' own class for a configuration.
+    """transformers' own class for a configuration."""
+    return AutoModelForCausalLM._model_mapping[type(config)]
 
-    Raises:
-        ValueError: A class whose layers keep a recurrent state.
-    """
-    found = AutoModelForCausalLM._model_mapping[type(config)]
-    if getattr(found, "_is_stateful", False):
-        raise ValueError(f"DeepSeekMTP does not support {found.__name__}: its layers keep a recurrent state")
-    return found
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the language model alone, where transformers' class for text takes no other."""
+    nested = config.sub_configs.get("text_config")
+    mapping = AutoModelForCausalLM._model_mapping
+    is_text_only = type(config) in mapping and mapping[type(config)].config_class is nested
+    return config.get_text_config() if nested is not None and is_text_only else config
+
+
+def module_kinds(config: PreTrainedConfig, name: str, count: int) -> list[str]:
+    """What the per-layer field `name` of a configuration would say of `count` modules."""
+    own = getattr(config, f"mtp_{name}", None) or [dict(family_of(config).block).get(name, getattr(config, name)[-1])]
+    return [*own, *own[-1:] * count][:count]
 
 
 def extended_config(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
-    """A copy of the configuration with `count` more layers, each like the last one."""
+    """A copy of the configuration with `count` more layers, of the modules' kind."""
     config = copy.deepcopy(config)
-    for name in _PER_LAYER:
+    if family_of(config).body != "layer":
+        return config
+    for name in PER_LAYER:
         if values := getattr(config, name, None):
-            setattr(config, name, [*values, *values[-1:] * count])
+            setattr(config, name, [*values, *module_kinds(config, name, count)])
     config.num_hidden_layers += count
     return config
 
@@ -64,8 +75,10 @@ def extended_class(config: PreTrainedConfig, count: int, ignored: list[str]) -> 
         def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
             decoder = self.get_decoder()
+            if family.body != "layer":
+                decoder.layers.extend([new_body(decoder.layers, config) for _ in range(count)])
             for layer in decoder.layers[len(decoder.layers) - count :]:
-                _attach_parts(layer, decoder.norm, config.hidden_size, family.norm_before_head)
+                _attach_parts(layer, final_norm(decoder), config.hidden_size, family.norm_before_head)
             if count:
                 self.init_weights()  # only what was not there the first time
 
@@ -76,6 +89,11 @@ def extended_class(config: PreTrainedConfig, count: int, ignored: list[str]) -> 
         original.__module__,
     )
     return Extended
+
+
+def final_norm(decoder: nn.Module) -> nn.Module:
+    """The norm behind the main model's last layer."""
+    return decoder.norm if hasattr(decoder, "norm") else decoder.norm_f
 
 
 def _attach_parts(layer: nn.Module, norm: nn.Module, hidden_size: int, norm_before_head: bool) -> None:
@@ -105,16 +123,18 @@ def split(model: PreTrainedModel, count: int) -> tuple[PreTrainedModel, MTPModul
     config, decoder = model.config, model.get_decoder()
     family, kept = family_of(config), len(decoder.layers) - count
     modules = [_module_of(layer, family) for layer in decoder.layers[kept:]]
+    kinds = [layer_kind(config, kept + k) if family.body == "layer" else "full_attention" for k in range(count)]
     del decoder.layers[kept:]
-    for name in _PER_LAYER:
-        if values := getattr(config, name, None):
-            setattr(config, name, values[:kept])
-    config.num_hidden_layers = kept
-    setattr(config, COUNT, count)
+    if family.body == "layer":
+        for name in PER_LAYER:
+            if values := getattr(config, name, None):
+                setattr(config, name, values[:kept])
+        config.num_hidden_layers = kept
+    set_modules(config, count)
     model.__class__ = type(model).__mro__[2]  # behind `Extended` and `StrictLoadingMixin`
     vars(model).pop("_weight_conversions", None)  # of this file, perhaps quantised; saving uses those of the class
     model._keys_to_ignore_on_load_unexpected = set(type(model)._keys_to_ignore_on_load_unexpected or [])
-    return model, MTPModules(modules, config, decoder.rotary_emb)
+    return model, MTPModules(modules, config, getattr(decoder, "rotary_emb", None), kinds)
 
 
 def _module_of(layer: nn.Module, family: MTPFamily) -> MTPModule:
@@ -150,11 +170,9 @@ def load(
     Raises:
         ValueError: Missing tensors, wrong shapes, a damaged file.
     """
-    family, layers, stored = family_of(config), config.num_hidden_layers, count_modules(config)
+    family, layers, stored = family_of(config), num_layers(config), count_modules(config)
     count = 0 if inference_only else stored
-    patterns = ["^" + re.escape(prefix) for k in range(stored) for prefix in family.prefixes(layers, k)]
-    if not inference_only:
-        patterns = [rf"^model\.layers\.\d+\.({'|'.join(map(re.escape, COPIES))})$"]
+    patterns = _ignored(config, stored, inference_only)
     model, report = extended_class(config, count, patterns).from_pretrained(
         name,
         config=extended_config(config, count),
@@ -162,7 +180,27 @@ def load(
         output_loading_info=True,
         **options,
     )
+    _align(model)
     return *split(model, count), report
+
+
+def _align(model: PreTrainedModel, bytes_: int = 64, largest: int = 2**18) -> None:
+    """Copies small weights that lie anyhow in a mapped file: kernels round by alignment, two files would differ."""
+    for weight in model.parameters():
+        if weight.device.type == "cpu" and weight.data_ptr() % bytes_ and weight.numel() < largest:
+            weight.data = weight.data.clone()
+
+
+def _ignored(config: PreTrainedConfig, stored: int, inference_only: bool) -> list[str]:
+    """Patterns of tensors that are left in the files: copies, other towers and, where not wanted, all modules."""
+    family, layers = family_of(config), num_layers(config)
+    theirs = [prefix for k in range(max(stored, 1)) for prefix in family.prefixes(layers, k)]
+    own = main_class(config)._keys_to_ignore_on_load_unexpected or []
+    others = [pattern for pattern in own if not any(re.search(pattern, prefix) for prefix in theirs)]
+    if inference_only:
+        return others + ["^" + re.escape(prefix) for prefix in theirs]
+    copies = "|".join(re.escape(name) for name in family.copies)
+    return others + ([rf"^model\.layers\.\d+\.({copies})$"] if copies else [])
 
 
 def load_dequantized(
@@ -180,7 +218,7 @@ def load_dequantized(
     asked = options.pop("dtype", None)
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     dtype = asked if isinstance(asked, torch.dtype) else getattr(torch, str(asked), stored)
-    tensors = dequantized_tensors(weight_files(name, **hub), config, dtype)
+    tensors = dequantized_tensors(weight_files(name, options.pop("variant", None), **hub), config, dtype)
     config = copy.deepcopy(config)
     del config.quantization_config
     options = {key: value for key, value in options.items() if key not in {*hub, "quantization_config"}}
@@ -205,6 +243,33 @@ def own_names(state: dict[str, torch.Tensor], num_layers: int) -> dict[str, torc
 def own_device_map(devices: dict[str, Any], num_layers: int) -> dict[str, Any]:
     """A device map of the model that was loaded at once, by the names of a `DeepSeekMTP`."""
     return {_own_name(f"{name}.", num_layers).strip(".") if name else "": devices[name] for name in devices}
+
+
+def official_device_map(devices: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+    """The reverse of `own_device_map`; a map that has the folder's names already stays as it is.
+
+    Args:
+        devices: Devices by beginnings of names, as accelerate infers them from a `DeepSeekMTP`, or as `hf_device_map`
+            has them. `"main"` and `"mtp"` stand for all parts that have no entry of their own.
+        config: The main model's configuration.
+    """
+    layers, found = num_layers(config), {}
+    modules = [f"model.layers.{layers + k}" for k in range(count_modules(config))]
+    for name, device in devices.items():
+        part, _, rest = name.partition(".")
+        index, _, inner = rest.partition(".")
+        if part == "mtp" and not rest:
+            found |= dict.fromkeys(modules, device)
+        elif part == "mtp" and index.isdigit():
+            found[f"{modules[int(index)]}.{_inner_name(inner)}".rstrip(".")] = device
+        elif part != "mtp":
+            found[rest if part == "main" else name] = device
+    return found
+
+
+def _inner_name(inner: str) -> str:
+    part, _, rest = inner.partition(".")
+    return rest if part == "block" else ".".join(filter(None, (_PARTS.get(part, part), rest)))
 
 
 def _official_name(name: str, num_layers: int) -> str:

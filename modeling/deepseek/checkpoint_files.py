@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
-from ...configuration.mtp_families import COUNT, MTPFamily, count_modules, family_of
+from ...configuration.mtp_families import MTPFamily, announced_modules, family_of, num_layers, set_modules
 from .float8 import SCALES
 
 logger = logging.get_logger(__name__)
@@ -40,39 +40,48 @@ class CheckpointFacts:
     shared_copies: bool
 
 
-def check_checkpoint(name: Any, config: PreTrainedConfig, inference_only: bool = False, **hub: Any) -> CheckpointFacts:
+def check_checkpoint(
+    name: Any, config: PreTrainedConfig, inference_only: bool = False, variant: str | None = None, **hub: Any
+) -> CheckpointFacts:
     """Looks at the names and dtypes of a checkpoint's tensors.
 
     Args:
         name: Folder or Hub repository.
         config: Its configuration.
         inference_only: The modules will not be loaded.
+        variant: As for `from_pretrained`: files like `model.fp16.safetensors`.
         hub: `revision`, `token`, ... as for `from_pretrained`.
 
     Raises:
         ValueError: No modules, another number of them than the configuration says, float8 weights without scales, a
             damaged file.
     """
-    family, wanted = family_of(config), count_modules(config)
-    headers = _headers(name, **hub)
+    family, wanted, layers = family_of(config), announced_modules(config), num_layers(config)
+    headers = _headers(name, variant, **hub)
     dtypes = {key: dtype for key, (dtype, _) in headers.items()}
     _check_scales(name, dtypes, config)
     if inference_only:
         return CheckpointFacts(config, False)
-    found = _count_stored(dtypes, family, config.num_hidden_layers)
+    found = _count_stored(dtypes, family, layers)
     if not found:
-        example = family.prefixes(config.num_hidden_layers, 0)[0]
+        example = family.prefixes(layers, 0)[0]
         raise ValueError(
             f"{name}: the folder has no tensors of modules (names like {example}*); "
             "use inference_only=True to decode plainly, or DeepSeekMTP.from_backbone to make new modules"
         )
-    if found != wanted:
+    if wanted is None:  # official files of some families do not say it
+        config = copy.deepcopy(config)
+        set_modules(config, found)
+    elif found != wanted:
         raise ValueError(
-            f"{name}: config.json says {COUNT}={wanted}, but the folder holds {found} modules; correct one of them"
+            f"{name}: config.json says {family.count}={wanted}, but the folder holds {found} modules; correct one of "
+            "them"
         )
-    shared = all(f"model.layers.{config.num_hidden_layers}.{part}" in dtypes for part in COPIES)
+    copies = {copy_: family.file_name(f"model.layers.{layers}.{copy_}", layers, found) for copy_ in family.copies}
     files = {key: file for key, (_, file) in headers.items()}
-    _warn_of_other_copies(name, files, config.num_hidden_layers, found)
+    for k in range(found):
+        _warn_of_other_copies(name, files, family, layers, k)
+    shared = bool(copies) and all(key in dtypes for key in copies.values())
     return CheckpointFacts(_spare_projection(config, dtypes), shared)
 
 
@@ -82,13 +91,13 @@ def tensor_dtypes(name: Any, **hub: Any) -> dict[str, str]:
     Raises:
         ValueError: No safetensors files, or a damaged one.
     """
-    return {key: dtype for key, (dtype, _) in _headers(name, **hub).items()}
+    return {key: dtype for key, (dtype, _) in _headers(name, None, **hub).items()}
 
 
-def _headers(name: Any, **hub: Any) -> dict[str, tuple[str, str]]:
+def _headers(name: Any, variant: str | None, **hub: Any) -> dict[str, tuple[str, str]]:
     """Dtype and file of every tensor."""
     found = {}
-    for file in weight_files(name, **hub):
+    for file in weight_files(name, variant, **hub):
         try:
             with safe_open(file, framework="pt") as tensors:
                 found |= {key: (tensors.get_slice(key).get_dtype(), file) for key in tensors.keys()}  # noqa: SIM118
@@ -97,41 +106,46 @@ def _headers(name: Any, **hub: Any) -> dict[str, tuple[str, str]]:
     return found
 
 
-def weight_files(name: Any, **hub: Any) -> list[str]:
+def weight_files(name: Any, variant: str | None = None, **hub: Any) -> list[str]:
     """Paths of a checkpoint's safetensors files; those of a Hub repository are fetched.
 
     Raises:
         ValueError: There are none.
     """
     options = {"_raise_exceptions_for_missing_entries": False, **hub}
-    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **options)
+    index_name, single_name = (_with_variant(file, variant) for file in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME))
+    index = cached_file(name, index_name, **options)
     if index is not None:
         with open(index, encoding="utf-8") as file:  # noqa: PTH123
             shards = sorted(set(json.load(file)["weight_map"].values()))
         return [cached_file(name, shard, **hub) for shard in shards]
-    single = cached_file(name, SAFE_WEIGHTS_NAME, **options)
+    single = cached_file(name, single_name, **options)
     if single is None:
-        raise ValueError(f"{name}: neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME} is there")
+        raise ValueError(f"{name}: neither {single_name} nor {index_name} is there")
     return [single]
 
 
-def _count_stored(names: Iterable[str], family: MTPFamily, num_layers: int) -> int:
+def _with_variant(file: str, variant: str | None) -> str:
+    """The name that transformers gives to a file of a variant: the variant goes before the last ending."""
+    stem, _, ending = file.rpartition(".")
+    return file if variant is None else f"{stem}.{variant}.{ending}"
+
+
+def _count_stored(names: Iterable[str], family: MTPFamily, layers: int) -> int:
     """Modules, one after the other, of which there is any tensor."""
-    stems = {".".join(name.split(".")[:3]) + "." for name in names}
-    count = 0
-    while not stems.isdisjoint(family.prefixes(num_layers, count)):
+    names, count = list(names), 0
+    while (prefixes := tuple(family.prefixes(layers, count))) and any(name.startswith(prefixes) for name in names):
         count += 1
     return count
 
 
-def _warn_of_other_copies(name: Any, files: dict[str, str], num_layers: int, count: int) -> None:
+def _warn_of_other_copies(name: Any, files: dict[str, str], family: MTPFamily, layers: int, k: int) -> None:
     """Says so where a module's embeddings or head are not the main model's, which is used in their place."""
     tied = "lm_head.weight" if "lm_head.weight" in files else _EMBEDDINGS
-    for k in range(count):
-        for copy_, main in zip(COPIES, (_EMBEDDINGS, tied)):
-            own = f"model.layers.{num_layers + k}.{copy_}"
-            if own in files and main in files and not torch.equal(_tensor(files, own), _tensor(files, main)):
-                logger.warning(f"{name}: {own} differs from {main}; the modules use {main}, and {own} is not kept.")
+    for copy_, main in zip(COPIES, (_EMBEDDINGS, tied)):
+        own = family.file_name(f"model.layers.{layers + k}.{copy_}", layers, k + 1)
+        if own in files and main in files and not torch.equal(_tensor(files, own), _tensor(files, main)):
+            logger.warning(f"{name}: {own} differs from {main}; the modules use {main}, and {own} is not kept.")
 
 
 def _tensor(files: dict[str, str], key: str) -> torch.Tensor:

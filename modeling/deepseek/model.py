@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
-from ...configuration.mtp_families import family_of
+from ...configuration.mtp_families import family_of, num_layers
 from ...generation.drafters.modules import ModuleDrafter
 from ...generation.drafters.protocol import DraftOptions
 from ...generation.mixins import MTPGenerationMixin
@@ -20,11 +20,13 @@ from ..copies import PicklableMixin
 from ..heads.losses import depth_targets
 from ..loading import HUB_OPTIONS
 from ..outputs import DeepSeekMTPOutput, states_asked_for
-from .checkpoint import build, load, load_dequantized, own_device_map
+from .checkpoint import build, load, load_dequantized, official_device_map, own_device_map, text_config
 from .checkpoint_files import check_checkpoint
 from .float8 import is_to_be_dequantized
 from .losses import ModuleLossOptions, chain_loss, depth_weights
 from .modules import MTPModules
+from .readout import Readout
+from .routing import router_loss
 from .saving import OfficialFolderMixin
 from .unroll import teacher_forced
 
@@ -56,6 +58,7 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
 
     base_model_prefix = "main"
     supports_gradient_checkpointing = True
+    _no_split_modules = ["MTPModule"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -69,7 +72,7 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
         self.config.keys_to_ignore_at_inference = _NO_PREDICTIONS  # Trainer looks there; saving leaves it out
         self.generation_config = main.generation_config
         self.loss_options = ModuleLossOptions.from_dict(getattr(main.config, "mtp_loss", None))
-        self.shared_copies = family_of(main.config).copies
+        self.shared_copies = bool(family_of(main.config).copies)
         self.post_init()
 
     def init_weights(self) -> None:
@@ -103,8 +106,11 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         if not isinstance(config, PreTrainedConfig):
             config = AutoConfig.from_pretrained(config or name, **hub)
+        config = text_config(config)
         wants_info = kwargs.pop("output_loading_info", False)
-        facts = check_checkpoint(name, config, inference_only, **hub)
+        facts = check_checkpoint(name, config, inference_only, kwargs.get("variant"), **hub)
+        if isinstance(devices := kwargs.get("device_map"), dict):
+            kwargs["device_map"] = official_device_map(devices, facts.config)
         if is_to_be_dequantized(facts.config, kwargs.get("quantization_config")):
             main, modules, report = load_dequantized(name, facts.config, inference_only, hub, **kwargs)
         else:
@@ -112,7 +118,7 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
         model = cls(main.config, (main, modules)).eval()
         model.shared_copies = facts.shared_copies
         if hasattr(main, "hf_device_map"):
-            model.hf_device_map = own_device_map(main.hf_device_map, main.config.num_hidden_layers)
+            model.hf_device_map = own_device_map(main.hf_device_map, num_layers(main.config))
         return (model, report) if wants_info else model
 
     @classmethod
@@ -141,6 +147,11 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
         from .retrofit import retrofit
 
         return cls(*retrofit(model_or_path, num_modules, eh_init, **kwargs)).eval()
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The main model without its head: what TRL calls for hidden states."""
+        return self.get_decoder()
 
     @property
     def num_modules(self) -> int:
@@ -189,6 +200,11 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
     def get_output_embeddings(self) -> nn.Module:
         """The head, which main model and modules share."""
         return self.main.get_output_embeddings()
+
+    @property
+    def readout(self) -> Readout:
+        """From states behind their norm to logits, for main model and modules alike."""
+        return Readout(self.main)
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """Sets the head."""
@@ -260,7 +276,8 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
                 positions. None: all, but none at all in training with labels.
             num_items_in_batch: Targets per depth over all micro-batches, [D + 1] or one number (from the Trainer).
             **kwargs: For the main model without its head; `shift_labels` [B, L], the target of every position, in
-                place of `labels`.
+                place of `labels`. With `output_router_logits` (or where the configuration has it), the balance of its
+                experts is part of the loss.
 
         Returns:
             See `DeepSeekMTPOutput`.
@@ -280,6 +297,8 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
             use_cache = False  # with a cache, transformers does not look for packed documents
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
+        if getattr(self.config, "output_router_logits", False):
+            kwargs.setdefault("output_router_logits", True)
         with caches_kept(self):
             outputs = self.get_decoder()(
                 attention_mask=attention_mask,
@@ -291,7 +310,6 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
                 **kwargs,
             )
         hidden = outputs.last_hidden_state
-        head = self.get_output_embeddings()
         chain, loss, head_losses, logits, mtp_logits = [hidden], None, None, None, None
         depths = max(self.num_modules if output_mtp_logits else 0, self.num_depths if has_labels else 0)
         if depths:
@@ -299,10 +317,13 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
         if has_labels:
             targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
             loss, head_losses = self._loss(chain[: self.window], targets, num_items_in_batch)
+        aux_loss = router_loss(self.main, outputs, attention_mask)
+        if loss is not None and aux_loss is not None:
+            loss = loss + self.main.router_aux_loss_coef * aux_loss.to(loss.device)
         if output_mtp_logits:
-            mtp_logits = tuple(head(state) for state in chain[1 : self.num_modules + 1])
+            mtp_logits = tuple(self.readout(state) for state in chain[1 : self.num_modules + 1])
         if logits_to_keep is not None or not (has_labels and self.training):
-            logits = head(slice_logits_to_keep(hidden, logits_to_keep or 0))
+            logits = self.readout(slice_logits_to_keep(hidden, logits_to_keep or 0))
         return DeepSeekMTPOutput(
             loss=loss,
             logits=logits,
@@ -311,6 +332,7 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
             attentions=outputs.attentions,
             head_losses=head_losses,
             mtp_logits=mtp_logits,
+            aux_loss=aux_loss,
         )
 
     def _chain(
@@ -333,8 +355,7 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
         self, chain: list[torch.Tensor], windows: torch.Tensor, counts: torch.Tensor | int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         targets = [windows[:, : state.shape[1], k] for k, state in enumerate(chain)]
-        head, vocab_size = self.get_output_embeddings(), self.config.vocab_size
-        return chain_loss(head, chain, targets, vocab_size, self.loss_options, counts)
+        return chain_loss(self.readout, chain, targets, self.config.vocab_size, self.loss_options, counts)
 
     def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """The loss of data of which only sums per depth are known.

@@ -7,13 +7,15 @@ Knows neither the head, nor losses, nor drafts.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.cache_utils import DynamicIndexedLayer
+from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..checkpointing import caches_kept
@@ -42,7 +44,7 @@ class MTPModule(GradientCheckpointingLayer):
     ) -> None:
         super().__init__()
         self.enorm, self.hnorm, self.eh_proj, self.block, self.norm = enorm, hnorm, eh_proj, block, norm
-        self.embedding_first = embedding_first
+        self.embedding_first, self.slot, self.kind = embedding_first, 0, "full_attention"
 
     def forward(
         self,
@@ -56,25 +58,45 @@ class MTPModule(GradientCheckpointingLayer):
         Args:
             hidden_states: h^{k-1}, [B, R, H].
             inputs_embeds: [B, R, H].
-            earlier: Keys and values of columns before these, or (). They come as tensors and not as a cache, so that
-                gradients reach them through a checkpoint, which runs this twice.
+            earlier: Keys and values of columns before these (and keys of an indexer, where there is one), or (). They
+                come as tensors and not as a cache, so that gradients reach them through a checkpoint, which runs this
+                twice.
             **options: The decoder layer's.
 
         Returns:
-            h^k [B, R, H]; with `earlier`, also the keys and values of all columns.
+            h^k [B, R, H]; with `earlier`, also what it would hold of all columns.
         """
         device = self.enorm.weight.device  # with a device map, modules may lie on another device than the main model
         if device.type != "meta":  # weights that are offloaded fetch their inputs themselves
             inputs_embeds, hidden_states = inputs_embeds.to(device), hidden_states.to(device)
+        self._check_dtype(hidden_states)
         parts = self.enorm(inputs_embeds), self.hnorm(hidden_states)
         merged = self.eh_proj(torch.cat(parts if self.embedding_first else parts[::-1], dim=-1))
         if earlier is None:
-            return self.norm(self.block(merged, **options))
-        cache, slot = DynamicCache(), self.block.self_attn.layer_idx
+            return self.norm(self.run(merged, **options))
+        cache = new_cache(self.kind)
         if earlier:
-            cache.update(*earlier, slot)
-        state = self.norm(self.block(merged, past_key_values=cache, **options))
-        return state, cache.layers[slot].keys, cache.layers[slot].values
+            cache.update(*earlier[:2], self.slot)
+            for keys in earlier[2:]:
+                cache.update_indexer(keys, self.slot)
+        state = self.norm(self.run(merged, past_key_values=cache, **options))
+        layer = cache.layers[self.slot]
+        indexed = (layer.indexer_keys,) if isinstance(layer, DynamicIndexedLayer) else ()
+        return state, layer.keys, layer.values, *indexed
+
+    def _check_dtype(self, states: torch.Tensor) -> None:
+        dtype = self.eh_proj.weight.dtype
+        is_plain = dtype in (torch.float32, torch.float16, torch.bfloat16)  # quantised weights bring their own rules
+        if is_plain and dtype != states.dtype and not torch.is_autocast_enabled(states.device.type):
+            raise ValueError(
+                f"the modules are {dtype} and the main model gives {states.dtype}: use model.mtp.to({states.dtype}), "
+                "or train under autocast (bf16=True in TrainingArguments)"
+            )
+
+    def run(self, states: torch.Tensor, **options: Any) -> torch.Tensor:
+        """The block alone, [B, R, H] to [B, R, H]."""
+        output = self.block(states, **options)  # some families' layers also hand their index on
+        return output[0] if isinstance(output, tuple) else output
 
 
 class MTPModules(nn.Module):
@@ -85,17 +107,28 @@ class MTPModules(nn.Module):
     Args:
         modules: The modules in order.
         config: Configuration of the main model.
-        rotary: Its rotary embedding.
+        rotary: Its rotary embedding, if any.
+        kinds: How each module attends, in the words of `layer_types`; like the main model's last layer where None.
 
     Attributes:
         count: D.
     """
 
-    def __init__(self, modules: Iterable[MTPModule], config: PreTrainedConfig, rotary: nn.Module) -> None:
+    def __init__(
+        self,
+        modules: Iterable[MTPModule],
+        config: PreTrainedConfig,
+        rotary: nn.Module | None,
+        kinds: Sequence[str] | None = None,
+    ) -> None:
         super().__init__()
         self.config, self.count = config, 0
         for index, module in enumerate(modules):
-            module.block.self_attn.layer_idx = index  # the module's place in the modules' own cache
+            module.slot = index  # the module's place in the modules' own cache
+            module.kind = kinds[index] if kinds else layer_kind(config, -1)
+            for owner in module.block.modules():
+                if isinstance(getattr(owner, "layer_idx", None), int):
+                    owner.layer_idx = index
             self.add_module(str(index), module)
             self.count += 1
         self.rotary_emb = copy.deepcopy(rotary)
@@ -113,6 +146,39 @@ class MTPModules(nn.Module):
     def last(self) -> MTPModule:
         """The module of depth D, which goes on beyond it."""
         return self[-1]
+
+    def new_cache(self) -> Cache:
+        """An empty cache for all modules; one that forgets nothing, a sliding window being a matter of the mask."""
+        return new_cache(self[0].kind)
+
+    def mask(
+        self,
+        index: int,
+        states: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **options: Any,
+    ) -> Any:
+        """What a module's attention takes for states [B, R, H] behind the columns of a cache.
+
+        Args:
+            index: The module, from 0.
+            states: For their shape, dtype and device.
+            position_ids: [B or 1, R].
+            attention_mask: [B, past + R], 0 for padding.
+            past_key_values: The modules' own cache.
+            options: As for transformers' own functions.
+        """
+        return LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[self[index].kind](
+            config=self.config,
+            inputs_embeds=states,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+            layer_idx=index,
+            **options,
+        )
 
     def step(
         self,
@@ -137,30 +203,53 @@ class MTPModules(nn.Module):
             h^k, [B, R, H], after the module's norm.
         """
         index = min(k, self.count) - 1
+        options = self.options(index, hidden_states, position_ids, attention_mask, past_key_values)
+        with caches_kept(self):
+            return self[index](hidden_states, inputs_embeds, **options)
+
+    def options(
+        self,
+        index: int,
+        states: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> dict[str, Any]:
+        """What the block of module `index`, from 0, takes beside its states [B, R, H]; arguments as for `step`."""
         mask = attention_mask
         if mask is None or mask.dim() < 4:
-            make_mask = create_sliding_window_causal_mask if is_sliding(self.config) else create_causal_mask
-            mask = make_mask(
-                config=self.config,
-                inputs_embeds=hidden_states,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                position_ids=position_ids,
-                layer_idx=index,
-            )
-        with caches_kept(self):
-            return self[index](
-                hidden_states,
-                inputs_embeds,
-                attention_mask=mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                position_embeddings=self.rotary_emb(hidden_states, position_ids),
-            )
+            mask = self.mask(index, states, position_ids, attention_mask, past_key_values)
+        return {
+            "attention_mask": mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "position_embeddings": self.rotary(states, position_ids, index),
+        }
+
+    def rotary(
+        self, states: torch.Tensor, position_ids: torch.Tensor, index: int = -1
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The rotary embedding of position_ids [B or 1, R], as module `index` takes it."""
+        if self.rotary_emb is None:
+            return None
+        by_kind = "layer_type" in inspect.signature(self.rotary_emb.forward).parameters
+        kind = (self[index].kind,) if by_kind else ()
+        return self.rotary_emb(states, position_ids, *kind)
+
+
+def layer_kind(config: PreTrainedConfig, index: int) -> str:
+    """How a layer attends, in the words of `layer_types`."""
+    if layer_types := getattr(config, "layer_types", None):
+        return layer_types[index]
+    return "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
 
 
 def is_sliding(config: PreTrainedConfig) -> bool:
-    """Whether the modules attend within a sliding window: they do what the main model's last layer does."""
-    if layer_types := getattr(config, "layer_types", None):
-        return layer_types[-1] == "sliding_attention"
-    return getattr(config, "sliding_window", None) is not None
+    """Whether the main model's last layer attends within a sliding window."""
+    return layer_kind(config, -1) == "sliding_attention"
+
+
+def new_cache(kind: str) -> Cache:
+    """An empty cache whose layers forget nothing, for attention of one kind."""
+    indexed = kind == "indexed_attention"
+    return Cache(layer_class_to_replicate=DynamicIndexedLayer) if indexed else DynamicCache()

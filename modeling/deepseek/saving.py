@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ...configuration.mtp_families import COUNT, family_of
+from ...configuration.mtp_families import family_of, num_layers, set_modules
 from .checkpoint import load, official_names, own_names
 from .checkpoint_files import COPIES
 
@@ -68,14 +68,14 @@ class OfficialFolderMixin:
             self.push_to_hub(hub.pop("repo_id", target.name), token=kwargs.get("token"), **hub)
 
     def _folder_tensors(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        layers = self.config.num_hidden_layers
+        layers, family = num_layers(self.config), family_of(self.config)
         state = official_names(state, layers)
         if self.shared_copies:
             sources = self.get_input_embeddings().weight, self.get_output_embeddings().weight
             for index in range(self.num_modules):
-                for name, source in zip(COPIES, sources):
+                for name in family.copies:
+                    source = sources[name != "embed_tokens.weight"]
                     state[f"model.layers.{layers + index}.{name}"] = source.detach().clone()
-        family = family_of(self.config)
         return {family.file_name(name, layers, self.num_modules): tensor for name, tensor in state.items()}
 
     def _save_main(self, folder: Path, state: dict[str, torch.Tensor], is_main_process: bool, **kwargs: Any) -> None:
@@ -83,7 +83,7 @@ class OfficialFolderMixin:
         config, options = self.main.config, self.loss_options.changed()
         kept = {name: getattr(config, name, None) for name in ("dtype", "architectures", _OURS)}
         vars(config).pop(_OURS, None)
-        setattr(config, COUNT, self.num_modules)
+        set_modules(config, self.num_modules)
         if options:
             config.mtp_loss = options
         else:
@@ -95,19 +95,41 @@ class OfficialFolderMixin:
                 setattr(config, name, value)
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor], strict: bool = True, assign: bool = False) -> Any:
-        """Takes this model's own names, or a saved folder's (a Trainer that resumes reads the folder's file).
+        """Takes this model's own names, or a saved folder's (a Trainer that resumes reads the folder's files).
+
+        A folder in several files comes file by file, with `strict=False`; experts may be spread over them. They are
+        kept until all are there, and then loaded.
 
         Raises:
-            ValueError: A folder's tensors that are not complete: one shard of several.
+            ValueError: A folder's tensors that are not complete.
         """
-        if all(name.startswith(("main.", "mtp.")) for name in state_dict):
+        if all(name.startswith(("main.", "mtp.")) and not _is_official(name) for name in state_dict):
             return super().load_state_dict(state_dict, strict, assign)
         config = self.main.config
-        main, modules, _ = load(None, config, False, state_dict=dict(state_dict), dtype=self.main.dtype)
-        official = official_names({f"main.{n}": t for n, t in main.state_dict().items()}, config.num_hidden_layers)
-        loaded = own_names(official, config.num_hidden_layers)
+        state_dict = vars(self).pop("_files_so_far", {}) | dict(state_dict)
+        if not strict and _size(state_dict) < self._size_in_files():
+            self._files_so_far = state_dict
+            return super().load_state_dict({}, strict=False)
+        main, modules, _ = load(None, config, False, state_dict=state_dict, dtype=self.main.dtype)
+        official = official_names({f"main.{n}": t for n, t in main.state_dict().items()}, num_layers(config))
+        loaded = own_names(official, num_layers(config))
         loaded |= {f"mtp.{name}": tensor for name, tensor in modules.state_dict().items()}
         return super().load_state_dict(loaded, strict, assign)
+
+    def _size_in_files(self) -> int:
+        """Numbers that a saved folder of this model holds, copies left out."""
+        return _size({str(tensor.data_ptr()): tensor for tensor in self.state_dict().values()})
+
+
+def _is_official(name: str) -> bool:
+    """Whether a name that begins like our own is a family's: `mtp.fc.weight`, not `mtp.0.eh_proj.weight`."""
+    return name.startswith("mtp.") and not name.split(".")[1].isdigit()
+
+
+def _size(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(
+        tensor.numel() for name, tensor in tensors.items() if not (name.endswith(COPIES) and name.count(".") > 2)
+    )
 
 
 def _move_files(source: Path, target: Path) -> None:

@@ -8,9 +8,8 @@ depth, only its own column i. So a module that is trained unrolled meets what it
 from __future__ import annotations
 
 import torch
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from .modules import MTPModules, is_sliding
+from .modules import MTPModules
 
 
 def teacher_forced(
@@ -68,7 +67,7 @@ def _unrolled(
             earlier=earlier,
             attention_mask=_diagonals(causal, rows, sizes),
             position_ids=position_ids[:, :rows] + (k - first),
-            position_embeddings=modules.rotary_emb(state[:, :rows], position_ids[:, :rows] + (k - first)),
+            position_embeddings=modules.rotary(state[:, :rows], position_ids[:, :rows] + (k - first)),
         )
         states.append(state)
         earlier = tuple(new)
@@ -79,15 +78,8 @@ def _causal_mask(
     modules: MTPModules, states: torch.Tensor, position_ids: torch.Tensor, attention_mask: torch.Tensor | None
 ) -> torch.Tensor:
     """The mask of depth D as a tensor [B, 1, R, R], whatever form the attention would like best."""
-    make_mask = create_sliding_window_causal_mask if is_sliding(modules.config) else create_causal_mask
-    mask = make_mask(
-        config=modules.config,
-        inputs_embeds=states,
-        attention_mask=None if attention_mask is None else attention_mask[:, : states.shape[1]],
-        past_key_values=None,
-        position_ids=position_ids,
-        allow_is_causal_skip=False,
-    )
+    padding = None if attention_mask is None else attention_mask[:, : states.shape[1]]
+    mask = modules.mask(modules.count - 1, states, position_ids, padding, allow_is_causal_skip=False)
     if not isinstance(mask, torch.Tensor) or mask.dim() < 4:
         raise ValueError(
             "more steps than modules need a mask of their own, which attn_implementation="

@@ -69,15 +69,30 @@ class EvaAttention(nn.Module):
             p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = apply_rotary_pos_emb(query, key, *rotary)
+        attend = self._attend if cache is None else self._attend_with_cache
+        return self.o_proj(attend(query, key, value, block, cache).flatten(2))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        block: EvaBlock,
+        cache: EvaCacheLayer | None,
+    ) -> torch.Tensor:
+        """[R, M, H, d] from rotated queries, keys and values [R, H, M, d]."""
         memory = (key, value)
         if cache is not None:
             stored = cache.update(key, value, block, self.summarise)
             memory = memory if block.is_fresh else stored
-        attend = self._attend_windows if block.is_long else self._attend_block
-        output = attend(query, memory, block, cache)
+        windows = self._attend_windows if block.is_long else self._attend_block
+        output = windows(query, memory, block, cache)
         if cache is not None:
             cache.settle(block, self.summarise)
-        return self.o_proj(output.flatten(2))
+        return output
+
+    # The geometry of a cache changes with every token: traced, it would be compiled anew each time.
+    _attend_with_cache = torch.compiler.disable(_attend)
 
     def summarise(self, keys: torch.Tensor, values: torch.Tensor) -> States:
         """Chunk summaries of rotated keys and values [..., H, T, d], T a multiple of the chunk: [..., H, T / C, d]."""

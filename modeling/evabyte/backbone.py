@@ -152,11 +152,11 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         hidden = hidden if rows is None else rows.gather(hidden)
         counts = _counts(hidden, rows if cache is not None else None)
         plan = EvaRows(self.config.window_size, self.config.chunk_size) if cache is None else cache.rows
-        block = plan.begin(counts, hidden.shape[1], hidden.device)
-        block.with_mask(hidden.dtype, explicit=self.config._attn_implementation == "eager")
+        begin = _begin if cache is None else torch.compiler.disable(_begin)
+        block, positions = begin(plan, counts, hidden, self.config._attn_implementation == "eager")
         keep = _Keep(self.config, output_hidden_states, rows)
-        hidden = self._run_layers(hidden, block, cache, keep)
-        plan.finish(block, counts)
+        hidden = self._run_layers(hidden, positions, block, cache, keep)
+        (plan.finish if cache is None else torch.compiler.disable(plan.finish))(block, counts)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden if rows is None else rows.restore(hidden),
             past_key_values=cache,
@@ -164,9 +164,14 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         )
 
     def _run_layers(
-        self, hidden: torch.Tensor, block: EvaBlock, cache: EvaByteCache | None, keep: _Keep
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        block: EvaBlock,
+        cache: EvaByteCache | None,
+        keep: _Keep,
     ) -> torch.Tensor:
-        rotary = self.rotary_emb(hidden, block.positions())
+        rotary = self.rotary_emb(hidden, positions)
         for index, layer in enumerate(self.layers):
             keep(hidden)
             hidden = layer(hidden, rotary, block, cache=None if cache is None else cache.layers[index])
@@ -202,6 +207,12 @@ class _Keep:
 
     def result(self) -> tuple[torch.Tensor | None, ...] | None:
         return tuple(self.states) if self.chosen else None
+
+
+def _begin(plan: EvaRows, counts: list[int], hidden: torch.Tensor, explicit: bool) -> tuple[EvaBlock, torch.Tensor]:
+    """The geometry of a forward, with its mask, and the true positions of its tokens, [R or 1, M]."""
+    block = plan.begin(counts, hidden.shape[1], hidden.device)
+    return block.with_mask(hidden.dtype, explicit), block.positions()
 
 
 def _norm(config: EvaByteConfig) -> EvaByteRMSNorm:

@@ -16,6 +16,8 @@ from functools import cached_property
 
 import torch
 
+from ..indices import line, steps
+
 
 @dataclass
 class EvaBlock:
@@ -86,10 +88,15 @@ class EvaBlock:
         """
         if self.is_uniform:
             start = summaries * self.summaries[0] + offsets * self.offsets[0]
-            return torch.arange(start, start + length, device=self.device)[None]
+            return steps(start, length, self.device)[None]
         own_offsets, own_summaries = self._rows
         start = own_summaries * summaries + own_offsets * offsets
-        return start[:, None] + torch.arange(length, device=self.device)
+        return start[:, None] + line(length, self.device)
+
+    @cached_property
+    def new_slots(self) -> torch.Tensor:
+        """Slots of the buffers that the new tokens go to, [R, M] or [1, M]."""
+        return self.count_from(1, 1, self.length)
 
     def positions(self) -> torch.Tensor:
         """True positions of the new tokens, [R, M] or [1, M]."""
@@ -146,4 +153,4 @@ class EvaBlock:
 
 
 def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))
+    return visible.to(dtype).log_()  # 0 where it may look, -inf elsewhere

@@ -266,6 +266,22 @@ class EvaByteCache(Cache):
         """Leaves the first `kept.counts[r]` of the last `fed` tokens in row r."""
         self.rows.keep_last(fed, kept)
 
+    def drop_padding(self, mask: torch.Tensor) -> None:
+        """Rolls back what plain decoding fed to rows that had ended: the last tokens that a mask calls padding.
+
+        Args:
+            mask: [B, columns], 0 for padding; its first columns are those of the cache.
+
+        Raises:
+            ValueError: Padding whose raw keys were folded away.
+        """
+        rows = self.rows
+        real = mask[:, : self.get_seq_length()].sum(1).tolist()
+        surplus = [max(n - own, 0) for n, own in zip(rows.lengths, real)]
+        if any(surplus):
+            rows.crop(surplus)
+            rows.gaps = [gap + extra for gap, extra in zip(rows.gaps, surplus)]
+
     def activate_past_recording(self) -> None:
         """Keeps raw keys since the last `crop`, up to a window, so that several forwards can be rolled back."""
         self.rows.settled, self.rows.record_past = list(self.rows.lengths), True
@@ -299,5 +315,4 @@ def _write(buffer: torch.Tensor, states: torch.Tensor, block: EvaBlock) -> None:
         start = block.summaries[0] + block.offsets[0]
         buffer[:, :, start : start + block.length] = states
         return
-    slots = block.count_from(1, 1, block.length)
-    buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)
+    buffer.scatter_(2, block.new_slots[:, None, :, None].expand_as(states), states)

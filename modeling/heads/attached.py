@@ -120,15 +120,9 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, Attachable, PreTrainedM
     def generation_config(self, value: GenerationConfig | None) -> None:
         """Ignored: heads have none of their own."""
 
-    def generate(self, *args: Any, **kwargs: Any) -> None:
-        """Heads generate nothing; transformers asks them to where they assist a model that they are not attached to.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        raise RuntimeError(
-            "MTPHeads generate nothing: call heads.attach(base), then base.generate(..., assistant_model=heads)"
-        )
+    def _supports_logits_to_keep(self) -> bool:
+        """Asked by transformers where it would run the heads itself: they assist a model that they do not know."""
+        raise RuntimeError("MTPHeads cannot assist this model: call heads.attach(backbone) first")
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         """Layers of a head keep no activations; most heads have none, and their loss is chunked anyway."""

@@ -69,8 +69,10 @@ def frozen(module: nn.Module, *args: Any) -> Any:
     The module itself is called, never its weight read: hooks of accelerate (offloaded weights) and other classes of
     linear maps (quantised ones) do their work.
     """
+    if not torch.is_grad_enabled():
+        return module(*args)
     trained = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
-    if not torch.is_grad_enabled() or not trained or any(value.is_meta for value in trained.values()):
+    if not trained or any(value.is_meta for value in trained.values()):
         return module(*args)
     return functional_call(module, trained, args)
 

@@ -25,6 +25,7 @@ class FFHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_heads * vocab_size, hidden_size))
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as in `nn.Linear`, which peft would adapt in the wrong shape
+        self.bias = None  # asked for by those who take the unembedding of a model for a linear layer, TRL for one
         self.vocab_size, self.num_heads = vocab_size, num_heads
         self.target_frozen = False
         self.weight_total: WeightTotal | None = None

@@ -79,9 +79,9 @@ class HydraHead(nn.Module):
         states = self.blocks[k](block(inputs.to(block.linear.weight.dtype)))
         return self.unembeddings(states, k, backbone)
 
-    def start_from(self, base: PreTrainedModel) -> None:
+    def start_from(self, backbone: PreTrainedModel) -> None:
         """Every unembedding starts as the backbone's."""
-        self.unembeddings.start_from(backbone_parts(base))
+        self.unembeddings.start_from(backbone_parts(backbone))
 
 
 class PrefixLayer(nn.Module):

@@ -10,7 +10,7 @@ import torch
 
 from ...configuration import MTPHeadConfig
 from .hydra import prefix_config
-from .tensor_files import read_json, read_tensors, refuse_unknown
+from .tensor_files import read_json, read_tensors, refuse_unknown, untied
 
 Tensors = dict[str, torch.Tensor]
 EMBEDDING = "input_embed_fn.weight"
@@ -45,14 +45,7 @@ def read(folder: Path) -> tuple[dict[str, Any], Tensors]:
     heads = 1 + max(k for k, _ in rows)
     ours |= {f"unembeddings.heads.{k}.weight": rows[k, "weight"] for k in range(heads)}
     ours["unembeddings.bias"] = torch.stack([rows[k, "bias"] for k in range(heads)])
-    tied = len(places) > 2 and all(
-        torch.equal(ours[f"blocks.{k}.0.linear.{part}"], ours[f"blocks.{k}.{j}.linear.{part}"])
-        for k in range(heads)
-        for j in range(len(places) - 1)
-        for part in ("weight", "bias")
-    )
-    if tied:
-        ours = {name: tensor for name, tensor in ours.items() if not re.match(r"blocks\.\d+\.[1-9]", name)}
+    tied, ours = untied(ours, heads, len(places) - 1)
     vocab_size, width = rows[0, "weight"].shape
     options = {
         "head_type": "hydra",
@@ -96,6 +89,8 @@ def write(config: MTPHeadConfig, tensors: Tensors, embedding: torch.Tensor) -> t
             named |= {f"hydra_mlp.{k}.{written}.{part}": tensor for part, tensor in parts.items()}
     of_layer = {name: tensor for name, tensor in tensors.items() if name.startswith("prefix.")}
     named |= {_PREFIX + name.removeprefix("prefix."): tensor for name, tensor in of_layer.items()}
+    if prefix:  # their loader is strict about what it does not use
+        named |= {_UNUSED[0]: embedding, _UNUSED[1]: _frequencies(config.backbone_config["head_dim"])}
     fields = {
         "hydra_num_heads": config.window - 1,
         "hydra_num_layers": config.num_blocks,
@@ -104,6 +99,10 @@ def write(config: MTPHeadConfig, tensors: Tensors, embedding: torch.Tensor) -> t
         "hidden_state_offset": config.state_offset,
     }
     return fields, named
+
+
+def _frequencies(head_dim: int) -> torch.Tensor:
+    return 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
 
 
 def _our_block(match: re.Match[str], rank: int) -> str:

@@ -79,9 +79,9 @@ class LayerHead(nn.Module):
         start[:, -1] += 0.0 if uniform else 10 * self.config.mix_temperature  # all but e^-10 of the mean
         init.copy_(self.mix, start)
 
-    def start_from(self, base: PreTrainedModel) -> None:
+    def start_from(self, backbone: PreTrainedModel) -> None:
         """Every layer starts as the backbone's last one."""
-        weights = trunk(base).layers[-1].state_dict()
+        weights = trunk(backbone).layers[-1].state_dict()
         for layer in self.layers:
             layer.load_state_dict(weights)
 

@@ -261,7 +261,7 @@ def head_loss(
     weights = depth_weights(config, counts_of_update(own, counts).to(dtype))
     part = Part(features, (tokens, scored, unknown, teacher), weights)
     size = window * config.rank * head.vocab_size * (1 if teacher is None else 2)
-    if config.loss_balance == "rms":
+    if config.loss_balance == "rms" and torch.is_grad_enabled():  # it moves while heads learn: nothing to compare
         part.weights = weights * _rms_balance(terms, head, part, size, own)
     loss, (sums,) = chunked_sums(terms, head, [part], size)
     return loss, sums / own

@@ -39,9 +39,9 @@ class MedusaHead(nn.Module):
         dtype = torch.promote_types(logits[0].dtype, torch.float32)
         return {"leaf_logits": torch.stack([part.to(dtype) for part in logits], -2).unsqueeze(-2)}
 
-    def start_from(self, base: PreTrainedModel) -> None:
+    def start_from(self, backbone: PreTrainedModel) -> None:
         """Every unembedding starts as the backbone's."""
-        self.unembeddings.start_from(backbone_parts(base))
+        self.unembeddings.start_from(backbone_parts(backbone))
 
 
 def _blocks(config: MTPHeadConfig, hidden_size: int) -> Repeated:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...configuration import MTPHeadConfig
-from .tensor_files import read_json, read_tensors, refuse_unknown
+from .tensor_files import read_json, read_tensors, refuse_unknown, untied
 
 Tensors = dict[str, torch.Tensor]
 Folder = tuple[dict[str, Any], Tensors]
@@ -127,20 +127,15 @@ def _options(folder: Path, values: dict[str, Any], ours: Tensors) -> Folder:
         raise ValueError(f"{folder}: no Medusa heads among its tensors")
     heads, blocks = (1 + max(numbers) for numbers in zip(*places))
     unembedding = ours.get("unembeddings.heads.0.weight")
-    tied = blocks > 1 and all(
-        torch.equal(ours[f"blocks.{k}.0.linear.{part}"], ours[f"blocks.{k}.{j}.linear.{part}"])
-        for k, j in places
-        for part in ("weight", "bias")
-    )
-    if tied:
-        ours = {name: tensor for name, tensor in ours.items() if not re.match(r"blocks\.\d+\.[1-9]", name)}
+    width = next(tensor.shape[1] for name, tensor in ours.items() if name.endswith("linear.weight"))
+    tied, ours = untied(ours, heads, blocks)
     options = {
         "head_type": "medusa",
         "window": heads + 1,
         "num_blocks": blocks,
         "tied_blocks": tied,
         "unembed": "shared" if unembedding is None else "own",
-        "hidden_size": len(ours["blocks.0.0.linear.bias"]),
+        "hidden_size": width,
         "vocab_size": values.get("vocab_size") if unembedding is None else len(unembedding),
         "base_model_name_or_path": values.get("base_model_name_or_path"),
     }

@@ -61,7 +61,7 @@ class OfficialLayoutsMixin:
         if (folder / gloeckle_layout.PARAMS).is_file():
             config, tensors = gloeckle_layout.read_backbone(folder)
             config.dtype = next(iter(tensors.values())).dtype
-            model = LlamaForCausalLM._from_config(config)
+            model = LlamaForCausalLM(config).to(config.dtype)
             model.load_state_dict(tensors)
             return model.eval()
         if "architectures" not in read_json(folder / "config.json") or list(folder.glob("medusa_lm_head.*")):

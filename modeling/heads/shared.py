@@ -34,7 +34,7 @@ class SharedHead(nn.Module):
             RuntimeError: No backbone was given whose unembedding could be used.
         """
         if backbone is None:
-            raise RuntimeError("these heads share their backbone's unembedding: call attach(base) first")
+            raise RuntimeError("these heads share their backbone's unembedding: call attach(backbone) first")
         maps = self.maps[:num_heads]
         return backbone.unembed(torch.einsum("...d,nde->...ne", hidden_states.to(maps.dtype), maps))
 

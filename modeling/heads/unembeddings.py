@@ -48,7 +48,7 @@ class SharedUnembedding(nn.Module):
             RuntimeError: No backbone was given.
         """
         if backbone is None:
-            raise RuntimeError("these heads share their backbone's unembedding: call attach(base) first")
+            raise RuntimeError("these heads share their backbone's unembedding: call attach(backbone) first")
         return backbone.unembed(states)
 
     def start_from(self, backbone: BackboneParts) -> None:
@@ -62,5 +62,5 @@ def next_token_logits(hidden_states: torch.Tensor, backbone: BackboneParts | Non
         RuntimeError: No backbone was given.
     """
     if backbone is None:
-        raise RuntimeError("position 1 of these heads is their backbone's own law: call attach(base) first")
+        raise RuntimeError("position 1 of these heads is their backbone's own law: call attach(backbone) first")
     return backbone.unembed(hidden_states)

@@ -185,6 +185,36 @@ def test_the_returned_cache_of_a_ragged_batch_continues_every_row(trained):
         assert torch.equal(second[row, -30:], plain(trained, history[None])[0, -30:])
 
 
+@pytest.mark.parametrize("use_mtp", [True, False])
+def test_a_cache_of_plain_decoding_in_which_rows_ended_early_is_continued(trained, use_mtp):
+    """Plain decoding feeds padding to rows that have ended; the mask says so when the texts go on."""
+    prompts = texts(4)
+    alone = [plain(trained, p[None])[0, len(p) :].tolist() for p in prompts]
+    eos, batch = alone[1][10], left_padded(prompts)
+    first = trained.generate(**batch, eos_token_id=eos, pad_token_id=0, use_mtp=False, **GREEDY, **DICT)
+    ended = [row.index(eos) + 1 if eos in row else len(row) for row in alone]
+    assert len(set(ended)) > 1
+    new, more = first.sequences.shape[1] - batch["input_ids"].shape[1], torch.full((4, 1), 200)
+    own = (torch.arange(new) < torch.tensor(ended)[:, None]).long()
+    mask = torch.cat([batch["attention_mask"], own, torch.ones(4, 1).long()], dim=1)
+    ids = torch.cat([first.sequences, more], dim=1)
+    options = GREEDY | {"past_key_values": first.past_key_values, "use_mtp": use_mtp}
+    second = trained.generate(ids, attention_mask=mask, **options)
+    for row, (prompt, text, end) in enumerate(zip(prompts, alone, ended)):
+        history = torch.cat([prompt, torch.tensor(text[:end]), more[0]])
+        assert torch.equal(second[row, -30:], plain(trained, history[None])[0, -30:])
+
+
+def test_a_cache_made_in_inference_mode_is_continued_outside(trained):
+    whole = plain(trained, max_new_tokens=40)
+    with torch.inference_mode():
+        first = trained.generate(PROMPT, do_sample=False, max_new_tokens=17, **DICT)
+    second = trained.generate(
+        first.sequences.clone(), past_key_values=first.past_key_values, do_sample=False, max_new_tokens=23
+    )
+    assert torch.equal(second, whole)
+
+
 @pytest.mark.parametrize("chunk", [5, 32, 50])
 def test_chunked_prefill(trained, chunk):
     prompt = torch.randint(64, 320, (1, 120))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.families import family_config, family_model, random_ids
@@ -39,7 +39,81 @@ def test_every_family_that_is_served(name, tmp_path):
     model, ids = family_model(name), random_ids()
     report = export(model, tmp_path, max_shard_size="40KB")
     assert (tmp_path / "model.safetensors.index.json").exists() and '"num_speculative_tokens": 1' in report.command
-    assert torch.equal(DeepSeekMTP.from_pretrained(tmp_path)(ids).mtp_logits[0], model(ids).mtp_logits[0])
+    found = DeepSeekMTP.from_pretrained(tmp_path)(ids).mtp_logits[0]
+    torch.testing.assert_close(found, model(ids).mtp_logits[0], atol=1e-5, rtol=0)
+    was_run = name in module.MEASURED["vllm"]
+    assert ("were run in vLLM 0.32.0" in str(report)) == was_run != ("read and not run" in str(report))
+
+
+def test_hy3_has_the_fields_that_vllm_reads(tmp_path):
+    export(family_model("hy_v3"), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    wanted = {"first_k_dense_replace": 1, "qk_norm": True, "expert_hidden_dim": 16, "route_norm": True}
+    assert {name: config[name] for name in wanted} == wanted
+    dense = family_model("hy_v3", num_hidden_layers=3, mlp_layer_types=["dense", "dense", "sparse"])
+    export(dense, tmp_path / "dense")
+    assert json.loads((tmp_path / "dense" / "config.json").read_text())["first_k_dense_replace"] == 2
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "hy_v3"])
+def test_copies_may_be_left_out(name, tmp_path):
+    model, ids = family_model(name), random_ids()
+    with_copies, without = export(model, tmp_path / "a"), export(model, tmp_path / "b", copies=False)
+    assert with_copies.num_tensors - without.num_tensors == 2 and model.shared_copies
+    assert torch.equal(DeepSeekMTP.from_pretrained(without.folder)(ids).mtp_logits[0], model(ids).mtp_logits[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_retrofit_is_a_backbone_and_a_module_of_hy3(name, tmp_path):
+    model = family_model(name)
+    report = export(model, tmp_path)
+    backbone = AutoModelForCausalLM.from_pretrained(tmp_path / "backbone")
+    ids = random_ids()
+    assert torch.equal(backbone(ids).logits, model.main(ids).logits) and model.config.num_nextn_predict_layers == 1
+    assert "num_nextn_predict_layers" not in json.loads((tmp_path / "backbone" / "config.json").read_text())
+    stored, own = load_file(tmp_path / "draft" / "model.safetensors"), model.mtp[0].state_dict()
+    assert len(stored) == len(own) and all(key.startswith("model.layers.2.") for key in stored)
+    assert torch.equal(stored["model.layers.2.final_layernorm.weight"], own["norm.weight"])
+    assert torch.equal(stored["model.layers.2.eh_proj.weight"], own["eh_proj.weight"])
+    assert torch.equal(stored["model.layers.2.mlp.up_proj.weight"], own["block.mlp.up_proj.weight"])
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert config["architectures"] == ["HYV3ForCausalLM"] and config["head_dim"] == 8
+    assert config["qk_norm"] is (name == "qwen3") and config["first_k_dense_replace"] == 3
+    overrides = {"num_nextn_predict_layers": 1, "first_k_dense_replace": 3, "qk_norm": name == "qwen3"}
+    assert f"vllm serve {tmp_path}/backbone --hf-overrides '{json.dumps(overrides)}'" in report.command
+    assert f'"method": "mtp", "model": "{tmp_path}/draft"' in report.command and "was run in vLLM" in str(report)
+
+
+def test_a_retrofit_with_biases_is_a_module_of_mimo(tmp_path):
+    model, ids = family_model("qwen2"), random_ids()
+    export(model, tmp_path)
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert config["architectures"] == ["MiMoForCausalLM"] and config["model_type"] == "qwen2"
+    drafts = load_file(tmp_path / "draft" / "model.safetensors")
+    assert torch.equal(drafts["lm_head.weight"], drafts["model.embed_tokens.weight"])
+    whole = load_file(tmp_path / "backbone" / "model.safetensors") | drafts
+    (tmp_path / "whole").mkdir()
+    save_file(whole, tmp_path / "whole" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(config | {"model_type": "mimo"}))
+    again = DeepSeekMTP.from_pretrained(tmp_path / "whole")  # as MiMo-7B, whose layout it is
+    torch.testing.assert_close(again(ids).mtp_logits[0], model(ids).mtp_logits[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("gemma", {}, "no layout that holds a module of 'gemma'"),
+        ("llama", {"num_nextn_predict_layers": 2}, "one module beside a backbone, and this model has 2"),
+        ("llama", {"attention_bias": True}, "hy3 layout has no such bias"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("mistral", {}, "sliding_window=6"),
+        ("qwen2", {"head_dim": 16}, "head_dim=16"),
+    ],
+)
+def test_retrofits_that_no_layout_holds(name, changes, reason, tmp_path):
+    with pytest.raises(ValueError, match=reason):
+        export(family_model(name, **changes), tmp_path)
+    assert not any(tmp_path.iterdir())
 
 
 def test_yarn_has_the_older_fields_too(tmp_path):
@@ -55,7 +129,9 @@ def test_yarn_has_the_older_fields_too(tmp_path):
 
 def test_more_modules_than_an_engine_runs(tmp_path):
     model = family_model("deepseek_v3", num_nextn_predict_layers=2)
-    assert "module 0 only" in export(model, tmp_path).warnings[0]
+    assert "module 0 alone" in export(model, tmp_path).warnings[0]
+    with pytest.raises(ValueError, match="ERNIE's module 0 only, and this model has 2"):
+        export(family_model("ernie4_5_moe", num_nextn_predict_layers=2), tmp_path)
     with pytest.raises(ValueError, match="exactly one module"):
         export(model, tmp_path, "sglang")
 
@@ -63,8 +139,8 @@ def test_more_modules_than_an_engine_runs(tmp_path):
 def test_refusals(tmp_path):
     with pytest.raises(ValueError, match="engine='tgi' is unknown"):
         export(family_model("deepseek_v3"), tmp_path, "tgi")
-    with pytest.raises(ValueError, match="vllm has no code for modules of 'llama'"):
-        export(family_model("llama"), tmp_path)
+    with pytest.raises(ValueError, match="sglang has no code for modules of 'llama'"):
+        export(family_model("llama"), tmp_path, "sglang")
     with pytest.raises(ValueError, match="loaded without its modules"):
         export(family_model("deepseek_v3", num_nextn_predict_layers=0), tmp_path)
     assert not any(tmp_path.iterdir())

@@ -57,10 +57,42 @@ def test_resuming_in_the_middle_gives_the_same_model(name, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters()))
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "exaone_moe"])
+def test_resuming_from_several_files_gives_the_same_model(name, tmp_path, monkeypatch):
+    save = DeepSeekMTP.save_pretrained
+    monkeypatch.setattr(DeepSeekMTP, "save_pretrained", lambda *a, **kw: save(*a, **kw, max_shard_size="70KB"))
+    options = dict(max_steps=2, save_steps=1, save_strategy="steps")
+    whole = family_model(name)
+    Trainer(whole, arguments(tmp_path / "a", **options), train_dataset=rows()).train()
+    assert len(list((tmp_path / "a" / "checkpoint-1").glob("model-*.safetensors"))) > 2
+    fresh = family_model(name, seed=5)
+    trainer = Trainer(fresh, arguments(tmp_path / "b", **options), train_dataset=rows())
+    trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
+    for (key, a), b in zip(whole.named_parameters(), fresh.parameters()):
+        torch.testing.assert_close(a, b, msg=key)
+    assert not hasattr(fresh, "_files_so_far")
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mixtral"])
+def test_experts_are_balanced_as_the_main_model_does(name):
+    model, ids = family_model(name, output_router_logits=True, router_aux_loss_coef=0.5), random_ids()
+    model.mtp_loss_weight = 0.0
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    labels = ids.where(mask.cumsum(1) > 1, -100)  # ours never predicts from padding
+    ours, own = (part(ids, attention_mask=mask, labels=labels) for part in (model, model.main))
+    torch.testing.assert_close(ours.aux_loss, own.aux_loss)
+    torch.testing.assert_close(ours.loss, own.loss)
+    model.config.output_router_logits = False
+    without = model(ids, attention_mask=mask, labels=labels)
+    torch.testing.assert_close(ours.loss - without.loss, 0.5 * own.aux_loss, atol=1e-5, rtol=1e-5)
+    assert without.aux_loss is None
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_trl(packing, tmp_path):
     from datasets import Dataset
-    from trl import SFTConfig
+    from trl import SFTConfig, SFTTrainer
 
     from tokenahead import EvaByteTokenizer
     from tokenahead.training.sft import MTPSFTTrainer
@@ -76,6 +108,11 @@ def test_trl(packing, tmp_path):
     trainer.train()
     assert not torch.equal(model.mtp[1].eh_proj.weight, before)
     assert "loss_head_3" in trainer.state.log_history[0]
+    plain = family_model("llama", vocab_size=320)
+    head, module = plain.main.lm_head.weight.clone(), plain.mtp[0].eh_proj.weight.clone()
+    SFTTrainer(plain, config, train_dataset=data, processing_class=EvaByteTokenizer()).train()
+    assert not torch.equal(plain.main.lm_head.weight, head)  # TRL's own loss knows the main model only
+    assert torch.equal(plain.mtp[0].eh_proj.weight, module)
 
 
 def test_a_state_of_its_own_names_is_loaded_as_usual():

@@ -4,11 +4,12 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3NextConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.families import family_config, family_model, random_ids
 from tokenahead import DeepSeekMTP
@@ -234,14 +235,53 @@ def test_a_damaged_file_is_refused(saved):
         DeepSeekMTP.from_pretrained(saved)
 
 
-def test_stateful_families_are_refused_by_name(tmp_path):
-    config = Qwen3NextConfig(num_hidden_layers=1, num_nextn_predict_layers=1)
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="'qwen3_next': its layers keep a recurrent state"):
-        DeepSeekMTP.from_pretrained(tmp_path)
+def test_families_that_are_not_held_are_refused_with_the_reason():
+    for name, reason in (("deepseek_v4", "streams of hidden states"), ("inkling", "short convolutions")):
+        with pytest.raises(ValueError, match=f"'{name}': its modules .*{reason}"):
+            DeepSeekMTP(SimpleNamespace(model_type=name))
+
+
+def test_modules_are_counted_in_the_file_where_the_config_does_not_say(tmp_path):
+    folder = GOLDENS / "qwen3_next_d1_trained"
+    shutil.copytree(folder, tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    del config["num_nextn_predict_layers"]
+    (tmp_path / "copy" / "config.json").write_text(json.dumps(config))
+    assert DeepSeekMTP.from_pretrained(tmp_path / "copy").num_modules == 1
+    assert DeepSeekMTP.from_pretrained(tmp_path / "copy", inference_only=True).num_modules == 0
 
 
 def test_unknown_families_are_refused_by_name():
     config = AutoConfig.for_model("gpt2", n_layer=1)
-    with pytest.raises(ValueError, match=r"model_type='gpt2'; it knows deepseek_v3"):
+    with pytest.raises(ValueError, match=r"model_type='gpt2'; it knows .*deepseek_v3"):
         DeepSeekMTP(config)
+
+
+def test_variants_of_files_are_found(saved):
+    (saved / "model.safetensors").rename(saved / "model.fp16.safetensors")
+    assert DeepSeekMTP.from_pretrained(saved, variant="fp16").num_modules == 2
+    with pytest.raises(ValueError, match="neither model.bf16.safetensors nor model.safetensors.index.bf16.json"):
+        DeepSeekMTP.from_pretrained(saved, variant="bf16")
+
+
+@pytest.mark.parametrize("devices", ["inferred", {"main": "cpu", "mtp": "cpu"}, {"": "cpu"}])
+def test_a_device_map_may_be_inferred_from_the_model(devices, saved):
+    from accelerate import infer_auto_device_map
+
+    model, ids = DeepSeekMTP.from_pretrained(saved), random_ids(1, 9)
+    if devices == "inferred":
+        keep, half = list(model._no_split_modules), sum(p.nbytes for p in model.parameters()) // 2
+        inferred = infer_auto_device_map(model, {"cpu": half, "disk": 2 * half}, no_split_module_classes=keep)
+        assert {"cpu", "disk"} == set(inferred.values()) and "main.lm_head" in inferred
+        devices = dict.fromkeys(inferred, "cpu")
+    again = DeepSeekMTP.from_pretrained(saved, device_map=devices)
+    torch.testing.assert_close(again(ids).mtp_logits[1], model(ids).mtp_logits[1], atol=1e-6, rtol=0)
+
+
+def test_modules_of_another_precision_say_what_to_do():
+    model, ids = family_model("llama"), random_ids(1, 9)
+    model.main.bfloat16()
+    with pytest.raises(ValueError, match=r"modules are torch.float32 and the main model gives torch.bfloat16: use"):
+        model(ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(ids, labels=ids).loss.isfinite()

@@ -86,5 +86,5 @@ def test_the_shared_unembedding_gets_no_gradient():
     config = MTPHeadConfig(window=3, leaf="shared")
     window_law(head, config, torch.randn(2, 32), model.backbone_parts()).leaf_logits.sum().backward()
     assert head.maps.grad is not None and model.lm_head.weight.grad is None
-    with pytest.raises(RuntimeError, match=r"attach\(base\)"):
+    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
         window_law(head, config, torch.randn(2, 32))

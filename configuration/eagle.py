@@ -1,0 +1,127 @@
+"""What an EAGLE head is: its version, its one layer and what that layer reads. Knows no torch and no backbone."""
+
+# no `from __future__ import annotations`: @strict checks field types only where annotations are real types
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import LlamaConfig
+
+LAYOUTS = ("tokenahead", "official", "specforge", "speculators", "vllm", "sglang")
+"""Folders that are written; all of them are read, too."""
+
+
+@strict
+class EagleHeadConfig(LlamaConfig):
+    """Options of an EAGLE head; what its layers share with Llama (sizes, rope, ...) is named as there.
+
+    Args:
+        version: 1 for EAGLE-1, EAGLE-2 and HASS (the feature is the backbone's last hidden state, and its unembedding
+            reads what the head returns); 3 for EAGLE-3 and 3.1 (several hidden states, an unembedding of its own).
+        vocab_size: V, the backbone's vocabulary.
+        draft_vocab_size: Vd, tokens that are drafted; None: V. Below V, version 3 only.
+        hidden_size: d, the head's width.
+        target_hidden_size: D, the backbone's width; None: d.
+        fc_bias: `fc` has a bias.
+        attention_bias: q, k and v have biases (o never has).
+        qk_norm: Queries and keys are normed per attention head (Qwen3).
+        own_embeddings: The head holds embeddings of its own, always frozen; otherwise it reads the backbone's.
+        aux_layers: Indices into transformers' `hidden_states` (i is the input of layer i); None: 2, L // 2, L - 3, once
+            the backbone is known.
+        use_aux_hidden_state: False: the feature of version 3 is the last hidden state, without `fc`.
+        norm_before_residual: The first layer's residual is the normed feature.
+        norm_before_fc: One norm over all auxiliary states, before `fc`.
+        fc_norm: One norm for each auxiliary state, before `fc` (EAGLE-3.1).
+        norm_output: What a row returns to the next is normed (EAGLE-3.1).
+        loss_options: Options of the training loss that differ from the defaults (`EagleLossOptions`).
+        layout: The folder that `save_pretrained` writes.
+        base_model_name_or_path: The backbone that the head was trained for, for people to read.
+
+    Raises:
+        StrictDataclassError: A value out of range, or a wrong type.
+
+    Example:
+        >>> EagleHeadConfig(hidden_size=64, num_attention_heads=4, vocab_size=1000, draft_vocab_size=200).version
+        3
+    """
+
+    model_type = "eagle_head"
+    base_model_tp_plan = None
+    base_model_pp_plan = None
+
+    version: int = 3
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    draft_vocab_size: int | None = None
+    target_hidden_size: int | None = None
+    num_hidden_layers: int = 1
+    fc_bias: bool = False
+    qk_norm: bool = False
+    own_embeddings: bool = False
+    aux_layers: list[int] | None = None
+    use_aux_hidden_state: bool = True
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    loss_options: dict[str, Any] | None = None
+    layout: str = "tokenahead"
+    base_model_name_or_path: str | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.draft_vocab_size = self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+        self.target_hidden_size = self.hidden_size if self.target_hidden_size is None else self.target_hidden_size
+        super().__post_init__(**kwargs)
+
+    @property
+    def num_aux(self) -> int:
+        """Hidden states that `fc` reads; 0 where it reads none."""
+        if self.version == 1 or not self.use_aux_hidden_state:
+            return 0
+        return 3 if self.aux_layers is None else len(self.aux_layers)
+
+    def validate_architecture(self) -> None:
+        """Refuses contradictory values; the message names the field and what would be right."""
+        for refused, message in self._refusals():
+            if refused:
+                raise ValueError(message)
+
+    def _refusals(self) -> list[tuple[bool, str]]:
+        heads, shared = self.num_attention_heads, self.num_key_value_heads
+        only_aux = [name for name in ("norm_before_fc", "fc_norm") if getattr(self, name)]
+        only_3 = only_aux + [name for name in ("norm_before_residual", "norm_output") if getattr(self, name)]
+        same_width = self.target_hidden_size == self.hidden_size
+        return [
+            (
+                self.version not in (1, 3),
+                f"version={self.version} is unknown; it is 1 (EAGLE-1, EAGLE-2, HASS) or 3",
+            ),
+            (self.layout not in LAYOUTS, f"layout={self.layout!r} is unknown; choose one of {', '.join(LAYOUTS)}"),
+            (self.num_hidden_layers < 1, f"num_hidden_layers={self.num_hidden_layers} must be at least 1"),
+            (heads % shared != 0, f"num_attention_heads={heads} is no multiple of num_key_value_heads={shared}"),
+            (self.head_dim % 2 != 0, f"head_dim={self.head_dim} must be even"),
+            (
+                not 1 <= self.draft_vocab_size <= self.vocab_size,
+                f"draft_vocab_size={self.draft_vocab_size} must lie in 1..vocab_size={self.vocab_size}",
+            ),
+            (self.version == 1 and bool(only_3), f"{', '.join(only_3)}: options of version 3, this is version 1"),
+            (
+                self.version == 1 and self.draft_vocab_size < self.vocab_size,
+                f"draft_vocab_size={self.draft_vocab_size}: version 1 drafts the whole vocabulary, {self.vocab_size}",
+            ),
+            (
+                not self.use_aux_hidden_state and bool(only_aux),
+                f"{', '.join(only_aux)} norm auxiliary states, but use_aux_hidden_state is False",
+            ),
+            (self.norm_before_fc and self.fc_norm, "norm_before_fc and fc_norm exclude each other"),
+            (self.aux_layers == [], "aux_layers is empty; name at least one hidden state"),
+            (
+                not same_width and not self.num_aux,
+                f"target_hidden_size={self.target_hidden_size}: without fc over auxiliary states it must be "
+                f"hidden_size={self.hidden_size}",
+            ),
+            (
+                not same_width and not self.own_embeddings,
+                f"hidden_size={self.hidden_size} is not the backbone's {self.target_hidden_size}: its embeddings do "
+                "not fit, and own_embeddings is False",
+            ),
+        ]

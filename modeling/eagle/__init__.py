@@ -1,0 +1,1 @@
+"""EAGLE heads: layers, layouts of folders, losses, `EagleHead`."""

@@ -1,0 +1,132 @@
+"""Reading and writing folders of a head: our own through transformers, those of others through their layouts."""
+
+from __future__ import annotations
+
+import json
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedConfig
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
+
+from ...configuration import EagleHeadConfig
+from ..loading import StrictLoadingMixin
+from .export import check_layout, folder_config, folder_tensors
+from .loading import foreign_head, own_names, read_tensors
+
+_HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
+
+
+class EagleFolderMixin(StrictLoadingMixin):
+    """`from_pretrained`, `save_pretrained`, `export` and `load_state_dict` of an `EagleHead`."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | PathLike,
+        *,
+        aux_layers: list[int] | None = None,
+        norm_output: bool | None = None,
+        norm_before_residual: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Loads a folder or a Hub repository: ours, or an official, SpecForge's or speculators'.
+
+        Args:
+            pretrained_model_name_or_path: Where the head is.
+            aux_layers: Indices into `hidden_states`, where the folder's ids are wrong or missing.
+            norm_output: See `EagleHeadConfig`; False for heads that SpecForge trained from July to September
+                2026, whose configs say true and mean something else.
+            norm_before_residual: See `EagleHeadConfig`; libraries differ in what a missing field means.
+            **kwargs: As for transformers' `from_pretrained`: `dtype`, `device_map`, `attn_implementation`, ...
+
+        Raises:
+            ValueError: No EAGLE head, missing or unknown tensors, wrong shapes, ambiguous auxiliary layers, a draft
+                vocabulary out of range, a pickle of more than tensors.
+        """
+        name, given = pretrained_model_name_or_path, kwargs.pop("config", None)
+        fields = {"aux_layers": aux_layers, "norm_output": norm_output, "norm_before_residual": norm_before_residual}
+        hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
+        raw = given.to_dict() if isinstance(given, PreTrainedConfig) else _config_dict(name, hub)
+        wants_info = kwargs.pop("output_loading_info", False)
+        if raw.get("model_type") == EagleHeadConfig.model_type:
+            changed = {key: value for key, value in fields.items() if value is not None}
+            kwargs["config"] = EagleHeadConfig.from_dict(raw | changed)
+        else:
+            config, state = foreign_head(name, raw, read_tensors(name, **hub), **fields)
+            kwargs = {key: value for key, value in kwargs.items() if key not in _HUB_OPTIONS}
+            kwargs |= {"config": config, "state_dict": state}
+        source = None if "state_dict" in kwargs else name
+        head, info = super().from_pretrained(source, output_loading_info=True, **kwargs)
+        if unknown := sorted(info["unexpected_keys"]):
+            shown = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+            raise ValueError(f"{name}: {len(unknown)} tensors are not known, and would be ignored: {shown}")
+        head.config.name_or_path = str(name)
+        return (head, info) if wants_info else head
+
+    def save_pretrained(
+        self,
+        save_directory: str | PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Writes a folder in the layout that the head came from; a new head's is ours.
+
+        Args:
+            save_directory: The folder.
+            is_main_process: Whether this process writes.
+            state_dict: The tensors of this head, where they had to be gathered.
+            push_to_hub: Upload afterwards; `repo_id` and so on as for `push_to_hub`.
+            **kwargs: As for transformers' `save_pretrained`.
+        """
+        self.config.loss_options = self.loss_options.changed()
+        if self.config.layout == "tokenahead":
+            super().save_pretrained(save_directory, is_main_process, state_dict, push_to_hub, **kwargs)
+            return
+        if is_main_process:
+            self._write(Path(save_directory), self.config.layout, state_dict)
+        if push_to_hub:
+            hub = {key: kwargs[key] for key in ("commit_message", "private", "token", "create_pr") if key in kwargs}
+            self.push_to_hub(kwargs.get("repo_id", Path(save_directory).name), **hub)
+
+    def export(self, folder: str | PathLike, layout: str = "vllm") -> None:
+        """Writes a folder for another library or engine.
+
+        Args:
+            folder: Where to.
+            layout: `"vllm"`, `"sglang"`, `"official"` (SafeAILab's code), `"specforge"` or `"speculators"`.
+
+        Raises:
+            ValueError: An option of this head that the reader does not know.
+        """
+        check_layout(self.config, layout)
+        self._write(Path(folder), layout)
+
+    def _write(self, folder: Path, layout: str, state: dict[str, torch.Tensor] | None = None) -> None:
+        state = self.state_dict() if state is None else state
+        embeddings = self.backbone.get_input_embeddings().weight.detach() if self.is_attached else None
+        tensors = folder_tensors(self.config, layout, state, embeddings)
+        folder.mkdir(parents=True, exist_ok=True)
+        written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(written, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+        values = folder_config(self.config, layout, self.dtype)
+        (folder / CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor], strict: bool = True, assign: bool = False) -> Any:
+        """Takes this head's own names or a saved folder's (a Trainer that resumes reads the folder's file)."""
+        state = own_names(state_dict)
+        held = set(self.state_dict())
+        state = {name: tensor for name, tensor in state.items() if name in held or name not in ("d2t", "t2d")}
+        return super().load_state_dict(state, strict, assign)
+
+
+def _config_dict(name: Any, hub: dict[str, Any]) -> dict[str, Any]:
+    values, _ = PreTrainedConfig.get_config_dict(name, **hub)
+    if not values:
+        raise ValueError(f"{name}: no {CONFIG_NAME}")
+    return values

@@ -1,0 +1,323 @@
+"""Losses of an EAGLE head, which goes on from its own outputs in training as it will while drafting.
+
+Row t of step i reads what row t of step i - 1 returned and the embedding of token t + 1 + i, at position t + i. It sees
+step 0 up to column t, and of every later step its own column: just what a drafted row sees. So each step is a call of
+`head.rows` behind a cache. EAGLE-3's training-time test (2503.01840, section 3.2) is all steps with gradients through
+them; HASS (2408.15766) is the same with outputs detached between steps, and counts a document's first rows again in the
+steps after theirs; EAGLE-1 is step 0 alone.
+
+Memory: rows of the later steps only meet step 0, so they go block by block, each of which is computed again in
+backward; logits exist for one chunk of rows at a time. Neither grows with the number of steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
+
+from ..heads.chunks import LOGITS_PER_CHUNK
+from ..heads.losses import IGNORE
+
+OBJECTIVES = {1: ("eagle1", "hass"), 3: ("ttt",)}
+"""Objectives of each version, the default first."""
+_STEPS = {"eagle1": 1, "hass": 3, "ttt": 7}
+_BLOCK = 128
+"""Rows of a sequence that go through the later steps together."""
+_LAW_WEIGHT = 0.1
+"""Weight of the law's cross-entropy beside the regression of features (EAGLE-1, section 4.2)."""
+
+
+@dataclass
+class EagleLossOptions:
+    """How the loss of a head is made.
+
+    Attributes:
+        objective: Version 3: `"ttt"`, training-time test. Version 1: `"eagle1"`, or `"hass"`. None: the first of these.
+        steps: Steps of drafting that are trained; None: 7 for `"ttt"`, 3 for `"hass"`, 1 for `"eagle1"`.
+        decay: `"ttt"`: step i weighs decay^i. `"hass"` adds its steps up.
+        topk: `"hass"`: so many of the backbone's likeliest tokens are counted once more ...
+        topk_weight: ... with this weight.
+        noise: Version 1, while training: features get uniform noise of this width, times 512 / length (official: 0.2).
+    """
+
+    objective: str | None = None
+    steps: int | None = None
+    decay: float = 0.8
+    topk: int = 10
+    topk_weight: float = 1.0
+    noise: float = 0.0
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any] | None) -> EagleLossOptions:
+        """Options from a config.json; fields that are not known are left out."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in (values or {}).items() if name in known})
+
+    def changed(self) -> dict[str, Any] | None:
+        """The options that differ from the defaults; None if none does."""
+        defaults = asdict(EagleLossOptions())
+        return {name: value for name, value in asdict(self).items() if value != defaults[name]} or None
+
+    def resolved(self, version: int) -> EagleLossOptions:
+        """The same with nothing left open.
+
+        Raises:
+            ValueError: A value out of range, or an objective of the other version.
+        """
+        objective = self.objective or OBJECTIVES[version][0]
+        if objective not in OBJECTIVES[version]:
+            allowed = " or ".join(map(repr, OBJECTIVES[version]))
+            raise ValueError(f"objective={objective!r}: a head of version {version} is trained with {allowed}")
+        steps = _STEPS[objective] if self.steps is None else self.steps
+        if steps < 1 or (objective == "eagle1" and steps > 1):
+            allowed = "1" if objective == "eagle1" else "at least 1"
+            raise ValueError(f"steps={steps} must be {allowed} for {objective!r}")
+        for name in ("decay", "topk_weight", "noise"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        if self.topk < 1:
+            raise ValueError(f"topk={self.topk} must be at least 1")
+        return EagleLossOptions(**(asdict(self) | {"objective": objective, "steps": steps}))
+
+
+@dataclass
+class TrainingBatch:
+    """A batch of sequences and what the backbone made of them.
+
+    Attributes:
+        input_ids: [B, L] int64.
+        labels: [B, L] int64, -100 where a token is not to be predicted.
+        positions: [B, L] int64.
+        documents: [B, L] int64, the number of each token's document; -1 for padding.
+        states: [B, L, D], the backbone's last hidden states.
+        is_whole: Every row is one document without padding.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    positions: torch.Tensor
+    documents: torch.Tensor
+    states: torch.Tensor
+    is_whole: bool
+
+    @classmethod
+    def of(
+        cls,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        states: torch.Tensor,
+    ) -> TrainingBatch:
+        """From the arguments of a model's forward."""
+        real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
+        documents = torch.zeros_like(input_ids)
+        if positions is None:
+            counted = (real.long().cumsum(1) - 1).clamp(min=0)
+        else:
+            counted = positions.expand(input_ids.shape)
+            documents = nn.functional.pad(counted[:, 1:] <= counted[:, :-1], (1, 0)).long().cumsum(1)
+        is_whole = mask is None and positions is None
+        return cls(input_ids, labels, counted, documents.masked_fill(~real, -1), states, is_whole)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of step 0: the last two tokens have none, for nothing follows their pair."""
+        return max(self.input_ids.shape[1] - 2, 0)
+
+    def ahead(self, values: torch.Tensor, start: int, stop: int, by: int) -> torch.Tensor:
+        """`values` [B, L, ..] `by` tokens after rows start .. stop - 1; beyond the end the last one is repeated."""
+        last = values.shape[1] - 1
+        return values[:, torch.arange(start + by, stop + by, device=values.device).clamp(max=last)]
+
+    def counted(self, step: int) -> torch.Tensor:
+        """Rows of a step that count, [B, num_rows] bool."""
+        rows = self.num_rows
+        own = self.documents[:, :rows]
+        reach = nn.functional.pad(self.documents, (0, step), value=-1)[:, 2 + step : 2 + step + rows]
+        label = nn.functional.pad(self.labels, (0, step), value=IGNORE)[:, 2 + step : 2 + step + rows]
+        return (own >= 0) & (own == reach) & (label != IGNORE)
+
+    def visible(self, start: int, stop: int) -> torch.Tensor:
+        """Columns 0 .. stop - 1 of step 0 that rows start .. stop - 1 see, [B, 1, rows, stop] bool."""
+        columns = torch.arange(stop, device=self.documents.device)
+        same = self.documents[:, start:stop, None] == self.documents[:, None, :stop]
+        return (same & (columns <= columns[start:, None]))[:, None]
+
+
+def eagle_loss(
+    head: Any, features: torch.Tensor, batch: TrainingBatch, num_items: torch.Tensor | int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of a head, and the losses of its steps.
+
+    Args:
+        head: The `EagleHead`.
+        features: What `head.fuse` made of the batch, [B, L, d].
+        batch: The batch.
+        num_items: Rows that count per step over all micro-batches, [steps] or one number; counted here if None.
+
+    Returns:
+        The scalar, and [steps] detached.
+
+    Raises:
+        ValueError: Options that contradict the version, or `num_items` of another length.
+    """
+    options = head.loss_options.resolved(head.config.version)
+    if not batch.num_rows:
+        return features.sum() * 0.0, features.new_zeros(options.steps)
+    if options.noise and head.training:
+        noise = (torch.rand_like(features) - 0.5) * options.noise * 512 / features.shape[1]
+        features = features + noise
+    unrolled = _Unrolled(head, batch, options)
+    sums, counts = unrolled.sums(features), unrolled.counts
+    weights = options.decay ** torch.arange(options.steps, device=sums.device) if options.objective == "ttt" else 1.0
+    divisors = _divisors(counts if num_items is None else num_items, options.steps, sums.device)
+    return (sums[:, 0] / divisors * weights).sum(), sums[:, 1].detach() / counts.clamp(min=1)
+
+
+def _divisors(counts: torch.Tensor | int, steps: int, device: torch.device) -> torch.Tensor:
+    counts = torch.as_tensor(counts, device=device).flatten().float()
+    if len(counts) not in (1, steps):
+        raise ValueError(f"num_items_in_batch has {len(counts)} entries; give one number, or one for each of {steps}")
+    return counts.clamp(min=1)
+
+
+class _Unrolled:
+    """A head that goes on from its own outputs over a whole batch.
+
+    Args:
+        head: The head.
+        batch: The batch.
+        options: Resolved options.
+    """
+
+    def __init__(self, head: Any, batch: TrainingBatch, options: EagleLossOptions) -> None:
+        self.head, self.batch, self.options = head, batch, options
+        self.is_hass = options.objective == "hass"
+        self.counted = [batch.counted(step) for step in range(options.steps)]
+        documents = batch.documents
+        starts = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+        self.first = starts[:, : batch.num_rows]
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """Rows that count per step, [steps]; the steps of HASS all have the rows of the first."""
+        counts = torch.stack([rows.sum() for rows in self.counted])
+        return counts[:1].expand(len(counts)) if self.is_hass else counts
+
+    def sums(self, features: torch.Tensor) -> torch.Tensor:
+        """Sums over rows of [loss, what is shown of it], [steps, 2], from the features of step 0 [B, L, d]."""
+        batch, cache, rows = self.batch, DynamicCache(), self.batch.num_rows
+        mask = None if batch.is_whole else batch.visible(0, rows)
+        features = self._rows(features[:, :rows], 0, 0, mask, cache)
+        sums = self._terms(features, 0, 0)[None]
+        if self.options.steps > 1:
+            columns = [states for layer in cache.layers for states in (layer.keys, layer.values)]
+            blocks = range(0, rows, _BLOCK)
+            later = [self._checkpointed(features, start, min(start + _BLOCK, rows), columns) for start in blocks]
+            sums = torch.cat([sums, torch.stack(later).sum(0)])
+        everywhere, at_first = sums.unbind(1)
+        return everywhere + at_first.cumsum(0) - at_first if self.is_hass else everywhere
+
+    def _checkpointed(self, features: torch.Tensor, start: int, stop: int, columns: list[torch.Tensor]) -> torch.Tensor:
+        seen = [states[:, :, :stop] for states in columns]
+        return checkpoint(self._later_steps, features[:, start:stop], start, *seen, use_reentrant=False)
+
+    def _later_steps(self, features: torch.Tensor, start: int, *columns: torch.Tensor) -> torch.Tensor:
+        """Sums of steps 1 on over a block of rows, [steps - 1, 2, 2].
+
+        Args:
+            features: What the block's rows of step 0 returned, [B, R, d].
+            start: The block's first row.
+            *columns: Keys and values of step 0 up to the block's end, layer by layer.
+        """
+        cache, size = DynamicCache(), features.shape[1]
+        for layer in range(len(columns) // 2):
+            cache.update(*columns[2 * layer : 2 * layer + 2], layer)
+        mask = self.batch.visible(start, start + size)
+        own = torch.eye(size, dtype=torch.bool, device=mask.device).expand(len(mask), 1, -1, -1)
+        sums = []
+        for step in range(1, self.options.steps):
+            mask = torch.cat([mask, own], dim=-1)
+            features = features.detach() if self.is_hass else features
+            features = self._rows(features, start, step, mask, cache)
+            sums.append(self._terms(features, start, step))
+        return torch.stack(sums)
+
+    def _rows(
+        self, features: torch.Tensor, start: int, step: int, mask: torch.Tensor | None, cache: DynamicCache
+    ) -> torch.Tensor:
+        batch, stop = self.batch, start + features.shape[1]
+        ids = batch.ahead(batch.input_ids, start, stop, 1 + step)
+        return self.head.rows(features, ids, batch.positions[:, start:stop] + step, mask, cache)
+
+    def _terms(self, features: torch.Tensor, start: int, step: int) -> torch.Tensor:
+        """Sums of a step's terms over the rows of a block that count, and over a document's first rows, [2, 2]."""
+        stop = start + features.shape[1]
+        states = self.batch.ahead(self.batch.states, start, stop, 1 + step)
+        counted = self.counted[step][:, start:stop]
+        chosen = torch.stack([counted, counted & self.first[:, start:stop]]).flatten(1).float()
+        size = max(1, LOGITS_PER_CHUNK // self.head.config.vocab_size)
+        parts = zip(features.flatten(0, 1).split(size), states.flatten(0, 1).split(size), chosen.split(size, dim=1))
+        return sum(checkpoint(self._summed, *part, use_reentrant=False) for part in parts)
+
+    def _summed(self, features: torch.Tensor, states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        terms = cross_entropy_terms if self.options.objective == "ttt" else regression_terms
+        return chosen @ terms(self.head, features, states.to(features.device), self.options)
+
+
+def cross_entropy_terms(
+    head: Any, features: torch.Tensor, states: torch.Tensor, options: EagleLossOptions
+) -> torch.Tensor:
+    """EAGLE-3's term of rows: -sum_x p(x) log q(x), with p renormalised over the draft vocabulary.
+
+    It is 0 where the backbone's likeliest token is not drafted.
+
+    Args:
+        head: The head.
+        features: What rows returned, [N, d].
+        states: The backbone's last hidden states before the predicted tokens, [N, D].
+        options: Unused.
+
+    Returns:
+        [N, 2] float32: the loss, and the same.
+    """
+    with torch.no_grad():
+        logits, ids = head.backbone_logits(states).float(), head.draft_ids
+        drafted = torch.isin(logits.argmax(-1), ids)
+        law = logits[:, ids].softmax(-1)
+    log_law = head.draft_logits(features).float().log_softmax(-1)
+    term = torch.where(drafted, -(law * log_law).sum(-1), 0.0)
+    return torch.stack([term, term], dim=-1)
+
+
+def regression_terms(
+    head: Any, features: torch.Tensor, states: torch.Tensor, options: EagleLossOptions
+) -> torch.Tensor:
+    """Terms of EAGLE-1 and HASS: smooth L1 distance of features, and cross-entropy of the laws made from them.
+
+    Args:
+        head: The head.
+        features: What rows returned, [N, d].
+        states: The backbone's last hidden states in their place, [N, d].
+        options: `objective`, `topk` and `topk_weight` are read.
+
+    Returns:
+        [N, 2] float32: the loss; and for EAGLE-1 the cross-entropy alone, for HASS the loss.
+    """
+    with torch.no_grad():
+        law = head.backbone_logits(states).float().softmax(-1)
+    log_law = head.draft_logits(features).float().log_softmax(-1)
+    distance = nn.functional.smooth_l1_loss(features.float(), states.float(), reduction="none").mean(-1)
+    entropy = -(law * log_law).sum(-1)
+    loss = distance + _LAW_WEIGHT * entropy
+    if options.objective == "eagle1":
+        return torch.stack([loss, entropy], dim=-1)
+    best, ids = law.topk(min(options.topk, law.shape[-1]), dim=-1)
+    loss = loss - options.topk_weight * (best * log_law.gather(-1, ids)).sum(-1)
+    return torch.stack([loss, loss], dim=-1)

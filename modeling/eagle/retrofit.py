@@ -1,0 +1,86 @@
+"""What a head must know of its backbone: the hidden states that it reads, and the sizes of a new head."""
+
+from __future__ import annotations
+
+from inspect import get_annotations
+from typing import Any
+
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+from ...configuration import EagleHeadConfig
+from ...configuration.options import check_options
+
+_DEFAULT_LAYERS = 7
+"""Below so many layers, the default choice of hidden states would take one twice."""
+
+
+def resolved_aux_layers(config: EagleHeadConfig, num_layers: int) -> list[int]:
+    """Indices of the hidden states that `fc` reads; [] where it reads none.
+
+    Args:
+        config: The head's.
+        num_layers: L, the backbone's layers.
+
+    Raises:
+        ValueError: The backbone has too few layers.
+    """
+    if not config.num_aux:
+        return []
+    if config.aux_layers is None:
+        if num_layers < _DEFAULT_LAYERS:
+            raise ValueError(
+                f"the backbone has {num_layers} layers, but a head that does not say which hidden states it reads was "
+                f"trained on one with at least {_DEFAULT_LAYERS}; pass aux_layers= if you know them"
+            )
+        return [2, num_layers // 2, num_layers - 3]
+    if not all(0 <= index <= num_layers for index in config.aux_layers):
+        raise ValueError(
+            f"aux_layers={config.aux_layers}: the backbone has {num_layers} layers, so hidden states 0..{num_layers}"
+        )
+    return list(config.aux_layers)
+
+
+def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfig:
+    """Configuration of a new head: the backbone's sizes and rope, unless `options` says otherwise.
+
+    Raises:
+        TypeError: An option that is no field of `EagleHeadConfig`.
+    """
+    own = [name for name in options if name not in get_annotations(LlamaConfig)]
+    check_options(own, EagleHeadConfig, "EagleHead.from_backbone", ("target_hidden_size", "base_model_name_or_path"))
+    text = backbone.config.get_text_config()
+    heads = options.get("num_attention_heads", text.num_attention_heads)
+    defaults = {
+        "hidden_size": text.hidden_size,
+        "vocab_size": text.vocab_size,
+        "intermediate_size": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
+        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+        "max_position_embeddings": text.max_position_embeddings,
+        "rope_parameters": _rope(text),
+        "bos_token_id": text.bos_token_id,
+        "eos_token_id": text.eos_token_id,
+        "pad_token_id": text.pad_token_id,
+        "base_model_name_or_path": backbone.config._name_or_path or None,
+    }
+    if options.get("version", 3) == 3 and options.get("use_aux_hidden_state", True):
+        defaults["aux_layers"] = _small_aux_layers(text.num_hidden_layers)
+    return EagleHeadConfig(**(defaults | options))
+
+
+def _small_aux_layers(num_layers: int) -> list[int]:
+    """The default choice, kept inside a small backbone."""
+    wanted = (2, num_layers // 2, num_layers - 3)
+    return sorted(min(max(index, 1), max(num_layers - 1, 1)) for index in wanted)
+
+
+def _rope(text: PreTrainedConfig) -> dict[str, Any]:
+    """The backbone's rope where every layer has the same, over whole heads; else a plain one with its base."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict) and "rope_theta" in value]
+    if nested or "partial_rotary_factor" in rope or "rope_type" not in rope:
+        theta = (nested or [rope])[0].get("rope_theta", 10_000.0)
+        return {"rope_type": "default", "rope_theta": theta}
+    return dict(rope)

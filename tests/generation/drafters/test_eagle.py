@@ -1,0 +1,233 @@
+"""Drafts of EAGLE heads in the loop: lossless whatever the draft, and made from true features alone."""
+
+import itertools
+
+import pytest
+import torch
+from transformers import GenerationMixin, MistralConfig, Qwen3Config
+
+from tests.eagle_models import tiny_backbone
+from tests.models import left_padded
+from tokenahead import EagleHead
+from tokenahead.generation.drafters.eagle import EagleDrafter, tree_options
+
+GREEDY = dict(max_new_tokens=30, do_sample=False, pad_token_id=0)
+CHOICES = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
+DRAFTS = {
+    "chain": dict(num_assistant_tokens=4),
+    "tree": dict(draft_tree=dict(depth=3, top_k=3, total_tokens=12)),
+    "static": dict(draft_tree=dict(choices=CHOICES)),
+}
+
+
+def trained_head(version=3, config_class=None, **changes):
+    """A small backbone, and a head that was briefly trained on what it writes."""
+    backbone = tiny_backbone(1, **({"config_class": config_class} if config_class else {}), **changes)
+    text = backbone.generate(torch.randint(2, 64, (16, 3)), max_new_tokens=40, do_sample=False, pad_token_id=0)
+    head = EagleHead.from_backbone(backbone, version=version, loss_options={"steps": 3 if version == 3 else None})
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    for _ in range(25):
+        head(text, labels=text).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return head.eval(), [row[:length] for row, length in zip(text[::4], (3, 9, 6, 12))]
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def trained_pair(request):
+    torch.manual_seed(0)
+    return trained_head(request.param)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_greedy_text_is_the_backbones_own(trained_pair, name):
+    head, prompts = trained_pair
+    expected = [head.backbone.generate(prompt[None], **GREEDY)[0, len(prompt) :] for prompt in prompts]
+    options = GREEDY | DRAFTS[name] | {"assistant_model": head, "return_dict_in_generate": True}
+    seen = set()
+    for prompt, text in zip(prompts, expected):
+        out = head.backbone.generate(prompt[None], **options)
+        assert torch.equal(out.sequences[0, len(prompt) :], text)
+        seen |= set(out.speculation.accepted)
+    assert seen == set(range(max(seen) + 1)) and max(seen) >= 2
+    batch = left_padded(prompts)
+    out = head.backbone.generate(**batch, **options)
+    assert torch.equal(out.sequences[:, batch["input_ids"].shape[1] :], torch.stack(expected))
+    assert out.speculation.backbone_calls < 30
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [(Qwen3Config, dict(head_dim=8)), (MistralConfig, dict(sliding_window=6))],
+    ids=["qwen3", "sliding window"],
+)
+def test_other_families_too(family, changes):
+    head, prompts = trained_head(3, family, **changes)
+    batch = left_padded(prompts)
+    expected = head.backbone.generate(**batch, **GREEDY)
+    for drafting in DRAFTS.values():
+        assert torch.equal(head.backbone.generate(**batch, assistant_model=head, **GREEDY, **drafting), expected)
+
+
+class _Watched(EagleDrafter):
+    """Compares what it goes on from with the head run afresh over every row's own text."""
+
+    def propose(self, tokens, length):
+        tree = super().propose(tokens, length)
+        if length < 1:
+            return tree
+        assert all(layer.get_seq_length() == self.mask.shape[1] for layer in self.cache.layers)
+        assert torch.equal(self.mask, self.view.mask) and torch.equal(self.counts, self.view.counts)
+        for row, (start, end) in enumerate(zip(self.starts, tokens.lengths)):
+            if end == tokens.prompt_length + GREEDY["max_new_tokens"]:
+                continue  # the row has ended, and drafts whatever comes
+            ids = tokens.ids[row : row + 1, start:end]
+            states = self.head.backbone(ids[:, :-1], output_hidden_states=True).hidden_states
+            fresh = self.head.rows(self.head.fuse(states), ids[:, 1:])[:, -1:]
+            torch.testing.assert_close(self.features[row : row + 1], fresh, atol=1e-4, rtol=1e-4)
+        return tree
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_between_cycles_it_knows_true_features_only(trained_pair, name, monkeypatch):
+    head, prompts = trained_pair
+    batch = left_padded(prompts)
+
+    def watched(options):
+        drafter = _Watched(head, options)
+        drafter.starts = (batch["attention_mask"] == 0).sum(1).tolist()
+        return drafter
+
+    monkeypatch.setattr(head, "make_drafter", watched)
+    head.backbone.generate(**batch, assistant_model=head, **GREEDY, **DRAFTS[name])
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_sampled_text_has_the_backbones_law(trained_pair, name):
+    head, prompts = trained_pair
+    backbone, prompt, count, warp = head.backbone, prompts[0], 1500, dict(top_k=3, temperature=1.3, top_p=1.0)
+    law = {}
+    for first, p in _next(backbone, prompt, ()):
+        law |= {(first, second): p * q for second, q in _next(backbone, prompt, (first,))}
+    torch.manual_seed(5)
+    drafting = DRAFTS[name] if name != "tree" else dict(draft_tree=dict(depth=1, top_k=2, total_tokens=5))
+    for rule in ("block", "token"):
+        out = backbone.generate(
+            prompt.expand(count, -1),
+            assistant_model=head,
+            do_sample=True,
+            max_new_tokens=4,
+            pad_token_id=0,
+            verification=rule,
+            **warp,
+            **drafting,
+        )
+        seen = [tuple(row) for row in out[:, len(prompt) : len(prompt) + 2].tolist()]
+        assert set(seen) <= set(law)
+        square = sum((seen.count(path) - count * p) ** 2 / (count * p) for path, p in law.items())
+        assert square < len(law) - 1 + 5 * (2 * (len(law) - 1)) ** 0.5
+
+
+@torch.no_grad()
+def _next(backbone, prompt, path):
+    scores = backbone(torch.cat([prompt, torch.tensor(path, dtype=torch.long)])[None]).logits[0, -1].double() / 1.3
+    top = scores.topk(3)
+    return list(zip(top.indices.tolist(), top.values.softmax(-1).tolist()))
+
+
+def test_laws_of_a_sampled_chain_are_warped_and_stay_in_the_draft_vocabulary():
+    backbone = tiny_backbone(2)
+    head = EagleHead.from_backbone(backbone, draft_ids=torch.arange(3, 60, 3)).eval()
+    trees = []
+    make = head.make_drafter
+
+    def recorded(options):
+        drafter = make(options)
+        propose = drafter.propose
+        drafter.propose = lambda tokens, length: trees.append(propose(tokens, length)) or trees[-1]
+        return drafter
+
+    head.make_drafter = recorded
+    for drafting in (DRAFTS["chain"], DRAFTS["tree"]):
+        trees.clear()
+        prompt = torch.randint(2, 64, (2, 5))
+        backbone.generate(
+            prompt, assistant_model=head, do_sample=True, top_k=4, max_new_tokens=12, pad_token_id=0, **drafting
+        )
+        for tree in trees:
+            if tree.tokens.shape[1]:
+                assert set(tree.tokens.flatten().tolist()) <= set(range(3, 60, 3))
+                inner = [sorted(set((row + 1).tolist())) for row in tree.parents]
+                laws = torch.cat([law[places] for law, places in zip(tree.laws, inner)])
+                assert (laws > 0).sum(-1).max() <= 4
+                torch.testing.assert_close(laws.sum(-1), torch.ones(len(laws)))
+
+
+def test_transformers_own_assisted_loop_takes_its_chains(trained_pair):
+    head, prompts = trained_pair
+    backbone, prompt = head.backbone, prompts[1][None]
+    expected = backbone.generate(prompt, **GREEDY)
+    got = GenerationMixin.generate(backbone, prompt, assistant_model=head, num_assistant_tokens=4, **GREEDY)
+    assert torch.equal(got, expected)
+
+
+def test_it_drafts_less_where_less_pays_and_none_at_the_end(trained_pair):
+    head, prompts = trained_pair
+    batch = left_padded(prompts)
+    expected = head.backbone.generate(**batch, **GREEDY)
+    for options in (
+        dict(num_assistant_tokens_schedule="adaptive"),
+        dict(assistant_confidence_threshold=0.9),
+        dict(num_assistant_tokens=2, draft_tree=dict(depth=4, top_k=2, total_tokens=9)),
+        dict(draft_tree=dict(depth=0)),
+        dict(use_mtp=False),
+    ):
+        assert torch.equal(head.backbone.generate(**batch, assistant_model=head, **GREEDY, **options), expected)
+    for length in (1, 2, 3):
+        short = head.backbone.generate(**batch, assistant_model=head, **GREEDY | {"max_new_tokens": length})
+        assert torch.equal(short, expected[:, : batch["input_ids"].shape[1] + length])
+
+
+def test_rows_end_on_their_own(trained_pair):
+    head, prompts = trained_pair
+    batch = left_padded(prompts)
+    stop = head.backbone.generate(**batch, **GREEDY)[0, -12].item()
+    options = GREEDY | {"eos_token_id": stop}
+    expected = head.backbone.generate(**batch, **options)
+    for drafting in DRAFTS.values():
+        assert torch.equal(head.backbone.generate(**batch, assistant_model=head, **options, **drafting), expected)
+
+
+def test_a_conversation_goes_on_with_its_cache(trained_pair):
+    head, prompts = trained_pair
+    options = GREEDY | {"max_new_tokens": 8}
+    first = head.backbone.generate(prompts[0][None], assistant_model=head, return_dict_in_generate=True, **options)
+    longer = torch.cat([first.sequences, prompts[1][None]], dim=1)
+    again = head.backbone.generate(longer, assistant_model=head, past_key_values=first.past_key_values, **options)
+    assert torch.equal(again, head.backbone.generate(longer, **options))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("auto", "draft_tree='auto' must be a dict of depth, top_k, total_tokens"),
+        ({"width": 3}, "must be a dict of depth"),
+        ({"depth": 2, "choices": [(0,)]}, "or of choices alone"),
+        ({"choices": []}, "at least one rank"),
+        ({"depth": -1}, "depth=-1 of draft_tree"),
+        ({"top_k": 0}, "top_k=0 of draft_tree"),
+        ({"total_tokens": 1}, "total_tokens=1 of draft_tree"),
+        ({"top_k": 2.5}, "top_k=2.5 of draft_tree"),
+    ],
+    ids=str,
+)
+def test_trees_are_checked_at_the_door(given, message):
+    head = EagleHead.from_backbone(tiny_backbone())
+    with pytest.raises(ValueError, match=message):
+        head.backbone.generate(torch.tensor([[3, 4]]), assistant_model=head, draft_tree=given, max_new_tokens=3)
+
+
+def test_a_tree_is_completed():
+    assert tree_options({"depth": 3}) == ({"depth": 3, "top_k": 10, "total_tokens": 60}, 4)
+    for count in itertools.islice(itertools.count(1), 3):
+        assert tree_options({"choices": [[0] * count]})[1] == count

@@ -1,0 +1,107 @@
+"""Rollback of recurrent states: equal to never having seen the rejected tokens, row by row."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from tests.families import RECURRENT, family_config, random_ids, shake
+from tests.models import left_padded
+from tokenahead.generation.contract import DraftTree
+from tokenahead.generation.drafters.ngram import NgramDrafter
+from tokenahead.generation.replay import Replay, is_recurrent
+from tokenahead.generation.targets import RepackedTarget, full_history
+
+
+def recurrent_model(name, **changes):
+    torch.manual_seed(0)
+    return shake(AutoModelForCausalLM.from_config(family_config(name, 0, **changes))).eval()
+
+
+def states(cache):
+    return [
+        state
+        for layer in cache.layers
+        for name in ("conv_states", "recurrent_states")
+        for state in getattr(layer, name, {}).values()
+        if state is not None
+    ]
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@torch.no_grad()
+def test_every_row_keeps_its_own_number_of_tokens(name):
+    model, prompt, block, counts = recurrent_model(name), random_ids(4, 7), random_ids(4, 4, seed=1), [4, 0, 2, 1]
+    cache = DynamicCache(config=model.config)
+    model(prompt, past_key_values=cache, use_cache=True)
+    replay = Replay(model.get_decoder(), cache)
+    with replay.record():
+        model(block, past_key_values=cache, use_cache=True)
+    replay.keep(counts)
+    for row, count in enumerate(counts):
+        alone = DynamicCache(config=model.config)
+        model(prompt[row : row + 1], past_key_values=alone, use_cache=True)
+        for token in block[row, :count]:
+            model(token[None, None], past_key_values=alone, use_cache=True)
+        for got, want in zip(states(cache), states(alone)):
+            torch.testing.assert_close(got[row], want[0], atol=2e-5, rtol=1e-4)
+    assert len(states(cache)) == len(states(alone)) > 0
+
+
+@torch.no_grad()
+def test_states_stay_where_they_are_and_hooks_go():
+    model = recurrent_model("qwen3_next")
+    cache = DynamicCache(config=model.config)
+    model(random_ids(1, 7), past_key_values=cache, use_cache=True)
+    addresses = [state.data_ptr() for state in states(cache)]
+    replay = Replay(model.get_decoder(), cache)
+    with pytest.raises(RuntimeError, match="stopped"), replay.record():
+        raise RuntimeError("stopped")
+    with replay.record():
+        model(random_ids(1, 3), past_key_values=cache, use_cache=True)
+    replay.keep([1])
+    assert [state.data_ptr() for state in states(cache)] == addresses
+    assert not any(module._forward_pre_hooks for module in model.modules()) and not replay.inputs
+    assert sorted(replay.mixers) == [0, 2]
+
+
+def test_a_cache_of_attention_is_not_recurrent():
+    assert not is_recurrent(DynamicCache())
+    assert is_recurrent(DynamicCache(config=family_config("qwen3_next")))
+
+
+OTHERS = {  # backbones that have no modules: a layer that also attends, convolutions alone, states alone
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
+    "lfm2": {"full_attn_idxs": [1]},
+    "mamba": {},
+}
+
+
+def other_backbone(name):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(name, vocab_size=5, num_key_value_heads=2, **sizes, **OTHERS[name])
+    return shake(AutoModelForCausalLM.from_config(config)).eval()
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "falcon_h1", "lfm2", "mamba"])
+def test_drafters_of_any_kind_speculate_on_recurrent_backbones(name, caplog):
+    model = other_backbone(name) if name in OTHERS else recurrent_model(name, vocab_size=5)
+    batch = left_padded([torch.randint(0, 5, (n,), generator=torch.Generator().manual_seed(n)) for n in (9, 5, 7, 12)])
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    plain = model.generate(**batch, **options)
+    drafter = NgramDrafter().attach(model)
+    out = model.generate(**batch, assistant_model=drafter, return_dict_in_generate=True, **options)
+    assert torch.equal(out.sequences, plain)
+    if name == "mamba":  # no column tells how long its cache is
+        assert getattr(out, "speculation", None) is None
+    else:
+        assert max(set().union(*out.speculation.rows_accepted)) > 0
+
+
+def test_trees_are_refused_by_name():
+    model, tree = recurrent_model("qwen3_next"), DraftTree(torch.ones(1, 2, dtype=torch.long), torch.full((1, 2), -1))
+    cache = full_history(model.config)
+    model(random_ids(1, 5), past_key_values=cache, use_cache=True)
+    target = RepackedTarget(model, cache, torch.zeros(1, dtype=torch.long))
+    with pytest.raises(ValueError, match="Qwen3NextForCausalLM has recurrent layers, which take chains"):
+        target.forward(torch.ones(1, 3, dtype=torch.long), tree, None)

@@ -1,0 +1,82 @@
+"""Backbones without modules: every one of the registry is used as it uses itself, and what is not is refused."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from tests.families import BACKBONES, family_config, random_ids, shake
+from tests.models import left_padded
+from tokenahead import DeepSeekMTP
+from tokenahead.configuration.mtp_families import FAMILIES, MTPFamily
+from tokenahead.modeling.deepseek import readout, retrofit
+from tokenahead.modeling.deepseek.readout import Readout
+
+VOCABULARY = 24
+OPTIONS = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+
+
+def backbone_of(name, **changes):
+    torch.manual_seed(0)
+    config = family_config(name, 0, vocab_size=VOCABULARY, **changes)
+    return shake(AutoModelForCausalLM.from_config(config)).eval()
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_every_backbone_is_kept_saved_and_decoded_exactly(name, tmp_path):
+    backbone, ids = backbone_of(name), random_ids() % VOCABULARY
+    model = DeepSeekMTP.from_backbone(backbone)
+    with torch.no_grad():
+        out = model(ids, labels=ids)
+        assert torch.equal(out.logits, backbone(ids).logits)
+        model.save_pretrained(tmp_path)
+        again = DeepSeekMTP.from_pretrained(tmp_path)(ids)
+    torch.testing.assert_close(again.mtp_logits[0], out.mtp_logits[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(out.head_losses[0], backbone(ids, labels=ids).loss, atol=1e-5, rtol=0)
+    batch = left_padded([row[:length] for row, length in zip(random_ids(4) % VOCABULARY, (9, 5, 1, 3))])
+    text = model.generate(**batch, num_assistant_tokens=2, **OPTIONS)
+    assert torch.equal(text, model.generate(**batch, use_mtp=False, **OPTIONS))
+
+
+@pytest.mark.parametrize(("name", "fields"), [("granite", {"logits_scaling"}), ("gemma2", {"final_logit_softcapping"})])
+def test_a_readout_that_forgets_something_is_noticed(name, fields, monkeypatch):
+    number = readout._number
+    monkeypatch.setattr(readout, "_number", lambda config, field: None if field in fields else number(config, field))
+    with pytest.raises(ValueError, match=f"does not support this {name}: its logits are not what its head makes"):
+        DeepSeekMTP.from_backbone(backbone_of(name))
+
+
+def test_a_layer_that_is_called_wrongly_is_noticed(monkeypatch):
+    monkeypatch.setattr(retrofit, "layer_kind", lambda config, index: "full_attention")
+    with pytest.raises(ValueError, match="does not support this mistral: its layer, called apart, gives other states"):
+        DeepSeekMTP.from_backbone(backbone_of("mistral"))
+
+
+def test_a_layer_that_a_folder_would_not_give_back_is_noticed(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "qwen2_moe", MTPFamily(copies=(), retrofit=True))
+    with pytest.raises(ValueError, match="does not support this qwen2_moe: a further layer would have no mlp"):
+        DeepSeekMTP.from_backbone(backbone_of("qwen2_moe", mlp_only_layers=[0, 1]))
+
+
+def test_modules_are_made_from_the_last_layer_of_their_kind():
+    backbone = backbone_of("kimi_linear")
+    model = DeepSeekMTP.from_backbone(backbone)
+    assert backbone.config.layer_types == ["linear_attention", "full_attention", "linear_attention"]
+    weight = backbone.model.layers[1].self_attn.q_proj.weight
+    assert torch.equal(model.mtp[0].block.self_attn.q_proj.weight, weight)
+
+
+def test_norms_with_a_bias_start_at_nothing():
+    backbone = backbone_of("starcoder2")
+    assert backbone.model.norm.bias.abs().max() > 0
+    norm = DeepSeekMTP.from_backbone(backbone).mtp[0].enorm
+    states = torch.randn(3, 32)
+    torch.testing.assert_close(norm(states), nn.functional.layer_norm(states, (32,)), atol=1e-4, rtol=0)
+
+
+def test_sampled_drafts_follow_the_scaled_and_capped_law():
+    backbone = backbone_of("gemma2")
+    states = torch.randn(5, 32)
+    logits = Readout(backbone)(states)
+    torch.testing.assert_close(logits, 2 * torch.tanh(backbone.lm_head(states) / 2))
+    assert logits.abs().max() < 2

@@ -1,0 +1,201 @@
+"""Folders of others: every layout gives the same head, and what cannot be right is refused by name."""
+
+import json
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import load_file, save_file
+
+from tests.eagle_models import CASES, DATA, foreign_folder, golden_case, teacher_forced, tiny_backbone
+from tokenahead import EagleHead, EagleHeadConfig
+
+OFFICIAL = DATA / "eagle3_llama" / "official"
+AUX = "eagle_aux_hidden_state_layer_ids"
+
+
+def rewritten(folder, config=None, tensors=None):
+    """The golden EAGLE-3 folder with other fields (None: without them) and other tensors."""
+    values = json.loads((OFFICIAL / "config.json").read_text()) | (config or {})
+    state = torch.load(OFFICIAL / "pytorch_model.bin", weights_only=True) | (tensors or {})
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+    save_file({k: v for k, v in state.items() if v is not None}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["specforge", "speculators"])
+def test_every_layout_is_the_same_head(layout, tmp_path):
+    folder = foreign_folder(layout, tmp_path)
+    case = golden_case("eagle3_llama", folder)
+    assert case.head.config.layout == layout and case.head.config.aux_layers == [2, 4, 5]
+    real = case.golden["attention_mask"].bool()[:, :-1]
+    torch.testing.assert_close(teacher_forced(case)[2][real], case.golden["logits"][real], atol=1e-4, rtol=0)
+
+
+def test_names_of_other_writers_are_understood(tmp_path):
+    state = torch.load(OFFICIAL / "pytorch_model.bin", weights_only=True)
+    renamed = {f"model.{name}": None if name == "d2t" else tensor for name, tensor in state.items()}
+    renamed |= dict.fromkeys(state) | {"draft_id_to_target_id": state["d2t"]}
+    case = golden_case("eagle3_llama", rewritten(tmp_path, tensors=renamed))
+    assert torch.equal(teacher_forced(case)[2], teacher_forced(golden_case("eagle3_llama"))[2])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_official_folder_round_trips_in_its_layout(name, tmp_path):
+    case = golden_case(name)
+    case.head.save_pretrained(tmp_path)
+    before = torch.load(DATA / name / "official" / "pytorch_model.bin", weights_only=True) if name != CASES[1] else None
+    if before is None:
+        before = load_file(DATA / name / "official" / "model.safetensors")
+    after = load_file(tmp_path / "model.safetensors")
+    assert after.keys() == before.keys() and all(torch.equal(after[key], before[key]) for key in before)
+    again = golden_case(name, tmp_path)
+    assert again.head.config.layout == "official"
+    assert torch.equal(teacher_forced(again)[2], teacher_forced(case)[2])
+
+
+def test_a_resumed_trainer_reads_the_folders_own_names(tmp_path):
+    case = golden_case("eagle3_llama")
+    case.head.save_pretrained(tmp_path)
+    fresh = EagleHead(case.head.config)
+    result = fresh.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+    assert not result.missing_keys and not result.unexpected_keys
+    assert all(torch.equal(value, case.head.state_dict()[name]) for name, value in fresh.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, None),
+        ({AUX: [1, 3, 4]}, [1, 3, 4]),
+        ({"eagle_config": {AUX: [1, 3, 4]}}, [2, 4, 5]),
+        ({"eagle_config": {AUX: [2, 4, 5]}}, [2, 4, 5]),
+        ({AUX: [2, 4, 5], "eagle_config": {AUX: [1, 3, 4]}}, [2, 4, 5]),
+    ],
+    ids=str,
+)
+def test_two_conventions_of_auxiliary_layers(config, expected, tmp_path):
+    head = EagleHead.from_pretrained(rewritten(tmp_path, config))
+    assert head.config.aux_layers == expected
+    assert EagleHead.from_pretrained(tmp_path, aux_layers=[3, 3, 6]).config.aux_layers == [3, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 5e5}),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, {"rope_type": "default", "rope_theta": 7.0}),
+    ],
+    ids=str,
+)
+def test_rope_is_the_folders(config, expected, tmp_path):
+    rope = EagleHead.from_pretrained(rewritten(tmp_path, config)).config.rope_parameters
+    assert {name: rope[name] for name in expected} == expected
+
+
+def test_what_a_missing_field_means_can_be_said(tmp_path):
+    folder = rewritten(tmp_path, {"norm_output": True})
+    assert EagleHead.from_pretrained(folder).config.norm_output
+    head = EagleHead.from_pretrained(folder, norm_output=False, norm_before_residual=True)
+    assert not head.config.norm_output and head.config.norm_before_residual
+
+
+def test_a_head_on_the_last_state_has_no_fc(tmp_path):
+    folder = rewritten(tmp_path, {"eagle_config": {"use_aux_hidden_state": False}}, {"fc.weight": None})
+    assert EagleHead.from_pretrained(folder).config.num_aux == 0
+    with pytest.raises(ValueError, match="reads the last hidden state alone"):
+        EagleHead.from_pretrained(folder, aux_layers=[2, 4, 5])
+
+
+def test_further_layers_of_sglang_have_their_own_names(tmp_path):
+    state = torch.load(OFFICIAL / "pytorch_model.bin", weights_only=True)
+    second = {name.replace("midlayer", "additional_layers.0"): t for name, t in state.items() if "midlayer" in name}
+    second = {
+        name: t[:, :32].clone() if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) else t.clone()
+        for name, t in second.items()
+        if "input_layernorm" not in name
+    }
+    head = EagleHead.from_pretrained(rewritten(tmp_path, tensors=second))
+    assert head.config.num_hidden_layers == 2
+    assert torch.equal(head.layers[1].input_layernorm.weight, state["midlayer.hidden_norm.weight"])
+
+
+VOCABULARY = torch.zeros(96, dtype=torch.bool)
+REFUSED = [
+    ({}, {"midlayer.bottleneck.weight": torch.zeros(2)}, r"1 tensors are not known.*layers\.0\.bottleneck\.weight"),
+    ({}, {"norm.weight": None}, r"lacks 1 tensors of EagleHead: norm\.weight"),
+    ({}, {"d2t": None, "t2d": None}, "lacks 1 tensors of EagleHead: d2t"),
+    ({}, {"lm_head.weight": torch.zeros(50, 32)}, "shapes"),
+    ({"hidden_size": 64}, {}, "columns|shapes"),
+    ({"fc_norm": True}, {}, r"lacks 3 tensors of EagleHead: fc_norm\.0\.weight"),
+    ({"draft_vocab_size": 47}, {}, r"d2t has shape \(48,\), but draft_vocab_size=47"),
+    ({}, {"d2t": torch.full((48,), 60)}, r"d2t maps draft ids to 60\.\.107, outside the vocabulary 0\.\.95"),
+    ({}, {"d2t": torch.full((48,), -1)}, "outside the vocabulary"),
+    ({}, {"d2t": -torch.arange(48)}, "one to one"),
+    ({}, {"t2d": VOCABULARY}, "t2d and d2t do not name the same tokens"),
+    ({AUX: [2, 4]}, {}, r"fc\.weight reads 96 columns, which are not 2 hidden states of 32: aux_layers=\[2, 4\]"),
+    ({AUX: [2, 4, 5], "eagle_config": {AUX: [2, 3, 4]}}, {}, r"means \[2, 3, 4\] in eagle_config; pass aux_layers="),
+    ({"target_hidden_size": 48}, {}, "columns"),
+    ({"speculators_model_type": "eagle"}, {}, "speculators_model_type='eagle' is not supported"),
+    ({}, {"midlayer.hidden_norm.weight": None}, "holds no EAGLE head"),
+]
+
+
+@pytest.mark.parametrize(("config", "tensors", "message"), REFUSED, ids=[message[:24] for *_, message in REFUSED])
+def test_bad_folders_are_refused_by_name(config, tensors, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        EagleHead.from_pretrained(rewritten(tmp_path, config, tensors))
+
+
+def test_ids_may_ask_for_too_many_layers(tmp_path):
+    folder = rewritten(tmp_path, {AUX: [2, 4, 20]})
+    with pytest.raises(ValueError, match=r"aux_layers=\[2, 4, 20\]: the backbone has 8 layers"):
+        golden_case("eagle3_llama", folder)
+
+
+class Surprise:
+    """What a pickle must not bring along."""
+
+
+def test_pickles_with_code_and_damaged_files_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text((OFFICIAL / "config.json").read_text())
+    with pytest.raises(ValueError, match="no weights"):
+        EagleHead.from_pretrained(tmp_path)
+    torch.save({"fc.weight": Surprise()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="holds more than tensors, and is not unpickled"):
+        EagleHead.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    with pytest.raises(ValueError, match="damaged or cut short"):
+        EagleHead.from_pretrained(tmp_path)
+
+
+def test_another_familys_folder_is_refused(tmp_path):
+    tiny_backbone().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds no EAGLE head"):
+        EagleHead.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"version": 2}, "version=2 is unknown"),
+        ({"version": 1, "fc_norm": True}, "fc_norm: options of version 3"),
+        ({"version": 1, "draft_vocab_size": 10}, "version 1 drafts the whole vocabulary"),
+        ({"draft_vocab_size": 65}, r"draft_vocab_size=65 must lie in 1\.\.vocab_size=64"),
+        ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
+        ({"use_aux_hidden_state": False, "fc_norm": True}, "fc_norm norm auxiliary states"),
+        ({"target_hidden_size": 48}, "own_embeddings is False"),
+        ({"aux_layers": []}, "aux_layers is empty"),
+        ({"head_dim": 7}, "head_dim=7 must be even"),
+        ({"layout": "gguf"}, "layout='gguf' is unknown"),
+    ],
+    ids=str,
+)
+def test_contradictory_options_are_refused(options, message):
+    with pytest.raises(StrictDataclassError, match=message):
+        EagleHeadConfig(**(dict(hidden_size=32, num_attention_heads=4, vocab_size=64) | options))

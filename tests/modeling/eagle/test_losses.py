@@ -1,0 +1,194 @@
+"""Training losses against the official code's numbers, and what rows count."""
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from tests.eagle_models import CASES, golden_case, tiny_backbone
+from tokenahead import EagleHead
+from tokenahead.modeling.eagle import losses
+from tokenahead.modeling.eagle.losses import EagleLossOptions
+
+IDS = torch.randint(2, 64, (2, 20), generator=torch.Generator().manual_seed(5))
+
+
+def training_case(name):
+    case = golden_case(name)
+    if name == "hass_qwen2":
+        case.head.loss_options.objective = "hass"
+    golden = case.golden
+    inputs = {"labels": golden["train_labels"], "attention_mask": golden["train_attention_mask"]}
+    return case.head, golden, lambda: case.head(golden["train_input_ids"], **inputs)
+
+
+@pytest.mark.parametrize("block", [5, 128])
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_gradients_are_the_official_ones(name, block, monkeypatch):
+    monkeypatch.setattr(losses, "_BLOCK", block)
+    monkeypatch.setattr(losses, "LOGITS_PER_CHUNK", 700)
+    head, golden, run = training_case(name)
+    out = run()
+    torch.testing.assert_close(out.step_losses, golden["step_losses"], atol=1e-4, rtol=0)
+    torch.testing.assert_close(out.loss[None], golden["loss"], atol=1e-4, rtol=0)
+    out.loss.backward()
+    for key, norm in golden.items():
+        if "_grad_norm." in key:
+            got = dict(head.named_parameters())[key.split("_grad_norm.")[1]].grad.norm()
+            torch.testing.assert_close(got[None], norm, rtol=1e-4, atol=0)
+
+
+def head_and_batch(version=3, **options):
+    base = tiny_backbone()
+    head = EagleHead.from_backbone(base, version=version, **options)
+    with torch.no_grad():
+        for parameter in head.layers.parameters():
+            parameter += torch.randn_like(parameter) * 0.1
+    return head
+
+
+OBJECTIVES = [(3, {}), (1, {}), (1, {"objective": "hass"})]
+
+
+@pytest.mark.parametrize(("version", "options"), OBJECTIVES, ids=["ttt", "eagle1", "hass"])
+def test_padding_and_packing_change_nothing(version, options):
+    head = head_and_batch(version, loss_options=options)
+    short, long = IDS[:1, :9], IDS[1:, :20]
+    alone = [head(ids, labels=ids) for ids in (short, long)]
+    counts = [torch.arange(len(short[0]) - 2, 0, -1), torch.arange(len(long[0]) - 2, 0, -1)]
+    counts = torch.stack([c[: len(alone[0].step_losses)] for c in counts])
+    counts = counts[:, :1].expand_as(counts) if options else counts
+    expected = sum(out.step_losses * count for out, count in zip(alone, counts)) / counts.sum(0)
+    pad = torch.nn.functional.pad
+    for side in ((0, 11), (11, 0)):
+        ids, mask = torch.cat([pad(short, side, value=7), long]), torch.cat([pad(short * 0 + 1, side), long * 0 + 1])
+        torch.testing.assert_close(head(ids, labels=ids, attention_mask=mask).step_losses, expected)
+    packed, positions = torch.cat([short, long], 1), torch.cat([torch.arange(9), torch.arange(20)])[None]
+    torch.testing.assert_close(head(packed, labels=packed, position_ids=positions).step_losses, expected)
+
+
+def test_ignored_labels_do_not_count_and_are_still_read():
+    head, labels = head_and_batch(loss_options={"steps": 3}), IDS.clone()
+    labels[:, :10] = -100
+    whole, part = head(IDS, labels=IDS).step_losses, head(IDS, labels=labels).step_losses
+    assert not torch.allclose(whole, part)
+    labels[:, 10:] = 5  # what is predicted is the backbone's law: labels only choose rows
+    torch.testing.assert_close(head(IDS, labels=labels).step_losses, part)
+
+
+def test_micro_batches_add_up():
+    head = head_and_batch()
+    whole = head(IDS, labels=IDS)
+    counts = 2 * torch.arange(18, 11, -1)
+    parts = [head(ids[None], labels=ids[None], num_items_in_batch=counts) for ids in IDS]
+    torch.testing.assert_close(sum(part.loss for part in parts), whole.loss)
+    with pytest.raises(ValueError, match="num_items_in_batch has 3 entries"):
+        head(IDS, labels=IDS, num_items_in_batch=torch.tensor([1, 2, 3]))
+
+
+def test_a_step_of_training_is_a_step_of_drafting():
+    """Step 2 of the unrolled loss reads what a drafted row reads: checked on the last row of a prefix."""
+    head = head_and_batch(loss_options={"steps": 3, "decay": 1.0})
+    prefix = 8
+    with torch.no_grad():
+        states = head.backbone(IDS, output_hidden_states=True).hidden_states
+        cache, features = losses.DynamicCache(), head.fuse(states)[:, :prefix]
+        ids = IDS[:, 1 : prefix + 1]
+        for step in range(3):
+            features = head.rows(features, ids, past_key_values=cache)[:, -1:]
+            ids = IDS[:, prefix + 1 + step][:, None]
+        law = head.backbone.lm_head(states[-1][:, prefix + 2]).softmax(-1)
+        expected = -(law * head.draft_logits(features)[:, 0].log_softmax(-1)).sum(-1).mean()
+    labels = torch.full_like(IDS, -100)
+    labels[:, prefix + 3] = IDS[:, prefix + 3]
+    torch.testing.assert_close(head(IDS, labels=labels).step_losses[2], expected)
+
+
+def test_rows_outside_the_draft_vocabulary_count_and_add_nothing():
+    base = tiny_backbone()
+    best = base(IDS).logits[:, 1:-1].argmax(-1)
+    common = best.unique()[:5]
+    head = EagleHead.from_backbone(base, draft_ids=common, loss_options={"steps": 1})
+    drafted = torch.isin(best, common)
+    states = base(IDS, output_hidden_states=True)
+    features = head.rows(head.fuse(states.hidden_states)[:, :-2], IDS[:, 1:-1])
+    law = states.logits[:, 1:-1, common].softmax(-1)
+    terms = -(law * head.draft_logits(features).log_softmax(-1)).sum(-1)
+    assert 0 < drafted.sum() < drafted.numel()
+    torch.testing.assert_close(head(IDS, labels=IDS).loss, terms[drafted].sum() / drafted.numel())
+
+
+def test_noise_is_for_training_alone():
+    head = head_and_batch(version=1, loss_options={"noise": 0.2})
+    quiet = head.eval()(IDS, labels=IDS).loss
+    assert torch.equal(head(IDS, labels=IDS).loss, quiet)
+    assert not torch.equal(head.train()(IDS, labels=IDS).loss, quiet)
+
+
+def test_training_lowers_the_loss_of_every_step():
+    head = head_and_batch(loss_options={"steps": 4})
+    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=3e-3)
+    before = head(IDS, labels=IDS).step_losses
+    for _ in range(20):
+        head(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (head(IDS, labels=IDS).step_losses < before - 0.1).all()
+
+
+def test_texts_too_short_for_a_pair_have_no_loss():
+    head = head_and_batch()
+    out = head(IDS[:, :2], labels=IDS[:, :2])
+    out.loss.backward()
+    assert out.loss == 0 and out.step_losses.tolist() == [0.0] * 7
+
+
+@pytest.mark.parametrize(
+    ("version", "options", "message"),
+    [
+        (3, {"objective": "hass"}, "objective='hass': a head of version 3 is trained with 'ttt'"),
+        (1, {"objective": "ttt"}, "'eagle1' or 'hass'"),
+        (1, {"steps": 2}, "steps=2 must be 1 for 'eagle1'"),
+        (3, {"steps": 0}, "steps=0 must be at least 1"),
+        (3, {"decay": -0.1}, "decay=-0.1"),
+        (1, {"objective": "hass", "topk": 0}, "topk=0"),
+    ],
+)
+def test_options_are_checked(version, options, message):
+    with pytest.raises(ValueError, match=message):
+        EagleLossOptions(**options).resolved(version)
+
+
+def test_options_are_saved_when_they_differ(tmp_path):
+    head = head_and_batch()
+    head.loss_options.steps = 5
+    head.save_pretrained(tmp_path)
+    assert EagleHead.from_pretrained(tmp_path).loss_options == EagleLossOptions(steps=5)
+
+
+@pytest.mark.parametrize("layout", ["tokenahead", "official"])
+def test_a_plain_trainer_trains_saves_and_resumes(layout, tmp_path):
+    head = head_and_batch(loss_options={"steps": 2})
+    head.config.layout = layout
+    data = [{"input_ids": row, "labels": row} for row in IDS.repeat(4, 1)]
+    options = dict(per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2, report_to=[])
+    options |= dict(output_dir=tmp_path, save_steps=2, use_cpu=True, gradient_checkpointing=True, disable_tqdm=True)
+    before = head.fc.weight.clone()
+    Trainer(head, TrainingArguments(max_steps=2, **options), train_dataset=data).train()
+    assert not torch.equal(head.fc.weight, before)
+    kept = {name: value.clone() for name, value in head.state_dict().items()}
+    again = EagleHead.from_pretrained(tmp_path / "checkpoint-2").attach(head.backbone)
+    assert again.config.layout == layout and again.loss_options.steps == 2
+    assert all(torch.equal(value, kept[name]) for name, value in again.state_dict().items())
+    trainer = Trainer(again, TrainingArguments(max_steps=3, **options), train_dataset=data, eval_dataset=data)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 3 and torch.isfinite(torch.tensor(trainer.evaluate()["eval_loss"]))
+
+
+def test_shifted_labels_say_the_same():
+    head = head_and_batch(loss_options={"steps": 2})
+    labels = IDS.clone()
+    labels[:, ::3] = -100
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    assert torch.equal(head(IDS, shift_labels=shifted).loss, head(IDS, labels=labels).loss)
+    with pytest.raises(ValueError, match="labels hold 64, but the vocabulary has 64 tokens"):
+        head(IDS, labels=torch.full_like(IDS, 64))

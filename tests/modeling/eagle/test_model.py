@@ -1,0 +1,237 @@
+"""The architecture against the official code's numbers, and what a head asks of its backbone."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, DynamicCache, GPT2Config, LlamaConfig, Qwen3Config
+
+from tests.eagle_models import CASES, golden_case, teacher_forced, tiny_backbone
+from tokenahead import EagleHead, EagleHeadConfig
+
+IDS = torch.randint(2, 64, (2, 12), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    return golden_case(request.param)
+
+
+def test_rows_are_the_official_ones(case):
+    features, hidden, logits = teacher_forced(case)
+    real = case.golden["attention_mask"].bool()
+    for got, name, mask in (
+        (features, "features", real),
+        (hidden, "hidden", real[:, :-1]),
+        (logits, "logits", real[:, :-1]),
+    ):
+        torch.testing.assert_close(got[mask], case.golden[name][mask], atol=1e-4, rtol=0)
+
+
+def test_a_greedy_chain_is_the_official_one(case):
+    golden, real = case.golden, case.golden["attention_mask"]
+    positions = (real.cumsum(1) - 1).clamp(min=0)
+    ids, cache, mask = torch.cat([golden["input_ids"], golden["first"]], dim=1)[:, 1:], DynamicCache(), real
+    features, drafts = case.head.fuse(case.base.hidden_states()), []
+    for depth in range(golden["chain_ids"].shape[1]):
+        with torch.no_grad():
+            features, logits = case.head.step(features, ids, positions, mask, cache, logits_to_keep=1)
+        torch.testing.assert_close(logits[:, 0], golden["chain_logits"][:, depth], atol=1e-4, rtol=0)
+        ids, features = logits.argmax(-1), features[:, -1:]
+        drafts.append(ids)
+        mask, positions = torch.nn.functional.pad(mask, (0, 1), value=1), positions[:, -1:] + 1
+    assert torch.equal(torch.cat(drafts, 1), golden["chain_ids"])
+
+
+def test_positions_count_what_a_row_sees(case):
+    head, features = case.head, case.head.fuse(case.base.hidden_states())[:1, -6:]
+    ids, tree = case.golden["input_ids"][:1, -6:], torch.eye(6, dtype=torch.bool)[None, None].clone()
+    tree[..., 0] = True
+    tree[0, 0, 4, 2] = True  # 0 <- 1, 2, 3, 5 and 2 <- 4
+    expected = head.rows(features, ids, torch.tensor([[0, 1, 1, 1, 2, 1]]), tree)
+    torch.testing.assert_close(head.rows(features, ids, attention_mask=tree), expected)
+    path = head.rows(features[:, [0, 2, 4]], ids[:, [0, 2, 4]])
+    torch.testing.assert_close(expected[:, [0, 2, 4]], path)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_padding_gives_numbers_and_changes_none(implementation):
+    case = golden_case("eagle3_llama", attn_implementation=implementation)
+    _, hidden, _ = teacher_forced(case)
+    assert hidden.isfinite().all()
+    real = case.golden["attention_mask"].bool()[:, :-1]
+    torch.testing.assert_close(hidden[real], case.golden["hidden"][real], atol=1e-4, rtol=0)
+    square = (real[:, None, None] & torch.ones(real.shape[1], real.shape[1]).tril().bool()) | torch.eye(
+        real.shape[1]
+    ).bool()
+    features = case.head.fuse(case.base.hidden_states())[:, :-1]
+    again = case.head.rows(features, case.golden["input_ids"][:, 1:], (real.cumsum(1) - 1).clamp(min=0), square)
+    torch.testing.assert_close(again[real], hidden[real])
+
+
+OPTIONS = [
+    dict(version=1),
+    dict(version=1, fc_bias=True, attention_bias=True, num_hidden_layers=2),
+    dict(draft_vocab_size=20),
+    dict(fc_norm=True, norm_output=True, norm_before_residual=True),
+    dict(norm_before_fc=True, norm_output=True, num_hidden_layers=3),
+    dict(use_aux_hidden_state=False, qk_norm=True, head_dim=16),
+    dict(aux_layers=[1, 1, 4, 8], attention_bias=True),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_option_round_trips_and_matters(options, tmp_path):
+    base = tiny_backbone()
+    head = EagleHead.from_backbone(base, **options).eval()
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += torch.randn_like(parameter) * 0.2
+    states = base(IDS, output_hidden_states=True).hidden_states
+    features, logits = head.step(head.fuse(states)[:, :-1], IDS[:, 1:])
+    assert features.shape == (2, 11, 32) and logits.shape == (2, 11, 64)
+    assert logits.isfinite().sum(-1).unique().tolist() == [head.config.draft_vocab_size]
+    head.save_pretrained(tmp_path)
+    for again in (EagleHead.from_pretrained(tmp_path), AutoModel.from_pretrained(tmp_path)):
+        again = again.eval().attach(base)
+        assert torch.equal(again.step(again.fuse(states)[:, :-1], IDS[:, 1:])[1], logits)
+    if head.config.version == 3:
+        for name in ("norm_before_residual", "norm_output"):
+            other = EagleHead.from_pretrained(tmp_path, **{name: not getattr(head.config, name)}).eval().attach(base)
+            assert not torch.allclose(_second_row(other, states), _second_row(head, states))
+
+
+def _second_row(head, states):
+    """Logits of rows that read what others returned."""
+    features = head.rows(head.fuse(states)[:, :3], IDS[:, 1:4])
+    return head.step(features, IDS[:, 2:5])[1]
+
+
+def test_only_the_wanted_states_are_needed():
+    base = tiny_backbone()
+    head = EagleHead.from_backbone(base)
+    assert head.hidden_layers == [2, 4, 5]
+    few = base(IDS, output_hidden_states=head.hidden_layers).hidden_states
+    assert few[1] is None
+    assert torch.equal(head.fuse(few), head.fuse(base(IDS, output_hidden_states=True).hidden_states))
+    assert EagleHead.from_backbone(base, version=1).hidden_layers == -1
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        (LlamaConfig, {}),
+        (Qwen3Config, {"head_dim": 16}),
+        (GPT2Config, {"n_embd": 40, "n_head": 4, "n_layer": 2, "n_positions": 256}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@pytest.mark.parametrize("version", [1, 3])
+def test_new_heads_fit_any_backbone(family, changes, version):
+    if family is GPT2Config:
+        base = tiny_backbone(0, lambda **sizes: GPT2Config(vocab_size=64, eos_token_id=None, **changes))
+    else:
+        base = tiny_backbone(0, family, **changes)
+    head = EagleHead.from_backbone(base, version=version)
+    with torch.no_grad():
+        out = head(IDS, labels=IDS)
+        states = base(IDS, output_hidden_states=True).hidden_states
+        _, logits = head.step(head.fuse(states)[:, :-1], IDS[:, 1:])
+    assert out.loss.isfinite() and logits.shape == (2, 11, 64) and logits.isfinite().all()
+    assert head.config.rope_parameters["rope_type"] == "default"
+
+
+def test_draft_ids_choose_the_unembedding():
+    base = tiny_backbone()
+    ids = torch.tensor([40, 3, 63, 7])
+    head = EagleHead.from_backbone(base, draft_ids=ids)
+    assert head.draft_ids.tolist() == [3, 7, 40, 63]
+    assert torch.equal(head.lm_head.weight, base.lm_head.weight[[3, 7, 40, 63]])
+    states = base(IDS, output_hidden_states=True).hidden_states
+    _, logits = head.step(head.fuse(states)[:, :-1], IDS[:, 1:], logits_to_keep=1)
+    assert logits[0, 0].isfinite().nonzero().flatten().tolist() == [3, 7, 40, 63]
+    for wrong in ([1, 1], [0, 64], [-1, 2]):
+        with pytest.raises(ValueError, match="draft_ids"):
+            EagleHead.from_backbone(base, draft_ids=torch.tensor(wrong))
+
+
+def test_a_misspelt_option_is_refused():
+    with pytest.raises(TypeError, match="EagleHead.from_backbone has no option 'norm_outputs'"):
+        EagleHead.from_backbone(tiny_backbone(), norm_outputs=True)
+
+
+def test_it_follows_its_backbone_and_leaves_it_alone():
+    base = tiny_backbone().to(torch.bfloat16)
+    before, attributes = {name: t.clone() for name, t in base.state_dict().items()}, set(vars(base))
+    head = EagleHead.from_backbone(base, version=1)
+    assert head.dtype == torch.bfloat16 and head.attach(base) is head
+    head(IDS, labels=IDS).loss.backward()
+    assert all(parameter.grad is None for parameter in base.parameters())
+    assert not any("lm_head" in name or "embed" in name for name, _ in head.named_parameters())
+    head.detach()
+    assert set(vars(base)) - attributes <= {"_output_capturing_hooks_installed"}
+    assert all(torch.equal(value, before[name]) for name, value in base.state_dict().items())
+
+
+def test_a_copy_of_the_embeddings_is_used_and_frozen():
+    base = tiny_backbone()
+    head = EagleHead.from_backbone(base, own_embeddings=True)
+    head.embed_tokens.weight.data.copy_(base.get_input_embeddings().weight)
+    features = head.fuse(base(IDS, output_hidden_states=True).hidden_states)[:, :-1]
+    expected = head.rows(features, IDS[:, 1:])
+    base.get_input_embeddings().weight.data.zero_()
+    assert torch.equal(head.rows(features, IDS[:, 1:]), expected)
+    assert not head.embed_tokens.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 65}, "vocab_size: the head was made for 64, but LlamaForCausalLM has 65"),
+        ({"hidden_size": 64}, "hidden_size: the head was made for 32"),
+        ({"num_hidden_layers": 4}, r"aux_layers=\[2, 4, 5\]: the backbone has 4 layers"),
+    ],
+)
+def test_another_backbone_is_refused_by_name(changes, message):
+    head = EagleHead.from_backbone(tiny_backbone()).detach()
+    with pytest.raises(ValueError, match=message):
+        head.attach(tiny_backbone(**changes))
+
+
+def test_default_layers_need_seven():
+    head = EagleHead(EagleHeadConfig(hidden_size=32, num_attention_heads=4, vocab_size=64))
+    assert head.attach(tiny_backbone(num_hidden_layers=7)).hidden_layers == [2, 3, 4]
+    with pytest.raises(ValueError, match="pass aux_layers="):
+        head.detach().attach(tiny_backbone(num_hidden_layers=6))
+
+
+def test_a_head_must_be_attached():
+    head = EagleHead(EagleHeadConfig(hidden_size=32, num_attention_heads=4, vocab_size=64))
+    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
+        head(IDS, labels=IDS)
+    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
+        head.generate(IDS)
+    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
+        tiny_backbone().generate(IDS, assistant_model=head, max_new_tokens=2)
+    head.attach(tiny_backbone())
+    with pytest.raises(RuntimeError, match=r"detach\(\) it first"):
+        head.attach(tiny_backbone())
+
+
+def test_a_backbone_with_its_own_cache_is_refused(trained):
+    with pytest.raises(ValueError, match="a cache of its own kind"):
+        EagleHead.from_backbone(trained, version=1)
+
+
+def test_a_copy_is_detached_and_equal():
+    head = EagleHead.from_backbone(tiny_backbone())
+    for again in (copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
+        assert not again.is_attached and head.is_attached
+        assert all(torch.equal(value, head.state_dict()[name]) for name, value in again.state_dict().items())
+
+
+def test_its_config_is_found_by_name(tmp_path):
+    EagleHeadConfig(aux_layers=[1, 2], loss_options={"steps": 3}).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(config, EagleHeadConfig) and config.num_aux == 2 and config.loss_options == {"steps": 3}

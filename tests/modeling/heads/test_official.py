@@ -1,0 +1,214 @@
+"""Public folders of parallel heads: goldens, names, round trips through every layout, and what is refused."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.modeling.heads.backbones import GOLDENS, KINDS, backbone, shaken
+from tokenahead import MTPHeads
+
+IDS = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(2, 64, (2, 9, 4), generator=torch.Generator().manual_seed(1))
+
+
+def golden(name):
+    """The backbone, its heads, both read from public layouts, and what their authors' code makes of them."""
+    folder = GOLDENS / name
+    base = (
+        AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
+        if (folder / "base").is_dir()
+        else MTPHeads.backbone_from_official(folder / "official")
+    )
+    base.generation_config.eos_token_id = None
+    return base, MTPHeads.from_official(folder / "official").attach(base), load_file(folder / "golden.safetensors")
+
+
+def made(kind, **changes):
+    base = backbone()
+    return base, shaken(MTPHeads.from_backbone(base, window=4, **(KINDS[kind] | changes))).eval()
+
+
+@torch.no_grad()
+def law_of(heads):
+    return heads.law(IDS).conditional_log_probs(TOKENS)
+
+
+@pytest.mark.parametrize("name", ["hydra_mlp", "gloeckle"])
+def test_laws_losses_and_gradients_are_the_authors(name):
+    base, heads, gold = golden(name)
+    mask = gold["attention_mask"]
+    with torch.no_grad():
+        law = heads.law(gold["input_ids"], attention_mask=mask).conditional_log_probs(gold["law_tokens"])
+    real = mask[:, ::3].bool()
+    torch.testing.assert_close(law[:, ::3][real], gold["law_log_probs"][real], atol=1e-3, rtol=0)
+    out = heads(gold["input_ids"], attention_mask=mask, labels=gold["labels"])
+    torch.testing.assert_close(out.head_losses, gold["head_losses"], atol=1e-3, rtol=0)
+    out.loss.backward()
+    norm = torch.cat([p.grad.flatten() for p in heads.parameters()]).norm()
+    torch.testing.assert_close(norm, gold["grad_norm"][0], rtol=5e-3, atol=0)
+    assert all(parameter.grad is None for parameter in base.parameters())
+    if "teacher_losses" in gold:
+        heads.config.loss_target = "teacher"
+        taught = heads(gold["input_ids"], attention_mask=mask, labels=gold["labels"]).head_losses
+        torch.testing.assert_close(taught[1:], gold["teacher_losses"][1:], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["hydra_mlp", "gloeckle"])
+def test_greedy_decoding_accepts_what_the_authors_loop_accepts(name):
+    base, heads, gold = golden(name)
+    ids, mask = gold["prompt_ids"], gold["prompt_mask"]
+    options = dict(max_new_tokens=40, do_sample=False, pad_token_id=0, assistant_model=heads)
+    out = base.generate(ids[:1], attention_mask=torch.ones_like(ids[:1]), return_dict_in_generate=True, **options)
+    assert out.sequences[0, 9:].tolist() == gold["greedy_ids"][0].tolist()
+    assert list(out.speculation.accepted)[: len(gold["accepted"])] == gold["accepted"].tolist()
+    assert [list(draft) for draft in out.speculation.drafts][: len(gold["drafts"])] == gold["drafts"].tolist()
+    both = base.generate(ids, attention_mask=mask, **options)
+    assert torch.equal(both[:, 9:], gold["greedy_ids"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "changes"),
+    [
+        ("medusa-own", "medusa", {}),
+        ("medusa-own", "vllm", {}),
+        ("medusa", "vllm", {"num_blocks": 2}),
+        ("hydra", "hydra", {"unembed": "own", "num_blocks": 3, "tied_blocks": True}),
+        ("hydra++", "hydra", {"num_blocks": 2}),
+        ("layer", "gloeckle", {}),
+    ],
+)
+def test_a_layout_reads_back_what_it_wrote(kind, layout, changes, tmp_path):
+    base, heads = made(kind, **changes)
+    heads.export(tmp_path, layout)
+    again = MTPHeads.from_official(tmp_path)
+    assert again.config.num_blocks == heads.config.num_blocks
+    assert again.config.tied_blocks == heads.config.tied_blocks
+    torch.testing.assert_close(law_of(again.attach(base)), law_of(heads), atol=1e-5, rtol=0)
+    if layout == "gloeckle":
+        whole = MTPHeads.backbone_from_official(tmp_path)
+        torch.testing.assert_close(whole(IDS).logits, base(IDS).logits, atol=1e-5, rtol=0)
+
+
+def test_names_are_the_authors(tmp_path):
+    _, heads = made("medusa-own")
+    heads.export(tmp_path / "medusa", "medusa")
+    named = load_file(tmp_path / "medusa" / "medusa_lm_head.safetensors")
+    want = {f"{k}.{j}.linear.{part}" for k in range(3) for j in range(2) for part in ("weight", "bias")}
+    assert named.keys() == want | {f"{k}.2.weight" for k in range(3)}
+    assert torch.equal(named["1.0.linear.weight"], named["1.1.linear.weight"])
+    heads.export(tmp_path / "vllm", "vllm")
+    config = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    assert config["medusa_fc_bias"] is True and config["num_heads"] == 3 and config["num_hidden_layers"] == 2
+    assert {"blocks.2.layers.1.bias", "lm_heads.2.weight"} < load_file(tmp_path / "vllm" / "model.safetensors").keys()
+    _, hydra = made("hydra++", num_blocks=2)
+    hydra.export(tmp_path / "hydra", "hydra")
+    named = torch.load(tmp_path / "hydra" / "hydra_lm_head.pt", weights_only=True)
+    prefix = {f"prefix_embeding_layer.{name}" for name in ("layers.0.self_attn.q_proj.weight", "embed_tokens.weight")}
+    blocks = {"hydra_mlp.0.1.res_connection.weight", "hydra_mlp.2.3.linear.bias", "hydra_lm_head.1.1.weight"}
+    assert prefix | blocks | {"input_embed_fn.weight"} < named.keys()
+
+
+def test_heads_of_a_merged_model_and_their_backbone(tmp_path):
+    base, heads = made("medusa-own", num_blocks=1, tied_blocks=False)
+    base.save_pretrained(tmp_path)
+    heads.export(tmp_path / "apart", "medusa")
+    apart = load_file(tmp_path / "apart" / "medusa_lm_head.safetensors")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {f"medusa_head.{name}": tensor for name, tensor in apart.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text()) | {"medusa_num_heads": 2, "medusa_num_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    whole, again = MTPHeads.backbone_from_official(tmp_path), MTPHeads.from_official(tmp_path)
+    torch.testing.assert_close(law_of(again.attach(whole)), law_of(heads), atol=1e-6, rtol=0)
+    assert again.window == 4  # the weights decide, not medusa_num_heads
+    with pytest.raises(ValueError, match="holds heads alone"):
+        MTPHeads.backbone_from_official(tmp_path / "apart")
+
+
+def test_heads_without_unembeddings_need_to_be_told_the_vocabulary(tmp_path):
+    base, heads = made("medusa")
+    heads.export(tmp_path, "medusa")
+    assert json.loads((tmp_path / "config.json").read_text())["version"] == "2"
+    with pytest.raises(ValueError, match="lacks vocab_size"):
+        MTPHeads.from_official(tmp_path)
+    again = MTPHeads.from_official(tmp_path, vocab_size=64).attach(base)
+    torch.testing.assert_close(law_of(again), law_of(heads), atol=1e-6, rtol=0)
+
+
+def test_hydra_heads_refuse_a_backbone_with_other_embeddings(tmp_path):
+    base, heads = made("hydra", unembed="own")
+    heads.export(tmp_path, "hydra")
+    other = backbone()
+    with torch.no_grad():
+        other.model.embed_tokens.weight.add_(1)
+    with pytest.raises(ValueError, match="other embeddings than the backbone"):
+        MTPHeads.from_official(tmp_path).attach(other)
+    MTPHeads.from_official(tmp_path).attach(base)
+
+
+def _broken(folder, **changes):
+    """A folder of Medusa heads with tensors added, or taken away (None)."""
+    _, heads = made("medusa-own")
+    heads.export(folder, "vllm" if "token_map" in changes else "medusa")
+    file = next(folder.glob("*.safetensors"))
+    tensors = load_file(file) | changes
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
+
+
+def test_damaged_and_foreign_folders_are_refused_by_name(tmp_path):
+    _broken(tmp_path / "more", **{"3.9.gate.weight": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"1 tensors are not known in this layout: 3\.9\.gate\.weight"):
+        MTPHeads.from_official(tmp_path / "more")
+    _broken(tmp_path / "less", **{"1.0.linear.bias": None, "1.1.linear.bias": None})
+    with pytest.raises(ValueError, match=r"do not make 'medusa' heads: blocks\.1\.0\.linear\.bias"):
+        MTPHeads.from_official(tmp_path / "less")
+    _broken(tmp_path / "map", token_map=torch.arange(5))
+    with pytest.raises(ValueError, match="token_map, a vocabulary of 5"):
+        MTPHeads.from_official(tmp_path / "map")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no known layout"):
+        MTPHeads.from_official(tmp_path / "empty")
+    made("layer")[1].save_pretrained(tmp_path / "own")
+    with pytest.raises(ValueError, match=r"MTPHeads\.from_pretrained"):
+        MTPHeads.from_official(tmp_path / "own")
+    params = json.loads((GOLDENS / "gloeckle" / "official" / "params.json").read_text())
+    (tmp_path / "one").mkdir()
+    tensors = torch.load(GOLDENS / "gloeckle" / "official" / "consolidated.pth", weights_only=True)
+    torch.save({n: t for n, t in tensors.items() if "extra" not in n}, tmp_path / "one" / "consolidated.pth")
+    (tmp_path / "one" / "params.json").write_text(json.dumps(params | {"n_future_tokens": 1, "n_layers": 2}))
+    with pytest.raises(ValueError, match="a plain Llama without heads"):
+        MTPHeads.from_official(tmp_path / "one")
+    assert MTPHeads.backbone_from_official(tmp_path / "one").config.num_hidden_layers == 2
+
+
+class _Code:
+    def __reduce__(self):
+        return print, ("run",)
+
+
+def test_a_pickle_with_code_is_not_unpickled(tmp_path, capsys):
+    (tmp_path / "medusa_lm_head.pt").write_bytes(pickle.dumps({"0.0.linear.weight": _Code()}))
+    with pytest.raises(ValueError, match="holds more than tensors"):
+        MTPHeads.from_official(tmp_path)
+    assert "run" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "message"),
+    [
+        ("hydra", "medusa", "not 'hydra'"),
+        ("blockwise", "vllm", "block='ffn'"),
+        ("hydra", "hydra", "unembed='own', not 'hydra' with 'shared'"),
+        ("layer-weighted", "gloeckle", "mix='none'"),
+        ("medusa", "eagle", "layout='eagle' is unknown; choose one of medusa, vllm, hydra, gloeckle"),
+    ],
+)
+def test_what_a_layout_cannot_hold_is_refused(kind, layout, message, tmp_path):
+    _, heads = made(kind)
+    with pytest.raises(ValueError, match=message):
+        heads.export(tmp_path / "out", layout)
+    assert not (tmp_path / "out").exists()

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from tests.matrix.models import NEW_TOKENS, Entry
-from tokenahead.generation.drafters.assistant import AssistantDrafter
+from tokenahead import AssistantDrafter
 
 Habit = Callable[[Entry], None]
 HABITS: dict[str, Habit] = {}

@@ -17,9 +17,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from tests.models import left_padded, trained_model
 from tests.ptp_models import backbone as small_backbone
 from tests.ptp_models import student
-from tokenahead import DeepSeekMTP, EvaByteTokenizer, MTPHeads
-from tokenahead.generation.drafters.assistant import AssistantDrafter
-from tokenahead.generation.drafters.ngram import NgramDrafter
+from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, EvaByteTokenizer, MTPHeads, NgramDrafter
 
 DEEPSEEK = Path(__file__).parents[1] / "data" / "deepseek_mtp" / "dsv3_d2_trained"
 NEW_TOKENS = 16
@@ -127,18 +125,29 @@ def _attached(name: str, model: Any, drafter: Any, **options: Any) -> Entry:
     return Entry(name, model, drafter.attach(model), tokenizer, **options)
 
 
-def heads(family: str, **options: Any) -> Entry:
-    """Heads that were trained for a moment on what the backbone writes, so that some drafts are right."""
-    model = backbone(family)
-    drafter = MTPHeads.from_backbone(model, window=4, leaf="full")
+def practised(model: Any, drafter: Any, rate: float) -> Any:
+    """The drafter, trained for a moment on what the backbone writes, so that some drafts are right."""
     starts = torch.randint(3, 48, (32, 4), generator=torch.Generator().manual_seed(0))
     text = model.generate(starts, max_new_tokens=24, do_sample=False)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-2)
+    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=rate)
     for _ in range(60):
         drafter(text, labels=text).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return _attached(f"heads-{family}", model, drafter.eval(), **options)
+    return drafter.eval()
+
+
+def heads(family: str, **options: Any) -> Entry:
+    """FF heads apart from their backbone."""
+    model = backbone(family)
+    drafter = MTPHeads.from_backbone(model, window=4, leaf="full")
+    return _attached(f"heads-{family}", model, practised(model, drafter, 3e-2), **options)
+
+
+def eagle() -> Entry:
+    """An EAGLE-3 head."""
+    model = backbone("llama")
+    return _attached("eagle-llama", model, practised(model, EagleHead.from_backbone(model), 1e-2))
 
 
 def deepseek() -> Entry:
@@ -173,6 +182,7 @@ _MAKE: dict[str, Callable[[], Entry]] = {
     "heads-llama": lambda: heads("llama"),
     "heads-gemma3": lambda: heads("gemma3"),
     "heads-gpt2": lambda: heads("gpt2", lora_target="c_attn"),
+    "eagle-llama": eagle,
     "deepseek-modules": deepseek,
     "ptp-one_hot": lambda: ptp("one_hot"),
     "ptp-categorical": lambda: ptp("categorical"),

@@ -19,6 +19,7 @@ MODELS = [
     "heads-llama",
     "heads-gemma3",
     "heads-gpt2",
+    "eagle-llama",
     "deepseek-modules",
     "ptp-one_hot",
     "ptp-categorical",

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from transformers.utils import logging
 
 from tests.matrix.excuses import EXCUSES
-from tests.matrix.habits import HABITS
+from tests.matrix.life_cycle import HABITS
 from tests.matrix.models import NAMES, entry
 
 MARKS = {"ok": "[green]✓[/]", "excused": "[yellow]e[/]", "fails": "[bold red]✗[/]"}

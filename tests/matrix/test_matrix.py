@@ -3,7 +3,7 @@
 import pytest
 
 from tests.matrix.excuses import EXCUSES
-from tests.matrix.habits import HABITS
+from tests.matrix.life_cycle import HABITS
 from tests.matrix.models import NAMES, entry
 
 

@@ -13,6 +13,7 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import CandidateGenerator
 
+from ..modeling.copies import drop_collectors
 from .mixins import candidate_generator, speculate
 from .speculators import SpeculatorMixin
 
@@ -115,13 +116,20 @@ class Route:
         if not isinstance(route, Route):
             route = cls(backbone)
             backbone.generate, backbone._get_candidate_generator = route, route.candidates
+            backbone.__getstate__ = route.state  # pickle and copy ask the instance, too
         return route
 
     def remove(self, drafter: Attachable) -> None:
         """Takes a drafter off, and the route with the last one."""
         self.drafters = [other for other in self.drafters if other is not drafter]
         if not self.drafters:
-            del self.backbone.generate, self.backbone._get_candidate_generator
+            drop_collectors(self.backbone)
+            del self.backbone.generate, self.backbone._get_candidate_generator, self.backbone.__getstate__
+
+    def state(self) -> dict[str, Any]:
+        """What a copy or a pickle of the backbone holds, without what transformers leaves where states are read."""
+        drop_collectors(self.backbone)
+        return vars(self.backbone)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`backbone.generate`."""

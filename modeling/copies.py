@@ -32,17 +32,22 @@ def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, tensors | {id(buffer): buffer for buffer in model.buffers()})
 
 
-class PicklableMixin:
-    """A model around one of transformers, on whose layers transformers leaves local functions, which no pickle takes.
+def drop_collectors(model: PreTrainedModel) -> None:
+    """Takes off the local functions that transformers leaves on a model's layers, which no pickle takes.
 
     They collect hidden states, and are put there again by the next call that asks for some.
     """
+    for module in model.modules():
+        hooks = module._forward_hooks
+        for key in [key for key, hook in hooks.items() if "output_capturing_hook" in getattr(hook, "__name__", "")]:
+            del hooks[key]
+        vars(module).pop("_output_capturing_hooks_installed", None)
+
+
+class PicklableMixin:
+    """A model around one of transformers, on whose layers transformers leaves what no pickle takes."""
 
     def __getstate__(self) -> dict[str, Any]:
         """All attributes, after those functions are taken off."""
-        for module in self.modules():
-            hooks = module._forward_hooks
-            for key in [key for key, hook in hooks.items() if "output_capturing_hook" in getattr(hook, "__name__", "")]:
-                del hooks[key]
-            vars(module).pop("_output_capturing_hooks_installed", None)
+        drop_collectors(self)
         return vars(self)

@@ -82,3 +82,17 @@ def test_a_copy_of_a_backbone_with_heads_decodes_plainly(how):
     assert torch.equal(twin.generate(prompt_for(base), max_new_tokens=6, do_sample=False), expected)
     with pytest.raises((RuntimeError, ValueError), match=r"attach"):
         twin.generate(prompt_for(base)[:1], assistant_model=heads, max_new_tokens=6, do_sample=False)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_backbone_that_has_drafted_can_be_pickled(attached):
+    base = llama()
+    heads = moved_heads(base)
+    options = dict(max_new_tokens=6, do_sample=False)
+    expected = base.generate(prompt_for(base), assistant_model=heads, **options)
+    if not attached:
+        heads.detach()
+    twin = COPIES["pickle"](base)
+    assert torch.equal(twin.generate(prompt_for(base), **options), expected)
+    for model, drafter in ((twin, moved_heads(twin)), (base, heads.attach(base))):
+        assert torch.equal(model.generate(prompt_for(base), assistant_model=drafter, **options), expected)

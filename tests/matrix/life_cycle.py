@@ -1,0 +1,131 @@
+"""What happens to models beside `generate`: copies, folders, dtypes, offload, training, adapters; then they write.
+
+`HABITS` is whole once this module is imported.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import cpu_offload
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from tests.matrix.habits import DICT, HABITS, as_plain, habit
+from tests.matrix.models import Entry
+from tokenahead import AssistantDrafter
+
+__all__ = ["HABITS"]
+
+
+@habit
+def deepcopy(entry: Entry) -> None:
+    """A copy writes and drafts the same."""
+    same(entry.through(copy.deepcopy), entry)
+
+
+@habit
+def pickled(entry: Entry) -> None:
+    """So does a pickle."""
+    same(entry.through(lambda thing: pickle.loads(pickle.dumps(thing))), entry)  # noqa: S301 - our own
+
+
+@habit
+def saved(entry: Entry) -> None:
+    """So does a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        same(entry.through(lambda thing: reloaded(thing, Path(folder))), entry)
+
+
+def same(twin: Entry, entry: Entry) -> None:
+    """Writes and drafts the same."""
+    assert twin.model is not entry.model and torch.equal(twin.generate(twin.inputs(3)), entry.text())
+    assert twin.drafts() == entry.drafts()
+
+
+def reloaded(thing: Any, folder: Path, **options: Any) -> Any:
+    """A model, a folder of heads, an assistant: saved and loaded; what has no weights is copied."""
+    if isinstance(thing, AssistantDrafter):
+        return AssistantDrafter(reloaded(thing.model, folder, **options), thing.num_tokens)
+    if not isinstance(thing, nn.Module):
+        return copy.deepcopy(thing)
+    thing.save_pretrained(folder / str(id(thing)))
+    return type(thing).from_pretrained(folder / str(id(thing)), **options).eval()
+
+
+def halved(thing: Any) -> Any:
+    """A copy in bfloat16."""
+    twin = copy.deepcopy(thing)
+    for module in (twin, getattr(twin, "model", None)):
+        if isinstance(module, nn.Module):
+            module.bfloat16()
+    return twin
+
+
+@habit
+def dtype_auto(entry: Entry) -> None:
+    """A folder in bfloat16 loads as such and runs; its values in float32 write the plain text."""
+    with tempfile.TemporaryDirectory() as folder:
+        twin = entry.through(lambda thing: reloaded(halved(thing), Path(folder), dtype="auto"))
+    assert twin.model.dtype == torch.bfloat16
+    assert twin.generate(twin.inputs(3)).shape == entry.text().shape
+    exact = twin.through(lambda thing: floated(copy.deepcopy(thing)))
+    as_plain(exact, exact.inputs(3))
+
+
+def floated(thing: Any) -> Any:
+    """The same in float32."""
+    for module in (thing, getattr(thing, "model", None)):
+        if isinstance(module, nn.Module):
+            module.float()
+    return thing
+
+
+@habit
+def offloaded(entry: Entry) -> None:
+    """A backbone whose weights lie elsewhere between calls."""
+    twin = entry.through(copy.deepcopy, lambda model: cpu_offload(copy.deepcopy(model), execution_device="cpu"))
+    assert {parameter.device.type for parameter in twin.model.parameters()} == {"meta"}
+    assert torch.equal(twin.generate(twin.inputs(3)), entry.text())
+
+
+@habit
+def train_mode(entry: Entry) -> None:
+    """A model that was left in train mode, with checkpointed activations."""
+    twin = entry.through(copy.deepcopy)
+    twin.model.activation_checkpointing_enable()
+    twin.model.train()
+    assert torch.equal(twin.generate(twin.inputs(3)), entry.text()) and twin.model.training
+
+
+@habit
+def peft(entry: Entry) -> None:
+    """LoRA on the attention of the backbone changes the text, and drafts follow."""
+    torch.manual_seed(0)
+    adapter = LoraConfig(r=2, target_modules=[entry.lora_target], init_lora_weights=False)
+    twin = entry.through(copy.deepcopy, lambda model: get_peft_model(copy.deepcopy(model), adapter).eval())
+    assert not torch.equal(as_plain(twin, twin.inputs(3)), entry.text())
+    assert twin.generate(twin.inputs(3), **DICT).speculation.rows_drafts
+    with twin.model.disable_adapter():
+        assert torch.equal(twin.generate(twin.inputs(3)), entry.text())
+
+
+@habit
+def state_dict(entry: Entry) -> None:
+    """Weights that go through `torch.save` into a fresh model; nothing of `generate` is among them."""
+    entry.generate(entry.inputs(1))
+    file = io.BytesIO()
+    torch.save(entry.model.state_dict(), file)
+    file.seek(0)
+    twin = entry.through(copy.deepcopy)
+    with torch.no_grad():
+        for parameter in twin.model.parameters():
+            parameter.zero_()
+    twin.model.load_state_dict(torch.load(file, weights_only=True))
+    same(twin, entry)

@@ -1,0 +1,201 @@
+"""Every model of the matrix: a tiny backbone and what drafts for it, under one interface."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from tests.models import left_padded, trained_model
+from tests.ptp_models import backbone as small_backbone
+from tests.ptp_models import student
+from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, EvaByteTokenizer, MTPHeads, NgramDrafter
+
+DEEPSEEK = Path(__file__).parents[1] / "data" / "deepseek_mtp" / "dsv3_d2_trained"
+NEW_TOKENS = 16
+_SIZES = dict(
+    vocab_size=48, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=8, max_position_embeddings=128, initializer_range=0.3,
+    bos_token_id=None, eos_token_id=None, pad_token_id=0,
+)  # fmt: skip
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**_SIZES),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_SIZES, sliding_window=8, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=8,
+        tie_word_embeddings=False,
+    ),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=48, n_embd=16, n_layer=2, n_head=2, n_positions=128, initializer_range=0.3, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Entry:
+    """A backbone, the drafter that is attached to it (None: it drafts for itself), and what habits ask of them."""
+
+    name: str
+    model: Any
+    drafter: Any = None
+    tokenizer: Any = None
+    lora_target: str = "o_proj"
+    texts: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return self.model.config.get_text_config().vocab_size
+
+    def inputs(self, rows: int = 1, even: bool = False) -> dict[str, torch.Tensor]:
+        """Prompts of several lengths, left-padded (or of one length)."""
+        generator = torch.Generator().manual_seed(11)
+        lengths = [7] * rows if even else [7, 3, 15, 11][:rows]
+        return left_padded([torch.randint(3, self.vocabulary, (n,), generator=generator) for n in lengths])
+
+    def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
+        """Speculates; where that cannot be, an error says so."""
+        assistant = {} if self.drafter is None else {"assistant_model": self.drafter}
+        return self.model.generate(**(_DEFAULTS | inputs | {"use_mtp": True} | assistant | options))
+
+    def plain(self, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
+        """Decodes one token at a time, without the drafter."""
+        off = {"use_mtp": False} if self.drafter is None else {}
+        return self.model.generate(**(_DEFAULTS | inputs | off | options))
+
+    def text(self, rows: int = 3) -> torch.Tensor:
+        """The plain greedy text of `inputs(rows)`, which many habits compare with."""
+        if rows not in self.texts:
+            self.texts[rows] = self.plain(self.inputs(rows))
+        return self.texts[rows]
+
+    def drafts(self, rows: int = 3) -> list[list[list[int]]]:
+        """What is drafted for every row."""
+        return self.generate(self.inputs(rows), return_dict_in_generate=True).speculation.rows_drafts
+
+    def through(self, change: Callable[[Any], Any], backbone: Callable[[Any], Any] | None = None) -> Entry:
+        """The entry made of a changed copy of the drafter and of the backbone (`backbone`, if it changes otherwise)."""
+        model = (backbone or change)(self.model)
+        drafter = None if self.drafter is None else change(self.drafter).attach(model)
+        return Entry(self.name, model, drafter, self.tokenizer, self.lora_target)
+
+
+_DEFAULTS = dict(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+
+
+def character_tokenizer(size: int) -> PreTrainedTokenizerFast:
+    """One character per token id."""
+    characters = {chr(97 + token if token < 26 else 0x100 + token): token for token in range(size)}
+    tokenizer = Tokenizer(models.WordLevel(characters, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def evabyte(head_type: str) -> Entry:
+    """The trained golden model with another head; a circuit starts from the trained FF heads."""
+    model = trained_model()
+    if head_type != "ff":
+        torch.manual_seed(0)
+        model.set_head(head_type=head_type, window=5, rank=2)
+        with torch.no_grad():  # its states are alike at first, which would make it an FF head
+            for parameter in model.mtp_head.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+    return Entry(f"evabyte-{head_type}", model.eval(), tokenizer=EvaByteTokenizer())
+
+
+def backbone(family: str) -> Any:
+    """A random model of a family of transformers."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family]()).eval()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def _attached(name: str, model: Any, drafter: Any, **options: Any) -> Entry:
+    tokenizer = character_tokenizer(model.config.vocab_size)
+    return Entry(name, model, drafter.attach(model), tokenizer, **options)
+
+
+def practised(model: Any, drafter: Any, rate: float) -> Any:
+    """The drafter, trained for a moment on what the backbone writes, so that some drafts are right."""
+    starts = torch.randint(3, 48, (32, 4), generator=torch.Generator().manual_seed(0))
+    text = model.generate(starts, max_new_tokens=24, do_sample=False)
+    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=rate)
+    for _ in range(60):
+        drafter(text, labels=text).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return drafter.eval()
+
+
+def heads(family: str, **options: Any) -> Entry:
+    """FF heads apart from their backbone."""
+    model = backbone(family)
+    drafter = MTPHeads.from_backbone(model, window=4, leaf="full")
+    return _attached(f"heads-{family}", model, practised(model, drafter, 3e-2), **options)
+
+
+def eagle() -> Entry:
+    """An EAGLE-3 head."""
+    model = backbone("llama")
+    return _attached("eagle-llama", model, practised(model, EagleHead.from_backbone(model), 1e-2))
+
+
+def deepseek() -> Entry:
+    """The golden checkpoint with two trained modules."""
+    model = DeepSeekMTP.from_pretrained(DEEPSEEK, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    return Entry("deepseek-modules", model, tokenizer=character_tokenizer(model.config.vocab_size))
+
+
+def ptp(variant: str) -> Entry:
+    """A student whose adapters do something."""
+    model = student(variant, small_backbone(seed=2)).eval()
+    return Entry(f"ptp-{variant}", model, tokenizer=character_tokenizer(model.config.get_text_config().vocab_size))
+
+
+def assistant() -> Entry:
+    """A disturbed copy drafts for the model."""
+    model = backbone("llama")
+    small = copy.deepcopy(model)
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for parameter in small.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.03)
+    return _attached("assistant-llama", model, AssistantDrafter(small, num_tokens=4))
+
+
+_MAKE: dict[str, Callable[[], Entry]] = {
+    "evabyte-ff": lambda: evabyte("ff"),
+    "evabyte-cp": lambda: evabyte("cp"),
+    "evabyte-hmm": lambda: evabyte("hmm"),
+    "evabyte-btree": lambda: evabyte("btree"),
+    "heads-llama": lambda: heads("llama"),
+    "heads-gemma3": lambda: heads("gemma3"),
+    "heads-gpt2": lambda: heads("gpt2", lora_target="c_attn"),
+    "eagle-llama": eagle,
+    "deepseek-modules": deepseek,
+    "ptp-one_hot": lambda: ptp("one_hot"),
+    "ptp-categorical": lambda: ptp("categorical"),
+    "ngram-llama": lambda: _attached("ngram-llama", backbone("llama"), NgramDrafter(num_tokens=5)),
+    "ngram-tree-llama": lambda: _attached(
+        "ngram-tree-llama", backbone("llama"), NgramDrafter(num_tokens=3, branches=3)
+    ),
+    "assistant-llama": assistant,
+}
+NAMES = list(_MAKE)
+
+
+@cache
+def entry(name: str) -> Entry:
+    """The entry of that name, made once; habits that change a model change a copy."""
+    return _MAKE[name]()

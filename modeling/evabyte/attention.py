@@ -69,8 +69,7 @@ class EvaAttention(nn.Module):
             p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = apply_rotary_pos_emb(query, key, *rotary)
-        attend = self._attend if cache is None else self._attend_with_cache
-        return self.o_proj(attend(query, key, value, block, cache).flatten(2))
+        return self.o_proj(self._attend(query, key, value, block, cache).flatten(2))
 
     def _attend(
         self,
@@ -90,9 +89,6 @@ class EvaAttention(nn.Module):
         if cache is not None:
             cache.settle(block, self.summarise)
         return output
-
-    # The geometry of a cache changes with every token: traced, it would be compiled anew each time.
-    _attend_with_cache = torch.compiler.disable(_attend)
 
     def summarise(self, keys: torch.Tensor, values: torch.Tensor) -> States:
         """Chunk summaries of rotated keys and values [..., H, T, d], T a multiple of the chunk: [..., H, T / C, d]."""

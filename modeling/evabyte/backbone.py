@@ -148,15 +148,28 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
+        # the geometry of a cache changes with every token: traced, it would be compiled anew each time
+        run = self._run if cache is None else torch.compiler.disable(self._run)
+        return run(hidden, attention_mask, position_ids, cache, output_hidden_states)
+
+    def _run(
+        self,
+        hidden: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        cache: EvaByteCache | None,
+        output_hidden_states: bool | int | list[int] | None,
+    ) -> BaseModelOutputWithPast:
+        """The forward from embeddings [B, L, D] on."""
         rows = _rows(hidden, attention_mask, position_ids if cache is None else None)
         hidden = hidden if rows is None else rows.gather(hidden)
         counts = _counts(hidden, rows if cache is not None else None)
         plan = EvaRows(self.config.window_size, self.config.chunk_size) if cache is None else cache.rows
-        begin = _begin if cache is None else torch.compiler.disable(_begin)
-        block, positions = begin(plan, counts, hidden, self.config._attn_implementation == "eager")
+        block = plan.begin(counts, hidden.shape[1], hidden.device)
+        block.with_mask(hidden.dtype, explicit=self.config._attn_implementation == "eager")
         keep = _Keep(self.config, output_hidden_states, rows)
-        hidden = self._run_layers(hidden, positions, block, cache, keep)
-        (plan.finish if cache is None else torch.compiler.disable(plan.finish))(block, counts)
+        hidden = self._run_layers(hidden, block, cache, keep)
+        plan.finish(block, counts)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden if rows is None else rows.restore(hidden),
             past_key_values=cache,
@@ -164,14 +177,9 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         )
 
     def _run_layers(
-        self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        block: EvaBlock,
-        cache: EvaByteCache | None,
-        keep: _Keep,
+        self, hidden: torch.Tensor, block: EvaBlock, cache: EvaByteCache | None, keep: _Keep
     ) -> torch.Tensor:
-        rotary = self.rotary_emb(hidden, positions)
+        rotary = self.rotary_emb(hidden, block.positions())
         for index, layer in enumerate(self.layers):
             keep(hidden)
             hidden = layer(hidden, rotary, block, cache=None if cache is None else cache.layers[index])
@@ -207,12 +215,6 @@ class _Keep:
 
     def result(self) -> tuple[torch.Tensor | None, ...] | None:
         return tuple(self.states) if self.chosen else None
-
-
-def _begin(plan: EvaRows, counts: list[int], hidden: torch.Tensor, explicit: bool) -> tuple[EvaBlock, torch.Tensor]:
-    """The geometry of a forward, with its mask, and the true positions of its tokens, [R or 1, M]."""
-    block = plan.begin(counts, hidden.shape[1], hidden.device)
-    return block.with_mask(hidden.dtype, explicit), block.positions()
 
 
 def _norm(config: EvaByteConfig) -> EvaByteRMSNorm:

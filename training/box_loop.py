@@ -1,7 +1,7 @@
 """The loop that trains the model in the box: a budget of time, checkpoints that survive SIGKILL, one line of log each.
 
-A loop of its own, because the step is compiled as a whole (attention included) and its loss looks at all depths of few
-positions only: both are worth more than half of the speed on one core, and neither fits the Trainer's.
+A loop of its own, because it counts time across interruptions, changes batch and length on the way, and takes a step
+that is compiled as a whole and scores far depths at few positions: on one core that is worth half of the speed.
 """
 
 from __future__ import annotations
@@ -14,15 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
-from datasets import Dataset
 from torch import nn
-
-from .box_text import windows
-
-StepLoss = Callable[[torch.Tensor], torch.Tensor]
-"""From ids [B, L] to the loss of one step."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +28,6 @@ class Schedule:
         phases: (share of the stage, ids per window, packed rows per step) in order; the shares sum to 1.
         warmup: Share in which the rate rises from 0.
         decay: Share, at the end, in which the rate falls to 0.
-        seed: Of the order of the rows.
         save_every: Seconds between checkpoints.
         log_every: Steps between lines of the log.
         evaluate_every: Seconds between evaluations on held-out text.
@@ -47,7 +39,6 @@ class Schedule:
     phases: tuple[tuple[float, int, int], ...] = ((1.0, 512, 8),)
     warmup: float = 0.02
     decay: float = 0.6
-    seed: int = 0
     save_every: float = 120.0
     log_every: int = 20
     evaluate_every: float = 600.0
@@ -75,14 +66,27 @@ class Position:
     Attributes:
         step: Steps taken.
         seconds: Time spent in steps.
-        rows: Packed rows seen.
-        consumed: Bytes seen.
+        rows: Packed rows (of text, or of states) seen.
+        consumed: Bytes (or states) seen.
     """
 
     step: int = 0
     seconds: float = 0.0
     rows: int = 0
     consumed: int = 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step learns from.
+
+    Attributes:
+        tensors: Arguments of the loss.
+        consumed: Bytes (or states) in it.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    consumed: int
 
 
 class Loop:
@@ -93,8 +97,8 @@ class Loop:
         folder: Where `<name>.pt` and `log.jsonl` are kept.
         module: Whose parameters are saved.
         optimizer: Steps them; its groups' rates are the peaks.
-        loss: Loss of a step.
-        rows: Packed text.
+        loss: Loss of the tensors of a batch.
+        batches: From the first row, the number of rows and the ids per window to a batch.
         schedule: What is done.
         evaluate: Figures on held-out text.
     """
@@ -105,16 +109,15 @@ class Loop:
         folder: Path,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss: StepLoss,
-        rows: Dataset,
+        loss: Callable[..., torch.Tensor],
+        batches: Callable[[int, int, int], Batch],
         schedule: Schedule,
         evaluate: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self.name, self.folder, self.module, self.optimizer = name, folder, module, optimizer
-        self.loss, self.rows, self.schedule, self.evaluate = loss, rows.with_format("numpy"), schedule, evaluate
+        self.loss, self.batches, self.schedule, self.evaluate = loss, batches, schedule, evaluate
         self.position = Position()
         self.peaks = [group["lr"] for group in optimizer.param_groups]
-        self.order = np.random.default_rng(schedule.seed).permutation(len(rows))
         self.mean_loss, self.marked = 0.0, Position()
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -153,9 +156,9 @@ class Loop:
         for group, peak in zip(self.optimizer.param_groups, self.peaks):
             group["lr"] = peak * scale
         length, count = self.schedule.phase(progress)
-        ids = windows(self._next_rows(count), length)
+        batch = self.batches(self.position.rows, count, length)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.schedule.amp):
-            loss = self.loss(ids)
+            loss = self.loss(*batch.tensors)
         loss.backward()
         nn.utils.clip_grad_norm_([p for group in self.optimizer.param_groups for p in group["params"]], 1.0)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.schedule.amp):  # Muon's products; sums stay float32
@@ -169,13 +172,8 @@ class Loop:
             self.position.step + 1,
             self.position.seconds + time.perf_counter() - started,
             self.position.rows + count,
-            self.position.consumed + ids.numel() - len(ids),
+            self.position.consumed + batch.consumed,
         )
-
-    def _next_rows(self, count: int) -> np.ndarray:
-        first = self.position.rows
-        chosen = [int(self.order[index % len(self.order)]) for index in range(first, first + count)]
-        return self.rows[chosen]["ids"]
 
     def _log(self) -> None:
         spent = self.position.seconds - self.marked.seconds
@@ -188,7 +186,7 @@ class Loop:
         left = None if self.schedule.steps is not None else round(self.schedule.seconds - self.position.seconds)
         line = {"stage": self.name, "step": self.position.step, "seconds": round(self.position.seconds)}
         line |= {"bytes": self.position.consumed, "seconds_left": left} | figures
-        with open(self.folder / "log.jsonl", "a") as log:
+        with (self.folder / "log.jsonl").open("a") as log:
             log.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
 
@@ -201,7 +199,7 @@ class Loop:
             "random": torch.get_rng_state(),
         }
         scratch = self.checkpoint.with_suffix(".part")
-        with open(scratch, "wb") as file:
+        with scratch.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 from datasets import Dataset, load_from_disk
 
 from ..modeling import EvaByteForMTPC
-from .box_loop import Loop, Schedule
+from .box_heads import STATES_PER_ROW, States, backbone_states, head_step, kept_states, window_nll
+from .box_loop import Batch, Loop, Schedule
 from .box_model import backbone_loss, backbone_optimizer, box_config, can_compile, held_out_bits
-from .box_text import collect, pack, windows
+from .box_text import RowOrder, collect, pack, windows
 from .recipe import has_fast_bfloat16
 
 _BACKBONE_SHARE = 0.79
@@ -33,7 +36,10 @@ class Plan:
         matrix_rate: Peak learning rate of Muon.
         rate: Peak learning rate of AdamW.
         seed: Of weights and order.
-        compile_step: Compile the backbone's step; needs a C++ compiler.
+        compile_step: Compile the steps; needs a C++ compiler.
+        ranks: Rank of each head.
+        head_rate: Peak learning rate of the heads (AdamW).
+        head_rows: Packed rows whose hidden states the heads learn from.
     """
 
     hours: float
@@ -46,6 +52,9 @@ class Plan:
     rate: float = 0.01
     seed: int = 0
     compile_step: bool = True
+    ranks: dict[str, int] = field(default_factory=lambda: {"ff": 1, "cp": 4, "hmm": 4, "btree": 4})
+    head_rate: float = 2e-3
+    head_rows: int = 1024
 
 
 class BoxRun:
@@ -60,9 +69,29 @@ class BoxRun:
         self.folder, self.plan = folder, plan
         self.amp = has_fast_bfloat16()
 
+    @classmethod
+    def load(cls, folder: Path) -> BoxRun:
+        """The run that was made in `folder`."""
+        return cls(folder, Plan(**json.loads((folder / "plan.json").read_text())))
+
+    def trained_models(self) -> dict[str, EvaByteForMTPC]:
+        """The backbone with each of its trained heads, from their checkpoints."""
+        backbone, models = self.new_model(), {}
+        backbone.load_state_dict(self._weights("backbone"))
+        for kind, rank in self.plan.ranks.items():
+            models[kind] = copy.deepcopy(backbone)
+            if kind != "ff":
+                models[kind].set_head(head_type=kind, rank=rank, gamma=0.9)
+            models[kind].head.load_state_dict(self._weights(f"head-{kind}"))
+        return {kind: model.eval() for kind, model in models.items()}
+
+    def _weights(self, name: str) -> dict[str, torch.Tensor]:
+        return torch.load(self.folder / f"{name}.pt", weights_only=True)["module"]
+
     def run(self, until: str = "heads") -> None:
         """Does what is not done yet, up to the part named `until`."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "plan.json").write_text(json.dumps(asdict(self.plan)))
         self.prepare_text()
         if until == "text":
             return
@@ -115,11 +144,10 @@ class BoxRun:
             module=model,
             optimizer=backbone_optimizer(model, plan.matrix_rate, plan.rate),
             loss=backbone_loss(model, plan.compile_step and can_compile()),
-            rows=self.rows("train"),
+            batches=self._text_batches(),
             schedule=Schedule(
                 seconds=3600 * plan.hours * _BACKBONE_SHARE,
                 phases=plan.phases,
-                seed=plan.seed,
                 amp=self.amp,
             ),
             evaluate=evaluate,
@@ -129,4 +157,57 @@ class BoxRun:
             loop.write({"plan": asdict(plan), "parameters": model.num_parameters(), "started": time.strftime("%F %T")})
         loop.run()
         loop.write({"held_out": evaluate()})
+        return model.eval()
+
+    def _text_batches(self) -> Callable[[int, int, int], Batch]:
+        order = RowOrder(self.rows("train"), self.plan.seed)
+
+        def batch(first: int, count: int, length: int) -> Batch:
+            ids = order.windows(first, count, length)
+            return Batch((ids,), ids.numel() - len(ids))
+
+        return batch
+
+    def states(self, model: EvaByteForMTPC, name: str, rows: int) -> States:
+        """Hidden states of `rows` rows of `train` or `held_out`, from their file if it is there."""
+        order = RowOrder(self.rows(name), self.plan.seed + 1)
+
+        def make() -> States:
+            return backbone_states(model, order, rows, 512, self.amp, self.plan.seed)
+
+        return kept_states(self.folder / f"states-{name}.safetensors", make)
+
+    def train_heads(self, backbone: EvaByteForMTPC) -> dict[str, EvaByteForMTPC]:
+        """Trains every head on the frozen backbone, each from its FF heads and for the same time."""
+        states = self.states(backbone, "train", self.plan.head_rows)
+        held_out = self.states(backbone, "held_out", 32)
+        return {kind: self.train_head(backbone, kind, states, held_out) for kind in self.plan.ranks}
+
+    def train_head(self, backbone: EvaByteForMTPC, kind: str, states: States, held_out: States) -> EvaByteForMTPC:
+        """Trains one head on a copy of the backbone."""
+        plan, model = self.plan, copy.deepcopy(backbone)
+        torch.manual_seed(plan.seed)
+        if kind != "ff":
+            model.set_head(head_type=kind, rank=plan.ranks[kind], gamma=0.9)
+        model.train_only("heads")
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        loop = Loop(
+            name=f"head-{kind}",
+            folder=self.folder,
+            module=model.head,
+            optimizer=torch.optim.AdamW(trained, lr=plan.head_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+            loss=head_step(model, plan.compile_step and can_compile()),
+            batches=states.batch,
+            schedule=Schedule(
+                seconds=3600 * plan.hours * (1 - _BACKBONE_SHARE) / len(plan.ranks),
+                phases=((1.0, 1, max(1, 512 // STATES_PER_ROW)),),
+                log_every=50,
+                save_every=60.0,
+                amp=self.amp,
+            ),
+        )
+        if not loop.checkpoint.exists():
+            loop.write({"before": window_nll(model, held_out)})
+        loop.run()
+        loop.write({"after": window_nll(model, held_out)})
         return model.eval()

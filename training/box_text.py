@@ -12,7 +12,6 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from email.parser import HeaderParser
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
@@ -26,9 +25,7 @@ PERMISSIVE = ("MIT", "BSD", "APACHE", "PYTHON SOFTWARE FOUNDATION", "PSF", "ISC"
 """A licence counts as permissive if it names one of these ..."""
 COPYLEFT = ("GPL", "MPL", "MOZILLA", "EPL", "CDDL")
 """... and none of these."""
-HELD_OUT = (
-    ("accelerate", "attrs", "click", "jinja2", "networkx", "pyparsing", "requests", "rich", "typer", "urllib3")
-)
+HELD_OUT = ("accelerate", "attrs", "click", "jinja2", "networkx", "pyparsing", "requests", "rich", "typer", "urllib3")
 """Packages of which nothing is trained on."""
 _LEFT_OUT = {
     "test", "tests", "testing", "_testing", "idle_test", "_vendor", "vendored", "_vendored", "vendor", "external",
@@ -241,3 +238,21 @@ def windows(rows: np.ndarray, length: int) -> torch.Tensor:
     count = ROW // (length - 1)
     cut = torch.from_numpy(rows[:, : count * (length - 1)].astype(np.int64)).reshape(-1, length - 1)
     return torch.nn.functional.pad(cut, (1, 0), value=BOS_ID)
+
+
+class RowOrder:
+    """Rows of a packed text in a random order that depends on the seed alone.
+
+    Args:
+        dataset: Packed rows.
+        seed: Of the order.
+    """
+
+    def __init__(self, dataset: Dataset, seed: int) -> None:
+        self.dataset = dataset.with_format("numpy")
+        self.order = np.random.default_rng(seed).permutation(len(dataset))
+
+    def windows(self, first: int, count: int, length: int) -> torch.Tensor:
+        """Windows of `length` ids from `count` rows, beginning with row number `first` of the order."""
+        chosen = [int(self.order[index % len(self.order)]) for index in range(first, first + count)]
+        return windows(self.dataset[chosen]["ids"], length)

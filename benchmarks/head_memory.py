@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenahead import MTPHeadConfig
-from tokenahead.modeling.heads import build_head, head_loss, init_head
+from tokenahead.modeling.heads.registry import build_head, head_loss, init_head
 
 STATUS = Path("/proc/self/status")
 RESET = Path("/proc/self/clear_refs")

@@ -20,9 +20,9 @@ from rich.table import Table
 from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper
 
 from tokenahead import EvaByteForMTPC
-from tokenahead.generation.drafters import HeadDrafter
+from tokenahead.generation.drafters.heads import HeadDrafter
 from tokenahead.generation.verification import verify
-from tokenahead.modeling.circuits import circuit_from_logits
+from tokenahead.modeling.heads.circuits import circuit_from_logits
 
 REPEATS = 40
 

@@ -24,8 +24,8 @@ from rich.table import Table
 
 from tokenahead import MTPHeadConfig
 from tokenahead.generation.verification import block_acceptance, token_acceptance
-from tokenahead.modeling.heads import build_head, init_head, window_law
-from tokenahead.modeling.losses import window_terms
+from tokenahead.modeling.heads.losses import window_terms
+from tokenahead.modeling.heads.registry import build_head, init_head, window_law
 
 BLANK, SYMBOLS = 0, 27
 WINDOWS_PER_STEP, PEAK_RATE = 1024, 0.2

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from tokenahead.modeling.uniforms import pick
+from tokenahead.modeling.sampling import pick
 
 
 class MarkovChain(nn.Module):

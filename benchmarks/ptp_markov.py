@@ -29,9 +29,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 
 from tokenahead import PTPForCausalLM
 from tokenahead.generation.verification import coupled_acceptance, token_acceptance, verify
-from tokenahead.modeling.uniforms import best_of, interval, pick
-from tokenahead.training.ptp_options import PTPOptions
-from tokenahead.training.ptp_trainer import PTPTrainer
+from tokenahead.modeling.ptp.features import best_of
+from tokenahead.modeling.sampling import interval, pick
+from tokenahead.training.ptp.options import PTPOptions
+from tokenahead.training.ptp.trainer import PTPTrainer
 
 STATES, ALPHA, CONTEXT, LENGTH, BATCH, COMPLETIONS = 25, 0.3, 2, 12, 16, 4
 KINDS = ("one_hot", "categorical", "independent")

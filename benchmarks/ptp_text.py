@@ -30,8 +30,8 @@ from tokenahead.training.callbacks import ProgressCallback, TimeBudget, TimeBudg
 from tokenahead.training.data import ByteWindows, Corpus, code_prompts, load_corpus
 from tokenahead.training.evaluation import GREEDY, DecodingMode, compare_decoding, sampled
 from tokenahead.training.muon import JointOptimizer, Muon
-from tokenahead.training.ptp_options import PTPOptions
-from tokenahead.training.ptp_trainer import PTPTrainer
+from tokenahead.training.ptp.options import PTPOptions
+from tokenahead.training.ptp.trainer import PTPTrainer
 
 CONFIG = dict(
     vocab_size=320, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,

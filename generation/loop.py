@@ -14,8 +14,8 @@ import torch
 from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from ..modeling.window_law import race
-from .drafters import Drafter
+from ..modeling.sampling import race
+from .drafters.heads import Drafter
 from .processing import Processing
 from .records import Records
 from .schedule import AdaptiveSchedule, ConstantSchedule, DraftSchedule

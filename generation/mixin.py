@@ -10,7 +10,7 @@ from transformers.generation import CandidateGenerator, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from .drafters import Drafter, HeadDrafter
+from .drafters.heads import Drafter, HeadDrafter
 from .loop import SpeculativeLoop
 from .processing import STATEFUL
 

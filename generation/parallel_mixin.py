@@ -10,10 +10,10 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from ..configuration.ptp import SAMPLING
-from .best_of import BestOfDrafter, BestOfLoop
+from .drafters.best_of import BestOfDrafter, BestOfLoop
+from .drafters.parallel import ParallelDrafter, ParallelLoop
 from .full_history import FullHistoryMixin
 from .mixin import first_set
-from .parallel import ParallelDrafter, ParallelLoop
 
 logger = logging.get_logger(__name__)
 

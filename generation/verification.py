@@ -3,15 +3,31 @@
 Indices: a draft has m tokens d_1..d_m; row i - 1 of `p` and `q` is the target's and the drafter's law of token i given
 the tokens before it in the draft; row m of `p` is the target's law after the whole draft. Every rule emits s accepted
 drafts and one added token, and the emitted tokens follow the target's law exactly, whatever `q` is, as long as `q` is
-the law that the draft was really drawn from.
+the law that the draft was really drawn from. Trees: `tree_verification`, whose functions are offered here, too.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ..modeling.uniforms import pick
-from ..modeling.window_law import race
+from ..modeling.sampling import pick, race
+from .contract import DraftTree, Verdict
+from .tree_verification import check_rule, follow, tree_acceptance, verify_drawn_tree
+
+__all__ = [
+    "block_acceptance",
+    "coupled_acceptance",
+    "follow",
+    "token_acceptance",
+    "tree_acceptance",
+    "verify",
+    "verify_chain",
+    "verify_drawn_tree",
+    "verify_greedy",
+    "verify_sampled",
+    "verify_tree",
+    "verify_tree_greedy",
+]
 
 
 def token_acceptance(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,8 +124,7 @@ def verify(
     Raises:
         ValueError: An unknown rule.
     """
-    if rule not in ("token", "block"):
-        raise ValueError(f"verification={rule!r} is unknown; choose 'token' or 'block'")
+    check_rule(rule)
     if draft.shape[1] == 0:
         return draft.new_zeros(len(draft)), _add(p[:, 0], None if uniforms is None else uniforms[:, 0], generator)
     uniform = torch.rand(draft.shape, dtype=p.dtype, device=p.device, generator=generator)
@@ -123,6 +138,74 @@ def verify(
         accepted = (kept * torch.arange(1, draft.shape[1] + 1, device=p.device)).amax(1)
     chosen = None if uniforms is None else uniforms.gather(1, accepted[:, None])[:, 0]
     return accepted, _add(_row_after(accepted, surplus, p), chosen, generator)
+
+
+def verify_chain(
+    tree: DraftTree, p: torch.Tensor, rule: str = "block", generator: torch.Generator | None = None
+) -> Verdict:
+    """`verify` for the chain `DraftTree.chain(draft, q)`.
+
+    Args:
+        tree: A drawn chain of which every row has all tokens.
+        p: [B, m + 1, V] the target's law after every place.
+        rule: `"token"` or `"block"`.
+        generator: Source of randomness.
+
+    Raises:
+        ValueError: An unknown rule.
+    """
+    accepted, added = verify(tree.tokens, tree.laws, p, rule, generator)
+    tokens = torch.nn.functional.pad(tree.tokens, (0, 1)).scatter_(1, accepted[:, None], added[:, None])
+    return Verdict(accepted, tokens)
+
+
+def verify_sampled(
+    tree: DraftTree, p: torch.Tensor, rule: str = "block", generator: torch.Generator | None = None
+) -> Verdict:
+    """Verification of any tree against a target that is sampled: what is emitted has the target's law.
+
+    Args:
+        tree: Any tree; where it has no laws, the target draws a token at every place, and both rules `follow` them.
+        p: [B, m + 1, V] the target's law after every place, with all its logits processors.
+        rule: `"token"` or `"block"`.
+        generator: Source of randomness.
+
+    Raises:
+        ValueError: An unknown rule.
+    """
+    check_rule(rule)
+    if tree.laws is None:
+        return follow(tree, race(p, generator))
+    if tree.is_chain and tree.counts is None:
+        return verify_chain(tree, p, rule, generator)
+    return verify_drawn_tree(tree, p, rule, generator)
+
+
+def verify_tree(
+    tree: DraftTree, p: torch.Tensor, generator: torch.Generator | None = None, rule: str = "block"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`verify_sampled` as plain tensors.
+
+    Returns:
+        nodes [B, depth] int64, the kept nodes in the order of their path and -1 behind them; num_accepted [B]; and
+        next_token [B].
+    """
+    verdict = verify_sampled(tree, p, rule, generator)
+    return verdict.nodes, verdict.accepted, verdict.added
+
+
+def verify_tree_greedy(tree: DraftTree, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keeps the path of the target's argmaxes, and adds the argmax after it.
+
+    Args:
+        tree: Any tree.
+        scores: [B, m + 1, V] scores of the target after all logits processors.
+
+    Returns:
+        nodes [B, depth], num_accepted [B] and next_token [B], as `verify_tree` gives them.
+    """
+    verdict = follow(tree, scores.argmax(-1))
+    return verdict.nodes, verdict.accepted, verdict.added
 
 
 def _add(mass: torch.Tensor, uniforms: torch.Tensor | None, generator: torch.Generator | None) -> torch.Tensor:

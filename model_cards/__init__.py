@@ -1,7 +1,7 @@
 """Release: measured results, the model card made from them, and the push to the Hub. Measures nothing itself."""
 
+from ..training.results import DecodingResult, MeasuredResults
 from .card import render_card, write_card
 from .push import push_to_hub
-from .results import DecodingResult, MeasuredResults
 
 __all__ = ["DecodingResult", "MeasuredResults", "push_to_hub", "render_card", "write_card"]

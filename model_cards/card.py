@@ -15,10 +15,10 @@ import jinja2
 from huggingface_hub import ModelCard
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..training.files import replace_text
+from ..training.results import MeasuredResults
 from .facts import describe
-from .files import replace_text
 from .metadata import card_metadata
-from .results import MeasuredResults
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _MARK = re.compile(r"\n<!-- tokenahead card ([0-9a-f]{64}): .* -->\s*$")

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..configuration.mtp_families import COUNT, family_of
 from ..modeling import DeepSeekMTP
-from ..modeling.checkpoint_files import tensor_dtypes
-from .files import replace_text
+from ..modeling.deepseek.checkpoint_files import tensor_dtypes
+from ..training.files import replace_text
 
 ENGINES = {
     "vllm": ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3"),

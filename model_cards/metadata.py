@@ -8,8 +8,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from ..training.results import DecodingResult, MeasuredResults
 from .facts import ModelFacts
-from .results import DecodingResult, MeasuredResults
 
 TAGS = ("tokenahead", "multi-token-prediction", "speculative-decoding")
 """Tags of every card."""

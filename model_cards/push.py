@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 from huggingface_hub import HfApi, ModelCard
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..training.files import replace_text
 from .card import local_pictures
-from .files import replace_text
 
 # the names under which transformers saves weights: an upload adds files and removes none, and a loader that finds
 # one file of an earlier push beside the shards of this one would take the old weights

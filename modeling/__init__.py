@@ -1,12 +1,12 @@
 """The networks. Nothing here knows how drafts are judged; each model class mixes that in, in one line."""
 
-from .assistant import MTPHeads
-from .deepseek_mtp import DeepSeekMTP
-from .eva_cache import EvaByteCache
-from .evabyte import EvaByteModel
-from .evabyte_mtpc import EvaByteForMTPC
-from .evabyte_tokenizer import EvaByteTokenizer
-from .ptp import PTPForCausalLM
+from .deepseek.model import DeepSeekMTP
+from .evabyte.backbone import EvaByteModel
+from .evabyte.cache import EvaByteCache
+from .evabyte.model import EvaByteForMTPC
+from .evabyte.tokenizer import EvaByteTokenizer
+from .heads.attached import MTPHeads
+from .ptp.model import PTPForCausalLM
 
 __all__ = [
     "DeepSeekMTP",

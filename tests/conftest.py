@@ -10,6 +10,9 @@ import torch
 
 from tests import models
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers share the cores
+
 
 @pytest.fixture(autouse=True)
 def _seed():

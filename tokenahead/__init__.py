@@ -5,6 +5,13 @@ Importing this package registers its own model types with transformers' Auto cla
 
 __version__ = "0.1.0"
 
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parent
+if not (_ROOT / "modeling").is_dir() and (_ROOT.parent / "modeling").is_dir():
+    # In a clone without symbolic links the five links beside this file are plain files: look beside them, too.
+    __path__.append(str(_ROOT.parent))
+
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from .configuration import EvaByteConfig, MTPHeadConfig, PTPConfig

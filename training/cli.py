@@ -90,7 +90,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from .demo import DEFAULT_MINUTES, run_demo
+    from .demo.run import DEFAULT_MINUTES, run_demo
 
     results = run_demo(
         minutes=arguments.minutes or DEFAULT_MINUTES,

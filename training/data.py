@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
-from ..modeling.evabyte_tokenizer import BYTE_OFFSET
+from ..modeling.evabyte.tokenizer import BYTE_OFFSET
 
 BOS_ID = 1
 # Linux distributions ship the tests apart, so that not every machine has them; the other two are tables, not code.

@@ -1,5 +1,5 @@
 """The losses of multi-token prediction, where a trainer looks for them; they live beside the models."""
 
-from ..modeling.losses import IGNORE, depth_means, discounted_mtp_loss, window_targets
+from ..modeling.heads.losses import IGNORE, depth_means, discounted_mtp_loss, window_targets
 
 __all__ = ["IGNORE", "depth_means", "discounted_mtp_loss", "window_targets"]

@@ -8,7 +8,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from tokenahead.generation.processing import Processing
 from tokenahead.generation.verification import block_acceptance, token_acceptance
-from tokenahead.modeling.circuits import circuit_from_logits
+from tokenahead.modeling.heads.circuits import circuit_from_logits
 
 V, WINDOW, RANK = 3, 4, 2
 WARPS = {

@@ -11,7 +11,7 @@ from tests.laws import chi_square
 from tests.models import left_padded
 from tokenahead import PTPForCausalLM
 from tokenahead.generation import parallel_mixin
-from tokenahead.modeling.uniforms import pick
+from tokenahead.modeling.sampling import pick
 
 DATA = Path(__file__).parents[1] / "data" / "ptp"
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 8, "top_p": 0.95}

@@ -10,8 +10,8 @@ from tokenahead import EvaByteConfig, EvaByteTokenizer, MTPHeads, __version__
 from tokenahead.configuration import MTPHeadConfig
 from tokenahead.model_cards import DecodingResult, MeasuredResults
 from tokenahead.training import cli, completion
-from tokenahead.training import demo as demo_module
 from tokenahead.training.completion import complete
+from tokenahead.training.demo import run as demo_module
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +233,7 @@ def test_a_folder_of_someone_else_is_refused(capsys, tmp_path):
 
 
 def test_the_default_model_is_a_tiny_one():
-    from tokenahead.training.recipe import tiny_config
+    from tokenahead.training.demo.recipe import tiny_config
 
     config = tiny_config()
     assert isinstance(config, EvaByteConfig) and (config.window_size, config.chunk_size) == (256, 16)

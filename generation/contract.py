@@ -1,0 +1,166 @@
+r"""The contract between drafters, the backbone and verification: a tree of drafted tokens, and a verdict on it.
+
+The backbone is fed a block: b, the token that the last verification added, and then the m nodes of a tree. Node i has
+place i + 1 in the block; parents come before their children, so that a path reads upwards in places:
+
+                  b             place 0                           tokens      the  a cat dog man
+                /   \                                             parents      -1 -1   0   0   1
+             the     a          places 1, 2 (nodes 0, 1)          positions  0  1  1   2   2   2  (b's first)
+            /   \     \
+          cat   dog   man       places 3, 4, 5 (nodes 2, 3, 4)
+
+A chain is the tree whose nodes have one child each. Nothing here makes the host wait for an accelerator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+
+
+@dataclass(eq=False)
+class DraftTree:
+    """Drafted tokens behind b, and the laws that they were really drawn from.
+
+    Attributes:
+        tokens: [B, m] int64; siblings are tried in the order of their nodes.
+        parents: [B, m] int64 node numbers, smaller than their children's; -1 is b.
+        laws: [B, m + 1, V] probabilities that the children of each place were drawn from; rows of places without
+            children are never read, and a chain leaves the last one out. None: the tokens are certain given what is
+            before them (argmax, top-k, n-grams).
+        replacement: Siblings were drawn independently; otherwise without replacement, in the order of their nodes.
+        depth: The longest path that the tree could have, fixed before drafting; None: m.
+        counts: [B] real nodes of every row, if not all of them; the others are never accepted.
+        riders: Rows that ride along in the block behind the nodes; only their drafter reads them.
+        is_chain: Whether node i is the parent of node i + 1 everywhere, as `chain` makes it.
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    laws: torch.Tensor | None = None
+    replacement: bool = False
+    depth: int | None = None
+    counts: torch.Tensor | None = None
+    riders: Any = None
+    is_chain: bool = False
+
+    def __post_init__(self) -> None:
+        length = self.tokens.shape[1]
+        self.depth = length if self.depth is None else min(self.depth, length)
+
+    @classmethod
+    def chain(
+        cls,
+        draft: torch.Tensor,
+        q: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+        riders: Any = None,
+    ) -> DraftTree:
+        """One path of tokens.
+
+        Args:
+            draft: [B, m] int64.
+            q: [B, m, V] probabilities that the tokens were drawn from; None: certain tokens.
+            counts: [B] real tokens of every row, if not all of them.
+            riders: Rows that ride along.
+        """
+        parents = (line(draft.shape[1] + 1, draft.device)[:-1] - 1).expand(draft.shape)
+        return cls(draft, parents, q, counts=counts, riders=riders, is_chain=True)
+
+    def positions(self) -> torch.Tensor:
+        """Distance of every place from b, [B, m + 1] int64."""
+        if self.is_chain:
+            return line(self.tokens.shape[1] + 1, self.tokens.device).expand(len(self.tokens), -1)
+        return self.mask().sum(-1) - 1
+
+    def mask(self) -> torch.Tensor:
+        """What every place may attend to, itself and its ancestors: [B, m + 1, m + 1] bool, column 0 True."""
+        return self._ancestors
+
+    def paths(self) -> torch.Tensor:
+        """The places on the way from b to every place, [B, m + 1, depth + 1]; its own place is repeated behind."""
+        return path_columns(self.mask(), self.depth)
+
+    def real(self) -> torch.Tensor | None:
+        """Which nodes count, [B, m] bool; None: all of them."""
+        if self.counts is None:
+            return None
+        return line(self.tokens.shape[1], self.tokens.device) < self.counts[:, None]
+
+    @cached_property
+    def _ancestors(self) -> torch.Tensor:
+        """`mask`, by jumps that double: after j of them a place knows its nearest 2^j - 1 ancestors."""
+        batch, size = len(self.tokens), self.tokens.shape[1] + 1
+        if self.is_chain:
+            return _triangle(size, self.tokens.device).expand(batch, size, size)
+        known = torch.eye(size, dtype=torch.bool, device=self.tokens.device).expand(batch, size, size)
+        jump = torch.nn.functional.pad(self.parents + 1, (1, 0))
+        for _ in range(self.depth.bit_length()):
+            known = known | known.gather(1, jump[..., None].expand_as(known))
+            jump = jump.gather(1, jump)
+        return known
+
+
+@dataclass(eq=False)
+class Verdict:
+    """What verification keeps of a tree, and the token that it adds; k is `DraftTree.depth`.
+
+    Attributes:
+        accepted: [B] int64 kept nodes.
+        tokens: [B, k + 1] int64; the first `accepted` are the kept drafts, the next is the added token, the rest is
+            arbitrary.
+        places: [B, k + 1] int64, `columns` of a tree; None: the first nodes of a chain are kept.
+    """
+
+    accepted: torch.Tensor
+    tokens: torch.Tensor
+    places: torch.Tensor | None = None
+
+    @cached_property
+    def columns(self) -> torch.Tensor:
+        """Places of the kept path in the block, [B, k + 1] int64: b's is 0, and the last is repeated behind."""
+        if self.places is not None:
+            return self.places
+        return torch.minimum(line(self.tokens.shape[1], self.tokens.device), self.accepted[:, None])
+
+    @property
+    def nodes(self) -> torch.Tensor:
+        """The kept nodes in the order of their path, [B, k] int64, and -1 behind them."""
+        behind = line(self.tokens.shape[1], self.tokens.device)[:-1] >= self.accepted[:, None]
+        return (self.columns[:, 1:] - 1).masked_fill(behind, -1)
+
+    @property
+    def added(self) -> torch.Tensor:
+        """The added token, [B] int64."""
+        return self.tokens.gather(1, self.accepted[:, None])[:, 0]
+
+
+def path_columns(members: torch.Tensor, depth: int) -> torch.Tensor:
+    """The members of paths in order.
+
+    Args:
+        members: [..., m + 1] bool, the places on a path; place 0 is one of them.
+        depth: The most members beside place 0.
+
+    Returns:
+        [..., depth + 1] int64, the members' places in rising order, which is that of the path; the last is repeated.
+    """
+    places = line(members.shape[-1], members.device)
+    last = (members * places).amax(-1, keepdim=True)
+    return torch.where(members, places, last).sort(-1).values[..., : depth + 1]
+
+
+@lru_cache(maxsize=256)
+def line(length: int, device: torch.device) -> torch.Tensor:
+    """0, 1, .., length - 1, made once; never to be written to."""
+    with torch.inference_mode(False):  # it may serve a later call that is not in inference mode
+        return torch.arange(length, device=device)
+
+
+@lru_cache(maxsize=64)
+def _triangle(length: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.ones(length, length, dtype=torch.bool, device=device).tril()

@@ -1,0 +1,1 @@
+"""Drafters: one file for each way to propose tokens."""

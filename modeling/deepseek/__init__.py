@@ -1,0 +1,1 @@
+"""Sequential modules (DeepSeek-V3): loading, saving, families, retrofit, `DeepSeekMTP`."""

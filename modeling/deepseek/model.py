@@ -1,0 +1,313 @@
+"""DeepSeekMTP: any supported causal language model of transformers together with its sequential modules."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils.generic import can_return_tuple
+
+from ...configuration.mtp_families import family_of
+from ...generation.drafters.modules import ModuleGenerationMixin
+from ..heads.losses import window_targets
+from ..outputs import DeepSeekMTPOutput
+from .checkpoint import build, load, load_dequantized
+from .checkpoint_files import check_checkpoint
+from .float8 import is_to_be_dequantized
+from .losses import ModuleLossOptions, chunked_cross_entropy, depth_weights
+from .modules import MTPModules
+from .saving import OfficialFolderMixin
+from .unroll import teacher_forced
+
+_HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
+
+
+class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
+    """A causal language model and its D sequential modules (DeepSeek-V3), which draft what the model then verifies.
+
+    `main` is transformers' own model, unchanged; `mtp` are the modules. Folders are read and written as DeepSeek and
+    GLM publish them, so that plain transformers, vLLM and SGLang read them too.
+
+    Args:
+        config: Configuration of the main model with `num_nextn_predict_layers` = D.
+        parts: Main model and modules; built with fresh weights where None.
+
+    Attributes:
+        main: The main model.
+        mtp: The modules (`MTPModules`).
+        loss_options: How the modules' losses are weighed (`ModuleLossOptions`).
+        shared_copies: Whether the folder repeats embeddings and head in every module, as official ones do.
+
+    Example:
+        >>> model = DeepSeekMTP.from_pretrained(folder)
+        >>> model.train_only("mtp")
+        >>> Trainer(model, TrainingArguments("out"), train_dataset=data).train()
+        >>> out = model.generate(**tokenizer("def main(", return_tensors="pt"), max_new_tokens=64)
+    """
+
+    base_model_prefix = "main"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: PreTrainedConfig, parts: tuple[PreTrainedModel, MTPModules] | None = None) -> None:
+        main, modules = parts or build(config)
+        super().__init__(main.config)
+        self.loss_type = "ForCausalLM"
+        self.main, self.mtp = main, modules
+        self.generation_config = main.generation_config
+        self.loss_options = ModuleLossOptions.from_dict(getattr(main.config, "mtp_loss", None))
+        self.shared_copies = family_of(main.config).copies
+        self.post_init()
+
+    def init_weights(self) -> None:
+        """Nothing: both parts were initialised or loaded by the main model's own class."""
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True  # the main model's class decided when it was built
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | PathLike, *, inference_only: bool = False, **kwargs: Any
+    ) -> DeepSeekMTP:
+        """Loads a folder or a Hub repository.
+
+        Args:
+            pretrained_model_name_or_path: A folder in the official layout, or a repository on the Hub.
+            inference_only: Leave the modules out: the model is then exactly the plain one.
+            **kwargs: As for transformers' `from_pretrained`: `dtype` (that of the checkpoint by default),
+                `device_map`, `attn_implementation`, `revision`, ...
+
+        Raises:
+            ValueError: A family that is not supported, a folder without modules or with another number of them than
+                its config says, missing tensors, wrong shapes, quantised weights without scales.
+        """
+        name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
+        hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
+        if not isinstance(config, PreTrainedConfig):
+            config = AutoConfig.from_pretrained(config or name, **hub)
+        wants_info = kwargs.pop("output_loading_info", False)
+        facts = check_checkpoint(name, config, inference_only, **hub)
+        if is_to_be_dequantized(facts.config, kwargs.get("quantization_config")):
+            main, modules, report = load_dequantized(name, facts.config, inference_only, hub, **kwargs)
+        else:
+            main, modules, report = load(name, facts.config, inference_only, **kwargs)
+        model = cls(main.config, (main, modules)).eval()
+        model.shared_copies = facts.shared_copies
+        return (model, report) if wants_info else model
+
+    @classmethod
+    def from_backbone(
+        cls,
+        model_or_path: PreTrainedModel | str | PathLike,
+        num_modules: int = 1,
+        eh_init: str = "embedding",
+        **kwargs: Any,
+    ) -> DeepSeekMTP:
+        """Gives a model without modules new ones, made from its own last layer.
+
+        Args:
+            model_or_path: A model of transformers (used as it is, not copied), or where to load one from.
+            num_modules: D.
+            eh_init: What `eh_proj` passes on at the start: `"embedding"` ([I | 0]), `"hidden"` ([0 | I]) or `"both"`
+                (half of each).
+            **kwargs: As for transformers' `from_pretrained`, with a path.
+
+        Raises:
+            ValueError: A family that is not supported, or an option out of range.
+        """
+        from .retrofit import retrofit
+
+        return cls(*retrofit(model_or_path, num_modules, eh_init, **kwargs)).eval()
+
+    @property
+    def num_modules(self) -> int:
+        """D; 0 where the modules were left out."""
+        return len(self.mtp)
+
+    @property
+    def num_depths(self) -> int:
+        """Depths that the loss trains: D, or `unroll_steps`."""
+        return (self.loss_options.unroll_steps or self.num_modules) if self.num_modules else 0
+
+    @property
+    def window(self) -> int:
+        """Tokens that a call may yield at the depth that is trained: the next one, and one for each depth."""
+        return self.num_depths + 1
+
+    @property
+    def mtp_loss_weight(self) -> float:
+        """lambda, the weight of the modules' losses."""
+        return self.loss_options.weight
+
+    @mtp_loss_weight.setter
+    def mtp_loss_weight(self, value: float) -> None:
+        self.loss_options.weight = float(value)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The main model's."""
+        return self.main.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Sets the main model's."""
+        self.main.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head, which main model and modules share."""
+        return self.main.get_output_embeddings()
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Sets the head."""
+        self.main.set_output_embeddings(new_embeddings)
+
+    def get_decoder(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """The main model without its head."""
+        return self.main.get_decoder()
+
+    def train_only(self, part: str) -> None:
+        """Chooses what is trained: `"all"`, or `"mtp"` with the main model, its embeddings and its head frozen.
+
+        Raises:
+            ValueError: An unknown part.
+        """
+        if part not in ("all", "mtp"):
+            raise ValueError(f"train_only({part!r}): choose 'all' or 'mtp'")
+        self.main.requires_grad_(part == "all")
+        self.mtp.requires_grad_(True)
+
+    def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
+        """A module is one checkpoint; the decoder layer in it must not be another one, computed a third time."""
+        super()._set_gradient_checkpointing(enable, *args, **kwargs)
+        for module in self.mtp:
+            for inner in module.block.modules():
+                if hasattr(inner, "gradient_checkpointing"):
+                    inner.gradient_checkpointing = False
+
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The main model's, and no teacher-forced logits."""
+        inputs = self.main.prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+        return inputs | {"output_mtp_logits": False}
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | int | None = None,
+        output_mtp_logits: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> DeepSeekMTPOutput:
+        """Next-token logits of the main model, teacher-forced logits of the modules, and the loss of both.
+
+        Args:
+            input_ids: [B, L] int64.
+            attention_mask: [B, past + L], 0 for padding.
+            position_ids: [B or 1, L]; where they restart, another packed document begins.
+            past_key_values: Cache of the main model to continue and to extend.
+            inputs_embeds: [B, L, H] instead of `input_ids`.
+            labels: [B, L] int64 as everywhere in transformers (shifted here, -100 ignored).
+            use_cache: Return a cache.
+            output_hidden_states: True for all layers, -1 for h^0 alone.
+            output_mtp_logits: Compute `mtp_logits`. None: where the model is not training and no cache is used.
+            logits_to_keep: Compute the main model's logits of the last so many positions only (0: all).
+            num_items_in_batch: Targets per depth over all micro-batches, [D + 1] or one number (from the Trainer).
+            **kwargs: For the main model without its head.
+
+        Returns:
+            See `DeepSeekMTPOutput`.
+
+        Raises:
+            ValueError: Labels or `output_mtp_logits=True` where a cache holds earlier tokens.
+        """
+        last_only = output_hidden_states is not None and not isinstance(output_hidden_states, bool)
+        if output_mtp_logits is None:
+            output_mtp_logits = not (self.training or use_cache or past_key_values is not None) and self.num_modules > 0
+        if (
+            (output_mtp_logits or labels is not None)
+            and past_key_values is not None
+            and past_key_values.get_seq_length()
+        ):
+            raise ValueError("labels and output_mtp_logits need whole sequences; drop past_key_values")
+        if labels is not None and use_cache is None:
+            use_cache = False  # with a cache, transformers does not look for packed documents
+        if inputs_embeds is None:
+            inputs_embeds = self.get_input_embeddings()(input_ids)
+        outputs = self.get_decoder()(
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=bool(output_hidden_states) and not last_only,
+            **kwargs,
+        )
+        hidden = outputs.last_hidden_state
+        head = self.get_output_embeddings()
+        chain, loss, head_losses, mtp_logits = [hidden], None, None, None
+        depths = max(self.num_modules if output_mtp_logits else 0, self.num_depths if labels is not None else 0)
+        if depths:
+            chain = self._chain(hidden, inputs_embeds, attention_mask, position_ids, depths)
+        if labels is not None:
+            loss, head_losses = self._loss(chain, labels, attention_mask, position_ids, num_items_in_batch)
+        if output_mtp_logits:
+            mtp_logits = tuple(head(state) for state in chain[1 : self.num_modules + 1])
+        return DeepSeekMTPOutput(
+            loss=loss,
+            logits=head(slice_logits_to_keep(hidden, logits_to_keep)),
+            past_key_values=outputs.past_key_values,
+            hidden_states=(hidden,) if last_only else outputs.hidden_states,
+            attentions=outputs.attentions,
+            head_losses=head_losses,
+            mtp_logits=mtp_logits,
+        )
+
+    def _chain(
+        self,
+        hidden: torch.Tensor,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        depths: int,
+    ) -> list[torch.Tensor]:
+        """h^0 to h^depths; the first one as it is, the others made from what the options leave attached."""
+        options = self.loss_options
+        if position_ids is None:
+            position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        start = hidden.detach() if options.detach_trunk else hidden
+        embeds = inputs_embeds.detach() if options.detach_embedding else inputs_embeds
+        return [hidden, *teacher_forced(self.mtp, start, embeds, position_ids, attention_mask, depths)]
+
+    def _loss(
+        self,
+        chain: list[torch.Tensor],
+        labels: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        counts: torch.Tensor | int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        chain = chain[: self.window]
+        windows = window_targets(labels, len(chain), attention_mask, position_ids).to(chain[0].device)
+        targets = [windows[:, : state.shape[1], k] for k, state in enumerate(chain)]
+        weights = depth_weights(targets, self.loss_options, counts)
+        head, vocab_size = self.get_output_embeddings(), self.config.vocab_size
+        return chunked_cross_entropy(head, chain, targets, weights, vocab_size, self.loss_options.detach_head)

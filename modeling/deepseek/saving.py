@@ -1,0 +1,119 @@
+"""One ordinary folder for main model and modules: written under DeepSeek's names, and read back by a Trainer."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from ...configuration.mtp_families import COUNT, family_of
+from .checkpoint import load, official_names, own_names
+from .checkpoint_files import COPIES
+
+_OLD_WEIGHTS = re.compile(
+    rf"{re.escape(SAFE_WEIGHTS_NAME)}|{re.escape(SAFE_WEIGHTS_INDEX_NAME)}|model-\d{{5}}-of-\d{{5}}\.safetensors"
+)
+
+
+class OfficialFolderMixin:
+    """`save_pretrained` and `load_state_dict` of a model with `main`, `mtp`, `shared_copies` and `loss_options`."""
+
+    def save_pretrained(
+        self,
+        save_directory: str | PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Writes one ordinary folder that transformers, vLLM and SGLang read.
+
+        It keeps the main model's `model_type` and `architectures`, and holds module k as `model.layers.{L + k}.*`,
+        experts one by one, with copies of embeddings and head where the model was loaded with them. Files are written
+        beside the folder and moved there when they are whole.
+
+        Args:
+            save_directory: The folder; files of the same names are replaced, and weights of an earlier save removed.
+            is_main_process: Whether this process writes.
+            state_dict: The tensors of this model, where they had to be gathered.
+            push_to_hub: Upload afterwards; `repo_id` and so on as for `push_to_hub`.
+            **kwargs: As for transformers' `save_pretrained`.
+
+        Raises:
+            ValueError: A main model that is still quantised.
+        """
+        if getattr(self.main, "hf_quantizer", None) is not None:
+            raise ValueError(
+                "a quantised main model cannot be saved with its modules; load it in full precision (float8: "
+                "quantization_config=FineGrainedFP8Config(dequantize=True)), or save adapters"
+            )
+        hub = {key: kwargs.pop(key) for key in ("repo_id", "commit_message", "private", "create_pr") if key in kwargs}
+        target = Path(save_directory)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        state = self._folder_tensors(self.state_dict() if state_dict is None else state_dict)
+        try:
+            self._save_main(temporary, state, is_main_process, **kwargs)
+            if is_main_process:
+                _move_files(temporary, target)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if push_to_hub:
+            self.push_to_hub(hub.pop("repo_id", target.name), token=kwargs.get("token"), **hub)
+
+    def _folder_tensors(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        layers = self.config.num_hidden_layers
+        state = official_names(state, layers)
+        if self.shared_copies:
+            sources = self.get_input_embeddings().weight, self.get_output_embeddings().weight
+            for index in range(self.num_modules):
+                for name, source in zip(COPIES, sources):
+                    state[f"model.layers.{layers + index}.{name}"] = source.detach().clone()
+        family = family_of(self.config)
+        return {family.file_name(name, layers, self.num_modules): tensor for name, tensor in state.items()}
+
+    def _save_main(self, folder: Path, state: dict[str, torch.Tensor], is_main_process: bool, **kwargs: Any) -> None:
+        """Lets the main model save all tensors as its own; what that changes in the configuration is undone."""
+        config, options = self.main.config, self.loss_options.changed()
+        kept = {name: getattr(config, name, None) for name in ("dtype", "architectures")}
+        setattr(config, COUNT, self.num_modules)
+        if options:
+            config.mtp_loss = options
+        else:
+            vars(config).pop("mtp_loss", None)
+        try:
+            self.main.save_pretrained(folder, is_main_process=is_main_process, state_dict=state, **kwargs)
+        finally:
+            for name, value in kept.items():
+                setattr(config, name, value)
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor], strict: bool = True, assign: bool = False) -> Any:
+        """Takes this model's own names, or a saved folder's (a Trainer that resumes reads the folder's file).
+
+        Raises:
+            ValueError: A folder's tensors that are not complete: one shard of several.
+        """
+        if all(name.startswith(("main.", "mtp.")) for name in state_dict):
+            return super().load_state_dict(state_dict, strict, assign)
+        config = self.main.config
+        main, modules, _ = load(None, config, False, state_dict=dict(state_dict), dtype=self.main.dtype)
+        official = official_names({f"main.{n}": t for n, t in main.state_dict().items()}, config.num_hidden_layers)
+        loaded = own_names(official, config.num_hidden_layers)
+        loaded |= {f"mtp.{name}": tensor for name, tensor in modules.state_dict().items()}
+        return super().load_state_dict(loaded, strict, assign)
+
+
+def _move_files(source: Path, target: Path) -> None:
+    """Moves all files, and removes weights of an earlier save that would be read beside them."""
+    target.mkdir(parents=True, exist_ok=True)
+    new = {file.name for file in source.iterdir()}
+    for file in source.iterdir():
+        file.replace(target / file.name)
+    for file in target.iterdir():
+        if _OLD_WEIGHTS.fullmatch(file.name) and file.name not in new:
+            file.unlink()

@@ -1,0 +1,1 @@
+"""EvaByte: backbone, attention, cache, tokenizer, `EvaByteForMTPC`."""

@@ -1,0 +1,221 @@
+"""EvaByte, native: a byte-level decoder with EVA attention and several next-byte heads (EvaByte, 2025).
+
+Parameter names and shapes are the official ones. How drafts are made and judged is not known here: `EvaByteForMTPC`
+mixes that in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.utils.generic import can_return_tuple
+
+from ...configuration import EvaByteConfig
+from ..heads.registry import init_head
+from .attention import EvaAttention, States
+from .block import EvaBlock
+from .cache import EvaByteCache, EvaCacheLayer, EvaRows
+from .rows import Rows
+
+
+class EvaByteRMSNorm(nn.Module):
+    """RMSNorm in float32; with `unit_offset` the gain is 1 + weight, rounded to the model's dtype first."""
+
+    def __init__(self, width: int, eps: float, unit_offset: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width) if unit_offset else torch.ones(width))
+        self.eps, self.unit_offset = eps, unit_offset
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., D] to [..., D], same dtype."""
+        gain = 1 + self.weight if self.unit_offset else self.weight
+        normed = nn.functional.rms_norm(hidden_states.float(), (hidden_states.shape[-1],), None, self.eps)
+        return (gain * normed).to(hidden_states.dtype)
+
+
+class EvaByteMLP(nn.Module):
+    """Gated MLP: Down(act(Gate x) * Up x)."""
+
+    def __init__(self, config: EvaByteConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., D] to [..., D]."""
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class EvaByteDecoderLayer(GradientCheckpointingLayer):
+    """Pre-norm layer: attention, then MLP, each added to the stream."""
+
+    def __init__(self, config: EvaByteConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = EvaAttention(config, layer_idx)
+        self.mlp = EvaByteMLP(config)
+        self.input_layernorm = _norm(config)
+        self.post_attention_layernorm = _norm(config)
+
+    def forward(
+        self, hidden_states: torch.Tensor, rotary: States, block: EvaBlock, cache: EvaCacheLayer | None
+    ) -> torch.Tensor:
+        """[R, M, D] to [R, M, D]; `cache` is this layer's and is updated."""
+        attended = self.self_attn(self.input_layernorm(hidden_states), rotary, block, cache)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class EvaBytePreTrainedModel(PreTrainedModel):
+    """What EvaByte models share: config class, initialisation, what the library may do with them."""
+
+    config_class = EvaByteConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["EvaByteDecoderLayer"]
+    _skip_keys_device_placement = ["cache"]
+    _supports_sdpa = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        init_head(module)
+        if isinstance(module, EvaByteRMSNorm) and module.unit_offset:
+            init.zeros_(module.weight)
+        elif isinstance(module, EvaAttention):
+            for parameter in (module.adaptive_mu_k, module.adaptive_phi):
+                init.copy_(parameter, torch.randn_like(parameter).clamp(-1, 1) * module.scaling)
+
+
+class EvaByteModel(EvaBytePreTrainedModel):
+    """The backbone: token ids to hidden states.
+
+    Positions and EVA's window grid follow from `attention_mask` and the cache, per row, so that a padded row equals
+    the unpadded run. `position_ids` are needed only to mark packed documents: without a cache, a 0 starts one, and
+    documents do not see each other.
+    """
+
+    def __init__(self, config: EvaByteConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(EvaByteDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = _norm(config)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: EvaByteCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | int | list[int] | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Runs the layers.
+
+        Args:
+            input_ids: [B, L] int64.
+            attention_mask: [B, past columns + L], 0 for padding on any side; only the last L columns are read.
+            position_ids: [B or 1, L]; see the class.
+            past_key_values: Cache to continue and to extend.
+            inputs_embeds: [B, L, D] instead of `input_ids`.
+            use_cache: Return a cache; defaults to the config's `use_cache`, off under gradient checkpointing.
+            output_hidden_states: True for all layers, or the indices to return (-1: after the final norm).
+
+        Returns:
+            `last_hidden_state` [B, L, D] after the final norm, the cache and the hidden states asked for.
+
+        Raises:
+            ValueError: Neither or both of `input_ids` and `inputs_embeds`, or a cache of another kind.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = self._cache(past_key_values, use_cache)
+        rows = _rows(hidden, attention_mask, position_ids if cache is None else None)
+        hidden = hidden if rows is None else rows.gather(hidden)
+        counts = _counts(hidden, rows if cache is not None else None)
+        plan = EvaRows(self.config.window_size, self.config.chunk_size) if cache is None else cache.rows
+        block = plan.begin(counts, hidden.shape[1], hidden.device)
+        block.with_mask(hidden.dtype, explicit=self.config._attn_implementation == "eager")
+        keep = _Keep(self.config, output_hidden_states, rows)
+        hidden = self._run_layers(hidden, block, cache, keep)
+        plan.finish(block, counts)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden if rows is None else rows.restore(hidden),
+            past_key_values=cache,
+            hidden_states=keep.result(),
+        )
+
+    def _run_layers(
+        self, hidden: torch.Tensor, block: EvaBlock, cache: EvaByteCache | None, keep: _Keep
+    ) -> torch.Tensor:
+        rotary = self.rotary_emb(hidden, block.positions())
+        for index, layer in enumerate(self.layers):
+            keep(hidden)
+            hidden = layer(hidden, rotary, block, cache=None if cache is None else cache.layers[index])
+        hidden = self.norm(hidden)
+        keep(hidden)
+        return hidden
+
+    def _cache(self, cache: Cache | None, use_cache: bool | None) -> EvaByteCache | None:
+        if cache is not None and not isinstance(cache, EvaByteCache):
+            raise ValueError(
+                f"past_key_values is a {type(cache).__name__}; EvaByte needs an EvaByteCache(model.config)"
+            )
+        if self.gradient_checkpointing and self.training:
+            return None
+        wanted = self.config.use_cache if use_cache is None else use_cache
+        return EvaByteCache(self.config) if wanted and cache is None else cache
+
+
+class _Keep:
+    """Collects the hidden states that were asked for, back in the batch's columns."""
+
+    def __init__(self, config: EvaByteConfig, wanted: bool | int | list[int] | None, rows: Rows | None) -> None:
+        wanted = config.output_hidden_states if wanted is None else wanted
+        total = config.num_hidden_layers + 1
+        chosen = range(total) if wanted is True else [wanted] if isinstance(wanted, int) else wanted
+        self.chosen = set() if wanted is False else {index % total for index in chosen}
+        self.rows, self.states = rows, []
+
+    def __call__(self, hidden: torch.Tensor) -> None:
+        selected = len(self.states) in self.chosen
+        restored = hidden if self.rows is None or not selected else self.rows.restore(hidden)
+        self.states.append(restored if selected else None)
+
+    def result(self) -> tuple[torch.Tensor | None, ...] | None:
+        return tuple(self.states) if self.chosen else None
+
+
+def _norm(config: EvaByteConfig) -> EvaByteRMSNorm:
+    return EvaByteRMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_add_unit_offset)
+
+
+def _rows(hidden: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.Tensor | None) -> Rows | None:
+    """How the batch maps to rows; None where every row already starts in column 0 and is full."""
+    batch, length = hidden.shape[:2]
+    real = None if mask is None else mask[:, -length:].bool()
+    if position_ids is not None and bool((position_ids[:, 1:] == 0).any()):
+        everything = torch.ones(batch, length, dtype=torch.bool, device=hidden.device)
+        return Rows.from_documents(everything if real is None else real, position_ids)
+    return None if real is None else Rows.from_mask(real)
+
+
+def _counts(hidden: torch.Tensor, rows: Rows | None) -> list[int]:
+    return [hidden.shape[1]] * hidden.shape[0] if rows is None else rows.counts.tolist()

@@ -1,0 +1,274 @@
+"""The EVA cache: an open window of raw keys and values, and chunk summaries of every window before it.
+
+A row of a layer's buffer is laid out as [summaries | raw tokens], the raw part starting with the first token of a
+window, so that attention reads one slice. Windows are summarised ("folded") lazily, by the next forward: until then a
+rollback is a change of length. The cache does not know how summaries are computed; the attention layer passes that in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ...configuration import EvaByteConfig
+from .block import EvaBlock
+
+Summarise = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+_CAPACITY_STEP = 64
+
+
+class EvaRows:
+    """Per-row lengths of a cache, shared by its layers; plain integers, so that no layer waits for the device.
+
+    Attributes:
+        lengths: True tokens per row.
+        starts: Position of each row's first raw token, a multiple of the window.
+        gaps: Columns fed that held no token (padding), per row.
+        settled: Tokens per row that no later `crop` will remove, while past recording is on.
+    """
+
+    def __init__(self, window: int, chunk: int) -> None:
+        self.window, self.chunk, self.record_past = window, chunk, False
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all rows."""
+        self.lengths, self.starts, self.gaps, self.settled = [], [], [], []
+
+    def begin(self, counts: list[int], length: int, device: torch.device) -> EvaBlock:
+        """Plans a forward that appends `counts[r]` tokens to row r, in `length` columns."""
+        if not self.lengths:
+            self.lengths, self.starts, self.gaps, self.settled = ([0] * len(counts) for _ in range(4))
+        if len(counts) != len(self.lengths):
+            raise ValueError(f"the cache holds {len(self.lengths)} rows, but the input has {len(counts)}")
+        old = self.starts
+        self.starts = [self._foldable(row) // self.window * self.window for row in range(len(counts))]
+        ends = [n + count for n, count in zip(self.lengths, counts)]
+        # a forward of more than one window keeps a window of rollback and no more, recording or not
+        keep = [max(start, (end - self.window) // self.window * self.window) for start, end in zip(self.starts, ends)]
+        settle = keep if length > self.window else self.starts
+        return EvaBlock(
+            length=length,
+            window=self.window,
+            chunk=self.chunk,
+            offsets=[n - start for n, start in zip(self.lengths, self.starts)],
+            summaries=[start // self.chunk for start in self.starts],
+            fold=[(new - start) // self.window for new, start in zip(self.starts, old)],
+            settle=[(new - start) // self.window for new, start in zip(settle, self.starts)],
+            device=device,
+        )
+
+    def finish(self, block: EvaBlock, counts: list[int]) -> None:
+        """Records the tokens of a forward that all layers have seen."""
+        self.lengths = [n + count for n, count in zip(self.lengths, counts)]
+        self.gaps = [gap + block.length - count for gap, count in zip(self.gaps, counts)]
+        self.starts = [start + fold * self.window for start, fold in zip(self.starts, block.settle)]
+
+    def crop(self, removed: list[int]) -> None:
+        """Rolls back `removed[r]` tokens of row r.
+
+        Raises:
+            ValueError: A negative count, more tokens than the row has, or tokens whose raw keys were folded away.
+        """
+        for row, (n, start, count) in enumerate(zip(self.lengths, self.starts, removed)):
+            if count < 0:
+                raise ValueError(f"crop: row {row} would grow by {-count}; pass 0 or a negative number of tokens")
+            if count > n - start:
+                raise ValueError(
+                    f"crop: cannot remove {count} tokens of row {row}: it holds {n}, and those before {start} are kept "
+                    f"as summaries only; crop before the next forward, by at most {n - start}"
+                )
+        self.lengths = [n - count for n, count in zip(self.lengths, removed)]
+        self.settled = list(self.lengths)
+
+    def select(self, indices: list[int]) -> None:
+        """Makes row `indices[r]` the new row r."""
+        for name in ("lengths", "starts", "gaps", "settled"):
+            setattr(self, name, [getattr(self, name)[index] for index in indices])
+
+    def _foldable(self, row: int) -> int:
+        n = self.lengths[row]
+        return max(self.starts[row], self.settled[row], n - self.window) if self.record_past else n
+
+
+class EvaCacheLayer(CacheLayerMixin):
+    """Buffers of one layer: `keys` and `values` [R, H, capacity, d]."""
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, rows: EvaRows) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocates empty buffers of the dtype and on the device of the first states."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = key_states[:, :, :0].detach(), value_states[:, :, :0].detach()
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, block: EvaBlock, summarise: Summarise
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Folds what the block allows, writes its keys and values [R, H, M, d] and returns all that it may read."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if any(block.fold):
+            summaries = [n - f * block.window // block.chunk for n, f in zip(block.summaries, block.fold)]
+            raw = [o + f * block.window for o, f in zip(block.offsets, block.fold)]
+            self._fold(block, block.fold, summaries, raw, summarise)
+        self._reserve(block.used)
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            _write(buffer, states.detach(), block)
+        return self.keys[:, :, : block.used], self.values[:, :, : block.used]
+
+    def raw(self, block: EvaBlock, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Raw slots 0 .. total - 1 of every row, [R, H, total, d]; slots never written hold zeros or old values."""
+        self._reserve(max(block.summaries) + total)
+        if block.is_uniform:
+            start = block.summaries[0]
+            return self.keys[:, :, start : start + total], self.values[:, :, start : start + total]
+        slots = block.count_from(block.summaries, total)[:, None, :, None].expand(
+            -1, self.keys.shape[1], -1, self.keys.shape[3]
+        )
+        return self.keys.gather(2, slots), self.values.gather(2, slots)
+
+    def settle(self, block: EvaBlock, summarise: Summarise) -> None:
+        """Folds the windows that a long forward leaves behind, and gives their memory back."""
+        if not any(block.settle):
+            return
+        raw = [offset + block.length for offset in block.offsets]
+        self._fold(block, block.settle, block.summaries, raw, summarise)
+        saved = [f * (block.window - block.window // block.chunk) for f in block.settle]
+        needed = max(n + r - s for n, r, s in zip(block.summaries, raw, saved))
+        self.keys, self.values = self.keys[:, :, :needed].clone(), self.values[:, :, :needed].clone()
+
+    def get_seq_length(self) -> int:
+        """Columns that the cache stands for: tokens plus padding of the longest row."""
+        return max((n + gap for n, gap in zip(self.rows.lengths, self.rows.gaps)), default=0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of a plain mask over all columns (EVA builds its own)."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: the cache grows with the text."""
+        return -1
+
+    def reset(self) -> None:
+        """Drops the buffers."""
+        self.keys = self.values = None
+        self.is_initialized = False
+
+    def select(self, indices: torch.Tensor) -> None:
+        """Makes row `indices[r]` of the buffers the new row r."""
+        if self.is_initialized:
+            self.keys, self.values = (b.index_select(0, indices.to(b.device)) for b in (self.keys, self.values))
+
+    def _reserve(self, needed: int) -> None:
+        capacity = self.keys.shape[2]
+        if needed > capacity:
+            extra = -(-needed // _CAPACITY_STEP) * _CAPACITY_STEP - capacity
+            self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, extra))
+            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, extra))
+
+    def _fold(
+        self, block: EvaBlock, windows: list[int], summaries: list[int], raw: list[int], summarise: Summarise
+    ) -> None:
+        for row, count in enumerate(windows):
+            if count == 0:
+                continue
+            start, size = summaries[row], count * block.window
+            keys, values = (b[row : row + 1, :, start : start + raw[row]].clone() for b in (self.keys, self.values))
+            folded = summarise(keys[:, :, :size], values[:, :, :size])
+            for buffer, states, summary in ((self.keys, keys, folded[0]), (self.values, values, folded[1])):
+                kept = torch.cat([summary.to(states.dtype), states[:, :, size:]], dim=2)
+                buffer[row, :, start : start + kept.shape[2]] = kept[0]
+
+
+class EvaByteCache(Cache):
+    """Cache of an EvaByte model: per row the open window raw, earlier windows as one summary per chunk.
+
+    Rows may have different lengths. `crop` rolls back any number of tokens of the last forward (of its last window,
+    where it was longer); `activate_past_recording` keeps tokens that were fed since the last `crop`, up to a window.
+
+    Memory: with W the window and C the chunk, at most 2 W raw tokens plus the block, and one summary per C tokens.
+
+    Args:
+        config: Configuration of the model; gives the number of layers, `window_size` and `chunk_size`.
+
+    Example:
+        >>> cache = EvaByteCache(model.config)
+        >>> out = model(ids, past_key_values=cache)
+        >>> cache.crop(-2)  # or a tensor with one number per row
+    """
+
+    has_row_lengths = True
+
+    def __init__(self, config: EvaByteConfig) -> None:
+        self.rows = EvaRows(config.window_size, config.chunk_size)
+        super().__init__(layers=[EvaCacheLayer(self.rows) for _ in range(config.num_hidden_layers)])
+
+    @property
+    def lengths(self) -> list[int]:
+        """True tokens per row."""
+        return list(self.rows.lengths)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows, or -1 before the first forward."""
+        return len(self.rows.lengths) or -1
+
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+        """Rolls back the last tokens.
+
+        Args:
+            tokens_to_remove: 0 or a negative int for all rows, or a [B] tensor of such numbers.
+
+        Raises:
+            ValueError: A positive number, or tokens whose raw keys were folded away (nothing has changed then).
+        """
+        rows = len(self.rows.lengths)
+        removed = [tokens_to_remove] * rows if isinstance(tokens_to_remove, int) else tokens_to_remove.tolist()
+        if len(removed) != rows:
+            raise ValueError(f"crop: got {len(removed)} numbers for {rows} rows")
+        self.rows.crop([-count for count in removed])
+
+    def activate_past_recording(self) -> None:
+        """Keeps raw keys since the last `crop`, up to a window, so that several forwards can be rolled back."""
+        self.rows.settled, self.rows.record_past = list(self.rows.lengths), True
+
+    def reset(self) -> None:
+        """Empties the cache."""
+        super().reset()
+        self.rows.clear()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Makes row `beam_idx[r]` the new row r."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the rows `indices`, in that order; a boolean mask works too."""
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero()[:, 0]
+        self.rows.select(indices.tolist())
+        for layer in self.layers:
+            layer.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every row `repeats` times."""
+        rows = torch.arange(len(self.rows.lengths)).repeat_interleave(repeats)
+        self.batch_select_indices(rows)
+
+
+def _write(buffer: torch.Tensor, states: torch.Tensor, block: EvaBlock) -> None:
+    """Writes states [R, H, M, d] behind each row's past, in place."""
+    if block.is_uniform:
+        start = block.summaries[0] + block.offsets[0]
+        buffer[:, :, start : start + block.length] = states
+        return
+    slots = block.count_from([n + o for n, o in zip(block.summaries, block.offsets)], block.length)
+    buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)

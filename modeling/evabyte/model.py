@@ -1,0 +1,231 @@
+"""EvaByte with multi-token heads: next-byte logits, the discounted loss, and the law of the next window."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils.generic import can_return_tuple
+
+from ...configuration import EvaByteConfig, MTPHeadConfig
+from ...generation.mixin import MTPGenerationMixin
+from ..heads.losses import window_targets
+from ..heads.registry import FFHead, build_head, frozen_unembedding, head_loss, init_head, window_law
+from ..heads.window_law import WindowLaw
+from ..loading import StrictLoadingMixin
+from ..outputs import MTPOutput
+from .backbone import EvaByteModel, EvaBytePreTrainedModel
+from .cache import EvaByteCache
+
+_HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
+
+
+class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel):
+    """EvaByte that predicts several bytes per call and emits exactly what one byte at a time would give.
+
+    Official checkpoints load unchanged. `generate` speculates by default; `use_mtp=False` decodes byte by byte.
+
+    Example:
+        >>> model = EvaByteForMTPC.from_pretrained(path)
+        >>> tokenizer = EvaByteTokenizer.from_pretrained(path)
+        >>> out = model.generate(**tokenizer("def main(", return_tensors="pt"), max_new_tokens=64)
+    """
+
+    def __init__(self, config: EvaByteConfig) -> None:
+        super().__init__(config)
+        if config.mtp_head.head_type == "ff":
+            config.num_pred_heads = max(config.num_pred_heads, config.mtp_head.window)
+        self.loss_type = "ForCausalLM"
+        self.model = EvaByteModel(config)
+        self.lm_head = FFHead(config.hidden_size, config.vocab_size, config.num_pred_heads)
+        self.mtp_head = self._circuit()
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
+        """Loads a folder or a Hub repository.
+
+        `mtp_head={...}` asks for another head than the stored one: a smaller window of FF heads uses the first, a
+        larger one appends new ones, and a circuit starts from stored FF heads (`set_head`).
+
+        Raises:
+            ValueError: Missing tensors, wrong shapes, a damaged file, or a stored circuit of another shape.
+        """
+        name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
+        hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
+        if not isinstance(config, EvaByteConfig):
+            config, kwargs = EvaByteConfig.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
+        wanted = config.mtp_head
+        stored = wanted if name is None else EvaByteConfig.from_pretrained(name, **hub).mtp_head
+        if not wanted.same_parameters(stored) and stored.head_type != "ff":
+            raise ValueError(
+                f"{name}: the checkpoint holds mtp_head={stored.options()}, not {wanted.options()}; load it as it is, "
+                "or start a new head from its FF heads with set_head(...)"
+            )
+        config.mtp_head = wanted if wanted.head_type != "ff" and wanted.same_parameters(stored) else stored
+        if config.mtp_head.head_type == "ff":
+            config.mtp_head.window = min(config.mtp_head.window, config.num_pred_heads)
+        loaded = super().from_pretrained(name, *args, config=config, **(hub | kwargs))
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if config.mtp_head is not wanted:
+            model.set_head(**wanted.options())
+        return loaded
+
+    @property
+    def window(self) -> int:
+        """n: tokens that the head's law covers; a draft has n - 1."""
+        return self.config.mtp_head.window
+
+    @property
+    def head(self) -> nn.Module:
+        """The module that drafts: `lm_head` for FF heads, else `mtp_head`."""
+        return self.lm_head if self.mtp_head is None else self.mtp_head
+
+    def set_head(self, **options: Any) -> None:
+        """Chooses another head; what it needs beyond the FF heads is made from them.
+
+        FF heads are appended (drawn like fresh weights) where the window asks for more; a circuit starts with every
+        state of position i equal to FF head i, so that its law is that of the FF heads, and with random sum weights.
+
+        Args:
+            **options: Fields of `MTPHeadConfig`; the window stays as it is unless given.
+
+        Raises:
+            StrictDataclassError: Options out of range.
+            ValueError: A full leaf tensor larger than this machine's memory.
+        """
+        old = self.config.mtp_head
+        self.config.mtp_head = MTPHeadConfig(**({"window": old.window, "gamma": old.gamma} | options))
+        try:
+            self.config.validate()
+            head = self._circuit()
+        except Exception:
+            self.config.mtp_head = old
+            raise
+        self.mtp_head = None if head is None else head.to(self.lm_head.weight)
+        if head is None:
+            self.lm_head.extend(self.window, self.config.initializer_range)
+            self.config.num_pred_heads = self.lm_head.num_heads
+            return
+        for module in head.modules():
+            init_head(module)
+        if self.config.mtp_head.leaf == "full":
+            head.copy_leaves(self.lm_head)
+
+    def _circuit(self) -> nn.Module | None:
+        config = self.config.mtp_head
+        if config.head_type == "ff":
+            return None
+        head = build_head(config, self.config.hidden_size, self.config.vocab_size)
+        if config.leaf == "shared":
+            head.leaf.unembed = frozen_unembedding(lambda: self.lm_head.weight[: self.config.vocab_size])
+        return head
+
+    def train_only(self, part: str) -> None:
+        """Chooses what is trained: `"all"`, or `"heads"` with the backbone and the next-byte head frozen.
+
+        FF heads share a tensor with the next-byte head; its rows get no gradient, and `MTPTrainer` no weight decay.
+
+        Raises:
+            ValueError: An unknown part.
+        """
+        if part not in ("all", "heads"):
+            raise ValueError(f"train_only({part!r}): choose 'all' or 'heads'")
+        self.model.requires_grad_(part == "all")
+        self.lm_head.requires_grad_(part == "all" or self.mtp_head is None)
+        self.lm_head.target_frozen = part == "heads" and self.mtp_head is None
+
+    def window_law(self, hidden_states: torch.Tensor) -> WindowLaw:
+        """Law of the next `window` tokens given last hidden states [..., D]."""
+        return window_law(self.head, self.config.mtp_head, hidden_states)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: EvaByteCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        return_all_pred_logits: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> MTPOutput:
+        """Next-byte logits and, with labels, the discounted loss over all depths of the window.
+
+        Args:
+            input_ids: [B, L] int64.
+            attention_mask: [B, past columns + L], 0 for padding.
+            position_ids: [B or 1, L]; only to mark packed documents (see `EvaByteModel`).
+            past_key_values: Cache to continue and to extend.
+            inputs_embeds: [B, L, D] instead of `input_ids`.
+            labels: [B, L] int64 as everywhere in transformers (shifted here, -100 ignored), or [B, L, n] with the
+                target of every depth spelled out (the official form).
+            use_cache: Return a cache.
+            logits_to_keep: Compute logits of the last so many positions only (0: all), or of these positions.
+            return_all_pred_logits: Logits of all N heads, [B, L, N, V].
+            num_items_in_batch: Targets per depth over all micro-batches, [n] or one number (from the Trainer).
+
+        Returns:
+            `logits` [B, L, V] in float32 where the config has `fp32_logits`, and the rest of `MTPOutput`.
+        """
+        outputs = self.model(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            return_dict=True,
+            **kwargs,
+        )
+        hidden = outputs.last_hidden_state
+        kept = slice_logits_to_keep(hidden, logits_to_keep)
+        logits = self.lm_head(kept, None if return_all_pred_logits else 1)
+        logits = logits if return_all_pred_logits and self.config.num_pred_heads > 1 else logits[..., 0, :]
+        loss, head_losses = None, None
+        if labels is not None:
+            targets = self._targets(labels, attention_mask, position_ids)
+            loss, head_losses = self._loss(hidden, targets, input_ids, num_items_in_batch)
+        return MTPOutput(
+            loss=loss,
+            logits=logits.float() if self.config.fp32_logits else logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            head_losses=head_losses,
+        )
+
+    def _targets(
+        self, labels: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        if labels.dim() == 2:
+            return window_targets(labels, self.window, attention_mask, position_ids)
+        if labels.shape[2] != self.window:
+            raise ValueError(f"labels have {labels.shape[2]} depths, but the window is {self.window}")
+        return labels
+
+    def _loss(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        input_ids: torch.Tensor | None,
+        counts: torch.Tensor | int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss of the head; a circuit that trains with its backbone adds the next-byte head's own."""
+        tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
+        loss, means = head_loss(self.head, self.config.mtp_head, hidden, targets, tokens, counts)
+        if self.mtp_head is None or not self.lm_head.weight.requires_grad:
+            return loss, means
+        first = None if counts is None else torch.as_tensor(counts).flatten()[:1]
+        next_byte = MTPHeadConfig(window=1, gamma=self.config.mtp_head.gamma)
+        return loss + head_loss(self.lm_head, next_byte, hidden, targets[..., :1], tokens, first)[0], means
+
+    def _new_cache(self) -> EvaByteCache:
+        """The cache that `generate` starts with."""
+        return EvaByteCache(self.config)

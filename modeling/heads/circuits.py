@@ -1,0 +1,345 @@
+"""Circuits: mixtures over latent states whose every prefix marginal is exact (MtPC). Evaluation, not structure.
+
+Layouts (softmax over the last axis, any leading batch dimensions): `leaf_logits` [..., n, r, v], `root_logits`
+[..., r], `trans_logits` [..., n - 1 or 1, r, r] from row to column, `node_logits` [..., n - 2, r, r] from the parent's
+state to the node's. Position i emits from the latent that owns it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Generator
+
+import torch
+
+from ..sampling import race
+from .tree_structure import TreeStructure, Unit, balanced
+from .window_law import Choose, FactorisedLaw, WindowLaw, logsumexp, normalised_logits
+
+Walk = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class LatentLaw(WindowLaw):
+    """What circuits share: all follows from the weight of the owner's state before each position.
+
+    Args:
+        leaf_logits: [..., n, r, v].
+    """
+
+    def __init__(self, leaf_logits: torch.Tensor) -> None:
+        self.leaf_logits = leaf_logits
+        self.leaf_norm = self.leaf_logits.logsumexp(-1)
+        self.window, self.rank = leaf_logits.shape[-3], leaf_logits.shape[-2]
+
+    @abstractmethod
+    def owner_weights(self, evidence: torch.Tensor) -> torch.Tensor:
+        """log q(z_owner(i), x_1..x_{i-1}) from log leaves at the tokens [..., n, r]: [..., n, r]."""
+
+    @abstractmethod
+    def sample_owners(self, generator: torch.Generator | None = None) -> torch.Tensor:
+        """States of every position's owner, [..., n]."""
+
+    @abstractmethod
+    def _walk(self) -> Walk:
+        """Yields the normalised weights [..., r] of each owner in turn and is sent the chosen token's leaf values."""
+
+    def evidence(self, tokens: torch.Tensor) -> torch.Tensor:
+        """log leaf_i[z, x_i] for tokens [..., n]: [..., n, r]."""
+        batch = torch.broadcast_shapes(tokens.shape[:-1], self.leaf_logits.shape[:-3])
+        index = tokens.expand(*batch, -1)[..., None, None].expand(*batch, self.window, self.rank, 1)
+        leaves = self.leaf_logits.expand(*batch, *self.leaf_logits.shape[-3:])
+        return leaves.gather(-1, index)[..., 0] - self.leaf_norm
+
+    def prefix_log_prob(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
+        """log q(x_1..x_i), summing out the owner of position i; an unknown token is no evidence."""
+        evidence = self.evidence(tokens)
+        if unknown is not None:
+            evidence = evidence.masked_fill(unknown[..., None], 0)
+        return logsumexp(self.owner_weights(evidence) + evidence, -1)
+
+    def conditional_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The posterior of each owner applied to its leaf."""
+        weights = self.owner_weights(self.evidence(tokens))
+        mixed = logsumexp(self.leaf_logits + (weights - self.leaf_norm)[..., None], -2)
+        total = logsumexp(weights, -1)[..., None]
+        return mixed - torch.where(total.isfinite(), total, torch.zeros_like(total))
+
+    def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
+        """States first, then all tokens at once."""
+        states = self.sample_owners(generator)[..., None, None]
+        rows = self.leaf_logits.gather(-2, states.expand(*states.shape[:-1], self.leaf_logits.shape[-1]))
+        return race(rows[..., 0, :].softmax(-1), generator)
+
+    def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exact conditionals one after the other, in linear space (each is normalised, so nothing underflows)."""
+        leaves = self.leaf_logits[..., :length, :, :].softmax(-1)
+        walk, tokens, laws = self._walk(), [], []
+        weights = next(walk)
+        for position in range(leaves.shape[-3]):
+            leaf = leaves[..., position, :, :]
+            token, law = choose((weights[..., None, :] @ leaf)[..., 0, :])
+            tokens.append(token)
+            laws.append(law)
+            if position + 1 < leaves.shape[-3]:
+                weights = walk.send(leaf.gather(-1, token[..., None, None].expand(*leaf.shape[:-1], 1))[..., 0])
+        return torch.stack(tokens, -1), torch.stack(laws, -2)
+
+    def _leaves_after_first(self) -> torch.Tensor:
+        return self.leaf_logits[..., 1:, :, :]
+
+    def _first_evidence(self, first: torch.Tensor) -> torch.Tensor:
+        leaf = self.leaf_logits[..., 0, :, :]
+        chosen = leaf.gather(-1, first[..., None, None].expand(*first.shape, self.rank, 1))[..., 0]
+        return chosen - self.leaf_norm[..., 0, :]
+
+
+class MixtureLaw(LatentLaw):
+    """CP: q(x) = sum_z root[z] prod_i leaf_i[z, x_i]."""
+
+    def __init__(self, root_logits: torch.Tensor, leaf_logits: torch.Tensor) -> None:
+        super().__init__(leaf_logits)
+        self.root = normalised_logits(root_logits)
+
+    def owner_weights(self, evidence: torch.Tensor) -> torch.Tensor:
+        """The root plus all evidence before i; one cumulative sum."""
+        before = torch.cat([self.root[..., None, :].expand_as(evidence[..., :1, :]), evidence[..., :-1, :]], dim=-2)
+        return before.cumsum(-2)
+
+    def sample_owners(self, generator: torch.Generator | None = None) -> torch.Tensor:
+        """One state for all positions."""
+        return race(self.root.exp(), generator)[..., None].expand(*self.root.shape[:-1], self.window)
+
+    def condition(self, first: torch.Tensor) -> MixtureLaw:
+        """root'[z] ~ root[z] leaf_1[z, b]."""
+        return MixtureLaw(_safe(self.root + self._first_evidence(first)), self._leaves_after_first())
+
+    def _walk(self) -> Walk:
+        weights = self.root.exp()
+        while True:
+            weights = _unit(weights * (yield weights))
+
+
+class ChainLaw(LatentLaw):
+    """HMM: z_1 ~ root, z_{i+1} ~ trans_i[z_i], x_i ~ leaf_i[z_i]; one transition for all steps if only one is given.
+
+    The filter is n dependent steps of r^2 work in log space: a parallel scan would need r^3 per step and lose -inf.
+    """
+
+    def __init__(self, root_logits: torch.Tensor, trans_logits: torch.Tensor, leaf_logits: torch.Tensor) -> None:
+        super().__init__(leaf_logits)
+        self.root = normalised_logits(root_logits)
+        self.transitions = normalised_logits(trans_logits)
+
+    def _step(self, position: int) -> torch.Tensor:
+        return self.transitions[..., position if self.transitions.shape[-3] > 1 else 0, :, :]
+
+    def owner_weights(self, evidence: torch.Tensor) -> torch.Tensor:
+        """The forward filter, whose every step is a prefix marginal."""
+        weights = [self.root.expand_as(evidence[..., 0, :])]
+        for position in range(self.window - 1):
+            joint = weights[-1] + evidence[..., position, :]
+            weights.append(logsumexp(joint[..., None] + self._step(position), -2))
+        return torch.stack(weights, -2)
+
+    def sample_owners(self, generator: torch.Generator | None = None) -> torch.Tensor:
+        """A next state for every state of every step, composed by doubling: log2(n) gathers."""
+        first = race(self.root.exp(), generator)[..., None]
+        if self.window == 1:
+            return first
+        batch = self.root.shape[:-1]
+        steps = self.transitions.exp().expand(*batch, self.window - 1, self.rank, self.rank)
+        maps, reach = race(steps, generator), 1
+        while reach < self.window - 1:
+            later = maps[..., reach:, :].gather(-1, maps[..., :-reach, :])
+            maps, reach = torch.cat([maps[..., :reach, :], later], dim=-2), 2 * reach
+        states = maps.gather(-1, first[..., None, :].expand(*batch, self.window - 1, 1))[..., 0]
+        return torch.cat([first, states], dim=-1)
+
+    def condition(self, first: torch.Tensor) -> ChainLaw:
+        """root'[z_2] = sum_{z_1} q(z_1 | b) trans_1[z_1, z_2]."""
+        posterior = normalised_logits(_safe(self.root + self._first_evidence(first)))
+        root = posterior if self.window == 1 else logsumexp(posterior[..., None] + self._step(0), -2)
+        rest = self.transitions if self.transitions.shape[-3] == 1 else self.transitions[..., 1:, :, :]
+        return ChainLaw(root, rest, self._leaves_after_first())
+
+    def _walk(self) -> Walk:
+        weights, steps = self.root.exp(), self.transitions.exp()
+        for position in range(self.window):
+            weights = _unit(weights * (yield weights))
+            if position + 1 < self.window:
+                step = steps[..., position if steps.shape[-3] > 1 else 0, :, :]
+                weights = (weights[..., None, :] @ step)[..., 0, :]
+
+
+class TreeLaw(LatentLaw):
+    """BTree: q(x) = sum_z root[z_0] prod_{h>0} node_h[z_parent(h), z_h] prod_i leaf_i[z_owner(i), x_i].
+
+    All prefixes at once take one pass up and one down the levels: a prefix has seen every left sibling of the path to
+    its next position, and nothing to the right of it.
+    """
+
+    def __init__(
+        self,
+        root_logits: torch.Tensor,
+        node_logits: torch.Tensor | None,
+        leaf_logits: torch.Tensor,
+        structure: TreeStructure | None = None,
+    ) -> None:
+        super().__init__(leaf_logits)
+        self.structure = structure or balanced(self.window)
+        self.root = normalised_logits(root_logits)
+        self.nodes = None if node_logits is None else normalised_logits(node_logits)
+
+    def _weights_of(self, nodes: tuple[int, ...]) -> torch.Tensor:
+        return self.nodes[..., [node - 1 for node in nodes], :, :]
+
+    def owner_weights(self, evidence: torch.Tensor) -> torch.Tensor:
+        """Messages up (what a whole span says of its parent's state), then weights down."""
+        messages, slots = self._upward(evidence)
+        tree, weights = self.structure, [self.root.expand_as(evidence[..., 0, :])[..., None, :]]
+        order = {0: 0}
+        for level in tree.levels[1:]:
+            parents = [tree.parent[node] for node in level]
+            before = torch.cat(weights, -2)[..., [order[parent] for parent in parents], :]
+            seen = [self._left_of(Unit(False, node), parent, slots) for node, parent in zip(level, parents)]
+            joint = before + messages[..., seen, :]
+            weights.append(logsumexp(joint[..., None] + self._weights_of(level), -2))
+            order |= {node: len(order) + i for i, node in enumerate(level)}
+        owners = [order[owner] for owner in tree.owner]
+        seen = [self._left_of(Unit(True, i), owner, slots) for i, owner in enumerate(tree.owner)]
+        return torch.cat(weights, -2)[..., owners, :] + messages[..., seen, :]
+
+    def _upward(self, evidence: torch.Tensor) -> tuple[torch.Tensor, dict[Unit | None, int]]:
+        """Messages [..., slots, r] over the parent's states, and the slot of each unit (of None: it says nothing)."""
+        tree = self.structure
+        slots: dict[Unit | None, int] = {Unit(True, i): i for i in range(tree.window)} | {None: tree.window}
+        messages = torch.cat([evidence, torch.zeros_like(evidence[..., :1, :])], -2)
+        for level in reversed(tree.levels[1:]):
+            children = ([slots[side[node]] for node in level] for side in (tree.left, tree.right))
+            inside = sum(messages[..., child, :] for child in children)
+            upward = logsumexp(self._weights_of(level) + inside[..., None, :], -1)
+            slots |= {Unit(False, node): messages.shape[-2] + i for i, node in enumerate(level)}
+            messages = torch.cat([messages, upward], -2)
+        return messages, slots
+
+    def _left_of(self, unit: Unit, parent: int, slots: dict[Unit | None, int]) -> int:
+        """Slot of what a prefix that reaches `unit` has seen below its parent: the left sibling, or nothing."""
+        return slots[self.structure.left[parent]] if self.structure.right[parent] == unit else slots[None]
+
+    def sample_owners(self, generator: torch.Generator | None = None) -> torch.Tensor:
+        """A state for every state of the parent, followed down the levels: one gather per level."""
+        tree = self.structure
+        states = [race(self.root.exp(), generator)[..., None]]
+        order = {0: 0}
+        maps = None if self.nodes is None else race(self.nodes.exp(), generator)
+        for level in tree.levels[1:]:
+            parents = torch.cat(states, -1)[..., [order[tree.parent[node]] for node in level]]
+            states.append(maps[..., [node - 1 for node in level], :].gather(-1, parents[..., None])[..., 0])
+            order |= {node: len(order) + i for i, node in enumerate(level)}
+        return torch.cat(states, -1)[..., [order[owner] for owner in tree.owner]]
+
+    def condition(self, first: torch.Tensor) -> TreeLaw:
+        """Reweights the path from the first position's owner to the root: log n nodes."""
+        message, nodes, root = self._first_evidence(first), self.nodes, self.root
+        for node in self.structure.path_to_root(0):
+            if node == 0:
+                root = _safe(root + message)
+                continue
+            joint = nodes[..., node - 1, :, :] + message[..., None, :]
+            message, nodes = logsumexp(joint, -1), nodes.clone()
+            nodes[..., node - 1, :, :] = _safe(joint)
+        return TreeLaw(root, nodes, self._leaves_after_first(), self.structure.without_first())
+
+    def _walk(self) -> Walk:
+        nodes = None if self.nodes is None else self.nodes.exp()
+        return (yield from self._visit(0, self.root.exp(), nodes))
+
+    def _visit(self, node: int, weights: torch.Tensor, nodes: torch.Tensor | None) -> Walk:
+        """Walks the span of `node`; returns what the span says of the node's own state."""
+        seen = torch.ones_like(weights)
+        for child in (self.structure.left[node], self.structure.right[node]):
+            if child is None:
+                continue
+            if child.is_leaf:
+                message = yield weights
+            else:
+                step = nodes[..., child.index - 1, :, :]
+                below = yield from self._visit(child.index, (weights[..., None, :] @ step)[..., 0, :], nodes)
+                message = (step @ below[..., None])[..., 0]
+            weights, seen = _unit(weights * message), _unit(seen * message)
+        return seen
+
+
+def circuit_from_logits(
+    head_type: str,
+    *,
+    leaf_logits: torch.Tensor,
+    root_logits: torch.Tensor | None = None,
+    trans_logits: torch.Tensor | None = None,
+    node_logits: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> WindowLaw:
+    """Builds the law of a head family from unnormalised parameters; layouts in the module's docstring.
+
+    Args:
+        head_type: `"ff"` (leaves only, r = 1), `"cp"` (and root), `"hmm"` (root, trans) or `"btree"` (root, node).
+        leaf_logits: [..., n, r, v].
+        root_logits: [..., r].
+        trans_logits: [..., n - 1 or 1, r, r].
+        node_logits: [..., n - 2, r, r]; None for n = 2.
+        dtype: Of the arithmetic and of what the law returns. Models use float32.
+
+    Raises:
+        ValueError: An unknown `head_type`, or parameters that the family lacks or does not have.
+
+    Example:
+        >>> law = circuit_from_logits("cp", root_logits=torch.zeros(3), leaf_logits=torch.zeros(4, 3, 10))
+        >>> law.condition(torch.tensor(7)).window
+        3
+    """
+    window, rank = leaf_logits.shape[-3], leaf_logits.shape[-2]
+    given = {"root_logits": root_logits, "trans_logits": trans_logits, "node_logits": node_logits}
+    wanted = {
+        "ff": {},
+        "cp": {"root_logits": {()}},
+        "hmm": {"root_logits": {()}, "trans_logits": {(window - 1,), (1,)}},
+        "btree": {"root_logits": {()}} | ({"node_logits": {(window - 2,)}} if window > 2 else {}),
+    }
+    if head_type not in wanted:
+        raise ValueError(f"head_type={head_type!r} is unknown; choose one of {', '.join(wanted)}")
+    for name, value in given.items():
+        _check(head_type, name, value, wanted[head_type].get(name), rank)
+    if head_type == "ff" and rank != 1:
+        raise ValueError(f"leaf_logits: 'ff' has rank 1, got {tuple(leaf_logits.shape)}")
+    root, trans, node = (None if value is None else value.to(dtype) for value in given.values())
+    leaf = leaf_logits.to(dtype)
+    laws = {
+        "ff": lambda: FactorisedLaw(leaf),
+        "cp": lambda: MixtureLaw(root, leaf),
+        "hmm": lambda: ChainLaw(root, trans, leaf),
+        "btree": lambda: TreeLaw(root, node, leaf),
+    }
+    return laws[head_type]()
+
+
+def _check(head_type: str, name: str, value: torch.Tensor | None, leading: set | None, rank: int) -> None:
+    if leading is None and value is not None:
+        raise ValueError(f"{name}: head_type={head_type!r} has none for this window")
+    if leading is None:
+        return
+    if value is None:
+        raise ValueError(f"{name} is missing: head_type={head_type!r} needs it")
+    shapes = [(rank,)] if name == "root_logits" else [(*steps, rank, rank) for steps in sorted(leading)]
+    if not any(value.shape[-len(shape) :] == shape for shape in shapes):
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; it should end in {' or '.join(map(str, shapes))}")
+
+
+def _unit(weights: torch.Tensor) -> torch.Tensor:
+    """Weights divided by their sum; zeros stay zeros."""
+    return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+
+
+def _safe(joint: torch.Tensor) -> torch.Tensor:
+    """Log weights [..., r], uniform where all are -inf: after an impossible token any law will do."""
+    impossible = (joint == float("-inf")).all(-1, keepdim=True)
+    return torch.where(impossible, torch.zeros_like(joint), joint)

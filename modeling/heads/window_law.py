@@ -1,0 +1,144 @@
+"""The contract of a law over a window of n tokens, the independent law, and the arithmetic that all laws share.
+
+A law computes in the dtype of the logits it is built from: float32 from models, whatever their own dtype, float64 for
+exact work. -inf logits are legal: they are safe in value and in gradient.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from ..sampling import race
+
+Choose = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""From probabilities [..., v] to tokens [...] and the probabilities [..., v] that they were really drawn from."""
+
+
+class WindowLaw(ABC):
+    """A probability law q over windows x_1..x_n of token ids."""
+
+    window: int
+    """n, the number of positions that are still free."""
+    leaf_logits: torch.Tensor
+    """[..., n, r, v], unnormalised."""
+
+    @abstractmethod
+    def prefix_log_prob(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
+        """log q(x_1..x_i) for every i and tokens [..., n]: [..., n]; tokens that are `unknown` are summed out."""
+
+    @abstractmethod
+    def conditional_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
+        """log q(X_i = . | x_1..x_{i-1}) for tokens [..., n]: [..., n, v]."""
+
+    @abstractmethod
+    def condition(self, first: torch.Tensor) -> WindowLaw:
+        """The law of x_2..x_n given x_1 = `first` [...], in the same family."""
+
+    @abstractmethod
+    def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
+        """One window per batch element by ancestral sampling, [..., n]."""
+
+    @abstractmethod
+    def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Lets `choose` pick from each exact conditional in turn.
+
+        Args:
+            choose: Picks tokens and states the law that it picked from.
+            length: Stop after so many tokens; None goes to the end of the window.
+
+        Returns:
+            tokens [..., length], and the laws they were drawn from [..., length, v].
+        """
+
+    def token_log_probs(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
+        """log q(x_i | x_1..x_{i-1}) for tokens [..., n]: [..., n].
+
+        Args:
+            tokens: [..., n] int64.
+            unknown: [..., n], True where a token is not known and is summed out; its own entry is then 0.
+        """
+        prefix = self.prefix_log_prob(tokens) if unknown is None else self.prefix_log_prob(tokens, unknown)
+        before = torch.nn.functional.pad(prefix[..., :-1], (1, 0))
+        return prefix - torch.where(before.isfinite(), before, torch.zeros_like(before))
+
+    def log_prob(self, tokens: torch.Tensor) -> torch.Tensor:
+        """log q(x) for tokens [..., n]: [...]."""
+        return self.prefix_log_prob(tokens)[..., -1]
+
+    def greedy(self, length: int | None = None) -> torch.Tensor:
+        """Argmax of each exact conditional in turn, [..., n] or the first `length` of them."""
+        return self.draft(lambda probs: (probs.argmax(-1), probs), length)[0]
+
+    def sample_with_laws(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """An ancestral sample and the laws that its tokens follow, [..., length] and [..., length, v]."""
+        tokens = self.sample()
+        return tokens[..., :length], self.conditional_log_probs(tokens)[..., :length, :].exp()
+
+
+class FactorisedLaw(WindowLaw):
+    """FF: q(x) = prod_i leaf_i[x_i] (Gloeckle et al. 2024).
+
+    Args:
+        leaf_logits: [..., n, 1, v].
+    """
+
+    def __init__(self, leaf_logits: torch.Tensor) -> None:
+        self.leaf_logits = leaf_logits
+        self.window = leaf_logits.shape[-3]
+
+    @property
+    def log_leaves(self) -> torch.Tensor:
+        """Normalised leaves, [..., n, v]."""
+        return normalised_logits(self.leaf_logits[..., 0, :])
+
+    def token_log_probs(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
+        """The leaves at the tokens."""
+        chosen = self.conditional_log_probs(tokens).gather(-1, tokens[..., None])[..., 0]
+        return chosen if unknown is None else chosen.masked_fill(unknown, 0)
+
+    def prefix_log_prob(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
+        """Cumulated leaves."""
+        return self.token_log_probs(tokens, unknown).cumsum(-1)
+
+    def conditional_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
+        """log leaf_i, whatever the tokens."""
+        return self.log_leaves.expand(*tokens.shape, -1)
+
+    def condition(self, first: torch.Tensor) -> FactorisedLaw:
+        """Independence: the other positions as they are."""
+        return FactorisedLaw(self.leaf_logits[..., 1:, :, :])
+
+    def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Every position at once."""
+        return race(self.log_leaves.exp(), generator)
+
+    def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Every position at once."""
+        return choose(FactorisedLaw(self.leaf_logits[..., :length, :, :]).log_leaves.exp())
+
+    def greedy(self, length: int | None = None) -> torch.Tensor:
+        """Argmax of every leaf; no normalisation needed."""
+        return self.leaf_logits[..., :length, 0, :].argmax(-1)
+
+    def sample_with_laws(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Every position at once; the laws are computed once."""
+        return self.draft(lambda probs: (race(probs), probs), length)
+
+
+def normalised_logits(logits: torch.Tensor) -> torch.Tensor:
+    """log_softmax over the last axis."""
+    return logits.log_softmax(-1)
+
+
+def logsumexp(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """log sum exp over one axis; where all values are -inf, the result is -inf and the gradient 0 (torch's is NaN)."""
+    if not (torch.is_grad_enabled() and values.requires_grad):
+        return values.logsumexp(dim)
+    top = values.detach().amax(dim, keepdim=True)
+    top = torch.where(top.isfinite(), top, torch.zeros_like(top))
+    total = (values - top).exp().sum(dim)
+    empty = total == 0
+    return torch.where(empty, float("-inf"), torch.where(empty, 1.0, total).log() + top.squeeze(dim))

@@ -1,0 +1,1 @@
+"""Parallel token prediction: features of uniforms, gated adapters, masks, `PTPForCausalLM`."""

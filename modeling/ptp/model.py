@@ -1,0 +1,330 @@
+"""PTPForCausalLM: parallel token prediction, where auxiliary rows made of uniforms predict several tokens at once."""
+
+from __future__ import annotations
+
+from inspect import signature
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils.generic import can_return_tuple
+
+from ...configuration.ptp import SAMPLING, PTPConfig
+from ...generation.parallel_mixin import ParallelGenerationMixin
+from ..loading import StrictLoadingMixin
+from .features import uniform_features
+from .gated_lora import ADAPTER, gate_linears
+from .masks import additive_mask
+
+_EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative"}
+_HUB = {"revision", "subfolder", "token", "cache_dir", "local_files_only"}
+
+
+class UniformEmbedding(nn.Module):
+    """Embeds uniforms: features, then a projection.
+
+    Args:
+        config: `features`, `feature_dim`, `projection` and `projection_bias` are read.
+        hidden_size: Width of the embeddings.
+    """
+
+    def __init__(self, config: PTPConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.kind, self.dim = config.features, config.feature_dim
+        if config.projection == "linear":
+            self.projection: nn.Module = nn.Linear(self.dim, hidden_size, bias=config.projection_bias)
+        else:
+            self.projection = nn.Sequential(
+                nn.Linear(self.dim, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
+            )
+
+    def forward(self, uniforms: torch.Tensor) -> torch.Tensor:
+        """Embeddings [B, A, H] of uniforms [B, A], which stay float32 until they are features."""
+        first, *rest = (self.projection,) if isinstance(self.projection, nn.Linear) else self.projection
+        dtype = torch.promote_types(first.weight.dtype, torch.float32)  # in bfloat16 features would say too little
+        bias = None if first.bias is None else first.bias.to(dtype)
+        with torch.autocast(uniforms.device.type, enabled=False):
+            features = uniform_features(uniforms, self.kind, self.dim).to(dtype)
+            embeds = nn.functional.linear(features, first.weight.to(dtype), bias).to(first.weight.dtype)
+        for layer in rest:
+            embeds = layer(embeds)
+        return embeds
+
+
+class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedModel):
+    """A causal language model that also predicts blocks of tokens from uniforms (PTP).
+
+    Behind the tokens of a forward may stand auxiliary rows, one uniform each. Gated adapters act on them alone: on
+    ordinary tokens the model is the backbone, bit for bit. `variant="one_hot"` (O-PTP): slot k, behind a context of s
+    tokens, reads u_{s+k} and predicts the token that this uniform picks, at position s + k - 1.
+    `"categorical"` (C-PTP): slot k reads u_{s+k} in place of token s + k and predicts the law of token s + k + 1, at
+    position s + k.
+
+    Args:
+        config: Configuration, with the backbone's inside.
+
+    Raises:
+        ValueError: A backbone that cannot carry auxiliary rows exactly (sliding windows, recurrent states, positions
+            that cannot be chosen, attention without dense masks).
+
+    Example:
+        >>> model = PTPForCausalLM.from_backbone(base, num_slots=8)
+        >>> out = model.generate(**inputs, do_sample=True, seed=7)  # the same text for the same seed
+    """
+
+    config_class = PTPConfig
+    base_model_prefix = "backbone"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+
+    def __init__(self, config: PTPConfig, backbone: PreTrainedModel | None = None) -> None:
+        if config.backbone_config is None:
+            raise ValueError("PTPConfig needs a backbone_config")
+        _check_backbone(config.backbone_config)
+        attention = None if backbone is None else backbone.config._attn_implementation
+        super().__init__(config)
+        self.loss_type = "ForCausalLM"
+        self.backbone = backbone or AutoModelForCausalLM.from_config(config.backbone_config)
+        if attention is not None:  # so does a model
+            self.backbone.config._attn_implementation = attention
+        _check_model(self.backbone)
+        self.uniform_embedding = UniformEmbedding(config, config.backbone_config.hidden_size)
+        head = self.backbone.get_output_embeddings()
+        self.gate = gate_linears(self.backbone, config.lora_rank, config.lora_alpha, skip=head)
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
+        """Loads a model as `PreTrainedModel.from_pretrained` does, and nothing but what the checkpoint was trained as.
+
+        Raises:
+            ValueError: Another embedding of uniforms than the checkpoint has, missing tensors, wrong shapes.
+        """
+        asked = {name: kwargs.pop(name) for name in _EMBEDDING & kwargs.keys()}
+        if asked:  # the same shapes would not tell
+            place = {name: kwargs[name] for name in _HUB & kwargs.keys()}
+            saved = cls.config_class.from_pretrained(pretrained_model_name_or_path, **place)
+            for name, value in asked.items():
+                if value != getattr(saved, name):
+                    raise ValueError(
+                        f"{name}={value!r}: {pretrained_model_name_or_path} was trained with {name}="
+                        f"{getattr(saved, name)!r}, and its weights fit nothing else; leave {name} out"
+                    )
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+    @classmethod
+    def from_backbone(
+        cls, model_or_path: PreTrainedModel | str | PathLike, variant: str = "one_hot", **options: Any
+    ) -> PTPForCausalLM:
+        """Adds gated adapters and an embedding of uniforms to a model; they alone are trained.
+
+        Args:
+            model_or_path: A causal language model of transformers (used as it is, not copied), or where to load it.
+            variant: `"one_hot"` or `"categorical"`.
+            **options: Further fields of `PTPConfig`; `sampling` is by default what the model's generation config sets.
+
+        Raises:
+            ValueError: A backbone that cannot carry auxiliary rows exactly.
+        """
+        base = model_or_path
+        if not isinstance(base, PreTrainedModel):
+            base = AutoModelForCausalLM.from_pretrained(base)
+        attention = base.config._attn_implementation
+        sampling = {name: getattr(base.generation_config, name, None) for name in SAMPLING}
+        options = {"sampling": {name: value for name, value in sampling.items() if value is not None}} | options
+        config = PTPConfig(backbone_config=base.config, variant=variant, **options)
+        base.config._attn_implementation = attention  # a config that takes in another one resets it
+        model = cls(config, base)
+        model.uniform_embedding.to(device=base.device, dtype=base.dtype)
+        model.generation_config = base.generation_config
+        model.train_only("student")
+        return model.eval()
+
+    @classmethod
+    def from_official(cls, folder: str | PathLike) -> PTPForCausalLM:
+        """Reads a folder of the public PTP code: `config.json` and its weights (`.npz`, or pickles read safely).
+
+        Raises:
+            ValueError: An embedding of uniforms that this library does not have, or missing tensors.
+            FileNotFoundError: No weights.
+        """
+        from .official import read_official
+
+        config, weights = read_official(folder)
+        model = cls(config)
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        if missing or unexpected:
+            raise ValueError(f"{folder}: missing tensors {missing[:5]}, unknown tensors {unexpected[:5]}")
+        return model.eval()
+
+    def train_only(self, part: str) -> None:
+        """Chooses what is trained: `"student"` (adapters and the embedding of uniforms) or `"all"`.
+
+        Raises:
+            ValueError: An unknown part.
+        """
+        if part not in ("student", "all"):
+            raise ValueError(f"train_only({part!r}): choose 'student' or 'all'")
+        for name, parameter in self.backbone.named_parameters():
+            parameter.requires_grad_(part == "all" or f".{ADAPTER}." in name)
+        self.uniform_embedding.requires_grad_(True)
+
+    @property
+    def trains_backbone(self) -> bool:
+        """Whether anything but the student's own parts is trained."""
+        parameters = self.backbone.named_parameters()
+        return any(parameter.requires_grad for name, parameter in parameters if f".{ADAPTER}." not in name)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The backbone's."""
+        return self.backbone.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The backbone's head."""
+        return self.backbone.get_output_embeddings()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        uniforms: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | int | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits of the tokens (the backbone's own) and of the auxiliary rows behind them.
+
+        Args:
+            input_ids: [B, T] int64.
+            attention_mask: [B, past + T], 0 for padding; or [B, 1, T + A, past + T + A] bool, what each row sees.
+            position_ids: [B or 1, T + A]. By default the auxiliary rows follow the last token, as one completion.
+            past_key_values: Cache to continue and to extend (with the auxiliary rows, too: crop them).
+            uniforms: [B, A] float32 in [0, 1), one per auxiliary row.
+            labels: [B, T] for the backbone's own loss.
+            use_cache: Return a cache.
+            output_hidden_states: True for all layers; a number means none here.
+            logits_to_keep: Compute the logits of the last so many rows only (0: all).
+            **kwargs: For the backbone without its head.
+
+        Returns:
+            `logits` [B, T + A, V].
+
+        Raises:
+            ValueError: Uniforms outside [0, 1), positions beyond a table of learned ones.
+        """
+        embeds, tokens = self.get_input_embeddings()(input_ids), input_ids.shape[1]
+        if uniforms is not None:
+            _check_uniforms(uniforms)
+            if not self.config.informative:
+                uniforms = torch.full_like(uniforms, 0.5)
+            embeds = torch.cat([embeds, self.uniform_embedding(uniforms).to(embeds.dtype)], dim=1)
+        if position_ids is None:
+            position_ids = self._positions(embeds, tokens, attention_mask, past_key_values)
+        _check_positions(self.config, position_ids)
+        self.gate.start, self.gate.length = None if uniforms is None else tokens, embeds.shape[1]
+        try:
+            outputs = self.backbone.get_decoder()(
+                inputs_embeds=embeds,
+                attention_mask=_as_mask(attention_mask, embeds),
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                output_hidden_states=output_hidden_states is True,
+                **kwargs,
+            )
+        finally:
+            if not (torch.is_grad_enabled() and self.is_activation_checkpointing):  # backward runs the layers again
+                self.gate.start = None
+        hidden = outputs.last_hidden_state
+        logits = self.get_output_embeddings()(slice_logits_to_keep(hidden, logits_to_keep))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits[:, :tokens], labels, vocab_size=self.config.vocab_size)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The backbone's."""
+        return self.backbone.prepare_inputs_for_generation(*args, **kwargs)
+
+    def _positions(
+        self, embeds: torch.Tensor, tokens: int, attention_mask: torch.Tensor | None, past_key_values: Any
+    ) -> torch.Tensor:
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        order = torch.arange(embeds.shape[1], device=embeds.device)
+        if self.config.variant == "one_hot":  # slot 0 shares the position of the last token
+            order = order - (order >= tokens).long()
+        if attention_mask is None or attention_mask.dim() != 2:
+            return (order + past)[None]
+        real = attention_mask.long()
+        begun = real[:, :past].sum(1)[:, None]
+        own = begun + real[:, past : past + tokens].cumsum(1) - 1
+        behind = own[:, -1:] + 1 + order[None, tokens:] - tokens
+        return torch.cat([own, behind], dim=1).clamp(min=0)
+
+
+def _check_backbone(config: PreTrainedConfig) -> None:
+    kinds = set(getattr(config, "layer_types", None) or [])
+    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    if sliding and kinds != {"full_attention"}:
+        raise ValueError(
+            f"{config.model_type}: sliding_window={config.sliding_window}; auxiliary rows need a backbone with full "
+            "attention in every layer"
+        )
+    if kinds - {"full_attention"}:
+        raise ValueError(f"{config.model_type}: layers of types {sorted(kinds)}; only full attention can be verified")
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(config, name, None) not in (None, 1.0):
+            raise ValueError(f"{config.model_type}: {name}={getattr(config, name)}; logits must be lm_head's own")
+
+
+def _check_model(backbone: PreTrainedModel) -> None:
+    name = backbone.config.model_type
+    if getattr(backbone, "_is_stateful", False):
+        raise ValueError(f"{name}: a recurrent state cannot be cropped; only full attention can be verified")
+    if "position_ids" not in signature(backbone.get_decoder().forward).parameters:
+        raise ValueError(f"{name}: its forward takes no position_ids, and auxiliary rows need their own positions")
+    if backbone.config._attn_implementation not in ("eager", "sdpa"):
+        raise ValueError(
+            f"{name}: attn_implementation={backbone.config._attn_implementation!r} takes no dense masks; load it with "
+            "'sdpa' or 'eager'"
+        )
+
+
+def _check_positions(config: PTPConfig, position_ids: torch.Tensor) -> None:
+    """Learned positions end with their table."""
+    limit = config.learned_positions
+    if limit is not None and position_ids.numel() and int(position_ids.max()) >= limit:
+        raise ValueError(
+            f"position {int(position_ids.max())} is beyond the {limit} learned positions of "
+            f"{config.backbone_config.model_type} (max_position_embeddings); auxiliary rows need room too"
+        )
+
+
+def _check_uniforms(uniforms: torch.Tensor) -> None:
+    if not uniforms.is_floating_point() or uniforms.dtype in (torch.float16, torch.bfloat16):
+        raise ValueError(f"uniforms have dtype {uniforms.dtype}; give float32 or float64, fewer bits say too little")
+    if uniforms.numel() and not bool(((uniforms >= 0) & (uniforms < 1)).all()):
+        low, high = float(uniforms.min()), float(uniforms.max())
+        raise ValueError(f"uniforms must lie in [0, 1), but they lie between {low} and {high}")
+
+
+def _as_mask(mask: torch.Tensor | None, embeds: torch.Tensor) -> torch.Tensor | None:
+    """A finished mask as the sum that attention adds; other masks as they are."""
+    if mask is None or mask.dim() != 4:
+        return mask
+    return mask.to(embeds.dtype) if mask.is_floating_point() else additive_mask(mask.bool(), embeds.dtype)

@@ -1,0 +1,91 @@
+"""Folders of the public PTP code, as this library's configuration and tensor names. Knows no network."""
+
+from __future__ import annotations
+
+import json
+import re
+from os import PathLike
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from ...configuration.ptp import PTPConfig
+
+_EMBEDDINGS = {"binary": ("bits", True), "linear_interpolation": ("interpolate", False)}
+_PREFIXES = re.compile(r"^(module\.|base_model\.model\.|student\.|backbone\.)+")
+
+
+def read_official(folder: str | PathLike) -> tuple[PTPConfig, dict[str, torch.Tensor]]:
+    """Configuration and tensors, in this library's names.
+
+    Raises:
+        ValueError: An embedding of uniforms that this library does not have, or a pickle of more than tensors.
+        FileNotFoundError: No weights in the folder.
+    """
+    folder = Path(folder)
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = _config(folder, values)
+    renamed = {}
+    for name, tensor in _tensors(folder).items():
+        for ours, value in _renamed(_PREFIXES.sub("", name), tensor):
+            renamed[ours] = value
+    adapted = {name.split(".lora_")[0] for name in renamed if ".lora_A." in name}
+    return config, {_base_layer(name, adapted): tensor for name, tensor in renamed.items()}
+
+
+def _config(folder: Path, values: dict[str, Any]) -> PTPConfig:
+    kind = values["aux_embedding"]
+    if kind not in _EMBEDDINGS:
+        raise ValueError(f"{folder}: aux_embedding={kind!r} is not supported; {', '.join(_EMBEDDINGS)} are")
+    features, bias = _EMBEDDINGS[kind]
+    llama = dict(values["llama"])
+    rope = {"rope_theta": llama.pop("rope_theta"), "rope_type": llama.pop("rope_type", "default")}
+    return PTPConfig(
+        backbone_config=AutoConfig.for_model("llama", **llama, rope_parameters=rope),
+        variant="one_hot",
+        features=features,
+        projection_bias=bias,
+        num_slots=values.get("completion_length", 16),
+        lora_rank=values["lora"]["r"],
+        lora_alpha=values["lora"]["alpha"],
+        sampling=values["sampling"],
+    )
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder; pickles are read with `weights_only=True`."""
+    for file in sorted(folder.glob("*.safetensors")):
+        return load_file(file)
+    if (folder / "weights.npz").is_file():
+        import numpy as np
+
+        with np.load(folder / "weights.npz", allow_pickle=False) as arrays:
+            return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    for file in sorted(f for ending in ("ckpt", "pt", "bin") for f in folder.glob(f"*.{ending}")):
+        try:
+            loaded = torch.load(file, map_location="cpu", weights_only=True)
+        except UnpicklingError as error:
+            raise ValueError(
+                f"{file} holds more than tensors, and is not unpickled; save its state_dict as safetensors"
+            ) from error
+        return loaded.get("state_dict", loaded)
+    raise FileNotFoundError(f"{folder}: no weights (*.safetensors, weights.npz, *.ckpt, *.pt, *.bin)")
+
+
+def _renamed(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    if name.startswith("u_embed."):
+        own = name.rsplit(".", 1)
+        if own[0].endswith("embedding"):  # anchors [3, H]
+            return [("uniform_embedding.projection.weight", tensor.T.contiguous())]
+        return [(f"uniform_embedding.projection.{own[1]}", tensor)]
+    name = re.sub(r"\.(lora_[AB])\.(default\.)?weight$", r".\1.default.weight", name.replace(".base_layer.", "."))
+    return [(f"backbone.{name}", tensor)]
+
+
+def _base_layer(name: str, adapted: set[str]) -> str:
+    layer, _, last = name.rpartition(".")
+    return f"{layer}.base_layer.{last}" if layer in adapted else name

@@ -1,0 +1,201 @@
+"""The loss of a chain: values and gradients against a naive one, masking, weights, and unrolled training."""
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import DynamicCache
+
+from tests.families import family_model, random_ids
+from tokenahead.modeling.deepseek import losses as module_losses
+from tokenahead.modeling.deepseek.losses import ModuleLossOptions
+from tokenahead.modeling.deepseek.unroll import teacher_forced
+
+LENGTH = 16
+
+
+@pytest.fixture(autouse=True)
+def _many_chunks(monkeypatch):
+    monkeypatch.setattr(module_losses, "LOGITS_PER_CHUNK", 96 * 7)
+
+
+def naive_loss(model, ids, labels, weight=0.3):
+    """Main + weight / D * sum of means, with all logits at once."""
+    out = model(ids, output_mtp_logits=True)
+    terms = []
+    for k, logits in enumerate((out.logits, *out.mtp_logits)):
+        target = labels[:, k + 1 :]
+        terms.append(functional.cross_entropy(logits[:, : target.shape[1]].transpose(1, 2), target))
+    return terms[0] + weight / (len(terms) - 1) * sum(terms[1:])
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def some_labels(ids):
+    labels = ids.clone()
+    labels[0, 3:6] = -100
+    return labels
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen2"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_equal_those_of_the_naive_loss(name, checkpointing):
+    model, ids = family_model(name, num_nextn_predict_layers=3).train(), random_ids()
+    labels = some_labels(ids)
+    expected = gradients(model, naive_loss(model, ids, labels))
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    loss = model(ids, labels=labels).loss
+    found = gradients(model, 2 * loss)
+    torch.testing.assert_close(loss, naive_loss(model, ids, labels), atol=1e-5, rtol=0)
+    assert found.keys() == expected.keys()
+    for key in expected:
+        torch.testing.assert_close(found[key], 2 * expected[key], atol=1e-5, rtol=1e-4)
+
+
+def test_checkpointing_runs_every_block_twice_and_not_three_times():
+    model, ids = family_model("llama").train(), random_ids()
+    model.activation_checkpointing_enable()
+    calls = []
+    model.mtp[0].block.mlp.register_forward_hook(lambda *_: calls.append(1))
+    model(ids, labels=ids).loss.backward()
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("option", ["detach_trunk", "detach_head", "detach_embedding"])
+def test_detached_parts_learn_from_the_main_loss_only(option):
+    model, ids = family_model("llama"), random_ids()
+    main = gradients(model.train(), functional.cross_entropy(model(ids).logits[:, :-1].transpose(1, 2), ids[:, 1:]))
+    setattr(model.loss_options, option, True)
+    found = gradients(model, model(ids, labels=ids).loss)
+    head, embedding, trunk = (
+        "main.lm_head.weight",
+        "main.model.embed_tokens.weight",
+        "main.model.layers.0.mlp.up_proj.weight",
+    )
+    close = {name: torch.allclose(found[name], main[name], atol=1e-6) for name in (head, trunk)}
+    assert close == {head: option == "detach_head", trunk: option == "detach_trunk"}
+    setattr(model.loss_options, option, False)
+    full = gradients(model, model(ids, labels=ids).loss)
+    assert torch.allclose(found[embedding], full[embedding], atol=1e-6) == (option == "detach_head")
+    torch.testing.assert_close(found["mtp.0.eh_proj.weight"], full["mtp.0.eh_proj.weight"])
+
+
+def test_detached_everything_leaves_the_main_model_its_own_gradient():
+    model, ids = family_model("llama").train(), random_ids()
+    main = gradients(model, functional.cross_entropy(model(ids).logits[:, :-1].transpose(1, 2), ids[:, 1:]))
+    model.loss_options = ModuleLossOptions(detach_trunk=True, detach_head=True, detach_embedding=True)
+    found = gradients(model, model(ids, labels=ids).loss)
+    for key, value in main.items():
+        torch.testing.assert_close(found[key], value, atol=1e-6, rtol=1e-4)
+    assert any(key.startswith("mtp.") for key in found)
+
+
+def test_counts_make_accumulation_exact():
+    model, ids = family_model("llama", num_nextn_predict_layers=2).train(), random_ids(4)
+    labels = some_labels(ids)
+    whole = gradients(model, model(ids, labels=labels).loss)
+    counts = torch.tensor([sum((labels[i, k + 1 :] != -100).sum() for i in range(4)) for k in range(3)])
+    model.zero_grad()
+    for part in (slice(0, 1), slice(1, 4)):
+        model(ids[part], labels=labels[part], num_items_in_batch=counts).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, whole[name], atol=1e-6, rtol=1e-4)
+    with pytest.raises(ValueError, match="num_items_in_batch has 2 entries"):
+        model(ids, labels=labels, num_items_in_batch=counts[:2])
+
+
+def test_packed_documents_do_not_see_each_other():
+    model, ids = family_model("deepseek_v3", num_nextn_predict_layers=3), random_ids(1)
+    position_ids = torch.cat([torch.arange(9), torch.arange(LENGTH - 9)])[None]
+    packed = model(ids, labels=ids, position_ids=position_ids)
+    alone = [model(part, labels=part) for part in (ids[:, :9], ids[:, 9:])]
+    counts = torch.tensor([[9 - 1 - k, LENGTH - 9 - 1 - k] for k in range(4)]).float()
+    expected = (torch.stack([out.head_losses for out in alone], 1) * counts).sum(1) / counts.sum(1)
+    torch.testing.assert_close(packed.head_losses, expected, atol=1e-5, rtol=0)
+    changed = ids.clone()
+    changed[0, 9] = (ids[0, 9] + 1) % 96
+    keep = torch.where(torch.arange(LENGTH) < 9, ids, -100)
+    losses = [model(tokens, labels=keep, position_ids=position_ids).loss for tokens in (ids, changed)]
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_has_no_part_in_the_loss(side):
+    model, ids = family_model("glm4_moe", num_nextn_predict_layers=2), random_ids(1, 10)
+    pad = (5, 0) if side == "left" else (0, 5)
+    padded = functional.pad(ids, pad, value=7)
+    mask = functional.pad(torch.ones_like(ids), pad)
+    expected, found = model(ids, labels=ids), model(padded, labels=padded, attention_mask=mask)
+    torch.testing.assert_close(found.head_losses, expected.head_losses, atol=1e-5, rtol=0)
+
+
+def test_paper_divides_every_depth_by_the_main_model_s_targets():
+    model, ids = family_model("llama", num_nextn_predict_layers=2), random_ids(2)
+    mean, heads = model(ids, labels=ids).loss, model(ids, labels=ids).head_losses
+    model.loss_options.normalization = "paper"
+    share = torch.tensor([(LENGTH - 1 - k) / (LENGTH - 1) for k in (1, 2)])
+    torch.testing.assert_close(model(ids, labels=ids).loss, heads[0] + 0.15 * (heads[1:] * share).sum())
+    torch.testing.assert_close(mean, heads[0] + 0.15 * heads[1:].sum())
+
+
+def test_options_are_checked_and_kept_in_the_folder(tmp_path):
+    from tokenahead import DeepSeekMTP
+
+    with pytest.raises(ValueError, match="normalization='sum' is unknown"):
+        ModuleLossOptions(normalization="sum")
+    with pytest.raises(ValueError, match="weight=-1 "):
+        ModuleLossOptions(weight=-1)
+    with pytest.raises(ValueError, match="unroll_steps=0 must be at least 1"):
+        ModuleLossOptions(unroll_steps=0)
+    model = family_model("llama")
+    model.loss_options = ModuleLossOptions(weight=0.1, unroll_steps=3)
+    model.save_pretrained(tmp_path)
+    assert DeepSeekMTP.from_pretrained(tmp_path).loss_options == model.loss_options
+
+
+@torch.no_grad()
+def test_unrolled_rows_equal_those_of_drafting():
+    """Row i of depth k, against a cache with the ordinary columns up to i and then one column for each further step."""
+    model, ids = family_model("deepseek_v3"), random_ids(1)
+    hidden = model(ids, output_hidden_states=-1).hidden_states[-1]
+    embeds, positions = model.get_input_embeddings()(ids), torch.arange(LENGTH)[None]
+    depths = teacher_forced(model.mtp, hidden, embeds, positions, None, 4)
+    for row in (0, 3, 11):
+        cache = DynamicCache()
+        stop = row + 1
+        state = model.mtp.step(1, hidden[:, :stop], embeds[:, 1 : stop + 1], positions[:, :stop], None, cache)[:, -1:]
+        for k in range(2, 5):
+            place = positions[:, row : row + 1] + k - 1
+            state = model.mtp.step(k, state, embeds[:, row + k : row + k + 1], place, None, cache)
+            torch.testing.assert_close(depths[k - 1][:, row : row + 1], state, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_unrolled_training_counts_every_step_and_checkpoints(attention):
+    model, ids = family_model("llama", attn_implementation=attention).train(), random_ids()
+    model.loss_options.unroll_steps = 3
+    assert model.window == 4
+    out = model(ids, labels=ids)
+    assert out.head_losses.shape == (4,)
+    expected = gradients(model, out.loss)
+    model.activation_checkpointing_enable()
+    found = gradients(model, model(ids, labels=ids).loss)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, atol=1e-6, rtol=1e-4)
+    assert not torch.allclose(out.head_losses[2], out.head_losses[1])
+
+
+def test_half_precision_keeps_small_gradients():
+    """A mean's gradient would vanish in float16 if it were divided by the number of targets before it is needed."""
+    head = torch.nn.Linear(8, 96, bias=False).half()
+    states = [torch.randn(1, 4, 8).half().requires_grad_()]
+    targets = [torch.randint(0, 96, (1, 4))]
+    weights = torch.tensor([1e-7])
+    total, _ = module_losses.chunked_cross_entropy(head, states, targets, weights, 96)
+    (1e7 * total).backward()
+    expected = head.weight.grad.float().clone()
+    assert expected.abs().max() > 0.1 and states[0].grad.abs().max() > 0.01

@@ -1,0 +1,247 @@
+"""Main model and modules against float64 goldens, and everything about the folder they are read from and written to."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3NextConfig
+
+from tests.families import family_config, family_model, random_ids
+from tokenahead import DeepSeekMTP
+
+GOLDENS = Path(__file__).parents[2] / "data" / "deepseek_mtp"
+CASES = sorted(path.name for path in GOLDENS.iterdir())
+
+
+def folder_tensors(folder):
+    files = [file for file in sorted(Path(folder).glob("*.safetensors")) if file.name != "golden.safetensors"]
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def rewrite(folder, tensors=None, **fields):
+    """A folder with other tensors, or other fields in its config.json."""
+    if tensors is not None:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    family_model("deepseek_v3", num_nextn_predict_layers=2).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_goldens(case):
+    model, gold = DeepSeekMTP.from_pretrained(GOLDENS / case), load_file(GOLDENS / case / "golden.safetensors")
+    ids = gold["input_ids"]
+    out = model(ids, labels=ids, output_hidden_states=-1)
+    close = dict(atol=3e-4, rtol=0)
+    torch.testing.assert_close(out.logits, gold["main_logits"], **close)
+    torch.testing.assert_close(out.hidden_states[-1], gold["main_hidden_postnorm"], **close)
+    assert len(out.mtp_logits) == model.num_modules == len(gold["losses_mean"]) - 1
+    for k, logits in enumerate(out.mtp_logits, 1):
+        torch.testing.assert_close(logits, gold[f"mtp{k}_logits"], **close)
+    torch.testing.assert_close(out.head_losses, gold["losses_mean"], atol=1e-5, rtol=0)
+    torch.testing.assert_close(out.loss, gold["total_loss_lambda0.3"].reshape(()), atol=1e-5, rtol=0)
+    model.loss_options.normalization, model.mtp_loss_weight = "paper", 1.0
+    over_t = gold["losses_over_T"]
+    expected = over_t[0] + over_t[1:].mean()
+    torch.testing.assert_close(model(ids, labels=ids).loss, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_round_trip_keeps_every_byte_and_plain_transformers_reads_it(case, tmp_path):
+    model = DeepSeekMTP.from_pretrained(GOLDENS / case)
+    model.save_pretrained(tmp_path)
+    original, saved = folder_tensors(GOLDENS / case), folder_tensors(tmp_path)
+    assert original.keys() == saved.keys()
+    assert all(torch.equal(original[name], saved[name]) for name in original)
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (GOLDENS / case, tmp_path))
+    kept = ("model_type", "architectures", "num_hidden_layers", "num_nextn_predict_layers")
+    assert {name: before[name] for name in kept} == {name: after[name] for name in kept}
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = random_ids(1, 6)
+    text = plain.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(text, model.generate(ids, use_mtp=False, max_new_tokens=8, do_sample=False, pad_token_id=0))
+    assert not list(tmp_path.glob(".*")) and not list(tmp_path.parent.glob(f".{tmp_path.name}*"))
+
+
+def test_shards_are_written_with_an_index_and_leave_none_of_an_earlier_save(saved):
+    model = DeepSeekMTP.from_pretrained(saved)
+    model.save_pretrained(saved, max_shard_size="50KB")
+    shards = list(saved.glob("model-*.safetensors"))
+    assert len(shards) > 1 and not (saved / "model.safetensors").exists()
+    index = json.loads((saved / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(index) == set(folder_tensors(saved)) and "model.layers.3.shared_head.head.weight" in index
+    again = DeepSeekMTP.from_pretrained(saved)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
+    model.save_pretrained(saved)
+    assert not list(saved.glob("model-*"))
+
+
+def test_saving_leaves_the_model_as_it_was(saved):
+    model = DeepSeekMTP.from_pretrained(saved)
+    before = model.config.to_dict()
+    model.save_pretrained(saved)
+    assert model.config.to_dict() == before and isinstance(model.config.dtype, torch.dtype)
+
+
+def test_generate_needs_no_folder_even_after_saving(saved, tmp_path):
+    model, ids = DeepSeekMTP.from_pretrained(saved), random_ids(1, 6)
+    model.save_pretrained(tmp_path / "elsewhere")
+    shutil.rmtree(saved)
+    options = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(model.generate(ids, use_mtp=True, **options), model.generate(ids, use_mtp=False, **options))
+
+
+def test_fresh_models_draft_with_their_own_modules(saved):
+    config = AutoConfig.from_pretrained(saved)  # transformers would read the modules of this folder
+    first, second = DeepSeekMTP(config).eval(), DeepSeekMTP.from_pretrained(saved)
+    ids = random_ids(1, 6)
+    assert not torch.equal(first.mtp[0].block.self_attn.o_proj.weight, second.mtp[0].block.self_attn.o_proj.weight)
+    options = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(first.generate(ids, use_mtp=True, **options), first.generate(ids, use_mtp=False, **options))
+
+
+def test_dtype_is_that_of_the_folder_unless_given(saved):
+    DeepSeekMTP.from_pretrained(saved, dtype=torch.bfloat16).save_pretrained(saved)
+    model = DeepSeekMTP.from_pretrained(saved)
+    assert {p.dtype for p in model.mtp.parameters()} == {p.dtype for p in model.main.parameters()} == {torch.bfloat16}
+    assert DeepSeekMTP.from_pretrained(saved, dtype="float32").mtp[0].eh_proj.weight.dtype == torch.float32
+
+
+@torch.no_grad()
+def test_without_modules_it_is_the_plain_model(saved):
+    plain, model = AutoModelForCausalLM.from_pretrained(saved), DeepSeekMTP.from_pretrained(saved, inference_only=True)
+    assert model.num_modules == 0 and type(model.main) is type(plain)
+    own = {name.removeprefix("main."): value for name, value in model.state_dict().items()}
+    assert own.keys() == plain.state_dict().keys()
+    ids = random_ids()
+    out = model(ids, labels=ids)
+    assert torch.equal(out.logits, plain(ids).logits) and out.mtp_logits is None
+    torch.testing.assert_close(out.loss, plain(ids, labels=ids).loss)
+    options = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+
+
+def test_loading_reports_no_unexpected_tensors(saved):
+    for options in ({}, {"inference_only": True}):
+        _, report = DeepSeekMTP.from_pretrained(saved, output_loading_info=True, **options)
+        assert not report["unexpected_keys"] and not report["missing_keys"]
+
+
+def test_shared_copies_are_written_where_they_were_read(saved):
+    tensors = folder_tensors(saved)
+    copies = {name for name in tensors if name.startswith("model.layers.") and "embed_tokens" in name}
+    assert copies == {f"model.layers.{layer}.embed_tokens.weight" for layer in (2, 3)}
+    kept = {k: v for k, v in tensors.items() if "embed_tokens" not in k or k not in copies}
+    rewrite(saved, {k: v for k, v in kept.items() if "shared_head.head" not in k})
+    model = DeepSeekMTP.from_pretrained(saved)
+    model.save_pretrained(saved)
+    assert not any("shared_head.head" in name for name in folder_tensors(saved))
+
+
+def test_copies_that_differ_are_reported(saved, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("tokenahead"), "propagate", True)
+    DeepSeekMTP.from_pretrained(saved)
+    assert "differs from" not in caplog.text
+    tensors = folder_tensors(saved)
+    tensors["model.layers.3.shared_head.head.weight"] += 1
+    rewrite(saved, tensors)
+    DeepSeekMTP.from_pretrained(saved)
+    assert "model.layers.3.shared_head.head.weight differs from lm_head.weight" in caplog.text
+
+
+def test_module_logits_only_where_they_are_wanted():
+    model, ids = family_model("llama"), random_ids()
+    assert model(ids).mtp_logits is not None
+    assert model(ids, use_cache=True).mtp_logits is None
+    assert model(ids, output_mtp_logits=False).mtp_logits is None
+    assert model.prepare_inputs_for_generation(ids, next_sequence_length=None)["output_mtp_logits"] is False
+    model.train()
+    assert model(ids, labels=ids).mtp_logits is None
+    assert model(ids, output_mtp_logits=True).mtp_logits is not None
+    cache = model.eval()(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="need whole sequences"):
+        model(ids, past_key_values=cache, output_mtp_logits=True)
+
+
+def test_all_hidden_states_and_attentions():
+    model, ids = family_model("llama", attn_implementation="eager"), random_ids()
+    out = model(ids, output_hidden_states=True, output_attentions=True)
+    assert len(out.hidden_states) == 3 and len(out.attentions) == 2
+    assert torch.equal(out.hidden_states[-1], model(ids, output_hidden_states=-1).hidden_states[-1])
+
+
+def test_sequences_shorter_than_the_chain():
+    model = family_model("deepseek_v3", num_nextn_predict_layers=3)
+    ids = random_ids(2, 2)
+    out = model(ids, labels=ids)
+    assert [logits.shape[1] for logits in out.mtp_logits] == [1, 0, 0]
+    assert torch.isfinite(out.loss)
+
+
+@torch.no_grad()
+def test_left_padding_changes_nothing():
+    model, ids = family_model("glm4_moe", num_nextn_predict_layers=2), random_ids(1, 10)
+    padded = torch.nn.functional.pad(ids, (4, 0))
+    out, shifted = model(ids), model(padded, attention_mask=(torch.arange(14) >= 4)[None].long())
+    for plain, other in zip((out.logits, *out.mtp_logits), (shifted.logits, *shifted.mtp_logits)):
+        torch.testing.assert_close(other[:, 4:], plain, atol=1e-5, rtol=0)
+
+
+def test_a_folder_without_modules_is_refused(tmp_path):
+    AutoModelForCausalLM.from_config(family_config("llama", num_nextn_predict_layers=0)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no tensors of modules"):
+        DeepSeekMTP.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_modules_is_refused(saved, count):
+    rewrite(saved, num_nextn_predict_layers=count)
+    with pytest.raises(ValueError, match=f"num_nextn_predict_layers={count}, but the folder holds 2 modules"):
+        DeepSeekMTP.from_pretrained(saved)
+
+
+def test_missing_tensors_are_named(saved):
+    tensors = folder_tensors(saved)
+    del tensors["model.layers.3.eh_proj.weight"]
+    rewrite(saved, tensors)
+    with pytest.raises(ValueError, match=r"lacks 1 tensors.*model\.layers\.3\.eh_proj\.weight"):
+        DeepSeekMTP.from_pretrained(saved)
+
+
+def test_wrong_shapes_are_refused(saved):
+    tensors = folder_tensors(saved)
+    tensors["model.layers.3.eh_proj.weight"] = torch.zeros(32, 32)
+    rewrite(saved, tensors)
+    with pytest.raises(ValueError, match="shapes that config.json says"):
+        DeepSeekMTP.from_pretrained(saved)
+
+
+def test_a_damaged_file_is_refused(saved):
+    data = (saved / "model.safetensors").read_bytes()
+    (saved / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match="damaged"):
+        DeepSeekMTP.from_pretrained(saved)
+
+
+def test_stateful_families_are_refused_by_name(tmp_path):
+    config = Qwen3NextConfig(num_hidden_layers=1, num_nextn_predict_layers=1)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="'qwen3_next': its layers keep a recurrent state"):
+        DeepSeekMTP.from_pretrained(tmp_path)
+
+
+def test_unknown_families_are_refused_by_name():
+    config = AutoConfig.for_model("gpt2", n_layer=1)
+    with pytest.raises(ValueError, match=r"model_type='gpt2'; it knows deepseek_v3"):
+        DeepSeekMTP(config)

@@ -1,0 +1,344 @@
+"""EvaByte's tokenizer against golden cases of the official one, and what transformers and trainers ask of it."""
+
+import copy
+import json
+import pickle
+from pathlib import Path
+
+import jinja2
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import TextStreamer
+
+from tokenahead.modeling.evabyte.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, EvaByteTokenizer
+
+GOLDEN = json.loads((Path(__file__).parents[2] / "data" / "evabyte_tokenizer.json").read_text(encoding="utf-8"))
+INFO = GOLDEN["info"]
+TOKENIZER = EvaByteTokenizer()
+CHAT = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "où?"},
+    {"role": "assistant", "content": "là ☃"},
+    {"role": "user", "content": "ok"},
+    {"role": "assistant", "content": ""},
+]
+SHORT_CHAT = CHAT[1:3]
+LITERALS = st.sampled_from(SPECIAL_TOKENS)
+PLAIN_TEXT = st.text().filter(lambda text: not any(literal in text for literal in SPECIAL_TOKENS))
+
+
+def assistant_text(ids, mask) -> str:
+    return TOKENIZER.decode([int(index) for index, marked in zip(ids, mask, strict=True) if marked])
+
+
+# --- golden cases -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", GOLDEN["encode"], ids=lambda case: repr(case["text"][:16]))
+def test_golden_encode(case):
+    text = case["text"]
+    assert TOKENIZER(text)["input_ids"] == case["ids"]
+    assert TOKENIZER(text, add_special_tokens=False)["input_ids"] == case["ids_no_bos"]
+    assert TOKENIZER(text, split_special_tokens=True)["input_ids"] == case["ids_split_special"]
+    assert TOKENIZER.decode(case["ids"]) == case["decoded"]
+    assert TOKENIZER.decode(case["ids"], skip_special_tokens=True) == case["decoded_skip_special"]
+
+
+@pytest.mark.parametrize("case", GOLDEN["decode"], ids=lambda case: str(case["ids"][:4]))
+def test_golden_decode(case):
+    assert TOKENIZER.decode(case["ids"]) == case["text"]
+    assert TOKENIZER.decode(case["ids"], skip_special_tokens=True) == case["text_skip_special"]
+    assert TOKENIZER.decode(torch.tensor([case["ids"]], dtype=torch.long)) == [case["text"]]
+
+
+@pytest.mark.parametrize("case", GOLDEN["chat"], ids=range(len(GOLDEN["chat"])))
+@pytest.mark.parametrize("prompt, suffix", [(False, ""), (True, "_gen")])
+def test_golden_chat(case, prompt, suffix):
+    def apply(**options):
+        return TOKENIZER.apply_chat_template(case["messages"], add_generation_prompt=prompt, **options)
+
+    assert apply(tokenize=False) == case["text" + suffix]
+    assert apply(return_dict=False) == case["ids" + suffix]
+    assert apply(return_assistant_tokens_mask=True)["input_ids"] == case["ids" + suffix]
+
+
+def test_golden_pair():
+    (case,) = GOLDEN["pair"]
+    encoded = TOKENIZER(case["a"], case["b"], return_special_tokens_mask=True)
+    assert encoded["input_ids"] == case["ids"]
+    assert encoded["special_tokens_mask"] == [1, 0, 0, 1, 0, 0]
+
+
+def test_golden_info():
+    assert list(SPECIAL_TOKENS) == INFO["special_tokens"]
+    assert (TOKENIZER.vocab_size, len(TOKENIZER)) == (INFO["vocab_size_property"], INFO["len"])
+    for name in ("bos", "eos", "pad", "unk", "sep"):
+        assert getattr(TOKENIZER, f"{name}_token_id") == INFO[name]
+    assert sorted(TOKENIZER.all_special_ids) == list(range(INFO["offset"]))
+    assert list(TOKENIZER.get_vocab().values()) == list(range(INFO["len"]))
+
+
+@pytest.mark.parametrize("role", ["tool", "system", "User"])
+@pytest.mark.parametrize("mask", [False, True])
+def test_golden_error_case_other_roles_are_refused(role, mask):
+    assert len(GOLDEN["error_cases"]) == 1  # this one
+    chat = [*CHAT, {"role": role, "content": "x"}]
+    with pytest.raises(jinja2.TemplateError, match="Conversation roles must be user or assistant"):
+        TOKENIZER.apply_chat_template(chat, return_assistant_tokens_mask=mask)
+
+
+# --- text and ids -----------------------------------------------------------------------------------------------------
+
+
+@given(PLAIN_TEXT)
+@settings(deadline=None)
+def test_text_without_literals_is_its_bytes_and_comes_back(text):
+    ids = TOKENIZER(text)["input_ids"]
+    assert ids == [1, *(byte + 64 for byte in text.encode())]
+    assert TOKENIZER.decode(ids, skip_special_tokens=True) == text
+
+
+@given(st.lists(PLAIN_TEXT | LITERALS, max_size=8).map("".join))
+@settings(deadline=None)
+def test_any_text_comes_back_and_split_special_tokens_makes_bytes_of_literals(text):
+    assert TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False)) == text
+    split = TOKENIZER.encode(text, add_special_tokens=False, split_special_tokens=True)
+    assert bytes(index - 64 for index in split) == text.encode()
+
+
+@given(st.lists(st.integers(0, 319)))
+@settings(deadline=None)
+def test_decoding_drops_invalid_bytes_and_with_skip_all_ids_below_64(ids):
+    whole = b"".join(bytes([index - 64]) if index >= 64 else SPECIAL_TOKENS[index].encode() for index in ids)
+    assert TOKENIZER.decode(ids) == whole.decode(errors="ignore")
+    kept = bytes(index - 64 for index in ids if index >= 64)
+    assert TOKENIZER.decode(ids, skip_special_tokens=True) == kept.decode(errors="ignore")
+
+
+def test_tokens_and_ids_are_one_to_one():
+    tokens = TOKENIZER.convert_ids_to_tokens(range(320))
+    assert len(set(tokens)) == 320
+    assert TOKENIZER.convert_tokens_to_ids(tokens) == list(range(320))
+    assert TOKENIZER.convert_ids_to_tokens(161) == "a"
+    assert TOKENIZER.decode(161) == "a"
+
+
+def test_a_string_that_is_no_token_has_no_id_and_no_bytes():
+    assert TOKENIZER.convert_tokens_to_ids("<extra_id_5>") is None
+    with pytest.raises(ValueError, match="'<extra_id_5>' is no token"):
+        TOKENIZER.convert_tokens_to_string(["a", "<extra_id_5>"])
+
+
+@pytest.mark.parametrize("index", [320, -1, -100])
+def test_ids_outside_the_vocabulary_are_refused(index):
+    with pytest.raises(ValueError, match=f"token id {index} is outside the vocabulary: ids go from 0 to 319"):
+        TOKENIZER.decode([161, index])
+
+
+@pytest.mark.parametrize(
+    "text, code_point, position",
+    [("a\ud83d", "U\\+D83D", 1), ("\udc00b\ud800", "U\\+DC00", 0), ("é<|eot_id|>xy\udfff", "U\\+DFFF", 13)],
+)
+def test_lone_surrogates_are_refused_with_their_position(text, code_point, position):
+    message = f"lone surrogate {code_point} at position {position},"
+    with pytest.raises(ValueError, match=message):
+        TOKENIZER(text)
+    with pytest.raises(ValueError, match=message):
+        TOKENIZER(["fine", text], split_special_tokens=True)
+
+
+def test_the_repair_that_the_surrogate_error_proposes_works():
+    text = "a\ud83d\ude00b\ud800"
+    repaired = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    assert TOKENIZER.decode(TOKENIZER(repaired)["input_ids"], skip_special_tokens=True) == "a😀b\ufffd"
+
+
+def test_surrogate_position_in_a_masked_chat_counts_from_the_start_of_the_chat():
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "ab\ud800"}]
+    position = TOKENIZER.apply_chat_template(chat, tokenize=False).index("\ud800")
+    with pytest.raises(ValueError, match=f"at position {position},"):
+        TOKENIZER.apply_chat_template(chat, return_assistant_tokens_mask=True)
+
+
+def test_padding_is_on_the_left_and_there_are_no_token_type_ids():
+    batch = TOKENIZER(["abc", "é<eos>", ""], padding=True, return_tensors="pt")
+    assert list(batch) == ["input_ids", "attention_mask"]
+    assert batch["input_ids"].tolist() == [[1, 161, 162, 163], [1, 259, 233, 2], [0, 0, 0, 1]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]
+    assert EvaByteTokenizer(padding_side="right")(["ab", ""], padding=True)["input_ids"][1] == [1, 0, 0]
+
+
+def test_truncation_keeps_bos():
+    assert TOKENIZER("abcdef", truncation=True, max_length=3)["input_ids"] == [1, 161, 162]
+
+
+def test_pretokenized_words_are_bytes_too():
+    assert TOKENIZER(["aé", "<eos>"], is_split_into_words=True)["input_ids"] == [1, 161, 259, 233, 2]
+
+
+def test_copies_and_pickles_work():
+    for twin in (copy.deepcopy(TOKENIZER), pickle.loads(pickle.dumps(TOKENIZER))):
+        assert twin("a<eos>é")["input_ids"] == [1, 161, 2, 259, 233]
+
+
+# --- streaming --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["né ☃ 😀 日本語\nñ\n\n😀", "e\u0301 👨\u200d👩\u200d👧 fin", "don't , stop ."])
+def test_text_streamer_prints_the_text_byte_by_byte(text, capsys):
+    streamer = TextStreamer(TOKENIZER, skip_prompt=True, skip_special_tokens=True)
+    streamer.put(torch.tensor([TOKENIZER("prompt")["input_ids"]]))
+    for index in [*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id]:
+        streamer.put(torch.tensor([index]))
+    streamer.end()
+    assert capsys.readouterr().out == text + "\n"
+
+
+# --- chat -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"split_special_tokens": True}])
+def test_assistant_mask_covers_contents_and_their_ends(options):
+    encoded = TOKENIZER.apply_chat_template(
+        CHAT, add_generation_prompt=True, return_assistant_tokens_mask=True, tokenizer_kwargs=options
+    )
+    plain = TOKENIZER.apply_chat_template(CHAT, add_generation_prompt=True, tokenizer_kwargs=options)
+    assert {name: encoded[name] for name in plain} == dict(plain)
+    assert assistant_text(encoded["input_ids"], encoded["assistant_masks"]) == "là ☃<|eot_id|><|eot_id|>"
+
+
+def test_assistant_mask_is_zero_without_assistant():
+    encoded = TOKENIZER.apply_chat_template(CHAT[:2], add_generation_prompt=True, return_assistant_tokens_mask=True)
+    assert encoded["assistant_masks"] == [0] * len(encoded["input_ids"])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("pad_token", ["<pad>", "<bos>"])
+def test_assistant_mask_is_padded_as_the_ids_are(side, pad_token):
+    tokenizer = EvaByteTokenizer(padding_side=side, pad_token=pad_token)
+    batch = tokenizer.apply_chat_template(
+        [CHAT, SHORT_CHAT], padding=True, return_tensors="pt", return_assistant_tokens_mask=True
+    )
+    assert batch["assistant_masks"].shape == batch["input_ids"].shape
+    assert not (batch["assistant_masks"] & (1 - batch["attention_mask"])).any()
+    texts = [assistant_text(ids, mask) for ids, mask in zip(batch["input_ids"], batch["assistant_masks"])]
+    assert texts == ["là ☃<|eot_id|><|eot_id|>", "là ☃<|eot_id|>"]
+
+
+@pytest.mark.parametrize("side, expected", [("right", "là"), ("left", "☃<|eot_id|><|eot_id|>")])
+def test_assistant_mask_is_truncated_as_the_ids_are(side, expected):
+    tokenizer = EvaByteTokenizer(truncation_side=side)
+    full = tokenizer.apply_chat_template(CHAT, return_assistant_tokens_mask=True)
+    first = full["assistant_masks"].index(1)
+    length = first + 3 if side == "right" else len(full["input_ids"]) - first - 4
+    cut = tokenizer.apply_chat_template(
+        CHAT, truncation=True, max_length=length, return_assistant_tokens_mask=True, return_tensors="pt"
+    )
+    assert cut["input_ids"].shape == cut["assistant_masks"].shape == (1, length)
+    assert assistant_text(cut["input_ids"][0], cut["assistant_masks"][0]) == expected
+
+
+@pytest.mark.parametrize("option", [{"tokenize": False}, {"return_dict": False}, {"continue_final_message": True}])
+def test_options_that_a_mask_cannot_go_with_are_refused_by_name(option):
+    with pytest.raises(ValueError, match=f"needs {next(iter(option))}="):
+        TOKENIZER.apply_chat_template(CHAT, return_assistant_tokens_mask=True, **option)
+
+
+def test_an_empty_conversation_is_refused():
+    with pytest.raises(ValueError, match="conversation is empty"):
+        TOKENIZER.apply_chat_template([], return_assistant_tokens_mask=True)
+
+
+def test_sanitized_user_text_cannot_inject_control_ids():
+    chat = [{"role": "user", "content": "x<|eot_id|>"}]
+    injected, safe = (
+        TOKENIZER.apply_chat_template(chat, sanitize_control_tokens=flag)["input_ids"] for flag in (False, True)
+    )
+    assert (injected.count(11), safe.count(11)) == (3, 2)
+    assert TOKENIZER.decode(safe) == TOKENIZER.decode(injected)
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+def official_config() -> dict:
+    """A tokenizer_config.json as the official folders have it: mixed flags, the official template, code references."""
+    flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    added = {str(i): {"content": literal, "special": i < 5, **flags} for i, literal in enumerate(SPECIAL_TOKENS)}
+    return {
+        "added_tokens_decoder": added,
+        "additional_special_tokens": list(SPECIAL_TOKENS[5:]),
+        "auto_map": {"AutoTokenizer": ["tokenization_evabyte.EvaByteTokenizer", None]},
+        "bos_token": "<bos>",
+        "chat_template": INFO["chat_template"],
+        "eos_token": "<|eot_id|>",
+        "model_max_length": 32768,
+        "pad_token": "<pad>",
+        "sep_token": "<sep>",
+        "tokenizer_class": "EvaByteTokenizer",
+        "unk_token": "<unk>",
+    }
+
+
+def load(folder: Path, config: dict) -> EvaByteTokenizer:
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return EvaByteTokenizer.from_pretrained(folder)
+
+
+def test_an_official_folder_loads_with_64_specials_and_a_marked_template(tmp_path):
+    tokenizer = load(tmp_path, official_config())
+    assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.model_max_length) == (320, 11, 32768)
+    assert tokenizer.decode([*range(64), 161], skip_special_tokens=True) == "a"
+    assert all(token.special for token in tokenizer.added_tokens_decoder.values())
+    assert sorted(tokenizer.all_special_ids) == list(range(64))
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+
+
+@pytest.mark.parametrize("by_assignment", [False, True])
+def test_the_sft_eos_survives_a_round_trip(tmp_path, by_assignment):
+    tokenizer = EvaByteTokenizer() if by_assignment else EvaByteTokenizer(eos_token="<|eot_id|>")
+    tokenizer.eos_token = "<|eot_id|>"
+    assert (tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<eos>")) == (11, 2)
+    tokenizer.save_pretrained(tmp_path)
+    again = EvaByteTokenizer.from_pretrained(tmp_path)
+    assert (again.eos_token, again.eos_token_id, len(again)) == ("<|eot_id|>", 11, 320)
+    assert again.get_vocab() == tokenizer.get_vocab()
+    assert again.decode([2, 161, 11, 3], skip_special_tokens=True) == "a"
+    assert again.apply_chat_template(CHAT)["input_ids"] == tokenizer.apply_chat_template(CHAT)["input_ids"]
+
+
+def test_a_saved_folder_names_no_code_files_of_the_folder_read(tmp_path):
+    load(tmp_path, official_config()).save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert "auto_map" not in saved
+    assert saved["tokenizer_class"] == "EvaByteTokenizer"
+
+
+def test_a_template_of_ones_own_survives_a_round_trip(tmp_path):
+    own = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    EvaByteTokenizer(chat_template=own).save_pretrained(tmp_path)
+    assert EvaByteTokenizer.from_pretrained(tmp_path).chat_template == own
+
+
+def test_tokens_that_the_user_adds_follow_the_vocabulary_and_survive(tmp_path):
+    tokenizer = EvaByteTokenizer()
+    assert tokenizer.add_tokens(["<tool>", "a"]) == 1  # "a" is a byte already
+    tokenizer.save_pretrained(tmp_path)
+    for each in (tokenizer, EvaByteTokenizer.from_pretrained(tmp_path)):
+        assert each("<tool>ab")["input_ids"] == [1, 320, 161, 162]
+        assert each.decode([320, 161]) == "<tool>a"
+        assert len(each) == 321
+
+
+def test_a_folder_with_other_ids_is_refused(tmp_path):
+    config = official_config()
+    config["added_tokens_decoder"]["5"]["content"] = "<extra_id_5>"
+    with pytest.raises(ValueError, match="gives id 5 to '<extra_id_5>', but EvaByte's is '<repo_name>'"):
+        load(tmp_path, config)
+
+
+def test_a_named_token_outside_the_vocabulary_is_refused():
+    with pytest.raises(ValueError, match="eos_token='</s>' is not in EvaByte's vocabulary"):
+        EvaByteTokenizer(eos_token="</s>")

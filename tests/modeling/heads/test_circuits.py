@@ -1,0 +1,272 @@
+"""The law of independent positions, and what all laws share: goldens, enumeration, precision, drawing by race."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.laws import chi_square, golden
+from tokenahead import MTPHeadConfig
+from tokenahead.modeling.heads.circuits import circuit_from_logits
+from tokenahead.modeling.heads.registry import FFHead, window_law
+from tokenahead.modeling.heads.window_law import FactorisedLaw
+from tokenahead.modeling.sampling import race
+
+DENSITIES = ("ff_n2_r1_v5", "ff_n5_r1_v5", "ff_n8_r1_v5", "r1_ff")
+CLOSE = {torch.float64: {"rtol": 0, "atol": 1e-12}, torch.float32: {"rtol": 2e-5, "atol": 2e-5}}
+
+
+def batched(data: dict[str, torch.Tensor], dtype: torch.dtype) -> FactorisedLaw:
+    """The golden's law, once for each of its windows `x` [K, n]."""
+    logits = data["params.leaf_logits"]
+    return circuit_from_logits("ff", leaf_logits=logits.expand(len(data["x"]), *logits.shape), dtype=dtype)
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, want.to(dtype), **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("name", DENSITIES)
+def test_golden_density(name, dtype):
+    data = golden(name)
+    law, x = batched(data, dtype), data["x"]
+    assert_close(law.log_prob(x), data["logq"], dtype)
+    assert_close(law.prefix_log_prob(x), data["prefix_logq"], dtype)
+    assert_close(law.conditional_log_probs(x), data["cond_logp"], dtype)
+    assert law.window == x.shape[1]
+
+
+@pytest.mark.parametrize("name", DENSITIES)
+def test_golden_condition(name):
+    data = golden(name)
+    x = data["x"]
+    rest = batched(data, torch.float64).condition(x[:, 0])
+    assert rest.window == x.shape[1] - 1
+    assert_close(rest.log_prob(x[:, 1:]), data["rest_given_first_logq"], torch.float64)
+    assert_close(rest.conditional_log_probs(x[:, 1:]), data["cond_logp"][:, 1:], torch.float64)
+    firsts = torch.arange(len(data["univ_given_first"]))
+    logits = data["params.leaf_logits"].expand(len(firsts), *data["params.leaf_logits"].shape)
+    given_first = circuit_from_logits("ff", leaf_logits=logits).condition(firsts)
+    anything = torch.zeros(len(firsts), given_first.window, dtype=torch.long)
+    marginals = given_first.conditional_log_probs(anything).exp()
+    assert_close(marginals, data["univ_given_first"][:, 1:], torch.float64)
+
+
+@pytest.mark.parametrize("name", DENSITIES)
+def test_golden_greedy(name):
+    data = golden(name)
+    law = circuit_from_logits("ff", leaf_logits=data["params.leaf_logits"])
+    assert torch.equal(law.greedy(), data["greedy_seq"])
+    if "map_seq" in data:  # for independent positions the best window is the greedy one
+        assert torch.equal(law.greedy(), data["map_seq"])
+    assert torch.equal(batched(data, torch.float32).greedy(), data["greedy_seq"].expand(len(data["x"]), -1))
+
+
+@pytest.mark.parametrize("name", DENSITIES)
+def test_golden_gradient(name):
+    data = golden(name)
+    logits = data["params.leaf_logits"].requires_grad_()
+    x = data["x"]
+    loss = circuit_from_logits("ff", leaf_logits=logits.expand(len(x), *logits.shape)).log_prob(x).neg().mean()
+    loss.backward()
+    assert_close(loss.detach().reshape(1), data["nll_mean"], torch.float64)
+    torch.testing.assert_close(logits.grad, data["grad.leaf_logits"], rtol=0, atol=1e-12)
+
+
+def test_golden_contextual():
+    data = golden("ctx_ff_n4")
+    logits = torch.einsum("nrvd,bd->bnrv", data["leaf_weight"], data["e"])
+    torch.testing.assert_close(logits, data["leaf_logits"])
+    law = circuit_from_logits("ff", leaf_logits=logits[:, None].expand(-1, data["x"].shape[1], -1, -1, -1))
+    assert_close(law.log_prob(data["x"]), data["logq"], torch.float64)
+    assert_close(law.prefix_log_prob(data["x"]), data["prefix_logq"], torch.float64)
+
+
+@pytest.mark.parametrize("name", ["ff_n2_r1_v5", "ff_n5_r1_v5", "r1_ff"])
+def test_all_windows_together(name):
+    """Enumeration: the joint of every window, and its sum."""
+    data = golden(name)
+    joint = data["joint"]
+    windows = torch.tensor(list(itertools.product(*map(range, joint.shape))))
+    logits = data["params.leaf_logits"]
+    law = circuit_from_logits("ff", leaf_logits=logits.expand(len(windows), *logits.shape))
+    probability = law.log_prob(windows).exp()
+    torch.testing.assert_close(probability.view(joint.shape), joint, rtol=0, atol=1e-14)
+    assert abs(float(probability.sum()) - 1) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_sample_follows_the_joint(dtype):
+    logits = golden("r1_ff")["params.leaf_logits"].to(dtype)
+    law = circuit_from_logits("ff", leaf_logits=logits.expand(100_000, *logits.shape), dtype=torch.float32)
+    joint = torch.einsum("a,b,c,d->abcd", *logits[:, 0].double().softmax(-1))
+    for tokens in (law.sample(), law.sample_with_laws(4)[0]):
+        assert tokens.shape == (100_000, 4) and tokens.dtype == torch.long
+        cells = (tokens * 5 ** torch.arange(3, -1, -1)).sum(1)
+        assert chi_square(cells, joint.flatten()) > 1e-4
+
+
+def test_sample_is_reproducible():
+    law = FactorisedLaw(torch.randn(50, 4, 1, 9))
+    state = torch.get_rng_state()
+    first, again, other = (law.sample(torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inside"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_heads_of_any_dtype_are_evaluated_in_float32_at_least(dtype, inside):
+    head = FFHead(6, 320, 4).to(dtype)
+    head.weight.data *= 20
+    hidden = torch.randn(7, 6, dtype=dtype)
+    x = torch.randint(0, 320, (7, 4))
+    law = window_law(head, MTPHeadConfig(window=4), hidden)
+    exact = circuit_from_logits("ff", leaf_logits=head(hidden).unsqueeze(-2))
+    for method in ("log_prob", "prefix_log_prob", "conditional_log_probs", "token_log_probs"):
+        got, want = getattr(law, method)(x), getattr(exact, method)(x)
+        assert got.dtype == inside and want.dtype == torch.float64
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-12 if inside == torch.float64 else 2e-5)
+    rest = law.condition(x[:, 0])
+    assert rest.log_prob(x[:, 1:]).dtype == rest.sample_with_laws(2)[1].dtype == inside
+    assert torch.equal(law.greedy(), exact.greedy())
+
+
+def test_drafts_state_the_law_they_were_drawn_from():
+    law = FactorisedLaw(torch.randn(5, 4, 1, 9))
+    leaves = law.conditional_log_probs(torch.zeros(5, 4, dtype=torch.long)).exp()
+    for length in (1, 3, 4):
+        tokens, laws = law.sample_with_laws(length)
+        assert tokens.shape == (5, length)
+        torch.testing.assert_close(laws, leaves[:, :length])
+        seen = []
+        tokens, laws = law.draft(lambda probs: (seen.append(probs) or probs.argmin(-1), probs**2), length)  # noqa: B023
+        torch.testing.assert_close(torch.cat(seen, dim=-2), leaves[:, :length])
+        assert torch.equal(tokens, leaves[:, :length].argmin(-1))
+        torch.testing.assert_close(laws, leaves[:, :length] ** 2)
+        assert torch.equal(law.greedy(length), leaves[:, :length].argmax(-1))
+
+
+def test_unknown_tokens_are_summed_out():
+    """Under independence a token that is not known says nothing and costs nothing."""
+    law = FactorisedLaw(torch.randn(6, 4, 1, 5, dtype=torch.float64))
+    x = torch.randint(0, 5, (6, 4))
+    unknown = torch.rand(6, 4) < 0.5
+    terms = law.token_log_probs(x)
+    assert (law.token_log_probs(x, unknown)[unknown] == 0).all()
+    torch.testing.assert_close(law.token_log_probs(x, unknown)[~unknown], terms[~unknown])
+    torch.testing.assert_close(law.prefix_log_prob(x, unknown), terms.masked_fill(unknown, 0).cumsum(-1))
+    torch.testing.assert_close(law.prefix_log_prob(x), terms.cumsum(-1))
+
+
+def test_leading_dimensions():
+    logits = torch.randn(2, 3, 4, 1, 5)
+    x = torch.randint(0, 5, (2, 3, 4))
+    law = FactorisedLaw(logits)
+    assert law.log_prob(x).shape == (2, 3)
+    assert law.prefix_log_prob(x).shape == (2, 3, 4)
+    assert law.conditional_log_probs(x).shape == (2, 3, 4, 5)
+    assert law.sample().shape == law.greedy().shape == (2, 3, 4)
+    rest = law.condition(x[..., 0])
+    assert rest.sample().shape == (2, 3, 3)
+    for a, b in itertools.product(range(2), range(3)):
+        torch.testing.assert_close(law.log_prob(x)[a, b], FactorisedLaw(logits[a, b]).log_prob(x[a, b]))
+
+
+LOGITS = st.sampled_from([float("-inf"), -300.0, -60.0, -1.0, 0.0, 0.5, 2.0, 60.0, 300.0])
+
+
+@st.composite
+def leaf_logits(draw):
+    """[n, 1, v] with forbidden tokens and extreme values; no leaf forbids everything."""
+    window, size = draw(st.integers(1, 4)), draw(st.integers(2, 5))
+    rows = [draw(st.lists(LOGITS, min_size=size, max_size=size)) for _ in range(window)]
+    logits = torch.tensor(rows)
+    allowed = draw(st.integers(0, size - 1))
+    logits[:, allowed] = logits[:, allowed].nan_to_num(neginf=0.0)
+    return logits[:, None]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(logits=leaf_logits())
+def test_masked_and_extreme_leaves(logits):
+    law = FactorisedLaw(logits)
+    greedy, drawn = law.greedy(), law.sample()
+    conditionals = law.conditional_log_probs(greedy)
+    assert not conditionals.isnan().any()
+    assert (conditionals <= 0).all()
+    torch.testing.assert_close(conditionals.exp().sum(-1), torch.ones(law.window))
+    assert torch.isneginf(conditionals[torch.isneginf(logits[:, 0])]).all()
+    assert law.log_prob(drawn).isfinite()
+    assert law.log_prob(greedy) >= law.log_prob(drawn)
+    worst = logits[:, 0].argmin(-1)
+    prefixes = law.prefix_log_prob(worst)
+    assert not prefixes.isnan().any()
+    assert (prefixes.diff() <= 0).logical_or(prefixes.diff().isnan()).all()  # -inf stays -inf
+
+
+def test_unknown_family_is_refused():
+    with pytest.raises(ValueError, match="head_type='mlp' is unknown"):
+        circuit_from_logits("mlp", leaf_logits=torch.zeros(2, 1, 5))
+
+
+@pytest.mark.parametrize("name", ["root_logits", "trans_logits", "node_logits"])
+def test_parameters_of_other_families_are_refused(name):
+    with pytest.raises(ValueError, match=rf"{name}: head_type='ff' has none"):
+        circuit_from_logits("ff", leaf_logits=torch.zeros(2, 1, 5), **{name: torch.zeros(1)})
+
+
+def test_rank_of_another_family_is_refused():
+    with pytest.raises(ValueError, match=r"leaf_logits: 'ff' has rank 1, got \(2, 3, 5\)"):
+        circuit_from_logits("ff", leaf_logits=torch.zeros(2, 3, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1.0, 1e-20, 7.0])
+def test_race_follows_its_weights(dtype, scale):
+    law = torch.tensor([0.45, 0.0, 0.3, 0.15, 0.0989, 0.0011, 0.0], dtype=torch.float64)
+    tokens = race((law * scale).to(dtype).expand(200_000, -1))
+    assert chi_square(tokens, law) > 1e-4
+
+
+def test_race_rows_are_independent():
+    """Pairs drawn in one call, [N, 2, v] at once, follow the product law."""
+    laws = torch.rand(2, 6, dtype=torch.float64) + 0.01
+    laws = laws / laws.sum(-1, keepdim=True)
+    pairs = race(laws.float().expand(100_000, 2, 6))
+    assert pairs.shape == (100_000, 2)
+    assert chi_square(pairs[:, 0] * 6 + pairs[:, 1], torch.outer(*laws).flatten()) > 1e-4
+    singles = torch.stack([race(laws[0].float()) for _ in range(5_000)])
+    assert chi_square(singles, laws[0]) > 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_race_never_draws_weight_zero(dtype):
+    weights = torch.rand(5_000, 64, dtype=dtype) * (torch.rand(5_000, 64) < 0.05)
+    weights[:, 5] += torch.finfo(dtype).tiny  # the only weight of some rows
+    tokens = race(weights)
+    assert (weights.gather(1, tokens[:, None]) > 0).all()
+
+
+def test_race_survives_an_exponential_of_zero(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, generator=None: self.zero_())
+    weights = torch.tensor([[0.0, 0.2, 0.0, 0.8], [0.0, 0.0, 1e-30, 0.0]])
+    assert race(weights).tolist() == [3, 2]
+
+
+def test_race_leaves_its_weights_alone():
+    weights = torch.rand(4, 5)
+    before = weights.clone()
+    race(weights)
+    assert torch.equal(weights, before)

@@ -1,0 +1,341 @@
+"""Losses: targets of windows by brute force, goldens of the discounted loss, chunked terms, accumulation."""
+
+import pytest
+import torch
+
+from tests.laws import golden
+from tokenahead import MTPHeadConfig
+from tokenahead.modeling.heads import losses
+from tokenahead.modeling.heads.losses import (
+    IGNORE,
+    depth_means,
+    discounted_mtp_loss,
+    tokens_ahead,
+    window_targets,
+    window_terms,
+)
+from tokenahead.modeling.heads.registry import CircuitHead, FFHead, head_loss, window_law
+
+FAMILIES = ("ff", "cp", "hmm", "btree")
+READINGS = ("observe", "marginalise", "univariate")
+
+
+def expected_targets(labels, window, mask=None, position_ids=None):
+    """The definition, position by position."""
+    batch, length = labels.shape
+    out = torch.full((batch, length, window), IGNORE)
+    for row in range(batch):
+        documents = [0] * length
+        if position_ids is not None:
+            starts = position_ids.expand(batch, -1)[row] == 0
+            documents = starts.cumsum(0).tolist()
+        for t in range(length):
+            for ahead in range(1, window + 1):
+                inside = t + ahead < length and documents[t] == documents[t + ahead]
+                if inside and (mask is None or (mask[row, t] and mask[row, t + ahead])):
+                    out[row, t, ahead - 1] = labels[row, t + ahead]
+    return out
+
+
+def padding_masks(length):
+    """Padding on the left, on the right, on both sides, and none."""
+    cuts = [(2, length), (0, length - 3), (1, length - 2), (0, length)]
+    return torch.tensor([[int(low <= t < high) for t in range(length)] for low, high in cuts])
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 12])
+def test_targets_are_the_labels_ahead(window):
+    labels = torch.randint(0, 50, (3, 9))
+    labels[torch.rand(3, 9) < 0.2] = IGNORE
+    assert torch.equal(window_targets(labels, window), expected_targets(labels, window))
+
+
+def test_targets_by_hand():
+    labels = torch.tensor([[10, 11, IGNORE, 13]])
+    want = [[[11, IGNORE], [IGNORE, 13], [13, IGNORE], [IGNORE, IGNORE]]]
+    assert window_targets(labels, 2).tolist() == want
+
+
+def test_padding_on_both_sides():
+    mask = padding_masks(9)
+    labels = torch.randint(0, 50, mask.shape).masked_fill(mask == 0, IGNORE)
+    got = window_targets(labels, 3, attention_mask=mask)
+    assert torch.equal(got, expected_targets(labels, 3, mask))
+    assert (got[mask == 0] == IGNORE).all()
+
+
+def test_left_padding_with_unmasked_labels_predicts_nothing():
+    mask = padding_masks(9)[:1]
+    labels = torch.arange(9)[None]
+    assert torch.equal(window_targets(labels, 3, mask), expected_targets(labels, 3, mask))
+
+
+def test_padding_is_no_target_even_if_labels_keep_its_ids():
+    mask = padding_masks(9)
+    labels = torch.randint(0, 50, mask.shape)
+    assert torch.equal(window_targets(labels, 3, mask), expected_targets(labels, 3, mask))
+
+
+def test_mask_may_cover_a_cached_past():
+    mask = padding_masks(9)
+    labels = torch.randint(0, 50, mask.shape).masked_fill(mask == 0, IGNORE)
+    longer = torch.cat([torch.ones(4, 6, dtype=mask.dtype), mask], dim=1)
+    assert torch.equal(window_targets(labels, 3, longer), window_targets(labels, 3, mask))
+
+
+def packed_positions(*lengths):
+    return torch.cat([torch.arange(length) for length in lengths])[None]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_windows_stop_at_document_borders(rows):
+    """Documents of 1 to 7 tokens, shorter and longer than the window; one row of position ids serves a batch."""
+    positions = packed_positions(4, 1, 7, 2, 3)
+    if rows == 2:
+        positions = torch.cat([positions, packed_positions(1, 1, 5, 10)])
+    labels = torch.randint(0, 50, (2, 17))
+    labels[0, 9] = IGNORE
+    for window in (1, 3, 6):
+        got = window_targets(labels, window, position_ids=positions)
+        assert torch.equal(got, expected_targets(labels, window, position_ids=positions))
+
+
+def test_positions_of_a_left_padded_batch_hide_nothing():
+    """transformers counts positions of the real tokens and puts 1 under padding."""
+    mask = padding_masks(9)
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    labels = torch.randint(0, 50, mask.shape).masked_fill(mask == 0, IGNORE)
+    assert torch.equal(window_targets(labels, 4, mask, positions), window_targets(labels, 4, mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_golden_losses(family, reading, dtype):
+    data = golden(f"loss_{family}_n4")
+    terms, valid = data[f"{reading}.terms"].to(dtype), data["valid"]
+    assert terms.isnan().any()  # where there is no target
+    close = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 2e-5}
+    paper = discounted_mtp_loss(terms, valid, gamma=0.9, normalization="paper")
+    tokens = discounted_mtp_loss(terms, valid, gamma=0.9, normalization="tokens")
+    assert paper.dtype == tokens.dtype == dtype
+    torch.testing.assert_close(paper.reshape(1), data[f"{reading}.loss_paper_eq4"].to(dtype), **close)
+    torch.testing.assert_close(tokens.reshape(1), data[f"{reading}.loss_global_over_gammasum"].to(dtype), **close)
+    torch.testing.assert_close(depth_means(terms, valid), data[f"{reading}.L_j_global"].to(dtype), **close)
+
+
+def test_golden_terms_of_independent_heads():
+    """From tokens and hidden states to the loss: the shift, the mask, the heads and the weights together."""
+    data = golden("loss_ff_n4")
+    weight = data["leaf_weight"][:, 0]  # [n, V, D]
+    head = FFHead(weight.shape[2], weight.shape[1], weight.shape[0]).double()
+    head.weight.data = weight.flatten(0, 1)
+    labels = data["tokens"].long().masked_fill(data["target_mask"] == 0, IGNORE)
+    targets = window_targets(labels, 4)
+    valid = data["valid"].bool()
+    assert torch.equal(targets != IGNORE, valid)
+    config = MTPHeadConfig(window=4)
+    terms = terms_of(head, config, data["e"], targets.clamp(min=0))
+    torch.testing.assert_close(terms[valid], data["observe.terms"][valid], rtol=0, atol=1e-12)
+    loss, means = head_loss(head, config, data["e"], targets, None)
+    torch.testing.assert_close(loss[None], data["observe.loss_global_over_gammasum"], rtol=0, atol=1e-12)
+    torch.testing.assert_close(means, data["observe.L_j_global"], rtol=0, atol=1e-12)
+
+
+def test_weights_by_hand():
+    terms = torch.tensor([[[1.0, 10.0], [3.0, float("nan")]], [[8.0, 30.0], [float("nan"), float("nan")]]])
+    valid = ~terms.isnan()
+    # paper: (2 + 8) / 2 + 0.5 (10 + 30) / 2; tokens: (12 / 3 + 0.5 * 40 / 2) / 1.5
+    assert discounted_mtp_loss(terms, valid, gamma=0.5).item() == pytest.approx(15.0)
+    assert discounted_mtp_loss(terms, valid, 0.5, "tokens").item() == pytest.approx(14 / 1.5)
+    assert discounted_mtp_loss(terms, valid, 0.5, "tokens", counts=4).item() == pytest.approx((3 + 5) / 1.5)
+    counts = torch.tensor([6, 8])
+    assert discounted_mtp_loss(terms, valid, 0.5, "tokens", counts).item() == pytest.approx((2 + 2.5) / 1.5)
+
+
+@pytest.mark.parametrize("normalization", ["paper", "tokens"])
+def test_terms_without_a_target_do_not_matter(normalization):
+    valid = torch.rand(3, 6, 4) < 0.6
+    terms = torch.rand(3, 6, 4)
+    spoiled = terms.masked_fill(~valid, float("nan")).requires_grad_()
+    want = discounted_mtp_loss(terms.masked_fill(~valid, 0.0), valid, normalization=normalization)
+    for flags in (valid, valid.long(), valid.float()):
+        assert torch.equal(discounted_mtp_loss(spoiled, flags, normalization=normalization), want)
+    discounted_mtp_loss(spoiled, valid, normalization=normalization).backward()
+    assert (spoiled.grad[~valid] == 0).all() and (spoiled.grad[valid] > 0).all()
+
+
+@pytest.mark.parametrize("normalization", ["paper", "tokens"])
+def test_a_batch_without_targets_costs_nothing(normalization):
+    terms = torch.full((2, 3, 4), float("nan"), requires_grad=True)
+    loss = discounted_mtp_loss(terms, torch.zeros(2, 3, 4), normalization=normalization)
+    loss.backward()
+    assert loss.item() == 0 and (terms.grad == 0).all()
+
+
+def test_unknown_normalization_is_refused():
+    with pytest.raises(ValueError, match="normalization='sum' is unknown; choose 'paper' or 'tokens'"):
+        discounted_mtp_loss(torch.ones(1, 1, 1), torch.ones(1, 1, 1), normalization="sum")
+
+
+def test_counts_make_accumulation_exact():
+    """Micro-batches of unequal size and masking add up to the loss and gradient of the whole batch."""
+    valid = torch.rand(5, 8, 3) < torch.tensor([0.9, 0.5, 0.2])
+    terms = torch.rand(5, 8, 3, dtype=torch.float64, requires_grad=True)
+    whole = discounted_mtp_loss(terms, valid, normalization="tokens")
+    (want,) = torch.autograd.grad(whole, terms)
+    counts = valid.sum((0, 1))
+    parts = [
+        discounted_mtp_loss(terms[rows], valid[rows], normalization="tokens", counts=counts)
+        for rows in (slice(0, 1), slice(1, 3), slice(3, 5))
+    ]
+    (got,) = torch.autograd.grad(sum(parts), terms)
+    torch.testing.assert_close(sum(parts), whole, rtol=0, atol=1e-14)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-14)
+    naive = sum(discounted_mtp_loss(terms[r], valid[r], normalization="tokens") for r in (slice(0, 1), slice(1, 5))) / 2
+    assert abs(naive - whole) > 1e-4
+
+
+def test_depth_means():
+    terms = torch.tensor([[[1.0, float("nan")], [4.0, float("nan")], [float("nan"), float("nan")]]], requires_grad=True)
+    means = depth_means(terms, ~terms.isnan())
+    assert means[0].item() == 2.5 and means[1].isnan()
+    assert not means.requires_grad
+
+
+def head_and_batch(kind: str = "ff"):
+    """A head with a window of 3 over 11 tokens, hidden states [2, 7, 6], and targets of which some are missing."""
+    config = MTPHeadConfig(head_type=kind, window=3, rank=1 if kind == "ff" else 2)
+    head = FFHead(6, 11, 4) if kind == "ff" else CircuitHead(config, 6, 11)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    targets = torch.randint(0, 11, (2, 7, 3))
+    targets[torch.rand(targets.shape) < 0.3] = IGNORE
+    return head, config, torch.randn(2, 7, 6, requires_grad=True), targets
+
+
+def terms_of(head, config, hidden, tokens, unknown=None, calls=None):
+    """`window_terms` of a head; the sizes of the law's calls go to `calls`."""
+
+    def law(states):
+        if calls is not None:
+            calls.append(len(states))
+        return window_law(head, config, states)
+
+    per_position = config.window * config.rank * head.vocab_size
+    return window_terms(law, head, hidden, tokens, per_position, unknown)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_terms_are_those_of_the_law(kind):
+    head, config, hidden, targets = head_and_batch(kind)
+    tokens, unknown = targets.clamp(min=0), targets == IGNORE
+    law = window_law(head, config, hidden)
+    torch.testing.assert_close(terms_of(head, config, hidden, tokens), -law.token_log_probs(tokens))
+    torch.testing.assert_close(terms_of(head, config, hidden, tokens, unknown), -law.token_log_probs(tokens, unknown))
+    if kind == "ff":
+        log_q = head(hidden)[:, :, :3].log_softmax(-1)
+        torch.testing.assert_close(terms_of(head, config, hidden, tokens), -log_q.gather(-1, tokens[..., None])[..., 0])
+
+
+def run_terms(head, config, hidden, tokens, unknown):
+    """Terms, the gradients of a weighted sum of them, and the sizes of the law's calls in forward."""
+    calls: list[int] = []
+    terms = terms_of(head, config, hidden, tokens, unknown, calls)
+    forward_calls = list(calls)
+    weights = torch.linspace(1, 2, terms.numel()).view(terms.shape)
+    grads = torch.autograd.grad((terms * weights).sum(), (*head.parameters(), hidden))
+    assert len(calls) == len(forward_calls) * (1 if len(forward_calls) == 1 else 2)  # chunks are computed again
+    return (terms, *grads), forward_calls
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(5.0, [5, 5, 4]), (7.9, [7, 7]), (0.1, [1] * 14), (14.0, [14])])
+@pytest.mark.parametrize("summed_out", [False, True])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_chunked_terms_equal_unchunked(kind, summed_out, rows, sizes, monkeypatch):
+    head, config, hidden, targets = head_and_batch(kind)
+    arguments = (head, config, hidden, targets.clamp(min=0), targets == IGNORE if summed_out else None)
+    whole, whole_sizes = run_terms(*arguments)
+    assert whole_sizes == [14]
+    monkeypatch.setattr(losses, "LOGITS_PER_CHUNK", int(rows * 3 * config.rank * 11))
+    chunked, chunk_sizes = run_terms(*arguments)
+    assert chunk_sizes == sizes
+    for got, want in zip(chunked, whole, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_chunks_on_a_frozen_backbone(kind, monkeypatch):
+    """Hidden states that want no gradient, a frozen next-token head, and a second backward that adds to the first."""
+    head, config, hidden, targets = head_and_batch(kind)
+    leaf = head if kind == "ff" else head.leaf
+    leaf.target_frozen = kind == "ff"
+    arguments = (head, config, hidden.detach(), targets.clamp(min=0))
+    terms_of(*arguments).sum().backward()
+    whole = [parameter.grad.clone() for parameter in head.parameters()]
+    monkeypatch.setattr(losses, "LOGITS_PER_CHUNK", 5 * 3 * config.rank * 11)
+    terms_of(*arguments).sum().backward()
+    for parameter, want in zip(head.parameters(), whole, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * want, rtol=1e-5, atol=1e-5)
+    assert (leaf.weight.grad[:11] == 0).all() == (kind == "ff")
+    assert leaf.weight_total is None
+
+
+def test_chunks_without_gradients(monkeypatch):
+    head, config, hidden, targets = head_and_batch()
+    want = terms_of(head, config, hidden, targets.clamp(min=0))
+    monkeypatch.setattr(losses, "LOGITS_PER_CHUNK", 33)
+    with torch.no_grad():
+        torch.testing.assert_close(terms_of(head, config, hidden, targets.clamp(min=0)), want)
+
+
+def test_terms_without_a_target_give_no_gradient():
+    head, config, hidden, targets = head_and_batch()
+    targets[0] = IGNORE
+    targets[..., 2] = IGNORE
+    loss, means = head_loss(head, config, hidden, targets, None)
+    loss.backward()
+    assert means[:2].isfinite().all() and means[2].isnan() and not means.requires_grad
+    assert (hidden.grad[0] == 0).all() and (hidden.grad[1].abs().sum(-1) > 0).any()
+    by_head = head.weight.grad.view(4, 11, 6).abs().amax((1, 2))
+    assert (by_head[:2] > 0).all() and (by_head[2:] == 0).all()  # the fourth is outside the window
+
+
+def test_bfloat16_heads_give_float32_terms():
+    head, config, hidden, targets = head_and_batch()
+    tokens = targets.clamp(min=0)
+    terms = terms_of(head.bfloat16(), config, hidden.bfloat16(), tokens)
+    logits = head(hidden.bfloat16(), 3).float()
+    assert terms.dtype == torch.float32
+    torch.testing.assert_close(terms, -logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0])
+
+
+@pytest.mark.parametrize("masked", ["observe", "marginalise"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_packed_documents_cost_what_they_cost_apart(kind, masked):
+    """Three documents packed into one row against the same documents as rows of a padded batch."""
+    lengths = (5, 1, 8)
+    head, config, _, _ = head_and_batch(kind)
+    config.masked_tokens = masked
+    documents = [torch.randn(length, 6) for length in lengths]
+    ids = [torch.randint(0, 11, (length,)) for length in lengths]
+    labels = [document.clone() for document in ids]
+    labels[2][3] = IGNORE
+    targets = window_targets(torch.cat(labels)[None], 3, position_ids=packed_positions(*lengths))
+    packed, _ = head_loss(head, config, torch.cat(documents)[None], targets, torch.cat(ids)[None])
+    hidden, tokens, apart_labels = (
+        torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
+        for rows, fill in ((documents, 0), (ids, 0), (labels, IGNORE))
+    )
+    apart_targets = window_targets(apart_labels, 3)
+    apart, _ = head_loss(head, config, hidden, apart_targets, tokens)
+    torch.testing.assert_close(packed, apart)
+    assert (targets != IGNORE).sum((0, 1)).tolist() == (apart_targets != IGNORE).sum((0, 1)).tolist()
+    across, _ = head_loss(head, config, torch.cat(documents)[None], window_targets(torch.cat(labels)[None], 3), None)
+    assert abs(across - packed) > 1e-3
+
+
+def test_tokens_ahead():
+    tokens = torch.tensor([[1, 2, 3]])
+    assert tokens_ahead(tokens, 2, 0).tolist() == [[[2, 3], [3, 0], [0, 0]]]
+    assert tokens_ahead(tokens, 5, 9)[0, 0].tolist() == [2, 3, 9, 9, 9]

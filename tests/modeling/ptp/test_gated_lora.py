@@ -1,0 +1,89 @@
+"""Gated adapters: auxiliary rows get B A x, all others stay the base model bit for bit."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from tokenahead.modeling.ptp.gated_lora import ADAPTER, gate_linears
+
+
+def two_layers(std: float = 0.3) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
+    gate = gate_linears(model, rank=2, alpha=4)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=std)
+    model.gate = [gate]
+    return model
+
+
+def by_hand(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    low = layer.lora_A[ADAPTER].weight @ x
+    return layer.base_layer(x) + 4 / 2 * (layer.lora_B[ADAPTER].weight @ low)
+
+
+def opened(model: nn.Module, x: torch.Tensor, start: int, length: int) -> torch.Tensor:
+    model.gate[0].start, model.gate[0].length = start, length
+    result = model(x)
+    model.gate[0].start = None
+    return result
+
+
+def test_auxiliary_rows_have_adapters_and_the_others_are_untouched():
+    model, x = two_layers(), torch.randn(3, 7, 6)
+    closed, mixed = model(x), opened(model, x, 4, 7)
+    assert torch.equal(mixed[:, :4], closed[:, :4])
+    expected = by_hand(model[1], by_hand(model[0], x[2, 5]))
+    torch.testing.assert_close(mixed[2, 5], expected)
+    assert (mixed[:, 4:] - closed[:, 4:]).abs().min() > 0
+
+
+def test_a_closed_gate_is_the_base_layer():
+    model, x = two_layers(), torch.randn(2, 3, 6)
+    assert torch.equal(model(x), model[1].base_layer(model[0].base_layer(x)))
+
+
+def test_rows_of_all_sequences_in_one_axis():
+    model, x = two_layers(), torch.randn(3, 7, 6)
+    torch.testing.assert_close(opened(model, x.flatten(0, 1), 4, 7), opened(model, x, 4, 7).flatten(0, 1))
+
+
+def test_layers_that_see_some_rows_only_are_refused():
+    with pytest.raises(ValueError, match="not all 7 of every sequence"):
+        opened(two_layers(), torch.randn(10, 6), 4, 7)
+
+
+def test_gradients_reach_adapters_from_auxiliary_rows_alone():
+    model, x = two_layers(), torch.randn(2, 5, 6)
+    opened(model, x, 3, 5)[:, :3].sum().backward()
+    adapters = [p for name, p in model.named_parameters() if "lora_" in name]
+    assert all(p.grad is None or not p.grad.any() for p in adapters)
+    opened(model, x, 3, 5)[:, 3:].sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in adapters)
+
+
+def test_fresh_adapters_change_nothing():
+    model, x = two_layers(std=0.0), torch.randn(2, 5, 6)
+    assert torch.equal(opened(model, x, 2, 5), model(x))
+
+
+def test_transposed_layers_of_gpt2():
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=16)).eval()
+    gate = gate_linears(model, rank=2, alpha=2, skip=model.lm_head)
+    layer = model.transformer.h[0].mlp.c_fc
+    nn.init.normal_(layer.lora_B[ADAPTER].weight)
+    gate.start, gate.length = 1, 2
+    x = torch.randn(1, 2, 8)
+    added = layer(x) - layer.base_layer(x)
+    expected = layer.lora_B[ADAPTER](layer.lora_A[ADAPTER](x[:, 1]))
+    assert not added[:, 0].any()
+    torch.testing.assert_close(added[:, 1], expected)
+    assert not hasattr(model.lm_head, "lora_A")
+
+
+def test_models_without_linear_layers_are_refused():
+    with pytest.raises(ValueError, match="no linear layers"):
+        gate_linears(nn.Sequential(nn.ReLU()), rank=2, alpha=2)

@@ -1,0 +1,230 @@
+"""PTPForCausalLM: layouts, backbones, packing, gradients, folders, and what it refuses."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BloomConfig, CohereConfig, MambaConfig, MistralConfig, RwkvConfig
+
+from tests.ptp_models import CONFIGS, backbone, ids, student
+from tokenahead import PTPConfig, PTPForCausalLM
+from tokenahead.modeling.ptp.masks import packed_mask, packed_positions, stepwise_mask, token_mask, token_positions
+
+
+def plain(name: str) -> tuple[torch.nn.Module, PTPForCausalLM]:
+    """A backbone, and a student made of its twin."""
+    return backbone(CONFIGS[name]()), student(base=backbone(CONFIGS[name]()))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_tokens_are_the_backbones_bit_for_bit(name):
+    base, model = plain(name)
+    tokens = ids(2, 9)
+    assert torch.equal(model(tokens).logits, base(tokens).logits)
+    closed = student(base=backbone(CONFIGS[name]()))
+    for parameter in closed.parameters():
+        if parameter.requires_grad:
+            parameter.zero_()  # neither adapters nor embeddings: yet the same rows are computed
+    behind = torch.rand(2, 4)
+    assert torch.equal(model(tokens, uniforms=behind).logits[:, :9], closed(tokens, uniforms=behind).logits[:, :9])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_folders_keep_the_logits(name, tmp_path):
+    _, model = plain(name)
+    model.save_pretrained(tmp_path)
+    again = PTPForCausalLM.from_pretrained(tmp_path).eval()
+    tokens, uniforms = ids(2, 5), torch.rand(2, 3)
+    assert torch.equal(model(tokens, uniforms=uniforms).logits, again(tokens, uniforms=uniforms).logits)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(loaded, PTPForCausalLM) and loaded.config.variant == "one_hot"
+
+
+@pytest.mark.parametrize("variant", ["one_hot", "categorical"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+@torch.no_grad()
+def test_completions_packed_are_completions_one_by_one(name, variant):
+    model = student(variant, backbone(CONFIGS[name]()).double())
+    tokens, starts = ids(2, 10), torch.tensor([[3, 9, 3], [1, 4, 7]])
+    documents = torch.ones(2, 10, dtype=torch.long)
+    documents[1, 6:] = 2  # two documents in the second row
+    documents[0, 0] = 0  # padding in the first
+    uniforms = torch.rand(2, 3, 4)
+    offset = -int(variant == "one_hot")
+    packed = model(
+        tokens,
+        uniforms=uniforms.flatten(1),
+        attention_mask=packed_mask(documents, starts, 4),
+        position_ids=packed_positions(documents, starts, 4, offset),
+    ).logits[:, 10:]
+    packed = packed.unflatten(1, (3, 4))
+    for row, completion, begin in [(0, 0, 1), (0, 1, 1), (1, 0, 0), (1, 1, 0), (1, 2, 6)]:
+        start = int(starts[row, completion])
+        alone = model(tokens[row : row + 1, begin:start], uniforms=uniforms[row : row + 1, completion])
+        torch.testing.assert_close(alone.logits[0, start - begin :], packed[row, completion])
+
+
+def test_masks_by_hand():
+    documents = torch.tensor([[0, 1, 1, 2]])
+    assert token_mask(documents)[0, 0].int().tolist() == [[0, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
+    assert token_positions(documents).tolist() == [[0, 0, 1, 0]]
+    starts = torch.tensor([[2, 3]])
+    seen = packed_mask(documents, starts, 2)[0, 0, 4:].int().tolist()
+    assert seen[0] == [0, 1, 0, 0, 1, 0, 0, 0] and seen[1] == [0, 1, 0, 0, 1, 1, 0, 0]
+    assert seen[3] == [0, 0, 0, 0, 0, 0, 1, 1]  # nothing of its document stands before
+    assert packed_positions(documents, starts, 2, 0)[0, 4:].tolist() == [1, 2, 0, 1]
+    assert packed_positions(documents, starts, 2, -1)[0, 4:].tolist() == [0, 1, 0, 0]
+    step = stepwise_mask(documents, starts, 1)[0, 0].int().tolist()
+    assert step == [[0, 1, 0, 0, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1, 0, 1]]
+
+
+@torch.no_grad()
+def test_padding_on_the_left_changes_nothing():
+    model, tokens, uniforms = student(base=backbone().double()), ids(1, 6), torch.rand(1, 3)
+    alone = model(tokens, uniforms=uniforms).logits
+    padded, mask = torch.cat([ids(1, 2, seed=5), tokens], dim=1), torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
+    positions = model._positions(torch.zeros(1, 11, 1), 8, mask, None)
+    seen = torch.zeros(1, 1, 11, 11, dtype=torch.bool)
+    seen[:, :, :8, :8] = token_mask(mask)
+    seen[:, :, 8:, 2:8] = True
+    seen[:, :, 8:, 8:] = torch.ones(3, 3).tril().bool()
+    got = model(padded, uniforms=uniforms, attention_mask=seen, position_ids=positions).logits
+    torch.testing.assert_close(got[:, 2:], alone)
+
+
+@torch.no_grad()
+def test_slots_behind_a_cache():
+    model, tokens, uniforms = student(base=backbone().double()), ids(2, 6), torch.rand(2, 3)
+    whole = model(tokens, uniforms=uniforms).logits[:, 6:]
+    cache = model(tokens, use_cache=True).past_key_values
+    behind = model(tokens[:, :0], uniforms=uniforms, past_key_values=cache, position_ids=torch.tensor([[5, 6, 7]]))
+    torch.testing.assert_close(behind.logits, whole)
+
+
+@torch.no_grad()
+def test_a_slot_sees_its_own_uniform_and_those_before():
+    model, tokens, uniforms = student(), ids(1, 4), torch.rand(1, 3)
+    other = uniforms.clone()
+    other[0, 1] = 0.9 * (1 - uniforms[0, 1])
+    first, second = (model(tokens, uniforms=u).logits[0] for u in (uniforms, other))
+    changed = (first != second).any(-1)
+    assert changed.tolist() == [False] * 5 + [True, True]
+
+
+def test_rows_that_see_nothing_stay_finite():
+    model = student()
+    seen = torch.zeros(1, 1, 5, 5, dtype=torch.bool)
+    positions = torch.zeros(1, 5, dtype=torch.long)
+    logits = model(ids(1, 3), uniforms=torch.rand(1, 2), attention_mask=seen, position_ids=positions).logits
+    logits.sum().backward()
+    assert logits.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("features", ["bits", "arithmetic", "scalar"])
+def test_only_the_student_learns(features):
+    model = student(features=features, projection="mlp" if features == "scalar" else "linear")
+    model(ids(2, 4), uniforms=torch.rand(2, 3)).logits[:, 4:].square().sum().backward()
+    learned = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    assert learned and all("lora_" in name or name.startswith("uniform_embedding") for name in learned)
+    assert {"lora_A", "lora_B"} <= {part for name in learned for part in name.split(".")}
+    assert not model.trains_backbone
+    model.train_only("all")
+    assert model.trains_backbone
+    with pytest.raises(ValueError, match="'student' or 'all'"):
+        model.train_only("heads")
+
+
+def test_checkpointed_activations_give_the_same_gradients():
+    grads = []
+    for checkpointed in (False, True):
+        model = student().train()
+        if checkpointed:
+            model.activation_checkpointing_enable()
+        torch.manual_seed(3)
+        model(ids(2, 4), uniforms=torch.rand(2, 3), use_cache=False).logits[:, 4:].square().sum().backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad)
+
+
+@pytest.mark.parametrize("asked", [{"features": "threshold"}, {"projection": "mlp"}, {"informative": False}])
+def test_another_embedding_than_the_checkpoint_has_is_refused(asked, tmp_path):
+    student().save_pretrained(tmp_path)
+    (name,) = asked
+    with pytest.raises(ValueError, match=f"{name}=.* was trained with {name}=.*leave {name} out"):
+        PTPForCausalLM.from_pretrained(tmp_path, **asked)
+    same = PTPForCausalLM.from_pretrained(tmp_path, features="bits")
+    assert same.config.features == "bits"
+
+
+def test_uniforms_keep_their_digits_in_bfloat16():
+    model = student(base=backbone().bfloat16(), features="scalar")
+    weight = model.uniform_embedding.projection
+    torch.nn.init.constant_(weight.weight, 256.0)
+    torch.nn.init.constant_(weight.bias, -128.0)
+    near = model.uniform_embedding(torch.tensor([[0.5, 0.5005]]))  # the same number in bfloat16
+    assert near.dtype == torch.bfloat16 and not torch.equal(near[0, 0], near[0, 1])
+
+
+def test_losses_of_tokens_are_the_backbones():
+    base, model = plain("llama")
+    tokens = ids(2, 7)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens, labels=tokens).loss, base(tokens, labels=tokens).loss)
+
+
+REFUSED = [
+    (lambda: MistralConfig(sliding_window=4, hidden_size=16, num_attention_heads=2, vocab_size=7), "sliding_window=4"),
+    (lambda: CohereConfig(hidden_size=16, num_attention_heads=2, vocab_size=7, logit_scale=0.5), "logit_scale=0.5"),
+    (lambda: MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=7), "mamba: layers of types"),
+    (lambda: RwkvConfig(hidden_size=8, num_hidden_layers=2, vocab_size=7), "rwkv: a recurrent state"),
+    (lambda: BloomConfig(hidden_size=8, n_layer=1, n_head=2, vocab_size=7), "takes no position_ids"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED)
+def test_backbones_that_cannot_carry_slots_are_refused_by_name(config, message):
+    with pytest.raises(ValueError, match=message):
+        PTPForCausalLM(PTPConfig(backbone_config=config()))
+
+
+def test_attention_without_dense_masks_is_refused():
+    base = backbone()
+    base.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="attn_implementation='flash_attention_2' takes no dense masks"):
+        PTPForCausalLM.from_backbone(base)
+
+
+def test_positions_beyond_a_table_are_refused():
+    model = student(base=backbone(CONFIGS["gpt2"]()))
+    with pytest.raises(ValueError, match="beyond the 64 learned positions of gpt2"):
+        model(ids(1, 63), uniforms=torch.rand(1, 3))
+    assert student()(ids(1, 63), uniforms=torch.rand(1, 3)).logits.shape == (1, 66, 11)  # rotary ones go on
+
+
+def test_texts_up_to_the_end_of_a_table():
+    model, prompt = student(base=backbone(CONFIGS["gpt2"]())), ids(1, 50)
+    for options in ({"do_sample": True, "seed": 3}, {}):
+        out, plain = (model.generate(prompt, max_new_tokens=15, use_mtp=how, **options) for how in (True, False))
+        assert out.shape == (1, 65) and torch.equal(out, plain)
+        with pytest.raises(ValueError, match="beyond the 64 learned positions of gpt2; ask for 2 fewer new tokens"):
+            model.generate(prompt, max_new_tokens=17, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"variant": "both"}, "variant='both' is unknown"),
+        ({"features": "sine"}, "features='sine' is unknown"),
+        ({"projection": "cubic"}, "projection='cubic' is unknown"),
+        ({"features": "bits", "feature_dim": 16}, "feature_dim=16"),
+        ({"num_slots": 0}, "num_slots=0 must be at least 1"),
+        ({"lora_rank": 0}, "lora_rank=0 must be at least 1"),
+        ({"sampling": {"typical_p": 0.2}}, "typical_p"),
+    ],
+)
+def test_bad_configurations(options, message):
+    with pytest.raises(Exception, match=message):
+        PTPConfig(backbone_config=CONFIGS["llama"](), **options)

@@ -1,0 +1,42 @@
+"""The package's list of folders in setup.cfg, and clones without symbolic links."""
+
+import configparser
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("configuration", "modeling", "generation", "training", "model_cards")
+
+
+def folders_with_code() -> set[str]:
+    inits = (path for folder in FOLDERS for path in (ROOT / folder).rglob("__init__.py"))
+    return {"tokenahead"} | {".".join(("tokenahead", *path.parent.relative_to(ROOT).parts)) for path in inits}
+
+
+def test_setup_cfg_names_every_package():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert set(setup["options"]["packages"].split()) == folders_with_code()
+
+
+def test_a_clone_without_links_imports(tmp_path):
+    """What git writes where it may not make links: a text file that holds the link's target."""
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "tokenahead").mkdir()
+    for name in ("__init__.py", "__main__.py", "py.typed"):
+        shutil.copy(ROOT / "tokenahead" / name, tmp_path / "tokenahead" / name)
+    for folder in FOLDERS:
+        (tmp_path / "tokenahead" / folder).write_text(f"../{folder}")
+    code = "import tokenahead, tokenahead.training.cli as cli; print(tokenahead.MTPHeads.__module__, cli.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["tokenahead.modeling.heads.attached", str(tmp_path / "training" / "cli.py")]
+
+
+def test_import_needs_no_extra(tmp_path):
+    """The core works where neither pictures nor trainers are installed."""
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['rich', 'matplotlib', 'trl', 'datasets', 'evaluate']))\n"
+    code = blocked + "import tokenahead\nfrom tokenahead.training import MTPTrainer, PTPTrainer, MTPLossWeightSchedule"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

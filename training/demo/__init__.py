@@ -1,0 +1,1 @@
+"""What `tokenahead demo` does, step by step."""

@@ -1,0 +1,82 @@
+"""The demo's output folder: who may write there, and writing so that an interruption leaves no half of a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...model_cards.card import is_generated
+
+MARK = "demo.json"
+"""The file by which the demo knows its own folders; it says how the model there came about."""
+
+
+def check_output(output: Path, overwrite: bool) -> None:
+    """Refuses a folder that holds something else, and one that cannot be written to, before any work is done.
+
+    Args:
+        output: The folder, which need not exist.
+        overwrite: Allow a folder that the demo did not make. Files of the same names are then replaced, others stay.
+
+    Raises:
+        FileExistsError: The folder holds something that the demo did not make.
+        NotADirectoryError: The path is a file.
+        OSError: The folder cannot be made or written to.
+    """
+    if output.exists() and not output.is_dir():
+        raise NotADirectoryError(f"--output {output} is a file; name a folder")
+    if not overwrite and output.is_dir() and any(output.iterdir()) and not (output / MARK).is_file():
+        raise FileExistsError(
+            f"--output {output} holds files that the demo did not make; name another folder, or add --overwrite to "
+            "replace files of the same names"
+        )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=output if output.is_dir() else output.parent):
+        pass
+
+
+def forget_measurements(output: Path, *names: str) -> None:
+    """Removes an earlier demo's figures and card, which would misdescribe the next model.
+
+    Args:
+        output: The folder; one that the demo did not make is left alone.
+        names: Files of figures.
+    """
+    if not (output / MARK).is_file():
+        return
+    for name in names:
+        (output / name).unlink(missing_ok=True)
+    card = output / "README.md"
+    if card.is_file() and is_generated(card):
+        card.unlink()
+
+
+def save_checkpoint(
+    output: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, notes: dict[str, object]
+) -> None:
+    """Saves a model and its tokenizer beside `output` and moves them there when they are whole.
+
+    Args:
+        output: The folder. Where it exists, files of the same names are replaced one by one.
+        model: The model.
+        tokenizer: The tokenizer.
+        notes: How the model came about, for the demo's mark.
+    """
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    temporary.mkdir()
+    try:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        (temporary / MARK).write_text(json.dumps(notes, indent=2) + "\n", encoding="utf-8")
+        if output.exists():
+            for file in temporary.iterdir():
+                file.replace(output / file.name)
+        else:
+            temporary.rename(output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""Training of parallel token prediction: sequences, rows, teacher, losses, trainer."""

@@ -1,0 +1,155 @@
+"""Completions: pieces of sequences that slots learn to predict, with the uniforms that pick them. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ...modeling.heads.losses import IGNORE
+from ...modeling.ptp.features import beta_shares, place_between
+from ...modeling.sampling import interval
+from .losses import target_law
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """A batch of sequences.
+
+    Attributes:
+        tokens: [B, T] int64.
+        documents: [B, T] int64, 0 for padding, else the number of the document that a token belongs to.
+        scored: [B, T] bool, tokens that may be targets.
+    """
+
+    tokens: torch.Tensor
+    documents: torch.Tensor
+    scored: torch.Tensor
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, torch.Tensor]) -> Sequences:
+        """Reads `input_ids`, and where given `attention_mask`, `labels` (-100: no target) and `position_ids`.
+
+        Packed documents are told apart by position ids that start anew at 0, or by numbers in the attention mask.
+
+        Raises:
+            ValueError: Sequences of one token, which have nothing to complete.
+        """
+        tokens = inputs["input_ids"]
+        if tokens.shape[1] < 2:
+            raise ValueError(f"input_ids has {tokens.shape[1]} column; completions need a context and a target, so 2")
+        documents = inputs.get("attention_mask")
+        documents = torch.ones_like(tokens) if documents is None else documents.long()
+        if inputs.get("position_ids") is not None:
+            documents = (inputs["position_ids"] == 0).long().cumsum(1) * (documents > 0)
+        labels = inputs.get("labels")
+        scored = documents > 0
+        return cls(tokens, documents, scored if labels is None else scored & (labels != IGNORE))
+
+    @property
+    def startable(self) -> torch.Tensor:
+        """Columns that a completion may start at: a target with context in its document, [B, T] bool."""
+        before = torch.nn.functional.pad(self.documents[:, :-1], (1, 0))
+        return self.scored & (self.documents == before)
+
+
+@dataclass(frozen=True)
+class Completions:
+    """C completions of K tokens per sequence, and the intervals of uniforms that pick their tokens.
+
+    Attributes:
+        starts: [B, C] int64, columns.
+        tokens: [B, C, K] int64.
+        known: [B, C, K] bool, tokens that exist.
+        scored: [B, C, K] bool, tokens that may be targets.
+        low: [B, C, K] float64, and
+        high: the same, the interval of every token under the verified law; empty where the law excludes it.
+        law: [B, C, K, v], the verified law itself, where a loss needs it.
+    """
+
+    starts: torch.Tensor
+    tokens: torch.Tensor
+    known: torch.Tensor
+    scored: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+    law: torch.Tensor | None = None
+
+    def place(self, concentration: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Uniforms that pick the tokens, and how far they reach.
+
+        Args:
+            concentration: b of the shares z ~ Beta(b, b) of the intervals.
+
+        Returns:
+            u [B, C, K] float32, and reached [B, C, K] bool: False from the first token on that does not exist or that
+            no uniform picks, because uniforms behind it would belong to another text.
+        """
+        u, valid = place_between(self.low, self.high, beta_shares(self.low, concentration))
+        return u, (valid & self.known).long().cumprod(-1).bool()
+
+
+def draw_starts(startable: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random starts, without repetition.
+
+    Args:
+        startable: [B, T] bool, columns to choose from.
+        count: C.
+
+    Returns:
+        starts [B, min(C, T)] int64, and exists, bool: False where a sequence has no further column to start at.
+    """
+    keys = torch.rand(startable.shape, device=startable.device).masked_fill(~startable, -1.0)
+    values, starts = keys.topk(min(count, startable.shape[1]), dim=1)
+    exists = values >= 0
+    return torch.where(exists, starts, torch.ones_like(starts)), exists
+
+
+def completion_tokens(
+    sequences: Sequences, starts: torch.Tensor, exists: torch.Tensor, length: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The pieces of sequences from `starts` on.
+
+    Args:
+        sequences: The batch.
+        starts: [B, C] int64.
+        exists: [B, C] bool.
+        length: K.
+
+    Returns:
+        columns, tokens [B, C, K] int64, known and scored [B, C, K] bool.
+    """
+    columns = starts[..., None] + torch.arange(length, device=starts.device)
+    inside = columns < sequences.tokens.shape[1]
+    columns = columns.clamp(max=sequences.tokens.shape[1] - 1)
+    own = at_columns(sequences.documents, starts)[..., None]
+    known = inside & exists[..., None] & (at_columns(sequences.documents, columns) == own)
+    return columns, at_columns(sequences.tokens, columns), known, known & at_columns(sequences.scored, columns)
+
+
+def at_columns(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """`values[b, columns[b]]` for values [B, T, ...] and columns [B, ...]."""
+    rows = torch.arange(len(values), device=values.device).view(-1, *[1] * (columns.dim() - 1))
+    return values[rows, columns]
+
+
+def token_intervals(logits: torch.Tensor, tokens: torch.Tensor, sampling: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """The intervals of tokens under the verified law, sequence by sequence: float64 laws of a batch would be large.
+
+    Args:
+        logits: [B, ..., v], what predicts each token.
+        tokens: [B, ...] int64.
+        sampling: Arguments of `target_law`.
+
+    Returns:
+        low and high, [B, ...] float64.
+    """
+    pairs = [interval(own, target_law(rows, **sampling)) for rows, own in zip(logits, tokens)]
+    return torch.stack([low for low, _ in pairs]), torch.stack([high for _, high in pairs])
+
+
+def before_eos(tokens: torch.Tensor, eos: list[int]) -> torch.Tensor:
+    """Which tokens [..., K] of a drafted text belong to it: those up to the first end-of-text token, with it."""
+    ended = torch.isin(tokens, torch.tensor(eos, device=tokens.device, dtype=tokens.dtype)).long().cumsum(-1)
+    return torch.nn.functional.pad(ended[..., :-1], (1, 0)) == 0

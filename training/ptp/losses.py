@@ -1,0 +1,86 @@
+"""Losses of parallel token prediction: the law that is verified, and slots compared with it. Knows no model."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from .options import LOSSES
+
+_FLOOR = 1e-6
+
+
+def target_law(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
+    """The law that decoding verifies: logits after transformers' warpers, in transformers' order.
+
+    Args:
+        logits: [..., v].
+        temperature: Above 0.
+        top_k: Tokens to keep; 0 keeps all.
+        top_p: Mass to keep; 1 keeps all.
+
+    Returns:
+        [..., v] float64 probabilities.
+    """
+    warpers = LogitsProcessorList()
+    if temperature != 1.0:
+        warpers.append(TemperatureLogitsWarper(float(temperature)))
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1.0:
+        warpers.append(TopPLogitsWarper(top_p))
+    return warpers(None, logits.double().flatten(0, -2)).softmax(-1).view(logits.shape)
+
+
+def slot_losses(
+    logits: torch.Tensor, tokens: torch.Tensor, law: torch.Tensor | None = None, kind: str = "ce"
+) -> torch.Tensor:
+    """The loss of every slot; each kind is least where the slot's law q is the target p.
+
+    Args:
+        logits: [..., v] of the slots.
+        tokens: [...] int64, the token that each slot should predict.
+        law: [..., v], the target p; None where it is certain of the token.
+        kind: `"ce"`: -log q(token), whatever p; `"kl"`: KL(p | q); `"reverse_kl"`: KL(q | p), with p floored at 1e-6,
+            because folded laws have zeros; `"bce"`: binary cross-entropy of every token's probability,
+            -sum_v p log q + (1 - p) log(1 - q).
+
+    Returns:
+        [...] float32 (float64 for float64 logits), in nats.
+
+    Raises:
+        ValueError: An unknown kind.
+    """
+    if kind not in LOSSES:
+        raise ValueError(f"loss={kind!r} is unknown; choose one of {', '.join(LOSSES)}")
+    log_q = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    if kind == "ce":
+        return -log_q.gather(-1, tokens[..., None])[..., 0]
+    p = (torch.nn.functional.one_hot(tokens, logits.shape[-1]) if law is None else law).to(log_q)
+    if kind == "kl":
+        return (torch.special.xlogy(p, p) - p * log_q).sum(-1)
+    if kind == "reverse_kl":
+        floored = p.clamp(min=_FLOOR)
+        return (log_q.exp() * (log_q - (floored / floored.sum(-1, keepdim=True)).log())).sum(-1)
+    return -(p * log_q + (1 - p) * _log_complement(log_q)).sum(-1)
+
+
+def slot_mean(losses: torch.Tensor, valid: torch.Tensor, gamma: float = 1.0) -> torch.Tensor:
+    """Mean over valid slots, slot k weighing gamma^k; 0 with a gradient of 0 where no slot is valid.
+
+    Args:
+        losses: [..., L]; ignored, even if NaN, where not valid.
+        valid: [..., L] bool.
+        gamma: Discount.
+
+    Returns:
+        A scalar.
+    """
+    order = torch.arange(losses.shape[-1], device=losses.device)
+    weight = torch.where(valid, gamma**order, 0.0).to(losses.dtype)
+    return (weight * losses.masked_fill(~valid, 0.0)).sum() / weight.sum().clamp(min=torch.finfo(losses.dtype).tiny)
+
+
+def _log_complement(log_q: torch.Tensor) -> torch.Tensor:
+    """log(1 - q), kept off q = 1, where it and its gradient are infinite."""
+    return torch.log(-torch.expm1(log_q.clamp(max=-_FLOOR)))

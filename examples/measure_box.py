@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tokenahead.training.box_release import release_box
+from tokenahead.training.box.release import release_box
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from tokenahead.training.box_run import BoxRun, Plan
+from tokenahead.training.box.run import BoxRun, Plan
 
 
 def main() -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from datasets import Dataset, load_from_disk
 
-from ..modeling import EvaByteForMTPC
-from .box_heads import STATES_PER_ROW, States, backbone_states, head_step, kept_states, window_nll
-from .box_loop import Batch, Loop, Schedule
-from .box_model import backbone_loss, backbone_optimizer, box_config, can_compile, held_out_bits
-from .box_text import RowOrder, collect, pack, windows
-from .recipe import has_fast_bfloat16
+from ...modeling import EvaByteForMTPC
+from ..demo.recipe import has_fast_bfloat16
+from .heads import STATES_PER_ROW, States, backbone_states, head_step, kept_states, window_nll
+from .loop import Batch, Loop, Schedule
+from .model import backbone_loss, backbone_optimizer, box_config, can_compile, held_out_bits
+from .text import RowOrder, collect, pack, windows
 
 _BACKBONE_SHARE = 0.79
 

@@ -12,12 +12,12 @@ import torch
 from datasets import load_from_disk
 
 from tokenahead.modeling import EvaByteForMTPC
-from tokenahead.training.box import BoxDamagedError, load_box, save_box, seal_box
-from tokenahead.training.box_figures import MODES, ExpectedAcceptance, decoding_figures, repeated_share
-from tokenahead.training.box_loop import Batch, Loop, Schedule
-from tokenahead.training.box_model import backbone_loss, backbone_optimizer, box_config
-from tokenahead.training.box_run import BoxRun, Plan
-from tokenahead.training.box_text import ROW, RowOrder, is_permissive, licence_of, pack, windows
+from tokenahead.training.box.figures import MODES, ExpectedAcceptance, decoding_figures, repeated_share
+from tokenahead.training.box.folder import BoxDamagedError, load_box, save_box, seal_box
+from tokenahead.training.box.loop import Batch, Loop, Schedule
+from tokenahead.training.box.model import backbone_loss, backbone_optimizer, box_config
+from tokenahead.training.box.run import BoxRun, Plan
+from tokenahead.training.box.text import ROW, RowOrder, is_permissive, licence_of, pack, windows
 
 TINY = {"hidden_size": 32, "layers": 1, "heads": 2, "intermediate_size": 48}
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, linear
 
-from ..configuration import EvaByteConfig
-from ..modeling import EvaByteForMTPC
-from .muon import JointOptimizer, Muon
+from ...configuration import EvaByteConfig
+from ...modeling import EvaByteForMTPC
+from ..muon import JointOptimizer, Muon
 
 WINDOW = 16
 """n: bytes that every head of the box covers."""

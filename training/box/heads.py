@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from ..modeling import EvaByteForMTPC
-from .box_loop import Batch
-from .box_model import WINDOW
-from .box_text import RowOrder
+from ...modeling import EvaByteForMTPC
+from .loop import Batch
+from .model import WINDOW
+from .text import RowOrder
 
 STATES_PER_ROW = 512
 """States that count as one row for the loop."""

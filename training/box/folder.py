@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from ..modeling import EvaByteForMTPC, EvaByteTokenizer
+from ...modeling import EvaByteForMTPC, EvaByteTokenizer
 
 CHECKSUMS = "SHA256SUMS"
 """Name of the file of checksums, in the format of `sha256sum`."""
@@ -30,7 +30,7 @@ class BoxDamagedError(OSError):
 
 def box_folder() -> Path:
     """Where the box lies in this installation."""
-    return Path(__file__).resolve().parent.parent / "model_cards" / "box"
+    return Path(__file__).resolve().parents[2] / "model_cards" / "box"
 
 
 def load_box(

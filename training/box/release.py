@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from datasets import Dataset, load_from_disk
 
-from .. import __version__
-from .box import FIGURES, load_box, save_box, seal_box
-from .box_figures import MODES, ExpectedAcceptance, circumstances, decoding_figures
-from .box_model import held_out_bits
-from .box_run import BoxRun
-from .box_text import BYTE_OFFSET, EOS_ID, windows
-from .data import SourceText, code_prompts
+from ... import __version__
+from ..data import SourceText, code_prompts
+from .figures import MODES, ExpectedAcceptance, circumstances, decoding_figures
+from .folder import FIGURES, load_box, save_box, seal_box
+from .model import held_out_bits
+from .run import BoxRun
+from .text import BYTE_OFFSET, EOS_ID, windows
 
 HEADS = ("ff", "cp", "hmm", "btree")
 """Heads of the box."""

@@ -18,10 +18,10 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from ..generation.verification import block_acceptance
-from ..modeling import EvaByteForMTPC
-from ..modeling.window_law import race
-from .evaluation import GREEDY, DecodingMode, sampled
+from ...generation.verification import block_acceptance
+from ...modeling import EvaByteForMTPC
+from ...modeling.sampling import race
+from ..evaluation import GREEDY, DecodingMode, sampled
 
 MODES = (GREEDY, sampled(0.7), sampled(1.0))
 """Ways of decoding that are measured."""

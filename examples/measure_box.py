@@ -2,8 +2,7 @@
 
     python examples/measure_box.py --run box-run --output model_cards/box
 
-`--run` is the folder of `train_box.py`. Measuring has a budget of time: heads and modes come in the order of their
-worth, and what is not reached is left out and said so.
+`--run` is the folder of `train_box.py`. Measuring has a budget of time: what is not reached is left out and said so.
 """
 
 from __future__ import annotations

@@ -84,45 +84,54 @@ def _tempered_race(probs: torch.Tensor, temperature: float) -> tuple[torch.Tenso
 
 
 def decoding_figures(
-    model: EvaByteForMTPC,
+    models: dict[str, EvaByteForMTPC],
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[str],
     mode: DecodingMode,
     new_bytes: int,
     batch: int,
-) -> dict[str, Any]:
-    """Plain and speculative decoding of the same prompts by turns.
+) -> dict[str, dict[str, Any]]:
+    """Plain decoding and decoding with every head, of the same prompts by turns.
 
     Args:
-        model: The model with one head.
-        tokenizer: Its tokenizer.
+        models: By head, all with the same backbone.
+        tokenizer: Their tokenizer.
         prompts: Texts to complete, a multiple of `batch`.
         mode: Way of decoding.
         new_bytes: Bytes per completion.
         batch: Prompts per call.
 
     Returns:
-        Bytes per call (spread over prompts), bytes per second by the wall clock and by the processor's, the ratios to
-        plain decoding, whether greedy outputs are the same, and how much of the text repeats itself.
+        By head: bytes per call (and spread over prompts), bytes per second, the ratios to plain decoding by the wall
+        clock and by the processor's time, whether greedy outputs are the same, and how much of the text repeats itself.
     """
     groups = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
-    _run(model, tokenizer, groups[0], mode, 4, None)  # the first call pays for what is set up once
-    runs = {True: [], False: []}
+    turns = {"plain": next(iter(models.values()))} | models
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in turns}
+    for name, model in turns.items():  # the first call pays for what is set up once
+        _run(model, tokenizer, groups[0], mode, 4, name != "plain")
     for index, group in enumerate(groups):
-        for plain in (True, False):
+        for name, model in turns.items():
             torch.manual_seed(index)
-            runs[plain].append(_run(model, tokenizer, group, mode, new_bytes, False if plain else None))
-    plain, drafted = (_total(runs[key]) for key in (True, False))
-    per_prompt = [rate for run in runs[False] for rate in run["per_row"]]
-    pairs = [(one, other) for a, b in zip(runs[True], runs[False]) for one, other in zip(a["rows"], b["rows"])]
-    repeated = [repeated_share(row) for run in runs[False] for row in run["rows"]]
+            runs[name].append(_run(model, tokenizer, group, mode, new_bytes, name != "plain"))
+    return {name: _figures(runs["plain"], runs[name], mode) for name in models}
+
+
+def _figures(
+    plain_runs: list[dict[str, Any]], drafted_runs: list[dict[str, Any]], mode: DecodingMode
+) -> dict[str, Any]:
+    plain, drafted = _total(plain_runs), _total(drafted_runs)
+    per_prompt = [rate for run in drafted_runs for rate in run["per_row"]]
+    pairs = [(one, other) for a, b in zip(plain_runs, drafted_runs) for one, other in zip(a["rows"], b["rows"])]
+    repeated = [repeated_share(row) for run in drafted_runs for row in run["rows"]]
+    speed_up = {key: plain[key] / plain["bytes"] / (drafted[key] / drafted["bytes"]) for key in ("seconds", "cpu")}
     return {
         "bytes_per_call": round(statistics.mean(per_prompt), 3),
         "bytes_per_call_spread": [round(min(per_prompt), 2), round(max(per_prompt), 2)],
         "bytes_per_second": round(drafted["bytes"] / drafted["seconds"], 1),
         "plain_bytes_per_second": round(plain["bytes"] / plain["seconds"], 1),
-        "speed_up": round(plain["seconds"] / plain["bytes"] / (drafted["seconds"] / drafted["bytes"]), 3),
-        "speed_up_processor_time": round(plain["cpu"] / plain["bytes"] / (drafted["cpu"] / drafted["bytes"]), 3),
+        "speed_up": round(speed_up["seconds"], 3),
+        "speed_up_processor_time": round(speed_up["cpu"], 3),
         "identical": None if mode.is_sampled else all(one == other for one, other in pairs),
         "repeated_share": round(statistics.mean(repeated), 3),
         "degenerate": statistics.mean(repeated) > 0.5,
@@ -144,7 +153,7 @@ def _run(
     prompts: list[str],
     mode: DecodingMode,
     new_bytes: int,
-    use_mtp: bool | None,
+    use_mtp: bool,
 ) -> dict[str, Any]:
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
     wall, cpu = time.perf_counter(), time.process_time()

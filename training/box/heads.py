@@ -17,7 +17,7 @@ from .loop import Batch
 from .model import WINDOW
 from .text import RowOrder
 
-STATES_PER_ROW = 512
+STATES_PER_ROW = 256
 """States that count as one row for the loop."""
 _EVERY = 2  # of the positions of a window are kept
 _GAMMA = 0.9

@@ -22,7 +22,7 @@ from .text import BYTE_OFFSET, EOS_ID, windows
 
 HEADS = ("ff", "cp", "hmm", "btree")
 """Heads of the box."""
-_PREFIX, _NEW_BYTES, _PROMPTS = 320, 160, 8
+_PREFIX, _NEW_BYTES, _PROMPTS = 320, 128, 8
 
 
 def release_box(run: Path, output: Path, minutes: float = 10.0) -> dict[str, Any]:
@@ -64,16 +64,16 @@ def measure_box(folder: Path, run: Path, minutes: float) -> dict[str, Any]:
     figures["bits_per_byte"] = round(held_out_bits(model, _held_out_windows(run, 48))["bits_per_byte"], 4)
     expected = ExpectedAcceptance(model, ids)
     figures["heads"] = {kind: _expected(folder, kind, expected) for kind in HEADS}
+    models = {kind: load_box(kind, folder)[0] for kind in HEADS}
     for batch in (1, _PROMPTS):
         for mode in (MODES[0], MODES[2], MODES[1]):
-            for kind in HEADS:
-                if time.monotonic() > deadline:
-                    figures.setdefault("left_out", []).append(f"{kind}, {mode.name}, batch {batch}")
-                    continue
-                model = load_box(kind, folder)[0]
-                measured = decoding_figures(model, tokenizer, prompts, mode, _NEW_BYTES, batch)
-                figures["heads"][kind].setdefault(f"generated, batch {batch}", {})[mode.name] = measured
-                print(kind, mode.name, f"batch {batch}", json.dumps(measured), flush=True)
+            if time.monotonic() > deadline:
+                figures.setdefault("left_out", []).append(f"{mode.name}, batch {batch}")
+                continue
+            measured = decoding_figures(models, tokenizer, prompts, mode, _NEW_BYTES, batch)
+            for kind, row in measured.items():
+                figures["heads"][kind].setdefault(f"generated, batch {batch}", {})[mode.name] = row
+                print(kind, mode.name, f"batch {batch}", json.dumps(row), flush=True)
     figures["load_average_after"] = dict(circumstances())["load_average"]
     return figures
 

@@ -14,7 +14,7 @@ from datasets import Dataset, load_from_disk
 
 from ...modeling import EvaByteForMTPC
 from ..demo.recipe import has_fast_bfloat16
-from .heads import STATES_PER_ROW, States, backbone_states, head_step, kept_states, window_nll
+from .heads import States, backbone_states, head_step, kept_states, window_nll
 from .loop import Batch, Loop, Schedule
 from .model import backbone_loss, backbone_optimizer, box_config, can_compile, held_out_bits
 from .text import RowOrder, collect, pack, windows
@@ -53,7 +53,7 @@ class Plan:
     seed: int = 0
     compile_step: bool = True
     ranks: dict[str, int] = field(default_factory=lambda: {"ff": 1, "cp": 4, "hmm": 4, "btree": 4})
-    head_rate: float = 2e-3
+    head_rate: float = 3e-3
     head_rows: int = 1024
 
 
@@ -200,7 +200,7 @@ class BoxRun:
             batches=states.batch,
             schedule=Schedule(
                 seconds=3600 * plan.hours * (1 - _BACKBONE_SHARE) / len(plan.ranks),
-                phases=((1.0, 1, max(1, 512 // STATES_PER_ROW)),),
+                phases=((1.0, 1, 1),),
                 log_every=50,
                 save_every=60.0,
                 amp=self.amp,

@@ -161,7 +161,7 @@ def test_expected_acceptance_of_a_perfect_greedy_draft_is_the_whole_window(box: 
     expected = ExpectedAcceptance(model, torch.randint(64, 320, (3, 40)))
     assert expected(model, MODES[0])["bytes_per_call"] == 16.0
     assert expected(model, MODES[2])["bytes_per_call"] == pytest.approx(16.0, abs=1e-3)
-    figures = decoding_figures(model, tokenizer, ["def a", "class B:"], MODES[2], 8, batch=2)
+    figures = decoding_figures({"ff": model}, tokenizer, ["def a", "class B:"], MODES[2], 8, batch=2)["ff"]
     assert figures["bytes_per_call"] > 1 and figures["plain_bytes_per_second"] > 0
 
 

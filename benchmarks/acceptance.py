@@ -3,10 +3,10 @@
     tokenahead demo --output tokenahead-demo          # trains a backbone, and every head family on it
     python benchmarks/acceptance.py tokenahead-demo
 
-For held-out prefixes a symbol b is drawn from the target; each head drafts from the state before b, conditioned on
-b, and the expected number of accepted drafts is computed for token and for block verification, not sampled.
-`alg. 2 (biased)` is tokens per call of the MtPC paper's decoder, which drops the verifier's token and does not follow
-the target's law: it is not offered by the library, and stands here for comparison only.
+After every held-out prefix a token b is drawn from the backbone. Each head drafts from the state before b, conditioned
+on b, and the expected number of accepted drafts is computed exactly, not sampled, for token and for block verification.
+`alg. 2 (biased)` is the tokens per call of the MtPC paper's decoder, which drops the token that verification added. Its
+text does not follow the backbone's law, so the library does not offer it; it stands here for comparison only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLUMNS = ("head", "window NLL (nats)", "accepted, token", "accepted, block", "t
 
 
 def laws_along(model: EvaByteForMTPC, prefix: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """The target's laws before and after every token of a block behind a prefix, [B, m + 1, v] float64."""
+    """The backbone's laws before and after every token of a block behind a prefix, [B, m + 1, v] float64."""
     logits = model(torch.cat([prefix, block], dim=1), use_cache=False).logits
     return logits[:, prefix.shape[1] - 1 :].double().softmax(-1)
 

@@ -6,8 +6,8 @@
 
 *Cycle overhead* is the time of a whole speculative cycle divided by the time of the bare forward of its n tokens (with
 the same cache length and the next-token head), medians of the same run. On random weights hardly any greedy draft is
-accepted: there the overhead means something, and so does the speed-up of the adaptive length, which must not fall far
-below 1; tokens per call need a trained model.
+accepted. The overhead can still be measured there, and the speed-up with the adaptive length, which must not fall far
+below 1; tokens per call and the other speed-ups mean something for a trained model only.
 """
 
 from __future__ import annotations

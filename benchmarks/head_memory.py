@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenahead import MTPHeadConfig
-from tokenahead.modeling.heads.registry import build_head, head_loss, init_head
+from tokenahead.modeling.heads.losses import head_loss
+from tokenahead.modeling.heads.registry import build_head, init_head
 
 STATUS = Path("/proc/self/status")
 RESET = Path("/proc/self/clear_refs")

@@ -6,8 +6,8 @@
 The source draws words of a small lexicon, separated by a blank; its state is the part of the word seen so far. Heads
 are tables over states, fitted by the window loss with gamma = 1. Then every family drafts from the state before a kept
 symbol, conditioned on it, and the expected number of accepted drafts is *computed* on the same drafts for token and
-block verification. `alg. 2 (biased)` is the decoder of the MtPC paper, which drops the verifier's symbol: it does not
-follow the target's law, is not offered by the library, and stands here for comparison only.
+block verification. `alg. 2 (biased)` is the decoder of the MtPC paper, which drops the symbol that verification added.
+Its text does not follow the source's law, so the library does not offer it; it stands here for comparison only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from rich.table import Table
 
 from tokenahead import MTPHeadConfig
 from tokenahead.generation.verification import block_acceptance, token_acceptance
-from tokenahead.modeling.heads.losses import window_terms
 from tokenahead.modeling.heads.registry import build_head, init_head, window_law
 
 BLANK, SYMBOLS = 0, 27
@@ -101,7 +100,6 @@ def fit(source: Lexicon, config: MTPHeadConfig, steps: int, seed: int) -> torch.
     init_head(head)
     optimizer = torch.optim.Adam(head.parameters(), betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_RATE, total_steps=steps, pct_start=0.1)
-    size = config.window * config.rank * SYMBOLS
     with torch.no_grad():  # components that start alike would separate late: a table has no features to share
         for parameter in head.parameters():
             parameter.add_(torch.randn_like(parameter))
@@ -109,8 +107,7 @@ def fit(source: Lexicon, config: MTPHeadConfig, steps: int, seed: int) -> torch.
         state = source.stationary_pool[torch.randint(0, len(source.stationary_pool), (WINDOWS_PER_STEP,))]
         tokens, _ = source.sample(state, config.window)
         hidden = torch.nn.functional.one_hot(state, width).float()
-        terms = window_terms(lambda h: window_law(head, config, h), head, hidden[:, None], tokens[:, None], size)
-        loss = terms.sum(-1).mean()
+        loss = -window_law(head, config, hidden).log_prob(tokens).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

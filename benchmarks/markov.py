@@ -1,4 +1,4 @@
-"""A Markov chain of order one, and how many tokens in a row can be drafted without knowing those between.
+"""A Markov chain of order one, and how far a drafter gets that does not see the tokens between the context and its own.
 
 The chain is its own exact teacher: laws, sequential picks and the ceilings of drafters are computed, not estimated.
 """
@@ -53,7 +53,7 @@ class MarkovChain(nn.Module):
 
 
 def ceilings(chain: MarkovChain, count: int) -> dict[str, float]:
-    """The most correct tokens in a row, of `count`, that drafters reach who do not see the tokens between.
+    """How many of `count` tokens the best drafters get right, each drafted without seeing the ones drafted before it.
 
     Returns:
         Expected numbers from a stationary state on. `marginal`: picks from exact marginals with the target's uniforms;

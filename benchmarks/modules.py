@@ -59,7 +59,7 @@ def small_config() -> DeepseekV3Config:
 
 
 def train(folder: str, minutes: float, unroll: int) -> torch.Tensor:
-    """Trains the D = 1 model, the module for reuse as well, saves it, and returns held-out bytes [N, 64] as prompts."""
+    """Trains and saves the D = 1 model, also on its module's own output; returns held-out bytes [N, 64] as prompts."""
     torch.manual_seed(0)
     corpus = load_corpus(seed=0)
     data = ByteWindows(corpus.train, 129)

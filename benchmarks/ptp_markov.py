@@ -1,14 +1,18 @@
-"""Parallel token prediction on a chain whose best drafters are known: does sampling in parallel beat every blind one?
+"""Parallel token prediction on a chain for which the best possible drafters can be computed.
 
     python benchmarks/ptp_markov.py                                # ten minutes of one core for each of 18 students
     python benchmarks/ptp_markov.py --minutes 1 --slots 8 --seeds 1
 
-Students of 0.48 million parameters learn a Markov chain with 25 states: O-PTP (`one_hot`), C-PTP (`categorical`) and
-independent prediction, which is O-PTP with uninformative uniforms. A draft has N tokens; a table shows how many are
-right in a row. "coupled" verifies with the uniforms of the draft: picks from exact independent laws reach `marginal`,
-and the best functions of each token's own uniform `own_u`. "token" and "block" verify the same drafts as samples of
-known laws; exact independent laws reach `speculative`, token by token. C-PTP's first token is the backbone's, here the
-chain's own. Best of M draws M vectors of uniforms and keeps the most central one; it changes no law.
+The question: does a student that sees all uniforms of a draft get more tokens right than any drafter that predicts each
+token on its own? Students of 0.48 million parameters learn a Markov chain with 25 states: O-PTP (`one_hot`), C-PTP
+(`categorical`) and independent prediction, which is O-PTP whose uniforms say nothing. A draft has N tokens; the table
+shows how many of them are right, on average, before the first wrong one.
+
+"coupled" verifies a draft with the uniforms that it was drafted from. Under this rule a drafter that picks every token
+from its exact marginal law reaches the column `marginal`, and the best drafter that sees only each token's own uniform
+reaches `own_u`. "token" and "block" verify the same drafts as samples of known laws; a drafter that samples every token
+from its exact marginal law reaches `speculative` under "token". C-PTP's first token is the backbone's, here the chain's
+own. Best of M draws M vectors of uniforms and keeps the most central one, which changes no law.
 """
 
 from __future__ import annotations
@@ -134,7 +138,7 @@ def draft(kind: str, model: PTPForCausalLM, chain: MarkovChain, context: torch.T
 def measure(
     kind: str, model: PTPForCausalLM, chain: MarkovChain, contexts: torch.Tensor, count: int
 ) -> dict[str, float]:
-    """Mean numbers of right tokens in a row, by rule."""
+    """Mean number of tokens that are right before the first wrong one, for every rule."""
     found = draft(kind, model, chain, contexts, count)
     result = {"coupled": float(_correct(found)[0].float().mean())}
     if found.q is not None:
@@ -147,7 +151,7 @@ def measure(
 def best_of_many(
     kind: str, model: PTPForCausalLM, chain: MarkovChain, contexts: torch.Tensor, count: int, many: int
 ) -> float:
-    """Right tokens in a row of the most central of `many` drafts per context."""
+    """How many tokens of the most central of `many` drafts are right before the first wrong one."""
     few = contexts[: max(16_384 // many, 1)]
     found = draft(kind, model, chain, few.repeat_interleave(many, 0), count)
     correct, picked = _correct(found)
@@ -158,7 +162,7 @@ def best_of_many(
 
 
 def _correct(found: Drafts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Drafts that equal the target's picks in a row [B], and the picks [B, N]."""
+    """How many drafted tokens equal the picks of the backbone before the first that differs [B]; the picks [B, N]."""
     uniforms = torch.nn.functional.pad(found.uniforms, (0, 1))
     correct, picked = coupled_acceptance(found.tokens, uniforms, found.p)
     return correct, picked[:, :-1]
@@ -202,7 +206,9 @@ def main() -> None:
             results[f"N={slots}, seed {seed}"] = run(arguments, slots, seed)
             if arguments.json:
                 arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    table = Table(title=f"Right tokens in a row, {arguments.minutes:g} minutes per student, {arguments.features}")
+    table = Table(
+        title=f"Tokens right before the first wrong one, {arguments.minutes:g} minutes a student, {arguments.features}"
+    )
     table.add_column("")
     for name in results:
         table.add_column(name, justify="right")

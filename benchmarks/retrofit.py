@@ -7,7 +7,7 @@ A small Llama is trained on the Python standard library's source (its own byte-p
 frozen, a module is trained from each start: `embedding` is [I | 0], `hidden` is [0 | I], `both` is half of each, and
 `random` a matrix drawn like fresh weights, with the same copied block. The table shows the cross-entropy of the
 module's token (two ahead) on held-out source after 0 and more steps, and in the end how often the module's most likely
-token is the one that the main model would choose itself after the true next token (`agrees`).
+token is the one that the backbone itself would choose after the true next token (`agrees`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def train(model: torch.nn.Module, data: Iterator[torch.Tensor], steps: int, rate
 
 @torch.no_grad()
 def measure(model: DeepSeekMTP, ids: torch.Tensor) -> tuple[float, float, float]:
-    """Held-out loss of main model and module in nats, and the share of tokens on which they agree."""
+    """Held-out loss of backbone and module in nats, and the share of tokens on which they agree."""
     windows = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)[:64]
     out = model(windows, labels=windows)
     agrees = (out.mtp_logits[0].argmax(-1) == out.logits[:, 1:].argmax(-1)).float().mean()
@@ -70,13 +70,13 @@ def start(backbone: LlamaForCausalLM, kind: str) -> DeepSeekMTP:
     model = DeepSeekMTP.from_backbone(backbone, eh_init="both" if kind == "random" else kind)
     if kind == "random":
         torch.nn.init.normal_(model.mtp[0].eh_proj.weight, std=backbone.config.initializer_range)
-    model.train_only("mtp")
+    model.train_only("drafter")
     return model
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1500, help="of the main model")
+    parser.add_argument("--steps", type=int, default=1500, help="of the backbone")
     parser.add_argument("--module-steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
@@ -89,7 +89,7 @@ def main() -> None:
     ids, held_out = encoded(tokenizer, corpus.train, 6_000_000), encoded(tokenizer, corpus.held_out, 200_000)
     points = [0, arguments.module_steps // 6, arguments.module_steps]
     table = Table(title=f"Llama of {arguments.steps} steps; module after so many steps, held out, nats")
-    for column in ("seed", "main", "start", *(f"step {point}" for point in points), "agrees"):
+    for column in ("seed", "backbone", "start", *(f"step {point}" for point in points), "agrees"):
         table.add_column(column, justify="right")
     for seed in range(arguments.seeds):
         torch.manual_seed(seed)

@@ -6,6 +6,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from .head_families import HEAD_FAMILIES
 from .heads import MTPHeadConfig
 
 
@@ -37,7 +38,7 @@ class EvaByteConfig(PreTrainedConfig):
 
     model_type = "evabyte"
     sub_configs = {"mtp_head": MTPHeadConfig}
-    keys_to_ignore_at_inference = ["past_key_values", "hidden_states", "head_losses"]
+    keys_to_ignore_at_inference = ["past_key_values", "hidden_states", "head_losses", "backbone_loss"]
 
     vocab_size: int = 320
     hidden_size: int = 4096
@@ -109,7 +110,13 @@ class EvaByteConfig(PreTrainedConfig):
             )
         if self.tie_word_embeddings:
             raise ValueError("tie_word_embeddings=True: EvaByte's lm_head holds several heads and cannot be tied")
-        if self.mtp_head.head_type == "ff" and self.mtp_head.leaf != "full":
+        if self.mtp_head.family.apart_only:
+            owned = ", ".join(name for name, family in HEAD_FAMILIES.items() if not family.apart_only)
+            raise ValueError(
+                f"mtp_head.head_type={self.mtp_head.head_type!r} is for heads apart from their backbone (MTPHeads); "
+                f"EvaByte's own head can be one of {owned}"
+            )
+        if self.mtp_head.family.rows_of_lm_head and self.mtp_head.leaf != "full":
             raise ValueError(
                 f"mtp_head.leaf={self.mtp_head.leaf!r}: EvaByte's FF heads are rows of lm_head, leaf='full'"
             )

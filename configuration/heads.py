@@ -6,11 +6,29 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-HEAD_TYPES = ("ff", "cp", "hmm", "btree")
+from .head_families import HEAD_FAMILIES, SHAPING_OPTIONS, HeadFamilyFacts, takers
+
+HEAD_TYPES = tuple(HEAD_FAMILIES)
 """Head families that can be chosen by `MTPHeadConfig.head_type`."""
 
 LEAVES = ("full", "shared")
 """How a head turns hidden states into logits, `MTPHeadConfig.leaf`."""
+
+CHOICES = {
+    "leaf": LEAVES,
+    "masked_tokens": ("observe", "marginalise"),
+    "unembed": ("own", "shared"),
+    "block": ("residual", "ffn"),
+    "arch": ("mlp", "prefix-mlp"),
+    "first": ("backbone", "own"),
+    "mix": ("none", "weighted"),
+    "mix_init": ("last", "uniform"),
+    "loss_target": ("labels", "teacher"),
+    "loss_balance": ("none", "rms"),
+}
+"""Values of the fields that name something."""
+AT_LEAST = {"window": 1, "rank": 1, "num_blocks": 1, "block_size": 1, "state_offset": 0}
+"""Smallest values of numbers; None is checked elsewhere."""
 
 
 @strict
@@ -22,7 +40,8 @@ class MTPHeadConfig(PreTrainedConfig):
 
     Args:
         head_type: The family of the law. `"ff"`: independent positions (Gloeckle et al. 2024); `"cp"`: a mixture;
-            `"hmm"`: a chain; `"btree"`: a binary tree of mixtures (MtPC).
+            `"hmm"`: a chain; `"btree"`: a binary tree of mixtures (MtPC); `"medusa"`, `"hydra"` and `"layer"`: see
+            `head_families`, for heads apart from their backbone.
         window: Number of tokens n that the law covers; the first is the ordinary next token, so a draft has n - 1.
             None lets the owner decide (EvaByte takes `num_pred_heads`).
         rank: Number of states r of every latent of a circuit; `"ff"` has 1.
@@ -31,15 +50,33 @@ class MTPHeadConfig(PreTrainedConfig):
         contextual: The weights of a circuit's sums depend on the hidden state; otherwise they are plain parameters.
         homogeneous: All steps of an `"hmm"` share one transition.
         identity_bias: Added to the diagonal of an `"hmm"`'s transition logits at the start, so that states persist.
+        num_blocks: Blocks of every Medusa or Hydra head.
+        tied_blocks: All blocks of one head, but for Hydra's first, share their weights, as in the released heads.
+        unembed: `"own"`: every Medusa or Hydra head has an unembedding [v, d]; `"shared"`: they use the backbone's.
+        block: Of a Medusa head: `"residual"` (u + SiLU(A u + a)), or `"ffn"` with one hidden layer (Stern et al. 2018,
+            blockwise parallel decoding: `unembed="shared"`).
+        block_size: Width of that hidden layer; None: 4 d.
+        arch: Of Hydra heads: `"mlp"`, or `"prefix-mlp"` (Hydra++: a decoder layer over the states comes first).
+        grounded: Hydra heads read the embeddings of the tokens before theirs; otherwise positions are independent.
+        state_offset: Hydra heads read the state so many layers below the last.
+        first: Of `"layer"` heads: position 1 is the `"backbone"`'s own, or a head of its `"own"` (Mehra et al.).
+        mix: `"weighted"`: a layer head reads a learned mean of the states of all layers below the last.
+        mix_temperature: Of the softmax over these layers.
+        mix_init: A new mean starts at the `"last"` of these layers or `"uniform"`.
+        backbone_config: Config of the model whose decoder layer the heads copy (layer heads, Hydra++).
         gamma: Discount of the training loss: depth j weighs gamma^(j-1).
+        loss_weights: Weights [n] of the depths instead; None: `gamma`, or the recipe of the family's paper.
+        loss_target: What a head learns: `"labels"`, or the whole law of the `"teacher"`, the backbone given the true
+            tokens. None: `"teacher"` for Hydra++, else `"labels"`.
+        loss_balance: `"rms"` scales the loss of every depth to the first one's spread (Mehra et al.).
         masked_tokens: What training does with tokens inside a window that are no targets (a prompt, say): `"observe"`
-            conditions on them, as decoding will; `"marginalise"` sums them out.
+            conditions on them, as decoding will; `"marginalise"` sums them out (not possible for `"hydra"`).
         hidden_size: Width of the hidden states that the head reads (heads apart from their backbone).
         vocab_size: Number of token ids (heads apart from their backbone).
         base_model_name_or_path: The backbone that the heads were trained for, for people to read.
 
     Raises:
-        StrictDataclassError: An unknown `head_type`, a `window`, `rank` or `gamma` out of range, or a wrong type.
+        StrictDataclassError: An unknown name, a value out of range, an option of another family, or a wrong type.
 
     Example:
         >>> MTPHeadConfig(head_type="ff", window=8).window
@@ -48,6 +85,7 @@ class MTPHeadConfig(PreTrainedConfig):
 
     model_type = "mtp_heads"
     base_config_key = "mtp_head"
+    keys_to_ignore_at_inference = ["past_key_values", "hidden_states", "head_losses"]
 
     head_type: str = "ff"
     window: int | None = None
@@ -56,41 +94,78 @@ class MTPHeadConfig(PreTrainedConfig):
     contextual: bool = True
     homogeneous: bool = False
     identity_bias: float | int = 3.0
+    num_blocks: int = 1
+    tied_blocks: bool = False
+    unembed: str = "shared"
+    block: str = "residual"
+    block_size: int | None = None
+    arch: str = "mlp"
+    grounded: bool = True
+    state_offset: int = 0
+    first: str = "backbone"
+    mix: str = "none"
+    mix_temperature: float | int = 0.1
+    mix_init: str = "last"
+    backbone_config: dict | None = None
     gamma: float | int = 0.9
+    loss_weights: list | None = None
+    loss_target: str | None = None
+    loss_balance: str = "none"
     masked_tokens: str = "observe"
     hidden_size: int | None = None
     vocab_size: int | None = None
     base_model_name_or_path: str | None = None
     initializer_range: float = 0.02
 
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Fills what depends on other fields; `kwargs` are the fields that this class does not know."""
+        if self.loss_target is None:
+            self.loss_target = "teacher" if self.arch == "prefix-mlp" else "labels"
+        super().__post_init__(**kwargs)
+
     def validate_architecture(self) -> None:
         """Refuses contradictory values; the message names the field and what would be right."""
-        if self.head_type not in HEAD_TYPES:
-            raise ValueError(f"head_type={self.head_type!r} is unknown; choose one of {', '.join(HEAD_TYPES)}")
-        if self.leaf not in LEAVES:
-            raise ValueError(f"leaf={self.leaf!r} is unknown; choose one of {', '.join(LEAVES)}")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window={self.window} must be at least 1 (1 means: no draft)")
-        if self.rank < 1:
-            raise ValueError(f"rank={self.rank} must be at least 1")
-        if self.head_type == "ff" and self.rank != 1:
-            raise ValueError(f"rank={self.rank} needs a circuit; head_type='ff' has rank=1")
-        if self.masked_tokens not in ("observe", "marginalise"):
-            raise ValueError(f"masked_tokens={self.masked_tokens!r} is unknown; choose 'observe' or 'marginalise'")
-        if self.homogeneous and self.head_type != "hmm":
-            raise ValueError(f"homogeneous=True: only head_type='hmm' has transitions to share, not {self.head_type!r}")
+        for name, choices in {"head_type": HEAD_TYPES, **CHOICES}.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}")
+        for name, least in AT_LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
         if not 0.0 < self.gamma <= 1.0:
             raise ValueError(f"gamma={self.gamma} must lie in (0, 1]")
+        if self.loss_weights is not None and len(self.loss_weights) != self.window:
+            raise ValueError(f"loss_weights={self.loss_weights} must have one entry per depth: window={self.window}")
+        self._refuse_options_of_others()
+        if self.family.sequential and self.masked_tokens == "marginalise":
+            raise ValueError(
+                f"masked_tokens='marginalise': {self.head_type} heads read every token before theirs, none can be "
+                "summed out; choose 'observe'"
+            )
+
+    def _refuse_options_of_others(self) -> None:
+        for name in SHAPING_OPTIONS:
+            value, default = getattr(self, name), getattr(type(self), name)
+            if value != default and name not in self.family.options:
+                raise ValueError(
+                    f"{name}={value}: head_type={self.head_type!r} takes only {name}={default}; "
+                    f"it is an option of {', '.join(takers(name))}"
+                )
+
+    @property
+    def family(self) -> HeadFamilyFacts:
+        """What is known of heads of this `head_type`."""
+        return HEAD_FAMILIES[self.head_type]
 
     def options(self) -> dict[str, Any]:
         """The fields that describe the law, for a model's own `config.json`."""
-        names = ["head_type", "window", "rank", "leaf", "gamma"]
-        names += ["contextual", "masked_tokens"] if self.head_type != "ff" else []
-        names += ["homogeneous", "identity_bias"] if self.head_type == "hmm" else []
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in self.family.written()}
 
     def same_parameters(self, other: "MTPHeadConfig") -> bool:
         """Whether a checkpoint of `other` holds the parameters of this head, which for `"ff"` any window does."""
-        names = ["head_type", "leaf"]
-        names += ["window", "rank", "contextual", "homogeneous"] if self.head_type != "ff" else []
+        names = ["head_type", *self.family.shaping()]
         return all(getattr(self, name) == getattr(other, name) for name in names)
+
+    def describe(self) -> str:
+        """What the head is, as a phrase for people to read."""
+        return self.family.description.format(**{name: getattr(self, name) for name in self.family.written()})

@@ -32,28 +32,28 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--output", help="where to save the heads; a temporary folder otherwise")
     arguments = parser.parse_args()
-    base = AutoModelForCausalLM.from_pretrained(arguments.model) if arguments.model else tiny_llama()
-    base.eval()
-    vocabulary = base.config.get_text_config().vocab_size
-    text = base.generate(torch.randint(3, vocabulary, (32, 4)), max_new_tokens=60, do_sample=False, pad_token_id=0)
-    heads = MTPHeads.from_backbone(base, window=arguments.window)
+    backbone = AutoModelForCausalLM.from_pretrained(arguments.model) if arguments.model else tiny_llama()
+    backbone.eval()
+    vocabulary = backbone.config.get_text_config().vocab_size
+    text = backbone.generate(torch.randint(3, vocabulary, (32, 4)), max_new_tokens=60, do_sample=False, pad_token_id=0)
+    heads = MTPHeads.from_backbone(backbone, window=arguments.window)
     with tempfile.TemporaryDirectory() as scratch:
         options = TrainingArguments(
             scratch, max_steps=arguments.steps, per_device_train_batch_size=8, learning_rate=1e-2, report_to="none",
-            logging_steps=20, save_strategy="no", use_cpu=base.device.type == "cpu",
+            logging_steps=20, save_strategy="no", use_cpu=backbone.device.type == "cpu",
         )  # fmt: skip
         data = [{"input_ids": row, "labels": row} for row in text]
         MTPTrainer(heads, options, train_dataset=data).train()
         folder = arguments.output or scratch
         heads.save_pretrained(folder)
         heads.detach()
-        heads = MTPHeads.from_pretrained(folder).attach(base)
+        heads = MTPHeads.from_pretrained(folder).attach(backbone)
     calls: list[int] = []
-    base.register_forward_hook(lambda *_: calls.append(1))
+    backbone.register_forward_hook(lambda *_: calls.append(1))
     prompt = text[:1, :8]
-    plain = base.generate(prompt, max_new_tokens=48, do_sample=False, pad_token_id=0)
+    plain = backbone.generate(prompt, max_new_tokens=48, do_sample=False, pad_token_id=0)
     plain_calls = len(calls)
-    drafted = base.generate(prompt, max_new_tokens=48, do_sample=False, pad_token_id=0, assistant_model=heads)
+    drafted = backbone.generate(prompt, max_new_tokens=48, do_sample=False, pad_token_id=0, assistant_model=heads)
     same = torch.equal(plain, drafted)
     print(f"backbone calls: {plain_calls} plain, {len(calls) - plain_calls} with heads; same tokens: {same}")
 

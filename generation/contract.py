@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from ..modeling.indices import line
+
 
 @dataclass(eq=False)
 class DraftTree:
@@ -67,7 +69,7 @@ class DraftTree:
             counts: [B] real tokens of every row, if not all of them.
             riders: Rows that ride along.
         """
-        parents = (line(draft.shape[1] + 1, draft.device)[:-1] - 1).expand(draft.shape)
+        parents = _chain_parents(draft.shape[1], draft.device).expand(draft.shape)
         return cls(draft, parents, q, counts=counts, riders=riders, is_chain=True)
 
     def positions(self) -> torch.Tensor:
@@ -153,11 +155,10 @@ def path_columns(members: torch.Tensor, depth: int) -> torch.Tensor:
     return torch.where(members, places, last).sort(-1).values[..., : depth + 1]
 
 
-@lru_cache(maxsize=256)
-def line(length: int, device: torch.device) -> torch.Tensor:
-    """0, 1, .., length - 1, made once; never to be written to."""
-    with torch.inference_mode(False):  # it may serve a later call that is not in inference mode
-        return torch.arange(length, device=device)
+@lru_cache(maxsize=64)
+def _chain_parents(length: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(-1, length - 1, device=device)
 
 
 @lru_cache(maxsize=64)

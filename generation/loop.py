@@ -1,8 +1,15 @@
 """The decoding loop: draft, one backbone call, verify, keep, roll back. Rows of a batch accept on their own.
 
-State between cycles: every row's tokens, of which all but the last are in the cache, and what the drafter remembers. A
-cycle drafts behind the last token b, feeds [b, draft] to the backbone, keeps the accepted drafts and the token that the
-verifier adds, and rolls the cache back to all but that token.
+    tokens     ... x y b            b: the token that the last verification added, not in the cache yet
+    draft            |  d1 d2 d3                              Drafter.propose
+    fed              b  d1 d2 d3    one backbone call         Target.forward
+    scores           d1 d2 z  -     the target's choices      Processing, Rule.judge
+    kept             d1 d2 z        two drafts and a token    Stopping.cut
+    cache      ... x y b  d1 d2     rolled back to here       Target.keep
+    next                     z = b  and so on                 Drafter.advance
+
+The host waits for the device once in a cycle, for all that it must know: accepted counts, tokens, drafts. What it then
+decides (rows end at eos, at stop strings, at the length limit) goes back in one copy, and only where rows differ.
 """
 
 from __future__ import annotations
@@ -11,162 +18,180 @@ import time
 from typing import Any
 
 import torch
-from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from ..modeling.sampling import race
-from .drafters.heads import Drafter
-from .processing import Processing
+from ..modeling.indices import same_place
+from .contract import DraftTree, Verdict
+from .drafters.protocol import Drafter, DraftOptions
 from .records import Records
+from .rules import Rule
 from .schedule import AdaptiveSchedule, ConstantSchedule, DraftSchedule
 from .statistics import GenerateSpeculativeOutput, Speculation
 from .stopping import Stopping
-from .targets import RepackedTarget, RowLengthTarget, Target
-from .tokens import TokenRows
-from .verification import verify, verify_greedy
+from .targets import Fed, HiddenLayers, RepackedTarget, RowLengthTarget, Target
+from .tokens import Kept, TokenRows
 
 
 class SpeculativeLoop:
     """One call of `generate`.
 
+    State between cycles: every row's tokens, of which all but the last are in the cache, and what the drafter keeps.
+
     Args:
-        model: The target.
+        model: The backbone, as `generate` sees it.
         drafter: Proposes tokens.
+        rule: Judges them.
+        options: What was asked of this call.
         prompt: [B, L] int64.
-        config: Prepared generation config; `verification` may name the rule for sampled drafts.
-        processors: Prepared logits processors.
+        config: Prepared generation config.
         criteria: Prepared stopping criteria.
         model_kwargs: Prepared keyword arguments of the model, the cache among them.
-        streamer: Receives every column of tokens once all open rows have it.
-        synced_gpus: Keep calling the backbone until all peers are done.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         drafter: Drafter,
+        rule: Rule,
+        options: DraftOptions,
         prompt: torch.Tensor,
         config: GenerationConfig,
-        processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         model_kwargs: dict[str, Any],
-        streamer: BaseStreamer | None = None,
-        synced_gpus: bool = False,
     ) -> None:
-        self.model, self.drafter, self.config, self.model_kwargs = model, drafter, config, model_kwargs
-        self.streamer, self.synced_gpus, self.streamed = streamer, synced_gpus, prompt.shape[1]
-        self.tokens = TokenRows(prompt)
+        self.model, self.drafter, self.rule, self.options = model, drafter, rule, options
+        self.config, self.model_kwargs = config, model_kwargs
+        self.tokens, self.streamed = TokenRows(prompt), prompt.shape[1]
         self.done = [False] * len(prompt)
-        self.processing, self.stopping = Processing(processors), Stopping(criteria)
-        adaptive = config.num_assistant_tokens_schedule == "adaptive"
+        self.processing, self.records = options.processing, Records(config, len(prompt))
+        self.stopping = Stopping(criteria, options.processing.pad, self.records.scores_of)
+        adaptive = options.schedule == "adaptive"
         self.schedule: DraftSchedule = (AdaptiveSchedule if adaptive else ConstantSchedule)(drafter.num_tokens)
-        self.rule = getattr(config, "verification", None) or "block"
         pad = getattr(config, "_pad_token_tensor", None)
         self.pad = 0 if pad is None else int(pad)
-        self.records = Records(config, len(prompt))
         self.statistics = Speculation([[] for _ in prompt], [[] for _ in prompt])
+        self.streamer: BaseStreamer | None = None
         self.target: Target | None = None
 
-    def run(self) -> GenerateSpeculativeOutput | torch.Tensor:
-        """Decodes until every row has ended."""
+    def run(self, streamer: BaseStreamer | None = None, synced_gpus: bool = False) -> Any:
+        """Decodes until every row has ended.
+
+        Args:
+            streamer: Receives every column of tokens once all open rows have it.
+            synced_gpus: Keep calling the backbone until all peers are done.
+
+        Returns:
+            The sequences [B, L + new], or a `GenerateSpeculativeOutput` where the config asks for a dict.
+        """
+        self.streamer = streamer
         self._prefill()
-        while self.model._has_unfinished_sequences(all(self.done), self.synced_gpus, device=self.tokens.ids.device):
+        while self.model._has_unfinished_sequences(all(self.done), synced_gpus, device=self.tokens.ids.device):
             self._cycle()
-        if self.streamer is not None:
-            self.streamer.end()
+        if streamer is not None:
+            streamer.end()
         return self._output()
+
+    @property
+    def _hidden_layers(self) -> HiddenLayers:
+        return True if self.config.output_hidden_states else self.drafter.hidden_layers
 
     def _prefill(self) -> None:
         """The first pass, through transformers' own prefill; it emits one token per row."""
-        wanted = {"output_hidden_states": True if self.config.output_hidden_states else -1}
-        outputs = self.model._prefill(
-            self.tokens.ids[:, : self.tokens.prompt_length], self.config, self.model_kwargs | wanted
-        )
+        wanted = self.model_kwargs | {"output_hidden_states": self._hidden_layers}
+        prompt = self.tokens.ids[:, : self.tokens.prompt_length]
+        outputs = self.model._prefill(prompt, self.config, wanted)
         self.target = self._target(outputs.past_key_values)
         self.statistics.backbone_calls += 1
-        logits = outputs.logits[:, -1:].float()
-        scores = self.processing(self.tokens, logits, self.done)
-        first = self._first(scores)
-        self.tokens.write(first)
-        kept, self.done = self.stopping.cut(self.tokens, first.tolist(), self.done)
-        self.records.add(logits, scores, outputs.hidden_states, kept, is_prefill=True)
-        self._keep(kept)
+        logits = same_place(outputs.logits[:, -1:], prompt.device, torch.float32)
+        tree = DraftTree.chain(prompt[:, :0])
+        scores = self.processing(self.tokens, logits, tree, self.done)
+        first = self.rule.first(scores[:, 0], self.tokens)
+        verdict = Verdict(torch.zeros_like(first), first[:, None])
+        self._settle(tree, verdict, Fed(logits, outputs.hidden_states), scores, is_prefill=True)
         self.drafter.begin(outputs, self.target)
 
     def _target(self, cache: Cache) -> Target:
-        if getattr(cache, "has_row_lengths", False):
+        if hasattr(cache, "keep_last"):
             return RowLengthTarget(self.model, cache)
-        return RepackedTarget(self.model, cache, len(self.done), self.model_kwargs.get("attention_mask"))
-
-    def _first(self, scores: torch.Tensor) -> torch.Tensor:
-        """The token after the prompt, [B, 1], from scores [B, 1, v]."""
-        return race(scores.softmax(-1)) if self.config.do_sample else scores.argmax(-1)
+        return RepackedTarget(self.model, cache, self.tokens.ends, self.model_kwargs.get("attention_mask"))
 
     def _cycle(self) -> None:
         started = time.perf_counter()
-        last = self.tokens.last()
-        draft, q = self._draft(last)
+        tree = self.drafter.propose(self.tokens, self._length())
         drafted = time.perf_counter()
-        outputs = self._forward(torch.cat([last[:, None], draft], dim=1))
+        block = torch.cat([self.tokens.last()[:, None], tree.tokens], dim=1)
+        fed = self.target.forward(block, tree, self._hidden_layers)
+        self.statistics.backbone_calls += 1
         called = time.perf_counter()
-        draft, logits, scores, accepted, new = self._judge(draft, q, outputs)
-        self.tokens.write(new)
-        accepted, new, drafts = accepted.tolist(), new.tolist(), draft.tolist()
-        verified = [ids[: count + 1] for ids, count in zip(new, accepted)]
-        before = self.done
-        kept, self.done = self.stopping.cut(self.tokens, verified, before)
-        self._count(before, accepted, kept, drafts)
-        self.records.add(logits, scores, outputs.hidden_states, kept)
-        self._keep(kept)
-        self.target.roll_back(kept, draft.shape[1] + 1)
-        self.drafter.advance(outputs, kept)
+        fed.logits = same_place(fed.logits, block.device, torch.float32)
+        scores = self.processing(self.tokens, fed.logits, tree, self.done)
+        verdict = self.rule.judge(tree, scores)
+        accepted, kept = self._settle(tree, verdict, fed, scores)
+        self.target.keep(kept, verdict, tree)
+        self.drafter.advance(fed.along(verdict, tree), verdict)
         ended = time.perf_counter()
-        self.schedule.update(draft.shape[1], [n for n, done in zip(accepted, before) if not done], ended - started)
+        self.schedule.update(tree.depth, accepted, ended - started)
         self.statistics.draft_seconds += drafted - started
         self.statistics.verify_seconds += ended - called
 
-    def _draft(self, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _length(self) -> int:
+        """The longest path to draft now: the verdict adds one more token, and nothing is drafted beyond the text."""
         open_rows = [n for n, done in zip(self.tokens.lengths, self.done) if not done]
         room = max((self.stopping.room(n) for n in open_rows), default=1)
-        length = min(self.schedule.length(), room - 1)
-        if length < 1:
-            return last[:, None][:, :0], None
-        return self.drafter.propose(self.tokens, length)
+        return max(min(self.schedule.length(), room - 1), 0)
 
-    def _forward(self, block: torch.Tensor) -> Any:
-        """One backbone call on [b, draft]."""
-        self.statistics.backbone_calls += 1
-        selection = True if self.config.output_hidden_states else -1
-        return self.target.forward(block, output_hidden_states=selection)
+    def _settle(
+        self, tree: DraftTree, verdict: Verdict, fed: Fed, scores: torch.Tensor, is_prefill: bool = False
+    ) -> tuple[list[int], Kept]:
+        """Takes a verdict over into texts, records and statistics; accepted drafts of open rows, and what is kept."""
+        self.tokens.write(verdict.tokens)
+        accepted, new, drafts = self._on_host(tree, verdict)
+        verified = [ids[: count + 1] for ids, count in zip(new, accepted)]
+        before = self.done
+        if self.records.is_wanted:
+            counts = [0 if done else count + 1 for count, done in zip(accepted, before)]
+            self.records.add(fed.along(verdict, tree), self._along(scores, verdict, tree), counts, is_prefill)
+        counts, self.done = self.stopping.cut(self.tokens, verified, before)
+        kept = Kept(counts, self.tokens.ids.device)
+        self.records.cut([n + count - self.tokens.prompt_length for n, count in zip(self.tokens.lengths, counts)])
+        if not is_prefill:
+            self._count(before, accepted, counts, drafts)
+        self.tokens.keep(kept)
+        self.statistics.new_tokens += sum(counts)
+        if self.streamer is not None:
+            self._stream()
+        return [count for count, done in zip(accepted, before) if not done], kept
 
-    def _judge(self, draft: torch.Tensor, q: torch.Tensor | None, outputs: Any) -> tuple[torch.Tensor, ...]:
-        """Draft [B, m], logits and scores [B, m + 1, v] behind it, and what `_verify` says."""
-        logits = outputs.logits.float()
-        self.tokens.write(draft)
-        scores = self.processing(self.tokens, logits, self.done)
-        return draft, logits, scores, *self._verify(draft, q, scores)
+    def _on_host(self, tree: DraftTree, verdict: Verdict) -> tuple[list[int], list[list[int]], list[list[int]]]:
+        """The cycle's one wait: accepted counts, new tokens and drafts of every row.
 
-    def _verify(
-        self, draft: torch.Tensor, q: torch.Tensor | None, scores: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Accepted drafts [B], and tokens [B, m + 1] of which the accepted ones and the next are the row's own."""
-        if not self.config.do_sample:
-            return verify_greedy(draft, scores)
-        accepted, added = verify(draft, q, scores.softmax(-1), self.rule)
-        new = torch.nn.functional.pad(draft, (0, 1))
-        return accepted, new.scatter_(1, accepted[:, None], added[:, None])
+        Raises:
+            ValueError: A row was to be sampled from scores that are no law.
+        """
+        faults = self.rule.faults(verdict)
+        parts = [verdict.accepted[:, None], *([] if faults is None else [faults[:, None]]), verdict.tokens, tree.tokens]
+        rows = torch.cat(parts, dim=1).tolist()
+        if faults is not None:
+            for row, fault in enumerate(values.pop(1) for values in rows):
+                if fault and not self.done[row]:
+                    raise ValueError(
+                        f"row {row} has no token to sample: its scores are NaN, or all -inf, after the logits "
+                        "processors; look for a damaged checkpoint, an overflow in half precision, or processors that "
+                        "exclude every token"
+                    )
+        length = 1 + verdict.tokens.shape[1]
+        return [row[0] for row in rows], [row[1:length] for row in rows], [row[length:] for row in rows]
+
+    @staticmethod
+    def _along(scores: torch.Tensor, verdict: Verdict, tree: DraftTree) -> torch.Tensor:
+        return Fed(scores).along(verdict, tree).logits
 
     def _count(self, before: list[bool], accepted: list[int], kept: list[int], drafts: list[list[int]]) -> None:
         for row, (count, keep, draft) in enumerate(zip(accepted, kept, drafts)):
             if not before[row]:
                 self.statistics.rows_accepted[row].append(min(count, keep))
                 self.statistics.rows_drafts[row].append(draft)
-
-    def _keep(self, kept: list[int]) -> None:
-        self.tokens.keep(kept)
-        self.statistics.new_tokens += sum(kept)
-        if self.streamer is not None:
-            self._stream()
 
     def _stream(self) -> None:
         lengths = self.tokens.lengths
@@ -195,8 +220,10 @@ class SpeculativeLoop:
     def _align_cache(self) -> None:
         """Feeds the last token of rows that ended early, so that the next call may start at the last column."""
         longest = max(self.tokens.lengths)
-        kept = [int(n < longest) for n in self.tokens.lengths]
-        if any(kept):
-            self._forward(self.tokens.last()[:, None])
-            self.target.roll_back(kept, 1)
+        kept = Kept([int(n < longest) for n in self.tokens.lengths], self.tokens.ids.device)
+        if any(kept.counts):
+            tree = DraftTree.chain(self.tokens.ids[:, :0])
+            self.statistics.backbone_calls += 1
+            self.target.forward(self.tokens.last()[:, None], tree, None)
+            self.target.keep(kept, Verdict(self.tokens.ends, self.tokens.last()[:, None]), tree)
         self.target.align(longest - 1)

@@ -5,20 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ..configuration.ptp import SAMPLING
-from .drafters.best_of import BestOfDrafter, BestOfLoop
-from .drafters.parallel import ParallelDrafter, ParallelLoop
-from .full_history import FullHistoryMixin
-from .mixin import first_set
+from .drafters.best_of import BestOfDrafter, CentralRule
+from .drafters.parallel import ParallelDrafter
+from .drafters.protocol import Drafter, DraftOptions
+from .mixins import MTPGenerationMixin
+from .options import CallOptions, first_set
+from .rules import CoupledRule, GreedyRule, Rule, SampledRule
+from .uniforms import Uniforms
 
 logger = logging.get_logger(__name__)
 
 
-class ParallelGenerationMixin(FullHistoryMixin):
+class ParallelGenerationMixin(MTPGenerationMixin):
     """`generate` that drafts a block of tokens from uniforms, in the forward that verifies the last block.
 
     Beside the options of `MTPGenerationMixin`:
@@ -35,30 +37,41 @@ class ParallelGenerationMixin(FullHistoryMixin):
       accepted, for M^2 times the slots. A run with `seed` can be repeated, but it is not that of `use_mtp=False`.
     """
 
-    _rules = ("coupled", "block", "token")
+    rules = ("coupled", "block", "token")
 
     @property
     def window(self) -> int:
         """The longest draft and one: N slots draft N - 1 tokens (one-hot, slot 0 repeats the target's pick) or N."""
         return self.config.num_slots + (self.config.variant == "categorical")
 
-    def _prepare_generation_config(
-        self, generation_config: GenerationConfig | None, **kwargs: Any
-    ) -> tuple[GenerationConfig, dict[str, Any]]:
-        own = {name: kwargs.pop(name, None) for name in ("uniforms", "seed", "slot_budget", "best_of")}
-        rule = kwargs.get("verification") or ("coupled" if self.config.predicts_tokens else "block")
-        rule = "coupled" if own["uniforms"] is not None and not kwargs.get("verification") else rule
-        learned = self._learned_law((kwargs, generation_config, self.generation_config))
-        kwargs |= learned | {"verification": rule}
-        config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
-        self._check_options(config, rule, own)
-        config.use_slots = bool(config.use_mtp)
-        if config.do_sample and rule == "coupled" and (own["uniforms"] is not None or own["seed"] is not None):
-            config.use_mtp = True  # our loop also decodes one token at a time from given uniforms
-        config.uniforms, config.seed = own["uniforms"], own["seed"]
-        config.slot_budget = own["slot_budget"] or 3 * self.config.num_slots
-        config.best_of = own["best_of"] or 1
-        return config, model_kwargs
+    def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
+        """Temperature, top-k and top-p that the drafts were learned for, where a call samples and sets none of them."""
+        is_set = any(first_set(name, sources) is not None for name in self.config.sampling)
+        return {} if is_set or not first_set("do_sample", sources) else dict(self.config.sampling)
+
+    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
+        """Checks what cannot be meant, and chooses the rule.
+
+        Raises:
+            ValueError: Uniforms outside [0, 1), with another rule than the coupled one or beside a seed; no slots; an
+                option of another kind of drafter.
+        """
+        extra = options.extra
+        if options.draft_tree is not None:
+            raise ValueError(
+                f"draft_tree={options.draft_tree!r}: parallel token prediction drafts chains; leave it out"
+            )
+        default = "coupled" if self.config.predicts_tokens or "uniforms" in extra else "block"
+        options.verification = options.verification or default
+        if extra.get("slot_budget", 1) < 1:
+            raise ValueError(
+                f"slot_budget={extra['slot_budget']} must be at least 1; to decode plainly use use_mtp=False"
+            )
+        _check_best_of(extra.get("best_of", 1), config, options)
+        _check_uniforms(config, options)
+        extra.setdefault("slot_budget", 3 * self.config.num_slots)
+        given = "uniforms" in extra or "seed" in extra
+        options.needs_our_loop = bool(config.do_sample and options.verification == "coupled" and given)
 
     def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> GenerationConfig:
         """Checks the length of the whole text at the door.
@@ -75,40 +88,27 @@ class ParallelGenerationMixin(FullHistoryMixin):
             )
         return config
 
-    def _learned_law(self, sources: tuple[Any, ...]) -> dict[str, Any]:
-        """Temperature, top-k and top-p that the drafts were learned for, where a call samples and sets none of them."""
-        is_set = any(first_set(name, sources) is not None for name in self.config.sampling)
-        return {} if is_set or not first_set("do_sample", sources) else dict(self.config.sampling)
+    def make_drafter(self, options: DraftOptions) -> Drafter:
+        """Slots behind every possible number of accepted drafts."""
+        if options.drafts:
+            self._warn_of_mismatch(options)
+        many = options.extra.get("best_of", 1)
+        uniforms = _uniforms(options, stay=options.do_sample and options.verification == "coupled" and many == 1)
+        if many > 1:
+            return BestOfDrafter(self.config, options, uniforms, many=many)
+        return ParallelDrafter(self.config, options, uniforms)
 
-    def _check_options(self, config: GenerationConfig, rule: str, own: dict[str, Any]) -> None:
-        """Refuses what cannot be meant.
+    def make_rule(self, options: DraftOptions, drafter: Drafter) -> Rule:
+        """Greedy, coupled, or a speculative rule with uniforms of its own."""
+        if not options.do_sample:
+            return GreedyRule()
+        if options.verification != "coupled":
+            return SampledRule(options.verification, drafter.uniforms)
+        return CoupledRule(drafter.uniforms) if drafter.many == 1 else CentralRule(drafter)
 
-        Raises:
-            ValueError: Uniforms outside [0, 1), with another rule than the coupled one or beside a seed; no slots.
-        """
-        uniforms = own["uniforms"]
-        if own["slot_budget"] is not None and own["slot_budget"] < 1:
-            raise ValueError(
-                f"slot_budget={own['slot_budget']} must be at least 1; to decode plainly use use_mtp=False"
-            )
-        if own["best_of"] is not None:
-            _check_best_of(own["best_of"], config, rule, uniforms)
-        if uniforms is None:
-            return
-        if rule != "coupled":
-            raise ValueError(f"uniforms= fixes the tokens only with verification='coupled', not {rule!r}")
-        if own["seed"] is not None:
-            raise ValueError("give uniforms= or seed=, not both")
-        if not config.do_sample:
-            raise ValueError("uniforms= is for sampling: pass do_sample=True, or drop it")
-        low, high = float(uniforms.min()), float(uniforms.max())
-        if not (low >= 0 and high < 1):
-            raise ValueError(f"uniforms must lie in [0, 1), but they lie between {low} and {high}")
-
-    def _warn_of_mismatch(self, config: GenerationConfig) -> None:
-        learned = self.config.sampling
-        asked = {name: getattr(config, name) for name in SAMPLING}
-        if not config.do_sample or all((asked[name] or SAMPLING[name]) == learned[name] for name in SAMPLING):
+    def _warn_of_mismatch(self, options: DraftOptions) -> None:
+        learned, asked = self.config.sampling, options.sampling
+        if not options.do_sample or all((asked[name] or SAMPLING[name]) == learned[name] for name in SAMPLING):
             return
         shown = ", ".join(f"{name}={learned[name]}" for name in SAMPLING)
         logger.warning_once(
@@ -118,59 +118,50 @@ class ParallelGenerationMixin(FullHistoryMixin):
             f"sampling={asked}."
         )
 
-    def _drafter(self, generation_config: GenerationConfig, logits_processor: LogitsProcessorList) -> ParallelDrafter:
-        if generation_config.best_of > 1:
-            return BestOfDrafter(self, generation_config, logits_processor, many=generation_config.best_of)
-        return ParallelDrafter(self, generation_config, logits_processor)
 
-    def _loop(self, model: Any, drafter: ParallelDrafter, *args: Any, **kwargs: Any) -> ParallelLoop:
-        loop = BestOfLoop if isinstance(drafter, BestOfDrafter) else ParallelLoop
-        return loop(model, drafter, *args, **kwargs)
-
-    def _assisted_decoding(
-        self,
-        input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        synced_gpus: bool = False,
-        streamer: BaseStreamer | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if generation_config.use_slots:
-            self._warn_of_mismatch(generation_config)
-        _draw_uniforms(generation_config, input_ids)
-        return super()._assisted_decoding(
-            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **kwargs
-        )
-
-
-def _check_best_of(many: int, config: GenerationConfig, rule: str, uniforms: torch.Tensor | None) -> None:
+def _check_best_of(many: int, config: GenerationConfig, options: CallOptions) -> None:
     """Refuses what best-of-M cannot be combined with."""
     if not isinstance(many, int) or many < 1:
         raise ValueError(f"best_of={many!r} must be a whole number of at least 1")
     if many == 1:
         return
-    if uniforms is not None:
+    if "uniforms" in options.extra:
         raise ValueError(f"best_of={many} draws its uniforms anew: drop uniforms=, or repeat a run with seed=")
-    if rule != "coupled":
-        raise ValueError(f"best_of={many} chooses among coupled drafts: it needs verification='coupled', not {rule!r}")
+    if options.verification != "coupled":
+        raise ValueError(
+            f"best_of={many} chooses among coupled drafts: it needs verification='coupled', not "
+            f"{options.verification!r}"
+        )
     if not config.do_sample:
         raise ValueError(f"best_of={many} is for sampling: pass do_sample=True, or drop it")
 
 
-def _draw_uniforms(config: GenerationConfig, input_ids: torch.Tensor) -> None:
-    """Fills in the uniforms of the output positions, and the generator of all further ones.
+def _check_uniforms(config: GenerationConfig, options: CallOptions) -> None:
+    uniforms = options.extra.get("uniforms")
+    if uniforms is None:
+        return
+    if options.verification != "coupled":
+        raise ValueError(f"uniforms= fixes the tokens only with verification='coupled', not {options.verification!r}")
+    if "seed" in options.extra:
+        raise ValueError("give uniforms= or seed=, not both")
+    if not config.do_sample:
+        raise ValueError("uniforms= is for sampling: pass do_sample=True, or drop it")
+    if not isinstance(uniforms, torch.Tensor):
+        raise ValueError(f"uniforms={type(uniforms).__name__} must be a tensor [B, max_new_tokens]")
+    low, high = float(uniforms.min()), float(uniforms.max())
+    if not (low >= 0 and high < 1):
+        raise ValueError(f"uniforms must lie in [0, 1), but they lie between {low} and {high}")
+
+
+def _uniforms(options: DraftOptions, stay: bool) -> Uniforms:
+    """The uniforms of a call.
 
     Raises:
         ValueError: Uniforms of another shape than [B, max_new_tokens].
     """
-    shape = len(input_ids), config.max_length - input_ids.shape[1]
-    config.uniform_generator = None
-    if config.seed is not None:
-        config.uniform_generator = torch.Generator(input_ids.device).manual_seed(config.seed)
-    if config.uniforms is None:
-        config.uniforms = torch.rand(shape, generator=config.uniform_generator, device=input_ids.device)
-    elif config.uniforms.dim() != 2 or config.uniforms.shape[0] != shape[0] or config.uniforms.shape[1] < shape[1]:
-        raise ValueError(f"uniforms have shape {tuple(config.uniforms.shape)}; give one per new token, {shape}")
-    config.uniforms = config.uniforms.to(input_ids.device)
+    prompt, table = options.prompt, options.extra.get("uniforms")
+    shape = len(prompt), options.max_length - prompt.shape[1]
+    if table is not None and (table.dim() != 2 or table.shape[0] != shape[0] or table.shape[1] < shape[1]):
+        raise ValueError(f"uniforms have shape {tuple(table.shape)}; give one per new token, {shape}")
+    table = None if table is None else table.to(prompt.device)
+    return Uniforms(shape, prompt.device, table, options.extra.get("seed"), stay)

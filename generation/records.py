@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import GenerationConfig
 
+from .targets import Fed
+
 Entries = tuple[torch.Tensor, ...] | None
 
 
@@ -26,32 +28,42 @@ class Records:
         self.rows: dict[str, list[list[torch.Tensor]]] = {name: [[] for _ in range(batch)] for name in self.wanted}
         self.prompt: tuple[torch.Tensor, ...] | None = None
 
-    def add(
-        self,
-        logits: torch.Tensor,
-        scores: torch.Tensor,
-        hidden_states: tuple[torch.Tensor, ...],
-        kept: list[int],
-        is_prefill: bool = False,
-    ) -> None:
-        """Keeps the first `kept[b]` positions of row b.
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anything is collected."""
+        return any(self.wanted.values())
+
+    def add(self, fed: Fed, scores: torch.Tensor, counts: list[int], is_prefill: bool = False) -> None:
+        """Takes the first `counts[b]` steps of row b.
 
         Args:
-            logits: [B, k, v] raw logits.
+            fed: Raw logits [B, k, v] and hidden states per layer [B, k, D]; the prompt's [B, L, D] from the prefill.
             scores: [B, k, v] processed scores.
-            hidden_states: Per layer [B, k, D]; the prompt's [B, L, D] from the prefill.
-            kept: Tokens that each row keeps.
+            counts: Steps per row.
             is_prefill: Whether the hidden states are the prompt's, which make the first entry.
         """
-        values = {"scores": scores, "logits": logits}
+        values = {"scores": scores, "logits": fed.logits}
         if self.wanted["hidden"] and is_prefill:
-            self.prompt = hidden_states
+            self.prompt = fed.hidden_states
         elif self.wanted["hidden"]:
-            values["hidden"] = torch.stack(hidden_states, dim=2)
+            values["hidden"] = torch.stack(fed.hidden_states, dim=2)
         for name, value in values.items():
             if self.wanted[name]:
-                for row, count in zip(self.rows[name], [v[:c] for v, c in zip(value, kept)]):
-                    row.extend(count.unbind(0))
+                for row, steps in zip(self.rows[name], [v[:c] for v, c in zip(value, counts)]):
+                    row.extend(steps.unbind(0))
+
+    def cut(self, generated: list[int]) -> None:
+        """Drops what was verified and then not kept: row b keeps its first `generated[b]` steps."""
+        for name in self.wanted:
+            for row, count in zip(self.rows[name], generated):
+                del row[max(count - (name == "hidden"), 0) :]
+
+    def scores_of(self, count: int) -> Entries:
+        """Scores of the first `count` steps of every row, as stopping criteria are shown them; None if not recorded."""
+        if not self.wanted["scores"]:
+            return None
+        rows = self.rows["scores"]
+        return tuple(_stack([row[step] if step < len(row) else None for row in rows], None) for step in range(count))
 
     def per_token(self, generated: list[int], pad: int) -> tuple[Entries, Entries, tuple | None]:
         """scores and logits as tuples of [B, v], hidden states as a tuple (per token) of tuples (per layer).

@@ -3,33 +3,73 @@
 Two kinds of caches: one that knows every row's length itself, and transformers' own, whose columns all rows share. In
 the latter, rows that keep different numbers of tokens are repacked after verification: every row's tokens are
 right-aligned again, and its left padding grows. No hole is left between tokens, so that distances between columns
-stay distances between tokens (a sliding window relies on it). Knows neither drafts nor laws.
+stay distances between tokens (a sliding window relies on it).
+
+    columns of the cache     before           + block of 4, kept 4 and 2         repacked
+    row 0                    . a b c          . a b c d e f g                    . a b c d e f g
+    row 1                    r s t u          r s t u v w - -                    . . r s t u v w
+
+Knows neither laws nor verification.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from .contract import DraftTree, Verdict, line
+from .tokens import Kept
+
+HiddenLayers = int | list[int] | bool | None
+
+
+@dataclass
+class Fed:
+    """What one backbone call gave for a block.
+
+    Attributes:
+        logits: [B, F, v] of b and the nodes.
+        hidden_states: Per layer [B, F, D] or None; those that were asked for.
+        riders: [B, A, v] logits of the rows that rode along.
+    """
+
+    logits: torch.Tensor
+    hidden_states: tuple[torch.Tensor | None, ...] | None = None
+    riders: torch.Tensor | None = None
+
+    def along(self, verdict: Verdict, tree: DraftTree) -> Fed:
+        """The same along the kept path only, [B, k + 1, ...]; a chain's path is its beginning."""
+        if tree.is_chain:
+            return self
+        take = verdict.columns[..., None]
+        states = self.hidden_states and tuple(
+            None if state is None else state.gather(1, take.to(state.device).expand(-1, -1, state.shape[-1]))
+            for state in self.hidden_states
+        )
+        return Fed(self.logits.gather(1, take.expand(-1, -1, self.logits.shape[-1])), states, self.riders)
+
 
 class Target(Protocol):
     """What the loop needs of a model with a filled cache."""
 
-    def forward(self, block: torch.Tensor, **options: Any) -> Any:
-        """One backbone call on block [B, k] behind every row's prefix."""
+    cache: Cache
 
-    def roll_back(self, kept: list[int], fed: int) -> None:
-        """Leaves the first `kept[b]` of the last `fed` tokens in row b."""
+    def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> Fed:
+        """One backbone call on block [B, m + 1], b and the nodes, behind every row's prefix."""
+
+    def keep(self, kept: Kept, verdict: Verdict, tree: DraftTree) -> None:
+        """Leaves b and the kept path of the last block in the cache, `kept.counts[b]` tokens in row b."""
 
     def align(self, columns: int) -> None:
         """Ends the call: lays the cache out as the first `columns` columns of the sequences that are returned."""
 
 
 class RowLengthTarget:
-    """A model whose cache has a length per row: `crop` takes a [B] tensor, and no mask is needed.
+    """A model whose cache has a length per row: `crop` takes a number per row, and no mask is needed.
 
     Args:
         model: The backbone.
@@ -39,13 +79,22 @@ class RowLengthTarget:
     def __init__(self, model: PreTrainedModel, cache: Cache) -> None:
         self.model, self.cache = model, cache
 
-    def forward(self, block: torch.Tensor, **options: Any) -> Any:
-        """See `Target`."""
-        return self.model(block, past_key_values=self.cache, use_cache=True, return_dict=True, **options)
+    def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> Fed:
+        """See `Target`.
 
-    def roll_back(self, kept: list[int], fed: int) -> None:
+        Raises:
+            ValueError: A draft that is no chain.
+        """
+        if not tree.is_chain:
+            raise ValueError(f"{type(self.cache).__name__} takes chains, and no trees of drafts: leave draft_tree out")
+        outputs = self.model(
+            block, past_key_values=self.cache, use_cache=True, return_dict=True, output_hidden_states=hidden_layers
+        )
+        return Fed(outputs.logits, outputs.hidden_states)
+
+    def keep(self, kept: Kept, verdict: Verdict, tree: DraftTree) -> None:
         """See `Target`."""
-        self.cache.crop(kept[0] - fed if len(set(kept)) == 1 else torch.tensor(kept) - fed)
+        self.cache.keep_last(tree.tokens.shape[1] + 1, kept)
 
     def align(self, columns: int) -> None:
         """Nothing to do: every row starts where it ends."""
@@ -57,80 +106,171 @@ class RepackedTarget:
     Args:
         model: The backbone.
         cache: Its cache, with the prompt in it.
-        batch: B.
+        like: A tensor [B] on the device of the tokens.
         mask: [B, columns of the cache], 0 for padding; None where there is none.
 
     Attributes:
         mask: [B, W] bool, the real tokens among the columns of the cache as it is laid out now.
+        counts: [B] int64, real tokens.
         is_padded: Whether any column is no real token.
-        shifts: Columns by which the last `roll_back` moved each row to the right, [B]; all 0 where it moved none.
+        shifts: Columns by which the last `keep` moved each row to the right, [B]; None where it moved none.
+        kept: What the last `keep` left.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: Cache, batch: int, mask: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cache: Cache, like: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> None:
         self.model, self.cache = model, cache
         width = cache.get_seq_length()
-        given = torch.ones(batch, width) if mask is None else mask[:, :width]
-        self.mask = given.bool().to(model.device)
+        self.mask = torch.ones(len(like), width, dtype=torch.bool, device=like.device)
+        self.mask = self.mask if mask is None else mask[:, :width].bool()
         self.counts = self.mask.sum(1)
-        self.is_padded = not bool(self.mask.all())
-        self.shifts = [0] * batch
-        self.moved = [0] * batch
+        self.is_padded = mask is not None and not bool(self.mask.all())
+        self.shifts: torch.Tensor | None = None
+        self.moved: torch.Tensor | None = None
+        self.kept: Kept | None = None
         cache.activate_past_recording()
 
-    def forward(self, block: torch.Tensor, **options: Any) -> Any:
-        """See `Target`; positions count real tokens."""
-        fed = block.shape[1]
-        positions = self.counts[:, None] + torch.arange(fed, device=block.device)
-        mask = torch.nn.functional.pad(self.mask, (0, fed), value=True) if self.is_padded else None
-        inputs = {"attention_mask": mask, "position_ids": positions} | options
-        return self.model(block, past_key_values=self.cache, use_cache=True, return_dict=True, **inputs)
+    def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> Fed:
+        """See `Target`; positions count real tokens. Riders leave the cache again at once."""
+        fed, riders = block.shape[1], tree.riders
+        inputs: dict[str, Any] = {} if riders is None else dict(riders.inputs)
+        places = tree.positions() if riders is None else riders.positions
+        positions = self.counts[:, None] + places
+        if riders is not None and riders.last_position is not None:
+            positions = positions.clamp(max=riders.last_position)
+        outputs = self.model(
+            block,
+            past_key_values=self.cache,
+            use_cache=True,
+            return_dict=True,
+            position_ids=positions,
+            attention_mask=self._mask(fed, tree),
+            output_hidden_states=hidden_layers,
+            **inputs,
+        )
+        if riders is None:
+            return Fed(outputs.logits, outputs.hidden_states)
+        self.cache.crop(fed - positions.shape[1])
+        states = outputs.hidden_states and tuple(
+            None if state is None else state[:, :fed] for state in outputs.hidden_states
+        )
+        return Fed(outputs.logits[:, :fed], states, outputs.logits[:, fed:])
 
-    def roll_back(self, kept: list[int], fed: int) -> None:
+    def _mask(self, fed: int, tree: DraftTree) -> Any:
+        """None or [B, W + F] for a chain, whose order the backbone knows; else what each row sees, dense."""
+        if tree.riders is not None:
+            return dense_mask(self.mask, tree.riders.mask, self.model)
+        if not tree.is_chain:
+            return tree_mask(self.mask, self.counts, tree, self.model)
+        return torch.nn.functional.pad(self.mask, (0, fed), value=True) if self.is_padded else None
+
+    def keep(self, kept: Kept, verdict: Verdict, tree: DraftTree) -> None:
         """See `Target`."""
-        longest = max(kept)
-        self.shifts = [longest - count for count in kept]
-        self.cache.crop(longest - fed)
-        self.mask = torch.nn.functional.pad(self.mask, (0, longest), value=True)
-        self.counts = self.counts + torch.tensor(kept, device=self.counts.device)
-        if any(self.shifts):
-            self.moved = [old + new for old, new in zip(self.moved, self.shifts)]
-            self.is_padded = True
-            repack(self.cache, self.shifts)
-            self.mask = shift_right(self.mask, self.shifts)
-
-    def select(self, columns: torch.Tensor, fed: int) -> None:
-        """Leaves of the last `fed` columns of the cache `columns[b]` [B, k] in row b, in that order."""
-        kept = columns.shape[1]
-        for layer in self.cache.layers:
-            for states in (layer.keys, layer.values):
-                chosen = columns[:, None, :, None].to(states.device).expand(-1, states.shape[1], -1, states.shape[3])
-                states[:, :, -fed : states.shape[2] - fed + kept] = states[:, :, -fed:].gather(2, chosen)
-        if fed > kept:
-            self.cache.crop(kept - fed)
+        fed, self.kept = tree.tokens.shape[1] + 1, kept
+        if not tree.is_chain:
+            compact(self.cache, verdict.columns[:, : kept.longest], fed)
+            fed = min(fed, kept.longest)
+        self.cache.crop(kept.longest - fed)
+        self.mask = torch.nn.functional.pad(self.mask, (0, kept.longest), value=True)
+        if kept.is_even:
+            self.counts, self.shifts = self.counts + kept.longest, None
+            return
+        self.counts, self.shifts = self.counts + kept.on_device, kept.longest - kept.on_device
+        self.moved = self.shifts if self.moved is None else self.moved + self.shifts
+        self.is_padded = True
+        self.mask = shift_cache(self.cache, self.shifts, self.mask)
 
     def align(self, columns: int) -> None:
         """See `Target`; columns behind a row's end hold arbitrary values, as padding does."""
-        if any(self.moved):
-            repack(self.cache, [-moved for moved in self.moved])
+        if self.moved is not None:
+            shift_cache(self.cache, -self.moved, self.mask)
             self.cache.crop(min(0, columns - self.mask.shape[1]))
 
 
-def repack(cache: Cache, shifts: list[int]) -> None:
-    """Moves the columns of row b by `shifts[b]` to the right, in every layer; what enters at an end is arbitrary."""
+def compact(cache: Cache, columns: torch.Tensor, fed: int) -> None:
+    """Leaves of the last `fed` columns of a cache `columns[b]` [B, k] in row b, in that order."""
+    for layer in cache.layers:
+        if not layer.is_initialized:
+            continue
+        start = layer.keys.shape[2] - fed
+        for name in ("keys", "values"):
+            states = getattr(layer, name)
+            chosen = columns[:, None, :, None].to(states.device).expand(-1, states.shape[1], -1, states.shape[3])
+            setattr(layer, name, torch.cat([states[:, :, :start], states[:, :, start:].gather(2, chosen)], dim=2))
+
+
+def shift_cache(cache: Cache, shifts: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Moves the columns of row b by `shifts[b]` [B] to the right, in every layer; returns the mask [B, W] moved."""
+    source = shift_source(shifts, mask.shape[1])
     for layer in cache.layers:
         if layer.is_initialized and layer.get_seq_length() > 0:
-            layer.keys, layer.values = (
-                shift_right(states.transpose(1, 2), shifts).transpose(1, 2) for states in (layer.keys, layer.values)
-            )
+            layer.keys, layer.values = (shifted(states, source, dim=2) for states in (layer.keys, layer.values))
+    return shift_mask(mask, source)
 
 
-def shift_right(columns: torch.Tensor, shifts: list[int]) -> torch.Tensor:
-    """Columns [B, W, ...] moved by `shifts[b]` to the right (left where negative); masks get False at the left end."""
-    moved = torch.tensor(shifts, device=columns.device)[:, None]
-    source = torch.arange(columns.shape[1], device=columns.device) - moved
-    rows = torch.arange(columns.shape[0], device=columns.device)[:, None]
-    result = columns[rows, source.clamp(0, columns.shape[1] - 1)]
-    return result & (source >= 0) if columns.dtype == torch.bool else result
+def shift_source(shifts: torch.Tensor, width: int) -> torch.Tensor:
+    """Where every column comes from when row b moves by `shifts[b]` [B] to the right, [B, W]; may lie outside."""
+    return line(width, shifts.device) - shifts[:, None]
+
+
+def shifted(states: torch.Tensor, source: torch.Tensor, dim: int) -> torch.Tensor:
+    """States whose columns stand in `dim`, taken from `source` [B, W]; what enters at an end is arbitrary."""
+    index = source.to(states.device).clamp(0, source.shape[1] - 1)
+    shape = [states.shape[0]] + [1] * (states.dim() - 1)
+    shape[dim] = source.shape[1]
+    return states.gather(dim, index.view(shape).expand(*states.shape[:dim], -1, *states.shape[dim + 1 :]))
+
+
+def shift_mask(mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """A mask [B, W] taken from `source` [B, W]; what enters at the left end is no token."""
+    return mask.gather(1, source.clamp(0, source.shape[1] - 1)) & (source >= 0)
+
+
+def tree_mask(cached: torch.Tensor, counts: torch.Tensor, tree: DraftTree, model: PreTrainedModel) -> Any:
+    """What b and the nodes see: all real columns of the cache, their ancestors and themselves.
+
+    Args:
+        cached: [B, W] bool, the real columns of the cache.
+        counts: [B] real tokens.
+        tree: The draft.
+        model: The backbone; where its layers have sliding windows, distances are those of positions.
+
+    Returns:
+        [B, 1, F, W + F] in the backbone's dtype, as `dense_mask`; by kind of layer where there are several.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    full = dense_mask(cached, tree.mask(), model)
+    if window is None or kinds == {"full_attention"}:
+        return full
+    old = line(cached.shape[1], cached.device) - (cached.shape[1] - counts[:, None])
+    new = counts[:, None] + tree.positions()
+    near = new[:, :, None] - torch.cat([old, new], dim=1)[:, None] < window
+    sliding = full.masked_fill(~near[:, None], torch.finfo(full.dtype).min)
+    if len(kinds) < 2:
+        return sliding
+    return {"full_attention": full, "sliding_attention": sliding}
+
+
+def dense_mask(cached: torch.Tensor, new: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
+    """What F new rows see of a cache and of each other, as the sum that attention adds.
+
+    Where nothing is seen stands the least finite number, so that rows that see nothing stay finite.
+
+    Args:
+        cached: [B, W] bool.
+        new: [F, F] or [B, F, F] bool.
+        model: The backbone, whose dtype the mask gets.
+
+    Returns:
+        [B, 1, F, W + F].
+    """
+    new = new.expand(len(cached), -1, -1)
+    visible = torch.cat([cached[:, None].expand(-1, new.shape[1], -1), new], dim=2)[:, None]
+    dtype = model.dtype
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 def is_repackable(cache: Cache | None) -> bool:

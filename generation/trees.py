@@ -120,7 +120,7 @@ def drawn_tree(
         parents.append(place.gather(1, parent) - 1)
         if level + 1 < len(sizes):
             best = _best(value, min(width, size))
-            q = expand(token.gather(1, best), parent.gather(1, best) - (level == 0))
+            q = expand(token.gather(1, best), parent.gather(1, best) if level else torch.full_like(best, -1))
             value, place, start = value.gather(1, best), best + start, start + size
     return DraftTree(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), laws, depth=len(sizes))
 

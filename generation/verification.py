@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from ..modeling.indices import line
 from ..modeling.sampling import pick, race
 from .contract import DraftTree, Verdict
 from .tree_verification import check_rule, follow, tree_acceptance, verify_drawn_tree
@@ -28,6 +29,9 @@ __all__ = [
     "verify_tree",
     "verify_tree_greedy",
 ]
+
+
+_TRACE = 1e-30
 
 
 def token_acceptance(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,7 +139,7 @@ def verify(
         weight = _block_weights(draft, q, p)
         surplus = (weight[:, :-1, None] * p[:, :-1] - q).clamp_(min=0)
         kept = uniform < _block_accept(weight, surplus)
-        accepted = (kept * torch.arange(1, draft.shape[1] + 1, device=p.device)).amax(1)
+        accepted = (kept * line(draft.shape[1] + 1, p.device)[1:]).amax(1)
     chosen = None if uniforms is None else uniforms.gather(1, accepted[:, None])[:, 0]
     return accepted, _add(_row_after(accepted, surplus, p), chosen, generator)
 
@@ -229,7 +233,7 @@ def _block_weights(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> tor
     """
     walk = _ratios(draft, q, p).log().cumsum(1)
     weight = (walk - walk.cummax(1).values.clamp(min=0)).exp()
-    return torch.cat([torch.ones_like(weight[:, :1]), weight], dim=1)
+    return torch.nn.functional.pad(weight, (1, 0), value=1.0)
 
 
 def _block_accept(weight: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
@@ -246,12 +250,13 @@ def _residuals(q: torch.Tensor, p: torch.Tensor, weight: torch.Tensor) -> torch.
 
 
 def _row_after(accepted: torch.Tensor, surplus: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Unnormalised law of the added token [B, v]: the surplus after a rejection, p's last row after none."""
-    batch = torch.arange(len(accepted), device=p.device)
-    target = p[batch, accepted]
-    row = surplus[batch, accepted.clamp(max=surplus.shape[1] - 1)]
-    rejected = (accepted < surplus.shape[1])[:, None] & (row.sum(-1, keepdim=True) > torch.finfo(p.dtype).tiny)
-    return torch.where(rejected, row, target)
+    """Unnormalised law of the added token [B, v]: the surplus after a rejection, p's last row after none.
+
+    A trace of p itself decides where rounding left no surplus; it is far below the precision of what it is added to.
+    """
+    batch = line(len(accepted), p.device)
+    mass = torch.cat([surplus, p[:, -1:]], dim=1)
+    return torch.add(mass[batch, accepted], p[batch, accepted], alpha=_TRACE)
 
 
 def _normalised(mass: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:

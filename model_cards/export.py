@@ -61,7 +61,7 @@ def export(
     them, or draft nonsense in silence), and config.json has the older names of fields that transformers 5 renamed.
 
     Args:
-        model: Main model and modules, not quantised.
+        model: Backbone and modules, not quantised.
         folder: Where to.
         engine: `"vllm"` or `"sglang"`.
         tokenizer: Saved beside it.

@@ -11,8 +11,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 
 from ..configuration import MTPHeadConfig, PTPConfig
 
-_HEADS = {"ff": "independent positions"}
-
 _SLOTS = {
     "one_hot": "parallel token prediction; a slot predicts the token that its own uniform picks",
     "categorical": "parallel token prediction; a slot predicts the law of the token behind its own",
@@ -120,9 +118,8 @@ def _head(config: PreTrainedConfig) -> tuple[str, int, list[tuple[str, str]]]:
         raise TypeError(f"{type(config).__name__} has no `mtp_head`: cards are for models with such a head")
     if head.window is None:
         raise TypeError(f"{type(config).__name__} leaves the head's `window` open; set it before rendering a card")
-    family = _HEADS.get(head.head_type, f"a circuit of rank {head.rank}")
     rows = [
-        ("Head", f"`{head.head_type}`: {family}"),
+        ("Head", f"`{head.head_type}`: {head.describe()} ({head.family.citation})"),
         ("Window", f"{head.window}: the next token and {head.window - 1} drafted"),
     ]
     return "heads", head.window, rows

@@ -1,4 +1,7 @@
-"""Loading that refuses what it cannot load: missing tensors, wrong shapes, damaged files. Knows no architecture."""
+"""Loading that refuses what it cannot load: another architecture, missing tensors, wrong shapes, damaged files.
+
+And folders that say which library reads them. Knows no architecture.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,12 @@ from os import PathLike
 from typing import Any
 
 from safetensors import SafetensorError
+from transformers import PreTrainedConfig
+
+LIBRARY = "tokenahead"
+"""The name that folders carry in config.json (`library_name`), for those who find them without the package."""
+HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
+"""Arguments of `from_pretrained` that say where files come from."""
 
 
 class StrictLoadingMixin:
@@ -19,9 +28,11 @@ class StrictLoadingMixin:
         """Loads a model as `PreTrainedModel.from_pretrained` does.
 
         Raises:
-            ValueError: Tensors that are missing or have another shape than the config says, or a damaged
-                safetensors file.
+            ValueError: A folder of another architecture, tensors that are missing or have another shape than the
+                config says, or a damaged safetensors file.
         """
+        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+        cls.check_model_type(pretrained_model_name_or_path, kwargs.get("config"), **hub)
         wants_info = kwargs.pop("output_loading_info", False)
         name = str(pretrained_model_name_or_path)
         try:
@@ -38,3 +49,37 @@ class StrictLoadingMixin:
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             raise ValueError(f"{name}: the checkpoint lacks {len(missing)} tensors of {cls.__name__}: {shown}")
         return (model, info) if wants_info else model
+
+    @classmethod
+    def check_model_type(cls, name: str | PathLike | None, config: Any = None, **hub: Any) -> None:
+        """Looks at a folder's config.json before its fields are taken for those of this class.
+
+        Args:
+            name: Folder or Hub repository; None loads nothing.
+            config: What was given as `config`; where it is a configuration, the folder's own is not read.
+            **hub: `revision`, `token`, ...
+
+        Raises:
+            ValueError: The folder holds another architecture.
+        """
+        if name is None or isinstance(config, PreTrainedConfig):
+            return
+        found = PreTrainedConfig.get_config_dict(config or name, **hub)[0].get("model_type")
+        expected = cls.config_class.model_type
+        if found not in (None, expected):
+            makes = f"; {cls.__name__}.from_backbone makes new parts for a plain model"
+            raise ValueError(
+                f"{name}: config.json says model_type={found!r}, but {cls.__name__} reads model_type={expected!r}"
+                + (makes if hasattr(cls, "from_backbone") else "")
+            )
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Saves as `PreTrainedModel.save_pretrained` does; config.json also names this library and its version."""
+        self.config.library_name, self.config.library_version = LIBRARY, _version()
+        super().save_pretrained(*args, **kwargs)
+
+
+def _version() -> str:
+    from .. import __version__
+
+    return __version__

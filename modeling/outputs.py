@@ -5,7 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
+
+States = bool | int | list[int]
+"""True for all hidden states, False for none, or the indices of some (-1: the last)."""
+
+
+def states_asked_for(given: States | None, *configs: PreTrainedConfig) -> States:
+    """`output_hidden_states` as a decoder of transformers understands it.
+
+    Args:
+        given: What the caller said; None: what the first of `configs` says that asks for any.
+        configs: Configurations, which a decoder would not ask when it is handed None.
+
+    Returns:
+        A flag or a list: the number 0 alone would be taken for False.
+    """
+    if given is None:
+        given = next((config.output_hidden_states for config in configs if config.output_hidden_states), False)
+    return given if isinstance(given, bool) or not isinstance(given, int) else [given]
 
 
 @dataclass
@@ -14,13 +33,17 @@ class MTPOutput(CausalLMOutputWithPast):
 
     Attributes:
         loss: Scalar, discounted sum of the per-depth losses; with labels only.
-        logits: [B, L, V] of the ordinary next-token head ([B, L, N, V] with `return_all_pred_logits`).
+        logits: [B, L, V] of the ordinary next-token head ([B, L, N, V] with `return_all_pred_logits`); None where they
+            were not asked for in training.
         past_key_values: The cache, where one is used.
         hidden_states: Tuple over layers of [B, L, D], the last after the final norm; unselected entries are None.
         head_losses: [n] detached mean cross-entropy in nats per depth, the ordinary next token first; with labels only.
+        backbone_loss: Detached scalar, the mean cross-entropy in nats of the backbone's own next-token head, where that
+            trains beside a head with a law of its own for the first token; it is then a part of `loss`.
     """
 
     head_losses: torch.Tensor | None = None
+    backbone_loss: torch.Tensor | None = None
 
 
 @dataclass

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("configuration", "modeling", "generation", "training", "model_cards")
 
@@ -35,8 +37,37 @@ def test_a_clone_without_links_imports(tmp_path):
     assert done.stdout.split() == ["tokenahead.modeling.heads.attached", str(tmp_path / "training" / "cli.py")]
 
 
-def test_import_needs_no_extra(tmp_path):
-    """The core works where neither pictures nor trainers are installed."""
-    blocked = "import sys; sys.modules.update(dict.fromkeys(['rich', 'matplotlib', 'trl', 'datasets', 'evaluate']))\n"
-    code = blocked + "import tokenahead\nfrom tokenahead.training import MTPTrainer, PTPTrainer, MTPLossWeightSchedule"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+WITHOUT_EXTRAS = """
+import sys
+sys.modules.update(dict.fromkeys(["rich", "matplotlib", "trl", "datasets", "evaluate"]))
+import tokenahead
+from tokenahead.training import MTPLossWeightSchedule, MTPTrainer, PTPTrainer, cli
+for found in ("rich", "matplotlib"):
+    try:
+        cli.main(["demo"])
+    except SystemExit as end:
+        assert end.code == 1, end.code
+    del sys.modules[found]
+try:
+    from tokenahead.training import MTPSFTTrainer
+except ImportError as error:
+    print(error, file=sys.stderr)
+"""
+
+
+def test_the_core_works_without_extras_and_what_needs_one_names_it():
+    """In one process, because importing torch takes seconds."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "", done.stderr
+    assert done.stderr.splitlines() == [
+        "tokenahead demo: the demo needs the package 'rich': pip install 'tokenahead[demo]'",
+        "tokenahead demo: the demo needs the package 'matplotlib': pip install 'tokenahead[demo]'",
+        "MTPSFTTrainer needs the package 'trl': pip install 'tokenahead[train]'",
+    ]
+
+
+def test_a_defect_of_our_own_is_no_missing_extra():
+    from tokenahead.training.extras import needs_extra
+
+    with pytest.raises(ModuleNotFoundError, match="No module named 'tokenahead.nowhere'"), needs_extra("demo", "it"):
+        import tokenahead.nowhere  # noqa: F401

@@ -6,19 +6,27 @@ Knows arguments and messages; what the commands do is written elsewhere.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
 from huggingface_hub.errors import StrictDataclassError
 
 from .. import __version__
+from .extras import MissingExtraError, needs_extra
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_PROMPT = (
+    "the text to complete; '-', or none: the standard input, every byte of it; write '--' before a prompt that begins "
+    "with '-'"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -30,15 +38,17 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     Raises:
         SystemExit: Always: 0, or 1 after an error, 2 after wrong arguments, 130 after Ctrl-C.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(list(sys.argv[1:] if argv is None else argv))
     try:
         raise SystemExit(arguments.run(arguments))
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
-    except BrokenPipeError:  # whoever read our output has enough; the flush at exit must not fail again
+    except (
+        BrokenPipeError
+    ):  # whoever reads our output has closed it; without this, the flush at exit would fail once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
-    except (ValueError, OSError, StrictDataclassError) as error:
+    except (ValueError, OSError, MissingExtraError, StrictDataclassError) as error:
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"tokenahead {arguments.command}: {message}", file=sys.stderr)
         raise SystemExit(1) from None
@@ -74,9 +84,26 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
 def _add_generate(commands: argparse._SubParsersAction) -> None:
     help_text = "complete a prompt with any checkpoint; the text comes as it is written, statistics at the end"
     command = commands.add_parser("generate", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
-    command.add_argument("prompt", help="the text to complete")
-    command.add_argument("--model", required=True, help="folder, or name on the Hub")
+    command.add_argument("prompt", nargs="?", help=_PROMPT)
+    _add_model(command)
+    _add_sampling(command)
     command.add_argument("--max-new-tokens", type=_whole(1), default=256, help="%(default)s if not given")
+    command.add_argument("--num-assistant-tokens", type=_whole(1), help="tokens to draft; as many as fit if not given")
+    command.add_argument("--json", action="store_true", help="write one JSON object: the text and the statistics")
+    command.set_defaults(run=_generate)
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    drafter = command.add_mutually_exclusive_group()
+    command.add_argument("--model", required=True, help="folder, or name on the Hub (owner/name)")
+    drafter.add_argument("--heads", help="folder, or name on the Hub, of heads that were trained for this model")
+    drafter.add_argument("--plain", action="store_true", help="one token at a time, without drafts")
+    command.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
+    command.add_argument("--dtype", choices=_DTYPES, default="auto", help="of the weights (auto: the checkpoint's)")
+    command.add_argument("--device", help="such as cpu or cuda:1; a GPU where there is one if not given")
+
+
+def _add_sampling(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--temperature", type=_number("at least 0", lambda x: x >= 0), help="sample; 0 is greedy, the default"
     )
@@ -85,12 +112,32 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
         "--top-p", type=_number("above 0 and at most 1", lambda x: 0 < x <= 1), help="sample from the nucleus"
     )
     command.add_argument("--seed", type=_seed, default=0, help="of the samples (%(default)s)")
-    command.add_argument("--plain", action="store_true", help="one token at a time, without drafts")
-    command.set_defaults(run=_generate)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    """Reads the arguments; a prompt may begin with "-", or with "--" where a lone "--" stands before it.
+
+    argparse takes such a prompt for an option, and before Python 3.12 it loses an optional prompt that follows an
+    option: both come back as words that it could not place.
+    """
+    parser = _parser()
+    end = argv.index("--") if "--" in argv else len(argv)
+    arguments, words = parser.parse_known_args(argv[:end])
+    unknown = [word for word in words if word.startswith("--")]
+    words += argv[end + 1 :]
+    prompts = [word for word in (getattr(arguments, "prompt", None), *words) if word is not None]
+    if unknown or len(prompts) > 1 or (words and arguments.command != "generate"):
+        parser.error(
+            f"unrecognized arguments: {' '.join(unknown or words)}; a prompt of several words needs quotes, "
+            "one that begins with '-' a '--' before it"
+        )
+    arguments.prompt = prompts[0] if prompts else None
+    return arguments
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from .demo.run import DEFAULT_MINUTES, run_demo
+    with needs_extra("demo", "the demo"):
+        from .demo.run import DEFAULT_MINUTES, run_demo
 
     results = run_demo(
         minutes=arguments.minutes or DEFAULT_MINUTES,
@@ -102,19 +149,29 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from .completion import complete
+    prompt = _prompt(arguments.prompt)  # before the slow imports, so that a missing one is said at once
+    from .byte_text import writer_for
+    from .completion import Request, complete
 
-    complete(
-        arguments.model,
-        arguments.prompt,
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-        plain=arguments.plain,
-    )
+    given = vars(arguments) | {"prompt": prompt}
+    request = Request(**{field.name: given[field.name] for field in fields(Request)})
+    if arguments.json:
+        print(json.dumps(complete(request, lambda data: None).as_dict()))
+        return 0
+    writer = writer_for(sys.stdout)
+    done = complete(request, writer.write)
+    writer.close()
+    print(done.statistics(), file=sys.stderr)
     return 0
+
+
+def _prompt(text: str | None) -> bytes:
+    """The bytes of a prompt: those of the argument, or the whole standard input for "-" or where it is no terminal."""
+    if text not in (None, "-"):
+        return os.fsencode(text)
+    if text is None and sys.stdin.isatty():
+        _Parser(prog="tokenahead generate").error("a prompt is required: write it, or pipe it in")
+    return sys.stdin.buffer.read()
 
 
 def _number(rule: str, holds: Callable[[float], bool]) -> Callable[[str], float]:

@@ -1,103 +1,258 @@
-"""One prompt, any checkpoint: the text streams to the output while it is written. Knows no training."""
+"""One prompt, any checkpoint, completed while the writer shows the bytes as they come. Knows no training."""
 
 from __future__ import annotations
 
-import sys
+import base64
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
+from huggingface_hub import is_offline_mode
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    TextStreamer,
     set_seed,
 )
 from transformers.utils import logging
 
-from ..configuration import EvaByteConfig, MTPHeadConfig
+from ..configuration import MTPHeadConfig
+from ..configuration.mtp_families import FAMILIES, count_modules
+from ..generation import Speculation
+from ..modeling import DeepSeekMTP
+from .byte_text import decode, encode, escaped, is_byte_level, streamer_for
 
 
-def complete(
-    source: str,
-    prompt: str,
-    max_new_tokens: int = 256,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    plain: bool = False,
-    report: TextIO | None = None,
-) -> str:
-    """Writes a completion to the standard output as it comes, and a line of statistics to `report`.
+@dataclass(frozen=True)
+class Request:
+    """What to complete, and how. Greedy, unless `temperature`, `top_k` or `top_p` asks for samples.
 
-    Greedy, unless one of `temperature`, `top_k` and `top_p` asks for samples.
-
-    Args:
-        source: Folder of a checkpoint, or its name on the Hub.
-        prompt: The text to complete.
+    Attributes:
+        model: Folder of a checkpoint, or its name on the Hub.
+        prompt: The bytes to complete; what is no UTF-8 needs a byte-level model.
+        heads: Folder, or name on the Hub, of heads to attach to the model; None: what the model itself drafts with.
+        chat: The prompt is what a user says, and is put into the tokenizer's chat template.
+        dtype: Of the weights; `"auto"` is that of the checkpoint.
+        device: Where to run, such as `"cuda:1"`; None is a GPU where there is one.
         max_new_tokens: Tokens to write, at most.
+        num_assistant_tokens: Tokens to draft; None is what the model's drafter proposes.
         temperature: Of the samples; 0 is greedy.
         top_k: Sample from the most probable tokens; 0 or None: from all.
         top_p: Sample from the nucleus.
         seed: Of the samples.
         plain: One token at a time.
-        report: Where the statistics go; None is the standard error.
+    """
 
-    Returns:
-        The completion, without the prompt.
+    model: str
+    prompt: bytes
+    heads: str | None = None
+    chat: bool = False
+    dtype: str = "auto"
+    device: str | None = None
+    max_new_tokens: int = 256
+    num_assistant_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    plain: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of `generate`."""
+        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "return_dict_in_generate": True}
+        if self.num_assistant_tokens is not None:
+            options["num_assistant_tokens"] = self.num_assistant_tokens
+        if self.plain:
+            options["use_mtp"] = False
+        return options | self._sampling()
+
+    def _sampling(self) -> dict[str, Any]:
+        if self.temperature == 0 or (self.temperature is None and self.top_k is None and self.top_p is None):
+            return {"do_sample": False}
+        chosen = {"temperature": self.temperature or 1.0, "top_k": self.top_k or 0, "top_p": self.top_p or 1.0}
+        return {"do_sample": True} | chosen
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A completion and what it cost.
+
+    Attributes:
+        data: The completion's bytes, without the prompt.
+        unit: `"byte"` or `"token"`: what a token of this model is.
+        prompt_tokens: Tokens of the prompt, special ones included.
+        new_tokens: Tokens written.
+        seconds: Time that `generate` took.
+        backbone_calls: Forward passes of the backbone; None where nobody counted them.
+        accepted_by_position: Share of drafts accepted up to position 1, 2, ...; empty where nothing was drafted.
+    """
+
+    data: bytes
+    unit: str
+    prompt_tokens: int
+    new_tokens: int
+    seconds: float
+    backbone_calls: int | None
+    accepted_by_position: list[float]
+
+    @property
+    def tokens_per_call(self) -> float | None:
+        """New tokens per call of the backbone."""
+        return self.new_tokens / max(1, self.backbone_calls) if self.backbone_calls is not None else None
+
+    def statistics(self) -> str:
+        """One line for a person."""
+        speed = f"{self.new_tokens} {self.unit}s in {self.seconds:.2f} s, {self._speed():,.0f} {self.unit}s/s"
+        if self.backbone_calls is None:
+            return speed
+        if not self.accepted_by_position:
+            return f"{speed}; one {self.unit} per backbone call"
+        return f"{speed}; {self.backbone_calls} backbone calls, {self.tokens_per_call:.2f} {self.unit}s per call"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Values for a JSON object; `base64` holds the exact bytes, which `text` shows with U+FFFD for what is none."""
+        return {
+            "text": self.data.decode("utf-8", "replace"),
+            "base64": base64.b64encode(self.data).decode("ascii"),
+            "unit": self.unit,
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.new_tokens,
+            "seconds": self.seconds,
+            "tokens_per_second": self._speed(),
+            "backbone_calls": self.backbone_calls,
+            "tokens_per_call": self.tokens_per_call,
+            "accepted_by_position": self.accepted_by_position,
+        }
+
+    def _speed(self) -> float:
+        return self.new_tokens / self.seconds
+
+
+def complete(request: Request, write: Callable[[bytes], None]) -> Completed:
+    """Completes a prompt and hands the bytes to `write` as they come.
+
+    Args:
+        request: What to complete.
+        write: Takes the bytes of every piece.
 
     Raises:
         FileNotFoundError: No such folder.
-        OSError: A folder without a config, weights or tokenizer, or a name that the Hub does not know.
-        ValueError: A checkpoint that is not whole, or no language model; a prompt that is too long or no text.
+        OSError: A folder without a config, weights or tokenizer, or a name that the Hub cannot give.
+        ValueError: A checkpoint that is not whole, or no language model; heads of another model; a prompt that is too
+            long or no text; a device that is not there; an option that means nothing for this model.
     """
-    model, tokenizer = _load(source)
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    options = _options(temperature, top_k, top_p) | ({"use_mtp": False} if plain else {})
-    set_seed(seed)
+    device = _device(request.device)
+    model, tokenizer = _load(request, device)
+    options = request.options()
+    if request.heads is not None:
+        options["assistant_model"] = _load_heads(request.heads).to(device=device, dtype=model.dtype).attach(model)
+    _check_drafter(request, model)
+    ids = _prompt_ids(request, tokenizer)
+    set_seed(request.seed)
     started = time.perf_counter()
     output = model.generate(
-        **inputs,
+        input_ids=torch.tensor([ids], device=device),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=device),
+        streamer=streamer_for(tokenizer, write),
         **options,
-        max_new_tokens=max_new_tokens,
-        return_dict_in_generate=True,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
     )
     seconds = time.perf_counter() - started
-    new = output.sequences[0, inputs["input_ids"].shape[1] :]
-    unit = "byte" if isinstance(model.config, EvaByteConfig) else "token"
-    print(_statistics(len(new), seconds, unit, getattr(output, "speculation", None)), file=report or sys.stderr)
-    return tokenizer.decode(new, skip_special_tokens=True)
+    new = output.sequences[0, len(ids) :].tolist()
+    return Completed(
+        data=decode(tokenizer, new),
+        unit="byte" if is_byte_level(tokenizer) else "token",
+        prompt_tokens=len(ids),
+        new_tokens=len(new),
+        seconds=seconds,
+        **_counts(getattr(output, "speculation", None), None if request.heads else len(new)),
+    )
 
 
-def _load(source: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    # a name on the Hub is `owner/name`; anything else can only be a folder
-    if not Path(source).is_dir() and (source.count("/") != 1 or source.startswith((".", "/", "~"))):
-        raise FileNotFoundError(f"--model {source}: no such folder")
-    logging.disable_progress_bar()
-    config = AutoConfig.from_pretrained(source)
-    if isinstance(config, MTPHeadConfig):
-        raise ValueError(f"--model {source} holds heads without a backbone; name a folder with a whole model")
-    model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype="auto").eval()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.to(device), AutoTokenizer.from_pretrained(source)
-
-
-def _options(temperature: float | None, top_k: int | None, top_p: float | None) -> dict[str, Any]:
-    if temperature == 0 or (temperature is None and top_k is None and top_p is None):
-        return {"do_sample": False}
-    chosen = {"temperature": temperature or 1.0, "top_k": top_k or 0, "top_p": top_p or 1.0}
-    return {"do_sample": True} | chosen
-
-
-def _statistics(count: int, seconds: float, unit: str, speculation: Any) -> str:
-    speed = f"{count} {unit}s in {seconds:.2f} s, {count / seconds:,.0f} {unit}s/s"
+def _counts(speculation: Speculation | None, calls_without: int | None) -> dict[str, Any]:
+    """What was counted; plain decoding calls the backbone once per token, an assistant elsewhere is not counted."""
     if speculation is None:
-        return f"{speed}; one {unit} per backbone call"
-    calls = speculation.backbone_calls
-    return f"{speed}; {calls} backbone calls, {speculation.tokens_per_call:.2f} {unit}s per call"
+        return {"backbone_calls": calls_without, "accepted_by_position": []}
+    return {
+        "backbone_calls": speculation.backbone_calls,
+        "accepted_by_position": speculation.accepted_by_position,
+    }
+
+
+def _prompt_ids(request: Request, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    text = escaped(request.prompt)
+    if not request.chat:
+        ids = encode(tokenizer, text)
+    elif tokenizer.chat_template is None:
+        raise ValueError(f"--chat: the tokenizer of {request.model} has no chat template; leave --chat out")
+    else:
+        said = [{"role": "user", "content": text}]
+        rendered = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        ids = encode(tokenizer, rendered, add_special_tokens=False)
+    if not ids:
+        raise ValueError("the prompt is empty, and this model's tokenizer adds nothing to it; write at least one word")
+    return ids
+
+
+def _load(request: Request, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    source = request.model
+    logging.disable_progress_bar()
+    config = _load_config(source, "--model")
+    if isinstance(config, MTPHeadConfig):
+        raise ValueError(f"--model {source} holds heads without a backbone; name a whole model, and these as --heads")
+    if config.model_type in FAMILIES and count_modules(config):
+        model = DeepSeekMTP.from_pretrained(
+            source, config=config, dtype=request.dtype, inference_only=request.plain or request.heads is not None
+        )
+    else:
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=request.dtype)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(source)
+
+
+def _load_heads(source: str) -> PreTrainedModel:
+    config = _load_config(source, "--heads")
+    if not isinstance(config, MTPHeadConfig):
+        raise ValueError(f"--heads {source} holds a model of type {config.model_type!r} and no heads; see --model")
+    return AutoModel.from_pretrained(source, config=config).eval()
+
+
+def _load_config(source: str, option: str) -> PreTrainedConfig:
+    """The configuration of a folder or of a name on the Hub.
+
+    Raises:
+        FileNotFoundError: What can only be a folder, and is none.
+        OSError: A folder without a configuration, or a name that the Hub cannot give, also because it is offline.
+    """
+    if Path(source).is_dir():
+        return AutoConfig.from_pretrained(source)
+    if source.count("/") != 1 or source.startswith((".", "/", "~")):  # on the Hub a model is `owner/name`
+        raise FileNotFoundError(f"{option} {source}: no such folder")
+    try:
+        return AutoConfig.from_pretrained(source)
+    except OSError as error:
+        reason = "HF_HUB_OFFLINE is set, and the cache does not hold it" if is_offline_mode() else error
+        raise OSError(f"{option} {source}: no such folder, and the Hub did not give it: {reason}") from error
+
+
+def _check_drafter(request: Request, model: PreTrainedModel) -> None:
+    has_drafter = request.heads is not None or (hasattr(model, "window") and not request.plain)
+    if request.num_assistant_tokens is not None and not has_drafter:
+        raise ValueError(
+            f"--num-assistant-tokens {request.num_assistant_tokens}: nothing drafts here; take a model with a drafter "
+            "or add --heads, and leave --plain out"
+        )
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.zeros(1, device=device).sum().item()  # "meta" holds no numbers, either
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"--device {name}: PyTorch cannot use it here ({str(error).splitlines()[0]})") from None
+    return device

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from ..modeling.evabyte.tokenizer import BYTE_OFFSET
 
 BOS_ID = 1
-# Linux distributions ship the tests apart, so that not every machine has them; the other two are tables, not code.
+# Not every machine has the tests, because Linux distributions package them apart; the last two hold tables, not code.
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
 _LINE_OF_CODE = re.compile(rb"^[ ]*(?:def|class) \w+.*:\n", re.MULTILINE)
 
@@ -106,7 +106,7 @@ def source_files(root: Path) -> list[Path]:
 
 
 class ByteWindows(Dataset):
-    """Windows of ids, each `<bos>` and `length - 1` bytes of one file, none shared; labels are the ids.
+    """Windows of ids: `<bos>` and `length - 1` bytes of one file. No byte is in two windows; the labels are the ids.
 
     Args:
         text: Where the bytes come from.
@@ -167,7 +167,7 @@ def code_prompts(text: SourceText, count: int, seed: int = 0, length: int = 320)
 
 
 def _heads(content: bytes, length: int) -> list[int]:
-    """Where the heads of functions and classes end that have ASCII text enough before them."""
+    """Ends of those heads of functions and classes that have enough ASCII text before them."""
     ends = (match.end() for match in _LINE_OF_CODE.finditer(content))
     return [end for end in ends if end >= length and content[end - length : end].isascii()]
 

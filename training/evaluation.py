@@ -125,7 +125,7 @@ def compare_decoding(
     """
     plain, speculative = _Runs(), _Runs()
     completions = []
-    _complete(model, tokenizer, prompts[0], mode, 8)  # the first call pays for what is set up once
+    _complete(model, tokenizer, prompts[0], mode, 8)  # the first call also sets things up, and is not measured
     for index, prompt in enumerate(prompts):
         torch.manual_seed(seed + index)
         expected = plain.add(_complete(model, tokenizer, prompt, mode, new_tokens, use_mtp=False))

@@ -72,7 +72,7 @@ def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
 
 
 class JointOptimizer(torch.optim.Optimizer):
-    """Optimizers of different parameters as one, with the groups of all: schedules and trainers need not know.
+    """Several optimizers of different parameters, which a trainer can use as if they were one.
 
     Args:
         parts: The optimizers.
@@ -84,7 +84,7 @@ class JointOptimizer(torch.optim.Optimizer):
         self._share_groups()
 
     def _share_groups(self) -> None:
-        """Every group is one object here and in its part, so that a schedule reaches both."""
+        """Lists the parts' own groups here, so that a schedule that changes a learning rate changes the part's."""
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Means of what a trainer measures beside its loss, over micro-batches and ranks, for its log and its evaluation."""
+"""Exact means of what a trainer measures, over micro-batches and ranks, for its log and its evaluation."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ class RunningMeans:
         self.totals: torch.Tensor | None = None
 
     def add(self, sums: torch.Tensor, counts: torch.Tensor) -> None:
-        """Adds a micro-batch: sums and counts, [n] each."""
+        """Adds a micro-batch: sums and counts, [n] each; summed up in float64 where the device has it."""
         totals = torch.stack([sums, counts])
+        totals = totals if totals.device.type == "mps" else totals.double()
         self.totals = totals if self.totals is None else self.totals + totals
 
-    def take(self, accelerator: Any, names: list[str]) -> dict[str, float]:
-        """Means over all ranks, and starts anew; quantities that were never counted are left out."""
-        if self.totals is None:
-            return {}
-        sums, counts = accelerator.gather(self.totals[None]).sum(0).tolist()
-        self.totals = None
-        return {name: total / count for name, total, count in zip(names, sums, counts) if count}
+    def take(self, accelerator: Any) -> torch.Tensor | None:
+        """Sums and counts over all ranks, [2, n] on the CPU, and starts anew; None where nothing was added."""
+        totals, self.totals = self.totals, None
+        return None if totals is None else accelerator.gather(totals[None]).sum(0).cpu()
 
 
 class RunningMeansMixin:
     """Adds running means to the log and to evaluation metrics; to be placed before `Trainer` among the bases.
 
-    A trainer says in `_mean_names` what the quantities are called, and adds to `_means[model.training]`.
+    A trainer says in `_mean_names` what the quantities are called, and adds to `_means[model.training]`. Where its
+    evaluation loss follows from them, `_pooled_loss` says how; the mean over batches would depend on their size.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -41,16 +40,27 @@ class RunningMeansMixin:
     def _mean_names(self) -> list[str]:
         raise NotImplementedError
 
+    def _pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> float | None:
+        return None
+
+    def _named_means(self, totals: torch.Tensor | None, prefix: str = "") -> dict[str, float]:
+        """Means by name; quantities that were never counted are left out."""
+        pairs = () if totals is None else zip(self._mean_names(), *totals.tolist())
+        return {prefix + name: total / count for name, total, count in pairs if count}
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """As in `Trainer`, with the means among the metrics."""
+        """As in `Trainer`, with the means among the metrics, and the loss of all data as of one batch."""
         means = self._means[False] = RunningMeans()
         output = super().evaluation_loop(*args, **kwargs)
-        prefix = kwargs.get("metric_key_prefix", "eval")
-        output.metrics.update(means.take(self.accelerator, [f"{prefix}_{name}" for name in self._mean_names()]))
+        prefix, totals = kwargs.get("metric_key_prefix", "eval"), means.take(self.accelerator)
+        output.metrics.update(self._named_means(totals, f"{prefix}_"))
+        loss = None if totals is None else self._pooled_loss(*totals)
+        if loss is not None:
+            output.metrics[f"{prefix}_loss"] = loss
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs what `Trainer` logs, and the means of training beside its `loss`."""
         if "loss" in logs:
-            logs |= self._means[True].take(self.accelerator, self._mean_names())
+            logs |= self._named_means(self._means[True].take(self.accelerator))
         super().log(logs, start_time)

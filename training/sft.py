@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from trl import SFTTrainer
 
+from .extras import needs_extra
 from .trainer import Inputs, MTPTrainer
+
+with needs_extra("train", "MTPSFTTrainer"):
+    from trl import SFTTrainer
 
 
 class MTPSFTTrainer(MTPTrainer, SFTTrainer):
@@ -23,7 +26,7 @@ class MTPSFTTrainer(MTPTrainer, SFTTrainer):
     window crosses. Pass a model, not a path.
 
     Example:
-        >>> model.train_only("heads")
+        >>> model.train_only("drafter")
         >>> MTPSFTTrainer(model, SFTConfig("out"), train_dataset=data, processing_class=tokenizer).train()
     """
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-_MOST = 8  # more only wait for one another on matrices as small as the demo's
-_WORTHWHILE = 0.95  # a count must take less than this share of the time of the count before
+_MOST = 8  # on matrices as small as the demo's, further threads would only wait for one another
+_WORTHWHILE = 0.95  # more threads must take less than this share of the time that fewer took
 _SINGLE_STEPS = 3  # to know what a step takes on one thread
 _FIRST_PAUSE, _LONGEST_PAUSE = 20, 320  # steps on one thread before more are tried again
 
@@ -41,7 +41,7 @@ def use_fastest_threads(work: Callable[[], object], most: int) -> int:
         The number of threads.
     """
     torch.set_num_threads(1)
-    work()  # the first call pays for what is set up once
+    work()  # the first call also sets things up, and is not measured
     count, best = 1, _seconds(work)
     while count < min(most, _MOST):
         more = min(2 * count, most, _MOST)
@@ -55,10 +55,10 @@ def use_fastest_threads(work: Callable[[], object], most: int) -> int:
 
 
 class ThreadGovernor(TrainerCallback):
-    """Trains on all threads while that is faster than one; where another program gets in the way, on one.
+    """Trains on all threads while that is faster than one thread, and on one while another program is in the way.
 
-    Every stage of training begins with a few steps on one thread. Whenever a step on all threads takes longer than one
-    on a single thread did, one thread it is for a while, and for twice as long the next time.
+    Every stage of training begins with a few steps on one thread. Whenever a step on all threads takes longer than a
+    step on one thread did, training goes on with one thread for a while, and for twice as long the next time.
 
     Args:
         most: Threads to use, at most.
@@ -85,7 +85,7 @@ class ThreadGovernor(TrainerCallback):
         seconds = time.perf_counter() - self.started
         self.steps_left -= 1
         if self.count == 1:
-            # the first step pays for what is set up once, so that it may count for nothing
+            # the first step also sets things up, so its time is replaced by that of the second where that is shorter
             self.single = seconds if math.isinf(self.single) else min(seconds, (self.single + seconds) / 2)
             if self.steps_left <= 0:
                 self._use(self.most, _FIRST_PAUSE)

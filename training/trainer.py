@@ -1,50 +1,67 @@
 """A Trainer for models and heads that predict several tokens: exact gradient accumulation, and losses head by head.
 
-Knows the contract of a model (`window`, `labels`, `num_items_in_batch`, `head_losses`), not what kind of model it is.
+Knows the contract of a model (`window`, `labels`, `num_items_in_batch`, `head_losses`, `pooled_loss`), not what kind of
+model it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import islice
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Trainer
 
-from .losses import IGNORE, window_targets
+from ..modeling.heads.losses import IGNORE, depth_targets
 from .running_means import RunningMeansMixin
 
 Inputs = dict[str, Any]
 _ABSENT = object()
+_BATCHES_TO_SEARCH = 1000  # for a target, where the first update has none
 
 
 class MTPTrainer(RunningMeansMixin, Trainer):
     """transformers' Trainer for a model with multi-token heads, or for heads apart from their backbone.
 
-    Three things differ from `Trainer`:
+    Four things differ from `Trainer`:
 
     - gradients are exact under accumulation: the targets of a whole update are counted per depth, with the model's own
       rules for padding and packed documents, and the loss of depth j is divided by count j;
     - the log carries `loss_head_1` to `loss_head_n` (evaluation: `eval_loss_head_1`, ...): the plain mean in nats per
-      target of each depth since the last log, whatever the discount and the number of micro-batches;
-    - where the next-token head is frozen (`model.train_only("heads")`), its rows stay bit-equal: they share a tensor
+      target of each depth since the last log, whatever the discount and the number of micro-batches; and
+      `loss_backbone`, where the backbone's own head learns beside a head that has another law of the next token;
+    - `eval_loss` is that of all data, made from sums and counts per depth, whatever the size of the batches;
+    - where the next-token head is frozen (`model.train_only("drafter")`), its rows stay bit-equal: they share a tensor
       with the heads that learn, so that tensor gets no weight decay.
 
-    The model's config keeps its `use_cache` (`Trainer` would leave it off in everything that is saved).
+    The model's config keeps its `use_cache` (`Trainer` would leave it off in everything that is saved). A plain
+    `Trainer` works, too, and takes the same steps where an update is one batch; under accumulation it counts the
+    targets of the first depth alone, so that deeper ones are weighed by their share in each micro-batch; and its
+    `eval_loss` is a mean over batches.
 
     Raises:
-        ValueError: Label smoothing, or context or sequence parallelism, where windows would end at a shard's border.
+        TypeError: A model without heads that train here, or a path instead of a model.
+        ValueError: An empty dataset, one without a single target (at the first step), label smoothing, or context or
+            sequence parallelism, where windows would end at a shard's border.
 
     Example:
-        >>> model.train_only("heads")
+        >>> model.train_only("drafter")
         >>> MTPTrainer(model, TrainingArguments("out", max_steps=1000), train_dataset=data).train()
     """
 
     def __init__(self, model: nn.Module | None = None, *args: Any, **kwargs: Any) -> None:
         config = getattr(model, "config", None)
         use_cache = vars(config).get("use_cache", _ABSENT) if config is not None else _ABSENT
+        if model is not None:
+            _check_model(model)
+        _check_data(kwargs)
         super().__init__(model, *args, **kwargs)
         _put_back(config, "use_cache", use_cache)
+        _check_model(self.model)  # `model_init` may have made it
+        _check_data(vars(self))
         if self.get_cp_size() > 1 or self.get_sp_size() > 1:
             raise ValueError(
                 "context and sequence parallelism cut sequences, and a window cannot reach into the next piece; "
@@ -95,25 +112,57 @@ class MTPTrainer(RunningMeansMixin, Trainer):
         loss, outputs = Trainer.compute_loss(  # not super(): TRL's would leave the model's own loss, and the heads, out
             self, model, defaults | inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
-        if getattr(outputs, "head_losses", None) is not None:
-            counts = self._depth_counts(inputs)
-            means = outputs.head_losses.reshape(-1, len(counts)).nanmean(0)  # DataParallel returns a row per replica
-            counts = counts.to(means)
-            self._means[model.training].add(torch.where(counts > 0, means * counts, 0.0), counts)
+        self._note(outputs, self._depth_counts(inputs), model.training)
         return (loss, outputs) if return_outputs else loss
+
+    def _note(self, outputs: Any, counts: torch.Tensor, training: bool) -> None:
+        """Adds the sums of one micro-batch to the running means."""
+        means = outputs.head_losses.reshape(-1, len(counts)).nanmean(0)  # DataParallel returns a row per replica
+        backbone = getattr(outputs, "backbone_loss", None)
+        if backbone is not None:
+            means = torch.cat([means, backbone.reshape(-1).nanmean(0, keepdim=True)])
+            counts = torch.cat([counts, counts[:1]])
+        means, counts = means.float(), counts.to(means.device)
+        self._means[training].add(torch.where(counts > 0, means * counts, 0.0), counts)
+
+    def _pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> float:
+        window = self._owner.window
+        loss = self._owner.pooled_loss(sums[:window], counts[:window]) + (sums[window:] / counts[window:]).sum()
+        return float(loss) if counts.any() else float("nan")
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """As in `Trainer`; where the loss alone is asked for, next to no logits are made."""
+        if prediction_loss_only:
+            inputs = {"logits_to_keep": 1} | inputs
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def _depth_counts(self, inputs: Inputs) -> torch.Tensor:
         """Targets per depth in one micro-batch, [n] int64."""
-        labels = inputs["labels"]
-        if labels.dim() == 2:
-            labels = window_targets(
-                labels, self._owner.window, inputs.get("attention_mask"), inputs.get("position_ids")
-            )
-        return (labels != IGNORE).sum((0, 1))
+        names = ("labels", "attention_mask", "position_ids", "shift_labels")
+        labels, *rest = (inputs.get(name) for name in names)
+        return (depth_targets(labels, self._owner.window, *rest) != IGNORE).sum((0, 1))
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Inputs], torch.Tensor | None]:
+        """The micro-batches of an update and their targets per depth.
+
+        Raises:
+            ValueError: Before the first step, where no row of the training data has a target.
+        """
+        batches, counts = super().get_batch_samples(*args, **kwargs)
+        if self.state.global_step == 0 and counts is not None and not counts.any():
+            others = islice(self.get_train_dataloader(), _BATCHES_TO_SEARCH)
+            if not any(self._depth_counts(batch).any() for batch in others):
+                raise ValueError(
+                    "train_dataset has no targets: its labels are -100 everywhere, or no row is longer than one token"
+                )
+        return batches, counts
 
     def _get_num_items_in_batch(self, batch_samples: list[Inputs], device: torch.device) -> torch.Tensor | None:
         """Targets per depth in all micro-batches of an update and, where ranks share it, on all of them."""
-        if not batch_samples or "labels" not in batch_samples[0] or not self.model_accepts_loss_kwargs:
+        has_labels = batch_samples and {"labels", "shift_labels"} & batch_samples[0].keys()
+        if not has_labels or not self.model_accepts_loss_kwargs:
             return None
         counts = sum(self._depth_counts(batch) for batch in batch_samples).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
@@ -125,7 +174,28 @@ class MTPTrainer(RunningMeansMixin, Trainer):
         return counts / self.get_tp_size()
 
     def _mean_names(self) -> list[str]:
-        return [f"loss_head_{depth}" for depth in range(1, self._owner.window + 1)]
+        return [*(f"loss_head_{depth}" for depth in range(1, self._owner.window + 1)), "loss_backbone"]
+
+
+def _check_model(model: Any) -> None:
+    """Refuses what cannot be trained here; the message says what would do."""
+    if isinstance(model, (str, PathLike)):
+        raise TypeError(f"MTPTrainer needs a model, not the path {str(model)!r}: load it with from_pretrained first")
+    if hasattr(model, "uniform_embedding"):
+        raise TypeError(f"MTPTrainer does not train a {type(model).__name__}: use PTPTrainer")
+    if not hasattr(model, "pooled_loss"):
+        raise TypeError(
+            f"MTPTrainer needs a model that predicts several tokens, not a {type(model).__name__}: give it heads with "
+            "MTPHeads.from_backbone(model), or modules with DeepSeekMTP.from_backbone(model)"
+        )
+
+
+def _check_data(given: Mapping[str, Any]) -> None:
+    for name in ("train_dataset", "eval_dataset"):
+        data = given.get(name)
+        for part in data.values() if isinstance(data, Mapping) else [data]:
+            if hasattr(part, "__len__") and len(part) == 0:
+                raise ValueError(f"{name} is empty: give at least one row that has something to learn, or None")
 
 
 def _put_back(owner: Any, name: str, value: Any) -> None:

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from ...modeling.ptp.features import best_of
-from ...modeling.sampling import interval
+from ...modeling.sampling import interval, pick
+from ..contract import DraftTree, Verdict, line
+from ..rules import CoupledRule, law_of
+from ..targets import Fed
 from ..tokens import TokenRows
-from ..verification import coupled_acceptance
-from .parallel import ParallelDrafter, ParallelLoop, law_of
+from .parallel import ParallelDrafter
 from .slots import SlotLayout
 
 
@@ -25,97 +27,79 @@ class BestOfDrafter(ParallelDrafter):
     """Reads M drafts off the slots behind the branch that was kept.
 
     Attributes:
-        many: M.
         branches: [B, J, m] int64, the drafts to verify: M of them, or one empty one.
         vectors: [B, J, m + 1 or more], the uniforms that they and the tokens behind them are picked with.
         fresh: [B, M, n], the uniforms of the drafts to come.
         kept_branch: [B] int64.
     """
 
-    def __init__(self, *args: Any, many: int, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, many: int) -> None:
+        super().__init__(*args)
         self.many = many
-        self.branches: torch.Tensor | None = None
-        self.vectors: torch.Tensor | None = None
-        self.fresh: torch.Tensor | None = None
-        self.kept_branch: torch.Tensor | None = None
+        self.branches = self.vectors = self.fresh = self.kept_branch = None
 
-    def draw(self, batch: int, generator: torch.Generator | None, device: torch.device) -> None:
+    def propose(self, tokens: TokenRows, length: int) -> DraftTree:
+        """All branches, one behind the other, of at most `length` tokens each."""
+        if self.branches is not None:
+            self.branches = self.branches[..., :length]
+        count, length = (1, 0) if self.branches is None else self.branches.shape[1:]
+        riders = self._riders(tokens, length, count if length else 1)
+        if length == 0:
+            return DraftTree.chain(tokens.ids[:, :0], riders=riders)
+        order = line(count * length, tokens.ids.device)
+        parents = torch.where(order % length == 0, -1, order - 1).expand(len(tokens.ids), -1)
+        return DraftTree(self.branches.flatten(1), parents, depth=length, riders=riders)
+
+    def _draw(self, tokens: TokenRows, count: int) -> None:
         """Draws uniforms for the drafts of the next forward, and for its only pick if it verifies none."""
-        drawn = torch.rand(batch, self.many, self.longest_group + 2, generator=generator, device=device)
+        shape = len(tokens.ids), self.many, self.longest_group + 2
+        drawn = torch.rand(shape, generator=self.uniforms.generator, device=tokens.ids.device)
         self.fresh = drawn[..., 1:]
-        if self.branches is None:
-            self.branches = torch.zeros(batch, 1, 0, dtype=torch.long, device=device)
-            self.vectors = drawn[:, :1, :1]
+        if self.branches is None or self.branches.shape[-1] == 0:
+            self.branches, self.vectors = None, drawn[:, :1, :1]
 
-    def propose(self, tokens: TokenRows, length: int) -> tuple[torch.Tensor, None]:
-        """The branches, one after the other, of at most `length` tokens each."""
-        if self.branches is None:
-            return tokens.ids[:, :0], None
-        self.branches = self.branches[..., :length]
-        return self.branches.flatten(1), None
+    def _of_slots(self, layout: SlotLayout) -> torch.Tensor:
+        """The shared slots read the uniform of the target's pick, the others those of their vectors."""
+        picks = self.vectors[:, layout.branch, layout.group]
+        own = self.fresh[:, layout.vector, (layout.place - 1).clamp(min=0)]
+        return torch.where(layout.place == 0, picks, own)
 
-    @property
-    def num_branches(self) -> int:
-        """Drafts that the next forward verifies."""
-        return self.branches.shape[1]
-
-    def advance(self, outputs: Any, kept: list[int]) -> None:
+    def advance(self, fed: Fed, verdict: Verdict) -> None:
         """Drafts from the groups behind the tokens that each row kept."""
-        index, exists = self.layout.of_group([max(count - 1, 0) for count in kept], self.kept_branch)
+        self._learn(verdict)
+        index, exists = self.layout.of_group(verdict.accepted, self.kept_branch)
         first = int(self.is_one_hot)  # a one-hot slot 0 predicts what the target picks itself
         index, exists = index[..., first:], exists[:, None, first:]
         self.branches = None
         if index.shape[-1] > 0:
-            rows = torch.arange(len(kept), device=index.device)[:, None, None]
-            self.branches, _ = self._drafts(self.logits[rows, index], self.fresh[..., : index.shape[-1]], exists)
+            rows = line(len(index), index.device)[:, None, None]
+            self.branches, _ = self._drafts(fed.riders[rows, index], self.fresh[..., : index.shape[-1]], exists)
             self.vectors = self.fresh
 
 
-class BestOfLoop(ParallelLoop):
-    """One call of `generate` with `best_of`; see `ParallelLoop`."""
+class CentralRule(CoupledRule):
+    """Coupled verification of all branches, of which the most central one is kept.
 
-    drafter: BestOfDrafter
+    Args:
+        drafter: Holds the branches and their uniforms, and is told which one was kept.
+    """
 
-    def _draft(self, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        draft, _ = super()._draft(last)
-        if draft.shape[1] == 0:
-            self.drafter.branches = None
-        return draft, None
+    def __init__(self, drafter: BestOfDrafter) -> None:
+        super().__init__(drafter.uniforms)
+        self.drafter = drafter
 
-    def _forward(self, block: torch.Tensor) -> Any:
-        self.drafter.draw(len(block), self.generator, block.device)
-        return super()._forward(block)
-
-    def _of_slots(self, layout: SlotLayout) -> torch.Tensor:
-        """The shared slots read the uniform of the target's pick, the others those of their vectors."""
-        picks = self.drafter.vectors[:, layout.branch, layout.group]
-        own = self.drafter.fresh[:, layout.vector, (layout.place - 1).clamp(min=0)]
-        return torch.where(layout.place == 0, picks, own)
-
-    def _judge(self, draft: torch.Tensor, q: torch.Tensor | None, outputs: Any) -> tuple[torch.Tensor, ...]:
-        """Verifies all branches, keeps one per row, and leaves it alone in cache and outputs."""
-        drafts = self.drafter.branches
+    def judge(self, tree: DraftTree, scores: torch.Tensor) -> Verdict:
+        """See `Rule`."""
+        self.law, vectors = law_of(scores), self.drafter.vectors
+        drafts = tree.tokens[:, None] if tree.is_chain else self.drafter.branches
         count, length = drafts.shape[1:]
-        fed = 1 + count * length
-        columns = 1 + torch.arange(fed - 1, device=draft.device).view(count, length)
-        columns = torch.nn.functional.pad(columns, (1, 0))
-        judged = zip(*(self._judge_branch(drafts[:, j], j, outputs.logits[:, columns[j]]) for j in range(count)))
-        logits, scores, accepted, picked, places = (torch.stack(parts, dim=1) for parts in judged)
-        kept, rows = best_of(places, accepted), torch.arange(len(draft), device=draft.device)
-        self.drafter.kept_branch, chosen = kept, columns[kept]
-        self.target.select(chosen, fed)
-        if outputs.hidden_states is not None:
-            outputs.hidden_states = tuple(states[rows[:, None], chosen] for states in outputs.hidden_states)
-        self.drafter.rates.update(length, self._of_open_rows(accepted[rows, kept]))
-        return tuple(parts[rows, kept] for parts in (drafts, logits, scores, accepted, picked))
-
-    def _judge_branch(self, draft: torch.Tensor, branch: int, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Logits, scores, accepted drafts, picks, and where the uniforms of the drafts lie in the picks' intervals."""
-        logits = logits.float()
-        self.tokens.write(draft)
-        scores = self.processing(self.tokens, logits, self.done)
-        law, uniforms = law_of(scores), self.drafter.vectors[:, branch, : logits.shape[1]]
-        accepted, picked = coupled_acceptance(draft, uniforms, law)
-        low, high = interval(picked, law)
-        return logits, scores, accepted, picked, ((uniforms - low) / (high - low))[:, :-1]
+        columns = torch.nn.functional.pad(1 + line(count * length, scores.device).view(count, length), (1, 0))
+        laws, uniforms = self.law[:, columns], vectors[..., : length + 1]
+        picked = pick(uniforms, laws)
+        accepted = (drafts == picked[..., :-1]).long().cumprod(2).sum(2)
+        low, high = interval(picked, laws)
+        kept = best_of(((uniforms - low) / (high - low))[..., :-1], accepted)
+        rows, self.drafter.kept_branch = line(len(kept), kept.device), kept
+        accepted = accepted[rows, kept]
+        places = columns[kept].gather(1, torch.minimum(line(length + 1, kept.device), accepted[:, None]))
+        return Verdict(accepted, picked[rows, kept], places)

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import torch
 
+from ..contract import line
 from ..schedule import AcceptanceRates
 
 
@@ -30,6 +31,7 @@ class SlotLayout:
         order: [F + A] int64, how far each row of the forward stands behind b in its text; F = 1 + branches m.
         new: [F + A, F + A] bool, what the rows see of each other.
         index: [branches, m + 1, vectors, longest] int64, the slots of every vector; arbitrary where there is none.
+        counts: [m + 1] int64, slots per group, for one vector.
     """
 
     sizes: tuple[int, ...]
@@ -40,33 +42,22 @@ class SlotLayout:
     order: torch.Tensor
     new: torch.Tensor
     index: torch.Tensor
+    counts: torch.Tensor
 
     @classmethod
     def of(cls, sizes: list[int], device: torch.device, branches: int = 1, vectors: int = 1) -> SlotLayout:
         """The layout of groups of these sizes."""
         return _layout(tuple(sizes), torch.device(device), branches, vectors)
 
-    def visible(self, cached: torch.Tensor) -> torch.Tensor:
-        """What each row of the forward sees: [B, 1, F + A, W + F + A] bool.
-
-        Args:
-            cached: [B, W] bool, the real columns of the cache.
-        """
-        new = self.new.expand(len(cached), -1, -1)
-        old = cached[:, None].expand(-1, new.shape[1], -1)
-        return torch.cat([old, new], dim=2)[:, None]
-
-    def of_group(self, chosen: list[int], branch: torch.Tensor | int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_group(self, chosen: torch.Tensor, branch: torch.Tensor | int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """The slots behind `chosen[b]` drafts of a branch: indices [B, vectors, longest], and which exist [B, longest].
 
         Args:
-            chosen: A group per row of the batch.
+            chosen: [B] int64, a group per row of the batch.
             branch: One for all rows, or [B] int64.
         """
-        counts = [self.sizes[d] for d in chosen]
-        places = torch.arange(max(counts), device=self.group.device)
-        index = self.index[branch, torch.tensor(chosen, device=self.group.device)]
-        return index[..., : len(places)], places < torch.tensor(counts, device=self.group.device)[:, None]
+        places = line(max(self.sizes), self.group.device)
+        return self.index[branch, chosen], places < self.counts[chosen][:, None]
 
 
 @lru_cache(maxsize=64)
@@ -86,7 +77,7 @@ def _layout(sizes: tuple[int, ...], device: torch.device, branches: int, vectors
     same &= (vector[:, None] == vector) | (place == 0)
     new = torch.cat([tokens, torch.nn.functional.pad(same, (0, 0, len(read_order), 0), value=False)], dim=1)
     order = torch.cat([read_order, group + place])
-    return SlotLayout(sizes, *(part.to(device) for part in (*slots, order, new, index)))
+    return SlotLayout(sizes, *(part.to(device) for part in (*slots, order, new, index, torch.tensor(sizes))))
 
 
 def split_budget(budget: int, drafted: int, longest: int, rates: AcceptanceRates) -> list[int]:

@@ -202,6 +202,11 @@ def own_names(state: dict[str, torch.Tensor], num_layers: int) -> dict[str, torc
     return {_own_name(name, num_layers): tensor for name, tensor in kept.items()}
 
 
+def own_device_map(devices: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """A device map of the model that was loaded at once, by the names of a `DeepSeekMTP`."""
+    return {_own_name(f"{name}.", num_layers).strip(".") if name else "": devices[name] for name in devices}
+
+
 def _official_name(name: str, num_layers: int) -> str:
     if name.startswith("main."):
         return name.removeprefix("main.")

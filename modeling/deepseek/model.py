@@ -12,21 +12,26 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration.mtp_families import family_of
-from ...generation.drafters.modules import ModuleGenerationMixin
-from ..heads.losses import window_targets
-from ..outputs import DeepSeekMTPOutput
-from .checkpoint import build, load, load_dequantized
+from ...generation.drafters.modules import ModuleDrafter
+from ...generation.drafters.protocol import DraftOptions
+from ...generation.mixins import MTPGenerationMixin
+from ..checkpointing import caches_kept
+from ..copies import PicklableMixin
+from ..heads.losses import depth_targets
+from ..loading import HUB_OPTIONS
+from ..outputs import DeepSeekMTPOutput, states_asked_for
+from .checkpoint import build, load, load_dequantized, own_device_map
 from .checkpoint_files import check_checkpoint
 from .float8 import is_to_be_dequantized
-from .losses import ModuleLossOptions, chunked_cross_entropy, depth_weights
+from .losses import ModuleLossOptions, chain_loss, depth_weights
 from .modules import MTPModules
 from .saving import OfficialFolderMixin
 from .unroll import teacher_forced
 
-_HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
+_NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits"]
 
 
-class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
+class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTrainedModel):
     """A causal language model and its D sequential modules (DeepSeek-V3), which draft what the model then verifies.
 
     `main` is transformers' own model, unchanged; `mtp` are the modules. Folders are read and written as DeepSeek and
@@ -44,7 +49,7 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
 
     Example:
         >>> model = DeepSeekMTP.from_pretrained(folder)
-        >>> model.train_only("mtp")
+        >>> model.train_only("drafter")
         >>> Trainer(model, TrainingArguments("out"), train_dataset=data).train()
         >>> out = model.generate(**tokenizer("def main(", return_tensors="pt"), max_new_tokens=64)
     """
@@ -61,6 +66,7 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
         super().__init__(main.config)
         self.loss_type = "ForCausalLM"
         self.main, self.mtp = main, modules
+        self.config.keys_to_ignore_at_inference = _NO_PREDICTIONS  # Trainer looks there; saving leaves it out
         self.generation_config = main.generation_config
         self.loss_options = ModuleLossOptions.from_dict(getattr(main.config, "mtp_loss", None))
         self.shared_copies = family_of(main.config).copies
@@ -94,7 +100,7 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
                 its config says, missing tensors, wrong shapes, quantised weights without scales.
         """
         name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
-        hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
+        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         if not isinstance(config, PreTrainedConfig):
             config = AutoConfig.from_pretrained(config or name, **hub)
         wants_info = kwargs.pop("output_loading_info", False)
@@ -105,6 +111,8 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
             main, modules, report = load(name, facts.config, inference_only, **kwargs)
         model = cls(main.config, (main, modules)).eval()
         model.shared_copies = facts.shared_copies
+        if hasattr(main, "hf_device_map"):
+            model.hf_device_map = own_device_map(main.hf_device_map, main.config.num_hidden_layers)
         return (model, report) if wants_info else model
 
     @classmethod
@@ -117,15 +125,18 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
     ) -> DeepSeekMTP:
         """Gives a model without modules new ones, made from its own last layer.
 
+        The given model stays as it is: `main` is a copy of it that shares its tensors, so that only training `main`
+        (`train_only("all")`) would show in it.
+
         Args:
-            model_or_path: A model of transformers (used as it is, not copied), or where to load one from.
+            model_or_path: A model of transformers, or where to load one from.
             num_modules: D.
             eh_init: What `eh_proj` passes on at the start: `"embedding"` ([I | 0]), `"hidden"` ([0 | I]) or `"both"`
                 (half of each).
             **kwargs: As for transformers' `from_pretrained`, with a path.
 
         Raises:
-            ValueError: A family that is not supported, or an option out of range.
+            ValueError: A family that is not supported, a model with adapters of peft, or an option out of range.
         """
         from .retrofit import retrofit
 
@@ -134,7 +145,7 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
     @property
     def num_modules(self) -> int:
         """D; 0 where the modules were left out."""
-        return len(self.mtp)
+        return self.mtp.count
 
     @property
     def num_depths(self) -> int:
@@ -145,6 +156,18 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
     def window(self) -> int:
         """Tokens that a call may yield at the depth that is trained: the next one, and one for each depth."""
         return self.num_depths + 1
+
+    def longest_draft(self) -> int | None:
+        """Any number: the last module is used again. 0 where the modules were left out."""
+        return None if self.num_modules else 0
+
+    def default_draft(self) -> int:
+        """As many as the loss trains: D, or `unroll_steps`."""
+        return self.num_depths
+
+    def make_drafter(self, options: DraftOptions) -> ModuleDrafter:
+        """Drafts of the modules, for one call of `generate`."""
+        return ModuleDrafter(self, options)
 
     @property
     def mtp_loss_weight(self) -> float:
@@ -171,28 +194,31 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
         """Sets the head."""
         self.main.set_output_embeddings(new_embeddings)
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resizes the main model's embeddings and its head, which are the modules' too."""
+        return self.main.resize_token_embeddings(*args, **kwargs)
+
     def get_decoder(self, *args: Any, **kwargs: Any) -> nn.Module:
         """The main model without its head."""
         return self.main.get_decoder()
 
     def train_only(self, part: str) -> None:
-        """Chooses what is trained: `"all"`, or `"mtp"` with the main model, its embeddings and its head frozen.
+        """Chooses what is trained: `"all"`, or `"drafter"` (also `"mtp"`): the modules, with the backbone frozen.
 
         Raises:
             ValueError: An unknown part.
         """
-        if part not in ("all", "mtp"):
-            raise ValueError(f"train_only({part!r}): choose 'all' or 'mtp'")
+        if part not in ("all", "drafter", "mtp"):
+            raise ValueError(f"train_only({part!r}): choose 'all' or 'drafter'")
         self.main.requires_grad_(part == "all")
         self.mtp.requires_grad_(True)
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         """A module is one checkpoint; the decoder layer in it must not be another one, computed a third time."""
         super()._set_gradient_checkpointing(enable, *args, **kwargs)
-        for module in self.mtp:
-            for inner in module.block.modules():
-                if hasattr(inner, "gradient_checkpointing"):
-                    inner.gradient_checkpointing = False
+        for name, module in self.mtp.named_modules():
+            if "block" in name.split(".") and hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = False
 
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
@@ -211,9 +237,9 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | int | None = None,
+        output_hidden_states: bool | int | list[int] | None = None,
         output_mtp_logits: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
+        logits_to_keep: int | torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Any,
     ) -> DeepSeekMTPOutput:
@@ -227,55 +253,61 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
             inputs_embeds: [B, L, H] instead of `input_ids`.
             labels: [B, L] int64 as everywhere in transformers (shifted here, -100 ignored).
             use_cache: Return a cache.
-            output_hidden_states: True for all layers, -1 for h^0 alone.
-            output_mtp_logits: Compute `mtp_logits`. None: where the model is not training and no cache is used.
-            logits_to_keep: Compute the main model's logits of the last so many positions only (0: all).
+            output_hidden_states: True for all layers, or indices of those to return (-1: h^0). None: as in the config.
+            output_mtp_logits: Compute `mtp_logits`. None: where the model is not training, no Trainer evaluates it
+                (with `num_items_in_batch`) and no cache is used.
+            logits_to_keep: Compute the main model's logits of the last so many positions only (0: all), or of these
+                positions. None: all, but none at all in training with labels.
             num_items_in_batch: Targets per depth over all micro-batches, [D + 1] or one number (from the Trainer).
-            **kwargs: For the main model without its head.
+            **kwargs: For the main model without its head; `shift_labels` [B, L], the target of every position, in
+                place of `labels`.
 
         Returns:
             See `DeepSeekMTPOutput`.
 
         Raises:
-            ValueError: Labels or `output_mtp_logits=True` where a cache holds earlier tokens.
+            ValueError: Labels that are no token ids, or labels or `output_mtp_logits=True` where a cache holds earlier
+                tokens.
         """
-        last_only = output_hidden_states is not None and not isinstance(output_hidden_states, bool)
+        shift_labels = kwargs.pop("shift_labels", None)
+        has_labels, has_past = labels is not None or shift_labels is not None, past_key_values is not None
         if output_mtp_logits is None:
-            output_mtp_logits = not (self.training or use_cache or past_key_values is not None) and self.num_modules > 0
-        if (
-            (output_mtp_logits or labels is not None)
-            and past_key_values is not None
-            and past_key_values.get_seq_length()
-        ):
+            only_loss = self.training or num_items_in_batch is not None
+            output_mtp_logits = not (only_loss or use_cache or has_past) and self.num_modules > 0
+        if (output_mtp_logits or has_labels) and has_past and past_key_values.get_seq_length():
             raise ValueError("labels and output_mtp_logits need whole sequences; drop past_key_values")
-        if labels is not None and use_cache is None:
+        if has_labels and use_cache is None:
             use_cache = False  # with a cache, transformers does not look for packed documents
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
-        outputs = self.get_decoder()(
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_hidden_states=bool(output_hidden_states) and not last_only,
-            **kwargs,
-        )
+        with caches_kept(self):
+            outputs = self.get_decoder()(
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                output_hidden_states=states_asked_for(output_hidden_states, self.config),
+                **kwargs,
+            )
         hidden = outputs.last_hidden_state
         head = self.get_output_embeddings()
-        chain, loss, head_losses, mtp_logits = [hidden], None, None, None
-        depths = max(self.num_modules if output_mtp_logits else 0, self.num_depths if labels is not None else 0)
+        chain, loss, head_losses, logits, mtp_logits = [hidden], None, None, None, None
+        depths = max(self.num_modules if output_mtp_logits else 0, self.num_depths if has_labels else 0)
         if depths:
             chain = self._chain(hidden, inputs_embeds, attention_mask, position_ids, depths)
-        if labels is not None:
-            loss, head_losses = self._loss(chain, labels, attention_mask, position_ids, num_items_in_batch)
+        if has_labels:
+            targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
+            loss, head_losses = self._loss(chain[: self.window], targets, num_items_in_batch)
         if output_mtp_logits:
             mtp_logits = tuple(head(state) for state in chain[1 : self.num_modules + 1])
+        if logits_to_keep is not None or not (has_labels and self.training):
+            logits = head(slice_logits_to_keep(hidden, logits_to_keep or 0))
         return DeepSeekMTPOutput(
             loss=loss,
-            logits=head(slice_logits_to_keep(hidden, logits_to_keep)),
+            logits=logits,
             past_key_values=outputs.past_key_values,
-            hidden_states=(hidden,) if last_only else outputs.hidden_states,
+            hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             head_losses=head_losses,
             mtp_logits=mtp_logits,
@@ -298,16 +330,20 @@ class DeepSeekMTP(OfficialFolderMixin, ModuleGenerationMixin, PreTrainedModel):
         return [hidden, *teacher_forced(self.mtp, start, embeds, position_ids, attention_mask, depths)]
 
     def _loss(
-        self,
-        chain: list[torch.Tensor],
-        labels: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        counts: torch.Tensor | int | None,
+        self, chain: list[torch.Tensor], windows: torch.Tensor, counts: torch.Tensor | int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        chain = chain[: self.window]
-        windows = window_targets(labels, len(chain), attention_mask, position_ids).to(chain[0].device)
         targets = [windows[:, : state.shape[1], k] for k, state in enumerate(chain)]
-        weights = depth_weights(targets, self.loss_options, counts)
         head, vocab_size = self.get_output_embeddings(), self.config.vocab_size
-        return chunked_cross_entropy(head, chain, targets, weights, vocab_size, self.loss_options.detach_head)
+        return chain_loss(head, chain, targets, vocab_size, self.loss_options, counts)
+
+    def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The loss of data of which only sums per depth are known.
+
+        Args:
+            sums: [D + 1], summed cross-entropies in nats.
+            counts: [D + 1], targets.
+
+        Returns:
+            Scalar: what `forward` would return for all of the data in one batch.
+        """
+        return (sums * depth_weights(counts, self.loss_options).to(sums)).sum()

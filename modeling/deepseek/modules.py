@@ -6,7 +6,8 @@ Knows neither the head, nor losses, nor drafts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..checkpointing import caches_kept
 
 
 class MTPModule(GradientCheckpointingLayer):
@@ -61,7 +64,9 @@ class MTPModule(GradientCheckpointingLayer):
             h^k [B, R, H]; with `earlier`, also the keys and values of all columns.
         """
         device = self.enorm.weight.device  # with a device map, modules may lie on another device than the main model
-        parts = self.enorm(inputs_embeds.to(device)), self.hnorm(hidden_states.to(device))
+        if device.type != "meta":  # weights that are offloaded fetch their inputs themselves
+            inputs_embeds, hidden_states = inputs_embeds.to(device), hidden_states.to(device)
+        parts = self.enorm(inputs_embeds), self.hnorm(hidden_states)
         merged = self.eh_proj(torch.cat(parts if self.embedding_first else parts[::-1], dim=-1))
         if earlier is None:
             return self.norm(self.block(merged, **options))
@@ -72,21 +77,42 @@ class MTPModule(GradientCheckpointingLayer):
         return state, cache.layers[slot].keys, cache.layers[slot].values
 
 
-class MTPModules(nn.ModuleList):
-    """The chain of modules, with what they share with the main model: its configuration and its rotary positions.
+class MTPModules(nn.Module):
+    """The chain of modules, with the main model's configuration and a copy of its rotary embedding.
+
+    Not an `nn.ModuleList`, which peft refuses to save, but its parts are named as in one.
 
     Args:
         modules: The modules in order.
         config: Configuration of the main model.
-        rotary: Its rotary embedding; it stays a part of the main model.
+        rotary: Its rotary embedding.
+
+    Attributes:
+        count: D.
     """
 
     def __init__(self, modules: Iterable[MTPModule], config: PreTrainedConfig, rotary: nn.Module) -> None:
-        super().__init__(modules)
-        self.config = config
-        self._rotary = (rotary,)  # in a tuple, so that it is not registered a second time
-        for index, module in enumerate(self):
+        super().__init__()
+        self.config, self.count = config, 0
+        for index, module in enumerate(modules):
             module.block.self_attn.layer_idx = index  # the module's place in the modules' own cache
+            self.add_module(str(index), module)
+            self.count += 1
+        self.rotary_emb = copy.deepcopy(rotary)
+
+    def __getitem__(self, index: int) -> MTPModule:
+        return self.get_submodule(str(range(self.count)[index]))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[MTPModule]:
+        return (self[index] for index in range(self.count))
+
+    @property
+    def last(self) -> MTPModule:
+        """The module of depth D, which goes on beyond it."""
+        return self[-1]
 
     def step(
         self,
@@ -110,7 +136,7 @@ class MTPModules(nn.ModuleList):
         Returns:
             h^k, [B, R, H], after the module's norm.
         """
-        index = min(k, len(self)) - 1
+        index = min(k, self.count) - 1
         mask = attention_mask
         if mask is None or mask.dim() < 4:
             make_mask = create_sliding_window_causal_mask if is_sliding(self.config) else create_causal_mask
@@ -122,18 +148,15 @@ class MTPModules(nn.ModuleList):
                 position_ids=position_ids,
                 layer_idx=index,
             )
-        return self[index](
-            hidden_states,
-            inputs_embeds,
-            attention_mask=mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            position_embeddings=self.rotary(hidden_states, position_ids),
-        )
-
-    def rotary(self, states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The main model's rotary embedding of position_ids [B or 1, R]."""
-        return self._rotary[0](states, position_ids)
+        with caches_kept(self):
+            return self[index](
+                hidden_states,
+                inputs_embeds,
+                attention_mask=mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                position_embeddings=self.rotary_emb(hidden_states, position_ids),
+            )
 
 
 def is_sliding(config: PreTrainedConfig) -> bool:

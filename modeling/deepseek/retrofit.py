@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.mtp_families import COUNT, MTPFamily, count_modules, family_of
+from ..copies import sharing_copy
 from .checkpoint import main_class
 from .modules import MTPModule, MTPModules
 
@@ -32,15 +33,20 @@ def retrofit(
         The configuration, and main model and modules.
 
     Raises:
-        ValueError: A model that is not supported, that has modules of its own, or an option out of range.
+        TypeError: Options of `from_pretrained` together with a model that is loaded already.
+        ValueError: A model that is not supported, that has modules or adapters of its own, or an option out of range.
     """
+    if options and isinstance(model_or_path, PreTrainedModel):
+        raise TypeError(
+            f"DeepSeekMTP.from_backbone takes num_modules and eh_init, and with a path options of from_pretrained; "
+            f"with a model it has no option {', '.join(map(repr, options))}"
+        )
     if num_modules < 1:
         raise ValueError(f"num_modules={num_modules} must be at least 1")
     if eh_init not in _SHARES:
         raise ValueError(f"eh_init={eh_init!r} is unknown; choose 'embedding', 'hidden' or 'both'")
-    main = model_or_path
-    if not isinstance(main, PreTrainedModel):
-        main = AutoModelForCausalLM.from_pretrained(model_or_path, **options)
+    loads = isinstance(model_or_path, (str, PathLike))
+    main = AutoModelForCausalLM.from_pretrained(model_or_path, **options) if loads else sharing_copy(model_or_path)
     family = family_of(main.config)
     if type(main) is not main_class(main.config):
         raise ValueError(f"from_backbone needs a {main_class(main.config).__name__}, not a {type(main).__name__}")

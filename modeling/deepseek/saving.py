@@ -16,6 +16,7 @@ from ...configuration.mtp_families import COUNT, family_of
 from .checkpoint import load, official_names, own_names
 from .checkpoint_files import COPIES
 
+_OURS = "keys_to_ignore_at_inference"  # says what this class returns, and is nothing to save
 _OLD_WEIGHTS = re.compile(
     rf"{re.escape(SAFE_WEIGHTS_NAME)}|{re.escape(SAFE_WEIGHTS_INDEX_NAME)}|model-\d{{5}}-of-\d{{5}}\.safetensors"
 )
@@ -80,7 +81,8 @@ class OfficialFolderMixin:
     def _save_main(self, folder: Path, state: dict[str, torch.Tensor], is_main_process: bool, **kwargs: Any) -> None:
         """Lets the main model save all tensors as its own; what that changes in the configuration is undone."""
         config, options = self.main.config, self.loss_options.changed()
-        kept = {name: getattr(config, name, None) for name in ("dtype", "architectures")}
+        kept = {name: getattr(config, name, None) for name in ("dtype", "architectures", _OURS)}
+        vars(config).pop(_OURS, None)
         setattr(config, COUNT, self.num_modules)
         if options:
             config.mtp_loss = options

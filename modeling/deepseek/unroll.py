@@ -35,12 +35,12 @@ def teacher_forced(
         ValueError: More depths than modules with an attention that takes no mask of its own.
     """
     length, states = hidden_states.shape[1], [hidden_states]
-    once = depths if depths <= len(modules) else len(modules) - 1
+    once = depths if depths <= modules.count else modules.count - 1
     for k in range(1, min(once, length - 1) + 1):
         rows = length - k
         mask = None if attention_mask is None else attention_mask[:, :rows]
         states.append(modules.step(k, states[-1][:, :rows], inputs_embeds[:, k:], position_ids[:, :rows], mask))
-    if depths > len(modules) and length > len(modules):
+    if depths > modules.count and length > modules.count:
         states += _unrolled(modules, states[-1], inputs_embeds, position_ids, attention_mask, depths)
     empty = hidden_states[:, :0]
     return (states + [empty] * depths)[1 : depths + 1]
@@ -55,20 +55,20 @@ def _unrolled(
     depths: int,
 ) -> list[torch.Tensor]:
     """h^D to h^depths from h^{D-1}."""
-    length, first = inputs_embeds.shape[1], len(modules)
+    length, first = inputs_embeds.shape[1], modules.count
     columns = length - first
     causal = _causal_mask(modules, state[:, :columns], position_ids[:, :columns], attention_mask)
     states, earlier = [], ()
     for k in range(first, min(depths, length - 1) + 1):
         rows = length - k
         sizes = range(columns, rows - 1, -1)  # columns of depth D, D + 1, ..., k
-        state, *new = modules[-1](
+        state, *new = modules.last(
             state[:, :rows],
             inputs_embeds[:, k:],
             earlier=earlier,
             attention_mask=_diagonals(causal, rows, sizes),
             position_ids=position_ids[:, :rows] + (k - first),
-            position_embeddings=modules.rotary(state[:, :rows], position_ids[:, :rows] + (k - first)),
+            position_embeddings=modules.rotary_emb(state[:, :rows], position_ids[:, :rows] + (k - first)),
         )
         states.append(state)
         earlier = tuple(new)

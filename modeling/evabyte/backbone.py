@@ -21,6 +21,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EvaByteConfig
 from ..heads.registry import init_head
+from ..loading import StrictLoadingMixin
 from .attention import EvaAttention, States
 from .block import EvaBlock
 from .cache import EvaByteCache, EvaCacheLayer, EvaRows
@@ -89,7 +90,7 @@ class EvaBytePreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        init_head(module)
+        init_head(module, self.config.initializer_range)
         if isinstance(module, EvaByteRMSNorm) and module.unit_offset:
             init.zeros_(module.weight)
         elif isinstance(module, EvaAttention):
@@ -97,7 +98,7 @@ class EvaBytePreTrainedModel(PreTrainedModel):
                 init.copy_(parameter, torch.randn_like(parameter).clamp(-1, 1) * module.scaling)
 
 
-class EvaByteModel(EvaBytePreTrainedModel):
+class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
     """The backbone: token ids to hidden states.
 
     Positions and EVA's window grid follow from `attention_mask` and the cache, per row, so that a padded row equals
@@ -134,7 +135,7 @@ class EvaByteModel(EvaBytePreTrainedModel):
             position_ids: [B or 1, L]; see the class.
             past_key_values: Cache to continue and to extend.
             inputs_embeds: [B, L, D] instead of `input_ids`.
-            use_cache: Return a cache; defaults to the config's `use_cache`, off under gradient checkpointing.
+            use_cache: Return a cache; defaults to the config's `use_cache`; off where activations are checkpointed.
             output_hidden_states: True for all layers, or the indices to return (-1: after the final norm).
 
         Returns:
@@ -178,7 +179,7 @@ class EvaByteModel(EvaBytePreTrainedModel):
             raise ValueError(
                 f"past_key_values is a {type(cache).__name__}; EvaByte needs an EvaByteCache(model.config)"
             )
-        if self.gradient_checkpointing and self.training:
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             return None
         wanted = self.config.use_cache if use_cache is None else use_cache
         return EvaByteCache(self.config) if wanted and cache is None else cache

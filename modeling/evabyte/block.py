@@ -10,10 +10,13 @@ stand at raw slots `offset .. offset + length - 1`. A query at slot t sees (spec
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+
+from ..indices import line, steps
 
 
 @dataclass
@@ -28,6 +31,7 @@ class EvaBlock:
         summaries: Chunk summaries in the cache before the raw tokens, per row.
         fold: Whole windows that each row's cache must summarise before the block is written.
         settle: Whole windows that each row's cache must summarise after the block was attended to.
+        on_device: `offsets` and `summaries` as [R] int64 on the device; asked for only where rows differ.
         mask: Additive mask for the attention function, or None where plain causal attention is right.
     """
 
@@ -39,6 +43,7 @@ class EvaBlock:
     fold: list[int]
     settle: list[int]
     device: torch.device
+    on_device: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     mask: torch.Tensor | None = None
 
     @cached_property
@@ -66,15 +71,36 @@ class EvaBlock:
         """Slots of the cache that the block may read."""
         return max(map(int.__add__, self.summaries, self.offsets)) + self.length
 
-    def count_from(self, starts: list[int], length: int) -> torch.Tensor:
-        """starts[r], starts[r] + 1, ... per row: [R, length], or [1, length] where all rows agree."""
+    @cached_property
+    def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.on_device()
+
+    def count_from(self, summaries: int, offsets: int, length: int) -> torch.Tensor:
+        """s, s + 1, ... per row, where s adds up so many times its summaries and its offset.
+
+        Args:
+            summaries: Factor of the row's summaries.
+            offsets: Factor of the row's raw tokens.
+            length: How far to count.
+
+        Returns:
+            [R, length], or [1, length] where all rows agree.
+        """
         if self.is_uniform:
-            return torch.arange(starts[0], starts[0] + length, device=self.device)[None]
-        return torch.tensor(starts, device=self.device)[:, None] + torch.arange(length, device=self.device)
+            start = summaries * self.summaries[0] + offsets * self.offsets[0]
+            return steps(start, length, self.device)[None]
+        own_offsets, own_summaries = self._rows
+        start = own_summaries * summaries + own_offsets * offsets
+        return start[:, None] + line(length, self.device)
+
+    @cached_property
+    def new_slots(self) -> torch.Tensor:
+        """Slots of the buffers that the new tokens go to, [R, M] or [1, M]."""
+        return self.count_from(1, 1, self.length)
 
     def positions(self) -> torch.Tensor:
         """True positions of the new tokens, [R, M] or [1, M]."""
-        return self.count_from([n * self.chunk + o for n, o in zip(self.summaries, self.offsets)], self.length)
+        return self.count_from(self.chunk, 1, self.length)
 
     def place(self, states: torch.Tensor, total: int) -> torch.Tensor:
         """Puts per-token states [R, H, M, d] at their raw slots: [R, H, total, d], zero elsewhere."""
@@ -100,12 +126,12 @@ class EvaBlock:
         return self
 
     def _slots(self) -> torch.Tensor:
-        return self.count_from(self.offsets, self.length)
+        return self.count_from(0, 1, self.length)
 
     def _visible(self) -> torch.Tensor:
         """[R or 1, M, used + provisional summaries], True where a query may look."""
         query = self._slots()[:, :, None]
-        key = self.count_from([-n for n in self.summaries], self.used)[:, None, :]
+        key = self.count_from(-1, 0, self.used)[:, None, :]
         if not self.provisional:
             return key <= query
         same_window = (key // self.window == query // self.window) & (key <= query)
@@ -117,7 +143,7 @@ class EvaBlock:
         """[R * windows, 1, W, cached + new summaries + W], the window-by-window form of the same rule."""
         per_window = self.window // self.chunk
         windows = torch.arange(self.provisional + 1, device=self.device)
-        past = self.count_from([-n for n in self.summaries], max(self.summaries)) < 0
+        past = self.count_from(-1, 0, max(self.summaries)) < 0
         new = torch.arange(self.provisional * per_window, device=self.device) // per_window < windows[:, None]
         own = torch.ones(self.window, self.window, dtype=torch.bool, device=self.device).tril()
         rows, count = len(self.offsets), len(windows)
@@ -127,4 +153,4 @@ class EvaBlock:
 
 
 def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))
+    return visible.to(dtype).log_()  # 0 where it may look, -inf elsewhere

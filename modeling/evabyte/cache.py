@@ -13,6 +13,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...configuration import EvaByteConfig
+from ...generation.tokens import Kept
 from .block import EvaBlock
 
 Summarise = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -21,6 +22,9 @@ _CAPACITY_STEP = 64
 
 class EvaRows:
     """Per-row lengths of a cache, shared by its layers; plain integers, so that no layer waits for the device.
+
+    While rows differ, lengths and starts are mirrored on the device and follow what forwards and rollbacks do there, so
+    that a cycle of decoding copies nothing but the counts that it keeps.
 
     Attributes:
         lengths: True tokens per row.
@@ -36,6 +40,14 @@ class EvaRows:
     def clear(self) -> None:
         """Forgets all rows."""
         self.lengths, self.starts, self.gaps, self.settled = [], [], [], []
+        self._mirror: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def _on_device(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Offsets and summaries [R] of the next block."""
+        if self._mirror is None:
+            self._mirror = tuple(torch.tensor([self.lengths, self.starts], device=device))
+        lengths, starts = self._mirror
+        return lengths - starts, starts // self.chunk
 
     def begin(self, counts: list[int], length: int, device: torch.device) -> EvaBlock:
         """Plans a forward that appends `counts[r]` tokens to row r, in `length` columns."""
@@ -47,6 +59,8 @@ class EvaRows:
         self.starts = [self._foldable(row) // self.window * self.window for row in range(len(counts))]
         ends = [n + count for n, count in zip(self.lengths, counts)]
         # a forward of more than one window keeps a window of rollback and no more, recording or not
+        if self.starts != old:
+            self._mirror = None
         keep = [max(start, (end - self.window) // self.window * self.window) for start, end in zip(self.starts, ends)]
         settle = keep if length > self.window else self.starts
         return EvaBlock(
@@ -58,13 +72,24 @@ class EvaRows:
             fold=[(new - start) // self.window for new, start in zip(self.starts, old)],
             settle=[(new - start) // self.window for new, start in zip(settle, self.starts)],
             device=device,
+            on_device=lambda: self._on_device(device),
         )
 
     def finish(self, block: EvaBlock, counts: list[int]) -> None:
         """Records the tokens of a forward that all layers have seen."""
         self.lengths = [n + count for n, count in zip(self.lengths, counts)]
+        if self._mirror is not None:
+            even = len(set(counts)) == 1 and not any(block.settle)
+            self._mirror = (self._mirror[0] + counts[0], self._mirror[1]) if even else None
         self.gaps = [gap + block.length - count for gap, count in zip(self.gaps, counts)]
         self.starts = [start + fold * self.window for start, fold in zip(self.starts, block.settle)]
+
+    def keep_last(self, fed: int, kept: Kept) -> None:
+        """Leaves the first `kept.counts[r]` of the last `fed` tokens in row r."""
+        mirror = self._mirror
+        self.crop([fed - count for count in kept.counts])
+        if mirror is not None and len(set(self.lengths)) > 1:
+            self._mirror = mirror[0] + (kept.on_device - fed), mirror[1]
 
     def crop(self, removed: list[int]) -> None:
         """Rolls back `removed[r]` tokens of row r.
@@ -81,12 +106,14 @@ class EvaRows:
                     f"as summaries only; crop before the next forward, by at most {n - start}"
                 )
         self.lengths = [n - count for n, count in zip(self.lengths, removed)]
+        self._mirror = None
         self.settled = list(self.lengths)
 
     def select(self, indices: list[int]) -> None:
         """Makes row `indices[r]` the new row r."""
         for name in ("lengths", "starts", "gaps", "settled"):
             setattr(self, name, [getattr(self, name)[index] for index in indices])
+        self._mirror = None
 
     def _foldable(self, row: int) -> int:
         n = self.lengths[row]
@@ -116,6 +143,8 @@ class EvaCacheLayer(CacheLayerMixin):
         """Folds what the block allows, writes its keys and values [R, H, M, d] and returns all that it may read."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.keys.is_inference() and not torch.is_inference_mode_enabled():  # it could not be written to in place
+            self.keys, self.values = self.keys.clone(), self.values.clone()
         if any(block.fold):
             summaries = [n - f * block.window // block.chunk for n, f in zip(block.summaries, block.fold)]
             raw = [o + f * block.window for o, f in zip(block.offsets, block.fold)]
@@ -131,9 +160,7 @@ class EvaCacheLayer(CacheLayerMixin):
         if block.is_uniform:
             start = block.summaries[0]
             return self.keys[:, :, start : start + total], self.values[:, :, start : start + total]
-        slots = block.count_from(block.summaries, total)[:, None, :, None].expand(
-            -1, self.keys.shape[1], -1, self.keys.shape[3]
-        )
+        slots = block.count_from(1, 0, total)[:, None, :, None].expand(-1, self.keys.shape[1], -1, self.keys.shape[3])
         return self.keys.gather(2, slots), self.values.gather(2, slots)
 
     def settle(self, block: EvaBlock, summarise: Summarise) -> None:
@@ -206,8 +233,6 @@ class EvaByteCache(Cache):
         >>> cache.crop(-2)  # or a tensor with one number per row
     """
 
-    has_row_lengths = True
-
     def __init__(self, config: EvaByteConfig) -> None:
         self.rows = EvaRows(config.window_size, config.chunk_size)
         super().__init__(layers=[EvaCacheLayer(self.rows) for _ in range(config.num_hidden_layers)])
@@ -236,6 +261,10 @@ class EvaByteCache(Cache):
         if len(removed) != rows:
             raise ValueError(f"crop: got {len(removed)} numbers for {rows} rows")
         self.rows.crop([-count for count in removed])
+
+    def keep_last(self, fed: int, kept: Kept) -> None:
+        """Leaves the first `kept.counts[r]` of the last `fed` tokens in row r."""
+        self.rows.keep_last(fed, kept)
 
     def activate_past_recording(self) -> None:
         """Keeps raw keys since the last `crop`, up to a window, so that several forwards can be rolled back."""
@@ -270,5 +299,4 @@ def _write(buffer: torch.Tensor, states: torch.Tensor, block: EvaBlock) -> None:
         start = block.summaries[0] + block.offsets[0]
         buffer[:, :, start : start + block.length] = states
         return
-    slots = block.count_from([n + o for n, o in zip(block.summaries, block.offsets)], block.length)
-    buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)
+    buffer.scatter_(2, block.new_slots[:, None, :, None].expand_as(states), states)

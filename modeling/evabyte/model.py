@@ -11,16 +11,21 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
-from ...generation.mixin import MTPGenerationMixin
-from ..heads.losses import window_targets
-from ..heads.registry import FFHead, build_head, frozen_unembedding, head_loss, init_head, window_law
+from ...configuration.options import check_options
+from ...generation.drafters.heads import HeadDrafter
+from ...generation.drafters.protocol import DraftOptions
+from ...generation.mixins import MTPGenerationMixin
+from ..heads.backbone_parts import BackboneParts, frozen
+from ..heads.ff import FFHead
+from ..heads.losses import depth_targets, depth_weights, head_loss
+from ..heads.registry import build_head, init_head, window_law
 from ..heads.window_law import WindowLaw
-from ..loading import StrictLoadingMixin
+from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..outputs import MTPOutput
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
 
-_HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
+_APART = ("hidden_size", "vocab_size", "base_model_name_or_path")  # fields of heads that have no owner
 
 
 class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel):
@@ -36,7 +41,7 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
 
     def __init__(self, config: EvaByteConfig) -> None:
         super().__init__(config)
-        if config.mtp_head.head_type == "ff":
+        if config.mtp_head.family.rows_of_lm_head:
             config.num_pred_heads = max(config.num_pred_heads, config.mtp_head.window)
         self.loss_type = "ForCausalLM"
         self.model = EvaByteModel(config)
@@ -52,23 +57,30 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         larger one appends new ones, and a circuit starts from stored FF heads (`set_head`).
 
         Raises:
-            ValueError: Missing tensors, wrong shapes, a damaged file, or a stored circuit of another shape.
+            TypeError: An option of `mtp_head` that is no field of `MTPHeadConfig`.
+            ValueError: A folder of another architecture, missing tensors, wrong shapes, a damaged file, or a stored
+                circuit of another shape.
         """
+        if isinstance(kwargs.get("mtp_head"), dict):
+            check_options(kwargs["mtp_head"], MTPHeadConfig, "mtp_head", _APART)
         name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
-        hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
+        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+        dtypes = {key: kwargs.pop(key) for key in ("dtype", "torch_dtype") if key in kwargs}  # a config would keep them
+        cls.check_model_type(name, config, **hub)
         if not isinstance(config, EvaByteConfig):
             config, kwargs = EvaByteConfig.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
         wanted = config.mtp_head
         stored = wanted if name is None else EvaByteConfig.from_pretrained(name, **hub).mtp_head
-        if not wanted.same_parameters(stored) and stored.head_type != "ff":
+        if not wanted.same_parameters(stored) and not stored.family.rows_of_lm_head:
             raise ValueError(
                 f"{name}: the checkpoint holds mtp_head={stored.options()}, not {wanted.options()}; load it as it is, "
                 "or start a new head from its FF heads with set_head(...)"
             )
-        config.mtp_head = wanted if wanted.head_type != "ff" and wanted.same_parameters(stored) else stored
-        if config.mtp_head.head_type == "ff":
+        in_rows = wanted.family.rows_of_lm_head
+        config.mtp_head = wanted if not in_rows and wanted.same_parameters(stored) else stored
+        if config.mtp_head.family.rows_of_lm_head:
             config.mtp_head.window = min(config.mtp_head.window, config.num_pred_heads)
-        loaded = super().from_pretrained(name, *args, config=config, **(hub | kwargs))
+        loaded = super().from_pretrained(name, *args, config=config, **(hub | dtypes | kwargs))
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if config.mtp_head is not wanted:
             model.set_head(**wanted.options())
@@ -94,9 +106,11 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
             **options: Fields of `MTPHeadConfig`; the window stays as it is unless given.
 
         Raises:
+            TypeError: An option that is no field of `MTPHeadConfig`.
             StrictDataclassError: Options out of range.
             ValueError: A full leaf tensor larger than this machine's memory.
         """
+        check_options(options, MTPHeadConfig, "set_head", _APART)
         old = self.config.mtp_head
         self.config.mtp_head = MTPHeadConfig(**({"window": old.window, "gamma": old.gamma} | options))
         try:
@@ -111,36 +125,60 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
             self.config.num_pred_heads = self.lm_head.num_heads
             return
         for module in head.modules():
-            init_head(module)
+            init_head(module, self.config.initializer_range)
         if self.config.mtp_head.leaf == "full":
             head.copy_leaves(self.lm_head)
 
     def _circuit(self) -> nn.Module | None:
         config = self.config.mtp_head
-        if config.head_type == "ff":
+        if config.family.rows_of_lm_head:
             return None
-        head = build_head(config, self.config.hidden_size, self.config.vocab_size)
-        if config.leaf == "shared":
-            head.leaf.unembed = frozen_unembedding(lambda: self.lm_head.weight[: self.config.vocab_size])
-        return head
+        return build_head(config, self.config.hidden_size, self.config.vocab_size)
+
+    def backbone_parts(self) -> BackboneParts:
+        """The next-byte head and the embedding, as heads borrow them: without a gradient for either."""
+        return BackboneParts(
+            unembed=lambda states: frozen(self.lm_head, states.to(self.lm_head.weight.dtype), 1)[..., 0, :],
+            embed=lambda tokens: frozen(self.model.embed_tokens, tokens),
+            norm=lambda states: frozen(self.model.norm, states),
+        )
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resizes embeddings and all heads; every head keeps its own rows.
+
+        Raises:
+            ValueError: A head that cannot follow; nothing is changed.
+        """
+        if self.mtp_head is not None and not hasattr(self.mtp_head, "resize"):
+            raise ValueError(f"heads of head_type={self.config.mtp_head.head_type!r} cannot be resized")
+        return super().resize_token_embeddings(*args, **kwargs)
+
+    def _get_resized_lm_head(
+        self, old_lm_head: FFHead, new_num_tokens: int | None = None, mean_resizing: bool = True, **kwargs: Any
+    ) -> FFHead:
+        """What transformers asks for beside new embeddings: heads whose new rows are means, or drawn."""
+        for head in (old_lm_head, self.mtp_head):
+            if head is not None and new_num_tokens is not None:
+                head.resize(new_num_tokens, None if mean_resizing else self.config.initializer_range)
+        return old_lm_head
 
     def train_only(self, part: str) -> None:
-        """Chooses what is trained: `"all"`, or `"heads"` with the backbone and the next-byte head frozen.
+        """Chooses what is trained: `"all"`, or `"drafter"` (also `"heads"`) with backbone and next-byte head frozen.
 
         FF heads share a tensor with the next-byte head; its rows get no gradient, and `MTPTrainer` no weight decay.
 
         Raises:
             ValueError: An unknown part.
         """
-        if part not in ("all", "heads"):
-            raise ValueError(f"train_only({part!r}): choose 'all' or 'heads'")
+        if part not in ("all", "drafter", "heads"):
+            raise ValueError(f"train_only({part!r}): choose 'all' or 'drafter'")
         self.model.requires_grad_(part == "all")
         self.lm_head.requires_grad_(part == "all" or self.mtp_head is None)
-        self.lm_head.target_frozen = part == "heads" and self.mtp_head is None
+        self.lm_head.target_frozen = part != "all" and self.mtp_head is None
 
     def window_law(self, hidden_states: torch.Tensor) -> WindowLaw:
         """Law of the next `window` tokens given last hidden states [..., D]."""
-        return window_law(self.head, self.config.mtp_head, hidden_states)
+        return window_law(self.head, self.config.mtp_head, hidden_states, self.backbone_parts())
 
     @can_return_tuple
     def forward(
@@ -171,10 +209,12 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
             logits_to_keep: Compute logits of the last so many positions only (0: all), or of these positions.
             return_all_pred_logits: Logits of all N heads, [B, L, N, V].
             num_items_in_batch: Targets per depth over all micro-batches, [n] or one number (from the Trainer).
+            **kwargs: For the backbone; `shift_labels` [B, L], the target of every position, in place of `labels`.
 
         Returns:
             `logits` [B, L, V] in float32 where the config has `fp32_logits`, and the rest of `MTPOutput`.
         """
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids,
             attention_mask,
@@ -189,26 +229,18 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         kept = slice_logits_to_keep(hidden, logits_to_keep)
         logits = self.lm_head(kept, None if return_all_pred_logits else 1)
         logits = logits if return_all_pred_logits and self.config.num_pred_heads > 1 else logits[..., 0, :]
-        loss, head_losses = None, None
-        if labels is not None:
-            targets = self._targets(labels, attention_mask, position_ids)
-            loss, head_losses = self._loss(hidden, targets, input_ids, num_items_in_batch)
+        loss, head_losses, backbone_loss = None, None, None
+        if labels is not None or shift_labels is not None:
+            targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
+            loss, head_losses, backbone_loss = self._loss(hidden, targets, input_ids, num_items_in_batch)
         return MTPOutput(
             loss=loss,
             logits=logits.float() if self.config.fp32_logits else logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             head_losses=head_losses,
+            backbone_loss=backbone_loss,
         )
-
-    def _targets(
-        self, labels: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
-    ) -> torch.Tensor:
-        if labels.dim() == 2:
-            return window_targets(labels, self.window, attention_mask, position_ids)
-        if labels.shape[2] != self.window:
-            raise ValueError(f"labels have {labels.shape[2]} depths, but the window is {self.window}")
-        return labels
 
     def _loss(
         self,
@@ -216,15 +248,33 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         targets: torch.Tensor,
         input_ids: torch.Tensor | None,
         counts: torch.Tensor | int | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss of the head; a circuit that trains with its backbone adds the next-byte head's own."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Loss of the head and its means; a circuit that trains with its backbone adds the next-byte head's own."""
         tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
-        loss, means = head_loss(self.head, self.config.mtp_head, hidden, targets, tokens, counts)
+        parts = self.backbone_parts()
+        loss, means = head_loss(self.head, self.config.mtp_head, hidden, targets, tokens, counts, parts)
         if self.mtp_head is None or not self.lm_head.weight.requires_grad:
-            return loss, means
+            return loss, means, None
         first = None if counts is None else torch.as_tensor(counts).flatten()[:1]
         next_byte = MTPHeadConfig(window=1, gamma=self.config.mtp_head.gamma)
-        return loss + head_loss(self.lm_head, next_byte, hidden, targets[..., :1], tokens, first)[0], means
+        own, mean = head_loss(self.lm_head, next_byte, hidden, targets[..., :1], tokens, first)
+        return loss + own, means, mean[0]
+
+    def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The loss of the head on data of which only sums per depth are known.
+
+        Args:
+            sums: [n], summed cross-entropies in nats.
+            counts: [n], targets.
+
+        Returns:
+            Scalar: what `forward` would return for all of the data in one batch, without `backbone_loss`.
+        """
+        return (sums * depth_weights(self.config.mtp_head, counts.to(sums))).sum()
+
+    def make_drafter(self, options: DraftOptions) -> HeadDrafter:
+        """Drafts of the head, for one call of `generate`."""
+        return HeadDrafter(self.window_law, options)
 
     def _new_cache(self) -> EvaByteCache:
         """The cache that `generate` starts with."""

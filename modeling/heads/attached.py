@@ -5,28 +5,38 @@ The heads know the backbone only while attached to it, and what they save is the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.generation import CandidateGenerator
+from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import MTPHeadConfig
+from ...configuration.head_families import takers
+from ...configuration.options import check_options
+from ...generation.attachment import Attachable, adopt_special_ids, unwrap
+from ...generation.drafters.attending import AttendingHeadDrafter
 from ...generation.drafters.heads import HeadDrafter
+from ...generation.drafters.protocol import DraftOptions
 from ..loading import StrictLoadingMixin
 from ..outputs import MTPOutput
-from .losses import window_targets
-from .registry import SharedHead, build_head, frozen_unembedding, head_loss, init_head, window_law
+from .backbone_parts import BackboneParts, backbone_parts, compute_device
+from .losses import depth_targets, depth_weights, head_loss
+from .official import OfficialLayoutsMixin
+from .registry import FAMILIES, HeadFamily, build_head, head_features, init_head, window_law
 from .window_law import WindowLaw
 
+_FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
 
-class MTPHeads(StrictLoadingMixin, PreTrainedModel):
+
+class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, Attachable, PreTrainedModel):
     """Multi-token heads for a backbone that stays as it is.
 
-    Attached heads pass as `assistant_model`: `base.generate(..., assistant_model=heads)` speculates losslessly in
-    transformers' own loop (batch 1), greedy and sampled. `Trainer(model=heads)` trains them on the frozen backbone.
+    Attached heads pass as `assistant_model`: `backbone.generate(..., assistant_model=heads)` speculates losslessly, any
+    batch size, greedy and sampled, with the options of `MTPGenerationMixin`. `Trainer(model=heads)` trains them on the
+    frozen backbone.
 
     Args:
         config: Head options, with `window`, `hidden_size` and `vocab_size`.
@@ -35,15 +45,16 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
         ValueError: A config without those three.
 
     Example:
-        >>> heads = MTPHeads.from_backbone(base, window=4)
-        >>> out = base.generate(**inputs, assistant_model=heads)
+        >>> heads = MTPHeads.from_backbone(backbone, window=4)
+        >>> out = backbone.generate(**inputs, assistant_model=heads)
         >>> heads.save_pretrained("heads")
-        >>> heads = MTPHeads.from_pretrained("heads").attach(base)
+        >>> heads = MTPHeads.from_pretrained("heads").attach(backbone)
     """
 
     config_class = MTPHeadConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
 
     def __init__(self, config: MTPHeadConfig) -> None:
         super().__init__(config)
@@ -52,102 +63,194 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
             raise ValueError(f"the config of MTPHeads lacks {', '.join(missing)}")
         self.loss_type = "ForCausalLM"
         self.head = build_head(config, config.hidden_size, config.vocab_size)
-        self._base: list[PreTrainedModel] = []  # in a list, so that it is no submodule and is never saved
+        self._backbones = []
         self.post_init()
 
     @classmethod
-    def from_backbone(cls, base: PreTrainedModel, window: int = 4, leaf: str = "shared", **options: Any) -> MTPHeads:
-        """New heads for `base`, attached; with `leaf="shared"` every head starts as the backbone's own.
+    def from_backbone(
+        cls, backbone: PreTrainedModel, window: int = 4, leaf: str | None = None, **options: Any
+    ) -> MTPHeads:
+        """New heads for `backbone`, attached; where they share or copy its unembedding, they start as its own head.
 
         Args:
-            base: Any causal language model of transformers.
+            backbone: Any causal language model of transformers; of a PeftModel, the model within.
             window: n; drafts have n - 1 tokens.
-            leaf: See `MTPHeadConfig`.
+            leaf: See `MTPHeadConfig`; None: `"shared"`, where the family has a choice.
             **options: Further fields of `MTPHeadConfig`.
+
+        Raises:
+            TypeError: An option that is no field of `MTPHeadConfig`.
         """
-        text = base.config.get_text_config()
+        check_options(options, MTPHeadConfig, "MTPHeads.from_backbone", _FROM_BACKBONE)
+        backbone = unwrap(backbone)
+        text = backbone.config.get_text_config()
+        kind = options.get("head_type", "ff")
+        if leaf is None and kind in takers("leaf"):
+            leaf = "shared"
         config = MTPHeadConfig(
             window=window,
-            leaf=leaf,
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
-            base_model_name_or_path=base.config._name_or_path or None,
+            base_model_name_or_path=backbone.config._name_or_path or None,
+            **({} if leaf is None else {"leaf": leaf}),
             **options,
         )
-        return cls(config).to(device=base.device, dtype=base.dtype).attach(base)
+        if config.backbone_config is None:
+            config.backbone_config = FAMILIES[kind].layer_config(config, text)
+        heads = cls(config)
+        if start := getattr(heads.head, "start_from", None):
+            start(backbone)
+        return heads.attach(backbone)
 
     @property
     def window(self) -> int:
         """n: tokens that the law covers; a draft has n - 1."""
         return self.config.window
 
-    @property
-    def base(self) -> PreTrainedModel:
-        """The backbone.
-
-        Raises:
-            RuntimeError: The heads are not attached.
-        """
-        if not self._base:
-            raise RuntimeError("these heads are not attached: call heads.attach(base) first")
-        return self._base[0]
+    def _parts(self) -> BackboneParts | None:
+        """What the heads borrow of the backbone for one call."""
+        return backbone_parts(self.backbone) if self.is_attached else None
 
     @property
-    def _shared(self) -> SharedHead | None:
-        return next((module for module in self.modules() if isinstance(module, SharedHead)), None)
-
-    @property
-    def generation_config(self) -> None:
-        """Heads generate nothing; transformers asks for this where they are used without `attach`."""
-        raise RuntimeError("MTPHeads cannot assist this model: call heads.attach(base) first")
+    def generation_config(self) -> GenerationConfig:
+        """The backbone's: trainers align special tokens with it, and `generate` of another model asks for it."""
+        return self.backbone.generation_config
 
     @generation_config.setter
-    def generation_config(self, value: None) -> None:
-        pass
+    def generation_config(self, value: GenerationConfig | None) -> None:
+        """Ignored: heads have none of their own."""
 
-    def attach(self, base: PreTrainedModel) -> MTPHeads:
-        """Makes `base` accept these heads as `assistant_model`; nothing else about it changes.
+    def _supports_logits_to_keep(self) -> bool:
+        """Asked by transformers where it would run the heads itself: they assist a model that they do not know."""
+        raise RuntimeError("MTPHeads cannot assist this model: call heads.attach(backbone) first")
+
+    def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Layers of a head keep no activations; most heads have none, and their loss is chunked anyway."""
+        if any(hasattr(module, "gradient_checkpointing") for module in self.modules()):
+            super()._set_gradient_checkpointing(enable, *args, **kwargs)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> None:
+        """Heads have no embeddings, and those that were made for one vocabulary fit no other.
 
         Raises:
-            ValueError: Another hidden size or vocabulary than the heads were made for.
-            RuntimeError: The heads are attached to another model.
+            ValueError: Always.
         """
-        text = base.config.get_text_config()
+        raise ValueError(f"heads for vocab_size={self.config.vocab_size} cannot be resized: make new ones")
+
+    def check_backbone(self, backbone: PreTrainedModel) -> None:
+        """Refuses a backbone that the heads were not made for.
+
+        Raises:
+            ValueError: Another hidden size or vocabulary.
+        """
+        text = backbone.config.get_text_config()
         for name in ("hidden_size", "vocab_size"):
             if getattr(text, name) != getattr(self.config, name):
                 raise ValueError(
-                    f"{name}: the heads were made for {getattr(self.config, name)}, but {type(base).__name__} has "
+                    f"{name}: the heads were made for {getattr(self.config, name)}, but {type(backbone).__name__} has "
                     f"{getattr(text, name)}"
                 )
-        if self._base and self.base is not base:
-            raise RuntimeError(f"these heads are attached to another {type(self.base).__name__}: detach() them first")
-        if self._base:
-            return self
-        self._base = [base]
-        if self._shared is not None:
-            self._shared.unembed = frozen_unembedding(
-                lambda: base.get_output_embeddings().weight[: self.config.vocab_size]
-            )
-        attached = vars(base).get("_get_candidate_generator") or _AttachedHeads(base)
-        attached.heads.append(self)
-        base._get_candidate_generator = attached
-        return self
+        self.check_embedding(backbone)
 
-    def detach(self) -> MTPHeads:
-        """Undoes `attach`: the backbone is bit for bit what it was."""
-        if self._base:
-            attached = vars(self.base)["_get_candidate_generator"]
-            attached.heads.remove(self)
-            if not attached.heads:
-                del self.base._get_candidate_generator
-            self._base = []
-        if self._shared is not None:
-            self._shared.unembed = None
-        return self
+    def on_attach(self, backbone: PreTrainedModel) -> None:
+        """Follows the backbone's dtype and device, and takes over its special ids."""
+        self.to(device=compute_device(backbone), dtype=backbone.dtype if backbone.dtype.is_floating_point else None)
+        adopt_special_ids(self.config, backbone)
+        self._expected_embedding = None
+
+    def make_drafter(self, options: DraftOptions) -> HeadDrafter:
+        """Drafts of the heads, for one call of `generate`."""
+        if self.family.attends(self.config):
+            return AttendingHeadDrafter(self, options)
+        return HeadDrafter(self.law_of_features, options, self.hidden_layers, self.features)
+
+    @property
+    def family(self) -> HeadFamily:
+        """What the registry says of heads of this type."""
+        return FAMILIES[self.config.head_type]
+
+    @property
+    def hidden_layers(self) -> list[int]:
+        """The states of the backbone that the heads read, as `output_hidden_states` counts them."""
+        return self.family.hidden_layers(self.config)
+
+    def features(
+        self,
+        hidden_states: Sequence[torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        """What the law of every position is made from, [B, T, F].
+
+        Args:
+            hidden_states: The backbone's output of that name, with those that `hidden_layers` names.
+            attention_mask: [B, past + T], 0 for padding.
+            position_ids: [B or 1, T]; None: the real tokens are counted.
+            cache: The heads' own keys and values of earlier rows, where they attend; extended.
+        """
+        states = [hidden_states[index] for index in self.hidden_layers]
+        if position_ids is None and self.family.attends(self.config):
+            position_ids = _positions(states[-1], attention_mask)
+        return head_features(self.head, states, attention_mask, position_ids, self._parts(), cache)
+
+    def law(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> WindowLaw:
+        """Laws of the next `window` tokens behind every position of a text: runs the backbone.
+
+        Args:
+            input_ids: [B, T] int64.
+            attention_mask: [B, T], 0 for padding, on either side.
+            position_ids: [B or 1, T]; None: the real tokens are counted.
+
+        Returns:
+            A law whose tensors have leading axes [B, T].
+        """
+        if position_ids is None and attention_mask is not None:
+            position_ids = _positions(input_ids[..., None], attention_mask)
+        outputs = self._run_backbone(input_ids, attention_mask, position_ids)
+        features = self.features(outputs.hidden_states, attention_mask, position_ids)
+        return self.law_of_features(features)
+
+    def law_of_features(self, features: torch.Tensor) -> WindowLaw:
+        """Law of the next `window` tokens given `features` [..., F]."""
+        return window_law(self.head, self.config, features, self._parts())
 
     def window_law(self, hidden_states: torch.Tensor) -> WindowLaw:
-        """Law of the next `window` tokens given the backbone's last hidden states [..., D]."""
-        return window_law(self.head, self.config, hidden_states)
+        """Law of the next `window` tokens given the backbone's last hidden states [..., D].
+
+        Raises:
+            ValueError: Heads that read more than one state; use `law`.
+        """
+        if self.family.attends(self.config) or set(self.hidden_layers) != {-1}:
+            raise ValueError(
+                f"head_type={self.config.head_type!r} reads more than the last state of one position: use "
+                "law(input_ids, attention_mask)"
+            )
+        return self.law_of_features(hidden_states)
+
+    def _run_backbone(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        logits_to_keep: int | torch.Tensor = 1,
+    ) -> Any:
+        """The backbone's outputs, with the states that the heads read."""
+        with torch.no_grad():
+            return self.backbone(
+                input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                use_cache=False,
+                logits_to_keep=logits_to_keep,
+                output_hidden_states=self.hidden_layers,
+                return_dict=True,
+            )
 
     @can_return_tuple
     def forward(
@@ -156,47 +259,60 @@ class MTPHeads(StrictLoadingMixin, PreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Any,
     ) -> MTPOutput:
-        """The discounted loss of the heads on the frozen backbone, and the backbone's logits of the last position.
+        """The discounted loss of the heads on the frozen backbone, and the backbone's own logits.
 
         Args:
             input_ids: [B, L] int64.
             attention_mask: [B, L], 0 for padding.
             position_ids: [B or 1, L]; where they restart, a packed document begins.
             labels: [B, L] int64, shifted here, -100 ignored.
+            logits_to_keep: Logits of the last so many positions only (0: all), or of these positions. None: of the last
+                one in training, which nobody reads, else of all.
             num_items_in_batch: Targets per depth over all micro-batches, [n] or one number (from the Trainer).
+            **kwargs: `shift_labels` [B, L], the target of every position, in place of `labels`; the rest is not read.
 
         Returns:
-            `MTPOutput`; `logits` is [B, 1, V].
+            `MTPOutput`.
+
+        Raises:
+            ValueError: Labels that are no token ids.
         """
-        options = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
-        with torch.no_grad():
-            outputs = self.base(input_ids, **options, logits_to_keep=1, output_hidden_states=-1, return_dict=True)
+        kept = int(self.training) if logits_to_keep is None else logits_to_keep
+        outputs = self._run_backbone(input_ids, attention_mask, position_ids, kept)
         loss, head_losses = None, None
-        if labels is not None:
-            targets = window_targets(labels, self.window, attention_mask, position_ids)
-            states = outputs.hidden_states[-1]
-            loss, head_losses = head_loss(self.head, self.config, states, targets, input_ids, num_items_in_batch)
+        if labels is not None or "shift_labels" in kwargs:
+            targets = depth_targets(labels, self.window, attention_mask, position_ids, kwargs.get("shift_labels"))
+            states, parts, count = outputs.hidden_states, self._parts(), num_items_in_batch
+            features = self.features(states, attention_mask, position_ids)
+            loss, head_losses = head_loss(
+                self.head, self.config, features, targets, input_ids, count, parts, states[-1]
+            )
         return MTPOutput(loss=loss, logits=outputs.logits, head_losses=head_losses)
+
+    def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The loss on data of which only sums per depth are known.
+
+        Args:
+            sums: [n], summed cross-entropies in nats.
+            counts: [n], targets.
+
+        Returns:
+            Scalar: what `forward` would return for all of the data in one batch.
+        """
+        return (sums * depth_weights(self.config, counts.to(sums))).sum()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        init_head(module)
+        init_head(module, self.config.initializer_range)
 
 
-class _AttachedHeads:
-    """Stands on a backbone before the `_get_candidate_generator` of its class, which `generate` looks up there."""
-
-    def __init__(self, base: PreTrainedModel) -> None:
-        self.base, self.heads = base, []
-
-    def __call__(self, *args: Any, assistant_model: Any = None, **kwargs: Any) -> CandidateGenerator:
-        for heads in self.heads:
-            if heads is assistant_model:
-                config, processors = kwargs["generation_config"], kwargs["logits_processor"]
-                return HeadDrafter(heads.window_law, heads.window, config, processors)
-        of_class = type(self.base)._get_candidate_generator
-        return of_class(self.base, *args, assistant_model=assistant_model, **kwargs)
+def _positions(states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """Position ids [B or 1, T] of states [B, T, d]; padding has 0."""
+    if attention_mask is None:
+        return torch.arange(states.shape[1], device=states.device)[None]
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -states.shape[1] :]

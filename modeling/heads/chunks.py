@@ -1,13 +1,14 @@
-"""Per-token terms of a head over many positions, in chunks: memory grows with neither positions, rank nor window.
+"""Summed terms of a module over many positions, in chunks: memory grows with neither positions, depths nor vocabulary.
 
-Two things would grow otherwise. The logits of a chunk, n r V per position, are bounded by taking fewer positions, and
-are computed again in backward. The gradient of the leaf weights, n r V d numbers, would be made anew by every chunk;
-here each chunk adds to one tensor in place, which then is the gradient. Knows no circuit and no loss.
+Three things would grow otherwise. Logits: those of a chunk give their terms and, at once, their gradients; they are
+gone before the next chunk, and are made only once. The gradient of leaf weights, n r V d numbers, would be made anew by
+every chunk: here each chunk adds to one tensor in place. Depths that share a module share that tensor, too. Knows no
+circuit, no chain and no loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,35 @@ from typing import Any
 import torch
 from torch import nn
 
-Terms = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""From hidden states [N, D], tokens [N, n] and holes [N, n] to terms [N, n]."""
+LOGITS_PER_CHUNK = 2**24
+"""Logits that exist at a time: 64 MiB of float32 (and a few copies on the way back)."""
+Terms = Callable[..., torch.Tensor]
+"""From hidden states [N, D] and a part's arguments to terms [N, n], 0 where nothing is scored."""
 _GRADIENTS_PER_BLOCK = 2**20
+
+
+@dataclass
+class Part:
+    """Positions whose terms are summed and weighed together.
+
+    Attributes:
+        hidden_states: [..., D].
+        arguments: What the terms need besides, [..., n] each, or None.
+        weights: [n] float, what the sum over positions of each column is multiplied with.
+        trains_module: Whether the module's parameters learn from these positions.
+    """
+
+    hidden_states: torch.Tensor
+    arguments: Sequence[torch.Tensor | None]
+    weights: torch.Tensor
+    trains_module: bool = True
+
+    def chunks(self, rows: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Hidden states [rows, D] and arguments [rows, n] on the same device, one chunk after the other."""
+        hidden = self.hidden_states.flatten(0, -2).split(rows)
+        pieces = (_split(argument, rows, len(hidden)) for argument in self.arguments)
+        for states, *arguments in zip(hidden, *pieces):
+            yield states, *(None if argument is None else argument.to(states.device) for argument in arguments)
 
 
 @dataclass
@@ -71,104 +98,109 @@ class SummedLinear(torch.autograd.Function):
         return into_inputs, None, None, ctx.total.new_zeros(()), None
 
 
-def chunked_terms(
-    terms: Terms,
-    head: nn.Module,
-    hidden_states: torch.Tensor,
-    tokens: torch.Tensor,
-    unknown: torch.Tensor | None,
-    rows: int,
-) -> torch.Tensor:
-    """`terms` of all positions, `rows` at a time.
+def chunked_sums(
+    terms: Terms, module: nn.Module, parts: Sequence[Part], logits_per_position: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Sums of the terms of all positions, part by part, and their weighted total.
+
+    Gradients are made together with the sums, unless they are off, and wait for backward: it can go through once.
 
     Args:
-        terms: Computes the terms of some positions with the head's parameters.
-        head: Its modules that have `weight_total` put the gradient of their weight there while it is set.
-        hidden_states: [N, D].
-        tokens: [N, n] int64.
-        unknown: [N, n] bool, or None.
-        rows: Positions per chunk.
+        terms: Computes the terms of some positions with the module's parameters.
+        module: Its modules that have `weight_total` put the gradient of their weight there while it is set.
+        parts: The positions.
+        logits_per_position: Numbers that `terms` makes of one position; decides how many positions make a chunk.
 
     Returns:
-        [N, n]; gradients flow to the hidden states and to the head's parameters (once, not twice).
+        A scalar, the weighted sum of all sums; and, detached, the sums of each part, [n].
     """
-    if len(hidden_states) <= rows:
-        return terms(hidden_states, tokens, unknown)
-    parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    return _ChunkedTerms.apply(terms, head, hidden_states, tokens, unknown, rows, *parameters)
+    states = [part.hidden_states for part in parts]
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    task = _Task(terms, module, parts, max(1, LOGITS_PER_CHUNK // logits_per_position), torch.is_grad_enabled())
+    total, *sums = _ChunkedSums.apply(task, len(states), *states, *parameters)
+    return total, sums
 
 
-class _ChunkedTerms(torch.autograd.Function):
+@dataclass
+class _Task:
+    terms: Terms
+    module: nn.Module
+    parts: Sequence[Part]
+    rows: int
+    learns: bool
+
+
+class _ChunkedSums(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        terms: Terms,
-        head: nn.Module,
-        hidden_states: torch.Tensor,
-        tokens: torch.Tensor,
-        unknown: torch.Tensor | None,
-        rows: int,
-        *parameters: nn.Parameter,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(hidden_states, tokens, unknown)
-        ctx.terms, ctx.head, ctx.rows, ctx.parameters = terms, head, rows, parameters
-        device = hidden_states.device.type
-        ctx.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        return torch.cat([terms(*part) for part in _parts(hidden_states, tokens, unknown, rows)])
+    def forward(ctx: Any, task: _Task, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        wanted = [task.learns and needed for needed in ctx.needs_input_grad[2 : 2 + count]]
+        learning = tensors[count:] if task.learns else ()
+        totals = {p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in learning}
+        device = task.parts[0].weights.device
+        # gradients are kept at the size of a sum: those of a mean would underflow in half precision
+        ctx.scale = torch.cat([part.weights.to(device) for part in task.parts]).max()
+        passes = [_pass(task, part, totals, ctx.scale, want) for part, want in zip(task.parts, wanted)]
+        into_states, sums = zip(*passes)
+        ctx.gradients = [*into_states, *(total.to(p.dtype) for p, total in totals.items())]
+        ctx.mark_non_differentiable(*sums)
+        weighted = (summed * part.weights.to(summed) for summed, part in zip(sums, task.parts))
+        return sum(part.sum().to(device) for part in weighted), *sums
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_states, tokens, unknown = ctx.saved_tensors
-        totals = {parameter: torch.zeros_like(parameter) for parameter in ctx.parameters}
-        parts = zip(_parts(hidden_states, tokens, unknown, ctx.rows), gradient.split(ctx.rows))
-        with _summed(ctx.head, totals) as (anchor, others):
-            into_hidden = [_backward(ctx, *part, into, [anchor, *others], totals) for part, into in parts]
-        wanted = ctx.needs_input_grad[2]
-        into_hidden = torch.cat(into_hidden) if wanted else None
-        return None, None, into_hidden, None, None, None, *totals.values()
+    def backward(ctx: Any, gradient: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("backward went through this loss before; compute the loss again to go through it twice")
+        gradients, ctx.gradients = ctx.gradients, None  # handed over and scaled in place: a copy would be n r V d more
+        factor = gradient * ctx.scale
+        return None, None, *(None if part is None else part.mul_(factor.to(part)) for part in gradients)
+
+
+def _pass(
+    task: _Task, part: Part, totals: dict[nn.Parameter, torch.Tensor], scale: torch.Tensor, wanted: bool
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """The gradient of a part's hidden states, where it is wanted, and its sums [n]; adds to the totals."""
+    shares = part.weights / scale.clamp(min=torch.finfo(scale.dtype).tiny)
+    sums, into_states = [], []
+    with _summed(task.module, totals if part.trains_module else {}) as others:
+        for chunk in part.chunks(task.rows):
+            summed, gradients = _chunk(task.terms, chunk, shares, wanted, others)
+            sums.append(summed)
+            if wanted:
+                into_states.append(gradients.pop(0))
+            for parameter, gradient in zip(others, gradients):
+                if gradient is not None and parameter in totals:
+                    totals[parameter] += gradient
+    return torch.cat(into_states).view_as(part.hidden_states) if wanted else None, torch.stack(sums).sum(0)
+
+
+def _chunk(
+    terms: Terms, chunk: tuple[torch.Tensor, ...], shares: torch.Tensor, wanted: bool, others: list[torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Sums of one chunk, [n], and gradients of their weighted sum: of the hidden states, if wanted, then `others`."""
+    states, *arguments = chunk
+    with torch.set_grad_enabled(wanted or bool(others)):
+        states = states.detach().requires_grad_(wanted)
+        sums = terms(states, *arguments).sum(0)
+        inputs = [states, *others] if wanted else others
+        with torch.autocast(states.device.type, enabled=False):
+            value = (sums * shares.to(sums)).sum()
+            gradients = torch.autograd.grad(value, inputs, allow_unused=True) if inputs else ()
+    return sums.detach(), list(gradients)
 
 
 @contextmanager
-def _summed(
-    head: nn.Module, totals: dict[nn.Parameter, torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, list[nn.Parameter]]]:
-    """Makes the leaves of a head sum up their own gradients; gives the anchor, and the parameters that do not."""
-    leaves = [module for module in head.modules() if hasattr(module, "weight_total") and module.weight in totals]
-    anchor = torch.zeros((), device=next(iter(totals)).device, requires_grad=True)
+def _summed(module: nn.Module, totals: dict[nn.Parameter, torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Makes the leaves of a module sum up their own gradients; gives the tensors whose gradients must be asked for."""
+    leaves = [inner for inner in module.modules() if hasattr(inner, "weight_total") and inner.weight in totals]
+    anchors = [torch.zeros((), device=leaf.weight.device, requires_grad=True) for leaf in leaves]
     try:
-        for leaf in leaves:
+        for leaf, anchor in zip(leaves, anchors):
             leaf.weight_total = WeightTotal(totals[leaf.weight], anchor)
-        yield anchor, [p for p in totals if not any(p is leaf.weight for leaf in leaves)]
+        yield [*anchors, *(p for p in totals if not any(p is leaf.weight for leaf in leaves))]
     finally:
         for leaf in leaves:
             leaf.weight_total = None
 
 
-def _backward(
-    ctx: Any,
-    hidden: torch.Tensor,
-    tokens: torch.Tensor,
-    unknown: torch.Tensor | None,
-    gradient: torch.Tensor,
-    inputs: list[torch.Tensor],
-    totals: dict[nn.Parameter, torch.Tensor],
-) -> torch.Tensor | None:
-    """Computes one chunk again and goes back through it; returns the gradient of its hidden states, if wanted."""
-    device, wanted = hidden.device.type, ctx.needs_input_grad[2]
-    with torch.enable_grad(), torch.autocast(device, ctx.autocast[1], enabled=ctx.autocast[0]):
-        hidden = hidden.detach().requires_grad_(wanted)
-        value = ctx.terms(hidden, tokens, unknown)
-    inputs = [hidden, *inputs] if wanted else inputs
-    gradients = torch.autograd.grad(value, inputs, gradient, allow_unused=True)
-    for parameter, part in zip(inputs, gradients):
-        if part is not None and parameter in totals:
-            totals[parameter] += part
-    return gradients[0] if wanted else None
-
-
-def _parts(
-    hidden_states: torch.Tensor, tokens: torch.Tensor, unknown: torch.Tensor | None, rows: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    pieces = [hidden_states.split(rows), tokens.split(rows)]
-    pieces.append([None] * len(pieces[0]) if unknown is None else unknown.split(rows))
-    return zip(*pieces)
+def _split(argument: torch.Tensor | None, rows: int, count: int) -> Sequence[torch.Tensor | None]:
+    return [None] * count if argument is None else argument.flatten(0, -2).split(rows)

@@ -8,15 +8,20 @@ state to the node's. Position i emits from the latent that owns it.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
 
 import torch
 
+from ..indices import numbers
 from ..sampling import race
 from .tree_structure import TreeStructure, Unit, balanced
 from .window_law import Choose, FactorisedLaw, WindowLaw, logsumexp, normalised_logits
 
 Walk = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
+Scale = Callable[[torch.Tensor], torch.Tensor]
 
 
 class LatentLaw(WindowLaw):
@@ -28,8 +33,12 @@ class LatentLaw(WindowLaw):
 
     def __init__(self, leaf_logits: torch.Tensor) -> None:
         self.leaf_logits = leaf_logits
-        self.leaf_norm = self.leaf_logits.logsumexp(-1)
         self.window, self.rank = leaf_logits.shape[-3], leaf_logits.shape[-2]
+
+    @cached_property
+    def leaf_norm(self) -> torch.Tensor:
+        """log of what leaves sum to, [..., n, r]."""
+        return self.leaf_logits.logsumexp(-1)
 
     @abstractmethod
     def owner_weights(self, evidence: torch.Tensor) -> torch.Tensor:
@@ -40,8 +49,8 @@ class LatentLaw(WindowLaw):
         """States of every position's owner, [..., n]."""
 
     @abstractmethod
-    def _walk(self) -> Walk:
-        """Yields the normalised weights [..., r] of each owner in turn and is sent the chosen token's leaf values."""
+    def _walk(self, unit: Scale) -> Walk:
+        """Yields the weights [..., r] of each owner in turn, which `unit` scales; is sent the chosen token's leaves."""
 
     def evidence(self, tokens: torch.Tensor) -> torch.Tensor:
         """log leaf_i[z, x_i] for tokens [..., n]: [..., n, r]."""
@@ -73,16 +82,38 @@ class LatentLaw(WindowLaw):
     def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Exact conditionals one after the other, in linear space (each is normalised, so nothing underflows)."""
         leaves = self.leaf_logits[..., :length, :, :].softmax(-1)
-        walk, tokens, laws = self._walk(), [], []
-        weights = next(walk)
+        tokens, laws, _ = self._walk_along(choose, leaves, leaves, _unit)
+        return torch.stack(tokens, -1), torch.stack(laws, -2)
+
+    def greedy(self, length: int | None = None) -> torch.Tensor:
+        """Argmax of each exact conditional in turn; an argmax needs no normalisation, but for what would underflow."""
+        leaves = self.leaf_logits[..., :length, :, :].softmax(-1)
+        return torch.stack(self._walk_along(_largest, leaves, leaves, _now_and_then())[0], -1)
+
+    def sample_with_laws(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One race for all positions, whose noise divides the leaves instead of the laws; the laws come all at once.
+
+        A law is a mixture of leaves, so that argmax (w leaf / E) is the race of w leaf (`sampling.race`).
+        """
+        leaves = self.leaf_logits[..., :length, :, :].softmax(-1)
+        noise = torch.empty_like(leaves[..., :1, :]).exponential_().clamp_min_(torch.finfo(leaves.dtype).tiny)
+        tokens, _, weights = self._walk_along(_largest, leaves / noise, leaves, _now_and_then())
+        return torch.stack(tokens, -1), (_unit(torch.stack(weights, -2))[..., None, :] @ leaves)[..., 0, :]
+
+    def _walk_along(
+        self, choose: Choose, shown: torch.Tensor, leaves: torch.Tensor, unit: Scale
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Tokens and laws that `choose` gives for mixtures of `shown` in turn, and the weights, which `unit` scaled."""
+        walk, tokens, laws = self._walk(unit), [], []
+        weights = [next(walk)]
         for position in range(leaves.shape[-3]):
-            leaf = leaves[..., position, :, :]
-            token, law = choose((weights[..., None, :] @ leaf)[..., 0, :])
+            token, law = choose((weights[-1][..., None, :] @ shown[..., position, :, :])[..., 0, :])
             tokens.append(token)
             laws.append(law)
             if position + 1 < leaves.shape[-3]:
-                weights = walk.send(leaf.gather(-1, token[..., None, None].expand(*leaf.shape[:-1], 1))[..., 0])
-        return torch.stack(tokens, -1), torch.stack(laws, -2)
+                leaf = leaves[..., position, :, :]
+                weights.append(walk.send(leaf.gather(-1, token[..., None, None].expand(*leaf.shape[:-1], 1))[..., 0]))
+        return tokens, laws, weights
 
     def _leaves_after_first(self) -> torch.Tensor:
         return self.leaf_logits[..., 1:, :, :]
@@ -113,10 +144,10 @@ class MixtureLaw(LatentLaw):
         """root'[z] ~ root[z] leaf_1[z, b]."""
         return MixtureLaw(_safe(self.root + self._first_evidence(first)), self._leaves_after_first())
 
-    def _walk(self) -> Walk:
+    def _walk(self, unit: Scale) -> Walk:
         weights = self.root.exp()
         while True:
-            weights = _unit(weights * (yield weights))
+            weights = unit(weights * (yield weights))
 
 
 class ChainLaw(LatentLaw):
@@ -162,10 +193,10 @@ class ChainLaw(LatentLaw):
         rest = self.transitions if self.transitions.shape[-3] == 1 else self.transitions[..., 1:, :, :]
         return ChainLaw(root, rest, self._leaves_after_first())
 
-    def _walk(self) -> Walk:
+    def _walk(self, unit: Scale) -> Walk:
         weights, steps = self.root.exp(), self.transitions.exp()
         for position in range(self.window):
-            weights = _unit(weights * (yield weights))
+            weights = unit(weights * (yield weights))
             if position + 1 < self.window:
                 step = steps[..., position if steps.shape[-3] > 1 else 0, :, :]
                 weights = (weights[..., None, :] @ step)[..., 0, :]
@@ -191,7 +222,7 @@ class TreeLaw(LatentLaw):
         self.nodes = None if node_logits is None else normalised_logits(node_logits)
 
     def _weights_of(self, nodes: tuple[int, ...]) -> torch.Tensor:
-        return self.nodes[..., [node - 1 for node in nodes], :, :]
+        return _select(self.nodes, [node - 1 for node in nodes], -3)
 
     def owner_weights(self, evidence: torch.Tensor) -> torch.Tensor:
         """Messages up (what a whole span says of its parent's state), then weights down."""
@@ -200,14 +231,14 @@ class TreeLaw(LatentLaw):
         order = {0: 0}
         for level in tree.levels[1:]:
             parents = [tree.parent[node] for node in level]
-            before = torch.cat(weights, -2)[..., [order[parent] for parent in parents], :]
+            before = _select(torch.cat(weights, -2), [order[parent] for parent in parents], -2)
             seen = [self._left_of(Unit(False, node), parent, slots) for node, parent in zip(level, parents)]
-            joint = before + messages[..., seen, :]
+            joint = before + _select(messages, seen, -2)
             weights.append(logsumexp(joint[..., None] + self._weights_of(level), -2))
             order |= {node: len(order) + i for i, node in enumerate(level)}
         owners = [order[owner] for owner in tree.owner]
         seen = [self._left_of(Unit(True, i), owner, slots) for i, owner in enumerate(tree.owner)]
-        return torch.cat(weights, -2)[..., owners, :] + messages[..., seen, :]
+        return _select(torch.cat(weights, -2), owners, -2) + _select(messages, seen, -2)
 
     def _upward(self, evidence: torch.Tensor) -> tuple[torch.Tensor, dict[Unit | None, int]]:
         """Messages [..., slots, r] over the parent's states, and the slot of each unit (of None: it says nothing)."""
@@ -216,7 +247,7 @@ class TreeLaw(LatentLaw):
         messages = torch.cat([evidence, torch.zeros_like(evidence[..., :1, :])], -2)
         for level in reversed(tree.levels[1:]):
             children = ([slots[side[node]] for node in level] for side in (tree.left, tree.right))
-            inside = sum(messages[..., child, :] for child in children)
+            inside = sum(_select(messages, child, -2) for child in children)
             upward = logsumexp(self._weights_of(level) + inside[..., None, :], -1)
             slots |= {Unit(False, node): messages.shape[-2] + i for i, node in enumerate(level)}
             messages = torch.cat([messages, upward], -2)
@@ -233,10 +264,10 @@ class TreeLaw(LatentLaw):
         order = {0: 0}
         maps = None if self.nodes is None else race(self.nodes.exp(), generator)
         for level in tree.levels[1:]:
-            parents = torch.cat(states, -1)[..., [order[tree.parent[node]] for node in level]]
-            states.append(maps[..., [node - 1 for node in level], :].gather(-1, parents[..., None])[..., 0])
+            parents = _select(torch.cat(states, -1), [order[tree.parent[node]] for node in level], -1)
+            states.append(_select(maps, [node - 1 for node in level], -2).gather(-1, parents[..., None])[..., 0])
             order |= {node: len(order) + i for i, node in enumerate(level)}
-        return torch.cat(states, -1)[..., [order[owner] for owner in tree.owner]]
+        return _select(torch.cat(states, -1), [order[owner] for owner in tree.owner], -1)
 
     def condition(self, first: torch.Tensor) -> TreeLaw:
         """Reweights the path from the first position's owner to the root: log n nodes."""
@@ -250,24 +281,57 @@ class TreeLaw(LatentLaw):
             nodes[..., node - 1, :, :] = _safe(joint)
         return TreeLaw(root, nodes, self._leaves_after_first(), self.structure.without_first())
 
-    def _walk(self) -> Walk:
+    def _walk(self, unit: Scale) -> Walk:
         nodes = None if self.nodes is None else self.nodes.exp()
-        return (yield from self._visit(0, self.root.exp(), nodes))
+        return (yield from self._visit(0, self.root.exp(), nodes, unit))
 
-    def _visit(self, node: int, weights: torch.Tensor, nodes: torch.Tensor | None) -> Walk:
+    def _visit(self, node: int, weights: torch.Tensor, nodes: torch.Tensor | None, unit: Scale) -> Walk:
         """Walks the span of `node`; returns what the span says of the node's own state."""
-        seen = torch.ones_like(weights)
-        for child in (self.structure.left[node], self.structure.right[node]):
-            if child is None:
-                continue
+        children = [child for child in (self.structure.left[node], self.structure.right[node]) if child is not None]
+        seen = None
+        for child in children:
             if child.is_leaf:
                 message = yield weights
             else:
                 step = nodes[..., child.index - 1, :, :]
-                below = yield from self._visit(child.index, (weights[..., None, :] @ step)[..., 0, :], nodes)
+                below = yield from self._visit(child.index, (weights[..., None, :] @ step)[..., 0, :], nodes, unit)
                 message = (step @ below[..., None])[..., 0]
-            weights, seen = _unit(weights * message), _unit(seen * message)
-        return seen
+            if child is not children[-1]:  # nobody asks for the weights behind the last child
+                weights = unit(weights * message)
+            seen = message if seen is None else unit(seen * message)
+        return torch.ones_like(weights) if seen is None else seen
+
+
+@dataclass(frozen=True)
+class Circuit:
+    """What tells one family of circuits from another; independent positions are the one without sums.
+
+    Args:
+        law: From its parameters, in this order, and the leaves to the law.
+        parameters: Their names: the root, then the [r, r] sums if the family has any.
+        sum_counts: From the window n to how many such sums there are: one per step, and if all steps share theirs.
+        persistent: When a head is new, states tend to stay what they are from one sum to the next.
+    """
+
+    law: Callable[..., WindowLaw]
+    parameters: tuple[str, ...] = ("root_logits",)
+    sum_counts: Callable[[int], tuple[int, ...]] = lambda window: (0,)
+    persistent: bool = False
+
+    def shapes(self, window: int, rank: int) -> dict[str, list[tuple[int, ...]]]:
+        """The last axes that each parameter may have; without those that this window is too short for."""
+        counts = sorted(set(self.sum_counts(window)))
+        sums = [(count, rank, rank) for count in counts]
+        return dict(zip(self.parameters, ([(rank,)], sums if any(counts) else [])))
+
+
+CIRCUITS = {
+    "ff": Circuit(FactorisedLaw, ()),
+    "cp": Circuit(MixtureLaw),
+    "hmm": Circuit(ChainLaw, ("root_logits", "trans_logits"), lambda window: (window - 1, 1), persistent=True),
+    "btree": Circuit(TreeLaw, ("root_logits", "node_logits"), lambda window: (max(window - 2, 0),)),
+}
+"""The laws that `circuit_from_logits` can build, by `head_type`."""
 
 
 def circuit_from_logits(
@@ -299,39 +363,32 @@ def circuit_from_logits(
     """
     window, rank = leaf_logits.shape[-3], leaf_logits.shape[-2]
     given = {"root_logits": root_logits, "trans_logits": trans_logits, "node_logits": node_logits}
-    wanted = {
-        "ff": {},
-        "cp": {"root_logits": {()}},
-        "hmm": {"root_logits": {()}, "trans_logits": {(window - 1,), (1,)}},
-        "btree": {"root_logits": {()}} | ({"node_logits": {(window - 2,)}} if window > 2 else {}),
-    }
-    if head_type not in wanted:
-        raise ValueError(f"head_type={head_type!r} is unknown; choose one of {', '.join(wanted)}")
+    if head_type not in CIRCUITS:
+        raise ValueError(f"head_type={head_type!r} is unknown; choose one of {', '.join(CIRCUITS)}")
+    family = CIRCUITS[head_type]
+    wanted = family.shapes(window, rank)
     for name, value in given.items():
-        _check(head_type, name, value, wanted[head_type].get(name), rank)
-    if head_type == "ff" and rank != 1:
-        raise ValueError(f"leaf_logits: 'ff' has rank 1, got {tuple(leaf_logits.shape)}")
-    root, trans, node = (None if value is None else value.to(dtype) for value in given.values())
-    leaf = leaf_logits.to(dtype)
-    laws = {
-        "ff": lambda: FactorisedLaw(leaf),
-        "cp": lambda: MixtureLaw(root, leaf),
-        "hmm": lambda: ChainLaw(root, trans, leaf),
-        "btree": lambda: TreeLaw(root, node, leaf),
-    }
-    return laws[head_type]()
+        _check(head_type, name, value, wanted.get(name))
+    if not family.parameters and rank != 1:
+        raise ValueError(f"leaf_logits: {head_type!r} has rank 1, got {tuple(leaf_logits.shape)}")
+    cast = [None if given[name] is None else given[name].to(dtype) for name in family.parameters]
+    return family.law(*cast, leaf_logits.to(dtype))
 
 
-def _check(head_type: str, name: str, value: torch.Tensor | None, leading: set | None, rank: int) -> None:
-    if leading is None and value is not None:
-        raise ValueError(f"{name}: head_type={head_type!r} has none for this window")
-    if leading is None:
+def _check(head_type: str, name: str, value: torch.Tensor | None, shapes: list[tuple[int, ...]] | None) -> None:
+    if not shapes:
+        if value is not None:
+            raise ValueError(f"{name}: head_type={head_type!r} has none for this window")
         return
     if value is None:
         raise ValueError(f"{name} is missing: head_type={head_type!r} needs it")
-    shapes = [(rank,)] if name == "root_logits" else [(*steps, rank, rank) for steps in sorted(leading)]
     if not any(value.shape[-len(shape) :] == shape for shape in shapes):
         raise ValueError(f"{name} has shape {tuple(value.shape)}; it should end in {' or '.join(map(str, shapes))}")
+
+
+def _select(values: torch.Tensor, places: Iterable[int], dim: int) -> torch.Tensor:
+    """Some places of one axis."""
+    return values.index_select(dim, numbers(tuple(places), values.device))
 
 
 def _unit(weights: torch.Tensor) -> torch.Tensor:
@@ -339,7 +396,16 @@ def _unit(weights: torch.Tensor) -> torch.Tensor:
     return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
 
 
+def _largest(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return weights.argmax(-1), weights
+
+
+def _now_and_then() -> Scale:
+    """`_unit` at every fourth call: what is left in between is the probability of four tokens, far from underflow."""
+    calls = count(1)
+    return lambda weights: weights if next(calls) % 4 else _unit(weights)
+
+
 def _safe(joint: torch.Tensor) -> torch.Tensor:
-    """Log weights [..., r], uniform where all are -inf: after an impossible token any law will do."""
-    impossible = (joint == float("-inf")).all(-1, keepdim=True)
-    return torch.where(impossible, torch.zeros_like(joint), joint)
+    """Log weights [..., r] without -inf; where all were, they are equal: after an impossible token any law will do."""
+    return joint.clamp_min(torch.finfo(joint.dtype).min / 4)

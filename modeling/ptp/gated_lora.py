@@ -62,14 +62,8 @@ def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | No
         ImportError: peft is not installed.
     """
     from peft import LoraConfig, inject_adapter_in_model
-    from peft.tuners.lora.layer import Linear
 
-    gate = Gate()
-
-    class GatedLinear(Linear):
-        def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            result = self.base_layer(x)
-            return result if gate.start is None else _with_adapter(self, gate, x, result)
+    from .gated_linear import GatedLinear
 
     kinds = (nn.Linear, Conv1D)
     targets = [name for name, layer in model.named_modules() if isinstance(layer, kinds) and layer is not skip]
@@ -78,16 +72,21 @@ def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | No
     config: LoraConfig = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
     config._register_custom_module(dict.fromkeys(kinds, GatedLinear))
     inject_adapter_in_model(config, model, ADAPTER)
+    gate = Gate()
+    for layer in model.modules():
+        if isinstance(layer, GatedLinear):
+            layer.gate = gate
     return gate
 
 
-def _with_adapter(layer: Any, gate: Gate, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+def with_adapter(layer: Any, gate: Gate, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """`result` = W x with s B (A x) added on auxiliary rows; the others are passed on as they are."""
-    down, up, scale = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, layer.scaling[ADAPTER]
+    down, up, scale = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER], layer.scaling[ADAPTER]
     base, rows = gate.rows(result), gate.rows(x)[:, gate.start :]
-    if len(base) == 1 and result.dtype == up.dtype and not torch.is_grad_enabled():  # decoding: fewest kernels
-        base[0, gate.start :].addmm_(rows[0] @ down.t(), up.t(), alpha=scale)
+    is_decoding = len(base) == 1 and result.dtype == up.weight.dtype and not torch.is_grad_enabled()
+    if is_decoding and not up.weight.is_meta:  # fewest kernels, which offloaded weights cannot have
+        base[0, gate.start :].addmm_(rows[0] @ down.weight.t(), up.weight.t(), alpha=scale)
         return result
-    added = nn.functional.linear(nn.functional.linear(rows.to(down.dtype), down), up).to(result.dtype)
+    added = up(down(rows.to(down.weight.dtype))).to(result.dtype)
     total = torch.cat([base[:, : gate.start], torch.add(base[:, gate.start :], added, alpha=scale)], dim=1)
     return total.view(result.shape)

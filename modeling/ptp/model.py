@@ -13,15 +13,28 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
+from ...configuration.options import check_options
 from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.parallel_mixin import ParallelGenerationMixin
-from ..loading import StrictLoadingMixin
+from ..checkpointing import caches_kept
+from ..copies import PicklableMixin, sharing_copy
+from ..heads.losses import check_targets, depth_targets
+from ..loading import HUB_OPTIONS, StrictLoadingMixin
+from ..outputs import states_asked_for
 from .features import uniform_features
 from .gated_lora import ADAPTER, gate_linears
 from .masks import additive_mask
 
 _EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative"}
-_HUB = {"revision", "subfolder", "token", "cache_dir", "local_files_only"}
+
+
+class _WideLinear(nn.Linear):
+    """A linear layer that computes in float32 at least: in bfloat16, features would say too little."""
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return nn.functional.linear(features.to(dtype), self.weight.to(dtype), bias).to(self.weight.dtype)
 
 
 class UniformEmbedding(nn.Module):
@@ -36,26 +49,19 @@ class UniformEmbedding(nn.Module):
         super().__init__()
         self.kind, self.dim = config.features, config.feature_dim
         if config.projection == "linear":
-            self.projection: nn.Module = nn.Linear(self.dim, hidden_size, bias=config.projection_bias)
+            self.projection: nn.Module = _WideLinear(self.dim, hidden_size, bias=config.projection_bias)
         else:
             self.projection = nn.Sequential(
-                nn.Linear(self.dim, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
+                _WideLinear(self.dim, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
             )
 
     def forward(self, uniforms: torch.Tensor) -> torch.Tensor:
         """Embeddings [B, A, H] of uniforms [B, A], which stay float32 until they are features."""
-        first, *rest = (self.projection,) if isinstance(self.projection, nn.Linear) else self.projection
-        dtype = torch.promote_types(first.weight.dtype, torch.float32)  # in bfloat16 features would say too little
-        bias = None if first.bias is None else first.bias.to(dtype)
         with torch.autocast(uniforms.device.type, enabled=False):
-            features = uniform_features(uniforms, self.kind, self.dim).to(dtype)
-            embeds = nn.functional.linear(features, first.weight.to(dtype), bias).to(first.weight.dtype)
-        for layer in rest:
-            embeds = layer(embeds)
-        return embeds
+            return self.projection(uniform_features(uniforms, self.kind, self.dim))
 
 
-class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedModel):
+class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin, PreTrainedModel):
     """A causal language model that also predicts blocks of tokens from uniforms (PTP).
 
     Behind the tokens of a forward may stand auxiliary rows, one uniform each. Gated adapters act on them alone: on
@@ -89,7 +95,7 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         super().__init__(config)
         self.loss_type = "ForCausalLM"
         self.backbone = backbone or AutoModelForCausalLM.from_config(config.backbone_config)
-        if attention is not None:  # so does a model
+        if attention is not None:  # putting it into a model resets it as well
             self.backbone.config._attn_implementation = attention
         _check_model(self.backbone)
         self.uniform_embedding = UniformEmbedding(config, config.backbone_config.hidden_size)
@@ -102,11 +108,13 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         """Loads a model as `PreTrainedModel.from_pretrained` does, and nothing but what the checkpoint was trained as.
 
         Raises:
-            ValueError: Another embedding of uniforms than the checkpoint has, missing tensors, wrong shapes.
+            ValueError: A folder of another architecture, another embedding of uniforms than the checkpoint has, missing
+                tensors, wrong shapes.
         """
         asked = {name: kwargs.pop(name) for name in _EMBEDDING & kwargs.keys()}
         if asked:  # the same shapes would not tell
-            place = {name: kwargs[name] for name in _HUB & kwargs.keys()}
+            place = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+            cls.check_model_type(pretrained_model_name_or_path, **place)
             saved = cls.config_class.from_pretrained(pretrained_model_name_or_path, **place)
             for name, value in asked.items():
                 if value != getattr(saved, name):
@@ -122,17 +130,21 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
     ) -> PTPForCausalLM:
         """Adds gated adapters and an embedding of uniforms to a model; they alone are trained.
 
+        The given model stays as it is: `backbone` is a copy of it that shares its tensors, so that only training the
+        backbone (`train_only("all")`) would show in it.
+
         Args:
-            model_or_path: A causal language model of transformers (used as it is, not copied), or where to load it.
+            model_or_path: A causal language model of transformers, or where to load it.
             variant: `"one_hot"` or `"categorical"`.
             **options: Further fields of `PTPConfig`; `sampling` is by default what the model's generation config sets.
 
         Raises:
-            ValueError: A backbone that cannot carry auxiliary rows exactly.
+            TypeError: An option that is no field of `PTPConfig`.
+            ValueError: A backbone that cannot carry auxiliary rows exactly, or that has adapters of peft.
         """
-        base = model_or_path
-        if not isinstance(base, PreTrainedModel):
-            base = AutoModelForCausalLM.from_pretrained(base)
+        check_options(options, PTPConfig, "PTPForCausalLM.from_backbone", ("backbone_config",))
+        loads = isinstance(model_or_path, (str, PathLike))
+        base = AutoModelForCausalLM.from_pretrained(model_or_path) if loads else sharing_copy(model_or_path)
         attention = base.config._attn_implementation
         sampling = {name: getattr(base.generation_config, name, None) for name in SAMPLING}
         options = {"sampling": {name: value for name, value in sampling.items() if value is not None}} | options
@@ -141,7 +153,7 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         model = cls(config, base)
         model.uniform_embedding.to(device=base.device, dtype=base.dtype)
         model.generation_config = base.generation_config
-        model.train_only("student")
+        model.train_only("drafter")
         return model.eval()
 
     @classmethod
@@ -162,13 +174,13 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         return model.eval()
 
     def train_only(self, part: str) -> None:
-        """Chooses what is trained: `"student"` (adapters and the embedding of uniforms) or `"all"`.
+        """Chooses what is trained: `"all"`, or `"drafter"` (also `"student"`): adapters and embedding of uniforms.
 
         Raises:
             ValueError: An unknown part.
         """
-        if part not in ("student", "all"):
-            raise ValueError(f"train_only({part!r}): choose 'student' or 'all'")
+        if part not in ("all", "drafter", "student"):
+            raise ValueError(f"train_only({part!r}): choose 'all' or 'drafter'")
         for name, parameter in self.backbone.named_parameters():
             parameter.requires_grad_(part == "all" or f".{ADAPTER}." in name)
         self.uniform_embedding.requires_grad_(True)
@@ -187,6 +199,12 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         """The backbone's head."""
         return self.backbone.get_output_embeddings()
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resizes the backbone's embeddings and its head; uniforms know no vocabulary."""
+        embeddings = self.backbone.resize_token_embeddings(*args, **kwargs)
+        self.config.backbone_config.vocab_size = self.backbone.config.vocab_size
+        return embeddings
+
     @can_return_tuple
     def forward(
         self,
@@ -197,7 +215,7 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         uniforms: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | int | None = None,
+        output_hidden_states: bool | int | list[int] | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -209,18 +227,22 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
             position_ids: [B or 1, T + A]. By default the auxiliary rows follow the last token, as one completion.
             past_key_values: Cache to continue and to extend (with the auxiliary rows, too: crop them).
             uniforms: [B, A] float32 in [0, 1), one per auxiliary row.
-            labels: [B, T] for the backbone's own loss.
+            labels: [B, T] for the backbone's own loss (shifted here, -100 ignored).
             use_cache: Return a cache.
-            output_hidden_states: True for all layers; a number means none here.
+            output_hidden_states: True for all layers, or indices of those to return (-1: after the final norm). None:
+                as in the config.
             logits_to_keep: Compute the logits of the last so many rows only (0: all).
-            **kwargs: For the backbone without its head.
+            **kwargs: For the backbone without its head; `shift_labels` [B, T], the target of every token, in place of
+                `labels`; `num_items_in_batch`, targets over all micro-batches (from the Trainer).
 
         Returns:
             `logits` [B, T + A, V].
 
         Raises:
-            ValueError: Uniforms outside [0, 1), positions beyond a table of learned ones.
+            ValueError: Uniforms outside [0, 1), positions beyond a table of learned ones, labels that are no token ids
+                or without logits of all tokens.
         """
+        loss_options = {name: kwargs.pop(name, None) for name in ("shift_labels", "num_items_in_batch")}
         embeds, tokens = self.get_input_embeddings()(input_ids), input_ids.shape[1]
         if uniforms is not None:
             _check_uniforms(uniforms)
@@ -232,23 +254,22 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
         _check_positions(self.config, position_ids)
         self.gate.start, self.gate.length = None if uniforms is None else tokens, embeds.shape[1]
         try:
-            outputs = self.backbone.get_decoder()(
-                inputs_embeds=embeds,
-                attention_mask=_as_mask(attention_mask, embeds),
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                use_cache=use_cache,
-                output_hidden_states=output_hidden_states is True,
-                **kwargs,
-            )
+            with caches_kept(self):
+                outputs = self.backbone.get_decoder()(
+                    inputs_embeds=embeds,
+                    attention_mask=_as_mask(attention_mask, embeds),
+                    position_ids=position_ids,
+                    past_key_values=past_key_values,
+                    use_cache=use_cache,
+                    output_hidden_states=states_asked_for(output_hidden_states, self.config, self.backbone.config),
+                    **kwargs,
+                )
         finally:
             if not (torch.is_grad_enabled() and self.is_activation_checkpointing):  # backward runs the layers again
                 self.gate.start = None
         hidden = outputs.last_hidden_state
         logits = self.get_output_embeddings()(slice_logits_to_keep(hidden, logits_to_keep))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits[:, :tokens], labels, vocab_size=self.config.vocab_size)
+        loss = self._loss(logits[:, :tokens], labels, **loss_options)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -256,6 +277,23 @@ class PTPForCausalLM(StrictLoadingMixin, ParallelGenerationMixin, PreTrainedMode
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def _loss(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor | None,
+        shift_labels: torch.Tensor | None,
+        num_items_in_batch: torch.Tensor | int | None,
+    ) -> torch.Tensor | None:
+        """The backbone's own loss, from logits of all tokens."""
+        if labels is None and shift_labels is None:
+            return None
+        given = depth_targets(labels, 1, shift_labels=shift_labels)[..., 0]
+        if given.shape[1] != logits.shape[1]:
+            raise ValueError(f"labels have {given.shape[1]} columns, but there are logits of {logits.shape[1]} tokens")
+        targets = check_targets(given.contiguous(), self.config.vocab_size)
+        size = self.config.vocab_size
+        return self.loss_function(logits, None, size, num_items_in_batch, shift_labels=targets)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The backbone's."""

@@ -7,8 +7,9 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation import logits_process as library
 
+from tokenahead.generation.contract import DraftTree
 from tokenahead.generation.processing import Processing
-from tokenahead.generation.tokens import TokenRows
+from tokenahead.generation.tokens import Kept, TokenRows
 
 V, PROMPT, DRAFTS = 17, 6, 4
 EOS = 2
@@ -19,18 +20,6 @@ GROWTHS = {
     "all differ": [0, 4, 2, 1],
     "nothing generated": [0, 0],
 }
-
-
-class Recorder(LogitsProcessor):
-    """Remembers the ids it was shown, and changes nothing."""
-
-    def __init__(self) -> None:
-        self.seen: Counter[tuple[int, ...]] = Counter()
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        assert len(input_ids) == len(scores)
-        self.seen.update(map(tuple, input_ids.tolist()))
-        return scores
 
 
 class LastTokenBias(LogitsProcessor):
@@ -52,7 +41,7 @@ def rows_of(growth: list[int], drafts: int = DRAFTS) -> tuple[TokenRows, torch.T
     """Rows of which each kept `growth[b]` of the tokens of an earlier cycle, with drafts behind; drafts, and logits."""
     tokens = TokenRows(torch.randint(3, V, (len(growth), PROMPT)))
     tokens.write(torch.randint(3, V, (len(growth), 5)))
-    tokens.keep(growth)
+    tokens.keep(Kept(growth, tokens.ids.device))
     draft = torch.randint(0, V, (len(growth), drafts))
     tokens.write(draft)
     return tokens, draft, 3 * torch.randn(len(growth), drafts + 1, V)
@@ -126,9 +115,16 @@ def expected(names: list[str], tokens: TokenRows, logits: torch.Tensor, only: in
     return output
 
 
+def chain_of(tokens: TokenRows, logits: torch.Tensor) -> DraftTree:
+    """The drafts that stand behind every row."""
+    length = logits.shape[1] - 1
+    return DraftTree.chain(torch.stack([tokens.ids[row, n : n + length] for row, n in enumerate(tokens.lengths)]))
+
+
 def applied(names: list[str], tokens: TokenRows, logits: torch.Tensor) -> torch.Tensor:
     batch = len(logits)
-    return Processing(processors_of(names, tokens, list(range(batch))))(tokens, logits, [False] * batch)
+    processing = Processing(processors_of(names, tokens, list(range(batch))))
+    return processing(tokens, logits, chain_of(tokens, logits), [False] * batch)
 
 
 MIXES = {
@@ -202,28 +198,71 @@ def test_the_order_of_the_list_is_kept():
     assert not torch.equal(applied(names, tokens, logits), applied(names[::-1], tokens, logits))
 
 
+class RowRecorder(LogitsProcessor):
+    """Remembers the ids that every row was shown, and adds a bias of its own to every row."""
+
+    def __init__(self, batch: int) -> None:
+        self.seen = [Counter() for _ in range(batch)]
+        self.bias = torch.arange(batch * V).view(batch, V) / 7
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        for seen, ids in zip(self.seen, input_ids.tolist(), strict=True):
+            seen[tuple(ids)] += 1
+        return scores + self.bias
+
+
 @pytest.mark.parametrize("growth", GROWTHS.values(), ids=GROWTHS)
-def test_processors_see_true_prefixes_only(growth):
-    """Every row's own ids before every position, each once: no filler, no other row's, nothing that was rejected."""
+def test_unknown_processors_see_all_rows_in_their_order(growth):
+    """Before every place its row's true prefix, at its row's index; what is said of other rows is dropped."""
     tokens, draft, logits = rows_of(growth)
-    recorder = Recorder()
-    Processing(LogitsProcessorList([recorder]))(tokens, logits, [False] * len(growth))
-    want = Counter()
+    recorder = RowRecorder(len(growth))
+    got = Processing(LogitsProcessorList([recorder]))(tokens, logits, chain_of(tokens, logits), [False] * len(growth))
+    torch.testing.assert_close(got, logits + recorder.bias[:, None])
     for row, count in enumerate(growth):
         own = tokens.ids[row, : PROMPT + count].tolist()
         for position in range(DRAFTS + 1):
-            want[tuple(own + draft[row, :position].tolist())] += 1
-    assert recorder.seen == want
+            assert recorder.seen[row][tuple(own + draft[row, :position].tolist())] >= 1
 
 
 def test_ended_rows_are_not_asked_about():
     tokens, _, logits = rows_of([1, 3, 1, 0])
-    recorder, names = Recorder(), ["repetition penalty", "in place", "penalty without padding"]
-    processors = [recorder, *processors_of(names, tokens, [0, 1, 2, 3])]
-    got = Processing(LogitsProcessorList(processors))(tokens, logits, [False, True, True, False])
-    shown = {tuple(true_prefix(tokens, row, at).tolist()) for row in (0, 3) for at in range(DRAFTS + 1)}
-    assert set(recorder.seen) == shown
-    torch.testing.assert_close(got[[0, 3]], expected(names, tokens, logits)[[0, 3]])
+    names = ["repetition penalty", "in place", "penalty without padding"]
+    processors, recorder = processors_of(names, tokens, [0, 1, 2, 3]), RowRecorder(4)
+    done = [False, True, True, False]
+    got = Processing(LogitsProcessorList([*processors, recorder]))(tokens, logits, chain_of(tokens, logits), done)
+    lengths = {len(ids) for seen in recorder.seen for ids in seen}
+    assert lengths == {tokens.lengths[row] + at for row in (0, 3) for at in range(DRAFTS + 1)}
+    want = expected(names, tokens, logits) + recorder.bias[:, None]
+    torch.testing.assert_close(got[[0, 3]], want[[0, 3]])
+
+
+TREE = torch.tensor([-1, -1, 0, 0, 2, 1])
+"""Parents: two children of b, two of the first, a grandchild, and a child of the second."""
+
+
+@pytest.mark.parametrize("growth", [[2, 2], [1, 3, 0]], ids=["equal", "ragged"])
+@pytest.mark.parametrize(
+    "names",
+    [["n-grams", "repetition penalty", "min new tokens", "temperature"], ["penalty without padding", "in place"]],
+    ids=["known", "unknown"],
+)
+def test_every_node_of_a_tree_sees_its_own_path(names, growth):
+    tokens, _, _ = rows_of(growth)
+    draft = torch.randint(3, V, (len(growth), len(TREE)))
+    tree, logits = DraftTree(draft, TREE.expand(len(growth), -1), depth=3), torch.randn(len(growth), len(TREE) + 1, V)
+    processors = processors_of(names, tokens, list(range(len(growth))))
+    got = Processing(processors)(tokens, logits, tree, [False] * len(growth))
+    for row, length in enumerate(tokens.lengths):
+        alone, excluded = processors_of(names, tokens, [row]), set()
+        for place in range(len(TREE) + 1):
+            path, node = [], place - 1
+            while node >= 0:
+                path, node = [node, *path], int(TREE[node])
+            ids = torch.cat([tokens.ids[row, :length], draft[row, path]])[None]
+            want = alone(ids, logits[row, place][None].clone())[0]
+            if not excluded & set(path):
+                torch.testing.assert_close(got[row, place], want, rtol=1e-6, atol=1e-6)
+            excluded |= {n for n in range(len(TREE)) if TREE[n] == place - 1 and torch.isneginf(want[draft[row, n]])}
 
 
 def test_batch_ids_of_the_prefix_function():
@@ -237,7 +276,9 @@ def test_batch_ids_of_the_prefix_function():
         return [batch_id]
 
     processor = library.PrefixConstrainedLogitsProcessor(prefix_allowed_tokens, 1)
-    output = Processing(LogitsProcessorList([processor]))(tokens, logits, [False, False, False, True])
+    output = Processing(LogitsProcessorList([processor]))(
+        tokens, logits, chain_of(tokens, logits), [False, False, False, True]
+    )
     assert (output[:3].argmax(-1) == torch.arange(3)[:, None]).all()
     rows = ((row, true_prefix(tokens, row, at)) for row in range(3) for at in range(DRAFTS + 1))
     assert sorted(asked) == sorted((row, tuple(ids.tolist())) for row, ids in rows)
@@ -254,7 +295,7 @@ def test_prefix_function_is_not_asked_what_follows_an_excluded_draft():
         return [] if 5 in drafted else [4]
 
     processor = library.PrefixConstrainedLogitsProcessor(trie, 1)
-    output = Processing(LogitsProcessorList([processor]))(tokens, logits, [False, False])
+    output = Processing(LogitsProcessorList([processor]))(tokens, logits, chain_of(tokens, logits), [False, False])
     assert (output[0, :3].argmax(-1) == 4).all() and output[1, 0].argmax() == 4
     assert torch.isneginf(output[0, 2, 5]) and torch.isneginf(output[1, 0, 5])
 
@@ -274,7 +315,7 @@ def test_a_later_processor_may_allow_what_an_earlier_one_excluded():
         ]
     )
     logits = torch.randn(1, 4, V)
-    got = Processing(processors)(tokens, logits, [False])
+    got = Processing(processors)(tokens, logits, chain_of(tokens, logits), [False])
     want = torch.stack([processors(tokens.ids[:, : 4 + at], logits[:, at]) for at in range(4)], dim=1)
     assert want[0, 0, 4] == 0 and torch.isneginf(want[0, 1, 5]) and want[0, 1, 6].isfinite()
     torch.testing.assert_close(got, want)
@@ -285,6 +326,7 @@ def test_draft_laws_take_the_processors_that_need_no_ids(names):
     tokens, _, logits = rows_of([1, 3])
     probs = logits.softmax(-1)
     probs[0, 0, 4:] = 0  # a drafter may exclude tokens, too
+    probs /= probs.sum(-1, keepdim=True)
     before = probs.clone()
     got = Processing(processors_of(names, tokens, [0, 1])).warp(probs)
     pointwise = processors_of([name for name in names if name != "n-grams"], tokens, [0, 1])

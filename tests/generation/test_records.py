@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 from tokenahead.generation.records import Records
+from tokenahead.generation.targets import Fed
 
 BATCH, V, LAYERS, WIDTH, PROMPT = 2, 5, 3, 4, 6
 KEPT = [[1, 1], [3, 0], [2, 0]]
@@ -37,7 +38,7 @@ def calls(kept: list[list[int]] = KEPT) -> list[Call]:
 def recorded(made: list[Call], **options: bool) -> Records:
     records = Records(GenerationConfig(**({"return_dict_in_generate": True} | options)), BATCH)
     for index, call in enumerate(made):
-        records.add(call.logits, call.scores, call.hidden_states, call.kept, is_prefill=index == 0)
+        records.add(Fed(call.logits, call.hidden_states), call.scores, call.kept, is_prefill=index == 0)
     return records
 
 
@@ -97,3 +98,20 @@ def test_one_token_only():
     scores, logits, hidden = recorded(made, **ALL).per_token([1, 1], pad=0)
     assert torch.equal(scores[0], made[0].scores[:, 0]) and torch.equal(logits[0], made[0].logits[:, 0])
     assert len(scores) == len(logits) == len(hidden) == 1
+
+
+def test_steps_that_were_verified_and_not_kept_are_dropped():
+    """A stop string inside a block: records take the block, and are cut afterwards."""
+    records = Records(GenerationConfig(return_dict_in_generate=True, **ALL), BATCH)
+    made = calls([[1, 1], [3, 3]])
+    for index, call in enumerate(made):
+        records.add(Fed(call.logits, call.hidden_states), call.scores, call.kept, is_prefill=index == 0)
+        records.cut([[1, 1], [4, 2]][index])
+    scores, logits, hidden = records.per_token([4, 2], pad=3)
+    assert len(scores) == len(logits) == len(hidden) == 4
+    assert torch.equal(scores[1][1], made[1].scores[1, 0]) and torch.isneginf(scores[2][1]).any()
+    assert len(records.scores_of(3)) == 3
+
+
+def test_scores_that_are_not_recorded_are_not_shown():
+    assert recorded(calls(), output_logits=True).scores_of(2) is None

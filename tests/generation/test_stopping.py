@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from tokenahead.generation.stopping import Stopping
-from tokenahead.generation.tokens import TokenRows
+from tokenahead.generation.tokens import Kept, TokenRows
 
 PROMPT = 4
 WORDS = ["<unk>", "st", "op", "stop", "sto", "pper", "x", "y", " "]
@@ -55,7 +55,7 @@ def rows_with(new: list[list[int]], growth: list[int] | None = None, width: int 
     tokens = TokenRows(torch.randint(10, 90, (len(new), PROMPT)))
     if growth:
         tokens.write(torch.randint(10, 90, (len(new), 5)))
-        tokens.keep(growth)
+        tokens.keep(Kept(growth, tokens.ids.device))
     tokens.write(torch.tensor([ids + [99] * (width - len(ids)) for ids in new]))
     return tokens
 
@@ -174,27 +174,64 @@ def test_stop_strings(words, kept):
 def test_a_stop_string_may_begin_in_an_earlier_cycle():
     tokens = TokenRows(torch.full((2, PROMPT), WORDS.index("y")))
     tokens.write(torch.tensor([[WORDS.index("st")], [WORDS.index("x")]]))
-    tokens.keep([1, 1])
+    tokens.keep(Kept([1, 1], tokens.ids.device))
     new = [[WORDS.index("op"), WORDS.index("x")]] * 2
     tokens.write(torch.tensor(new))
     stopping = Stopping(StoppingCriteriaList([StopStringCriteria(tokenizer(), ["stop"])]))
     assert stopping.cut(tokens, new, [False, False]) == ([1, 2], [True, False])
 
 
-def test_own_criteria_see_each_rows_own_verified_ids():
-    """In order, without rubbish, not beyond a hit, not beyond eos, and nothing about rows that have ended."""
+class Watcher(StoppingCriteria):
+    """Remembers what it was shown, and never stops."""
+
+    def __init__(self) -> None:
+        self.shown: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.BoolTensor:
+        self.shown.append(input_ids)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_own_criteria_see_all_rows_in_their_order():
+    """Every row's own ids at every length that is decided; where a row is shorter it stands behind padding."""
     new = [[5, 6, 7], [8], [9, 2, 9], [5, 5]]
     tokens = rows_with(new, growth=[1, 0, 3, 2])
-    criterion = DigitSum(10**6)
-    stopping = Stopping(StoppingCriteriaList([criterion, EosTokenCriteria(2)]))
-    assert stopping.cut(tokens, new, [False, False, False, True]) == ([3, 1, 2, 0], [False, False, True, True])
-    want = [
-        tokens.ids[row, : tokens.lengths[row] + count].tolist()
-        for row, last in enumerate([3, 1, 2, 0])
-        for count in range(1, last + 1)
-    ]
-    assert sorted(criterion.asked) == sorted(want)
-    assert [len(ids) for ids in criterion.asked if ids[: PROMPT + 1] == want[0][: PROMPT + 1]] == [6, 7, 8]
+    criterion = Watcher()
+    stopping = Stopping(StoppingCriteriaList([criterion, EosTokenCriteria(2)]), pad=0)
+    kept = [3, 1, 2, 0]
+    assert stopping.cut(tokens, new, [False, False, False, True]) == (kept, [False, False, True, True])
+    texts = [tokens.ids[row, : tokens.lengths[row] + count].tolist() for row, count in enumerate(kept)]
+    lengths = [ids.shape[1] for ids in criterion.shown]
+    decided = {tokens.lengths[row] + step for row, count in enumerate(kept) for step in range(1, count + 1)}
+    assert lengths == sorted(decided)
+    for ids, length in zip(criterion.shown, lengths):
+        assert ids.tolist() == [([0] * (length - len(text)) + text)[:length] for text in texts]
+
+
+def test_a_criterion_that_knows_rows_stops_its_own_row():
+    new = [[5, 6, 7], [5, 6, 7], [5, 6, 7]]
+    tokens = rows_with(new, growth=[0, 2, 1])
+    limits = torch.tensor([PROMPT + 2, PROMPT + 5, PROMPT + 2])
+
+    class RowLimits(StoppingCriteria):
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.BoolTensor:
+            return input_ids.shape[1] >= limits  # [B]: fails where it is shown some rows only
+
+    stopping = Stopping(StoppingCriteriaList([RowLimits()]))
+    assert stopping.cut(tokens, new, [False] * 3) == ([2, 3, 1], [True, True, True])
+
+
+def test_criteria_are_shown_the_scores_that_are_recorded():
+    new, seen = [[5, 6, 7]], []
+
+    class ReadsScores(StoppingCriteria):
+        def __call__(self, input_ids: torch.LongTensor, scores: tuple[torch.Tensor, ...], **kwargs) -> bool:
+            seen.append(scores)
+            return len(scores) == 2
+
+    stopping = Stopping(StoppingCriteriaList([ReadsScores()]), scores=lambda count: (torch.zeros(1, 9),) * count)
+    assert stopping.cut(rows_with(new), new, [False]) == ([2], [True])
+    assert [len(scores) for scores in seen] == [1, 2]
 
 
 def test_own_criterion_is_not_asked_after_its_hit():

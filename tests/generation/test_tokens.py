@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from tokenahead.generation.tokens import TokenRows
+from tokenahead.generation.tokens import Kept, TokenRows
+
+CPU = torch.device("cpu")
 
 
 def simulate(batch: int, cycles: int, widest: int, seed: int) -> tuple[TokenRows, list[list[int]]]:
@@ -22,7 +24,7 @@ def simulate(batch: int, cycles: int, widest: int, seed: int) -> tuple[TokenRows
         new = torch.randint(200, 290, (batch, width + 1), generator=generator)
         tokens.write(new)  # what verification says replaces the draft
         counts = [number(0, width + 1) for _ in range(batch)]
-        tokens.keep(counts)
+        tokens.keep(Kept(counts, CPU))
         for row, count, ids in zip(rows, counts, new.tolist()):
             row += ids[:count]
     return tokens, rows
@@ -58,7 +60,7 @@ def test_growth_is_rare():
     sizes = set()
     for _ in range(1000):
         tokens.write(torch.ones(1, 1, dtype=torch.long))
-        tokens.keep([1])
+        tokens.keep(Kept([1], CPU))
         sizes.add(tokens.ids.shape[1])
     assert len(sizes) < 10
 
@@ -67,9 +69,9 @@ def test_the_longest_row_may_fill_the_buffer():
     """A short row's write must not reach beyond what the longest row needs, and the other way round."""
     tokens = TokenRows(torch.zeros(2, 1, dtype=torch.long))
     tokens.write(torch.full((2, 250), 7))
-    tokens.keep([250, 0])
+    tokens.keep(Kept([250, 0], CPU))
     tokens.write(torch.arange(20).expand(2, 20))
-    tokens.keep([20, 20])
+    tokens.keep(Kept([20, 20], CPU))
     assert tokens.ids[0, 251:271].tolist() == tokens.ids[1, 1:21].tolist() == list(range(20))
 
 
@@ -87,21 +89,25 @@ def test_the_prompt_is_not_touched():
     assert torch.equal(prompt, before)
 
 
-def test_groups_hold_every_open_row_once():
-    tokens = TokenRows(torch.zeros(5, 2, dtype=torch.long))
-    assert tokens.groups([False] * 5) == [([0, 1, 2, 3, 4], 2)]
-    tokens.write(torch.ones(5, 3, dtype=torch.long))
-    tokens.keep([1, 3, 1, 0, 3])
-    assert sorted(tokens.groups([False] * 5)) == [([0, 2], 3), ([1, 4], 5), ([3], 2)]
-    assert sorted(tokens.groups([True, False, False, True, False])) == [([1, 4], 5), ([2], 3)]
-    assert tokens.groups([True] * 5) == []
-
-
-def test_prefix_of_some_rows():
+def test_prefix_shows_every_row_at_one_length():
     tokens, rows = simulate(batch=4, cycles=5, widest=4, seed=3)
-    short = min(tokens.lengths)
-    assert tokens.prefix([3, 1], short).tolist() == [rows[3][:short], rows[1][:short]]
-    assert tokens.prefix([0, 1, 2, 3], short).tolist() == [row[:short] for row in rows]
+    short, long = min(tokens.lengths), max(tokens.lengths) + 2
+    assert short < long - 2
+    nothing = [0] * 4
+    assert tokens.prefix(short, nothing).tolist() == [row[:short] for row in rows]
+    more = torch.full((4, 2), 555)
+    tokens.write(more)
+    written = [2, 0, 1, 2]
+    rows = [row + [555] * count for row, count in zip(rows, written)]
+    want = [([77] * (long - len(row)) + row)[:long] for row in rows]
+    assert tokens.prefix(long, written, pad=77).tolist() == want
+
+
+def test_lengths_on_the_device_follow_those_on_the_host():
+    tokens, rows = simulate(batch=4, cycles=7, widest=4, seed=5)
+    assert tokens.ends.tolist() == tokens.lengths == [len(row) for row in rows]
+    count = min(tokens.lengths)
+    assert tokens.newest(count).tolist() == [row[len(row) - count :] for row in rows]
 
 
 @pytest.mark.parametrize("start", [0, 5, 7])
@@ -121,7 +127,7 @@ def test_columns_do_not_change_with_the_rows():
     """A streamer or a caller may keep what it was given."""
     tokens = TokenRows(torch.zeros(2, 1, dtype=torch.long))
     tokens.write(torch.ones(2, 3, dtype=torch.long))
-    tokens.keep([3, 3])
+    tokens.keep(Kept([3, 3], CPU))
     held = tokens.columns(0, 4, 0)
     tokens.ids.fill_(9)
     assert held.tolist() == [[0, 1, 1, 1]] * 2

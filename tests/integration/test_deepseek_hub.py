@@ -1,4 +1,4 @@
-"""Main model and modules pushed to a Hub and loaded from there by name, over real HTTP."""
+"""Backbone and modules pushed to a Hub and loaded from there by name, over real HTTP."""
 
 import json
 import subprocess

@@ -51,7 +51,7 @@ def try_heads_example() -> list[bool]:
     names = run_example("me/heads")
     wrote = names["output"].shape[1] > names["inputs"]["input_ids"].shape[1]
     names["heads"].detach()
-    plain = names["base"].generate(**names["inputs"], max_new_tokens=64)
+    plain = names["backbone"].generate(**names["inputs"], max_new_tokens=64)
     return [wrote, torch.equal(names["output"], plain)]
 
 

@@ -120,7 +120,7 @@ def test_heads_apart_are_attached_to_their_backbone():
     config = MTPHeadConfig(window=4, hidden_size=32, vocab_size=320, base_model_name_or_path="me/base")
     card = render_card(config, None, repo_id="me/heads")
     assert (card.data.base_model, card.data["base_model_relation"]) == ("me/base", "adapter")
-    assert 'MTPHeads.from_pretrained("me/heads").attach(base)' in card.text
+    assert 'MTPHeads.from_pretrained("me/heads").attach(backbone)' in card.text
 
 
 @pytest.mark.parametrize("name", ["/home/someone/base", "runs/base"])

@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import tokenahead
+from tests.every_model import every_model, llama, moved_heads
 from tests.models import TRAINED
-from tokenahead import EvaByteForMTPC
+from tokenahead import EvaByteForMTPC, EvaByteModel, MTPHeads, PTPForCausalLM
 
 
 @pytest.fixture
@@ -45,8 +47,8 @@ def test_truncated_file(folder):
 
 def test_unknown_head_type(folder):
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"mtp_head": {"head_type": "medusa"}}))
-    with pytest.raises(Exception, match="head_type='medusa' is unknown"):
+    (folder / "config.json").write_text(json.dumps(config | {"mtp_head": {"head_type": "cubic"}}))
+    with pytest.raises(Exception, match="head_type='cubic' is unknown"):
         EvaByteForMTPC.from_pretrained(folder)
 
 
@@ -58,3 +60,25 @@ def test_no_such_folder(tmp_path):
 def test_loading_info_is_still_there(folder):
     model, info = EvaByteForMTPC.from_pretrained(folder, output_loading_info=True)
     assert isinstance(model, EvaByteForMTPC) and not info["missing_keys"]
+
+
+@pytest.mark.parametrize("model_class", [EvaByteForMTPC, EvaByteModel, MTPHeads, PTPForCausalLM])
+@pytest.mark.parametrize("options", [{}, {"mtp_head": {"window": 2}}, {"features": "scalar"}])
+def test_another_architecture(model_class, options, tmp_path):
+    llama().save_pretrained(tmp_path)
+    wanted = f"model_type='llama', but {model_class.__name__} reads model_type="
+    with pytest.raises(ValueError, match=wanted) as caught:
+        model_class.from_pretrained(tmp_path, **options)
+    assert str(tmp_path) in str(caught.value)
+    assert ("from_backbone" in str(caught.value)) == hasattr(model_class, "from_backbone")
+
+
+@pytest.mark.parametrize("name", ["evabyte_ff", "ptp_one_hot", "heads"])
+def test_folders_name_the_library_that_reads_them(name, tmp_path):
+    model = moved_heads(llama()) if name == "heads" else every_model(name)
+    model.save_pretrained(tmp_path / "first")
+    type(model).from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "second")
+    for folder in ("first", "second"):
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        assert config["library_name"] == "tokenahead" and config["library_version"] == tokenahead.__version__
+        assert config["architectures"] == [type(model).__name__]

@@ -1,16 +1,15 @@
 """The command line: what is printed where, exit statuses, errors of one line."""
 
 import io
+import sys
 
 import pytest
-import torch
 
 from tests.training.conftest import micro_config, small_model
 from tokenahead import EvaByteConfig, EvaByteTokenizer, MTPHeads, __version__
 from tokenahead.configuration import MTPHeadConfig
 from tokenahead.model_cards import DecodingResult, MeasuredResults
 from tokenahead.training import cli, completion
-from tokenahead.training.completion import complete
 from tokenahead.training.demo import run as demo_module
 
 
@@ -52,7 +51,13 @@ def test_version(capsys):
         (["demo", "--seed", "-1"], "--seed: '-1' must be a whole number from 0"),
         (["demo", "--seed", str(2**32)], "--seed: '4294967296' must be a whole number from 0"),
         (["generate", "x"], "required: --model"),
-        (["generate", "--model", "m"], "required: prompt"),
+        (["generate", "--model", "m", "x", "y"], "unrecognized arguments: y; a prompt of several words needs quotes"),
+        (["generate", "--model", "m", "--nope"], "unrecognized arguments: --nope; "),
+        (["generate", "--model", "m", "x", "--", "y"], "unrecognized arguments: y"),
+        (["generate", "--model", "m", "x", "--heads", "h", "--plain"], "--plain: not allowed with argument --heads"),
+        (["generate", "--model", "m", "x", "--dtype", "int3"], "--dtype: invalid choice: 'int3'"),
+        (["generate", "--model", "m", "x", "--num-assistant-tokens", "0"], "'0' must be a whole number of at least 1"),
+        (["demo", "x"], "unrecognized arguments: x"),
         (["generate", "--model", "m", "x", "--max-new-tokens", "0"], "--max-new-tokens: '0' must be a whole number"),
         (["generate", "--model", "m", "x", "--max-new-tokens", "1.5"], "'1.5' must be a whole number of at least 1"),
         (["generate", "--model", "m", "x", "--temperature", "-0.1"], "--temperature: '-0.1' must be a number at least"),
@@ -68,14 +73,69 @@ def test_wrong_arguments_are_named_in_one_line(capsys, arguments, named):
     assert code == 2 and named in line and line.startswith("tokenahead")
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_missing_prompt_is_named_where_nobody_pipes_one_in(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    code, line = error_of(capsys, "generate", "--model", "m")
+    assert code == 2 and "a prompt is required" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "prompt"),
+    [
+        (["--model", "m", "x"], "x"),
+        (["x", "--model", "m"], "x"),
+        (["--model", "m", "-abc"], "-abc"),
+        (["--model", "m", "-5"], "-5"),
+        (["--model", "m", "- an item"], "- an item"),
+        (["--model", "m", "--", "--seed"], "--seed"),
+        (["--model", "m", "--", "-h"], "-h"),
+        (["--model", "m", "-"], "-"),
+        (["--model", "m"], None),
+    ],
+)
+def test_a_prompt_may_begin_with_a_dash(arguments, prompt):
+    assert cli._parse(["generate", *arguments]).prompt == prompt
+
+
 def test_a_missing_folder(capsys, tmp_path):
     code, line = error_of(capsys, "generate", "--model", tmp_path / "nowhere", "x")
     assert code == 1 and line == f"tokenahead generate: --model {tmp_path / 'nowhere'}: no such folder"
 
 
-def test_a_name_that_the_hub_cannot_give(capsys):
-    code, line = error_of(capsys, "generate", "--model", "some/thing", "x")  # tests run offline
-    assert code == 1 and line.startswith("tokenahead generate: ")
+@pytest.mark.parametrize("option", ["--model", "--heads"])
+def test_a_name_that_the_hub_cannot_give(capsys, folder, option):
+    options = ["--model", folder, "--heads", "some/thing"] if option == "--heads" else ["--model", "some/thing"]
+    code, line = error_of(capsys, "generate", *options, "x")  # tests run offline
+    assert code == 1 and line.startswith(
+        f"tokenahead generate: {option} some/thing: no such folder, and the Hub did not"
+    )
+    assert line.endswith("HF_HUB_OFFLINE is set, and the cache does not hold it")
+
+
+def test_a_hub_that_does_not_answer_is_named(capsys, monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise OSError("We couldn't connect to 'https://huggingface.co'")
+
+    monkeypatch.setattr(completion, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(completion.AutoConfig, "from_pretrained", unreachable)
+    code, line = error_of(capsys, "generate", "--model", "some/thing", "x")
+    assert code == 1 and line.endswith("the Hub did not give it: We couldn't connect to 'https://huggingface.co'")
+
+
+def test_heads_that_are_none(capsys, folder):
+    code, line = error_of(capsys, "generate", "--model", folder, "--heads", folder, "x")
+    assert code == 1 and "holds a model of type 'evabyte' and no heads" in line
+
+
+@pytest.mark.parametrize("device", ["cuda:77", "nonsense"])
+def test_a_device_that_is_not_there(capsys, folder, device):
+    code, line = error_of(capsys, "generate", "--model", folder, "--device", device, "x")
+    assert code == 1 and f"--device {device}: PyTorch cannot use it here" in line
 
 
 def test_a_folder_without_a_config(capsys, tmp_path):
@@ -122,72 +182,9 @@ def test_a_config_that_contradicts_itself(capsys, folder, tmp_path):
     assert code == 1 and "window_size=32 must be a multiple of chunk_size=5" in line
 
 
-def test_a_prompt_that_is_no_text(capsys, folder):
-    code, line = error_of(capsys, "generate", "--model", folder, "a\udc80")
-    assert code == 1 and "lone surrogate U+DC80 at position 1" in line
-
-
 def test_a_prompt_that_is_too_long(capsys, folder):
     code, line = error_of(capsys, "generate", "--model", folder, "x" * 2000)
     assert code == 1 and "max_position_embeddings=1024" in line
-
-
-def test_the_completion_streams_and_the_statistics_stand_apart(capsys, folder):
-    assert run("generate", "--model", folder, "def f(", "--max-new-tokens", 30) == 0
-    captured = capsys.readouterr()
-    report = io.StringIO()
-    text = complete(str(folder), "def f(", max_new_tokens=30, report=report)
-    assert captured.out == text + "\n" and text
-    assert len(captured.err.splitlines()) == 1
-    for line in (captured.err, report.getvalue()):
-        assert line.startswith("30 bytes in ") and "backbone calls" in line and "bytes per call" in line
-
-
-def test_tokens_are_handed_out_one_by_one_while_they_are_written(folder, monkeypatch):
-    calls = []
-
-    class Streamer(completion.TextStreamer):
-        def put(self, value):
-            calls.append(value.numel())
-            super().put(value)
-
-        def end(self):
-            calls.append("end")
-            super().end()
-
-    monkeypatch.setattr(completion, "TextStreamer", Streamer)
-    complete(str(folder), "abc", max_new_tokens=12, report=io.StringIO())
-    assert calls == [4] + [1] * 12 + ["end"]  # the prompt with <bos>, then every byte
-
-
-def test_plain_decoding_gives_the_same_text(capsys, folder):
-    outputs = []
-    for flags in ([], ["--plain"], ["--temperature", "0"]):
-        assert run("generate", "--model", folder, "class ", "--max-new-tokens", 25, *flags) == 0
-        outputs.append(capsys.readouterr())
-    assert len({captured.out for captured in outputs}) == 1
-    assert "one byte per backbone call" in outputs[1].err and "one byte per" not in outputs[0].err
-
-
-def test_samples_follow_from_the_seed_and_the_options(folder):
-    def text(**options):
-        return complete(str(folder), "x = ", max_new_tokens=40, report=io.StringIO(), **options)
-
-    assert text(temperature=1.0, seed=1) == text(temperature=1.0, seed=1) != text(temperature=1.0, seed=2)
-    assert text(top_k=1, seed=1) == text(top_k=1, seed=2) == text()
-    assert text(top_p=1e-6, seed=3) == text()
-
-
-def test_a_plain_transformers_model_can_be_used_too(tmp_path, folder):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=320)
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
-    EvaByteTokenizer().save_pretrained(tmp_path)
-    report = io.StringIO()
-    complete(str(tmp_path), "def", max_new_tokens=5, report=report)
-    assert "one token per backbone call" in report.getvalue()
 
 
 def test_ctrl_c_ends_without_a_traceback(capsys, monkeypatch):

@@ -27,7 +27,7 @@ def arguments(folder, **changes):
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen2"])
 def test_training_the_modules_alone(kind, name, tmp_path):
     model = family_model(name)
-    model.train_only("mtp")
+    model.train_only("drafter")
     before = {name: p.clone() for name, p in model.named_parameters()}
     trainer = kind(model, arguments(tmp_path, max_steps=12), train_dataset=rows(4))
     trainer.train()
@@ -39,7 +39,7 @@ def test_training_the_modules_alone(kind, name, tmp_path):
         assert "loss_head_2" in trainer.state.log_history[0]
     model.train_only("all")
     assert all(p.requires_grad for p in model.parameters())
-    with pytest.raises(ValueError, match="choose 'all' or 'mtp'"):
+    with pytest.raises(ValueError, match="choose 'all' or 'drafter'"):
         model.train_only("heads")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
 
+from ...configuration.head_families import takers
 from ...model_cards import DecodingResult
 from ...modeling import EvaByteForMTPC, EvaByteTokenizer
 from ..data import ByteWindows, SourceText
@@ -51,7 +52,7 @@ class HeadFigures:
     @property
     def name(self) -> str:
         """Family and rank."""
-        return self.head_type if self.head_type == "ff" else f"{self.head_type} {self.rank}"
+        return f"{self.head_type} {self.rank}" if self.head_type in takers("rank") else self.head_type
 
     def as_dict(self) -> dict[str, object]:
         """Everything, for a file of figures."""
@@ -90,10 +91,10 @@ class HeadComparison:
     ) -> HeadFigures:
         """Trains one head on the backbone of `checkpoint`, saves it in `checkpoint/heads/<kind>`, and measures it."""
         set_seed(self.seed)
-        options = {"head_type": kind} if kind == "ff" else {"head_type": kind, "rank": RANK}
+        options = {"head_type": kind} | ({"rank": RANK} if kind in takers("rank") else {})
         model = EvaByteForMTPC.from_pretrained(checkpoint, mtp_head=options)
         tokenizer = EvaByteTokenizer.from_pretrained(checkpoint)
-        # many small steps: a circuit needs updates more than text
+        # many small steps: in equal time, a circuit gains more from more updates than from more text per update
         stage = Stage(f"{kind} head alone", "heads", share=1.0, length=256, rows=1, rates=(1.0, 0.0))
         train(model, self.train_text, self.minutes, console, self.seed, [stage], callbacks)
         folder = checkpoint / "heads" / kind

@@ -70,8 +70,9 @@ STAGES = (
     Stage("longer windows", "all", share=0.2, length=512, rows=2, rates=(0.25, 0.0)),
     Stage("heads alone", "heads", share=0.12, length=512, rows=4, rates=(1.0, 0.0)),
 )
-"""The heads learn with the backbone, which then serves them too (heads that meet a frozen backbone accept a
-sixth less), and at the end alone, when the law that they have to predict moves no more."""
+"""First the heads learn together with the backbone, so that its states suit them, too (drafts of heads that are trained
+on a finished backbone only are accepted a sixth less). At the end they learn alone, because the backbone's law, which
+they have to predict, then no longer changes."""
 
 
 def train(

@@ -1,4 +1,4 @@
-"""Showing what was measured: coloured text, a table, a picture of acceptance by draft position. Measures nothing."""
+"""Showing what was measured: coloured text, tables, notes. Measures nothing."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ...model_cards import DecodingResult
 from ...modeling.evabyte.tokenizer import BYTE_OFFSET, SPECIAL_TOKENS
+from ..byte_text import visible
 from ..evaluation import Comparison, Completion
 from .head_comparison import HeadFigures, cycle_ms
 
@@ -62,7 +60,7 @@ def pieces(ids: list[int], drafted: list[bool]) -> Iterator[tuple[str, bool]]:
             yield run, origin
             run = ""
         if text:
-            run, origin = run + _visible(text), is_drafted
+            run, origin = run + visible(text), is_drafted
     if run := run + decoder.decode(b"", final=True):
         yield run, origin
 
@@ -104,47 +102,11 @@ def heads_table(figures: list[HeadFigures]) -> Table:
     return table
 
 
-def save_heads_picture(figures: list[HeadFigures], path: Path) -> Path:
-    """Draws tokens per call against milliseconds per call, with lines of equal throughput (MtPC paper, Figure 1).
-
-    Args:
-        figures: What was measured.
-        path: The PNG file to write, under a temporary name first.
-
-    Returns:
-        `path`.
-    """
-    figure = Figure(figsize=(6.8, 4.6), layout="constrained")
-    axes = figure.add_subplot()
-    points = [(row.name, kind, result) for row in figures for kind, result in _decodings(row)]
-    widest = 1.15 * max(cycle_ms(result) for _, _, result in points)
-    highest = 1.15 * max(result.tokens_per_call for _, _, result in points)
-    for name, kind, result in points:
-        marker = {"greedy": "o", "sampled": "s"}[kind]
-        (line,) = axes.plot(cycle_ms(result), result.tokens_per_call, marker, markersize=8)
-        axes.annotate(
-            f" {name}, {kind}", (cycle_ms(result), result.tokens_per_call), color=line.get_color(), fontsize=8
-        )
-    for throughput in MaxNLocator(8).tick_values(0, 1000 * highest / (0.4 * widest))[1:]:
-        axes.plot([0, widest], [0, widest * throughput / 1000], ":", color="grey", linewidth=0.8, zorder=0)
-        at = min(widest, 1000 * highest / throughput)
-        axes.text(at, at * throughput / 1000, f"{throughput:,.0f}/s", color="grey", fontsize=7, ha="right", va="top")
-    axes.set(xlim=(0, widest), ylim=(0, highest), xlabel="latency (ms per call)", ylabel="bytes per call")
-    axes.set_title("Acceptance against latency; dotted: equal bytes per second")
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png", dpi=120)
-    return temporary.replace(path)
-
-
 def save_json(values: object, path: Path) -> Path:
     """Writes figures, under a temporary name first; returns `path`."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return temporary.replace(path)
-
-
-def _decodings(row: HeadFigures) -> tuple[tuple[str, DecodingResult], ...]:
-    return ("greedy", row.greedy), ("sampled", row.sampled)
 
 
 def differences(comparisons: list[Comparison]) -> Iterator[str]:
@@ -153,35 +115,3 @@ def differences(comparisons: list[Comparison]) -> Iterator[str]:
         for number, completion in enumerate(comparison.completions, 1):
             if completion.difference is not None:
                 yield f"{comparison.mode.name}, prompt {number}: with drafts, {completion.difference}"
-
-
-def save_acceptance_picture(comparisons: list[Comparison], path: Path) -> Path:
-    """Draws the share of drafts accepted up to each position, a line for each way of decoding.
-
-    Args:
-        comparisons: What was measured.
-        path: The PNG file to write, under a temporary name first.
-
-    Returns:
-        `path`.
-    """
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-    axes = figure.add_subplot()
-    for comparison in comparisons:
-        shares = comparison.accepted_by_position
-        axes.plot(range(1, len(shares) + 1), [100 * share for share in shares], marker="o", label=comparison.mode.name)
-    axes.set(
-        title="How far drafts are accepted",
-        xlabel="position in the draft",
-        ylabel="accepted up to here (%)",
-        ylim=(0, 100),
-    )
-    axes.grid(alpha=0.3)
-    axes.legend()
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png", dpi=120)
-    return temporary.replace(path)
-
-
-def _visible(text: str) -> str:
-    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)

@@ -23,7 +23,7 @@ from ..callbacks import StepCounter
 from ..data import ByteWindows, Corpus, code_prompts, load_corpus
 from ..evaluation import GREEDY, Comparison, DecodingMode, bits_per_byte, compare_decoding, sampled
 from ..threads import describe_threads, threads_as_before, use_fastest_threads
-from . import report
+from . import pictures, report
 from .folder import check_output, forget_measurements, save_checkpoint
 from .head_comparison import FAMILIES, HeadComparison, HeadFigures
 from .recipe import STAGES, Stage, tiny_config, train
@@ -208,7 +208,7 @@ class _Demo:
         self._say("\nHead families on the same backbone, trained alone for the same time:")
         figures = [comparison.measure(self.output, kind, self.console, callbacks) for kind in FAMILIES]
         self.console.print(report.heads_table(figures))
-        report.save_heads_picture(figures, self.output / HEADS_PICTURE)
+        pictures.save_picture(pictures.heads_figure(figures), self.output / HEADS_PICTURE)
         report.save_json([row.as_dict() for row in figures], self.output / HEADS_RESULTS)
         self._say(f"Wrote {HEADS_PICTURE} and {HEADS_RESULTS}; every head is in {self.output / 'heads'}. To go on:")
         self._say(f"  tokenahead generate --model {self.output} 'def main('")
@@ -254,7 +254,7 @@ class _Demo:
 
     def _write(self, results: MeasuredResults, comparisons: list[Comparison]) -> None:
         results.to_json(self.output / RESULTS)
-        report.save_acceptance_picture(comparisons, self.output / PICTURE)
+        pictures.save_picture(pictures.acceptance_figure(comparisons), self.output / PICTURE)
         card = render_card(
             self.model,
             results,
@@ -264,7 +264,7 @@ class _Demo:
         )
         try:
             write_card(self.output, card, overwrite=self.overwrite)
-        except FileExistsError as error:  # someone's own words are worth more than the card
+        except FileExistsError as error:  # a README that a person wrote is not replaced
             self._say(f"No card was written: {error}")
         self._say(f"Wrote README.md, {RESULTS} and {PICTURE} beside the model.")
 

@@ -135,7 +135,7 @@ def at_columns(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 
 
 def token_intervals(logits: torch.Tensor, tokens: torch.Tensor, sampling: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """The intervals of tokens under the verified law, sequence by sequence: float64 laws of a batch would be large.
+    """Intervals of tokens under the verified law, one sequence at a time, because float64 laws of a batch are large.
 
     Args:
         logits: [B, ..., v], what predicts each token.

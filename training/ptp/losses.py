@@ -35,7 +35,7 @@ def target_law(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, t
 def slot_losses(
     logits: torch.Tensor, tokens: torch.Tensor, law: torch.Tensor | None = None, kind: str = "ce"
 ) -> torch.Tensor:
-    """The loss of every slot; each kind is least where the slot's law q is the target p.
+    """The loss of every slot; each kind has its minimum where the slot's law q equals the target p.
 
     Args:
         logits: [..., v] of the slots.
@@ -76,9 +76,13 @@ def slot_mean(losses: torch.Tensor, valid: torch.Tensor, gamma: float = 1.0) -> 
     Returns:
         A scalar.
     """
-    order = torch.arange(losses.shape[-1], device=losses.device)
-    weight = torch.where(valid, gamma**order, 0.0).to(losses.dtype)
+    weight = slot_weights(valid, gamma).to(losses.dtype)
     return (weight * losses.masked_fill(~valid, 0.0)).sum() / weight.sum().clamp(min=torch.finfo(losses.dtype).tiny)
+
+
+def slot_weights(valid: torch.Tensor, gamma: float = 1.0) -> torch.Tensor:
+    """What slots weigh in `slot_mean`: gamma^k where valid [..., L], else 0."""
+    return torch.where(valid, gamma ** torch.arange(valid.shape[-1], device=valid.device), 0.0)
 
 
 def _log_complement(log_q: torch.Tensor) -> torch.Tensor:

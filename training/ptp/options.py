@@ -22,11 +22,12 @@ class PTPOptions:
         loss: `"ce"`, `"kl"`, `"reverse_kl"` or `"bce"` (`slot_losses`). One-hot slots know their token, so that their
             target is certain; categorical ones have the teacher's law as target, or its sample with `"ce"`.
         sequences: `"dataset"`: completions are pieces of the data; `"teacher"`: the teacher continues a random
-            beginning of every sequence; `"student"`: the student writes every completion itself, which is for students
-            that have learned: one that ignores its uniforms would only be confirmed.
+            beginning of every sequence; `"student"`: the student writes every completion itself. Use `"student"` only
+            after other training, because a student that ignores its uniforms would learn to go on ignoring them.
         completions: C, completions per sequence, each from a random start of its own.
-        concentration: b of the places z ~ Beta(b, b) of uniforms within intervals, in training; evaluation takes 1, as
-            decoding does. The public code trains with 0.3, near the borders; on the benchmark's chain 1 is better.
+        concentration: In training, a uniform lies at the place z ~ Beta(b, b) of the interval that picks its token, and
+            this is b. 1 makes all places equally likely, as they are in decoding, and evaluation always takes 1. The
+            public code trains with 0.3, which prefers the ends of intervals; on the benchmark's chain 1 is better.
         gamma: Slot k weighs gamma^k.
         base_weight: Weight of the backbone's own next-token loss on the data, for backbones that are trained too.
 

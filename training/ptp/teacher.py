@@ -104,7 +104,7 @@ class Teacher:
         columns, real = columns.clamp(min=0), (columns >= 0) & exists
         real = real & (at_columns(sequences.documents, columns) == own)
         prompt = at_columns(sequences.tokens, columns).masked_fill(~real, 0)
-        # a sequence without a beginning continues its padding, which the masks below leave out
+        # where a sequence has no beginning, its padding is continued; the masks below leave that text out
         text = self.model.generate(
             prompt,
             attention_mask=(real | ~exists).long(),

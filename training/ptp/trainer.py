@@ -15,7 +15,7 @@ from ...modeling.heads.losses import IGNORE
 from ...modeling.sampling import pick
 from ..running_means import RunningMeansMixin
 from .completions import Completions, Sequences, at_columns, completion_tokens, draw_starts
-from .losses import slot_losses, slot_mean
+from .losses import slot_losses, slot_mean, slot_weights
 from .options import PTPOptions
 from .rows import PackedRows
 from .teacher import Teacher, student_drafts
@@ -30,8 +30,8 @@ class PTPTrainer(RunningMeansMixin, Trainer):
     decoding verifies (`model.config.sampling`), and teaches the slots to predict the tokens from the uniforms.
 
     The data are dictionaries with `input_ids` and, where wanted, `attention_mask`, `labels` (-100: never a target) and
-    `position_ids` (packed documents start anew at 0). The log carries `num_correct`, the slots that are right in a row
-    from the first on (PTP paper, Eq. 16), per completion.
+    `position_ids` (packed documents start anew at 0). The log carries `num_correct`: how many
+    slots of a completion are right before the first wrong one, on average (PTP paper, Eq. 16).
 
     Args:
         model: A `PTPForCausalLM`.
@@ -45,7 +45,7 @@ class PTPTrainer(RunningMeansMixin, Trainer):
         ValueError: Options that this model cannot follow.
 
     Example:
-        >>> model = PTPForCausalLM.from_backbone(base, num_slots=8)
+        >>> model = PTPForCausalLM.from_backbone(backbone, num_slots=8)
         >>> PTPTrainer(model, TrainingArguments("out", max_steps=1000), train_dataset=data).train()
     """
 
@@ -104,12 +104,17 @@ class PTPTrainer(RunningMeansMixin, Trainer):
             rows.cache = None
             base_logits, logits = rows.everything(uniforms, with_tokens=options.base_weight > 0)
         loss = slot_mean(slot_losses(logits, tokens, law, options.loss), valid, options.gamma)
+        noted = {"slots": (loss.detach(), slot_weights(valid, options.gamma).sum())}
         if base_logits is not None:
-            loss = loss + options.base_weight * _next_token_loss(base_logits, sequences)
+            targets = _next_tokens(sequences)
+            base_loss = _next_token_loss(base_logits, targets)
+            noted["base"] = base_loss.detach(), (targets != IGNORE).sum()
+            loss = loss + options.base_weight * base_loss
         if options.method == "distil":  # inverted uniforms are right by construction
             correct = self._hits(logits, tokens, u[..., -slots:]).long().cumprod(-1).sum(-1)
             whole = valid.all(-1)
-            self._means[is_training].add((correct * whole).sum()[None], whole.sum()[None])
+            noted["num_correct"] = (correct * whole).sum() / whole.sum().clamp(min=1), whole.sum()
+        self._note(noted, is_training)
         return (loss, {"logits": logits, "tokens": tokens, "valid": valid}) if return_outputs else loss
 
     @property
@@ -167,8 +172,19 @@ class PTPTrainer(RunningMeansMixin, Trainer):
             loss = self.compute_loss(model, self._prepare_inputs(inputs))
         return loss.detach(), None, None
 
+    def _note(self, noted: dict[str, tuple[torch.Tensor, torch.Tensor]], is_training: bool) -> None:
+        """Adds means and what they are means of to the running ones; what a batch does not have counts 0."""
+        nothing = (torch.zeros((), device=self.args.device),) * 2
+        means, counts = zip(*(noted.get(name, nothing) for name in ("num_correct", "slots", "base")))
+        counts = torch.stack([count.float() for count in counts])
+        self._means[is_training].add(torch.stack([mean.float() for mean in means]) * counts, counts)
+
     def _mean_names(self) -> list[str]:
         return ["num_correct"]
+
+    def _pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> float:
+        _, slots, base = (sums / counts).tolist()
+        return slots + (self.options.base_weight * base if counts[2] else 0.0)
 
 
 def _inverse(
@@ -186,8 +202,12 @@ def _inverse(
     return Completions(rows.starts, tokens, known, scored, nowhere, nowhere), placed
 
 
-def _next_token_loss(logits: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    targets = sequences.tokens[:, 1:].masked_fill(~sequences.startable[:, 1:], IGNORE)
+def _next_tokens(sequences: Sequences) -> torch.Tensor:
+    """Targets of the backbone's own loss, [B, T - 1]."""
+    return sequences.tokens[:, 1:].masked_fill(~sequences.startable[:, 1:], IGNORE)
+
+
+def _next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     losses = nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
     )
@@ -208,7 +228,7 @@ def _check(model: nn.Module, options: PTPOptions, teacher: nn.Module | None) -> 
             raise ValueError(f"method='inverse' learns the data's own law, not sampling={model.config.sampling}")
     elif teacher is None and model.trains_backbone and options.base_weight == 0:
         raise ValueError(
-            "the backbone would be its own moving teacher: freeze it with train_only('student'), pass teacher=, "
+            "the backbone would be its own moving teacher: freeze it with train_only('drafter'), pass teacher=, "
             "or let it learn from the data with base_weight"
         )
     if options.base_weight and not model.trains_backbone:

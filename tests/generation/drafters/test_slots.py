@@ -19,7 +19,7 @@ def rates_of(hits: list[float], trials: list[float]) -> AcceptanceRates:
 def test_every_row_sees_its_own_prefix_and_nothing_else(sizes):
     layout = SlotLayout.of(sizes, torch.device("cpu"))
     cached = torch.tensor([[True, True, True], [False, True, True]])
-    seen = layout.visible(cached)[:, 0]
+    seen = torch.cat([cached[:, None].expand(-1, len(layout.new), -1), layout.new.expand(2, -1, -1)], dim=2)
     block, slots = len(sizes), [(d, k) for d, size in enumerate(sizes) for k in range(size)]
     assert seen.shape == (2, block + len(slots), 3 + block + len(slots))
     for row in range(2):
@@ -33,7 +33,7 @@ def test_every_row_sees_its_own_prefix_and_nothing_else(sizes):
 
 def test_slots_of_a_group_per_row():
     layout = SlotLayout.of([2, 0, 3], torch.device("cpu"))
-    index, exists = layout.of_group([0, 2, 1])
+    index, exists = layout.of_group(torch.tensor([0, 2, 1]))
     assert index[0, 0, :2].tolist() == [0, 1] and index[1, 0].tolist() == [2, 3, 4]
     assert exists.tolist() == [[True, True, False], [True] * 3, [False] * 3]
 
@@ -59,7 +59,7 @@ def test_branches_and_vectors_keep_apart():
             want = tokens, own
         names = [(0, 0), *drafts, *slots]
         assert [name for name, sees in zip(names, row) if sees] == want[0] + want[1]
-    index, exists = layout.of_group([2, 0], torch.tensor([1, 0]))
+    index, exists = layout.of_group(torch.tensor([2, 0]), torch.tensor([1, 0]))
     assert exists.tolist() == [[True, True, True], [True, True, False]]
     assert [[slots[i] for i in row] for row in index[0].tolist()] == [
         [(1, 2, 0, 0), (1, 2, vector, 1), (1, 2, vector, 2)] for vector in range(vectors)

@@ -1,4 +1,4 @@
-"""Main model and modules against float64 goldens, and everything about the folder they are read from and written to."""
+"""Backbone and modules against float64 goldens, and everything about the folder they are read from and written to."""
 
 import json
 import logging

@@ -141,15 +141,15 @@ def test_another_backbone_is_refused_by_name(changes, message):
 
 def test_heads_must_be_attached():
     heads = MTPHeads(MTPHeadConfig(window=4, hidden_size=32, vocab_size=64, leaf="shared"))
-    with pytest.raises(RuntimeError, match=r"attach\(base\)"):
+    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
         backbone().generate(PROMPT, assistant_model=heads, **GREEDY)
-    with pytest.raises(RuntimeError, match=r"attach\(base\)"):
+    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
         heads(PROMPT, labels=PROMPT)
     heads.attach(backbone())
     with pytest.raises(RuntimeError, match=r"detach\(\)"):
         heads.attach(backbone())
     with pytest.raises(ValueError, match="num_assistant_tokens=0"):
-        heads.base.generate(PROMPT, assistant_model=heads, num_assistant_tokens=0, **GREEDY)
+        heads.backbone.generate(PROMPT, assistant_model=heads, num_assistant_tokens=0, **GREEDY)
 
 
 def test_config_must_say_what_the_heads_fit():

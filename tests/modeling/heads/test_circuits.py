@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests.laws import chi_square, golden
 from tokenahead import MTPHeadConfig
 from tokenahead.modeling.heads.circuits import circuit_from_logits
-from tokenahead.modeling.heads.registry import FFHead, window_law
+from tokenahead.modeling.heads.ff import FFHead
+from tokenahead.modeling.heads.registry import window_law
 from tokenahead.modeling.heads.window_law import FactorisedLaw
 from tokenahead.modeling.sampling import race
 

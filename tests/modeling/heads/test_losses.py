@@ -1,20 +1,24 @@
-"""Losses: targets of windows by brute force, goldens of the discounted loss, chunked terms, accumulation."""
+"""Losses: targets of windows by brute force, goldens of the discounted loss, chunks, what is scored, accumulation."""
 
 import pytest
 import torch
 
 from tests.laws import golden
 from tokenahead import MTPHeadConfig
-from tokenahead.modeling.heads import losses
+from tokenahead.modeling.heads import chunks, losses
+from tokenahead.modeling.heads.circuit_head import CircuitHead
+from tokenahead.modeling.heads.ff import FFHead
 from tokenahead.modeling.heads.losses import (
     IGNORE,
+    counts_of_update,
     depth_means,
+    depth_targets,
     discounted_mtp_loss,
+    head_loss,
     tokens_ahead,
     window_targets,
-    window_terms,
 )
-from tokenahead.modeling.heads.registry import CircuitHead, FFHead, head_loss, window_law
+from tokenahead.modeling.heads.registry import window_law
 
 FAMILIES = ("ff", "cp", "hmm", "btree")
 READINGS = ("observe", "marginalise", "univariate")
@@ -135,7 +139,7 @@ def test_golden_terms_of_independent_heads():
     valid = data["valid"].bool()
     assert torch.equal(targets != IGNORE, valid)
     config = MTPHeadConfig(window=4)
-    terms = terms_of(head, config, data["e"], targets.clamp(min=0))
+    terms = -window_law(head, config, data["e"]).token_log_probs(targets.clamp(min=0))
     torch.testing.assert_close(terms[valid], data["observe.terms"][valid], rtol=0, atol=1e-12)
     loss, means = head_loss(head, config, data["e"], targets, None)
     torch.testing.assert_close(loss[None], data["observe.loss_global_over_gammasum"], rtol=0, atol=1e-12)
@@ -214,54 +218,41 @@ def head_and_batch(kind: str = "ff"):
     return head, config, torch.randn(2, 7, 6, requires_grad=True), targets
 
 
-def terms_of(head, config, hidden, tokens, unknown=None, calls=None):
-    """`window_terms` of a head; the sizes of the law's calls go to `calls`."""
-
-    def law(states):
-        if calls is not None:
-            calls.append(len(states))
-        return window_law(head, config, states)
-
-    per_position = config.window * config.rank * head.vocab_size
-    return window_terms(law, head, hidden, tokens, per_position, unknown)
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_terms_are_those_of_the_law(kind):
-    head, config, hidden, targets = head_and_batch(kind)
-    tokens, unknown = targets.clamp(min=0), targets == IGNORE
-    law = window_law(head, config, hidden)
-    torch.testing.assert_close(terms_of(head, config, hidden, tokens), -law.token_log_probs(tokens))
-    torch.testing.assert_close(terms_of(head, config, hidden, tokens, unknown), -law.token_log_probs(tokens, unknown))
-    if kind == "ff":
-        log_q = head(hidden)[:, :, :3].log_softmax(-1)
-        torch.testing.assert_close(terms_of(head, config, hidden, tokens), -log_q.gather(-1, tokens[..., None])[..., 0])
+def plain_loss(head, config, hidden, targets, ids, counts=None):
+    """The loss by its definition, with all logits at once and plain autograd."""
+    valid, unknown = targets != IGNORE, None
+    tokens = targets.clamp(min=0)
+    if ids is not None:
+        tokens = torch.where(valid, targets, tokens_ahead(ids, targets.shape[-1], 0))
+    elif config.head_type != "ff":
+        unknown = ~valid
+    terms = -window_law(head, config, hidden).token_log_probs(tokens, unknown)
+    return discounted_mtp_loss(terms, valid, config.gamma, "tokens", counts), depth_means(terms, valid)
 
 
-def run_terms(head, config, hidden, tokens, unknown):
-    """Terms, the gradients of a weighted sum of them, and the sizes of the law's calls in forward."""
-    calls: list[int] = []
-    terms = terms_of(head, config, hidden, tokens, unknown, calls)
-    forward_calls = list(calls)
-    weights = torch.linspace(1, 2, terms.numel()).view(terms.shape)
-    grads = torch.autograd.grad((terms * weights).sum(), (*head.parameters(), hidden))
-    assert len(calls) == len(forward_calls) * (1 if len(forward_calls) == 1 else 2)  # chunks are computed again
-    return (terms, *grads), forward_calls
+def with_gradients(loss, head, config, hidden, targets, ids):
+    """The loss, its means, and the gradients of three times the loss."""
+    value, means = loss(head, config, hidden, targets, ids)
+    return value, means, *torch.autograd.grad(3 * value, (*head.parameters(), hidden))
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(5.0, [5, 5, 4]), (7.9, [7, 7]), (0.1, [1] * 14), (14.0, [14])])
-@pytest.mark.parametrize("summed_out", [False, True])
+@pytest.mark.parametrize("observed", [False, True])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_chunked_terms_equal_unchunked(kind, summed_out, rows, sizes, monkeypatch):
+def test_chunks_change_nothing_and_are_computed_once(kind, observed, rows, sizes, monkeypatch):
     head, config, hidden, targets = head_and_batch(kind)
-    arguments = (head, config, hidden, targets.clamp(min=0), targets == IGNORE if summed_out else None)
-    whole, whole_sizes = run_terms(*arguments)
-    assert whole_sizes == [14]
-    monkeypatch.setattr(losses, "LOGITS_PER_CHUNK", int(rows * 3 * config.rank * 11))
-    chunked, chunk_sizes = run_terms(*arguments)
-    assert chunk_sizes == sizes
-    for got, want in zip(chunked, whole, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    arguments = (head, config, hidden, targets, torch.randint(0, 11, (2, 7)) if observed else None)
+    expected, calls = with_gradients(plain_loss, *arguments), []
+
+    def counted(head, config, states, backbone):
+        calls.append(len(states))
+        return window_law(head, config, states, backbone)
+
+    monkeypatch.setattr(losses, "window_law", counted)
+    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", int(rows * 3 * config.rank * 11))
+    for found, want in zip(with_gradients(head_loss, *arguments), expected, strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+    assert calls == sizes
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -270,23 +261,122 @@ def test_chunks_on_a_frozen_backbone(kind, monkeypatch):
     head, config, hidden, targets = head_and_batch(kind)
     leaf = head if kind == "ff" else head.leaf
     leaf.target_frozen = kind == "ff"
-    arguments = (head, config, hidden.detach(), targets.clamp(min=0))
-    terms_of(*arguments).sum().backward()
+    arguments = (head, config, hidden.detach(), targets, None)
+    plain_loss(*arguments)[0].backward()
     whole = [parameter.grad.clone() for parameter in head.parameters()]
-    monkeypatch.setattr(losses, "LOGITS_PER_CHUNK", 5 * 3 * config.rank * 11)
-    terms_of(*arguments).sum().backward()
+    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 5 * 3 * config.rank * 11)
+    head_loss(*arguments)[0].backward()
     for parameter, want in zip(head.parameters(), whole, strict=True):
         torch.testing.assert_close(parameter.grad, 2 * want, rtol=1e-5, atol=1e-5)
     assert (leaf.weight.grad[:11] == 0).all() == (kind == "ff")
     assert leaf.weight_total is None
 
 
-def test_chunks_without_gradients(monkeypatch):
+def test_no_gradients_are_made_where_none_are_wanted(monkeypatch):
     head, config, hidden, targets = head_and_batch()
-    want = terms_of(head, config, hidden, targets.clamp(min=0))
-    monkeypatch.setattr(losses, "LOGITS_PER_CHUNK", 33)
+    want = plain_loss(head, config, hidden, targets, None)[0]
+    seen = []
+    monkeypatch.setattr(losses, "window_law", lambda *given: (seen.append(given[2]), window_law(*given))[1])
     with torch.no_grad():
-        torch.testing.assert_close(terms_of(head, config, hidden, targets.clamp(min=0)), want)
+        torch.testing.assert_close(head_loss(head, config, hidden, targets, None)[0], want)
+    head.requires_grad_(False)
+    loss = head_loss(head, config, hidden.detach(), targets, None)[0]
+    assert not loss.requires_grad and not any(states.requires_grad for states in seen)
+
+
+def test_a_second_backward_through_one_loss_is_refused():
+    head, config, hidden, targets = head_and_batch()
+    loss, _ = head_loss(head, config, hidden, targets, None)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="compute the loss again"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_gradients_of_chunks_are_summed_up_in_float32(kind, monkeypatch):
+    """In bfloat16, a sum of 256 equal gradients would stop growing long before the end."""
+    head, config, _, _ = head_and_batch(kind)
+    head, hidden = head.bfloat16(), torch.ones(1, 256, 6, dtype=torch.bfloat16)
+    targets = torch.full((1, 256, 3), 4)
+    plain_loss(head.float(), config, hidden.float(), targets, None)[0].backward()
+    leaf = head if kind == "ff" else head.leaf
+    want = leaf.weight.grad.clone()
+    head.bfloat16().zero_grad()
+    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 3 * config.rank * 11)
+    head_loss(head, config, hidden, targets, None)[0].backward()
+    torch.testing.assert_close(leaf.weight.grad.float(), want, rtol=0.03, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_float32_heads_read_states_of_any_dtype(kind):
+    head, config, hidden, targets = head_and_batch(kind)
+    low = hidden.detach().bfloat16()
+    loss, _ = head_loss(head, config, low, targets, None)
+    torch.testing.assert_close(loss, plain_loss(head, config, low.float(), targets, None)[0])
+    assert window_law(head, config, low).leaf_logits.dtype == loss.dtype == torch.float32
+
+
+def test_bfloat16_heads_have_a_float32_loss():
+    head, config, hidden, targets = head_and_batch()
+    head, hidden = head.bfloat16(), hidden.detach().bfloat16()
+    loss, _ = head_loss(head, config, hidden, targets, None)
+    assert loss.dtype == torch.float32
+    log_q = head(hidden)[:, :, :3].float().log_softmax(-1)
+    terms = -log_q.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(loss, discounted_mtp_loss(terms, targets != IGNORE, 0.9, "tokens"))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("masked", ["observe", "marginalise"])
+def test_what_is_scored_is_the_label(kind, masked):
+    """Labels that differ from the ids: the loss is that of ids that agree with them."""
+    head, config, hidden, _ = head_and_batch(kind)
+    config.masked_tokens = masked
+    ids, labels = torch.randint(0, 11, (2, 2, 7))
+    targets = window_targets(labels, 3)
+    found = head_loss(head, config, hidden, targets, ids)[0]
+    torch.testing.assert_close(found, head_loss(head, config, hidden, targets, labels)[0])
+    torch.testing.assert_close(found, plain_loss(head, config, hidden, targets, labels)[0])
+    assert abs(found - head_loss(head, config, hidden, window_targets(ids, 3), ids)[0]) > 1e-3
+
+
+@pytest.mark.parametrize("wrong", [11, 70000, -1, -101])
+def test_labels_outside_the_vocabulary_are_refused_by_name(wrong):
+    head, config, hidden, targets = head_and_batch()
+    targets[1, 2, 1] = wrong
+    with pytest.raises(ValueError, match=f"labels hold {wrong}, but the vocabulary has 11 tokens"):
+        head_loss(head, config, hidden, targets, None)
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_shifted_labels_are_the_labels_of_the_next_position(padding):
+    mask = padding_masks(9) if padding else None
+    labels = torch.randint(0, 50, (4, 9))
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    assert torch.equal(depth_targets(None, 3, mask, shift_labels=shifted), window_targets(labels, 3, mask))
+
+
+def test_shifted_labels_may_go_on_behind_the_last_position():
+    longer, positions = torch.randint(0, 50, (1, 10)), packed_positions(4, 5)
+    want = window_targets(longer, 3, position_ids=packed_positions(4, 6))[:, :9]
+    assert torch.equal(depth_targets(None, 3, None, positions, shift_labels=longer[:, 1:]), want)
+
+
+def test_labels_of_every_depth_may_be_spelled_out():
+    targets = torch.randint(0, 50, (2, 5, 3))
+    assert torch.equal(depth_targets(targets, 3), targets)
+    with pytest.raises(ValueError, match="labels have 3 depths, but the window is 4"):
+        depth_targets(targets, 4)
+
+
+def test_one_number_counts_the_first_depth_of_an_update():
+    own = torch.tensor([10, 8, 5])
+    assert counts_of_update(own, None) is own
+    assert counts_of_update(own, 10).tolist() == [10, 8, 5]
+    assert counts_of_update(own, torch.tensor(40)).tolist() == [40, 32, 20]
+    assert counts_of_update(own, torch.tensor([[11, 9, 7]])).tolist() == [11, 9, 7]
+    with pytest.raises(ValueError, match="num_items_in_batch has 2 entries"):
+        counts_of_update(own, torch.tensor([11, 9]))
 
 
 def test_terms_without_a_target_give_no_gradient():
@@ -299,15 +389,6 @@ def test_terms_without_a_target_give_no_gradient():
     assert (hidden.grad[0] == 0).all() and (hidden.grad[1].abs().sum(-1) > 0).any()
     by_head = head.weight.grad.view(4, 11, 6).abs().amax((1, 2))
     assert (by_head[:2] > 0).all() and (by_head[2:] == 0).all()  # the fourth is outside the window
-
-
-def test_bfloat16_heads_give_float32_terms():
-    head, config, hidden, targets = head_and_batch()
-    tokens = targets.clamp(min=0)
-    terms = terms_of(head.bfloat16(), config, hidden.bfloat16(), tokens)
-    logits = head(hidden.bfloat16(), 3).float()
-    assert terms.dtype == torch.float32
-    torch.testing.assert_close(terms, -logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0])
 
 
 @pytest.mark.parametrize("masked", ["observe", "marginalise"])

@@ -1,4 +1,4 @@
-"""Gated adapters: auxiliary rows get B A x, all others stay the base model bit for bit."""
+"""Gated adapters: auxiliary rows get B A x, all others stay the backbone bit for bit."""
 
 import pytest
 import torch

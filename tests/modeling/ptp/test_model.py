@@ -131,7 +131,7 @@ def test_only_the_student_learns(features):
     assert not model.trains_backbone
     model.train_only("all")
     assert model.trains_backbone
-    with pytest.raises(ValueError, match="'student' or 'all'"):
+    with pytest.raises(ValueError, match="choose 'all' or 'drafter'"):
         model.train_only("heads")
 
 

@@ -1,4 +1,4 @@
-"""What is shown: whose byte is whose, the table, the notes, the picture."""
+"""What is shown: whose byte is whose, the table, the notes."""
 
 import io
 
@@ -81,9 +81,3 @@ def test_a_failed_comparison_is_named():
     assert " no" in console.file.getvalue() and " yes" not in console.file.getvalue()
     (note,) = report.differences([comparison(), wrong])
     assert note == "greedy, prompt 1: with drafts, token 3 is 70 and not 71, whose logit is higher by 0.5"
-
-
-def test_the_picture_is_a_png_with_a_line_for_each_way_of_decoding(tmp_path):
-    path = report.save_acceptance_picture([comparison(), comparison(sampled(1.0), None)], tmp_path / "a.png")
-    assert path == tmp_path / "a.png" and path.read_bytes().startswith(b"\x89PNG")
-    assert list(tmp_path.iterdir()) == [path]

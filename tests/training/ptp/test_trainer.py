@@ -7,12 +7,13 @@ from transformers import TrainingArguments
 from tests.ptp_models import VOCABULARY, backbone, ids, student
 from tokenahead import PTPForCausalLM
 from tokenahead.modeling.sampling import pick
+from tokenahead.training.ptp import trainer as trainer_module
 from tokenahead.training.ptp.completions import Sequences, at_columns, draw_starts
-from tokenahead.training.ptp.losses import target_law
+from tokenahead.training.ptp.losses import slot_mean, target_law
 from tokenahead.training.ptp.options import LOSSES, SEQUENCES, PTPOptions
 from tokenahead.training.ptp.rows import PackedRows
 from tokenahead.training.ptp.teacher import Teacher, student_drafts
-from tokenahead.training.ptp.trainer import PTPTrainer
+from tokenahead.training.ptp.trainer import PTPTrainer, _next_token_loss
 
 FOLDED = {"temperature": 0.8, "top_k": 7, "top_p": 0.9}
 VARIANTS = ("one_hot", "categorical")
@@ -134,6 +135,32 @@ def test_checkpointed_activations_and_plain_ones_give_the_same_loss(tmp_path):
         grads = [p.grad for p in model.parameters() if p.requires_grad]
         losses.append((loss, grads))
     torch.testing.assert_close(losses[0], losses[1])
+
+
+@pytest.mark.parametrize("base_weight", [0.0, 0.5])
+def test_evaluation_loss_weighs_slots_and_not_batches(base_weight, tmp_path, monkeypatch):
+    """Batches of 4, 4 and 1 rows, the last with a single slot: what all slots together give."""
+    model, seen = student(), {"slots": [], "base": []}
+    if base_weight:
+        model.train_only("all")
+
+    def noted(name, function):
+        return lambda *given: (seen[name].append(given), function(*given))[1]
+
+    for name, function in {"slots": "slot_mean", "base": "_next_token_loss"}.items():
+        monkeypatch.setattr(trainer_module, function, noted(name, getattr(trainer_module, function)))
+    rows = [*texts(backbone())[:8], {"input_ids": ids(2)}]
+    own = trainer(model, tmp_path, eval_dataset=rows, completions=20, gamma=0.7, base_weight=base_weight)
+    own.args.per_device_eval_batch_size = 4
+    loss = own.evaluate()["eval_loss"]
+    sizes = {part[0].shape[1:] for part in seen["slots"]}
+    assert len(seen["slots"]) == 3 and len(sizes) > 1
+    losses, valid = (torch.cat([part[k].flatten(0, 1) for part in seen["slots"]]) for k in (0, 1))
+    expected = slot_mean(losses, valid, 0.7)
+    if base_weight:
+        sums = [_next_token_loss(*part) * (part[1] != -100).sum() for part in seen["base"]]
+        expected = expected + base_weight * sum(sums) / sum((part[1] != -100).sum() for part in seen["base"])
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_inverse_training_finds_the_students_own_uniforms(tmp_path):

@@ -1,0 +1,35 @@
+"""Says where a wheel differs from a checkout: `python compare_wheel.py WHEEL CHECKOUT`. Exit code 1 if it does."""
+
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+FOLDERS = ("configuration", "modeling", "generation", "training", "model_cards")
+SUFFIXES = (".py", ".jinja", "py.typed")
+
+
+def of_wheel(path: Path) -> dict[str, bytes]:
+    """Names and contents of the package's files in a wheel."""
+    with ZipFile(path) as wheel:
+        return {name: wheel.read(name) for name in wheel.namelist() if name.endswith(SUFFIXES)}
+
+
+def of_checkout(root: Path) -> dict[str, bytes]:
+    """The same of a checkout, whether or not it has the links in tokenahead/."""
+    files = [path for path in (root / "tokenahead").iterdir() if path.name.endswith(SUFFIXES)]
+    own = {f"tokenahead/{path.name}": path.read_bytes() for path in files}
+    paths = [path for folder in FOLDERS for path in (root / folder).rglob("*") if path.name.endswith(SUFFIXES)]
+    return own | {f"tokenahead/{path.relative_to(root).as_posix()}": path.read_bytes() for path in paths}
+
+
+def main(wheel: Path, checkout: Path) -> None:
+    """Compares, and ends the process with a message where anything differs."""
+    packed, source = of_wheel(wheel), of_checkout(checkout)
+    wrong = sorted(name for name in packed.keys() | source.keys() if packed.get(name) != source.get(name))
+    if wrong or not source:
+        raise SystemExit(f"{wheel.name} and {checkout} differ in {', '.join(wrong) or 'everything'}")
+    print(f"{wheel.name} holds all {len(source)} files")
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

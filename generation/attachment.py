@@ -1,0 +1,177 @@
+"""Drafters that are attached to a backbone which knows nothing of them, and that `generate` takes as `assistant_model`.
+
+`attach` lays a route on the backbone, an object in the place of its `generate`: a call with one of the attached
+drafters goes through our loop, every other call is the backbone's own. The route is all that changes. A copy or a
+pickle of the backbone has a route without drafters; a copy of a drafter is detached.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation import CandidateGenerator
+
+from .mixins import SpeculatorMixin, candidate_generator, speculate
+
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class Attachable(SpeculatorMixin):
+    """A drafter for a backbone of its own choice.
+
+    A class that uses it sets `_backbones = []` before anything else, offers `make_drafter`, and may check the backbone
+    in `check_backbone` and take over what it needs in `on_attach` and `on_detach`.
+    """
+
+    _backbones: list[PreTrainedModel]  # in a list, so that it is no submodule and is never saved
+
+    @property
+    def backbone(self) -> PreTrainedModel:
+        """The model that it drafts for.
+
+        Raises:
+            RuntimeError: It is not attached.
+        """
+        if not self._backbones:
+            raise RuntimeError(f"this {type(self).__name__} is not attached: call attach(backbone) first")
+        return self._backbones[0]
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether there is a backbone."""
+        return bool(self._backbones)
+
+    def check_backbone(self, backbone: PreTrainedModel) -> None:
+        """Refuses a backbone that cannot be drafted for."""
+
+    def on_attach(self, backbone: PreTrainedModel) -> None:
+        """Takes over what drafting needs of the backbone."""
+
+    def on_detach(self) -> None:
+        """Lets go of it."""
+
+    def attach(self, backbone: PreTrainedModel) -> Any:
+        """Makes `backbone.generate` accept this drafter as `assistant_model`; nothing else about it changes.
+
+        Args:
+            backbone: Any causal language model of transformers; of a PeftModel, the model within.
+
+        Returns:
+            The drafter itself.
+
+        Raises:
+            ValueError: A backbone that does not fit.
+            RuntimeError: The drafter is attached to another model.
+        """
+        backbone = unwrap(backbone)
+        if backbone.config.is_encoder_decoder:
+            raise ValueError(f"{type(backbone).__name__} is an encoder-decoder; attach to a causal language model")
+        self.check_backbone(backbone)
+        if self._backbones and self._backbones[0] is not backbone:
+            raise RuntimeError(
+                f"this {type(self).__name__} is attached to another {type(self.backbone).__name__}: detach() it first"
+            )
+        if not self._backbones:
+            self._backbones.append(backbone)
+            self.on_attach(backbone)
+            Route.of(backbone).drafters.append(self)
+        return self
+
+    def detach(self) -> Any:
+        """Undoes `attach`: the backbone is bit for bit what it was. Returns the drafter itself."""
+        if self._backbones:
+            Route.of(self.backbone).remove(self)
+            self._backbones.clear()
+            self.on_detach()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle holds: everything but the backbone."""
+        parent = getattr(super(), "__getstate__", None)
+        state = dict(parent() if parent else self.__dict__)
+        return state | {"_backbones": []}
+
+
+class Route:
+    """Stands on a backbone before the `generate` of its class.
+
+    Args:
+        backbone: The model.
+
+    Attributes:
+        drafters: What is attached to it.
+    """
+
+    def __init__(self, backbone: PreTrainedModel) -> None:
+        self.backbone, self.drafters = backbone, []
+
+    @classmethod
+    def of(cls, backbone: PreTrainedModel) -> Route:
+        """The route of a backbone, laid where there is none."""
+        route = vars(backbone).get("generate")
+        if not isinstance(route, Route):
+            route = cls(backbone)
+            backbone.generate, backbone._get_candidate_generator = route, route.candidates
+        return route
+
+    def remove(self, drafter: Attachable) -> None:
+        """Takes a drafter off, and the route with the last one."""
+        self.drafters = [other for other in self.drafters if other is not drafter]
+        if not self.drafters:
+            del self.backbone.generate, self.backbone._get_candidate_generator
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`backbone.generate`."""
+        assistant = kwargs.get("assistant_model")
+        if not isinstance(assistant, Attachable):
+            return type(self.backbone).generate(self.backbone, *args, **kwargs)
+        self._check(assistant)
+        return speculate(self.backbone, kwargs.pop("assistant_model"), args, kwargs)
+
+    def candidates(
+        self,
+        generation_config: Any,
+        input_ids: torch.Tensor,
+        inputs_tensor: torch.Tensor | None,
+        logits_processor: LogitsProcessorList,
+        model_kwargs: dict[str, Any],
+        assistant_model: Any = None,
+        **kwargs: Any,
+    ) -> CandidateGenerator:
+        """`backbone._get_candidate_generator`, for transformers' own assisted loop."""
+        common = generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs
+        if not isinstance(assistant_model, Attachable):
+            of_class = type(self.backbone)._get_candidate_generator
+            return of_class(self.backbone, *common, assistant_model=assistant_model, **kwargs)
+        self._check(assistant_model)
+        return candidate_generator(
+            assistant_model, self.backbone, generation_config, logits_processor, model_kwargs, input_ids
+        )
+
+    def _check(self, assistant: Attachable) -> None:
+        if not any(drafter is assistant for drafter in self.drafters):
+            raise RuntimeError(
+                f"this {type(assistant).__name__} is not attached to this {type(self.backbone).__name__} (copies are "
+                "not): call attach(backbone) first"
+            )
+        assistant.check_backbone(self.backbone)  # whose vocabulary may have been resized since
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Route:
+        return Route(memo.get(id(self.backbone), self.backbone))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Route, (self.backbone,)
+
+
+def unwrap(backbone: Any) -> PreTrainedModel:
+    """The model within a PeftModel, or the model itself."""
+    within = getattr(backbone, "get_base_model", None)
+    return within() if callable(within) and hasattr(backbone, "peft_config") else backbone
+
+
+def adopt_special_ids(config: Any, backbone: PreTrainedModel) -> None:
+    """Gives a drafter's config the backbone's special ids: `pipeline` compares them."""
+    for name in _SPECIAL:
+        setattr(config, name, getattr(backbone.config.get_text_config(), name, None))

@@ -1,0 +1,82 @@
+"""Any chain drafter as a transformers `CandidateGenerator`: lossless in transformers' own assisted loop (batch 1)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers.generation import CandidateGenerator
+
+from .contract import Verdict
+from .drafters.protocol import Drafter, DraftOptions
+from .targets import Fed
+from .tokens import Kept, TokenRows
+
+
+class CandidateAdapter(CandidateGenerator):
+    """Hands a drafter's chains to transformers' assisted loop.
+
+    Args:
+        drafter: Drafts chains.
+        options: Of the call.
+        mask: [1, L], 0 for padding of the prompt; None where there is none.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(self, drafter: Drafter, options: DraftOptions, mask: torch.Tensor | None = None) -> None:
+        self.drafter, self.options, self.mask = drafter, options, mask
+        self.drafted = -1  # the prefill drafts nothing
+        self.view = SimpleNamespace(shifts=None)
+        wanted = drafter.hidden_layers
+        self.model_kwargs_overrides = {} if wanted is None else {"output_hidden_states": wanted}
+
+    def get_candidates(
+        self,
+        input_ids: torch.Tensor,
+        model_outputs: Any = None,
+        is_first_iteration: bool = True,
+        n_last_matches: int = 0,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Candidates for the next verification.
+
+        Args:
+            input_ids: [1, L], the sequence so far; its last token is the one that the last verification added.
+            model_outputs: Output of the last forward.
+            is_first_iteration: True before the prefill, which drafts nothing.
+            n_last_matches: Drafts accepted by the last verification.
+            **kwargs: What else the loop passes.
+
+        Returns:
+            Candidate ids [1, L + m] and log q [1, m, v] (None where the draft is certain or empty).
+        """
+        if is_first_iteration:
+            return input_ids, None
+        self._look(input_ids, model_outputs, n_last_matches)
+        length = min(self.drafter.num_tokens, self.options.max_length - input_ids.shape[1] - 1)
+        tree = self.drafter.propose(TokenRows(input_ids), max(length, 0))
+        self.drafted = tree.tokens.shape[1]
+        if self.drafted == 0:
+            return input_ids, None
+        q = tree.laws
+        if q is None and self.options.do_sample:  # transformers would take candidates without laws as greedy ones
+            q = torch.nn.functional.one_hot(tree.tokens, model_outputs.logits.shape[-1]).float()
+        return torch.cat([input_ids, tree.tokens], dim=1), None if q is None else q.log()
+
+    def _look(self, input_ids: torch.Tensor, outputs: Any, matches: int) -> None:
+        """Shows the drafter what the last forward gave, as our own loop would."""
+        length, device = input_ids.shape[1] - 1, input_ids.device  # the last token is not in the cache yet
+        mask = torch.ones(1, length, dtype=torch.bool, device=device)
+        if self.mask is not None:
+            mask[:, : self.mask.shape[1]] = self.mask[:, :length].bool()
+        self.view.mask, self.view.counts, self.view.is_padded = mask, mask.sum(1), self.mask is not None
+        self.view.kept = Kept([matches + 1], device)
+        if self.drafted < 0:
+            self.drafter.begin(outputs, self.view)
+            return
+        tokens = input_ids[:, -(matches + 1) :]
+        padded = torch.nn.functional.pad(tokens, (0, self.drafted - matches))
+        accepted = torch.full((1,), matches, device=device)
+        self.drafter.advance(Fed(outputs.logits, outputs.hidden_states), Verdict(accepted, padded))

@@ -1,0 +1,149 @@
+"""Any smaller causal language model with the same vocabulary as a drafter, with a cache of its own, for any batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from ...modeling.sampling import race
+from ..attachment import Attachable
+from ..contract import DraftTree, Verdict, line
+from ..targets import Fed, RepackedTarget
+from ..tokens import Kept, TokenRows
+from .protocol import DraftOptions, View
+
+
+class AssistantDrafter(Attachable):
+    """Lets a smaller model draft for a larger one; sampled drafts come with their laws.
+
+    Args:
+        model: A causal language model of transformers whose layers keep their whole history.
+        num_tokens: Tokens to draft, unless `num_assistant_tokens` says otherwise.
+
+    Raises:
+        ValueError: `num_tokens` below 1.
+
+    Example:
+        >>> drafter = AssistantDrafter(small).attach(large)
+        >>> out = large.generate(**inputs, assistant_model=drafter)
+    """
+
+    def __init__(self, model: PreTrainedModel, num_tokens: int = 5) -> None:
+        if not isinstance(num_tokens, int) or num_tokens < 1:
+            raise ValueError(f"num_tokens={num_tokens!r} must be a whole number of at least 1")
+        self._backbones = []
+        self.model, self.num_tokens = model, num_tokens
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The backbone's, whose vocabulary and special ids are the drafter's own."""
+        return self.backbone.config
+
+    def check_backbone(self, backbone: PreTrainedModel) -> None:
+        """Refuses another vocabulary, and assistants that cannot forget rejected drafts.
+
+        Raises:
+            ValueError: The two do not fit.
+        """
+        own, theirs = (model.config.get_text_config().vocab_size for model in (self.model, backbone))
+        if own != theirs:
+            raise ValueError(
+                f"vocab_size: the assistant {type(self.model).__name__} has {own} ids, but {type(backbone).__name__} "
+                f"has {theirs}; they must share a tokenizer"
+            )
+        if self.model._is_stateful or not self.model._supports_default_dynamic_cache():
+            raise ValueError(
+                f"the assistant {type(self.model).__name__} keeps a recurrent state, which cannot go back behind a "
+                "rejected draft; choose a model with attention in every layer"
+            )
+
+    def longest_draft(self) -> int | None:
+        """Any number."""
+        return None
+
+    def default_draft(self) -> int:
+        """`num_tokens`."""
+        return self.num_tokens
+
+    def make_drafter(self, options: DraftOptions) -> AssistantChain:
+        """One call's chains."""
+        return AssistantChain(self.model, options)
+
+
+class AssistantChain:
+    """The drafts of one call; see `AssistantDrafter`.
+
+    Between cycles the assistant's cache holds all tokens but the last two of every row: a row that keeps its whole
+    draft ends with one that the assistant was never fed, and so all rows are fed alike.
+    """
+
+    hidden_layers = None
+
+    def __init__(self, model: PreTrainedModel, options: DraftOptions) -> None:
+        self.model, self.options, self.num_tokens = model, options, options.num_tokens
+        self.target: RepackedTarget | None = None
+        self.view: View | None = None
+        self.lag = 0  # tokens that cycles without drafts left out
+
+    def begin(self, outputs: Any, view: View) -> None:
+        """Reads the prompt, all but its last token."""
+        self.view, prompt = view, self.options.prompt[:, :-1]
+        mask = view.mask[:, -self.options.prompt.shape[1] : -1]
+        if mask.shape[1] < prompt.shape[1]:  # the call continues from a cache: there is nothing to read of it
+            prompt = prompt[:, prompt.shape[1] - mask.shape[1] :]
+        cache, device = DynamicCache(), self.model.device
+        if prompt.shape[1]:
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            self.model(
+                prompt.to(device),
+                attention_mask=mask.long().to(device),
+                position_ids=positions.to(device),
+                past_key_values=cache,
+                use_cache=True,
+            )
+        self.target = RepackedTarget(self.model, cache, prompt[:, 0] if prompt.shape[1] else view.counts, mask)
+
+    def propose(self, tokens: TokenRows, length: int) -> DraftTree:
+        """A chain of `length` tokens behind every row."""
+        if length < 1:
+            self.lag += 1
+            return DraftTree.chain(tokens.ids[:, :0])
+        behind, device = self.target, self.model.device
+        block = tokens.newest(2 + self.lag)
+        positions = behind.counts[:, None] + line(block.shape[1], block.device)
+        mask = behind.mask
+        drafts, laws = [], []
+        for _ in range(length):
+            mask = torch.nn.functional.pad(mask, (0, block.shape[1]), value=True)
+            logits = self.model(
+                block.to(device),
+                attention_mask=mask.to(device) if behind.is_padded else None,
+                position_ids=positions.to(device),
+                past_key_values=behind.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
+            token, law = self._choose(logits.to(tokens.ids.device, torch.float32))
+            drafts.append(token)
+            laws.append(law)
+            block, positions = token[:, None], positions[:, -1:] + 1
+        q = torch.stack(laws, 1) if self.options.do_sample else None
+        return DraftTree.chain(torch.stack(drafts, 1), q)
+
+    def advance(self, fed: Fed, verdict: Verdict) -> None:
+        """Leaves all but the last two tokens of every row in the assistant's cache."""
+        drafted = verdict.tokens.shape[1] - 1
+        if drafted == 0:
+            return
+        counts = [count + self.lag if count else 0 for count in self.view.kept.counts]
+        fed_tokens = torch.zeros(len(counts), drafted + self.lag, dtype=torch.long, device=verdict.tokens.device)
+        self.target.keep(Kept(counts, fed_tokens.device), verdict, DraftTree.chain(fed_tokens))
+        self.lag = 0
+
+    def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not self.options.do_sample:
+            return logits.argmax(-1), None
+        law = self.options.processing.warp(logits.softmax(-1))
+        return race(law), law

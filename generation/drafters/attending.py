@@ -1,0 +1,66 @@
+"""Drafts of heads that attend: a decoder layer per head (Gloeckle et al., Mehra et al.), or one before them (Hydra++).
+
+Their own cache has the columns of the backbone's and holds verified tokens only: drafts never enter it, so that nothing
+is ever rolled back. A verified block is fed as far as the row that kept most of it; what other rows did not keep stands
+behind all that they kept, is seen by nobody, and leaves the cache where rows are right-aligned again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from ..contract import Verdict, line
+from ..targets import Fed, shift_cache
+from .heads import HeadDrafter
+from .protocol import DraftOptions, View
+
+
+class AttendingHeadDrafter(HeadDrafter):
+    """The drafts of one call.
+
+    Args:
+        heads: The attached heads: `features`, `law_of_features` and `hidden_layers` are used.
+        options: Of the call.
+    """
+
+    def __init__(self, heads: Any, options: DraftOptions) -> None:
+        super().__init__(heads.law_of_features, options, heads.hidden_layers, heads.features)
+        self.cache = DynamicCache()
+        self.view: View | None = None
+        self.mask = self.counts = None
+        self.is_padded = False
+
+    def begin(self, outputs: Any, view: View) -> None:
+        """Runs over the prompt; what an earlier call left in the backbone's cache is not looked at.
+
+        Raises:
+            ValueError: A backbone whose cache shows no columns.
+        """
+        if not hasattr(view, "mask"):
+            raise ValueError("heads that attend need a backbone on transformers' own caches; use heads that do not")
+        rows = outputs.hidden_states[-1].shape[1]
+        self.view, self.is_padded, self.mask = view, view.is_padded, view.mask[:, :0]
+        self.counts = view.counts - rows
+        features = self._run(outputs.hidden_states, view.mask[:, -rows:])
+        self.hidden, self.counts = features[:, -1], view.counts
+
+    def advance(self, fed: Fed, verdict: Verdict) -> None:
+        """Runs over the tokens that verification kept, and moves the cache as the backbone's was moved."""
+        shifts, longest = self.view.shifts, self.view.kept.longest
+        if longest == 0:
+            return
+        states = tuple(None if state is None else state[:, :longest] for state in fed.hidden_states)
+        features = self._run(states, torch.ones_like(self.mask[:, :1]).expand(-1, longest))
+        last = verdict.accepted.clamp(max=longest - 1).to(features.device)  # a row that has ended keeps any
+        self.hidden, self.counts = features[line(len(features), features.device), last], self.view.counts
+        if shifts is not None:
+            self.is_padded, self.mask = True, shift_cache(self.cache, shifts, self.mask)
+
+    def _run(self, states: tuple[torch.Tensor | None, ...], real: torch.Tensor) -> torch.Tensor:
+        """Features [B, T, F] of new columns; `real` [B, T] is False for padding."""
+        self.mask = torch.cat([self.mask, real], dim=1)
+        positions = (self.counts[:, None] + line(real.shape[1], real.device)).clamp(min=0)
+        return self.read(states, self.mask if self.is_padded else None, positions, self.cache)

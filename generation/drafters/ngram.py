@@ -1,0 +1,116 @@
+"""Prompt lookup: what followed the last tokens when they stood in the text before is likely to follow again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from ..attachment import Attachable
+from ..contract import DraftTree, Verdict, line
+from ..targets import Fed
+from ..tokens import TokenRows
+from .protocol import DraftOptions, View
+
+
+class NgramDrafter(Attachable):
+    """Drafts from each row's own text, for any backbone and batch, without a model.
+
+    The longest n-gram that ends the text and stood in it before wins, and of several places the latest; their
+    continuations are certain drafts, so sampling stays exact. With `branches` above 1 the best places are drafted as a
+    tree.
+
+    Args:
+        longest: Tokens of the longest n-gram to look for.
+        num_tokens: Tokens to draft, unless `num_assistant_tokens` says otherwise.
+        branches: Places to draft from.
+
+    Raises:
+        ValueError: A value below 1.
+
+    Example:
+        >>> drafter = NgramDrafter().attach(model)
+        >>> out = model.generate(**inputs, assistant_model=drafter)
+    """
+
+    drafts_trees = True
+
+    def __init__(self, longest: int = 3, num_tokens: int = 10, branches: int = 1) -> None:
+        for name, value in {"longest": longest, "num_tokens": num_tokens, "branches": branches}.items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        self._backbones = []
+        self.longest, self.num_tokens, self.branches = longest, num_tokens, branches
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The backbone's, whose vocabulary and special ids are the drafter's own."""
+        return self.backbone.config
+
+    def longest_draft(self) -> int | None:
+        """Any number."""
+        return None
+
+    def default_draft(self) -> int:
+        """`num_tokens`."""
+        return self.num_tokens
+
+    def make_drafter(self, options: DraftOptions) -> NgramLookup:
+        """One call's look-up; `draft_tree={"top_k": k}` overrides `branches`."""
+        wanted = options.draft_tree if isinstance(options.draft_tree, dict) else {}
+        return NgramLookup(options, self.longest, wanted.get("top_k", self.branches))
+
+
+class NgramLookup:
+    """The drafts of one call; see `NgramDrafter`."""
+
+    hidden_layers = None
+
+    def __init__(self, options: DraftOptions, longest: int, branches: int) -> None:
+        self.num_tokens, self.longest, self.branches = options.num_tokens, longest, branches
+
+    def begin(self, outputs: Any, view: View) -> None:
+        """Nothing of the backbone is needed."""
+
+    def advance(self, fed: Fed, verdict: Verdict) -> None:
+        """Nothing of the backbone is needed."""
+
+    def propose(self, tokens: TokenRows, length: int) -> DraftTree:
+        """Continuations of the best places, which repeat from the place on where they reach the end of the text."""
+        if length < 1:
+            return DraftTree.chain(tokens.ids[:, :0])
+        quality = self._quality(tokens)
+        branches = min(self.branches, quality.shape[1])
+        best = quality.topk(branches, dim=1)
+        found = best.values[:, :1] > 0
+        places = torch.where(best.values > 0, best.indices, best.indices[:, :1])
+        period = (tokens.ends[:, None] - 1 - places).clamp(min=1)
+        source = places[..., None] + 1 + line(length, places.device) % period[..., None]
+        drafts = tokens.ids.gather(1, source.clamp(max=tokens.ids.shape[1] - 1).flatten(1))
+        counts = torch.where(found, branches * length, 0)[:, 0]
+        if branches == 1:
+            return DraftTree.chain(drafts, counts=counts)
+        return DraftTree(drafts, _merged(drafts.unflatten(1, (branches, length))), depth=length, counts=counts)
+
+    def _quality(self, tokens: TokenRows) -> torch.Tensor:
+        """How good every place is to continue from, [B, W] int64: long n-grams first, then late places; 0: useless."""
+        width = max(tokens.lengths)
+        ids, steps = tokens.ids[:, :width], tokens.steps[:width]
+        newest, last = tokens.newest(self.longest), tokens.ends[:, None] - 1
+        same = steps < last  # a place has a next token
+        length = torch.zeros_like(ids)
+        for back in range(min(self.longest, width)):
+            shifted = torch.nn.functional.pad(ids, (back, 0), value=-1)[:, :width]
+            same = same & (shifted == newest[:, self.longest - 1 - back, None])
+            length = length + same
+        return torch.where(length > 0, length * width + steps, 0)
+
+
+def _merged(drafts: torch.Tensor) -> torch.Tensor:
+    """Parents [B, branches * length] that let branches [B, branches, length] share what they begin with."""
+    count, length = drafts.shape[1:]
+    same = (drafts[:, :, None] == drafts[:, None]).cumprod(-1)  # [B, branch, other, length]: equal up to here
+    first = same.argmax(2)  # the first branch with this beginning
+    node = first * length + line(length, drafts.device)
+    return torch.nn.functional.pad(node[..., :-1], (1, 0), value=-1).flatten(1)

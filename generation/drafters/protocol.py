@@ -1,0 +1,118 @@
+"""What the decoding loop needs of a drafter, and what a drafter is told of its call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+
+from ..contract import DraftTree, Verdict
+from ..options import CallOptions
+from ..processing import Processing
+from ..targets import Fed, HiddenLayers
+from ..tokens import TokenRows
+
+
+class View(Protocol):
+    """The part of the backbone's cache that drafters may look at, after each cycle's rollback.
+
+    Attributes:
+        mask: [B, W] bool, the real tokens among the columns of the cache.
+        counts: [B] int64, real tokens per row.
+        is_padded: Whether any column is no real token.
+        shifts: [B] int64, by how many columns each row was moved to the right; None where none was.
+        kept: How many tokens each row kept (`Kept`), known to the host.
+    """
+
+    mask: torch.Tensor
+    counts: torch.Tensor
+    is_padded: bool
+    shifts: torch.Tensor | None
+    kept: Any
+
+
+class Drafter(Protocol):
+    """Proposes tokens behind every row, and says which laws they were drawn from.
+
+    Attributes:
+        num_tokens: The longest path of a draft.
+        hidden_layers: Which hidden states of the backbone it reads: an index, a list of them, or None.
+    """
+
+    num_tokens: int
+    hidden_layers: HiddenLayers
+
+    def begin(self, outputs: Any, view: View) -> None:
+        """Takes in the prompt: the backbone's output of the prefill, and its cache as drafters may see it."""
+
+    def propose(self, tokens: TokenRows, length: int) -> DraftTree:
+        """Drafts behind every row, with paths of at most `length` tokens; 0 asks for an empty draft."""
+
+    def advance(self, fed: Fed, verdict: Verdict) -> None:
+        """Takes in a verified block: what the backbone gave along the kept path; the cache is rolled back already."""
+
+
+@dataclass
+class DraftOptions:
+    """What the drafter and the rule of one call are told.
+
+    Attributes:
+        backbone: The model whose tokens count.
+        drafts: False: nothing is to be drafted, tokens are only to be picked.
+        do_sample: Whether tokens are drawn.
+        num_tokens: The longest path of a draft.
+        verification: Name of the rule; None for the default.
+        threshold: See `CallOptions`.
+        schedule: See `CallOptions`.
+        draft_tree: See `CallOptions`.
+        processing: The target's logits processors.
+        max_length: Tokens of the longest text, prompt included.
+        prompt: [B, L] int64.
+        sampling: The target's `temperature`, `top_k` and `top_p`.
+        extra: See `CallOptions`.
+    """
+
+    backbone: PreTrainedModel
+    drafts: bool
+    do_sample: bool
+    num_tokens: int
+    verification: str | None
+    threshold: float
+    schedule: str
+    draft_tree: dict[str, int] | str | None
+    processing: Processing
+    max_length: int
+    prompt: torch.Tensor
+    sampling: dict[str, float | None]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_call(
+        cls,
+        options: CallOptions,
+        backbone: PreTrainedModel,
+        drafts: bool,
+        config: GenerationConfig,
+        processors: LogitsProcessorList,
+        prompt: torch.Tensor,
+    ) -> DraftOptions:
+        """Puts together what was asked and what transformers prepared."""
+        pad, vocabulary = getattr(config, "_pad_token_tensor", None), backbone.config.get_text_config().vocab_size
+        pad = 0 if pad is None else int(pad)
+        return cls(
+            backbone=backbone,
+            drafts=drafts,
+            do_sample=bool(config.do_sample),
+            num_tokens=options.num_assistant_tokens,
+            verification=options.verification,
+            threshold=options.threshold,
+            schedule=options.schedule,
+            draft_tree=options.draft_tree,
+            processing=Processing(processors, pad if 0 <= pad < vocabulary else 0),
+            max_length=config.max_length,
+            prompt=prompt,
+            sampling={name: getattr(config, name) for name in ("temperature", "top_k", "top_p")},
+            extra=options.extra,
+        )

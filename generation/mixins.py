@@ -1,0 +1,400 @@
+"""`generate` that speculates: on by default for models that draft themselves, by `assistant_model` for any backbone.
+
+`generate` is transformers' own, run on a *view* of the backbone: an object of a subclass that shares everything with
+the backbone, and beside it holds the state of this one call. The backbone and its class stay as they are, nothing of a
+call is left behind, and two calls at a time do not meet.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StaticCache,
+    StoppingCriteriaList,
+)
+from transformers.generation import CandidateGenerator, GenerationMode
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
+
+from ..modeling.checkpointing import caches_kept
+from .candidates import CandidateAdapter
+from .drafters.protocol import Drafter, DraftOptions
+from .loop import SpeculativeLoop
+from .options import OWN, CallOptions, obstacle
+from .processing import counts_calls
+from .rules import GreedyRule, Rule, SampledRule
+from .targets import is_repackable
+
+logger = logging.get_logger(__name__)
+
+
+class Speculator(Protocol):
+    """What makes drafters for calls of `generate`: a model that drafts for itself, or something attached to one."""
+
+    rules: tuple[str, ...]
+    """Names of the rules that `verification` may choose; the first is the default."""
+
+    def longest_draft(self) -> int | None:
+        """The most tokens that a draft may have; None: any number."""
+
+    def default_draft(self) -> int:
+        """Tokens to draft where nobody asks for a number."""
+
+    def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+        """What in this call rules out its drafts, in the user's words."""
+
+    def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
+        """Fields of the GenerationConfig that take these values where no source sets them."""
+
+    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
+        """Checks the options that only this kind knows, and fills in defaults."""
+
+    def make_drafter(self, options: DraftOptions) -> Drafter:
+        """A drafter for one call."""
+
+    def make_rule(self, options: DraftOptions, drafter: Drafter) -> Rule:
+        """How the drafts of one call are judged."""
+
+
+class SpeculatorMixin:
+    """What most speculators share: token and block verification, greedy and sampled."""
+
+    rules: tuple[str, ...] = ("block", "token")
+
+    def longest_draft(self) -> int | None:
+        """window - 1: the first token of a window is the ordinary next token."""
+        return max(self.window - 1, 0)
+
+    def default_draft(self) -> int:
+        """As many as a draft may have."""
+        return self.longest_draft()
+
+    def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+        """Nothing by itself."""
+        return None
+
+    def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
+        """transformers' own."""
+        return {}
+
+    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
+        """Refuses options of other kinds of drafters.
+
+        Raises:
+            ValueError: An option that this kind does not have.
+        """
+        if options.extra:
+            name = next(iter(options.extra))
+            raise ValueError(f"{name}= is an option of parallel token prediction, and {type(self).__name__} has none")
+        if options.draft_tree is not None and not getattr(self, "drafts_trees", False):
+            raise ValueError(
+                f"draft_tree={options.draft_tree!r}: {type(self).__name__} drafts chains only; leave it out"
+            )
+
+    def make_rule(self, options: DraftOptions, drafter: Drafter) -> Rule:
+        """Greedy where the call is, else the rule that was asked for."""
+        return SampledRule(options.verification) if options.do_sample else GreedyRule()
+
+
+class _Call:
+    """The state of one call of `generate`.
+
+    Attributes:
+        backbone: The model whose tokens count.
+        speculator: What makes the drafter; None: nobody.
+        own: Keyword arguments that only this library knows.
+        options: All options, once they were read.
+        speculates: Whether drafts are made.
+        is_ours: Whether our loop decodes; it may do so without drafts.
+    """
+
+    def __init__(self, backbone: PreTrainedModel, speculator: Any, own: dict[str, Any]) -> None:
+        self.backbone, self.speculator, self.own = backbone, speculator, own
+        self.options: CallOptions | None = None
+        self.speculates = self.is_ours = False
+
+
+class _View:
+    """A backbone during one call: shares the backbone's attributes, and holds the call in a slot of its own."""
+
+    __slots__ = ("speculation_call",)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.speculation_call.backbone(*args, **kwargs)
+
+
+@cache
+def _view_class(kind: type) -> type:
+    bases = (_View, kind) if issubclass(kind, MTPGenerationMixin) else (_View, MTPGenerationMixin, kind)
+    return type(kind.__name__, bases, {"__module__": kind.__module__})
+
+
+def speculate(backbone: PreTrainedModel, speculator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`backbone.generate(*args, **kwargs)` with the drafts of `speculator` (None: plainly)."""
+    own = {name: kwargs.pop(name) for name in OWN if name in kwargs}
+    view = object.__new__(_view_class(type(backbone)))
+    object.__setattr__(view, "__dict__", backbone.__dict__)
+    view.speculation_call = _Call(backbone, speculator, own)
+    with torch.no_grad(), caches_kept(backbone):
+        return type(view).generate(view, *args, **kwargs)
+
+
+class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
+    """Adds lossless speculation to `generate`.
+
+    A model that drafts for itself offers `window` and `make_drafter`, a forward that takes `output_hidden_states=-1`,
+    and `_new_cache()` where it has a cache of its own. `generate` gains:
+
+    - `use_mtp`: None (on where possible), True (on, or an error that says why not), False (one token at a time);
+    - `num_assistant_tokens`: tokens to draft, at most window - 1, which is the default;
+    - `num_assistant_tokens_schedule="adaptive"`: drafts as many as pay, up to that bound, none where none pays;
+    - `verification`: `"block"` (default) or `"token"`, for sampled drafts.
+
+    A logits processor that must be called once for every token says so by an attribute `counts_calls = True`: the call
+    then decodes plainly.
+    """
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate`, with the options above."""
+        if isinstance(self, _View):
+            return super().generate(*args, **kwargs)
+        assistant = kwargs.get("assistant_model")
+        return speculate(self, None if assistant is not None else self, args, kwargs)
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: continuous batching has a loop of its own, which would not speculate.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"{type(self).__name__} does not offer generate_batch (continuous batching); use generate, which takes "
+            "batches of any size"
+        )
+
+    @property
+    def _current(self) -> _Call | None:
+        return getattr(self, "speculation_call", None) if isinstance(self, _View) else None
+
+    def _prepare_generation_config(
+        self, generation_config: GenerationConfig | None, **kwargs: Any
+    ) -> tuple[GenerationConfig, dict[str, Any]]:
+        """Decides whether to speculate and how far."""
+        call = self._current
+        if call is None:
+            return super()._prepare_generation_config(generation_config, **kwargs)
+        sources = (kwargs, generation_config, self.generation_config)
+        call.options = options = CallOptions.read(call.own, sources)
+        kwargs |= {} if call.speculator is None else call.speculator.sampling_defaults(sources)
+        config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        if config.assistant_early_exit is not None:
+            raise ValueError(
+                f"assistant_early_exit={config.assistant_early_exit} is not offered here: it would cut the layers of "
+                f"{type(self).__name__} in place; leave it out"
+            )
+        if call.speculator is None or config.prompt_lookup_num_tokens:
+            config.use_mtp = False
+            return config, model_kwargs
+        _check_rule(options, call.speculator)
+        call.speculator.prepare_call(options, config)
+        call.speculates = self._decides_to_speculate(config, model_kwargs)
+        options.num_assistant_tokens = _draft_length(options.num_assistant_tokens, call.speculator)
+        call.is_ours = config.use_mtp = call.speculates or options.needs_our_loop
+        return config, model_kwargs
+
+    def _decides_to_speculate(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
+        call = self._current
+        if call.options.use_mtp is False:
+            return False
+        if call.speculator.longest_draft() == 0:
+            if call.options.use_mtp:
+                logger.warning("use_mtp=True: the head has window 1 and drafts nothing; decoding one token at a time.")
+            return False
+        reason = self._reason_to_decode_plainly(config, model_kwargs)
+        if reason:
+            _tell(reason, call.options)
+        return not reason
+
+    def _reason_to_decode_plainly(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+        cache = model_kwargs.get("past_key_values")
+        if isinstance(cache, StaticCache):
+            return "a StaticCache"
+        if not hasattr(self, "_new_cache"):
+            if cache is not None and not is_repackable(cache) and not hasattr(cache, "keep_last"):
+                return f"past_key_values with layers that forget ({type(cache).__name__})"
+            if self._is_stateful or not self._supports_default_dynamic_cache():
+                return f"the recurrent states of {type(self).__name__}, which cannot go back behind a rejected draft"
+        own = self._current.speculator.obstacle(config, model_kwargs)
+        return obstacle(config, model_kwargs) or own
+
+    def _validate_generation_mode(
+        self,
+        generation_mode: GenerationMode,
+        generation_config: GenerationConfig,
+        generation_mode_kwargs: dict[str, Any],
+    ) -> None:
+        """Lets `num_return_sequences` above 1 pass: our loop decodes batches, transformers' assisted loop does not."""
+        call, count = self._current, generation_config.num_return_sequences
+        if call is not None and call.is_ours:
+            generation_config.num_return_sequences = 1
+        try:
+            super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+        finally:
+            generation_config.num_return_sequences = count
+
+    def _prepare_model_inputs(
+        self, inputs: torch.Tensor | None, bos_token_id: torch.Tensor | None, model_kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, str | None, dict[str, Any]]:
+        """Checks the prompt at the door.
+
+        Raises:
+            ValueError: An empty prompt, ids outside the vocabulary, or more tokens than the model has positions.
+        """
+        tensor, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
+        if name == "input_ids":
+            _check_prompt(tensor, self.config.get_text_config().vocab_size)
+        limit = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and tensor.shape[1] > limit:
+            raise ValueError(
+                f"the prompt has {tensor.shape[1]} tokens, more than max_position_embeddings={limit}; shorten it"
+            )
+        return tensor, name, model_kwargs
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Starts with the model's own kind of cache, or else with one that forgets nothing.
+
+        A sliding window is then a matter of the mask.
+        """
+        new_cache, call = getattr(self, "_new_cache", None), self._current
+        fresh = generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None
+        if new_cache and fresh:
+            if generation_config.cache_implementation is not None:
+                logger.warning_once(
+                    f"cache_implementation={generation_config.cache_implementation!r} is ignored: "
+                    f"{type(self).__name__} has a cache of its own."
+                )
+                generation_config.cache_implementation = None
+            model_kwargs["past_key_values"] = new_cache()
+        elif fresh and call is not None and call.is_ours and generation_config.cache_implementation != "offloaded":
+            generation_config.cache_implementation = None
+            model_kwargs["past_key_values"] = DynamicCache()
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+    def _get_candidate_generator(
+        self,
+        generation_config: GenerationConfig,
+        input_ids: torch.Tensor,
+        inputs_tensor: torch.Tensor | None,
+        logits_processor: LogitsProcessorList,
+        model_kwargs: dict[str, Any],
+        assistant_model: Any = None,
+        **kwargs: Any,
+    ) -> CandidateGenerator:
+        """This call's own drafter for transformers' assisted loop, unless another assistant was asked for."""
+        call = self._current
+        speculator = self if call is None and generation_config.use_mtp else call and call.speculator
+        if speculator is not None and assistant_model is None and generation_config.use_mtp:
+            return candidate_generator(speculator, self, generation_config, logits_processor, model_kwargs, input_ids)
+        return super()._get_candidate_generator(
+            generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, assistant_model, **kwargs
+        )
+
+    def _assisted_decoding(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        inputs_tensor: torch.Tensor | None = None,
+        assistant_model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Our loop for our drafts; transformers' loop for anybody else's assistant."""
+        call = self._current
+        common = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
+        if call is None or not call.is_ours:
+            generation_config.use_mtp = False
+            return super()._assisted_decoding(
+                *common, inputs_tensor=inputs_tensor, assistant_model=assistant_model, **kwargs
+            )
+        model_kwargs = {key: value for key, value in kwargs.items() if key not in ("tokenizer", "assistant_tokenizer")}
+        counting = next((p for p in logits_processor if counts_calls(p)), None)
+        if counting is not None:
+            _tell(f"{type(counting).__name__}, which counts its calls", call.options)
+            return self._sample(*common, **model_kwargs)
+        options = DraftOptions.of_call(
+            call.options, call.backbone, call.speculates, generation_config, logits_processor, input_ids
+        )
+        drafter = call.speculator.make_drafter(options)
+        rule = call.speculator.make_rule(options, drafter)
+        loop = SpeculativeLoop(
+            self, drafter, rule, options, input_ids, generation_config, stopping_criteria, model_kwargs
+        )
+        return loop.run(streamer, synced_gpus)
+
+
+def candidate_generator(
+    speculator: Speculator,
+    backbone: PreTrainedModel,
+    config: GenerationConfig,
+    processors: LogitsProcessorList,
+    model_kwargs: dict[str, Any],
+    input_ids: torch.Tensor,
+) -> CandidateAdapter:
+    """A speculator's chains for transformers' own assisted loop (batch 1)."""
+    number, longest = speculator.default_draft(), speculator.longest_draft()
+    number = min(config.num_assistant_tokens or number, number if longest is None else longest)
+    options = CallOptions(num_assistant_tokens=number)
+    made = DraftOptions.of_call(options, backbone, True, config, processors, input_ids)
+    return CandidateAdapter(speculator.make_drafter(made), made, model_kwargs.get("attention_mask"))
+
+
+def _tell(reason: str, options: CallOptions) -> None:
+    """Says why a call decodes plainly.
+
+    Raises:
+        ValueError: Speculation was asked for by name.
+    """
+    if options.use_mtp:
+        raise ValueError(f"use_mtp=True cannot be combined with {reason}; drop one of them")
+    logger.warning_once(f"Decoding one token at a time, without speculation, because of {reason}.")
+
+
+def _check_rule(options: CallOptions, speculator: Speculator) -> None:
+    rules = speculator.rules
+    if options.verification is not None and options.verification not in rules:
+        raise ValueError(f"verification={options.verification!r} is unknown; choose {' or '.join(map(repr, rules))}")
+
+
+def _draft_length(asked: int | None, speculator: Speculator) -> int:
+    longest = speculator.longest_draft()
+    if asked is None:
+        return speculator.default_draft()
+    if longest is not None and asked > longest > 0:
+        logger.warning_once(f"num_assistant_tokens={asked} exceeds window - 1 = {longest}; drafting {longest} tokens.")
+    return asked if longest is None else min(asked, longest)
+
+
+def _check_prompt(input_ids: torch.Tensor, vocab_size: int) -> None:
+    if input_ids.shape[1] == 0:
+        raise ValueError("input_ids is empty; pass at least one token, for example the bos token")
+    low, high = (int(bound) for bound in input_ids.aminmax())
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(f"input_ids holds id {wrong}; ids of this model lie in 0 .. {vocab_size - 1}")

@@ -1,0 +1,122 @@
+"""What one call of `generate` asks of speculation: read once, checked at the door, and kept beside the call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import GenerationConfig
+
+SCHEDULES = ("constant", "heuristic", "heuristic_transient", "adaptive")
+"""Values of `num_assistant_tokens_schedule`; all but the last draft a constant number here."""
+OWN = ("verification", "draft_tree", "uniforms", "seed", "slot_budget", "best_of")
+"""Keyword arguments of `generate` that transformers does not know."""
+
+
+@dataclass
+class CallOptions:
+    """Options of one call of `generate`.
+
+    Attributes:
+        use_mtp: Speculate (True: or an error that says why not; None: where possible; False: not).
+        verification: Name of the rule; None for the default.
+        num_assistant_tokens: Tokens to draft; None for the default.
+        schedule: How that number changes in the course of the call.
+        threshold: A draft ends with a token that its own law gave less probability; 0: never.
+        draft_tree: Options of a tree of drafts; None for a chain.
+        extra: Options of one kind of drafter only: `uniforms`, `seed`, `slot_budget`, `best_of`.
+        needs_our_loop: Our loop decodes even where nothing is drafted: tokens come from given uniforms.
+    """
+
+    use_mtp: bool | None = None
+    verification: str | None = None
+    num_assistant_tokens: int | None = None
+    schedule: str = "constant"
+    threshold: float = 0.0
+    draft_tree: dict[str, int] | str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    needs_our_loop: bool = False
+
+    @classmethod
+    def read(cls, own: dict[str, Any], sources: tuple[Any, ...]) -> CallOptions:
+        """Takes every option from where it is set first, and checks it.
+
+        Args:
+            own: The keyword arguments of `OWN` that were given.
+            sources: Keyword arguments, the config that was passed, the model's own config.
+
+        Raises:
+            ValueError: A value that cannot be meant; the message names the option and what would be right.
+        """
+        use_mtp, number, schedule, threshold, rule = (
+            first_set(name, sources)
+            for name in (
+                "use_mtp",
+                "num_assistant_tokens",
+                "num_assistant_tokens_schedule",
+                "assistant_confidence_threshold",
+                "verification",
+            )
+        )
+        _check(use_mtp, number, schedule, threshold)
+        extra = {name: own[name] for name in OWN[2:] if own.get(name) is not None}
+        return cls(
+            use_mtp=use_mtp,
+            verification=own.get("verification") or rule,
+            num_assistant_tokens=number,
+            schedule=schedule or "constant",
+            threshold=threshold or 0.0,
+            draft_tree=own.get("draft_tree"),
+            extra=extra,
+        )
+
+
+def first_set(name: str, sources: tuple[Any, ...]) -> Any:
+    """The first value that is set: keyword arguments before the config passed, before the model's own."""
+    for source in sources:
+        value = source.get(name) if isinstance(source, dict) else getattr(source, name, None)
+        if value is not None:
+            return value
+    return None
+
+
+def _check(use_mtp: Any, number: Any, schedule: Any, threshold: Any) -> None:
+    if use_mtp is not None and not isinstance(use_mtp, bool):
+        raise ValueError(f"use_mtp={use_mtp!r} must be True, False or None (speculate where possible)")
+    if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+        raise ValueError(f"num_assistant_tokens={number!r} must be a whole number of at least 1")
+    if number is not None and number < 1:
+        raise ValueError(
+            f"num_assistant_tokens={number} must be at least 1; to decode without drafts use use_mtp=False"
+        )
+    if schedule is not None and schedule not in SCHEDULES:
+        raise ValueError(
+            f"num_assistant_tokens_schedule={schedule!r} is unknown; choose one of {', '.join(map(repr, SCHEDULES))}"
+        )
+    if threshold is not None and not 0 <= threshold <= 1:
+        raise ValueError(f"assistant_confidence_threshold={threshold} must lie between 0 and 1")
+
+
+def obstacle(config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+    """What in a call rules out speculation on any backbone, in the user's words."""
+    for name, is_plain in _PLAIN.items():
+        value = getattr(config, name, None)
+        if not is_plain(value):
+            return f"{name}={value!r}"
+    if config.penalty_alpha and (config.top_k or 0) > 1 and not config.do_sample:
+        return "contrastive search (penalty_alpha)"
+    if config.constraints is not None or config.force_words_ids is not None:
+        return "constrained beams"
+    if type(config.watermarking_config).__name__ == "SynthIDTextWatermarkingConfig":
+        return "a SynthID watermark, which counts its calls"
+    return "inputs_embeds" if model_kwargs.get("inputs_embeds") is not None else None
+
+
+_PLAIN = {
+    "num_beams": lambda value: (value or 1) == 1,
+    "use_cache": lambda value: value is not False,
+    "cache_implementation": lambda value: value in (None, "dynamic", "offloaded"),
+    "guidance_scale": lambda value: value in (None, 1),
+    "output_attentions": lambda value: not value,
+}
+"""Fields of a GenerationConfig, and which of their values leave room for speculation."""

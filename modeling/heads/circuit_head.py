@@ -1,0 +1,106 @@
+"""The head of every circuit (MtPC): from a hidden state to the parameters of its law."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from ...configuration import MTPHeadConfig
+from .backbone_parts import BackboneParts
+from .circuits import CIRCUITS
+from .ff import FFHead
+from .shared import SharedHead
+
+
+class CircuitHead(nn.Module):
+    """Parameters of a circuit (MtPC): one leaf unembedding per position and state, and the weights of its sums.
+
+    Memory in parameters: leaves n r V d (`leaf="full"`) or n r d^2 (`"shared"`); sum weights z r d with z sums, where
+    CP has z = 1, HMM 1 + (n - 1) r (1 + r if homogeneous) and BTree 1 + (n - 2) r; z r if not contextual.
+
+    Args:
+        config: Head options.
+        hidden_size: d.
+        vocab_size: V.
+
+    Raises:
+        ValueError: A full leaf tensor larger than this machine's memory.
+    """
+
+    def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
+        super().__init__()
+        self.config, self.vocab_size = config, vocab_size
+        self.num_heads = config.window * config.rank
+        if config.leaf == "full":
+            _check_memory(config, hidden_size, vocab_size)
+        self.leaf = (FFHead if config.leaf == "full" else SharedHead)(hidden_size, vocab_size, self.num_heads)
+        sums = config.rank * (1 + config.rank * self.num_sum_matrices)
+        self.sum_bias = nn.Parameter(torch.zeros(sums))
+        self.sum_weight = nn.Parameter(torch.zeros(sums, hidden_size)) if config.contextual else None
+
+    @property
+    def num_sum_matrices(self) -> int:
+        """[r, r] sums beside the root: transitions of an HMM, inner nodes of a BTree."""
+        counts = CIRCUITS[self.config.head_type].sum_counts(self.config.window)
+        return counts[-1] if self.config.homogeneous else counts[0]
+
+    def forward(self, hidden_states: torch.Tensor, backbone: BackboneParts | None = None) -> dict[str, torch.Tensor]:
+        """Parameters of the law given hidden states [..., d].
+
+        Args:
+            hidden_states: [..., d].
+            backbone: Whose unembedding the leaves share; not needed with `leaf="full"`.
+
+        Returns:
+            `leaf_logits` [..., n, r, V], `root_logits` [..., r] and what else the family has (`circuit_from_logits`).
+        """
+        rank = self.config.rank
+        sums = self.sum_bias.expand(*hidden_states.shape[:-1], -1)
+        if self.sum_weight is not None:
+            sums = nn.functional.linear(hidden_states, self.sum_weight, self.sum_bias)
+        leaves = self.leaf(hidden_states, backbone=backbone).unflatten(-2, (self.config.window, rank))
+        parameters = {"leaf_logits": leaves, "root_logits": sums[..., :rank]}
+        if self.num_sum_matrices:
+            name = CIRCUITS[self.config.head_type].parameters[1]
+            parameters[name] = sums[..., rank:].unflatten(-1, (self.num_sum_matrices, rank, rank))
+        return parameters
+
+    @torch.no_grad()
+    def reset_head(self, std: float) -> None:
+        """Random sum weights whose logits vary over contexts (deviation about 0.5, whatever `std` is).
+
+        States can then separate in training.
+        """
+        if self.sum_weight is not None:
+            init.normal_(self.sum_weight, std=0.5 * self.sum_weight.shape[1] ** -0.5)
+        bias = torch.zeros_like(self.sum_bias) if self.config.contextual else torch.randn_like(self.sum_bias) * 0.5
+        if CIRCUITS[self.config.head_type].persistent:
+            rank = self.config.rank
+            bias[rank:].view(-1, rank, rank).diagonal(dim1=1, dim2=2).add_(self.config.identity_bias)
+        init.copy_(self.sum_bias, bias)
+
+    def resize(self, vocab_size: int, std: float | None) -> None:
+        """Changes the number of token ids, see `FFHead.resize`."""
+        self.leaf.resize(vocab_size, std)
+        self.vocab_size = vocab_size
+
+    @torch.no_grad()
+    def copy_leaves(self, heads: FFHead) -> None:
+        """Gives all states of position i the weights of FF head i (of the last head, beyond it): then q is FF's law."""
+        rows = heads.weight.unflatten(0, (heads.num_heads, heads.vocab_size))
+        source = [min(i, heads.num_heads - 1) for i in range(self.config.window) for _ in range(self.config.rank)]
+        self.leaf.weight.copy_(rows[source].flatten(0, 1))
+
+
+def _check_memory(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
+    needed = 4 * config.window * config.rank * hidden_size * vocab_size
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > available:
+        raise ValueError(
+            f"leaf='full' with window={config.window}, rank={config.rank}, hidden_size={hidden_size} and "
+            f"vocab_size={vocab_size} needs {needed / 2**30:.0f} GiB in float32, and this machine has "
+            f"{available / 2**30:.0f} GiB; use leaf='shared', or a smaller rank or window"
+        )

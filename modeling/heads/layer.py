@@ -1,0 +1,94 @@
+"""Heads that are decoder layers on the states below the backbone's last layer (Gloeckle et al., Mehra et al.)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import Cache, PreTrainedModel
+from transformers import initialization as init
+
+from ...configuration import MTPHeadConfig
+from .backbone_parts import BackboneParts, trunk
+from .decoder_layers import DecoderLayers, read_config
+
+
+class LayerHead(nn.Module):
+    """Logits of head k are W norm(f_k(z)): a decoder layer f_k of its own, the backbone's norm and unembedding.
+
+    z is the input of the backbone's last layer or, with `mix="weighted"`, a learned mean of the outputs of all layers
+    below it, one mean per head. Position 1 is the backbone's own law (`first="backbone"`), or has a head like the rest.
+
+    Args:
+        config: Head options: `window`, `first`, `mix`, `mix_temperature`, `mix_init`, `backbone_config`.
+        hidden_size: d.
+        vocab_size: V.
+    """
+
+    def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
+        super().__init__()
+        self.config, self.vocab_size = config, vocab_size
+        count = config.window - (config.first == "backbone")
+        self.layers = DecoderLayers(read_config(config.backbone_config), count)
+        self.rotary = self.layers.rotary()
+        mixed = len(hidden_layers(config)) - 1
+        self.mix = nn.Parameter(torch.zeros(count, mixed)) if config.mix == "weighted" else None
+
+    def features(
+        self,
+        states: Sequence[torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        backbone: BackboneParts,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        """What the unembedding reads for every position of the window, [B, T, n d].
+
+        Args:
+            states: Those that `hidden_layers` names, [B, T, d] each.
+            attention_mask: [B, past + T], 0 for padding.
+            position_ids: [B or 1, T].
+            backbone: Whose norm is borrowed.
+            cache: Keys and values of earlier rows; extended.
+        """
+        *below, last = states
+        outputs = self.layers.run(self._inputs(below), self.rotary, attention_mask, position_ids, cache)
+        normed = [backbone.norm(output) for output in outputs]
+        return torch.cat(normed if self.config.first == "own" else [last.to(normed[0].dtype), *normed], -1)
+
+    def _inputs(self, below: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        dtype = next(self.layers.parameters()).dtype
+        if self.mix is None:
+            return [below[-1].to(dtype)] * len(self.layers)
+        shares = (self.mix / self.config.mix_temperature).softmax(-1)
+        return list(torch.einsum("kl,l...d->k...d", shares, torch.stack(list(below)).to(dtype)))
+
+    def forward(self, features: torch.Tensor, backbone: BackboneParts | None = None) -> dict[str, torch.Tensor]:
+        """`leaf_logits` [..., n, 1, V] from features [..., n d]."""
+        states = features.unflatten(-1, (self.config.window, -1))
+        return {"leaf_logits": backbone.unembed(states).unsqueeze(-2)}
+
+    @torch.no_grad()
+    def reset_head(self, std: float) -> None:
+        """Starts the means, whatever `std` is."""
+        if self.mix is None:
+            return
+        uniform = self.config.mix_init == "uniform"
+        start = torch.full_like(self.mix, 0.1 if uniform else 0.0)
+        start[:, -1] += 0.0 if uniform else 10 * self.config.mix_temperature  # all but e^-10 of the mean
+        init.copy_(self.mix, start)
+
+    def start_from(self, backbone: PreTrainedModel) -> None:
+        """Every layer starts as the backbone's last one."""
+        weights = trunk(backbone).layers[-1].state_dict()
+        for layer in self.layers:
+            layer.load_state_dict(weights)
+
+
+def hidden_layers(config: MTPHeadConfig) -> list[int]:
+    """The states that layer heads read: below the last layer, and the last."""
+    if config.mix == "none":
+        return [-2, -1]
+    layers = read_config(config.backbone_config).get_text_config().num_hidden_layers
+    return [*range(1, layers), -1]

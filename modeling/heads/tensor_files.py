@@ -1,0 +1,59 @@
+"""Tensors of foreign folders: safetensors, or pickles that hold tensors and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Fields of a JSON file; none where there is no such file."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def write_json(file: Path, values: Mapping[str, Any]) -> None:
+    """Writes fields as JSON."""
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def read_tensors(files: Iterable[Path], prefix: str = "") -> dict[str, torch.Tensor]:
+    """Tensors of all files whose names begin with `prefix`, which is taken off.
+
+    Raises:
+        ValueError: A pickle of more than tensors.
+    """
+    found = {}
+    for file in files:
+        found |= _read_safetensors(file, prefix) if file.suffix == ".safetensors" else _read_pickle(file, prefix)
+    return found
+
+
+def _read_safetensors(file: Path, prefix: str) -> dict[str, torch.Tensor]:
+    with safe_open(file, framework="pt") as opened:
+        names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118
+        return {name.removeprefix(prefix): opened.get_tensor(name) for name in names}
+
+
+def _read_pickle(file: Path, prefix: str) -> dict[str, torch.Tensor]:
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise ValueError(f"{file} holds more than tensors, and is not unpickled; save its state_dict alone") from error
+    return {name.removeprefix(prefix): tensor for name, tensor in loaded.items() if name.startswith(prefix)}
+
+
+def refuse_unknown(folder: Path, names: Iterable[str]) -> None:
+    """Nothing of a checkpoint is skipped in silence.
+
+    Raises:
+        ValueError: There are such tensors.
+    """
+    if names := sorted(names):
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        raise ValueError(f"{folder}: {len(names)} tensors are not known in this layout: {shown}")

@@ -1,0 +1,34 @@
+"""Index tensors that are made once: a decoding cycle must not make them from Python numbers. A leaf for every room."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+
+@lru_cache(maxsize=256)
+def line(length: int, device: torch.device) -> torch.Tensor:
+    """0, 1, .., length - 1, made once; never to be written to."""
+    with torch.inference_mode(False):  # it may serve a later call that is not in inference mode
+        return torch.arange(length, device=device)
+
+
+def steps(start: int, length: int, device: torch.device) -> torch.Tensor:
+    """start, start + 1, .., start + length - 1, a slice of a line that is long enough for many more."""
+    first = max(start, 0)
+    found = line(1 << (first + length).bit_length(), device)[first : first + length]
+    return found if start >= 0 else found + start
+
+
+@lru_cache(maxsize=4096)
+def numbers(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Some numbers as a tensor, copied to the device once; never to be written to."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.long, device=device)
+
+
+def same_place(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The tensor on a device and, where one is given, in a dtype; itself where it is that already."""
+    dtype = dtype or tensor.dtype
+    return tensor if tensor.device == device and tensor.dtype == dtype else tensor.to(device, dtype)

@@ -1,0 +1,298 @@
+"""Draft trees: what they are as tensors, and how they grow, against goldens, brute force and enumeration."""
+
+import contextlib
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from tests.laws import chi_square
+from tests.no_sync import NoSync
+from tests.tree_worlds import WARPS, V, World, emitted_law
+from tokenahead.generation import trees as growth
+from tokenahead.generation.trees import (
+    DraftTree,
+    choices_from_accuracies,
+    drawn_tree,
+    dynamic_tree,
+    ranked_tree,
+    static_tree,
+)
+from tokenahead.modeling.sampling import race_order
+
+DATA = Path(__file__).parent.parent / "data" / "trees"
+GROWTH, CHOICES = load_file(DATA / "growth.safetensors"), load_file(DATA / "choices.safetensors")
+
+
+def ancestors(parents: list[int], place: int) -> list[int]:
+    """The places on the way from b to a place."""
+    return [0] if place == 0 else [*ancestors(parents, parents[place - 1] + 1), place]
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.lists(st.integers(0, 100), min_size=12, max_size=12), min_size=1, max_size=3), st.integers(0, 12))
+def test_mask_positions_and_paths_are_those_of_every_row(rows, size):
+    parents = [[row[node] % (node + 1) - 1 for node in range(size)] for row in rows]
+    tree = DraftTree(torch.zeros(len(rows), size, dtype=torch.long), torch.tensor(parents).view(len(rows), size).long())
+    paths = [[ancestors(row, place) for place in range(size + 1)] for row in parents]
+    deepest = max(len(path) - 1 for row in paths for path in row)
+    for tree.depth in (size, deepest):
+        tree.__dict__.pop("_ancestors", None)
+        assert tree.positions().tolist() == [[len(path) - 1 for path in row] for row in paths]
+        want = [[[place in path for place in range(size + 1)] for path in row] for row in paths]
+        assert tree.mask().tolist() == want
+        padded = [[path + path[-1:] * (tree.depth + 1 - len(path)) for path in row] for row in paths]
+        assert tree.paths().tolist() == padded
+
+
+@pytest.mark.parametrize("length", [0, 1, 5])
+def test_a_chain_is_a_tree(length):
+    draft = torch.randint(9, (3, length))
+    chain, counts = DraftTree.chain(draft), torch.tensor([0, 1, 2])
+    tree = DraftTree(draft, chain.parents)
+    assert chain.is_chain and not tree.is_chain and chain.depth == tree.depth == length
+    for name in ("mask", "positions", "paths"):
+        assert torch.equal(getattr(chain, name)(), getattr(tree, name)())
+    assert chain.real() is None
+    assert DraftTree.chain(draft, counts=counts).real().tolist() == [[i < n for i in range(length)] for n in (0, 1, 2)]
+
+
+def test_a_chain_keeps_the_drafters_laws_as_they_are():
+    q = torch.rand(2, 3, 5)
+    assert DraftTree.chain(torch.zeros(2, 3, dtype=torch.long), q).laws is q
+
+
+def test_tensors_made_in_inference_mode_serve_outside():
+    with torch.inference_mode():
+        DraftTree.chain(torch.zeros(1, 77, dtype=torch.long)).mask()
+    chain = DraftTree.chain(torch.zeros(1, 77, dtype=torch.long))
+    assert not chain.positions().is_inference() and not chain.mask().is_inference()
+
+
+class Table:
+    """Laws that depend on a state, which moves with every token; grows trees for a batch of states."""
+
+    def __init__(self, laws: torch.Tensor, states: list[int], move=lambda state, token: state * 31 + token + 7) -> None:
+        self.laws, self.move, self.frontier = laws, move, torch.tensor(states)[:, None]
+        self.first, self.calls = laws[self.frontier[:, 0]], []
+
+    def expand(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+        assert (parents == -1).all() if not self.calls else (parents >= 0).all()
+        self.calls.append(tokens.shape[1])
+        self.frontier = self.move(self.frontier.gather(1, parents.clamp(min=0)), tokens) % len(self.laws)
+        return self.laws[self.frontier]
+
+    def likeliest(self, state: int, depth: int, top_k: int, size: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of a dynamic tree, by sorting lists in float32."""
+        nodes, level = [], [(torch.tensor(0.0), state, -1)]
+        for _ in range(depth + 1):
+            start = len(nodes)
+            for value, at, parent in level:
+                for token in self.laws[at].topk(top_k).indices.tolist():
+                    nodes.append((value + self.laws[at][token], self.move(at, token) % len(self.laws), parent, token))
+            best = sorted(range(start, len(nodes)), key=lambda i: (-float(nodes[i][0]), i))[:top_k]
+            level = [(nodes[i][0], nodes[i][1], i) for i in best]
+        kept = sorted(sorted(range(len(nodes)), key=lambda i: (-float(nodes[i][0]), i))[:size])
+        return [nodes[i][3] for i in kept], [kept.index(nodes[i][2]) if nodes[i][2] >= 0 else -1 for i in kept]
+
+
+@pytest.mark.parametrize("number", range(len(GROWTH["options"])))
+def test_dynamic_trees_are_those_of_the_official_code(number):
+    total, depth, top_k = GROWTH["options"][number].tolist()
+    table = Table(GROWTH["table"], [0, 0])
+    tree = dynamic_tree(table.first, table.expand, depth=depth, top_k=top_k, total_tokens=total)
+    assert table.calls == [top_k] * depth and tree.depth == min(depth + 1, total - 1) and tree.laws is None
+    have = {"tokens": tree.tokens, "parents": tree.parents, "mask": tree.mask(), "positions": tree.positions()}
+    for name, got in have.items():
+        assert torch.equal(got, GROWTH[f"tree{number}_{name}"].expand_as(got)), name
+
+
+@pytest.mark.parametrize(("depth", "top_k", "total"), [(3, 4, 20), (5, 2, 12), (0, 3, 3), (2, 1, 9), (1, 50, 30)])
+def test_every_row_grows_its_own_tree(depth, top_k, total):
+    states = [3, 11, 40]
+    table = Table(GROWTH["table"].clone(), states)
+    tree = dynamic_tree(table.first, table.expand, depth=depth, top_k=top_k, total_tokens=total)
+    width = min(top_k, table.laws.shape[1])
+    size = min(total - 1, width + depth * width**2)
+    for row, state in enumerate(states):
+        want = table.likeliest(state, depth, width, size)
+        assert (tree.tokens[row].tolist(), tree.parents[row].tolist()) == want
+
+
+def test_no_child_comes_without_its_parent_where_values_tie():
+    """Laws of certainty: every value on the certain path is 0, and the others' differ by less than they round to."""
+    laws = torch.full((7, 12), -1e9)
+    laws[torch.arange(7), torch.tensor([3, 1, 4, 1, 5, 9, 2])] = 0.0
+    laws = (laws + torch.linspace(-1, 0, 12)).log_softmax(-1)
+    table = Table(laws, [0, 5], lambda state, token: state * 3 + token + 1)
+    tree = dynamic_tree(table.first, table.expand, depth=6, top_k=4, total_tokens=7)
+    for row, state in enumerate((0, 5)):
+        path = []
+        for _ in range(6):
+            path.append(int(laws[state].argmax()))
+            state = (state * 3 + path[-1] + 1) % 7  # noqa: PLW2901
+        assert tree.tokens[row].tolist() == path and tree.parents[row].tolist() == list(range(-1, 5))
+
+
+def test_excluded_tokens_are_drafted_last():
+    laws = torch.full((1, 6), -torch.inf)
+    laws[0, [2, 4]] = math.log(0.5)
+    table = Table(laws, [0, 0])
+    tree = dynamic_tree(table.first, table.expand, depth=1, top_k=3, total_tokens=7)
+    assert tree.tokens.tolist() == [[2, 4, 2, 4, 2, 4]] * 2
+    assert tree.parents.tolist() == [[-1, -1, 0, 0, 1, 1]] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(depth=-1, top_k=2, total_tokens=5), "depth=-1 .* at least 0"),
+        (dict(depth=2, top_k=0, total_tokens=5), "top_k=0 .* at least 1"),
+        (dict(depth=2, top_k=2, total_tokens=1), "total_tokens=1 .* at least 2"),
+        (dict(depth=2, top_k=2.5, total_tokens=9), "top_k=2.5 .* whole number"),
+    ],
+)
+@pytest.mark.parametrize("grow", [dynamic_tree, drawn_tree])
+def test_impossible_sizes_are_refused(grow, options, message):
+    with pytest.raises(ValueError, match=message):
+        grow(torch.zeros(1, 4), None, **options)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("warp", WARPS)
+def test_text_from_drawn_trees_has_the_targets_law(warp, rule, monkeypatch):
+    """All draws of a tree whose shape depends on them: two of three tokens for b, then three children for the two."""
+    world, pairs = World(warp, 2), torch.tensor(list(itertools.permutations(range(V), 2)))
+    draws = torch.tensor(list(itertools.product(range(len(pairs)), repeat=3))).repeat(2, 1)
+    chance = torch.ones(len(draws), dtype=torch.float64)
+    kept, used = [pairs[draws[:, :1]], pairs[draws[:, 1:]]], []
+
+    def dictate(q, count, generator):
+        used.append(q)
+        return kept[len(used) - 1]
+
+    row = torch.arange(2).repeat_interleave(len(draws) // 2)[:, None]
+    expand = lambda tokens, parents: world.q[row, 1 + tokens]  # noqa: E731
+    monkeypatch.setattr(growth, "race_order", dictate)
+    tree = drawn_tree(world.q[row[:, 0], 0], expand, depth=1, top_k=2, total_tokens=6)
+    assert len(used) == 2 and tree.tokens.shape[1] == 5
+    for q, drawn in zip(used, kept):
+        first, second = q.gather(-1, drawn).unbind(-1)
+        alone = first == 1  # nothing is left: any one of the others comes second, which is no draw
+        chance *= torch.where(alone, 0.5, first * second / (1 - first).masked_fill(alone, 1)).prod(1)
+    torch.testing.assert_close(chance.view(2, -1).sum(1), torch.ones(2, dtype=torch.float64))
+    assert (tree.parents[chance > 0].unique(dim=0)).shape[0] > 1 or warp == "top_k"
+    assert (emitted_law(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
+
+
+def random_laws(count: int) -> Table:
+    return Table((2 * torch.randn(23, 30, generator=torch.Generator().manual_seed(7))).softmax(-1), list(range(count)))
+
+
+@pytest.mark.parametrize(("depth", "top_k", "total"), [(5, 10, 60), (2, 3, 8), (0, 4, 5), (4, 1, 4), (7, 2, 60)])
+def test_drawn_trees_are_trees_with_their_laws(depth, top_k, total):
+    table = random_laws(8)
+    tree = drawn_tree(table.first, table.expand, depth=depth, top_k=top_k, total_tokens=total)
+    size = tree.tokens.shape[1]
+    assert size <= total - 1 and tree.laws.shape == (8, size + 1, 30) and not tree.replacement
+    assert size == total - 1 or top_k < 3
+    for row in range(8):
+        states, parents = [row], tree.parents[row].tolist()
+        for node, parent in enumerate(parents):
+            assert parent < node
+            states.append((states[parent + 1] * 31 + int(tree.tokens[row, node]) + 7) % 23)
+        for parent in set(parents):
+            children = tree.tokens[row][tree.parents[row] == parent].tolist()
+            assert len(set(children)) == len(children) <= top_k
+            assert torch.equal(tree.laws[row, parent + 1], table.laws[states[parent + 1]])
+    assert int(tree.positions().max()) == tree.depth
+
+
+def test_likely_paths_draw_more_children():
+    law = torch.tensor([[0.9, 0.06, 0.04]]).expand(400, 3)
+    expand = lambda tokens, parents: law[:, None].expand(-1, tokens.shape[1], 3)  # noqa: E731
+    tree = drawn_tree(law, expand, depth=1, top_k=2, total_tokens=5)
+    sure = (tree.tokens[:, :2] == 0).any(1)
+    children = tree.tokens[:, :2].gather(1, tree.parents[:, 2:])
+    assert sure.float().mean() > 0.9 and (children[sure] == 0).all()
+
+
+def test_draws_without_replacement_come_in_the_order_of_their_law():
+    weights = torch.tensor([0.5, 0.0, 0.3, 0.2]).expand(40_000, 4)
+    drawn = race_order(weights, 2, torch.Generator().manual_seed(2))
+    w = weights[0].double()
+    law = (w[:, None] * w / (1 - w[:, None])).fill_diagonal_(0)
+    assert chi_square(drawn[:, 0] * 4 + drawn[:, 1], law.flatten()) > 1e-4
+
+
+def paths_of(table: torch.Tensor) -> list[tuple[int, ...]]:
+    return [tuple(rank for rank in row if rank >= 0) for row in table.tolist()]
+
+
+def test_static_trees_are_those_of_the_official_code():
+    choices = paths_of(CHOICES["choices"])
+    for given_choices in (choices, choices[::-1]):
+        parents, ranks = static_tree(given_choices)
+        assert torch.equal(parents, CHOICES["parents"]) and torch.equal(ranks, CHOICES["ranks"])
+    tree = DraftTree(ranks[None], parents[None])
+    assert torch.equal(tree.mask()[0], CHOICES["mask"]) and torch.equal(tree.positions()[0], CHOICES["positions"])
+
+
+def test_choices_from_accuracies_are_those_of_the_official_code():
+    assert choices_from_accuracies(CHOICES["accuracies"], int(CHOICES["num_nodes"])) == paths_of(CHOICES["chosen"])
+    assert choices_from_accuracies(torch.tensor([[0.9, 0.1], [0.8, 0.05]]), 99) == [
+        (0,),
+        (0, 0),
+        (1,),
+        (1, 0),
+        (0, 1),
+        (1, 1),
+    ]
+
+
+@pytest.mark.parametrize("choices", [[(0,), (1, 0)], [(0,), (0,)], [(0,), (-1,)]])
+def test_paths_without_parents_or_given_twice_are_refused(choices):
+    with pytest.raises(ValueError, match="must be there once"):
+        static_tree(choices)
+
+
+@pytest.mark.parametrize("choices", [paths_of(CHOICES["choices"]), [(2,), (0,), (2, 1), (2, 1, 0), (0, 3), (2, 0)]])
+def test_ranked_trees_hold_the_tokens_of_their_ranks(choices):
+    states = [4, 9]
+    table = Table(GROWTH["table"], states)
+    tree = ranked_tree(choices, table.first, table.expand)
+    paths = sorted(choices, key=lambda path: (len(path), path))
+    assert tree.depth == len(paths[-1]) and torch.equal(tree.parents[0], static_tree(choices)[0])
+    inner = {path[:-1] for path in paths} - {()}
+    assert table.calls == [sum(len(path) == n for path in inner) for n in range(1, tree.depth)]
+    for row, state in enumerate(states):
+        found = {(): state}
+        for node, path in enumerate(paths):
+            before = found[path[:-1]]
+            token = int(table.laws[before].topk(10).indices[path[-1]])
+            assert tree.tokens[row, node] == token
+            found[path] = (before * 31 + token + 7) % len(table.laws)
+
+
+def test_growing_never_makes_the_host_wait():
+    log_probs = GROWTH["table"][:2]
+    expand = lambda tokens, parents: log_probs[:, None].expand(-1, tokens.shape[1], -1)  # noqa: E731
+    laws = lambda tokens, parents: expand(tokens, parents).exp()  # noqa: E731
+    for mode in (contextlib.nullcontext(), NoSync()):
+        with mode:
+            dynamic_tree(log_probs, expand, depth=2, top_k=3, total_tokens=9)
+            drawn_tree(log_probs.exp(), laws, depth=2, top_k=3, total_tokens=9)
+            ranked_tree([(0,), (1,), (1, 2)], log_probs, expand)
+
+
+@pytest.mark.parametrize(
+    "waits", [lambda x: x.sum().item(), lambda x: bool(x.any()), lambda x: x[x > 0], lambda x: torch.tensor([1])]
+)
+def test_waiting_is_noticed(waits):
+    with NoSync(), pytest.raises(AssertionError, match="waits for the device"):
+        waits(torch.ones(2))

@@ -1,0 +1,177 @@
+"""Circuit heads: what the config builds, how they start, what they learn, and what is refused."""
+
+import pytest
+import torch
+
+from tests.models import TRAINED, tiny_model
+from tokenahead import EvaByteForMTPC, MTPHeadConfig, MTPHeads
+from tokenahead.modeling.heads.circuit_head import CircuitHead
+from tokenahead.modeling.heads.registry import build_head, window_law
+
+CIRCUITS = ["cp", "hmm", "btree"]
+VARIANTS = [
+    *({"head_type": kind} for kind in CIRCUITS),
+    {"head_type": "hmm", "homogeneous": True},
+    {"head_type": "hmm", "contextual": False},
+    {"head_type": "btree", "contextual": False},
+    {"head_type": "btree", "leaf": "shared"},
+]
+TOKENS = torch.randint(64, 320, (2, 60), generator=torch.Generator().manual_seed(2))
+
+
+def name(options):
+    return "-".join(str(value) for value in options.values())
+
+
+@pytest.mark.parametrize("window", [2, 3, 6, 8])
+@pytest.mark.parametrize("kind", CIRCUITS)
+def test_a_circuit_starts_as_the_law_of_the_ff_heads(kind, window):
+    model = tiny_model()
+    hidden = torch.randn(5, 32)
+    tokens = torch.randint(0, 320, (5, window))
+    model.set_head(head_type="ff", window=window)
+    expected = model.window_law(hidden).conditional_log_probs(tokens)
+    model.set_head(head_type=kind, window=window, rank=4)
+    torch.testing.assert_close(model.window_law(hidden).conditional_log_probs(tokens), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=name)
+def test_save_load_and_generate(options, tmp_path):
+    model = tiny_model()
+    model.set_head(rank=3, window=6, **options)
+    with torch.no_grad():
+        for parameter in model.mtp_head.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(tmp_path)
+    again = EvaByteForMTPC.from_pretrained(tmp_path).eval()
+    assert again.config.mtp_head.options() == model.config.mtp_head.options()
+    before, after = model.state_dict(), again.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    again.generation_config.eos_token_id = None
+    prompt = TOKENS[:1, :20]
+    for greedy in (dict(do_sample=False), dict(do_sample=False, num_assistant_tokens=2)):
+        plain = again.generate(prompt, use_mtp=False, max_new_tokens=20, **greedy)
+        assert torch.equal(again.generate(prompt, max_new_tokens=20, **greedy), plain)
+    for sampled in (dict(top_k=0), dict(temperature=0.5), dict(top_p=0.8)):
+        out = again.generate(prompt, do_sample=True, max_new_tokens=20, num_return_sequences=3, **sampled)
+        assert out.shape == (3, 40)
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=name)
+def test_training_the_head_alone_moves_it_and_nothing_else(options):
+    model = tiny_model().train()
+    model.set_head(rank=3, window=6, **options)
+    model.train_only("heads")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    losses = []
+    for _ in range(8):
+        loss = model(TOKENS, labels=TOKENS).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]) != key.startswith("mtp_head."), key
+
+
+@pytest.mark.parametrize("kind", CIRCUITS)
+def test_components_separate_in_training(kind):
+    """Copied leaves and contextual sum weights: equal states grow apart, and the mixture beats the FF heads."""
+    pairs = torch.tensor([[100, 101, 102, 103], [200, 201, 202, 203]])
+    text = pairs[torch.randint(0, 2, (32, 12))].flatten(1)
+    model = tiny_model().train()
+    model.set_head(head_type=kind, window=4, rank=4)
+    model.train_only("heads")
+    leaf = model.mtp_head.leaf.weight
+    spread = lambda: leaf.detach().view(4, 4, 320, -1).std(1).mean()  # noqa: E731
+    assert spread() == 0
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    for _ in range(60):
+        loss = model(text, labels=text).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert spread() > 1e-3
+
+
+@pytest.mark.parametrize("kind", CIRCUITS)
+def test_training_with_the_backbone_trains_the_next_byte_head_too(kind):
+    model = tiny_model().train()
+    model.set_head(head_type=kind, window=4, rank=2)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in (
+        model.lm_head.weight, model.mtp_head.leaf.weight, model.model.layers[0].mlp.up_proj.weight))  # fmt: skip
+    assert (model.lm_head.weight.grad[320:] == 0).all()
+
+
+def test_masked_tokens_are_observed_or_summed_out():
+    model = tiny_model()
+    model.set_head(head_type="cp", window=3, rank=3)
+    with torch.no_grad():
+        model.mtp_head.leaf.weight.add_(torch.randn_like(model.mtp_head.leaf.weight))
+    labels = TOKENS.clone()
+    labels[:, ::2] = -100
+    losses = {}
+    for way in ("observe", "marginalise"):
+        model.config.mtp_head.masked_tokens = way
+        losses[way] = model(TOKENS, labels=labels).head_losses
+    hidden = model(TOKENS, output_hidden_states=-1).hidden_states[-1]
+    law = model.window_law(hidden[:, :-3])
+    windows = TOKENS.unfold(1, 3, 1)[:, 1:]
+    observed = -law.token_log_probs(windows)
+    scored = labels.unfold(1, 3, 1)[:, 1:] != -100
+    expected = (observed * scored).sum((0, 1)) / scored.sum((0, 1))
+    padded = model(TOKENS[:, :-1], labels=labels[:, :-1])
+    assert padded.head_losses.shape == (3,)
+    torch.testing.assert_close(losses["observe"][2], expected[2], atol=0.05, rtol=0)
+    assert not torch.allclose(losses["observe"][1:], losses["marginalise"][1:])
+    torch.testing.assert_close(losses["observe"][0], losses["marginalise"][0])
+
+
+def test_from_pretrained_makes_a_circuit_from_official_ff_heads(tmp_path):
+    model = EvaByteForMTPC.from_pretrained(TRAINED, mtp_head={"head_type": "btree", "rank": 2, "window": 8})
+    assert isinstance(model.mtp_head, CircuitHead) and model.config.num_pred_heads == 8
+    model.save_pretrained(tmp_path)
+    assert isinstance(EvaByteForMTPC.from_pretrained(tmp_path).mtp_head, CircuitHead)
+    for wrong in ({"rank": 3}, {"window": 4}, {"head_type": "cp"}):
+        with pytest.raises(ValueError, match="the checkpoint holds mtp_head=.*'btree'"):
+            EvaByteForMTPC.from_pretrained(tmp_path, mtp_head=wrong)
+
+
+def test_heads_apart_may_be_circuits():
+    model = tiny_model()
+    prompt = TOKENS[:1, :20]
+    expected = model.generate(prompt, use_mtp=False, do_sample=False, max_new_tokens=20)
+    for leaf in ("full", "shared"):
+        heads = MTPHeads.from_backbone(model, window=4, leaf=leaf, head_type="btree", rank=3)
+        out = model.generate(prompt, assistant_model=heads, do_sample=False, max_new_tokens=20)
+        assert torch.equal(out, expected)
+        heads.detach()
+
+
+@pytest.mark.parametrize("attribute", ["leaf.weight", "sum_weight"])
+def test_nan_weights_are_refused_by_name(attribute):
+    model = tiny_model()
+    model.set_head(head_type="cp", window=4, rank=2)
+    module, _, parameter = attribute.rpartition(".")
+    with torch.no_grad():
+        getattr(model.mtp_head.get_submodule(module), parameter)[0] = float("nan")
+    if attribute == "leaf.weight":
+        with pytest.raises(ValueError, match="drafting head are not numbers"):
+            model.generate(TOKENS[:1, :5], max_new_tokens=5)
+
+
+def test_a_leaf_tensor_beyond_memory_is_refused_with_the_way_out():
+    config = MTPHeadConfig(head_type="hmm", window=32, rank=64)
+    with pytest.raises(ValueError, match=r"leaf='full'.*GiB.*leaf='shared'"):
+        build_head(config, hidden_size=8192, vocab_size=256_000)
+
+
+def test_law_is_float32_whatever_the_models_dtype():
+    config = MTPHeadConfig(head_type="btree", window=4, rank=2)
+    head = build_head(config, 16, 20).to(torch.bfloat16)
+    head.reset_head(0.02)
+    law = window_law(head, config, torch.randn(3, 16, dtype=torch.bfloat16))
+    assert law.log_prob(torch.zeros(3, 4, dtype=torch.long)).dtype == torch.float32

@@ -1,0 +1,96 @@
+"""peft on every class: which modules it may wrap, which it refuses, and backbones that it has wrapped already."""
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from tests.every_model import NAMES, every_model, llama, moved_heads, prompt_for, same_texts, texts
+from tokenahead import DeepSeekMTP, MTPHeads, PTPForCausalLM
+
+EVABYTES = [name for name in NAMES if name.startswith("evabyte")]
+DEEPSEEKS = [name for name in NAMES if name.startswith("deepseek")]
+
+
+def lora(**options) -> LoraConfig:
+    return LoraConfig(**({"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False} | options))
+
+
+def trained(model: torch.nn.Module) -> set[str]:
+    """Names of the parameters that get a gradient."""
+    ids = prompt_for(model)
+    model.train()(ids, labels=ids).loss.backward()
+    model.eval()
+    return {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+
+
+@pytest.mark.parametrize("name", EVABYTES + DEEPSEEKS)
+def test_all_linear_leaves_the_head_alone(name):
+    model = get_peft_model(every_model(name), lora(target_modules="all-linear"))
+    adapted = {key.split(".lora_")[0] for key in trained(model)}
+    assert any("self_attn" in key for key in adapted) and not any("lm_head" in key for key in adapted)
+    assert same_texts(model, texts(model, use_mtp=False), use_mtp=None) or name  # sampled texts may differ
+    expected, found = (texts(model, use_mtp=how)[0] for how in (False, True))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "mtp_head.leaf"])
+def test_heads_of_several_tokens_are_no_targets(target):
+    with pytest.raises(ValueError, match="FFHead.*is not supported"):
+        get_peft_model(every_model("evabyte_btree"), lora(target_modules=[target]))
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("evabyte_ff", "lm_head"),
+        ("evabyte_btree", "mtp_head"),
+        ("evabyte_shared", "mtp_head"),
+        ("deepseek", "mtp"),
+        ("deepseek_llama", "mtp"),
+    ],
+)
+def test_heads_and_modules_are_trained_and_saved_beside_adapters(name, module, tmp_path):
+    model = get_peft_model(every_model(name), lora(modules_to_save=[module]))
+    names = trained(model)
+    assert any(f"{module}.modules_to_save" in key for key in names) and any("lora_A" in key for key in names)
+    assert all("modules_to_save" in key or "lora_" in key for key in names)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key in names:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    expected = texts(model)
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(every_model(name), tmp_path).eval()
+    assert same_texts(again, expected)
+    with again.disable_adapter():
+        assert same_texts(again, texts(every_model(name)))
+    assert same_texts(again.merge_and_unload(), expected)
+
+
+@pytest.mark.parametrize("target", [["q_proj"], "all-linear"])
+@pytest.mark.parametrize("name", ["ptp_one_hot", "ptp_categorical"])
+def test_adapters_on_gated_adapters_are_refused(name, target):
+    model = every_model(name)
+    expected = texts(model)
+    with pytest.raises(ValueError, match="gated adapters of its own"):
+        get_peft_model(model, lora(target_modules=target))
+    assert same_texts(model, expected)
+
+
+@pytest.mark.parametrize("leaf", ["shared", "full"])
+def test_heads_attach_to_a_backbone_that_peft_has_wrapped(leaf):
+    base = get_peft_model(llama(), lora()).eval()
+    expected = base.generate(prompt_for(base)[:1], max_new_tokens=9, do_sample=False)
+    heads = moved_heads(base, leaf)
+    options = {"max_new_tokens": 9, "do_sample": False, "assistant_model": heads}
+    assert torch.equal(base.generate(prompt_for(base)[:1], **options), expected)
+    again = MTPHeads(heads.config).attach(base)
+    assert again.backbone is base.get_base_model()
+    heads(prompt_for(base), labels=prompt_for(base)).loss.backward()
+    assert all(parameter.grad is None for parameter in base.parameters())
+
+
+@pytest.mark.parametrize("model_class", [DeepSeekMTP, PTPForCausalLM])
+def test_new_parts_need_a_backbone_without_adapters(model_class):
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        model_class.from_backbone(get_peft_model(llama(), lora()))

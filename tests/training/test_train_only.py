@@ -1,0 +1,49 @@
+"""`train_only("drafter")` means the same for every model, and their older words mean it, too."""
+
+import pytest
+
+from tests.families import family_model
+from tests.models import tiny_model
+from tests.ptp_models import student
+
+
+def trained(model) -> dict[str, bool]:
+    return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+
+
+def circuits():
+    model = tiny_model()
+    model.set_head(head_type="cp", rank=2, window=4)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "word", "is_drafter"),
+    [
+        (tiny_model, "heads", lambda name: name.startswith("lm_head")),  # FF heads are rows of the same tensor
+        (circuits, "heads", lambda name: name.startswith("mtp_head")),
+        (lambda: family_model("deepseek_v3"), "mtp", lambda name: name.startswith("mtp.")),
+        (student, "student", lambda name: "lora_" in name or name.startswith("uniform_embedding")),
+    ],
+    ids=["ff", "circuit", "modules", "student"],
+)
+def test_the_drafter_alone_is_trained(make, word, is_drafter):
+    model = make()
+    for part in ("drafter", word):
+        model.train_only("all")
+        assert all(trained(model).values())
+        model.train_only(part)
+        assert trained(model) == {name: is_drafter(name) for name in trained(model)}
+
+
+@pytest.mark.parametrize("make", [tiny_model, lambda: family_model("qwen2"), student], ids=["heads", "modules", "ptp"])
+def test_another_word_is_refused_with_the_right_ones(make):
+    with pytest.raises(ValueError, match=r"train_only\('backbone'\): choose 'all' or 'drafter'"):
+        make().train_only("backbone")
+
+
+def test_frozen_rows_beside_trained_ones_are_marked_by_either_word():
+    model = tiny_model()
+    for part, is_marked in (("drafter", True), ("all", False), ("heads", True)):
+        model.train_only(part)
+        assert model.lm_head.target_frozen is is_marked

@@ -1,0 +1,31 @@
+"""Optional dependencies: where one is missing, the error says which extra of this package brings it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class MissingExtraError(ModuleNotFoundError):
+    """A package that an extra of `tokenahead` would have installed is not there."""
+
+
+@contextmanager
+def needs_extra(extra: str, what: str) -> Iterator[None]:
+    """Around imports that an extra provides.
+
+    Args:
+        extra: Its name.
+        what: What cannot be done without it.
+
+    Raises:
+        MissingExtraError: An import inside the block did not find its package; the message says what to install.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "tokenahead"):  # a defect of this package, which no extra would mend
+            raise
+        message = f"{what} needs the package {package!r}: pip install 'tokenahead[{extra}]'"
+        raise MissingExtraError(message, name=error.name) from error

@@ -34,12 +34,12 @@ def box_folder() -> Path:
 
 
 def load_box(
-    head: str = "btree", folder: str | Path | None = None, dtype: torch.dtype = torch.float32
+    head: str = "ff", folder: str | Path | None = None, dtype: torch.dtype = torch.float32
 ) -> tuple[EvaByteForMTPC, PreTrainedTokenizerBase]:
     """Loads the model in the box with one of its heads.
 
     Args:
-        head: `"ff"`, `"cp"`, `"hmm"` or `"btree"`.
+        head: `"ff"`, `"cp"`, `"hmm"` or `"btree"`, as far as the box holds them.
         folder: Another box than the installed one.
         dtype: Of the weights in memory.
 

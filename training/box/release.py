@@ -20,8 +20,6 @@ from .model import held_out_bits
 from .run import BoxRun
 from .text import BYTE_OFFSET, EOS_ID, windows
 
-HEADS = ("ff", "cp", "hmm", "btree")
-"""Heads of the box."""
 _PREFIX, _NEW_BYTES, _PROMPTS = 320, 128, 8
 
 
@@ -45,7 +43,7 @@ def release_box(run: Path, output: Path, minutes: float = 10.0) -> dict[str, Any
     shutil.copy(run / "log.jsonl", output / "training.jsonl")
     shutil.copy(run / "text" / "manifest.json", output / "manifest.json")
     seal_box(output)
-    figures = measure_box(output, run, minutes)
+    figures = measure_box(output, run, list(models), minutes)
     figures["bits_per_byte_float32"] = round(kept_bits, 4)
     (output / FIGURES).write_text(json.dumps(figures, indent=1) + "\n")
     (output / "README.md").write_text(box_card(figures, json.loads((output / "manifest.json").read_text())))
@@ -53,8 +51,8 @@ def release_box(run: Path, output: Path, minutes: float = 10.0) -> dict[str, Any
     return figures
 
 
-def measure_box(folder: Path, run: Path, minutes: float) -> dict[str, Any]:
-    """Figures of all heads of a box on the held-out text of a run."""
+def measure_box(folder: Path, run: Path, kinds: list[str], minutes: float) -> dict[str, Any]:
+    """Figures of the heads `kinds` of a box on the held-out text of a run."""
     deadline = time.monotonic() + 60 * minutes
     model, tokenizer = load_box("ff", folder)
     ids = _held_out_windows(run, 192, _PREFIX)
@@ -63,8 +61,8 @@ def measure_box(folder: Path, run: Path, minutes: float) -> dict[str, Any]:
     figures |= dict(circumstances())
     figures["bits_per_byte"] = round(held_out_bits(model, _held_out_windows(run, 48))["bits_per_byte"], 4)
     expected = ExpectedAcceptance(model, ids)
-    figures["heads"] = {kind: _expected(folder, kind, expected) for kind in HEADS}
-    models = {kind: load_box(kind, folder)[0] for kind in HEADS}
+    figures["heads"] = {kind: _expected(folder, kind, expected) for kind in kinds}
+    models = {kind: load_box(kind, folder)[0] for kind in kinds}
     for batch in (1, _PROMPTS):
         for mode in (MODES[0], MODES[2], MODES[1]):
             if time.monotonic() > deadline:
@@ -120,13 +118,13 @@ def box_card(figures: dict[str, Any], manifest: dict[str, Any]) -> str:
         "---",
         "# The model in the box",
         "",
-        "A small byte-level EvaByte that learned Python source, with four heads that draft 16 bytes ahead. It shows",
+        "A small byte-level EvaByte that learned Python source, with heads that draft 16 bytes ahead. It shows",
         "what multi-token prediction does and is no assistant: it writes code that looks right and is not.",
         "",
         "```python",
         "from tokenahead.training.box import load_box",
         "",
-        'model, tokenizer = load_box("btree")',
+        'model, tokenizer = load_box("ff")',
         'out = model.generate(**tokenizer("def main(", return_tensors="pt"), max_new_tokens=64)',
         "```",
         "",

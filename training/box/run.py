@@ -75,10 +75,13 @@ class BoxRun:
         return cls(folder, Plan(**json.loads((folder / "plan.json").read_text())))
 
     def trained_models(self) -> dict[str, EvaByteForMTPC]:
-        """The backbone with each of its trained heads, from their checkpoints."""
-        backbone, models = self.new_model(), {}
+        """The backbone with each head that is trained; FF heads that were not trained alone are the backbone's own."""
+        backbone = self.new_model()
         backbone.load_state_dict(self._weights("backbone"))
+        models = {"ff": copy.deepcopy(backbone)}
         for kind, rank in self.plan.ranks.items():
+            if not (self.folder / f"head-{kind}.pt").exists():
+                continue
             models[kind] = copy.deepcopy(backbone)
             if kind != "ff":
                 models[kind].set_head(head_type=kind, rank=rank, gamma=0.9)
@@ -155,8 +158,8 @@ class BoxRun:
         is_new = not loop.checkpoint.exists()
         if is_new:
             loop.write({"plan": asdict(plan), "parameters": model.num_parameters(), "started": time.strftime("%F %T")})
-        loop.run()
-        loop.write({"held_out": evaluate()})
+        if loop.run():
+            loop.write({"held_out": evaluate()})
         return model.eval()
 
     def _text_batches(self) -> Callable[[int, int, int], Batch]:
@@ -205,9 +208,15 @@ class BoxRun:
                 save_every=60.0,
                 amp=self.amp,
             ),
+            clock=_processor_seconds,
         )
         if not loop.checkpoint.exists():
             loop.write({"before": window_nll(model, held_out)})
         loop.run()
         loop.write({"after": window_nll(model, held_out)})
         return model.eval()
+
+
+def _processor_seconds() -> float:
+    """Time for which this process has computed, per thread of PyTorch: the same for every head on a busy machine."""
+    return time.process_time() / torch.get_num_threads()

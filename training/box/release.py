@@ -15,12 +15,12 @@ from datasets import Dataset, load_from_disk
 from ... import __version__
 from ..data import SourceText, code_prompts
 from .figures import MODES, ExpectedAcceptance, circumstances, decoding_figures
-from .folder import FIGURES, load_box, save_box, seal_box
+from .folder import DRAFTED, FIGURES, load_box, save_box, seal_box
 from .model import held_out_bits
 from .run import BoxRun
 from .text import BYTE_OFFSET, EOS_ID, windows
 
-_PREFIX, _NEW_BYTES, _PROMPTS = 320, 128, 8
+_PREFIX, _NEW_BYTES, _PROMPTS, _WINDOWS = 320, 128, 8, 48
 
 
 def release_box(run: Path, output: Path, minutes: float = 10.0) -> dict[str, Any]:
@@ -36,19 +36,26 @@ def release_box(run: Path, output: Path, minutes: float = 10.0) -> dict[str, Any
     """
     trained = BoxRun.load(run)
     models = trained.trained_models()
-    kept_bits = held_out_bits(models["ff"], _held_out_windows(run, 48))["bits_per_byte"]
+    kept_bits = held_out_bits(models["ff"], _held_out_windows(run, _WINDOWS))["bits_per_byte"]
     for stale in output.glob("*"):
         stale.unlink()
     save_box(output, models)
-    shutil.copy(run / "log.jsonl", output / "training.jsonl")
+    (output / "training.jsonl").write_text("".join(trained.log_lines()))
     shutil.copy(run / "text" / "manifest.json", output / "manifest.json")
     seal_box(output)
     figures = measure_box(output, run, list(models), minutes)
     figures["bits_per_byte_float32"] = round(kept_bits, 4)
     (output / FIGURES).write_text(json.dumps(figures, indent=1) + "\n")
-    (output / "README.md").write_text(box_card(figures, json.loads((output / "manifest.json").read_text())))
-    seal_box(output)
+    write_card(output)
     return figures
+
+
+def write_card(folder: Path) -> None:
+    """Writes the card of a box from its figures, sources and log, and seals it."""
+    figures, manifest = (json.loads((folder / name).read_text()) for name in (FIGURES, "manifest.json"))
+    lines = [json.loads(line) for line in (folder / "training.jsonl").read_text().splitlines()]
+    (folder / "README.md").write_text(box_card(figures, manifest, {line["stage"]: line for line in lines}))
+    seal_box(folder)
 
 
 def measure_box(folder: Path, run: Path, kinds: list[str], minutes: float) -> dict[str, Any]:
@@ -59,7 +66,7 @@ def measure_box(folder: Path, run: Path, kinds: list[str], minutes: float) -> di
     prompts = code_prompts(_as_files(load_from_disk(str(run / "text" / "held_out"))), _PROMPTS, seed=0, length=_PREFIX)
     figures: dict[str, Any] = {"version": __version__, "command": "python examples/measure_box.py"}
     figures |= dict(circumstances())
-    figures["bits_per_byte"] = round(held_out_bits(model, _held_out_windows(run, 48))["bits_per_byte"], 4)
+    figures["bits_per_byte"] = round(held_out_bits(model, _held_out_windows(run, _WINDOWS))["bits_per_byte"], 4)
     expected = ExpectedAcceptance(model, ids)
     figures["heads"] = {kind: _expected(folder, kind, expected) for kind in kinds}
     models = {kind: load_box(kind, folder)[0] for kind in kinds}
@@ -106,8 +113,8 @@ def _as_files(rows: Dataset) -> SourceText:
     return SourceText(tuple(map(str, range(len(contents)))), data, tuple(starts))
 
 
-def box_card(figures: dict[str, Any], manifest: dict[str, Any]) -> str:
-    """The card: what the box is, what it was trained on, and what was measured."""
+def box_card(figures: dict[str, Any], manifest: dict[str, Any], stages: dict[str, dict[str, Any]]) -> str:
+    """The card: what the box is, what it was trained on, and what was measured; `stages` are their last lines."""
     names = [mode.name for mode in MODES]
     lines = [
         "---",
@@ -138,12 +145,23 @@ def box_card(figures: dict[str, Any], manifest: dict[str, Any]) -> str:
     for kind, head in figures["heads"].items():
         cells = [f"{head['teacher_forced'][name]['bytes_per_call']:.2f}" for name in names]
         lines.append(f"| {kind} | {head['rank']} | {head['parameters']:,} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        f"By itself `generate` drafts {DRAFTED} bytes (`num_assistant_tokens`); these figures are for all 15.",
+    ]
     lines += _generated_tables(figures)
     lines += [
         "",
         f"Measured with torch {figures['torch']}, transformers {figures['transformers']}, Python {figures['python']}",
         f"on {figures['processor']}, {figures['threads']} thread(s), load {figures['load_average']} at the start, by",
         f"`{figures['command']}`; all figures are in `{FIGURES}`, the log of the training is `training.jsonl`.",
+        "",
+        "## Training",
+        "",
+        f"The backbone saw {stages['backbone']['bytes']:,} bytes in {stages['backbone']['seconds']:,} seconds by the",
+        "wall clock, with its FF heads; the heads then learned on its frozen states, for the same processor time:",
+        ", ".join(f"{name[5:]} {line['seconds']} s" for name, line in stages.items() if name != "backbone") + ".",
+        "`examples/train_box.py` goes on from where a run stopped.",
         "",
         "## Text",
         "",

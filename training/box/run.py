@@ -88,6 +88,19 @@ class BoxRun:
             models[kind].head.load_state_dict(self._weights(f"head-{kind}"))
         return {kind: model.eval() for kind, model in models.items()}
 
+    def log_lines(self) -> list[str]:
+        """The log without the steps that came after the last checkpoint and were lost."""
+        last: dict[str, int] = {}
+        lines = (self.folder / "log.jsonl").read_text().splitlines(keepends=True)
+        kept = []
+        for line in map(json.loads, lines):
+            stage = line["stage"]
+            if stage not in last:
+                last[stage] = torch.load(self.folder / f"{stage}.pt", weights_only=True)["position"]["step"]
+            if line["step"] <= last[stage]:
+                kept.append(json.dumps(line) + "\n")
+        return kept
+
     def _weights(self, name: str) -> dict[str, torch.Tensor]:
         return torch.load(self.folder / f"{name}.pt", weights_only=True)["module"]
 

@@ -13,7 +13,7 @@ from datasets import load_from_disk
 
 from tokenahead.modeling import EvaByteForMTPC
 from tokenahead.training.box.figures import MODES, ExpectedAcceptance, decoding_figures, repeated_share
-from tokenahead.training.box.folder import BoxDamagedError, load_box, save_box, seal_box
+from tokenahead.training.box.folder import DRAFTED, BoxDamagedError, load_box, save_box, seal_box
 from tokenahead.training.box.loop import Batch, Loop, Schedule
 from tokenahead.training.box.model import backbone_loss, backbone_optimizer, box_config
 from tokenahead.training.box.run import BoxRun, Plan
@@ -122,8 +122,9 @@ def test_a_box_gives_back_its_heads(box: Path) -> None:
     model, tokenizer = load_box("btree", box)
     assert model.config.mtp_head.head_type == "btree" and model.window == 16
     inputs = tokenizer("def main(", return_tensors="pt")
-    drafted = model.generate(**inputs, max_new_tokens=12, do_sample=False)
-    assert torch.equal(drafted, model.generate(**inputs, max_new_tokens=12, do_sample=False, use_mtp=False))
+    drafted = model.generate(**inputs, max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
+    assert max(map(len, drafted.speculation.drafts)) == DRAFTED
+    assert torch.equal(drafted.sequences, model.generate(**inputs, max_new_tokens=12, do_sample=False, use_mtp=False))
 
 
 def test_a_head_that_is_not_there(box: Path) -> None:

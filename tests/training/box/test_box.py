@@ -1,0 +1,189 @@
+"""The box: its training goes on after a kill as if there had been none, and a damaged box is refused by name."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PathDistribution
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import load_from_disk
+
+from tokenahead.modeling import EvaByteForMTPC
+from tokenahead.training.box.figures import MODES, ExpectedAcceptance, decoding_figures, repeated_share
+from tokenahead.training.box.folder import DRAFTED, BoxDamagedError, load_box, save_box, seal_box
+from tokenahead.training.box.loop import Batch, Loop, Schedule
+from tokenahead.training.box.model import backbone_loss, backbone_optimizer, box_config
+from tokenahead.training.box.run import BoxRun, Plan
+from tokenahead.training.box.text import ROW, RowOrder, is_permissive, licence_of, pack, windows
+
+TINY = {"hidden_size": 32, "layers": 1, "heads": 2, "intermediate_size": 48}
+
+
+def text() -> dict[str, list[bytes]]:
+    """Files of two packages, about 20 kB."""
+    body = "".join(f"def function_{i}(value: int) -> int:\n    return value + {i}\n\n\n" for i in range(200))
+    return {"one": [body.encode()], "two": [body.replace("value", "number").encode()]}
+
+
+def tiny_model() -> EvaByteForMTPC:
+    torch.manual_seed(0)
+    return EvaByteForMTPC(box_config(**TINY))
+
+
+class KilledError(Exception):
+    """Stands for SIGKILL: nothing of the loop runs afterwards."""
+
+
+def tiny_loop(folder: Path, kill_at: int | None = None) -> Loop:
+    """Six steps on a tiny text; saved after every step."""
+    if not (folder.parent / "rows").exists():
+        pack(text(), folder.parent / "rows")
+    order, model = RowOrder(load_from_disk(str(folder.parent / "rows")), 0), tiny_model()
+
+    def batches(first: int, count: int, length: int) -> Batch:
+        if kill_at is not None and first == kill_at:
+            raise KilledError
+        ids = order.windows(first, count, length)
+        return Batch((ids,), ids.numel() - len(ids))
+
+    schedule = Schedule(
+        seconds=1.0, steps=6, phases=((0.5, 32, 1), (0.5, 64, 1)), save_every=0.0, log_every=1, amp=False
+    )
+    loss = backbone_loss(model, compile_step=False)
+    return Loop("tiny", folder, model, backbone_optimizer(model, 0.02, 0.01), loss, batches, schedule)
+
+
+def test_a_killed_training_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    whole = tiny_loop(tmp_path / "whole")
+    whole.run()
+    with pytest.raises(KilledError):
+        tiny_loop(tmp_path / "killed", kill_at=4).run()
+    resumed = tiny_loop(tmp_path / "killed")
+    (tmp_path / "killed" / "tiny.part").write_bytes(b"half a checkpoint")
+    resumed.run()
+    assert resumed.position.step == 6 and resumed.position.consumed == whole.position.consumed
+    for name, weight in whole.module.state_dict().items():
+        assert torch.equal(weight, resumed.module.state_dict()[name]), name
+
+
+def test_the_log_says_loss_speed_and_time_left(tmp_path: Path) -> None:
+    loop = tiny_loop(tmp_path / "run")
+    loop.run()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert {"stage", "loss", "bytes_per_second", "seconds_left", "bytes"} <= set(lines[0])
+
+
+def test_the_rate_rises_stays_and_falls_to_nothing() -> None:
+    schedule = Schedule(seconds=1.0, warmup=0.1, decay=0.5, phases=((0.5, 256, 2), (0.5, 512, 3)))
+    assert [schedule.rate(progress) for progress in (0.0, 0.05, 0.3, 0.75, 1.0)] == [0.0, 0.5, 1.0, 0.5, 0.0]
+    assert schedule.phase(0.49) == (256, 2) and schedule.phase(0.5) == (512, 3) and schedule.phase(1.0) == (512, 3)
+
+
+def test_packed_rows_hold_the_text(tmp_path: Path) -> None:
+    pack(text(), tmp_path / "rows")
+    rows = load_from_disk(str(tmp_path / "rows")).with_format("numpy")[:]["ids"]
+    joined = (np.concatenate(rows) - 64).astype(np.uint8).tobytes()
+    assert joined[:2000] in text()["one"][0] or joined[:2000] in text()["two"][0]
+    cut = windows(rows, 256)
+    assert cut.shape == (len(rows) * (ROW // 255), 256) and bool((cut[:, 0] == 1).all())
+
+
+@pytest.mark.parametrize(
+    ("licence", "permissive"),
+    [("MIT", True), ("Apache-2.0 OR BSD-2-Clause", True), ("MPL-2.0 AND MIT", False), ("LIMITED", False), ("", False)],
+)
+def test_licences(licence: str, permissive: bool) -> None:
+    assert is_permissive(licence) is permissive
+
+
+def test_the_licence_of_a_distribution(tmp_path: Path) -> None:
+    (tmp_path / "METADATA").write_text("Name: x\nVersion: 1\nClassifier: License :: OSI Approved :: MIT License\n")
+    assert licence_of(PathDistribution(tmp_path)) == "MIT License"
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A box of untrained weights with two heads."""
+    folder, models = tmp_path_factory.mktemp("box"), {}
+    for kind in ("ff", "btree"):
+        models[kind] = tiny_model()
+        if kind != "ff":
+            models[kind].set_head(head_type=kind, rank=2)
+    save_box(folder, models)
+    seal_box(folder)
+    return folder
+
+
+def test_a_box_gives_back_its_heads(box: Path) -> None:
+    model, tokenizer = load_box("btree", box)
+    assert model.config.mtp_head.head_type == "btree" and model.window == 16
+    inputs = tokenizer("def main(", return_tensors="pt")
+    drafted = model.generate(**inputs, max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
+    assert max(map(len, drafted.speculation.drafts)) == DRAFTED
+    assert torch.equal(drafted.sequences, model.generate(**inputs, max_new_tokens=12, do_sample=False, use_mtp=False))
+
+
+def test_a_head_that_is_not_there(box: Path) -> None:
+    with pytest.raises(ValueError, match="'cp' is not in the box; choose one of ff, btree"):
+        load_box("cp", box)
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing", "unsealed"])
+def test_a_damaged_box_is_refused(box: Path, tmp_path: Path, damage: str) -> None:
+    copy = tmp_path / "box"
+    copy.mkdir()
+    for file in box.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    victim = copy / ("SHA256SUMS" if damage == "unsealed" else "btree.safetensors")
+    if damage == "changed":
+        content = bytearray(victim.read_bytes())
+        content[-1] ^= 1
+        victim.write_bytes(content)
+    else:
+        victim.unlink()
+    with pytest.raises(BoxDamagedError, match=victim.name):
+        load_box("ff", copy)
+
+
+def test_repeated_text_is_found() -> None:
+    assert repeated_share(list(range(100))) == 0.0
+    assert repeated_share([1, 2, 3, 4] * 20) == 1.0
+    assert repeated_share(list(range(50)) + list(range(20)), gram=16) == pytest.approx(40 / 70)
+
+
+def test_expected_acceptance_of_a_perfect_greedy_draft_is_the_whole_window(box: Path) -> None:
+    model, tokenizer = load_box("ff", box)
+    with torch.no_grad():  # all heads and the target predict the same byte everywhere
+        model.lm_head.weight.zero_()
+    expected = ExpectedAcceptance(model, torch.randint(64, 320, (3, 40)))
+    assert expected(model, MODES[0])["bytes_per_call"] == 16.0
+    assert expected(model, MODES[2])["bytes_per_call"] == pytest.approx(16.0, abs=1e-3)
+    figures = decoding_figures({"ff": model}, tokenizer, ["def a", "class B:"], MODES[2], 8, batch=2)["ff"]
+    assert figures["bytes_per_call"] > 1 and figures["plain_bytes_per_second"] > 0
+
+
+def test_a_run_from_states_to_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(
+        hours=1e-3,
+        hidden_size=32,
+        layers=1,
+        attention_heads=2,
+        intermediate_size=48,
+        phases=((1.0, 64, 1),),
+        compile_step=False,
+        ranks={"ff": 1, "btree": 2},
+        head_rows=4,
+    )
+    pack(text(), tmp_path / "text" / "train")
+    pack(text(), tmp_path / "text" / "held_out")
+    (tmp_path / "text" / "manifest.json").write_text("{}")
+    BoxRun(tmp_path, plan).run()
+    models = BoxRun.load(tmp_path).trained_models()
+    assert set(models) == {"ff", "btree"}
+    backbones = [model.model.state_dict() for model in models.values()]
+    assert all(torch.equal(weight, backbones[1][name]) for name, weight in backbones[0].items())
+    assert torch.equal(models["ff"].lm_head.weight[:320], models["btree"].lm_head.weight[:320])

@@ -256,7 +256,7 @@ def shift_source(shifts: torch.Tensor, width: int) -> torch.Tensor:
 
 def shifted(states: torch.Tensor, source: torch.Tensor, dim: int) -> torch.Tensor:
     """States whose columns stand in `dim`, taken from `source` [B, W]; what enters at an end is arbitrary."""
-    index = source.to(states.device).clamp(0, source.shape[1] - 1)
+    index = source.to(states.device).clamp(0, states.shape[dim] - 1)
     shape = [states.shape[0]] + [1] * (states.dim() - 1)
     shape[dim] = source.shape[1]
     return states.gather(dim, index.view(shape).expand(*states.shape[:dim], -1, *states.shape[dim + 1 :]))

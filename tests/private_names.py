@@ -31,7 +31,8 @@ OF_METACLASSES = {"_abc_impl", "_backward_cls"}
 
 
 def is_private(name: str) -> bool:
-    return bool(re.fullmatch(r"_[A-Za-z]\w*", name))
+    """Whether a name begins with one underscore; what transformers notes on classes as it runs is no name of ours."""
+    return bool(re.fullmatch(r"_[A-Za-z]\w*", name)) and not name.endswith("_cached_value")
 
 
 @cache

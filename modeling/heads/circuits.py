@@ -155,10 +155,16 @@ class ChainLaw(LatentLaw):
     The filter is n dependent steps of r^2 work in log space: a parallel scan would need r^3 per step and lose -inf.
     """
 
-    def __init__(self, root_logits: torch.Tensor, trans_logits: torch.Tensor, leaf_logits: torch.Tensor) -> None:
+    def __init__(
+        self,
+        root_logits: torch.Tensor,
+        trans_logits: torch.Tensor,
+        leaf_logits: torch.Tensor,
+        normalised: bool = False,
+    ) -> None:
         super().__init__(leaf_logits)
-        self.root = normalised_logits(root_logits)
-        self.transitions = normalised_logits(trans_logits)
+        self.root = root_logits if normalised else normalised_logits(root_logits)
+        self.transitions = trans_logits if normalised else normalised_logits(trans_logits)
 
     def _step(self, position: int) -> torch.Tensor:
         return self.transitions[..., position if self.transitions.shape[-3] > 1 else 0, :, :]
@@ -190,7 +196,7 @@ class ChainLaw(LatentLaw):
         posterior = normalised_logits(_safe(self.root + self._first_evidence(first)))
         root = posterior if self.window == 1 else logsumexp(posterior[..., None] + self._step(0), -2)
         rest = self.transitions if self.transitions.shape[-3] == 1 else self.transitions[..., 1:, :, :]
-        return ChainLaw(root, rest, self._leaves_after_first())
+        return ChainLaw(root, rest, self._leaves_after_first(), normalised=True)
 
     def _walk(self, unit: Scale) -> Walk:
         weights, steps = self.root.exp(), self.transitions.exp()

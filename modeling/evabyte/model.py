@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
@@ -39,6 +40,8 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         >>> out = model.generate(**tokenizer("def main(", return_tensors="pt"), max_new_tokens=64)
     """
 
+    remote_classes = {"AutoModel": "EvaByteModel", "AutoModelForCausalLM": "EvaByteForMTPC"}
+
     def __init__(self, config: EvaByteConfig) -> None:
         super().__init__(config)
         if config.mtp_head.family.rows_of_lm_head:
@@ -67,7 +70,9 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         dtypes = {key: kwargs.pop(key) for key in ("dtype", "torch_dtype") if key in kwargs}  # a config would keep them
         cls.check_model_type(name, config, **hub)
-        if not isinstance(config, EvaByteConfig):
+        if isinstance(config, PreTrainedConfig) and not isinstance(config, EvaByteConfig):
+            config = EvaByteConfig.from_dict(config.to_dict())  # of code that travelled with another folder
+        elif not isinstance(config, EvaByteConfig):
             config, kwargs = EvaByteConfig.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
         wanted = config.mtp_head
         stored = wanted if name is None else EvaByteConfig.from_pretrained(name, **hub).mtp_head

@@ -83,6 +83,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
     """
 
     config_class = PTPConfig
+    remote_classes = {"AutoModelForCausalLM": "PTPForCausalLM"}
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
     _supports_sdpa = True

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration.mimo import MiMoConfig
@@ -19,6 +18,7 @@ from ...generation.mixins import MTPGenerationMixin
 from ..checkpointing import caches_kept
 from ..copies import PicklableMixin
 from ..heads.losses import depth_targets
+from ..indices import kept_positions
 from ..loading import HUB_OPTIONS
 from ..outputs import DeepSeekMTPOutput, states_asked_for
 from .checkpoint import build, load, load_dequantized, official_device_map, own_device_map, text_config
@@ -328,7 +328,7 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
         if output_mtp_logits:
             mtp_logits = tuple(self.readout(state) for state in chain[1 : self.num_modules + 1])
         if logits_to_keep is not None or not (has_labels and self.training):
-            logits = self.readout(slice_logits_to_keep(hidden, logits_to_keep or 0))
+            logits = self.readout(kept_positions(hidden, logits_to_keep or 0))
         return DeepSeekMTPOutput(
             loss=loss,
             logits=logits,

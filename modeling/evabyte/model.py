@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
@@ -21,6 +20,7 @@ from ..heads.ff import FFHead
 from ..heads.losses import depth_targets, depth_weights, head_loss
 from ..heads.registry import build_head, init_head, window_law
 from ..heads.window_law import WindowLaw
+from ..indices import kept_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..outputs import MTPOutput
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
@@ -231,7 +231,7 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
             **kwargs,
         )
         hidden = outputs.last_hidden_state
-        kept = slice_logits_to_keep(hidden, logits_to_keep)
+        kept = kept_positions(hidden, logits_to_keep)
         logits = self.lm_head(kept, None if return_all_pred_logits else 1)
         logits = logits if return_all_pred_logits and self.config.num_pred_heads > 1 else logits[..., 0, :]
         loss, head_losses, backbone_loss = None, None, None

@@ -52,6 +52,7 @@ class EagleHead(EagleFolderMixin, Attachable, PreTrainedModel):
     """
 
     config_class = EagleHeadConfig
+    remote_classes = {"AutoModel": "EagleHead"}
     base_model_prefix = ""
     main_input_name = "input_ids"
     _no_split_modules = ["EagleLayer"]

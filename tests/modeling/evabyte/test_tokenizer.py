@@ -309,10 +309,11 @@ def test_the_sft_eos_survives_a_round_trip(tmp_path, by_assignment):
     assert again.apply_chat_template(CHAT)["input_ids"] == tokenizer.apply_chat_template(CHAT)["input_ids"]
 
 
-def test_a_saved_folder_names_no_code_files_of_the_folder_read(tmp_path):
+def test_a_saved_folder_names_no_code_files_but_those_it_holds(tmp_path):
     load(tmp_path, official_config()).save_pretrained(tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text(encoding="utf-8"))
-    assert "auto_map" not in saved
+    slow, fast = saved["auto_map"]["AutoTokenizer"]
+    assert (tmp_path / "saved" / slow.rsplit(".", 1)[0]).with_suffix(".py").exists() and fast is None
     assert saved["tokenizer_class"] == "EvaByteTokenizer"
 
 

@@ -74,8 +74,9 @@ class MTPHeadConfig(PreTrainedConfig):
         mix_temperature: Of the softmax over these layers.
         mix_init: A new mean starts at the `"last"` of these layers or `"uniform"`.
         backbone_config: Config of the model whose decoder layer the heads copy (layer heads, Hydra++).
-        draft_layers: MtPC's draft LoRA: the head reads the states of a second copy of the backbone's last layers, so many,
-            with adapters of its own; they run over verified tokens only (heads apart, of families without layers).
+        draft_layers: MtPC's draft LoRA: the head reads the states of a second copy of the backbone's last layers, so
+            many, with adapters of its own; they run over verified tokens only (heads apart, of families without
+            layers).
         draft_lora_rank: Of these adapters.
         draft_lora_alpha: Their scale times their rank; None: twice the rank.
         gamma: Discount of the training loss: depth j weighs gamma^(j-1).

@@ -146,8 +146,8 @@ def _set_draft_layers(model: nn.Module, strategy: TrainingStrategy) -> None:
         raise ValueError(f"draft_layers={strategy.draft_layers}: MTPHeads have them, a {type(model).__name__} has not")
     if strategy.train != "drafter":
         raise ValueError(
-            f"draft_layers={strategy.draft_layers} leaves the backbone as it is, train={strategy.train!r} does not: choose "
-            "train='drafter'"
+            f"draft_layers={strategy.draft_layers} leaves the backbone as it is, train={strategy.train!r} does not; "
+            "choose train='drafter'"
         )
     if strategy.draft_layers != model.config.draft_layers:
         model.add_draft_layers(strategy.draft_layers, strategy.draft_lora_rank)

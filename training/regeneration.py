@@ -1,8 +1,8 @@
 """Text that the backbone itself writes, to train its drafter on: what it will be asked to draft is what it says.
 
 EAGLE-3, Medusa and MtPC's successors replace the answers of a data set by the backbone's own. Rows are written in
-order, one line each; a process that is killed loses the batch it was writing, and called again it goes on with the same text,
-because the seed of every row is its number.
+order, one line each; a process that is killed loses the batch it was writing, and called again it goes on with the same
+text, because the seed of every row is its number.
 """
 
 from __future__ import annotations

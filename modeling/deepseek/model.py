@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
+from ...configuration.mimo import MiMoConfig
 from ...configuration.mtp_families import family_of, num_layers
 from ...generation.drafters.modules import ModuleDrafter
 from ...generation.drafters.protocol import DraftOptions
@@ -18,6 +18,7 @@ from ...generation.mixins import MTPGenerationMixin
 from ..checkpointing import caches_kept
 from ..copies import PicklableMixin
 from ..heads.losses import depth_targets
+from ..indices import kept_positions
 from ..loading import HUB_OPTIONS
 from ..outputs import DeepSeekMTPOutput, states_asked_for
 from .checkpoint import build, load, load_dequantized, official_device_map, own_device_map, text_config
@@ -30,6 +31,8 @@ from .routing import router_loss
 from .saving import OfficialFolderMixin
 from .unroll import teacher_forced
 
+OWN_CONFIGS = (MiMoConfig,)
+"""Configurations that transformers does not have; where code travels, they are looked up in this module by name."""
 _NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits"]
 
 
@@ -57,6 +60,7 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
     """
 
     base_model_prefix = "main"
+    remote_classes = {"AutoModelForCausalLM": "DeepSeekMTP"}
     supports_gradient_checkpointing = True
     _no_split_modules = ["MTPModule"]
     _supports_sdpa = True
@@ -117,6 +121,7 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
             main, modules, report = load(name, facts.config, inference_only, **kwargs)
         model = cls(main.config, (main, modules)).eval()
         model.shared_copies = facts.shared_copies
+        vars(main.config).pop("auto_map", None)  # says where code lies in the folder that was read, and in no other
         if hasattr(main, "hf_device_map"):
             model.hf_device_map = own_device_map(main.hf_device_map, num_layers(main.config))
         return (model, report) if wants_info else model
@@ -324,7 +329,7 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
         if output_mtp_logits:
             mtp_logits = tuple(self.readout(state) for state in chain[1 : self.num_modules + 1])
         if logits_to_keep is not None or not (has_labels and self.training):
-            logits = self.readout(slice_logits_to_keep(hidden, logits_to_keep or 0))
+            logits = self.readout(kept_positions(hidden, logits_to_keep or 0))
         return DeepSeekMTPOutput(
             loss=loss,
             logits=logits,

@@ -51,6 +51,7 @@ class EagleHead(EagleLearningMixin, EagleFolderMixin, Attachable, PreTrainedMode
     """
 
     config_class = EagleHeadConfig
+    remote_classes = {"AutoModel": "EagleHead"}
     base_model_prefix = ""
     main_input_name = "input_ids"
     _no_split_modules = ["EagleLayer"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_utils import slice_logits_to_keep
+from transformers import PreTrainedConfig
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
@@ -20,6 +20,7 @@ from ..heads.ff import FFHead
 from ..heads.losses import depth_targets, depth_weights, head_loss
 from ..heads.registry import build_head, init_head, window_law
 from ..heads.window_law import WindowLaw
+from ..indices import kept_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..outputs import MTPOutput
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
@@ -42,6 +43,7 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
 
     mtp_loss_weight: float = 1.0
     """lambda: what the drafter's depths weigh beside the next-byte head's."""
+    remote_classes = {"AutoModel": "EvaByteModel", "AutoModelForCausalLM": "EvaByteForMTPC"}
 
     def __init__(self, config: EvaByteConfig) -> None:
         super().__init__(config)
@@ -71,7 +73,9 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         dtypes = {key: kwargs.pop(key) for key in ("dtype", "torch_dtype") if key in kwargs}  # a config would keep them
         cls.check_model_type(name, config, **hub)
-        if not isinstance(config, EvaByteConfig):
+        if isinstance(config, PreTrainedConfig) and not isinstance(config, EvaByteConfig):
+            config = EvaByteConfig.from_dict(config.to_dict())  # of code that travelled with another folder
+        elif not isinstance(config, EvaByteConfig):
             config, kwargs = EvaByteConfig.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
         wanted = config.mtp_head
         stored = wanted if name is None else EvaByteConfig.from_pretrained(name, **hub).mtp_head
@@ -231,7 +235,7 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
             **kwargs,
         )
         hidden = outputs.last_hidden_state
-        kept = slice_logits_to_keep(hidden, logits_to_keep)
+        kept = kept_positions(hidden, logits_to_keep)
         logits = self.lm_head(kept, None if return_all_pred_logits else 1)
         logits = logits if return_all_pred_logits and self.config.num_pred_heads > 1 else logits[..., 0, :]
         found = {}

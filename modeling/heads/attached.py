@@ -52,6 +52,7 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
     """
 
     config_class = MTPHeadConfig
+    remote_classes = {"AutoModel": "MTPHeads"}
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True

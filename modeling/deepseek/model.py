@@ -24,7 +24,7 @@ from ..outputs import DeepSeekMTPOutput, states_asked_for
 from .checkpoint import build, load, load_dequantized, official_device_map, own_device_map, text_config
 from .checkpoint_files import check_checkpoint
 from .float8 import is_to_be_dequantized
-from .losses import ModuleLossOptions, chain_loss, depth_weights
+from .losses import ChainLoss, ModuleLossOptions, chain_loss, depth_weights
 from .modules import MTPModules
 from .readout import Readout
 from .routing import router_loss
@@ -315,13 +315,14 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
                 **kwargs,
             )
         hidden = outputs.last_hidden_state
-        chain, loss, head_losses, logits, mtp_logits = [hidden], None, None, None, None
+        chain, loss, shown, logits, mtp_logits = [hidden], None, {}, None, None
         depths = max(self.num_modules if output_mtp_logits else 0, self.num_depths if has_labels else 0)
         if depths:
             chain = self._chain(hidden, inputs_embeds, attention_mask, position_ids, depths)
         if has_labels:
             targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
-            loss, head_losses = self._loss(chain[: self.window], targets, num_items_in_batch)
+            loss, *found = self._loss(chain[: self.window], targets, num_items_in_batch)
+            shown = dict(zip(("head_losses", "acceptances", "missing_mass"), found))
         aux_loss = router_loss(self.main, outputs, attention_mask)
         if loss is not None and aux_loss is not None:
             loss = loss + self.main.router_aux_loss_coef * aux_loss.to(loss.device)
@@ -335,9 +336,9 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            head_losses=head_losses,
             mtp_logits=mtp_logits,
             aux_loss=aux_loss,
+            **shown,
         )
 
     def _chain(
@@ -356,9 +357,7 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
         embeds = inputs_embeds.detach() if options.detach_embedding else inputs_embeds
         return [hidden, *teacher_forced(self.mtp, start, embeds, position_ids, attention_mask, depths)]
 
-    def _loss(
-        self, chain: list[torch.Tensor], windows: torch.Tensor, counts: torch.Tensor | int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss(self, chain: list[torch.Tensor], windows: torch.Tensor, counts: torch.Tensor | int | None) -> ChainLoss:
         targets = [windows[:, : state.shape[1], k] for k, state in enumerate(chain)]
         return chain_loss(self.readout, chain, targets, self.config.vocab_size, self.loss_options, counts)
 

@@ -37,7 +37,9 @@ def block_survival(draft: torch.Tensor, target: torch.Tensor, tokens: torch.Tens
         [N, m] float64 in [0, 1].
     """
     draft, target = draft.double(), target.double()
-    ratio = kept = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)  # logarithms of r_j and of r_j P_j
+    ratio = kept = torch.zeros(
+        len(tokens), dtype=torch.float64, device=tokens.device
+    )  # logarithms of r_j and of r_j P_j
     shares = []
     for q, p, token in zip(draft.unbind(1), target.unbind(1), tokens.unbind(1)):
         shares.append(torch.minimum(kept[:, None] + p, ratio[:, None] + q).exp().sum(-1))

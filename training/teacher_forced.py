@@ -162,7 +162,10 @@ def _of_eagle(head: EagleHead, batch: Batch, steps: int = _EAGLE_STEPS) -> Itera
     whole = TrainingBatch.of(given["input_ids"], batch["labels"], mask, given.get("position_ids"), states)
     targets, length = _targets(batch, steps + 1), states.shape[1]
     unrolled = torch.stack(
-        [nn.functional.pad(rows, (0, 0, 0, length - rows.shape[1])) for rows in _unrolled(head, features, whole, steps)],
+        [
+            nn.functional.pad(rows, (0, 0, 0, length - rows.shape[1]))
+            for rows in _unrolled(head, features, whole, steps)
+        ],
         dim=2,
     )
     ids = head.draft_ids

@@ -350,7 +350,8 @@ class EagleHead(EagleFolderMixin, Attachable, PreTrainedModel):
             position_ids: [B or 1, L]; where they restart, a packed document begins.
             labels: [B, L] int64, shifted here, -100 ignored.
             num_items_in_batch: Rows that count per step over all micro-batches, [steps] or one number (the Trainer's).
-            **kwargs: `shift_labels` [B, L], the target of every position, in place of `labels`; the rest is not read.
+            **kwargs: `shift_labels` [B, L], the target of every position, in place of `labels`; with
+                `output_hidden_states` the backbone's states that were read are returned; the rest is not read.
 
         Returns:
             `EagleOutput`; `logits` is [B, 1, V].
@@ -379,7 +380,8 @@ class EagleHead(EagleFolderMixin, Attachable, PreTrainedModel):
             labels = check_targets(labels, self.config.vocab_size)
             batch = TrainingBatch.of(input_ids, labels, attention_mask, position_ids, outputs.hidden_states[-1])
             loss, step_losses = eagle_loss(self, self.fuse(outputs.hidden_states), batch, num_items_in_batch)
-        return EagleOutput(loss=loss, logits=outputs.logits, step_losses=step_losses)
+        kept_states = outputs.hidden_states if kwargs.get("output_hidden_states") else None
+        return EagleOutput(loss=loss, logits=outputs.logits, hidden_states=kept_states, step_losses=step_losses)
 
 
 def _counted_positions(mask: torch.Tensor | None, rows: int, cache: Cache | None) -> torch.Tensor:

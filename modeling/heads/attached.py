@@ -273,7 +273,8 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, Attachable, PreTrainedM
             logits_to_keep: Logits of the last so many positions only (0: all), or of these positions. None: of the last
                 one in training, which nobody reads, else of all.
             num_items_in_batch: Targets per depth over all micro-batches, [n] or one number (from the Trainer).
-            **kwargs: `shift_labels` [B, L], the target of every position, in place of `labels`; the rest is not read.
+            **kwargs: `shift_labels` [B, L], the target of every position, in place of `labels`; with
+                `output_hidden_states` the backbone's states that were read are returned; the rest is not read.
 
         Returns:
             `MTPOutput`.
@@ -291,7 +292,8 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, Attachable, PreTrainedM
             loss, head_losses = head_loss(
                 self.head, self.config, features, targets, input_ids, count, parts, states[-1]
             )
-        return MTPOutput(loss=loss, logits=outputs.logits, head_losses=head_losses)
+        kept_states = outputs.hidden_states if kwargs.get("output_hidden_states") else None
+        return MTPOutput(loss=loss, logits=outputs.logits, hidden_states=kept_states, head_losses=head_losses)
 
     def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """The loss on data of which only sums per depth are known.

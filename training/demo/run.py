@@ -21,8 +21,8 @@ from ...model_cards import MeasuredResults, render_card, write_card
 from ...modeling import EvaByteForMTPC, EvaByteTokenizer
 from ..callbacks import StepCounter
 from ..data import ByteWindows, Corpus, code_prompts, load_corpus
-from ..evaluation import GREEDY, Comparison, DecodingMode, bits_per_byte, compare_decoding, sampled
-from ..threads import describe_threads, threads_as_before, use_fastest_threads
+from ..evaluation import MODES, Comparison, DecodingMode, bits_per_byte, compare_decoding, environment, hardware
+from ..threads import threads_as_before, use_fastest_threads
 from . import pictures, report
 from .folder import check_output, forget_measurements, save_checkpoint
 from .head_comparison import FAMILIES, HeadComparison, HeadFigures
@@ -30,8 +30,6 @@ from .recipe import STAGES, Stage, tiny_config, train
 
 DEFAULT_MINUTES = 4.6
 """Training time of the demo if none is given; with the installation it then takes less than 10 minutes."""
-MODES = (GREEDY, sampled(0.7), sampled(1.0))
-"""Ways of decoding that the demo compares."""
 PICTURE = "acceptance.png"
 """Name of the picture of acceptance by draft position."""
 RESULTS = "results.json"
@@ -229,7 +227,7 @@ class _Demo:
             dataset_name="Python standard library source",
             dataset_description=f"{count} prompts of up to {most} bytes from files that were held out of the training, "
             f"each completed with {self.measuring.new_bytes} bytes.",
-            hardware=_hardware(),
+            hardware=hardware(),
             dtype=str(self.model.dtype).removeprefix("torch."),
             command=self.command,
             library_version=__version__,
@@ -239,6 +237,7 @@ class _Demo:
                 "Training": f"{self.steps.count:,} steps in {_MAIN_SHARE * self.minutes:.2g} minutes",
                 "Bits per byte, all heads": ", ".join(f"{value:.3f}" for value in bits),
             },
+            environment=environment(),
         )
 
     def _show(self, bits: list[float], comparisons: list[Comparison]) -> None:
@@ -280,9 +279,3 @@ class _Demo:
     def command(self) -> str:
         """The command that repeats this run."""
         return f"tokenahead demo --minutes {self.minutes:g} --seed {self.seed}"
-
-
-def _hardware() -> str:
-    """The processor and the threads used, in words."""
-    name = getattr(torch.cpu, "get_capabilities", dict)().get("cpu_name") or platform.processor() or platform.machine()
-    return f"{name}, {describe_threads()}"

@@ -1,6 +1,6 @@
 """Acceptance while a drafter trains: expected along held-out text at every evaluation, generated now and then.
 
-Knows trainers and models; how acceptance is computed is written in `acceptance`.
+Knows trainers and models; how acceptance is computed is written in `evaluation.expected`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.utils import logging
 
 from ..generation.attachment import Attachable
-from .acceptance import DraftMeasures, measure_drafts
-from .teacher_forced import has_laws
+from .evaluation.drafts import DraftMeasures, measure_drafts
+from .evaluation.laws import has_laws
 
 logger = logging.get_logger(__name__)
 
@@ -24,9 +24,9 @@ class AcceptanceCallback(TrainerCallback):
     """Adds acceptance to the metrics of every evaluation, for the log, the best checkpoint and early stopping.
 
     - `eval_expected_accepted`: drafts that one block verification is expected to keep at T = 1, along the evaluation
-      data (an expectation, not a sample; `acceptance` says how), and `eval_accepted_1`, `eval_accepted_2`, ...: the
-      share of drafts of which so many tokens are kept. Equal for any batch size and number of processes. Models of PTP
-      have no laws that are known without their uniforms: they log `eval_num_correct` instead.
+      data (an expectation, not a sample; `evaluation.expected` says how), and `eval_accepted_1`, `eval_accepted_2`,
+      ...: the share of drafts of which so many tokens are kept. Equal for any batch size and number of processes.
+      Models of PTP have no laws that are known without their uniforms: they log `eval_num_correct` instead.
     - `eval_generated_accepted` and `eval_generated_tokens_per_call`: mean accepted drafts per verification, and new
       tokens per call of the backbone, of texts sampled at T = 1 from beginnings of held-out rows.
 

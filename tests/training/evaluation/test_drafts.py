@@ -1,6 +1,4 @@
-"""Expected acceptance along text: exact against enumeration, for every drafter that has laws."""
-
-import itertools
+"""Laws of drafts along text, for every drafter that has laws, and what is measured of them."""
 
 import pytest
 import torch
@@ -10,47 +8,8 @@ from tests.every_model import llama
 from tests.families import family_model
 from tests.models import tiny_model
 from tokenahead import EagleHead, MTPHeads
-from tokenahead.generation.verification import block_acceptance, token_acceptance
-from tokenahead.training.acceptance import block_survival, measure_drafts, token_survival
-from tokenahead.training.teacher_forced import drafted_laws
-
-
-def chains(vocab: int, length: int, seed: int):
-    """Laws q and p of every path: [v^m, m, v] each, and the paths [v^m, m]."""
-    generator = torch.Generator().manual_seed(seed)
-    paths = torch.tensor(list(itertools.product(range(vocab), repeat=length)))
-    laws = []
-    for _ in range(2):
-        table = {}
-        rows = []
-        for path in paths.tolist():
-            row = []
-            for j in range(length):
-                key = tuple(path[:j])
-                if key not in table:
-                    table[key] = (2 * torch.randn(vocab, generator=generator, dtype=torch.double)).softmax(-1)
-                row.append(table[key])
-            rows.append(torch.stack(row))
-        laws.append(torch.stack(rows))
-    return paths, *laws
-
-
-@pytest.mark.parametrize(("vocab", "length", "seed"), [(3, 4, 0), (4, 3, 1), (2, 6, 2)])
-def test_the_mean_over_texts_is_the_share_that_verification_keeps(vocab, length, seed):
-    """By enumeration in float64, for both rules: sums over texts of p on one side, over drafts of q on the other."""
-    paths, q, p = chains(vocab, length, seed)
-    of_path = lambda law: law.gather(-1, paths[..., None])[..., 0].cumprod(1)  # noqa: E731
-    behind = torch.cat([p, p[:, -1:]], dim=1)  # the law behind a draft decides nothing about it
-    block = block_acceptance(paths, q, behind)[0]
-    kept = {
-        block_survival: 1 - (1 - block).flip(1).cumprod(1).flip(1),
-        token_survival: token_acceptance(paths, q, behind)[0].cumprod(1),
-    }
-    for survival, at_least in kept.items():
-        expected = (of_path(q)[:, -1:] * at_least).sum(0)
-        found = (of_path(p)[:, -1:] * survival(q.log(), p.log(), paths)).sum(0)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    assert (block_survival(q.log(), p.log(), paths) <= 1 + 1e-12).all()
+from tokenahead.training.evaluation.drafts import measure_drafts
+from tokenahead.training.evaluation.laws import drafted_laws
 
 
 def models():

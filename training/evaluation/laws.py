@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ..modeling.deepseek.model import DeepSeekMTP
-from ..modeling.eagle.losses import TrainingBatch
-from ..modeling.eagle.model import EagleHead
-from ..modeling.evabyte.model import EvaByteForMTPC
-from ..modeling.heads.attached import MTPHeads
-from ..modeling.heads.backbone_parts import backbone_parts
-from ..modeling.heads.chunks import LOGITS_PER_CHUNK
-from ..modeling.heads.losses import IGNORE, depth_targets, tokens_ahead
+from ...modeling.deepseek.model import DeepSeekMTP
+from ...modeling.eagle.losses import TrainingBatch
+from ...modeling.eagle.model import EagleHead
+from ...modeling.evabyte.model import EvaByteForMTPC
+from ...modeling.heads.attached import MTPHeads
+from ...modeling.heads.backbone_parts import backbone_parts
+from ...modeling.heads.chunks import LOGITS_PER_CHUNK
+from ...modeling.heads.losses import IGNORE, depth_targets, tokens_ahead
 
 Batch = Mapping[str, torch.Tensor]
 _INPUTS = ("input_ids", "attention_mask", "position_ids")

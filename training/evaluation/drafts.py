@@ -1,14 +1,6 @@
-"""How many drafted tokens a verifier would keep, along known text: expected values, not samples.
+"""What a drafter is worth along known text, by place in the draft: loss, accuracy, acceptance; nothing is drawn.
 
-Let r_j be the product of q / p over the first j drafted tokens of the text, and P_j the weight of block verification
-(Sun et al. 2024; P_j = min(1, P_{j-1} p / q)). A draft that begins with these tokens is r_j times as probable as a text
-that does, so that
-
-    A_{j+1} = sum over x of min(r_j P_j p(x), r_j q(x))
-
-has the mean, over texts of the verifier's law, of the probability that block verification keeps at least j + 1 drafted
-tokens. It lies between 0 and 1, which a plain importance weight r_j would not. On text that somebody else wrote it is
-an estimate of the same thing along that text. Token verification has min(1, q / p) in place of r_j P_j.
+Expected acceptance is that of `expected.accepted_up_to`, here for every drafter that has laws.
 """
 
 from __future__ import annotations
@@ -18,44 +10,11 @@ from typing import Any
 
 import torch
 
-from .teacher_forced import Batch, DraftedLaws, drafted_laws
+from .expected import accepted_up_to
+from .laws import Batch, DraftedLaws, drafted_laws
 
 TOP_K = (1, 5)
 """How many of the drafter's likeliest tokens are looked at for accuracies."""
-_MOST = 80.0  # largest logarithm of r_j that is told from larger ones; its exponential is finite in float64
-
-
-def block_survival(draft: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """A_1..A_m: expected shares of drafts of which block verification keeps at least so many tokens.
-
-    Args:
-        draft: [N, m, v] log-probabilities of the drafter along the tokens.
-        target: [N, m, v] log-probabilities of the verifier along the tokens.
-        tokens: [N, m] int64, the text.
-
-    Returns:
-        [N, m] float64 in [0, 1].
-    """
-    draft, target = draft.double(), target.double()
-    ratio = kept = torch.zeros(
-        len(tokens), dtype=torch.float64, device=tokens.device
-    )  # logarithms of r_j and of r_j P_j
-    shares = []
-    for q, p, token in zip(draft.unbind(1), target.unbind(1), tokens.unbind(1)):
-        shares.append(torch.minimum(kept[:, None] + p, ratio[:, None] + q).exp().sum(-1))
-        step = (q - p).gather(-1, token[:, None])[:, 0].nan_to_num(nan=-torch.inf)
-        ratio = (ratio + step).clamp(max=_MOST)
-        kept = torch.minimum(kept, ratio)
-    return torch.stack(shares, dim=1)
-
-
-def token_survival(draft: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The same for token verification (Leviathan et al. 2023), [N, m] float64."""
-    draft, target = draft.double(), target.double()
-    overlap = torch.minimum(draft, target).exp().sum(-1)
-    chosen = (draft - target).gather(-1, tokens[..., None])[..., 0].nan_to_num(nan=-torch.inf).clamp(max=0)
-    before = torch.nn.functional.pad(chosen.cumsum(1)[:, :-1], (1, 0))
-    return overlap * before.exp()
 
 
 @dataclass
@@ -77,10 +36,10 @@ class DraftMeasures:
         rank = (laws.draft > chosen).sum(-1)
         terms = {
             "loss": -chosen[..., 0],
-            "accepted_block": block_survival(laws.draft, target, laws.tokens),
-            "accepted_token": token_survival(laws.draft, target, laws.tokens),
+            "accepted_block": accepted_up_to(laws.tokens, laws.draft, target, 1.0, "block"),
+            "accepted_token": accepted_up_to(laws.tokens, laws.draft, target, 1.0, "token"),
+            "accepted_greedy": accepted_up_to(laws.tokens, laws.draft, target, 0.0, "block"),
             "overlap": torch.minimum(laws.draft, target).exp().sum(-1),
-            "greedy": (laws.draft.argmax(-1) == target.argmax(-1)).float(),
             **{f"top_{k}": (rank < k).float() for k in TOP_K},
         }
         for name, values in terms.items():

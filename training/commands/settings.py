@@ -109,6 +109,60 @@ class TrainConfig(SFTConfig):
         super().__post_init__()
 
 
+@dataclass
+class EvaluationArguments:
+    """What `tokenahead evaluate` measures.
+
+    Args:
+        rows: Held-out rows whose drafts are judged along the text.
+        prompts: Held-out rows that are continued.
+        prompt_tokens: Tokens of each that are given.
+        new_tokens: Tokens to write.
+        temperatures: Of the texts that are written; 0 is greedy.
+        seconds: Time after which no further prompt is begun.
+    """
+
+    rows: int = field(default=256, metadata={"help": "Held-out rows whose drafts are judged along the text."})
+    prompts: int = field(default=8, metadata={"help": "Held-out rows that are continued."})
+    prompt_tokens: int = field(default=64, metadata={"help": "Tokens of each that are given."})
+    new_tokens: int = field(default=128, metadata={"help": "Tokens to write."})
+    temperatures: list[float] = field(
+        default_factory=lambda: [0.0, 1.0], metadata={"help": "Of the texts that are written; 0 is greedy."}
+    )
+    seconds: float | None = field(default=None, metadata={"help": "Time after which no further prompt is begun."})
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "prompts", "prompt_tokens", "new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise ValueError(f"temperatures={self.temperatures} must be numbers of at least 0")
+
+
+@dataclass
+class AnalysisArguments:
+    """What `tokenahead analyze` looks at.
+
+    Args:
+        positions: Places in held-out rows.
+        depth: Tokens ahead.
+        mass: Share of the continuations that is followed at each step; 1 enumerates all.
+        max_branches: Continuations that are followed at most.
+    """
+
+    positions: int = field(default=32, metadata={"help": "Places in held-out rows."})
+    depth: int = field(default=4, metadata={"help": "Tokens ahead."})
+    mass: float = field(default=0.9, metadata={"help": "Share of the continuations that is followed; 1: all."})
+    max_branches: int | None = field(default=64, metadata={"help": "Continuations that are followed at most."})
+
+    def __post_init__(self) -> None:
+        for name, least in {"positions": 1, "depth": 2}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if not 0 < self.mass <= 1:
+            raise ValueError(f"mass={self.mass} must lie in (0, 1]")
+
+
 @dataclass(frozen=True)
 class Settings:
     """Everything that a run was asked for.
@@ -120,6 +174,7 @@ class Settings:
         model: The backbone, and adapters of PEFT.
         drafter: What is trained.
         given: The YAML file and the flags, as they were given.
+        extra: Settings of this command alone.
     """
 
     data: ScriptArguments
@@ -128,6 +183,15 @@ class Settings:
     model: ModelConfig
     drafter: DrafterArguments
     given: dict[str, Any]
+    extra: Any = None
+
+
+_KINDS = (ScriptArguments, DatasetMixtureConfig, TrainConfig, ModelConfig, DrafterArguments)
+_USAGE = {
+    "train": "tokenahead train [CONFIG.yaml] [--FIELD VALUE ...]",
+    "evaluate": "tokenahead evaluate MODEL DATA [--FIELD VALUE ...], or CONFIG.yaml in the place of both",
+    "analyze": "tokenahead analyze [CONFIG.yaml] [--FIELD VALUE ...]",
+}
 
 
 class _Parser(TrlParser):
@@ -137,12 +201,13 @@ class _Parser(TrlParser):
         raise ValueError(message)
 
 
-def read_settings(argv: Sequence[str], command: str) -> Settings:
+def read_settings(argv: Sequence[str], command: str, extra: type | None = None) -> Settings:
     """Reads `CONFIG.yaml` and the flags behind it, which count more.
 
     Args:
         argv: Arguments of the command.
         command: Its name, for `--help`.
+        extra: Dataclass of further settings, which a file for training may hold, too.
 
     Raises:
         ValueError: A file that is no YAML mapping, an unknown key or flag, or a value that does not fit its field.
@@ -150,24 +215,24 @@ def read_settings(argv: Sequence[str], command: str) -> Settings:
         SystemExit: After `--help`.
     """
     argv = list(argv)
+    kinds = [*_KINDS, *([extra] if extra else [])]
     parser = _Parser(
-        [ScriptArguments, DatasetMixtureConfig, TrainConfig, ModelConfig, DrafterArguments],
+        kinds,
         prog=f"tokenahead {command}",
-        usage=f"tokenahead {command} [CONFIG.yaml] [--FIELD VALUE ...]",
+        usage=_USAGE[command],
         allow_abbrev=False,
     )
     given: dict[str, Any] = {"flags": argv}
     if argv and not argv[0].startswith("-"):
         given["file"] = _mapping(argv[0])
-        _check_keys(parser, argv[0], given["file"])
+        _check_keys(argv[0], given["file"])
         argv = ["--config", *argv]
-    parsed = parser.parse_args_and_config(argv)
-    return Settings(*_in_order(parsed), given=given)
-
-
-def _in_order(parsed: Sequence[Any]) -> tuple[Any, ...]:
-    data, mixture, training, model, drafter = parsed
-    return data, mixture, training, model, drafter
+    *parts, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    known = {f"--{entry.name}" for kind in (EvaluationArguments, AnalysisArguments) for entry in fields(kind)}
+    unknown = [word for word in rest if word.startswith("--") and (word not in known or word in argv)]
+    if unknown or (rest and not rest[0].startswith("--")):
+        raise ValueError(f"there is no setting {' '.join(unknown or rest)}; see tokenahead {command} --help")
+    return Settings(*parts[: len(_KINDS)], given=given, extra=parts[len(_KINDS)] if extra else None)
 
 
 def _mapping(path: str) -> dict[str, Any]:
@@ -180,8 +245,9 @@ def _mapping(path: str) -> dict[str, Any]:
     return values
 
 
-def _check_keys(parser: _Parser, path: str, values: dict[str, Any]) -> None:
-    known = {entry.name for kind in parser.dataclass_types for entry in fields(kind) if entry.init} | {"env"}
+def _check_keys(path: str, values: dict[str, Any]) -> None:
+    kinds = (*_KINDS, EvaluationArguments, AnalysisArguments)  # one file serves all commands
+    known = {entry.name for kind in kinds for entry in fields(kind) if entry.init} | {"env"}
     for name in values:
         if name not in known:
             near = difflib.get_close_matches(str(name), sorted(known), n=1)

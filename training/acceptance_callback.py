@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.utils import logging
 
 from ..generation.attachment import Attachable
+from ..modeling.heads.joint import JointMTPModel
 from .evaluation.drafts import DraftMeasures, measure_drafts
 from .evaluation.laws import has_laws
 
@@ -109,6 +110,7 @@ class AcceptanceCallback(TrainerCallback):
             return {}
         model = trainer.accelerator.unwrap_model(trainer.model)
         model = model.get_base_model() if hasattr(model, "peft_config") else model
+        model = model.heads if isinstance(model, JointMTPModel) else model
         found: dict[str, float] = {}
         devices = [] if model.device.type == "cpu" else [model.device]
         with torch.random.fork_rng(devices, device_type=model.device.type):

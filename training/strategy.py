@@ -28,15 +28,15 @@ class TrainingStrategy:
     - Medusa-2: `train="lora"`, `head_warmup`, `drafter_lr_multiplier=4`, `loss_weight=0.2`, or a ramp:
       `loss_weight=0`, `loss_weight_last=0.2`, `loss_weight_shape="sine"`;
     - Mehra et al.: `train="lora"`, `lora_rank=8`, `head_warmup`, `drafter_lr_multiplier=4`, `loss_balance="rms"`;
-    - MtPC's stage 2: `draft_layers=2` on heads that were trained before, or `head_warmup=0.5` for both stages in one run;
+    - MtPC's stage 2: `draft_layers=2` on heads that were trained before; `head_warmup=0.5` makes both stages one run;
     - Hydra++: `loss_target="teacher"`; LK losses: `loss_target="teacher"`, `loss_divergence="lk"`;
     - DeepSeek-V3: `train="all"`, `loss_weight=0.3`, `loss_weight_last=0.1`, `loss_weight_until=0.68`.
 
     Attributes:
         train: `"drafter"`: the backbone stays as it is. `"all"`: everything learns jointly, the backbone from its own
             next-token loss and the drafter's. `"lora"`: the same, the backbone by adapters alone.
-        head_warmup: So long the drafter's head learns alone, backbone, adapters and draft layers wait: a number of steps,
-            or, below 1, a share of all steps.
+        head_warmup: So long the drafter's head learns alone; backbone, adapters and draft layers wait. A number of
+            steps, or, below 1, a share of all steps.
         drafter_lr_multiplier: The drafter's learning rate, as a multiple of `learning_rate`, which is the backbone's.
         lora_rank: Of the backbone's adapters (`train="lora"`).
         lora_alpha: Scale of the adapters times their rank; None: twice the rank.

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
+from ...configuration.mimo import MiMoConfig
 from ...configuration.mtp_families import family_of, num_layers
 from ...generation.drafters.modules import ModuleDrafter
 from ...generation.drafters.protocol import DraftOptions
@@ -18,18 +18,21 @@ from ...generation.mixins import MTPGenerationMixin
 from ..checkpointing import caches_kept
 from ..copies import PicklableMixin
 from ..heads.losses import depth_targets
+from ..indices import kept_positions
 from ..loading import HUB_OPTIONS
 from ..outputs import DeepSeekMTPOutput, states_asked_for
 from .checkpoint import build, load, load_dequantized, official_device_map, own_device_map, text_config
 from .checkpoint_files import check_checkpoint
 from .float8 import is_to_be_dequantized
-from .losses import ModuleLossOptions, chain_loss, depth_weights
+from .losses import ChainLoss, ModuleLossOptions, chain_loss, depth_weights
 from .modules import MTPModules
 from .readout import Readout
 from .routing import router_loss
 from .saving import OfficialFolderMixin
 from .unroll import teacher_forced
 
+OWN_CONFIGS = (MiMoConfig,)
+"""Configurations that transformers does not have; where code travels, they are looked up in this module by name."""
 _NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits"]
 
 
@@ -57,6 +60,7 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
     """
 
     base_model_prefix = "main"
+    remote_classes = {"AutoModelForCausalLM": "DeepSeekMTP"}
     supports_gradient_checkpointing = True
     _no_split_modules = ["MTPModule"]
     _supports_sdpa = True
@@ -117,6 +121,7 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
             main, modules, report = load(name, facts.config, inference_only, **kwargs)
         model = cls(main.config, (main, modules)).eval()
         model.shared_copies = facts.shared_copies
+        vars(main.config).pop("auto_map", None)  # says where code lies in the folder that was read, and in no other
         if hasattr(main, "hf_device_map"):
             model.hf_device_map = own_device_map(main.hf_device_map, num_layers(main.config))
         return (model, report) if wants_info else model
@@ -310,29 +315,30 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
                 **kwargs,
             )
         hidden = outputs.last_hidden_state
-        chain, loss, head_losses, logits, mtp_logits = [hidden], None, None, None, None
+        chain, loss, shown, logits, mtp_logits = [hidden], None, {}, None, None
         depths = max(self.num_modules if output_mtp_logits else 0, self.num_depths if has_labels else 0)
         if depths:
             chain = self._chain(hidden, inputs_embeds, attention_mask, position_ids, depths)
         if has_labels:
             targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
-            loss, head_losses = self._loss(chain[: self.window], targets, num_items_in_batch)
+            loss, *found = self._loss(chain[: self.window], targets, num_items_in_batch)
+            shown = dict(zip(("head_losses", "acceptances", "missing_mass"), found))
         aux_loss = router_loss(self.main, outputs, attention_mask)
         if loss is not None and aux_loss is not None:
             loss = loss + self.main.router_aux_loss_coef * aux_loss.to(loss.device)
         if output_mtp_logits:
             mtp_logits = tuple(self.readout(state) for state in chain[1 : self.num_modules + 1])
         if logits_to_keep is not None or not (has_labels and self.training):
-            logits = self.readout(slice_logits_to_keep(hidden, logits_to_keep or 0))
+            logits = self.readout(kept_positions(hidden, logits_to_keep or 0))
         return DeepSeekMTPOutput(
             loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            head_losses=head_losses,
             mtp_logits=mtp_logits,
             aux_loss=aux_loss,
+            **shown,
         )
 
     def _chain(
@@ -351,9 +357,7 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
         embeds = inputs_embeds.detach() if options.detach_embedding else inputs_embeds
         return [hidden, *teacher_forced(self.mtp, start, embeds, position_ids, attention_mask, depths)]
 
-    def _loss(
-        self, chain: list[torch.Tensor], windows: torch.Tensor, counts: torch.Tensor | int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss(self, chain: list[torch.Tensor], windows: torch.Tensor, counts: torch.Tensor | int | None) -> ChainLoss:
         targets = [windows[:, : state.shape[1], k] for k, state in enumerate(chain)]
         return chain_loss(self.readout, chain, targets, self.config.vocab_size, self.loss_options, counts)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 DIVERGENCES = ("cross_entropy", "kl", "reverse_kl", "tv", "lk", "lk_kl")
-"""Cross-entropy of q under p; KL(p || q); KL(q || p); total variation; LK; and LK with a KL that fades as alpha grows."""
+"""Cross-entropy of q under p; KL(p || q); KL(q || p); total variation; LK; LK with a KL that fades as alpha grows."""
 _KL_SCALE, _KL_DECAY = 1.0, 3.0
 
 

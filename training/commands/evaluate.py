@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from ... import __version__
 from ...generation.attachment import Attachable
+from ...modeling.heads.joint import BACKBONE
 from ..byte_text import is_byte_level
 from ..completion import load_config
 from ..evaluation import GREEDY, Comparison, Measurement, environment, hardware, sampled
@@ -135,6 +136,9 @@ def settings_of_drafter(settings: Settings) -> Settings:
 def _with_drafter(settings: Settings, folder: str) -> Settings:
     """The drafter that a folder holds, or the model that brings its own."""
     if settings.drafter.drafter in ("heads", "eagle"):
+        if (Path(folder) / BACKBONE).is_dir():  # they learned together
+            model = replace(settings.model, model_name_or_path=str(Path(folder) / BACKBONE))
+            settings = replace(settings, model=model)
         drafter = replace(settings.drafter, drafter_name_or_path=folder, drafter_options=None)
         return replace(settings, drafter=drafter)
     model = replace(settings.model, model_name_or_path=folder)
@@ -145,7 +149,7 @@ def evaluator(settings: Settings, trainee: Trainee) -> Any:
     """A trainer that is never asked to train: it prepares the data as training does, and evaluates."""
     for name, value in _OUT_OF_TRAINING.items():
         setattr(settings.training, name, value)
-    settings.drafter.acceptance = False
+    settings.drafter.acceptance, settings.drafter.strategy = False, None
     if settings.mixture.test_split_size is None:
         settings.data.dataset_test_split = _held_out(settings)
     trainer = make_trainer(settings, trainee)

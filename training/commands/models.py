@@ -159,11 +159,9 @@ def _apply_loss_options(model: PreTrainedModel, arguments: DrafterArguments) -> 
 
 
 def _choose_parts(model: PreTrainedModel, arguments: DrafterArguments) -> None:
-    """Freezes the backbone, unless the strategy or PTP's `base_weight` lets it learn, too."""
+    """Freezes the backbone of a PTP model, unless `base_weight` lets it learn; of others the strategy says."""
     if isinstance(model, PTPForCausalLM):
         model.train_only("all" if ptp_options(arguments).base_weight else "drafter")
-    elif hasattr(model, "train_only"):
-        model.train_only("all" if arguments.training_strategy().train == "all" else "drafter")
 
 
 def _check_names(kind: type, given: dict[str, Any]) -> None:

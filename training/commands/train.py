@@ -106,9 +106,8 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
         if settings.drafter.strategy:
             raise ValueError(f"strategy={settings.drafter.strategy}: a PTPForCausalLM has loss_options instead")
         return PTPSFTTrainer(trainee.model, training, options=ptp_options(settings.drafter), **given)
-    if settings.drafter.strategy:
-        given["strategy"] = settings.drafter.training_strategy()
-    return MTPSFTTrainer(trainee.model, training, **given)
+    strategy = None if settings.model.use_peft else settings.drafter.training_strategy()
+    return MTPSFTTrainer(trainee.model, training, strategy=strategy, **given)
 
 
 def _callbacks(settings: Settings, trainee: Trainee, with_evaluation: bool) -> list[TrainerCallback]:

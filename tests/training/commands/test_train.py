@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 from tokenahead import DeepSeekMTP, EagleHead, MTPHeads
+from tokenahead.modeling.heads.joint import JointMTPModel
 from tokenahead.training import cli
 from tokenahead.training.commands.train import train
 
@@ -17,6 +18,10 @@ RUNS = {
     "new modules": dict(drafter="modules", drafter_options={"num_modules": 1}),
     "parallel": dict(drafter="parallel", drafter_options={"num_slots": 3}, loss_options={"completions": 4}),
     "parallel of its own": dict(model="ptp"),
+    "eagle": dict(drafter="eagle", loss_options={"steps": 2}),
+    "heads and backbone": dict(
+        drafter="heads", drafter_options={"window": 3}, strategy={"train": "lora", "head_warmup": 1, "loss_weight": 0.2}
+    ),
     "heads, packed": dict(drafter="heads", drafter_options={"window": 3}, packing=True),
     "heads, streamed": dict(drafter="heads", dataset_streaming=True, test_split_size=None, eval_strategy="no"),
 }
@@ -31,6 +36,7 @@ def test_every_drafter_learns_and_its_folder_loads_again(run, settings_of, tmp_p
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 4 and min(losses) < losses[0]
     model = trainer.accelerator.unwrap_model(trainer.model)
+    model = model.heads if isinstance(model, JointMTPModel) else model
     loaded = {MTPHeads: AutoModel, DeepSeekMTP: DeepSeekMTP, EagleHead: AutoModel}.get(
         type(model), AutoModelForCausalLM
     )

@@ -11,6 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from ..evaluation import Comparison
+from ..files import replace_picture
 from .head_comparison import HeadFigures, cycle_ms
 
 _MARKERS = "osD^vPX*"  # of the families, in turn; colour alone would not reach every eye
@@ -20,9 +21,7 @@ _GAP = 0.09  # between labels of these lines, as a share of the axes
 
 def save_picture(figure: Figure, path: Path) -> Path:
     """Writes a PNG file, under a temporary name first; returns `path`."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png", dpi=120)
-    return temporary.replace(path)
+    return replace_picture(path, figure)
 
 
 def heads_figure(figures: list[HeadFigures]) -> Figure:

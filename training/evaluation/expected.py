@@ -135,7 +135,7 @@ class TeacherForced:
         found = []
         for hidden, window, logits in zip(*flat):
             drafted = drafter.window_law(hidden).conditional_log_probs(window)[:, 1:]
-            found.append(_accepted_up_to(window[:, 1:], drafted, logits, mode.temperature, rule))
+            found.append(accepted_up_to(window[:, 1:], drafted, logits, mode.temperature, rule))
         reached = torch.cat(found).view(count, places, -1)
         per_text = reached.sum(-1).mean(-1)
         error = float(per_text.std()) / count**0.5 if count > 1 else float("nan")
@@ -156,7 +156,7 @@ def _cut(
     return hidden[:, places], ids[:, ahead], logits[:, ahead[:, :-1]]
 
 
-def _accepted_up_to(
+def accepted_up_to(
     tokens: torch.Tensor, drafted: torch.Tensor, logits: torch.Tensor, temperature: float, rule: str
 ) -> torch.Tensor:
     """P(accepted >= k) for k = 1..m.

@@ -31,8 +31,6 @@ from .routing import router_loss
 from .saving import OfficialFolderMixin
 from .unroll import teacher_forced
 
-OWN_CONFIGS = (MiMoConfig,)
-"""Configurations that transformers does not have; where code travels, they are looked up in this module by name."""
 _NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits"]
 
 
@@ -60,7 +58,6 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
     """
 
     base_model_prefix = "main"
-    remote_classes = {"AutoModelForCausalLM": "DeepSeekMTP"}
     supports_gradient_checkpointing = True
     _no_split_modules = ["MTPModule"]
     _supports_sdpa = True
@@ -78,6 +75,12 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
         self.loss_options = ModuleLossOptions.from_dict(getattr(main.config, "mtp_loss", None))
         self.shared_copies = bool(family_of(main.config).copies)
         self.post_init()
+
+    @property
+    def remote_classes(self) -> dict[str, str]:
+        """Which class loads this model where its code travels."""
+        own = isinstance(self.config, MiMoConfig)
+        return {"AutoModelForCausalLM": MiMoMTP.__name__ if own else "DeepSeekMTP"}
 
     def init_weights(self) -> None:
         """Nothing: both parts were initialised or loaded by the main model's own class."""
@@ -372,3 +375,13 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
             Scalar: what `forward` would return for all of the data in one batch.
         """
         return (sums * depth_weights(counts, self.loss_options).to(sums)).sum()
+
+
+class MiMoMTP(DeepSeekMTP):
+    """`DeepSeekMTP` for MiMo-7B, where its code travels.
+
+    transformers does not know that configuration, and Auto classes take a class of foreign code for a foreign
+    configuration only if the class names it.
+    """
+
+    config_class = MiMoConfig

@@ -15,6 +15,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ...configuration.mtp_families import family_of, num_layers, set_modules
 from .checkpoint import load, official_names, own_names
 from .checkpoint_files import COPIES
+from .draft_vocabulary import FILE
 
 _OURS = "keys_to_ignore_at_inference"  # says what this class returns, and is nothing to save
 _OLD_WEIGHTS = re.compile(
@@ -23,7 +24,7 @@ _OLD_WEIGHTS = re.compile(
 
 
 class OfficialFolderMixin:
-    """`save_pretrained` and `load_state_dict` of a model with `main`, `mtp`, `shared_copies` and `loss_options`."""
+    """`save_pretrained` and `load_state_dict` of a model with `main`, `mtp`, `shared_copies`, `loss_options`, ..."""
 
     def save_pretrained(
         self,
@@ -61,6 +62,8 @@ class OfficialFolderMixin:
         try:
             self._save_main(temporary, state, is_main_process, **kwargs)
             if is_main_process:
+                if self.draft_vocabulary is not None:
+                    self.draft_vocabulary.save(temporary)
                 _move_files(temporary, target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -139,5 +142,5 @@ def _move_files(source: Path, target: Path) -> None:
     for file in source.iterdir():
         file.replace(target / file.name)
     for file in target.iterdir():
-        if _OLD_WEIGHTS.fullmatch(file.name) and file.name not in new:
+        if (_OLD_WEIGHTS.fullmatch(file.name) or file.name == FILE) and file.name not in new:
             file.unlink()

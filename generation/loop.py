@@ -29,7 +29,7 @@ from .rules import Rule
 from .schedule import AdaptiveSchedule, ConstantSchedule, DraftSchedule
 from .statistics import GenerateSpeculativeOutput, Speculation
 from .stopping import Stopping
-from .targets import Fed, HiddenLayers, RepackedTarget, RowLengthTarget, Target
+from .targets import EvenTarget, Fed, HiddenLayers, RepackedTarget, RowLengthTarget, Target, is_repackable
 from .tokens import Kept, TokenRows
 
 
@@ -114,7 +114,8 @@ class SpeculativeLoop:
     def _target(self, cache: Cache) -> Target:
         if hasattr(cache, "keep_last"):
             return RowLengthTarget(self.model, cache)
-        return RepackedTarget(self.model, cache, self.tokens.ends, self.model_kwargs.get("attention_mask"))
+        kind = RepackedTarget if is_repackable(cache) else EvenTarget
+        return kind(self.model, cache, self.tokens.ends, self.model_kwargs.get("attention_mask"))
 
     def _cycle(self) -> None:
         started = time.perf_counter()
@@ -137,6 +138,8 @@ class SpeculativeLoop:
 
     def _length(self) -> int:
         """The longest path to draft now: the verdict adds one more token, and nothing is drafted beyond the text."""
+        if getattr(self.drafter, "is_repeatable", False):  # a draft that is cut short is judged otherwise
+            return self.schedule.length()
         open_rows = [n for n, done in zip(self.tokens.lengths, self.done) if not done]
         room = max((self.stopping.room(n) for n in open_rows), default=1)
         return max(min(self.schedule.length(), room - 1), 0)

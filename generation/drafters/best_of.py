@@ -34,8 +34,7 @@ class BestOfDrafter(ParallelDrafter):
     """
 
     def __init__(self, *args: Any, many: int) -> None:
-        super().__init__(*args)
-        self.many = many
+        super().__init__(*args, many=many)
         self.branches = self.vectors = self.fresh = self.kept_branch = None
 
     def propose(self, tokens: TokenRows, length: int) -> DraftTree:
@@ -52,8 +51,7 @@ class BestOfDrafter(ParallelDrafter):
 
     def _draw(self, tokens: TokenRows, count: int) -> None:
         """Draws uniforms for the drafts of the next forward, and for its only pick if it verifies none."""
-        shape = len(tokens.ids), self.many, self.longest_group + 2
-        drawn = torch.rand(shape, generator=self.uniforms.generator, device=tokens.ids.device)
+        drawn = self.uniforms.fresh(self.many * (self.longest_group + 2)).unflatten(1, (self.many, -1))
         self.fresh = drawn[..., 1:]
         if self.branches is None or self.branches.shape[-1] == 0:
             self.branches, self.vectors = None, drawn[:, :1, :1]

@@ -47,13 +47,17 @@ class ParallelDrafter:
         config: A `PTPConfig`.
         options: Of the call; `extra["slot_budget"]` slots ride in every forward.
         uniforms: Of the output positions.
+        many: Vectors of uniforms to draft from.
+
+    Attributes:
+        is_repeatable: Whether the text of a row may depend on its own seed and prompt alone: the rule judges drafts by
+            their length, so that neither room nor what other rows accepted may change it.
     """
 
     hidden_layers = None
-    many = 1
-    """Vectors of uniforms to draft from."""
 
-    def __init__(self, config: Any, options: DraftOptions, uniforms: Uniforms) -> None:
+    def __init__(self, config: Any, options: DraftOptions, uniforms: Uniforms, many: int = 1) -> None:
+        self.many = many
         self.config, self.options, self.uniforms = config, options, uniforms
         self.is_one_hot = config.variant == "one_hot"
         self.num_tokens = options.num_tokens
@@ -63,6 +67,7 @@ class ParallelDrafter:
         self.warps = options.processing if warps else None
         self.gives_laws = options.do_sample and not uniforms.stay
         self.rates = AcceptanceRates(self.num_tokens)
+        self.is_repeatable = options.do_sample and "seed" in options.extra and (many > 1 or not uniforms.stay)
         self.layout: SlotLayout | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.view: View | None = None
@@ -118,6 +123,8 @@ class ParallelDrafter:
         self.pending = self._drafts(fed.riders[rows, index], uniforms, exists)
 
     def _learn(self, verdict: Verdict) -> None:
+        if self.is_repeatable:
+            return
         drafted = verdict.tokens.shape[1] - 1
         self.rates.update(drafted, [count - 1 for count in self.view.kept.counts if count])
 

@@ -66,8 +66,10 @@ class SpeculativeLoop:
         self.done = [False] * len(prompt)
         self.processing, self.records = options.processing, Records(config, len(prompt))
         self.stopping = Stopping(criteria, options.processing.pad, self.records.scores_of)
-        adaptive = options.schedule == "adaptive"
-        self.schedule: DraftSchedule = (AdaptiveSchedule if adaptive else ConstantSchedule)(drafter.num_tokens)
+        self.lead = getattr(drafter, "lead", 0)
+        self.schedule: DraftSchedule = ConstantSchedule(drafter.num_tokens)
+        if options.schedule == "adaptive":
+            self.schedule = AdaptiveSchedule(drafter.num_tokens, self.lead)
         pad = getattr(config, "_pad_token_tensor", None)
         self.pad = 0 if pad is None else int(pad)
         self.statistics = Speculation(*([[] for _ in prompt] for _ in range(2)), rows_depths=[[] for _ in prompt])
@@ -119,7 +121,8 @@ class SpeculativeLoop:
 
     def _cycle(self) -> None:
         started = time.perf_counter()
-        tree = self.drafter.propose(self.tokens, self._length())
+        length = self._length()
+        tree = self.drafter.propose(self.tokens, length)
         drafted = time.perf_counter()
         block = torch.cat([self.tokens.last()[:, None], tree.tokens], dim=1)
         fed = self.target.forward(block, tree, self._hidden_layers)
@@ -132,7 +135,7 @@ class SpeculativeLoop:
         self.target.keep(kept, verdict, tree)
         self.drafter.advance(fed.along(verdict, tree), verdict)
         ended = time.perf_counter()
-        self.schedule.update(tree.depth, accepted, ended - started)
+        self.schedule.update(tree.depth, accepted, ended - started, length if self.lead else None)
         self.statistics.draft_seconds += drafted - started
         self.statistics.verify_seconds += ended - called
 

@@ -39,10 +39,11 @@ class BestOfDrafter(ParallelDrafter):
 
     def propose(self, tokens: TokenRows, length: int) -> DraftTree:
         """All branches, one behind the other, of at most `length` tokens each."""
+        asked = length
         if self.branches is not None:
             self.branches = self.branches[..., :length]
         count, length = (1, 0) if self.branches is None else self.branches.shape[1:]
-        riders = self._riders(tokens, length, count if length else 1)
+        riders = self._riders(tokens, length, asked, count if length else 1)
         if length == 0:
             return DraftTree.chain(tokens.ids[:, :0], riders=riders)
         order = line(count * length, tokens.ids.device)
@@ -64,11 +65,13 @@ class BestOfDrafter(ParallelDrafter):
 
     def advance(self, fed: Fed, verdict: Verdict) -> None:
         """Drafts from the groups behind the tokens that each row kept."""
+        self.branches, layout = None, self.layout
+        if layout is None:
+            return
         self._learn(verdict)
-        index, exists = self.layout.of_group(verdict.accepted, self.kept_branch)
+        index, exists = layout.of_group(verdict.accepted, self.kept_branch)
         first = int(self.is_one_hot)  # a one-hot slot 0 predicts what the target picks itself
         index, exists = index[..., first:], exists[:, None, first:]
-        self.branches = None
         if index.shape[-1] > 0:
             rows = line(len(index), index.device)[:, None, None]
             self.branches, _ = self._drafts(fed.riders[rows, index], self.fresh[..., : index.shape[-1]], exists)

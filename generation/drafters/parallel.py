@@ -55,6 +55,7 @@ class ParallelDrafter:
     """
 
     hidden_layers = None
+    lead = 1
 
     def __init__(self, config: Any, options: DraftOptions, uniforms: Uniforms, many: int = 1) -> None:
         self.many = many
@@ -77,18 +78,23 @@ class ParallelDrafter:
         self.view = view
 
     def propose(self, tokens: TokenRows, length: int) -> DraftTree:
-        """The drafts read last, at most `length` of them, and the slots of the next ones."""
+        """The drafts read last, at most `length` of them, and slots for as many next ones; none where 0 is asked."""
         draft, q = (tokens.ids[:, :0], None) if self.pending is None else self.pending
         draft, q = draft[:, :length], None if q is None else q[:, :length]
         tree = DraftTree.chain(draft, q)
-        tree.riders = self._riders(tokens, draft.shape[1])
+        tree.riders = self._riders(tokens, draft.shape[1], length)
         return tree
 
-    def _riders(self, tokens: TokenRows, drafted: int, branches: int = 1) -> Riders | None:
+    def _riders(self, tokens: TokenRows, drafted: int, length: int, branches: int = 1) -> Riders | None:
         self._draw(tokens, drafted + 2 + self.longest_group)
-        if not self.options.drafts:
+        self.layout = None
+        if not self.options.drafts or length < 1:  # nothing is asked for: a plain forward
             return None
-        sizes = split_budget(self.options.extra["slot_budget"], drafted, self.longest_group, self.rates)
+        longest = min(self.longest_group, length + self.is_one_hot)
+        budget = max(self.options.extra["slot_budget"] * length // self.num_tokens, 1 + self.is_one_hot)
+        # rounded, so that layouts repeat from cycle to cycle
+        survival = tuple(max(round(share, 1), 0.05) for share in self.rates.survival())
+        sizes = split_budget(budget, drafted, longest, survival, self.is_one_hot)
         self.layout = layout = SlotLayout.of(sizes, tokens.ids.device, branches, self.many)
         uniforms = self._of_slots(layout)
         uniforms = uniforms if self.options.do_sample else torch.full_like(uniforms, 0.5)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 def _entry(key: str, title: str, authors: str, arxiv: str, year: int) -> str:
     names = authors.replace(", ", " and ")
-    fields = f"  title={{{title}}},\n  author={{{names}}},\n  journal={{arXiv preprint arXiv:{arxiv}}},\n  year={{{year}}}"
+    fields = (
+        f"  title={{{title}}},\n  author={{{names}}},\n  journal={{arXiv preprint arXiv:{arxiv}}},\n  year={{{year}}}"
+    )
     return f"@article{{{key},\n{fields}\n}}"
 
 
@@ -65,7 +67,10 @@ PAPERS = {
 }
 """BibTeX entries by what a drafter is."""
 OF_HEADS = {
-    **{"ff": "gloeckle", "layer": "gloeckle", "medusa": "medusa", "hydra": "hydra"},
+    "ff": "gloeckle",
+    "layer": "gloeckle",
+    "medusa": "medusa",
+    "hydra": "hydra",
     **dict.fromkeys(("cp", "hmm", "btree"), "mtpc"),
 }
 """The paper of every family of heads."""

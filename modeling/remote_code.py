@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
@@ -96,7 +96,7 @@ def code_of(kind: type, names: Mapping[str, str], choice: str) -> tuple[dict[str
     return {name: f"{CODE_FOLDER}/{entry}.{found}" for name, found in names.items()}, written
 
 
-@lru_cache(maxsize=None)
+@cache
 def _files(kind: type, names: tuple[str, ...], choice: str) -> tuple[str, dict[str, str], tuple[str, ...]]:
     """Entry module, files and further packages of the code for a class."""
     if TRAVELS and choice == "package":

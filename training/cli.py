@@ -1,4 +1,4 @@
-"""The command line: `tokenahead demo` and `tokenahead generate`. Errors are one line, without a traceback.
+"""The command line: `tokenahead demo`, `generate`, `train`, `evaluate`, `analyze`. Errors are one line, no traceback.
 
 Knows arguments and messages; what the commands do is written elsewhere.
 """
@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,6 +23,12 @@ from .extras import MissingExtraError, needs_extra
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
+TRAINING = {
+    "train": "train heads, an EAGLE head, modules or a PTP student, as a YAML file says",
+    "evaluate": "losses, accuracies, acceptance and speed-up of a drafter on a text",
+    "analyze": "what a backbone already knows of tokens further ahead, beside what its heads learned",
+}
+"""Commands whose arguments are those of TRL, and their help."""
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _PROMPT = (
     "the text to complete; '-', or none: the standard input, every byte of it; write '--' before a prompt that begins "
@@ -38,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     Raises:
         SystemExit: Always: 0, or 1 after an error, 2 after wrong arguments, 130 after Ctrl-C.
     """
-    arguments = _parse(list(sys.argv[1:] if argv is None else argv))
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = _of_training(words) if words[:1] and words[0] in TRAINING else _parse(words)
     try:
         raise SystemExit(arguments.run(arguments))
     except KeyboardInterrupt:
@@ -54,6 +62,17 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         raise SystemExit(1) from None
 
 
+def _of_training(words: list[str]) -> argparse.Namespace:
+    """A command whose arguments are the fields of its settings, and are read where it is carried out."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        with needs_extra("train", f"tokenahead {words[0]}"):
+            command = import_module(f".commands.{words[0]}", __package__)
+        return command.main(words[1:])
+
+    return argparse.Namespace(command=words[0], run=run)
+
+
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, where argparse would print the usage first."""
 
@@ -64,9 +83,12 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tokenahead", description="Lossless multi-token prediction for Hugging Face transformers.")
     parser.add_argument("--version", action="version", version=f"tokenahead {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{demo,generate}")
+    names = ",".join(("demo", "generate", *TRAINING))
+    commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{names}}}")
     _add_demo(commands)
     _add_generate(commands)
+    for name, help_text in TRAINING.items():
+        commands.add_parser(name, help=help_text)
     return parser
 
 

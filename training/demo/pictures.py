@@ -14,6 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from ..evaluation import HeadReport
+from ..files import replace_picture
 from ..results import DecodingResult
 from .report import cycle_ms
 
@@ -25,9 +26,7 @@ _GAP = 0.09  # between labels of these lines, as a share of the axes
 
 def save_picture(figure: Figure, path: Path) -> Path:
     """Writes a PNG file, under a temporary name first; returns `path`."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png", dpi=120)
-    return temporary.replace(path)
+    return replace_picture(path, figure)
 
 
 def speed_figure(reports: Sequence[HeadReport]) -> Figure:

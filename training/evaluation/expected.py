@@ -149,7 +149,7 @@ class TeacherForced:
         found = []
         for hidden, window, logits in zip(*flat):
             drafted = drafter.window_law(hidden).conditional_log_probs(window)[:, 1:]
-            found.append(_accepted_up_to(window[:, 1:], drafted, logits, mode.temperature, rule))
+            found.append(accepted_up_to(window[:, 1:], drafted, logits, mode.temperature, rule))
         return torch.cat(found).view(count, places, -1)
 
 
@@ -167,7 +167,7 @@ def _cut(
     return hidden[:, places], ids[:, ahead], logits[:, ahead[:, :-1]]
 
 
-def _accepted_up_to(
+def accepted_up_to(
     tokens: torch.Tensor, drafted: torch.Tensor, logits: torch.Tensor, temperature: float, rule: str
 ) -> torch.Tensor:
     """P(accepted >= k) for k = 1..m.

@@ -13,7 +13,7 @@ FAMILIES = ("ff", "cp", "hmm", "btree")
 
 def with_gradients(loss, head, config, hidden, targets, ids):
     """The loss, its means, and the gradients of three times the loss."""
-    value, means = loss(head, config, hidden, targets, ids)
+    value, means, *_ = loss(head, config, hidden, targets, ids)
     return value, means, *torch.autograd.grad(3 * value, (*head.parameters(), hidden))
 
 
@@ -67,7 +67,7 @@ def test_no_gradients_are_made_where_none_are_wanted(monkeypatch):
 
 def test_a_second_backward_through_one_loss_is_refused():
     head, config, hidden, targets = head_and_batch()
-    loss, _ = head_loss(head, config, hidden, targets, None)
+    loss, *_ = head_loss(head, config, hidden, targets, None)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="compute the loss again"):
         loss.backward()
@@ -92,7 +92,7 @@ def test_gradients_of_chunks_are_summed_up_in_float32(kind, monkeypatch):
 def test_float32_heads_read_states_of_any_dtype(kind):
     head, config, hidden, targets = head_and_batch(kind)
     low = hidden.detach().bfloat16()
-    loss, _ = head_loss(head, config, low, targets, None)
+    loss, *_ = head_loss(head, config, low, targets, None)
     torch.testing.assert_close(loss, plain_loss(head, config, low.float(), targets, None)[0])
     assert window_law(head, config, low).leaf_logits.dtype == loss.dtype == torch.float32
 
@@ -100,7 +100,7 @@ def test_float32_heads_read_states_of_any_dtype(kind):
 def test_bfloat16_heads_have_a_float32_loss():
     head, config, hidden, targets = head_and_batch()
     head, hidden = head.bfloat16(), hidden.detach().bfloat16()
-    loss, _ = head_loss(head, config, hidden, targets, None)
+    loss, *_ = head_loss(head, config, hidden, targets, None)
     assert loss.dtype == torch.float32
     log_q = head(hidden)[:, :, :3].float().log_softmax(-1)
     terms = -log_q.gather(-1, targets.clamp(min=0)[..., None])[..., 0]

@@ -75,6 +75,8 @@ def save_checkpoint(
         (temporary / MARK).write_text(json.dumps(notes, indent=2) + "\n", encoding="utf-8")
         if output.exists():
             for file in temporary.iterdir():
+                if (output / file.name).is_dir():  # the code of an earlier model; a folder is not replaced by renaming
+                    shutil.rmtree(output / file.name)
                 file.replace(output / file.name)
         else:
             temporary.rename(output)

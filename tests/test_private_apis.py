@@ -71,6 +71,7 @@ FUNCTIONS = [
 ATTRIBUTES = [
     (AutoModelForCausalLM, "_model_mapping"),
     (PreTrainedConfig, "_attn_implementation"),
+    (PreTrainedConfig, "_auto_class"),
     (PreTrainedModel, "_is_stateful"),
     (PreTrainedModel, "_keys_to_ignore_on_load_unexpected"),
     (PreTrainedModel, "_no_split_modules"),
@@ -80,6 +81,7 @@ ATTRIBUTES = [
     (PreTrainedModel, "_supports_flex_attn"),
     (PreTrainedModel, "_supports_sdpa"),
     (torch, "_standard_gamma"),
+    (trl.SFTTrainer, "_tag_names"),
     (torch.nn.Linear(1, 1), "_forward_hooks"),
 ]
 """Class attributes, properties and what a module offers."""

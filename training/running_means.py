@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers.trainer_utils import EvalLoopOutput
 
+from .card import TrainerCardMixin
+
 
 class RunningMeans:
     """Sums and counts of several quantities, kept where they are computed until they are taken."""
@@ -26,7 +28,7 @@ class RunningMeans:
         return None if totals is None else accelerator.gather(totals[None]).sum(0).cpu()
 
 
-class RunningMeansMixin:
+class RunningMeansMixin(TrainerCardMixin):
     """Adds running means to the log and to evaluation metrics; to be placed before `Trainer` among the bases.
 
     A trainer says in `_mean_names` what the quantities are called, and adds to `_means[model.training]`. Where its

@@ -50,7 +50,7 @@ def try_heads_example() -> list[bool]:
     """Whether the example of heads apart wrote anything, and what the backbone writes without them."""
     names = run_example("me/heads")
     wrote = names["output"].shape[1] > names["inputs"]["input_ids"].shape[1]
-    names["heads"].detach()
+    names["drafter"].detach()
     plain = names["backbone"].generate(**names["inputs"], max_new_tokens=64)
     return [wrote, torch.equal(names["output"], plain)]
 
@@ -76,7 +76,7 @@ def main(folder: Path) -> None:
         for loader in LOADERS
         for repo in ("me/toy", "me/plain")
     }
-    found["snapshot files"] = sorted(path.name for path in snapshot.iterdir())
+    found["snapshot files"] = sorted(path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file())
     found["snapshot"] = attempt(lambda: has_logits("own", snapshot, expected))
     found["example"] = attempt(try_model_example)
     found["heads example"] = attempt(try_heads_example)

@@ -106,8 +106,8 @@ def save_box(folder: Path, models: dict[str, EvaByteForMTPC]) -> None:
     for kind, model in models.items():
         if kind == "ff":
             model.generation_config = GenerationConfig(**_IDS, num_assistant_tokens=DRAFTED)
-            model.to(_STORED).save_pretrained(folder)
-            EvaByteTokenizer().save_pretrained(folder)
+            model.to(_STORED).save_pretrained(folder, remote_code=None)  # lies in the package itself
+            EvaByteTokenizer().save_pretrained(folder, remote_code=None)
             continue
         weights = {name: weight.to(_STORED).contiguous() for name, weight in model.mtp_head.state_dict().items()}
         options = json.dumps(model.config.mtp_head.options())

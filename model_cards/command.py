@@ -39,7 +39,7 @@ class CardRequest:
 
     Attributes:
         model: Folder of a model or a drafter, or its name on the Hub.
-        measure: File of prompts: one per line, or JSON lines, strings or objects with `"prompt"`; None measures nothing.
+        measure: File of prompts: one per line, or JSON lines (`read_prompts`); None measures nothing.
         backbone: Of a drafter: what to attach it to; None takes the one that its config names.
         new_tokens: Tokens per completion, at most.
         output: Where README.md and the figures go; None: the model's folder.

@@ -67,9 +67,7 @@ class ModelFacts:
         return "AutoModel" if self.heads_only else "AutoModelForCausalLM"
 
 
-def describe(
-    config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: str | None = "bundle"
-) -> ModelFacts:
+def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: str | None = "bundle") -> ModelFacts:
     """Collects the facts of a model, or of a config alone (then without the number of parameters).
 
     Args:

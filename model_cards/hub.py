@@ -27,7 +27,7 @@ def check_token(token: str | bool | None) -> None:
     """
     if token is False or (not isinstance(token, str) and not get_token()):
         raise ValueError(
-            "there is no access token of the Hub to push with: run `hf auth login`, set HF_TOKEN, or pass token='hf_...'"
+            "there is no access token of the Hub to push with: run `hf auth login`, set HF_TOKEN, or pass token=..."
         )
 
 
@@ -88,7 +88,7 @@ def _difference(ours: dict[str, Any], theirs: dict[str, Any], within: str = "") 
         if ours.get(name) != theirs.get(name) and None not in (ours.get(name), theirs.get(name)):
             return f"{within}{name} is {theirs[name]!r} there and {ours[name]!r} here"
     for name in ("backbone_config", "text_config"):
-        if isinstance(ours.get(name), dict) and isinstance(theirs.get(name), dict):
-            if found := _difference(ours[name], theirs[name], f"{name}."):
-                return found
+        both = isinstance(ours.get(name), dict) and isinstance(theirs.get(name), dict)
+        if both and (found := _difference(ours[name], theirs[name], f"{name}.")):
+            return found
     return ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
@@ -30,8 +30,8 @@ TRANSFORMERS = "5.23"
 """The version of transformers that the code is written for: it leans on private methods of `generate`."""
 _CHOICES = ("auto", "bundle", "package", None)
 _CHECKPOINT = "checkpoint-"  # how trainers name folders that they resume from
-_README = f"""This is code of tokenahead {__version__} (Apache-2.0), with which what lies in the folder above is loaded, by the
-Auto classes of transformers that config.json names under `auto_map` (tokenizer_config.json for the tokenizer):
+_README = f"""This is code of tokenahead {__version__} (Apache-2.0), with which the folder above is loaded, by the Auto
+classes of transformers that config.json names under `auto_map` (tokenizer_config.json for the tokenizer):
 
     AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True)
 
@@ -89,7 +89,7 @@ def code_of(kind: type, names: Mapping[str, str], choice: str) -> tuple[dict[str
     return {name: f"{CODE_FOLDER}/{entry}.{found}" for name, found in names.items()}, written
 
 
-@lru_cache(maxsize=None)
+@cache
 def _files(kind: type, names: tuple[str, ...], choice: str) -> tuple[str, dict[str, str]]:
     """Entry module and files of the code for a class."""
     if TRAVELS and choice == "package":

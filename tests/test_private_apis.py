@@ -64,6 +64,7 @@ FUNCTIONS = [
     (PreTrainedTokenizer, "_update_total_vocab_size", ""),
     (Trainer, "_get_num_items_in_batch", "batch_samples device"),
     (Trainer, "_prepare_inputs", "inputs"),
+    (Trainer, "_push_from_checkpoint", "checkpoint_folder"),
     (peft.LoraConfig, "_register_custom_module", "mapping"),
 ]
 """Functions that we override or call: where they are found, their names, and their first parameters in order."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
 
 import torch
 import transformers
@@ -11,6 +12,7 @@ from transformers.modelcard import extract_hyperparameters_from_trainer, make_ma
 from transformers.utils import logging
 
 from .. import __version__
+from ..modeling.remote_code import CODE_FOLDER
 
 logger = logging.get_logger(__name__)
 _FILE_READERS = {"csv", "json", "pandas", "parquet", "text", "generator"}  # what `datasets` calls files, not names
@@ -51,6 +53,7 @@ class TrainerCardMixin:
         """
         if not self.is_world_process_zero():
             return
+        # cards import what is measured here, so that they are imported where one is made
         from ..model_cards import render_card, write_card
         from ..model_cards.facts import hub_id
 
@@ -75,11 +78,19 @@ class TrainerCardMixin:
             )
         except TypeError:  # a model around ours (peft's adapters), or one that drafts nothing: as the base class does
             names = {"model_name": model_name, "tags": _listed(tags) or None}
-            return super().create_model_card(**names)
+            super().create_model_card(**names)
+            return
         try:
             write_card(self.args.output_dir, card)
         except FileExistsError as error:
             logger.warning(str(error))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Pushes while training: `Trainer` takes config and weights of a checkpoint, and leaves its code behind."""
+        code = Path(checkpoint_folder) / CODE_FOLDER
+        if self.is_world_process_zero() and code.is_dir():
+            shutil.copytree(code, Path(self.args.output_dir) / CODE_FOLDER, dirs_exist_ok=True)
+        super()._push_from_checkpoint(checkpoint_folder)
 
     def _data_names(self) -> list[str]:
         """What `datasets` knows of the name of the training data."""

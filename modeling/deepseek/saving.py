@@ -16,7 +16,10 @@ _OURS = "keys_to_ignore_at_inference"  # says what this class returns, and is no
 
 
 class OfficialFolderMixin(SavingMixin):
-    """What `save_pretrained` writes, and `load_state_dict`, of a model with `main`, `mtp`, `shared_copies` and `loss_options`."""
+    """What `save_pretrained` writes, and `load_state_dict`.
+
+    For a model with `main`, `mtp`, `shared_copies` and `loss_options`.
+    """
 
     def _write_folder(
         self, folder: Path, is_main_process: bool, state_dict: dict[str, torch.Tensor] | None, **kwargs: Any

@@ -2,12 +2,14 @@
 
 import ast
 import sys
+from pathlib import Path
 
 import pytest
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 from tokenahead.model_cards import bundle as module
 from tokenahead.model_cards.bundle import bundle
+from tokenahead.modeling.remote_code import TRANSFORMERS
 
 ENTRIES = {
     "modeling.evabyte.model": "modeling_evabyte",
@@ -37,6 +39,12 @@ def test_every_file_is_there_and_transformers_sees_every_import(entry, tmp_path)
     assert not any("tokenahead import" in text for text in made.files.values())
 
 
+def test_version_of_transformers_is_that_of_setup_cfg():
+    text = Path(__file__).parents[2].joinpath("setup.cfg").read_text()
+    major, minor = TRANSFORMERS.split(".")
+    assert f"transformers>={major}.{minor},<{major}.{int(minor) + 1}\n" in text
+
+
 def test_only_imports_differ_from_the_source():
     path = module._ROOT / "modeling" / "heads" / "registry.py"
     ours = ast.parse(path.read_text(encoding="utf-8"))
@@ -52,6 +60,7 @@ def test_only_imports_differ_from_the_source():
 def tree(tmp_path, monkeypatch):
     """Writes a package of its own for the bundler."""
     monkeypatch.setattr(module, "_ROOT", tmp_path)
+    bundle.cache_clear()
 
     def write(**files: str) -> None:
         for name, text in files.items():
@@ -61,12 +70,14 @@ def tree(tmp_path, monkeypatch):
             (path.parent / "__init__.py").touch()
 
     write.root = tmp_path
-    return write
+    yield write
+    bundle.cache_clear()
 
 
 def test_every_form_of_import(tree):
     tree(
-        room__start="from . import leaf, other as second  # both\nfrom .pack import (\n    Thing,\n    x as y,\n)\nVALUE = 1\n"
+        room__start="from . import leaf, other as second  # both\n"
+        "from .pack import (\n    Thing,\n    x as y,\n)\nVALUE = 1\n"
         "def f():\n    from .late import g\n    from .. import __version__\n    return g, __version__\n",
         room__leaf="",
         room__other="",
@@ -89,7 +100,7 @@ def test_every_form_of_import(tree):
 @pytest.mark.parametrize(
     ("files", "told"),
     [
-        ({"room__start": "from .a.model import x\nfrom .a import y\n", "room__a": "", "room__a__model": ""}, "room_a.py"),
+        ({"room__start": "from .a.model import x\nfrom .a import y", "room__a": "", "room__a__model": ""}, "room_a.py"),
         ({"room__start": "import tokenahead\n"}, "room/start.py, line 1: .* must not import 'tokenahead'"),
         ({"room__start": "\ndef f():\n    import scipy\n"}, "room/start.py, line 3: .* must not import 'scipy'"),
         ({"room__start": "from peft import x\n"}, "must not import 'peft'"),

@@ -1,5 +1,6 @@
 """`tokenahead card`: what it measures, what it keeps of an earlier card, and what it refuses."""
 
+import dataclasses
 import json
 
 import pytest
@@ -35,7 +36,8 @@ def test_figures_of_every_way_are_measured_and_what_was_told_is_kept(folder, cap
     assert results.results[0].identical and results.results[0].new_tokens == 16
     figures = {entry.metric_name for entry in card.data.eval_results}
     assert {f"Bytes per backbone call, {row.name}" for row in results.results} <= figures
-    for told in ("Novels.", "Slowly.", "learning_rate: 0.1", "tokenahead card toy --measure prompts.txt --new-tokens 8"):
+    command = "tokenahead card toy --measure prompts.txt --new-tokens 8"
+    for told in ("Novels.", "Slowly.", "learning_rate: 0.1", command):
         assert card.text.count(told) == 1
     assert (card.data.license, card.data.language, card.data.library_name) == ("mit", "en", "transformers")
     assert "mine" in card.data.tags and str(folder.parent) not in card.content
@@ -52,14 +54,13 @@ def test_a_drafter_is_measured_on_its_backbone(tmp_path):
     (tmp_path / "prompts.jsonl").write_text('"abc"\n{"prompt": "def f(\\n"}\n')
     with pytest.raises(ValueError, match="holds a drafter, and names no backbone: name one with --backbone"):
         make_card(CardRequest(str(tmp_path / "heads"), measure=tmp_path / "prompts.jsonl"))
-    backbone = str(tmp_path / "base")
-    path = make_card(
-        CardRequest(str(tmp_path / "heads"), tmp_path / "prompts.jsonl", backbone, new_tokens=6, output=tmp_path / "out")
-    )
+    asked = CardRequest(str(tmp_path / "heads"), tmp_path / "prompts.jsonl", str(tmp_path / "base"), new_tokens=6)
+    path = make_card(dataclasses.replace(asked, output=tmp_path / "out"))
     rows = MeasuredResults.from_json(tmp_path / "out" / "results.json").results
     assert rows[0].identical and rows[0].backbone_calls <= rows[0].new_tokens
     card = ModelCard.load(path)
-    assert card.data.library_name == "tokenahead" and "--backbone base" in card.text and str(tmp_path) not in card.content
+    assert card.data.library_name == "tokenahead" and "--backbone base" in card.text
+    assert str(tmp_path) not in card.content
     assert not (tmp_path / "heads" / "README.md").exists()
 
 

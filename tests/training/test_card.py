@@ -2,6 +2,7 @@
 
 import pytest
 from huggingface_hub import ModelCard
+from transformers import Trainer
 
 from tests.every_model import llama, moved_heads
 from tests.training.conftest import ragged_rows, small_model, trainer_for
@@ -9,8 +10,7 @@ from tests.training.test_sft import trainer_of
 
 
 def test_a_trained_model_has_a_card_and_its_code(tmp_path):
-    trainer = trainer_for(small_model(), tmp_path, ragged_rows(), max_steps=2, eval_strategy="no", save_strategy="steps")
-    trainer.args.save_steps = 2
+    trainer = trainer_for(small_model(), tmp_path, ragged_rows(), max_steps=2, save_strategy="steps", save_steps=2)
     trainer.train()
     trainer.save_model()
     trainer.create_model_card(language="en", license="mit", dataset="made up", dataset_args="seed 1", tags="toy")
@@ -23,6 +23,15 @@ def test_a_trained_model_has_a_card_and_its_code(tmp_path):
             (tmp_path, tmp_path / "checkpoint-2")}  # fmt: skip
     assert "generation_loop.py" in code[tmp_path]
     assert code[tmp_path / "checkpoint-2"] == ["modeling_evabyte.py"]  # which asks for the library
+
+
+def test_a_push_while_training_takes_the_code_of_the_checkpoint_along(tmp_path, monkeypatch):
+    pushed = []
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: pushed.append(folder))
+    trainer = trainer_for(small_model(), tmp_path / "out", ragged_rows(), max_steps=1)
+    small_model().save_pretrained(tmp_path / "out" / "checkpoint-1")
+    trainer._push_from_checkpoint(str(tmp_path / "out" / "checkpoint-1"))
+    assert len(pushed) == 1 and (tmp_path / "out" / "tokenahead_code" / "modeling_evabyte.py").is_file()
 
 
 def test_heads_name_their_backbone_and_no_folder(tmp_path):

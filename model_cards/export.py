@@ -103,7 +103,7 @@ def export(
     folder, before = Path(folder), model.shared_copies
     model.shared_copies = bool(family_of(model.config).copies) if copies is None else copies
     try:
-        model.save_pretrained(folder, **options)
+        model.save_pretrained(folder, **{"remote_code": None} | options)  # an engine has its own code
         _add_fields(folder / "config.json", model.config)
         names = set(tensor_dtypes(folder))
         problems = _problems(folder, names, model)

@@ -64,6 +64,7 @@ FUNCTIONS = [
     (PreTrainedTokenizer, "_update_total_vocab_size", ""),
     (Trainer, "_get_num_items_in_batch", "batch_samples device"),
     (Trainer, "_prepare_inputs", "inputs"),
+    (Trainer, "_push_from_checkpoint", "checkpoint_folder"),
     (peft.LoraConfig, "_register_custom_module", "mapping"),
 ]
 """Functions that we override or call: where they are found, their names, and their first parameters in order."""
@@ -71,6 +72,7 @@ FUNCTIONS = [
 ATTRIBUTES = [
     (AutoModelForCausalLM, "_model_mapping"),
     (PreTrainedConfig, "_attn_implementation"),
+    (PreTrainedConfig, "_auto_class"),
     (PreTrainedModel, "_is_stateful"),
     (PreTrainedModel, "_keys_to_ignore_on_load_unexpected"),
     (PreTrainedModel, "_no_split_modules"),
@@ -80,6 +82,7 @@ ATTRIBUTES = [
     (PreTrainedModel, "_supports_flex_attn"),
     (PreTrainedModel, "_supports_sdpa"),
     (torch, "_standard_gamma"),
+    (trl.SFTTrainer, "_tag_names"),
     (torch.nn.Linear(1, 1), "_forward_hooks"),
 ]
 """Class attributes, properties and what a module offers."""

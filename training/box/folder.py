@@ -146,8 +146,8 @@ def save_box(folder: Path, models: dict[str, EvaByteForMTPC], drafts: dict[str, 
         if kind == "ff":
             stored = copy.deepcopy(model).to(_STORED)
             stored.generation_config = GenerationConfig(**_IDS, num_assistant_tokens=count)
-            stored.save_pretrained(folder)
-            EvaByteTokenizer().save_pretrained(folder)
+            stored.save_pretrained(folder, remote_code=None)  # lies in the package itself
+            EvaByteTokenizer().save_pretrained(folder, remote_code=None)
             continue
         weights = {name: weight.to(_STORED).contiguous() for name, weight in model.mtp_head.state_dict().items()}
         notes = {"options": json.dumps(model.config.mtp_head.options()), "num_assistant_tokens": str(count)}

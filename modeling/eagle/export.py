@@ -185,6 +185,10 @@ def _vllm(config: EagleHeadConfig) -> list[tuple[bool, str]]:
     return [
         (first and config.fc_bias, "vLLM builds fc without a bias for version 1, and would draft wrongly"),
         (first and config.attention_bias, "vLLM's reader of version 1 would also want a bias of o_proj"),
+        (
+            not first and config.aux_layers is not None and config.aux_layers != sorted(set(config.aux_layers)),
+            f"vLLM hands over every state once and in order, not as in aux_layers={config.aux_layers}",
+        ),
         (not first and config.qk_norm, "vLLM reads norms of queries and keys from the layout 'speculators' only"),
     ]
 

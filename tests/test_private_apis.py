@@ -83,6 +83,7 @@ ATTRIBUTES = [
     (PreTrainedModel, "_supports_sdpa"),
     (torch, "_standard_gamma"),
     (trl.SFTTrainer, "_tag_names"),
+    (torch.Tensor, "_version"),
     (torch.nn.Linear(1, 1), "_forward_hooks"),
 ]
 """Class attributes, properties and what a module offers."""
@@ -96,6 +97,7 @@ WRITTEN_IN_SOURCE = [
     (accelerate.hooks, "_hf_hook"),
     (inspect.getmodule(PreTrainedTokenizer), "_added_tokens_encoder"),
     (transformers.core_model_loading, "_weight_conversions"),
+    (transformers.utils.hub, "_raise_exceptions_for_connection_errors"),
     (transformers.utils.hub, "_raise_exceptions_for_missing_entries"),
     (transformers.utils.output_capturing, "_output_capturing_hooks_installed"),
     (trl.SFTTrainer, "_metrics"),

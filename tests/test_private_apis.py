@@ -63,6 +63,8 @@ FUNCTIONS = [
     (PreTrainedTokenizer, "_tokenize", "text kwargs"),
     (PreTrainedTokenizer, "_update_total_vocab_size", ""),
     (Trainer, "_get_num_items_in_batch", "batch_samples device"),
+    (Trainer, "_load_best_model", ""),
+    (Trainer, "_load_from_checkpoint", "resume_from_checkpoint model"),
     (Trainer, "_prepare_inputs", "inputs"),
     (peft.LoraConfig, "_register_custom_module", "mapping"),
 ]
@@ -71,6 +73,7 @@ FUNCTIONS = [
 ATTRIBUTES = [
     (AutoModelForCausalLM, "_model_mapping"),
     (PreTrainedConfig, "_attn_implementation"),
+    (PreTrainedModel, "_hf_peft_config_loaded"),
     (PreTrainedModel, "_is_stateful"),
     (PreTrainedModel, "_keys_to_ignore_on_load_unexpected"),
     (PreTrainedModel, "_no_split_modules"),

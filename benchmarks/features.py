@@ -100,9 +100,8 @@ def main() -> None:
                 0.0 if arguments.no_memory else in_own_process(peak, way, folder, *sizes, arguments.rows).above
                 for way in (False, True)
             ]
-        print(
-            f"| {kind} | {plain:.2f} | {fast:.2f} | {plain / fast:.1f} | {size:.1f} | {memory[0]:.0f} | {memory[1]:.0f} |"
-        )
+        figures = f"{plain:.2f} | {fast:.2f} | {plain / fast:.1f} | {size:.1f}"
+        print(f"| {kind} | {figures} | {memory[0]:.0f} | {memory[1]:.0f} |")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,8 @@ class EagleLearningMixin:
             num_items_in_batch: Rows that count per step over all micro-batches, [steps] or one number (the Trainer's).
             cached_states: [B, L, S, D], the states that `learning_layers` names, from an earlier run of the backbone on
                 the same tokens: it is then not run, and there are no logits.
-            **kwargs: `shift_labels` [B, L], the target of every position, in place of `labels`; the rest is not read.
+            **kwargs: `shift_labels` [B, L], the target of every position, in place of `labels`; with
+                `output_hidden_states` the backbone's states that were read are returned; the rest is not read.
 
         Returns:
             `EagleOutput`; `logits` is [B, 1, V].
@@ -79,14 +80,16 @@ class EagleLearningMixin:
             outputs = self._run_backbone(input_ids, attention_mask, position_ids)
             states, logits = outputs.hidden_states, outputs.logits
         labels = _labels(labels, kwargs.get("shift_labels"))
+        shown = states if kwargs.get("output_hidden_states") and cached_states is None else None
         if labels is None:
-            return EagleOutput(logits=logits)
+            return EagleOutput(logits=logits, hidden_states=shown)
         labels = check_targets(labels, self.config.vocab_size)
         batch = TrainingBatch.of(input_ids, labels, attention_mask, position_ids, states[-1])
         found = eagle_loss(self, self.fuse(states), batch, num_items_in_batch)
         return EagleOutput(
             loss=found.loss,
             logits=logits,
+            hidden_states=shown,
             step_losses=found.shown,
             head_losses=found.means,
             acceptances=found.acceptances,

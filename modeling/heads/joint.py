@@ -128,6 +128,7 @@ class JointMTPModel(PreTrainedModel):
             Readout(self.backbone), [states[-1]], [targets[..., 0]], self.config.vocab_size, ModuleLossOptions(), counts
         )
         found.loss, found.backbone_loss = found.loss + loss.to(found.loss), mean[0]
+        found.hidden_states = states if kwargs.get("output_hidden_states") else None
         return found
 
     def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,8 @@ class LearningMixin:
             cached_states: [B, L, S, d], the states that `learning_layers` names, from an earlier run of the backbone on
                 the same tokens: it is then not run, and there are no logits.
             **kwargs: `shift_labels` [B, L], the target of every position, in place of `labels`; `balance` [n], factors
-                of the depths (`loss_balance="rms"`); the rest is not read.
+                of the depths (`loss_balance="rms"`); with `output_hidden_states` the backbone's states that were read
+                are returned; the rest is not read.
 
         Returns:
             `MTPOutput`.
@@ -88,7 +89,12 @@ class LearningMixin:
             kept = int(self.training) if logits_to_keep is None else logits_to_keep
             outputs = self._run_backbone(input_ids, attention_mask, position_ids, kept)
             states, logits = outputs.hidden_states, outputs.logits
-        return self.learn(states, logits, input_ids, attention_mask, position_ids, labels, num_items_in_batch, **kwargs)
+        found = self.learn(
+            states, logits, input_ids, attention_mask, position_ids, labels, num_items_in_batch, **kwargs
+        )
+        if kwargs.get("output_hidden_states") and cached_states is None:
+            found.hidden_states = states
+        return found
 
     def learn(
         self,

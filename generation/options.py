@@ -97,11 +97,17 @@ def _check(use_mtp: Any, number: Any, schedule: Any, threshold: Any) -> None:
         raise ValueError(f"assistant_confidence_threshold={threshold} must lie between 0 and 1")
 
 
-def obstacle(config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
-    """What in a call rules out speculation on any backbone, in the user's words."""
+def obstacle(config: GenerationConfig, model_kwargs: dict[str, Any], of_drafts: bool = True) -> str | None:
+    """What in a call rules out our loop on any backbone, in the user's words.
+
+    Args:
+        config: Of the call.
+        model_kwargs: Of the call.
+        of_drafts: Also name the caches that cannot go back, which hinder drafts alone.
+    """
     for name, is_plain in _PLAIN.items():
         value = getattr(config, name, None)
-        if not is_plain(value):
+        if not is_plain(value) and (of_drafts or name != "cache_implementation"):
             return f"{name}={value!r}"
     if config.penalty_alpha and (config.top_k or 0) > 1 and not config.do_sample:
         return "contrastive search (penalty_alpha)"

@@ -212,6 +212,21 @@ class RepackedTarget:
             crop(self.cache, min(0, columns - self.mask.shape[1]))
 
 
+class EvenTarget(RepackedTarget):
+    """A model on a cache that cannot go back, a static one say: one token at a time, and never a rollback.
+
+    Rows that have ended go on reading what stands behind them, as in transformers' own loop; nobody looks at it.
+    """
+
+    def keep(self, kept: Kept, verdict: Verdict, tree: DraftTree) -> None:
+        """See `Target`; all rows keep b."""
+        self.kept, self.counts = kept, self.counts + 1
+        self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=True)
+
+    def align(self, columns: int) -> None:
+        """Nothing was moved."""
+
+
 def crop(cache: Cache, columns: int) -> None:
     """Takes the last `-columns` columns from all layers that have columns: a recurrent state has none."""
     for layer in cache.layers:

@@ -102,7 +102,9 @@ class ParallelDrafter:
         sizes = split_budget(budget, drafted, longest, survival, self.is_one_hot)
         self.layout = layout = SlotLayout.of(sizes, tokens.ids.device, branches, self.many)
         uniforms = self._of_slots(layout)
-        uniforms = uniforms if self.options.do_sample else torch.full_like(uniforms, GREEDY if self.config.greedy else 0.5)
+        uniforms = (
+            uniforms if self.options.do_sample else torch.full_like(uniforms, GREEDY if self.config.greedy else 0.5)
+        )
         inputs = {"uniforms": uniforms}
         if self.state is not None:  # of the token before b; d drafts behind b stand before group d
             inputs |= {"slot_states": self.state, "slot_gaps": layout.group + 1}

@@ -75,7 +75,11 @@ class Siblings:
         """
         halves = [(layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight) for layer in self.layers]
         scales = tuple(layer.scaling[ADAPTER] for layer in self.layers)
-        marks = (dtype, scales, *((id(half), half._version, half.dtype, half.device) for pair in halves for half in pair))
+        marks = (
+            dtype,
+            scales,
+            *((id(half), half._version, half.dtype, half.device) for pair in halves for half in pair),
+        )
         if self._packed is None or self._packed[0] != marks:
             down = torch.cat([down for down, _ in halves]).to(dtype)
             ups = [(up * scale).to(dtype) for (_, up), scale in zip(halves, scales)]

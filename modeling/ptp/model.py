@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration.options import check_options
@@ -19,6 +18,7 @@ from ...generation.parallel_mixin import ParallelGenerationMixin
 from ..checkpointing import caches_kept
 from ..copies import PicklableMixin
 from ..heads.losses import check_targets, depth_targets
+from ..indices import kept_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..merging import merged_copy
 from ..outputs import PTPOutput, states_asked_for
@@ -53,10 +53,11 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
     """
 
     config_class = PTPConfig
+    remote_classes = {"AutoModelForCausalLM": "PTPForCausalLM"}
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _keep_in_fp32_modules_strict = {"lora_A", "lora_B", "uniform_embedding"}  # they train: bfloat16 would round steps away
+    _keep_in_fp32_modules_strict = {"lora_A", "lora_B", "uniform_embedding"}  # bfloat16 would round their steps away
 
     def __init__(self, config: PTPConfig, backbone: PreTrainedModel | None = None) -> None:
         if config.backbone_config is None:
@@ -249,7 +250,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
                 **kwargs,
             )
         hidden, head = outputs.last_hidden_state, self.get_output_embeddings()
-        logits = None if read else head(slice_logits_to_keep(hidden, logits_to_keep))
+        logits = None if read else head(kept_positions(hidden, logits_to_keep))
         return PTPOutput(
             loss=None if read else self._loss(logits[:, :tokens], labels, **loss_options),
             logits=logits,
@@ -259,15 +260,13 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
             read=read and read(hidden, head),
         )
 
-    def _embedded(
-        self, uniforms: torch.Tensor, states: torch.Tensor | None, gaps: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _embedded(self, uniforms: torch.Tensor, states: torch.Tensor | None, gaps: torch.Tensor | None) -> torch.Tensor:
         """What auxiliary rows read, [B, A, D]."""
         _check_uniforms(uniforms, self.config.greedy)
         if not self.config.informative:
             uniforms = torch.full_like(uniforms, 0.5)
         if self.config.reads_state and (states is None or gaps is None):
-            raise ValueError("config.reads_state: slots need slot_states and slot_gaps; gaps of 0 say that none is known")
+            raise ValueError("reads_state=True: slots need slot_states and slot_gaps; gaps of 0 say that none is known")
         return self.uniform_embedding(uniforms, states, gaps)
 
     def _loss(

@@ -176,7 +176,12 @@ class PackedRows:
         return packed_mask(documents, self.starts, slots), packed_positions(documents, self.starts, slots, self.offset)
 
     def _behind(
-        self, inputs: dict[str, torch.Tensor], mask: torch.Tensor, positions: torch.Tensor, keep: bool, read: Read | None
+        self,
+        inputs: dict[str, torch.Tensor],
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+        keep: bool,
+        read: Read | None,
     ) -> Any:
         """Logits [B, A, v] of slots behind the cache, which keeps them or not; or what `read` makes of them."""
         outputs = self.model(

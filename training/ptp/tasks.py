@@ -1,4 +1,4 @@
-"""What the slots of a batch are to learn: completions, uniforms that pick them, and what they may read. No gradients."""
+"""What the slots of a batch are to learn: completions, uniforms that pick them, and states that they read."""
 
 from __future__ import annotations
 

@@ -69,7 +69,9 @@ def test_what_slots_weigh():
     assert slot_weights(valid, gamma=0.5).tolist() == [[1.0, 0.5, 0.0], [1.0, 0.0, 0.25]]
 
 
-@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}, {"temperature": 0.7, "top_k": 50}, {"top_k": 5, "top_p": 0.3}])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"top_p": 0.9}, {"temperature": 0.7, "top_k": 50}, {"top_k": 5, "top_p": 0.3}]
+)
 def test_the_verified_law_is_that_of_transformers_warpers(sampling):
     """Also where the nucleus is larger than what is looked at first: flat laws over a large vocabulary."""
     logits = torch.randn(3, 5, 1000, dtype=torch.float64) * torch.tensor([0.05, 1.0, 8.0])[:, None, None]

@@ -7,8 +7,8 @@ from transformers import TrainingArguments
 from tests.ptp_models import VOCABULARY, backbone, ids, student
 from tokenahead import PTPForCausalLM
 from tokenahead.modeling.sampling import pick
-from tokenahead.training.ptp.completions import Sequences, draw_starts
 from tokenahead.training.ptp.columns import at_columns
+from tokenahead.training.ptp.completions import Sequences, draw_starts
 from tokenahead.training.ptp.losses import target_law
 from tokenahead.training.ptp.options import LOSSES, SEQUENCES, PTPOptions
 from tokenahead.training.ptp.rows import PackedRows, SlotInputs

@@ -80,6 +80,7 @@ ATTRIBUTES = [
     (PreTrainedModel, "_supports_flex_attn"),
     (PreTrainedModel, "_supports_sdpa"),
     (torch, "_standard_gamma"),
+    (torch.zeros(1), "_version"),
     (torch.nn.Linear(1, 1), "_forward_hooks"),
 ]
 """Class attributes, properties and what a module offers."""
@@ -93,6 +94,7 @@ WRITTEN_IN_SOURCE = [
     (accelerate.hooks, "_hf_hook"),
     (inspect.getmodule(PreTrainedTokenizer), "_added_tokens_encoder"),
     (transformers.core_model_loading, "_weight_conversions"),
+    (transformers.integrations.peft, "_hf_peft_config_loaded"),
     (transformers.utils.hub, "_raise_exceptions_for_missing_entries"),
     (transformers.utils.output_capturing, "_output_capturing_hooks_installed"),
     (trl.SFTTrainer, "_metrics"),

@@ -96,14 +96,17 @@ class ParallelDrafter:
         survival = tuple(max(round(share, 1), 0.05) for share in self.rates.survival())
         sizes = split_budget(budget, drafted, longest, survival, self.is_one_hot)
         self.layout = layout = SlotLayout.of(sizes, tokens.ids.device, branches, self.many)
-        uniforms = self._of_slots(layout)
-        uniforms = uniforms if self.options.do_sample else torch.full_like(uniforms, 0.5)
+        uniforms = self.asked(self._of_slots(layout))
         positions, fed = layout.order, 1 + branches * drafted
         if not self.is_one_hot:
             positions = positions + (line(len(positions), positions.device) >= fed)
         table = self.config.learned_positions
         # what is drafted beyond a table of positions is beyond the text
         return Riders({"uniforms": uniforms}, positions, layout.new, None if table is None else table - 1)
+
+    def asked(self, uniforms: torch.Tensor) -> torch.Tensor:
+        """What slots read where these are the uniforms of their positions: greedy decoding has no use for them."""
+        return uniforms if self.options.do_sample else torch.full_like(uniforms, 0.5)
 
     def _draw(self, tokens: TokenRows, count: int) -> None:
         self.uniforms.draw(tokens, count)

@@ -112,6 +112,10 @@ class PTPStudent(StrictLoadingMixin, ParallelSpeculator, Attachable, PreTrainedM
         model.train_only("drafter")
         return model.train(self.training)
 
+    def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
+        """transformers' own: an assistant does not change the law of its target."""
+        return {}
+
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         """Refuses a backbone that the student was not made for.
 

@@ -220,6 +220,9 @@ class SpeculativeLoop:
             return sequences
         self._align_cache()
         generated = [n - self.tokens.prompt_length for n in self.tokens.lengths]
+        if coverage := getattr(self.drafter, "coverage", None):
+            rows = zip(sequences[:, self.tokens.prompt_length :], generated)
+            self.statistics.vocabulary_coverage = coverage(torch.cat([row[:count] for row, count in rows]))
         scores, logits, hidden_states = self.records.per_token(generated, self.pad)
         return GenerateSpeculativeOutput(
             sequences=sequences,

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 SCHEDULES = ("constant", "heuristic", "heuristic_transient", "adaptive")
 """Values of `num_assistant_tokens_schedule`; all but the last draft a constant number here."""
-OWN = ("verification", "draft_tree", "uniforms", "seed", "slot_budget", "best_of")
+OWN = ("verification", "draft_tree", "uniforms", "seed", "slot_budget", "best_of", "draft_vocabulary")
 """Keyword arguments of `generate` that transformers does not know."""
 
 
@@ -24,7 +24,8 @@ class CallOptions:
         schedule: How that number changes in the course of the call.
         threshold: A draft ends with a token that its own law gave less probability; 0: never.
         draft_tree: Options of a tree of drafts; None for a chain.
-        extra: Options of one kind of drafter only: `uniforms`, `seed`, `slot_budget`, `best_of`.
+        extra: Options of one kind of drafter only: `uniforms`, `seed`, `slot_budget`, `best_of` of parallel token
+            prediction, `draft_vocabulary` of sequential modules.
         needs_our_loop: Our loop decodes even where nothing is drafted: tokens come from given uniforms.
     """
 

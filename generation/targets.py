@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -328,7 +327,8 @@ def dense_mask(cached: torch.Tensor, new: torch.Tensor, model: PreTrainedModel) 
     return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
-_FULL = (DynamicLayer, DynamicIndexedLayer, DummyLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+_EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
+_FULL = (DynamicLayer, DynamicIndexedLayer, _EMPTY, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 
 
 def is_repackable(cache: Cache | None) -> bool:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration.options import check_options
@@ -19,6 +18,7 @@ from ...generation.parallel_mixin import ParallelGenerationMixin
 from ..checkpointing import caches_kept
 from ..copies import PicklableMixin
 from ..heads.losses import check_targets, depth_targets
+from ..indices import kept_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..merging import merged_copy
 from ..outputs import states_asked_for
@@ -84,6 +84,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
     """
 
     config_class = PTPConfig
+    remote_classes = {"AutoModelForCausalLM": "PTPForCausalLM"}
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
@@ -274,7 +275,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
             if not (torch.is_grad_enabled() and self.is_activation_checkpointing):  # backward runs the layers again
                 self.gate.start = None
         hidden = outputs.last_hidden_state
-        logits = self.get_output_embeddings()(slice_logits_to_keep(hidden, logits_to_keep))
+        logits = self.get_output_embeddings()(kept_positions(hidden, logits_to_keep))
         loss = self._loss(logits[:, :tokens], labels, **loss_options)
         return CausalLMOutputWithPast(
             loss=loss,

@@ -35,7 +35,7 @@ def test_numbers_are_uniform_on_the_grid_of_float32_and_streams_are_unlike():
     seeds, purposes = seed_streams(11, 8), (0, 1)
     numbers = torch.cat([stream_uniforms(seeds, 0, 4096, purpose) for purpose in purposes])
     assert numbers.dtype == torch.float32 and torch.equal(numbers * 2**24, (numbers * 2**24).round())
-    assert 0 <= numbers.min() and numbers.max() < 1
+    assert numbers.min() >= 0 and numbers.max() < 1
     counts = torch.histc(numbers, 64, 0, 1)
     expected = numbers.numel() / 64
     assert ((counts - expected) ** 2 / expected).sum() < 120  # 63 degrees of freedom: p = 2e-5

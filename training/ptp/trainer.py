@@ -61,14 +61,17 @@ class PTPTrainer(RunningMeansMixin, Trainer):
         self.options = options or PTPOptions()
         self._owner: Any = model  # the model itself, without what distribution wraps around it
         _check(model, self.options, teacher)
-        tokenizer = kwargs.get("processing_class")
         if kwargs.get("data_collator") is None:
-            kwargs["data_collator"] = _pad if tokenizer is None else DataCollatorForSeq2Seq(tokenizer)
+            kwargs["data_collator"] = self._own_collator(kwargs.get("processing_class"))
         super().__init__(model, args, **kwargs)
         self.model_accepts_loss_kwargs = False  # slots are counted when they are drawn: the loss is a mean
         if teacher is not None:
             teacher = teacher.to(self.args.device).requires_grad_(False).eval()
         self._external = None if teacher is None else Teacher(teacher, model.config.sampling)
+
+    def _own_collator(self, tokenizer: Any) -> Any:
+        """What makes batches where no collator is given; None leaves it to `Trainer`."""
+        return _pad if tokenizer is None else DataCollatorForSeq2Seq(tokenizer)
 
     @property
     def _teacher(self) -> Teacher:
@@ -169,7 +172,7 @@ class PTPTrainer(RunningMeansMixin, Trainer):
     ) -> tuple[torch.Tensor, None, None]:
         """The loss of an evaluation batch; its uniforms are uniform in their intervals."""
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+            loss = self.compute_loss(model, self._prepare_inputs(self._without_repeated_rows(inputs)))
         return loss.detach(), None, None
 
     def _note(self, noted: dict[str, tuple[torch.Tensor, torch.Tensor]], is_training: bool) -> None:

@@ -91,6 +91,7 @@ class SeparateDrafter(ParallelDrafter):
 
     def __init__(self, model: PreTrainedModel, options: DraftOptions, uniforms: Uniforms) -> None:
         super().__init__(model.config, options, uniforms)
+        self.hidden_layers = None  # slots read states of their own model
         self.chain = AssistantChain(model, options)
         self.unfed: list[int] = []
         """Tokens of every row that the drafting model has not read."""
@@ -133,6 +134,7 @@ class SeparateDrafter(ParallelDrafter):
     def _read(self, tokens: TokenRows, drawn: torch.Tensor, length: int) -> torch.Tensor:
         """Feeds what is new, and slots behind it: logits of the drafts [B, length, v]."""
         own, model = self.chain.target, self.chain.model
+        gaps = torch.tensor(self.unfed, device=drawn.device)[:, None] if self.config.reads_state else None
         fed = self._even()
         slots = length if self.is_one_hot else length - 1
         asked = self.asked(drawn[:, :slots])
@@ -145,19 +147,32 @@ class SeparateDrafter(ParallelDrafter):
         own.mask = torch.cat([own.mask, real], dim=1)
         seen = torch.nn.functional.pad(own.mask, (0, slots), value=True)
         device = model.device
+        inputs = {"uniforms": asked.to(device)} if slots else {}
+        if slots and gaps is not None:
+            inputs |= self._state_inputs(gaps.expand(-1, slots).to(device))
         outputs = model(
             tokens.newest(fed).to(device),
             attention_mask=seen.long().to(device) if own.is_padded else None,
             position_ids=positions.to(device),
             past_key_values=own.cache,
             use_cache=True,
-            uniforms=asked.to(device) if slots else None,
             logits_to_keep=length,
+            output_hidden_states=-1 if self.config.reads_state else None,
+            **inputs,
         )
+        if self.config.reads_state:
+            self.state = outputs.hidden_states[-1][:, fed - 1 : fed]
         if slots:
             crop(own.cache, -slots)
         own.counts, self.unfed = own.counts + fed, [0] * len(self.unfed)
         return outputs.logits
+
+    def _state_inputs(self, gaps: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The state of the last token of the call before, and the tokens [B, A] since; not known in the first one."""
+        if self.state is None:
+            hidden = torch.zeros(len(gaps), 1, self.config.backbone_config.hidden_size, dtype=self.chain.model.dtype)
+            return {"slot_states": hidden.to(gaps.device), "slot_gaps": torch.zeros_like(gaps)}
+        return {"slot_states": self.state, "slot_gaps": gaps}
 
     def _even(self) -> int:
         """Drops what rows that kept fewer tokens are fed again; tokens to feed."""

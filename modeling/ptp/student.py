@@ -13,8 +13,9 @@ from ...generation.attachment import Attachable, adopt_special_ids, unwrap
 from ...generation.parallel_speculator import ParallelSpeculator
 from ..loading import StrictLoadingMixin
 from ..merging import adapter_marks
+from .embedding import UniformEmbedding
 from .gated_lora import ADAPTER
-from .model import PTPForCausalLM, UniformEmbedding
+from .model import PTPForCausalLM
 
 _SAME = ("model_type", "hidden_size", "vocab_size", "num_hidden_layers")
 _SHARED = ("uniform_embedding",)

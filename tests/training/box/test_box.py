@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from datasets import load_from_disk
+from tokenahead.training.box.figures import MODES, ExpectedAcceptance, decoding_figures, repeated_share
 
 from tokenahead.modeling import EvaByteForMTPC
-from tokenahead.training.box.figures import MODES, ExpectedAcceptance, decoding_figures, repeated_share
 from tokenahead.training.box.folder import DRAFTED, BoxDamagedError, load_box, save_box, seal_box
 from tokenahead.training.box.loop import Batch, Loop, Schedule
 from tokenahead.training.box.model import backbone_loss, backbone_optimizer, box_config

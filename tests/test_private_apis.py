@@ -101,6 +101,7 @@ WRITTEN_IN_SOURCE = [
     (inspect.getmodule(PreTrainedTokenizer), "_added_tokens_encoder"),
     (transformers.core_model_loading, "_weight_conversions"),
     (transformers.utils.hub, "_raise_exceptions_for_connection_errors"),
+    (transformers.integrations.peft, "_hf_peft_config_loaded"),
     (transformers.utils.hub, "_raise_exceptions_for_missing_entries"),
     (transformers.utils.output_capturing, "_output_capturing_hooks_installed"),
     (trl.SFTTrainer, "_metrics"),

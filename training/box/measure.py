@@ -148,12 +148,12 @@ class BoxMeasurement:
         self, model: EvaByteForMTPC, rows: list[DecodingResult], bits: torch.Tensor, box: Box, before: dict[str, Any]
     ) -> MeasuredResults:
         packages = sorted({excerpt.package for excerpt in box.excerpts})
-        prompts = len(rows[0].per_prompt)
+        prompts = f"{len(rows[0].per_prompt)} prompt{'s' * (len(rows[0].per_prompt) > 1)}"
         error = float(bits.std()) / len(bits) ** 0.5
         return MeasuredResults(
             results=rows,
             dataset_name="held-out Python packages",
-            dataset_description=f"Source of {', '.join(packages)}, of which nothing was trained on: {prompts} prompts "
+            dataset_description=f"Source of {', '.join(packages)}, of which nothing was trained on: {prompts} "
             f"of up to {_PREFIX} bytes, each completed with {self.new_bytes} bytes (in batches with at most "
             f"{_BATCH_BYTES}, and drafts as long as pays: the schedule `adaptive`); {len(bits)} excerpts of "
             f"{EXCERPT:,} bytes for the figures that are computed along a text.",

@@ -96,7 +96,8 @@ class BoxRun:
         for line in map(json.loads, lines):
             stage = line["stage"]
             if stage not in last:
-                last[stage] = torch.load(self.folder / f"{stage}.pt", weights_only=True)["position"]["step"]
+                file = self.folder / f"{stage}.pt"
+                last[stage] = torch.load(file, weights_only=True)["position"]["step"] if file.exists() else -1
             if line["step"] <= last[stage]:
                 kept.append(json.dumps(line) + "\n")
         return kept

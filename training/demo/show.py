@@ -28,6 +28,7 @@ RESULTS = "figures.json"
 """Name of the file of measured figures."""
 SPEED_PICTURE, ACCEPTANCE_PICTURE = "speed.png", "acceptance.png"
 """Names of the pictures."""
+_FEW = 4  # prompts below which figures are too uncertain to be shown without a warning
 _SHOWN = ("greedy", "sampled, T=1")  # ways of decoding of which a text is shown
 
 
@@ -105,6 +106,9 @@ def _print(console: Console, reports: list[HeadReport], comparisons: dict[str, l
         f"{first.environment.get('load average, 1 min', 'unknown')} before.",
         markup=False,
     )
+    if len(first.results[0].per_prompt) < _FEW:
+        words = "So few prompts say little; a busy machine needs more --seconds."
+        console.print(words, style="bold yellow", markup=False)
     for rows in comparisons.values():
         for note in report.differences(rows):
             console.print(note, style="bold red")

@@ -170,6 +170,10 @@ def test_a_run_from_states_to_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     pack(text(), tmp_path / "text" / "held_out")
     (tmp_path / "text" / "manifest.json").write_text("{}")
     BoxRun(tmp_path, plan).run()
+    with (tmp_path / "log.jsonl").open("a") as log:  # a head that has begun and has nothing to show yet
+        log.write(json.dumps({"stage": "head-cp", "step": 0, "before": {}}) + "\n")
+    stages = {json.loads(line)["stage"] for line in BoxRun.load(tmp_path).log_lines()}
+    assert stages == {"backbone", "head-ff", "head-btree"}
     models = BoxRun.load(tmp_path).trained_models()
     assert set(models) == {"ff", "btree"}
     backbones = [model.model.state_dict() for model in models.values()]

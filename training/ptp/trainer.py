@@ -13,6 +13,7 @@ from transformers import DataCollatorForSeq2Seq, Trainer
 from ...configuration.ptp import SAMPLING
 from ...modeling.heads.losses import IGNORE
 from ...modeling.sampling import pick
+from ..beginning import check_checkpoint, check_ids
 from ..running_means import RunningMeansMixin
 from .completions import Completions, Sequences, at_columns, completion_tokens, draw_starts
 from .losses import slot_losses, slot_mean, slot_weights
@@ -125,6 +126,22 @@ class PTPTrainer(RunningMeansMixin, Trainer):
         """Whether tokens and slots share a forward: where the backbone learns, or activations are not kept."""
         owner = self._owner
         return owner.trains_backbone or owner.is_activation_checkpointing or self.options.base_weight > 0
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Inputs], torch.Tensor | None]:
+        """The micro-batches of an update.
+
+        Raises:
+            ValueError: Before the first step, where ids are none.
+        """
+        batches, counts = super().get_batch_samples(*args, **kwargs)
+        if self.state.global_step == self._initial_global_step:
+            check_ids(batches, self._owner.config.vocab_size)
+        return batches, counts
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """As in `Trainer`; a checkpoint of another model is refused."""
+        check_checkpoint(resume_from_checkpoint, self._owner)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _task(
         self, model: nn.Module, sequences: Sequences, is_training: bool

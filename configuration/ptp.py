@@ -93,6 +93,11 @@ class PTPConfig(PreTrainedConfig):
         return self.variant == "one_hot" and self.informative
 
     @property
+    def predicts_first(self) -> bool:
+        """Whether a group's first slot predicts the token that the target picks itself, and drafts nothing."""
+        return self.variant == "one_hot"
+
+    @property
     def learns_warped_law(self) -> bool:
         """Whether categorical drafts were learned for a warped target, and need no warping of their own."""
         return self.sampling != SAMPLING

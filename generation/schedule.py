@@ -19,8 +19,12 @@ class DraftSchedule(Protocol):
     def length(self) -> int:
         """Tokens to draft in the next cycle."""
 
-    def update(self, drafted: int, accepted: list[int], seconds: float) -> None:
-        """Takes in a finished cycle: draft length, accepted drafts per open row, wall time."""
+    def update(self, drafted: int, accepted: list[int], seconds: float, asked: int | None = None) -> None:
+        """Takes in a finished cycle: draft length, accepted drafts per open row, wall time, and the length asked for.
+
+        Where the forward that verifies a draft also makes the next one, a cycle pays for what was asked in it, whether
+        or not there was a draft to verify yet.
+        """
 
 
 class ConstantSchedule:
@@ -37,7 +41,7 @@ class ConstantSchedule:
         """The length."""
         return self.longest
 
-    def update(self, drafted: int, accepted: list[int], seconds: float) -> None:
+    def update(self, drafted: int, accepted: list[int], seconds: float, asked: int | None = None) -> None:
         """Nothing to learn."""
 
 
@@ -78,10 +82,12 @@ class AdaptiveSchedule:
 
     Args:
         longest: Upper bound of the length.
+        lead: Cycles between asking for a draft and having it: 1 where the forward of one cycle makes the draft of the
+            next, else 0.
     """
 
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
+    def __init__(self, longest: int, lead: int = 0) -> None:
+        self.longest, self.lead = longest, lead
         self.rates = AcceptanceRates(longest)
         self.cycles = 0
         self.idle = 0
@@ -89,20 +95,20 @@ class AdaptiveSchedule:
 
     def length(self) -> int:
         """Full drafts at first (and one plain cycle, for its cost), then the best length by expectation."""
-        if self.cycles < _FIRST_CYCLES:
-            return 0 if self.cycles == 1 else self.longest
+        if self.cycles < _FIRST_CYCLES + self.lead:
+            return 0 if self.cycles == 1 - self.lead else self.longest
         survival = self.rates.survival()
         best = max(range(self.longest + 1), key=lambda length: self._tokens_per_second(length, survival))
         extra = self.costs.seconds(self.longest) / max(self.costs.seconds(0), 1e-9) - 1
-        if best == 0 and self.idle * _PROBE_BUDGET > extra:
+        if best == 0 and self.idle * _PROBE_BUDGET > extra * (1 + self.lead):
             return self.longest
         return best
 
-    def update(self, drafted: int, accepted: list[int], seconds: float) -> None:
+    def update(self, drafted: int, accepted: list[int], seconds: float, asked: int | None = None) -> None:
         """Updates acceptance for the positions that were drafted, and the cost of a cycle of this length."""
         self.cycles += 1
         self.idle = 0 if drafted else self.idle + 1
-        self.costs.add(drafted, seconds)
+        self.costs.add(drafted if asked is None else asked, seconds)
         self.rates.update(drafted, accepted)
 
     def _tokens_per_second(self, length: int, survival: list[float]) -> float:

@@ -66,9 +66,9 @@ class SpeculatorMixin:
         Raises:
             ValueError: An option that this kind does not have.
         """
-        if options.extra:
-            name = next(iter(options.extra))
-            raise ValueError(f"{name}= is an option of parallel token prediction, and {type(self).__name__} has none")
+        for name in options.extra:
+            kind = "sequential modules" if name == "draft_vocabulary" else "parallel token prediction"
+            raise ValueError(f"{name}= is an option of {kind}, and {type(self).__name__} has none")
         if options.draft_tree is not None and not getattr(self, "drafts_trees", False):
             raise ValueError(
                 f"draft_tree={options.draft_tree!r}: {type(self).__name__} drafts chains only; leave it out"

@@ -110,6 +110,7 @@ def verify(
     rule: str = "block",
     generator: torch.Generator | None = None,
     uniforms: torch.Tensor | None = None,
+    tests: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws from the laws of `token_acceptance` or `block_acceptance`.
 
@@ -121,6 +122,7 @@ def verify(
         generator: Source of randomness.
         uniforms: [B, m + 1]; where s drafts are accepted, the token is added by inverse CDF of `uniforms[:, s]`, which
             the draft must not have used.
+        tests: [B, m] uniforms that drafts are accepted by, used for nothing else; None: drawn here.
 
     Returns:
         num_accepted [B] and next_token [B], int64.
@@ -131,14 +133,15 @@ def verify(
     check_rule(rule)
     if draft.shape[1] == 0:
         return draft.new_zeros(len(draft)), _add(p[:, 0], None if uniforms is None else uniforms[:, 0], generator)
-    uniform = torch.rand(draft.shape, dtype=p.dtype, device=p.device, generator=generator)
+    if tests is None:
+        tests = torch.rand(draft.shape, dtype=p.dtype, device=p.device, generator=generator)
     if rule == "token":
         surplus = (p[:, :-1] - q).clamp_(min=0)
-        accepted = (uniform < _ratios(draft, q, p)).long().cumprod(1).sum(1)
+        accepted = (tests < _ratios(draft, q, p)).long().cumprod(1).sum(1)
     else:
         weight = _block_weights(draft, q, p)
         surplus = (weight[:, :-1, None] * p[:, :-1] - q).clamp_(min=0)
-        kept = uniform < _block_accept(weight, surplus)
+        kept = tests < _block_accept(weight, surplus)
         accepted = (kept * line(draft.shape[1] + 1, p.device)[1:]).amax(1)
     chosen = None if uniforms is None else uniforms.gather(1, accepted[:, None])[:, 0]
     return accepted, _add(_row_after(accepted, surplus, p), chosen, generator)

@@ -11,7 +11,7 @@ import ast
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -42,7 +42,7 @@ class Bundle:
     requires: tuple[str, ...]
 
 
-@lru_cache(maxsize=None)
+@cache
 def bundle(module: str) -> Bundle:
     """Flattens a module and all that it reaches; made once per process, as the code that runs does not change.
 
@@ -99,7 +99,7 @@ class _Import:
     targets: list[Path]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _flattened(path: Path) -> _Module:
     source = _read(path)
     tree = ast.parse(source, path)
@@ -108,7 +108,7 @@ def _flattened(path: Path) -> _Module:
     return _Module(_HEADER.format(source=_shown(path)) + _rewritten(source, imports), targets, _foreign(path, tree))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _tree(path: Path) -> ast.Module:
     return ast.parse(_read(path), path)
 

@@ -90,4 +90,6 @@ def _deliver(source: Path, target: Path, variant: str | None) -> None:
 def _is_weights(name: str, variant: str | None) -> bool:
     """Whether transformers would save weights of the variant under this name."""
     part = f"\\.{re.escape(variant)}" if variant else ""
-    return bool(re.fullmatch(rf"model{part}(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index{part}\.json", name))
+    return bool(
+        re.fullmatch(rf"model{part}(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index{part}\.json", name)
+    )

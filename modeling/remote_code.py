@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
@@ -96,7 +96,7 @@ def code_of(kind: type, names: Mapping[str, str], choice: str) -> tuple[dict[str
     return {name: f"{CODE_FOLDER}/{entry}.{found}" for name, found in names.items()}, written
 
 
-@lru_cache(maxsize=None)
+@cache
 def _files(kind: type, names: tuple[str, ...], choice: str) -> tuple[str, dict[str, str], tuple[str, ...]]:
     """Entry module, files and further packages of the code for a class."""
     if TRAVELS and choice == "package":
@@ -110,7 +110,8 @@ def _files(kind: type, names: tuple[str, ...], choice: str) -> tuple[str, dict[s
     bundle = import_module(f"{root}.model_cards.bundle").bundle(module)
     if choice == "bundle":
         return bundle.entry, dict(bundle.files), bundle.requires
-    shim = f"from {root} import {', '.join(names)}  # noqa: F401\n"
+    is_public = all(hasattr(import_module(root), name) for name in names)
+    shim = f"from {root if is_public else kind.__module__} import {', '.join(names)}  # noqa: F401\n"
     return bundle.entry, {f"{bundle.entry}.py": shim}, (root,)
 
 
@@ -125,17 +126,21 @@ def _root() -> str:
 
 @contextmanager
 def auto_map_set(config: Any, auto_map: dict[str, str] | None) -> Iterator[None]:
-    """Has a configuration say where its code lies, for the time of writing it."""
+    """Has a configuration say where its code lies, for the time of writing it.
+
+    Auto classes mark a class that came with a folder; transformers would copy its code once more, by its own rule.
+    """
     own = vars(config)
-    kept = own.pop("auto_map", None)
-    if auto_map:
-        own["auto_map"] = auto_map
+    names = ("auto_map", "_auto_class")
+    kept = {name: own.pop(name) for name in names if name in own}
+    own |= {"auto_map": auto_map} if auto_map else {}
+    own |= {"_auto_class": None} if _is_ours(type(config)) else {}
     try:
         yield
     finally:
-        own.pop("auto_map", None)
-        if kept is not None:
-            own["auto_map"] = kept
+        for name in names:
+            own.pop(name, None)
+        own |= kept
 
 
 class TravellingMixin:

@@ -93,13 +93,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_demo(commands: argparse._SubParsersAction) -> None:
-    help_text = "train a tiny model on Python's own source, then decode with and without drafts"
-    minutes = "time for training; by default so much that the whole demo stays under 10 minutes"
+    help_text = "watch the model in the box write with and without drafts; under a minute, nothing is trained"
+    minutes = "with --train: time for training (2 if not given)"
+    train = "train a tiny model on Python's own source instead, a toy that shows that training works here"
+    positive = _number("above 0", lambda x: x > 0)
     demo = commands.add_parser("demo", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
-    demo.add_argument("--minutes", type=_number("above 0", lambda x: x > 0), default=None, help=minutes)
-    demo.add_argument("--output", type=Path, default=Path("tokenahead-demo"), help="folder of the model (%(default)s)")
-    demo.add_argument("--seed", type=_seed, default=0, help="of the split, the weights and the samples (%(default)s)")
-    demo.add_argument("--overwrite", action="store_true", help="write into a folder that the demo did not make")
+    demo.add_argument("--train", action="store_true", help=train)
+    demo.add_argument("--minutes", type=positive, default=None, help=minutes)
+    demo.add_argument("--seconds", type=positive, default=None, help="time for measuring (40 if not given)")
+    demo.add_argument("--new-bytes", type=_whole(1), default=None, help="bytes per completion (128 if not given)")
+    demo.add_argument("--batch-size", type=_whole(1), default=None, help="measure batches of so many prompts, too")
+    demo.add_argument("--output", type=Path, default=Path("tokenahead-demo"), help="folder of results (%(default)s)")
+    demo.add_argument("--seed", type=_seed, default=0, help="of prompts, samples and training (%(default)s)")
+    demo.add_argument("--overwrite", action="store_true", help="write into a folder that no demo made")
     demo.set_defaults(run=_demo)
 
 
@@ -158,6 +164,29 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
+    asked = {name: getattr(arguments, name) for name in ("seconds", "new_bytes", "batch_size")}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    if arguments.train and asked:
+        option = "--" + next(iter(asked)).replace("_", "-")
+        raise ValueError(f"{option} is for the model in the box; leave it out with --train, which has --minutes")
+    if arguments.minutes is not None and not arguments.train:
+        raise ValueError(
+            "--minutes is the time for training: add --train; measuring the model in the box has --seconds"
+        )
+    return _demo_of_training(arguments) if arguments.train else _demo_of_the_box(arguments, asked)
+
+
+def _demo_of_the_box(arguments: argparse.Namespace, asked: dict[str, float]) -> int:
+    with needs_extra("demo", "the demo"):
+        from .box.measure import BoxMeasurement
+        from .demo.show import show_box
+
+    measurement = BoxMeasurement(seed=arguments.seed, **asked)
+    reports = show_box(measurement, arguments.output, overwrite=arguments.overwrite)
+    return 1 if any(row.identical is False for report in reports for row in report.measured.results) else 0
+
+
+def _demo_of_training(arguments: argparse.Namespace) -> int:
     with needs_extra("demo", "the demo"):
         from .demo.run import DEFAULT_MINUTES, run_demo
 

@@ -127,7 +127,7 @@ def _set_losses(model: nn.Module, strategy: TrainingStrategy) -> None:
         elif options is None and hasattr(heads, name):
             setattr(heads, name, value)
             if name == "gamma":
-                heads.loss_weights = [value**depth for depth in range(heads.window)] if heads.borrows_first else None
+                heads.loss_weights = _discounted(heads, value)
         else:
             raise ValueError(f"{name}={value!r} means nothing for a {type(model).__name__}")
     if hasattr(heads, "validate"):
@@ -137,6 +137,12 @@ def _set_losses(model: nn.Module, strategy: TrainingStrategy) -> None:
             f"loss_weight={strategy.loss_weight}: a {type(model).__name__} learns on a frozen backbone, and its loss "
             "stands alone; leave loss_weight out"
         )
+
+
+def _discounted(config: Any, gamma: float) -> list[float] | None:
+    """Weights of a family that has a recipe of its own, with another discount; depth 1 weighs what it says."""
+    recipe = config.family.loss_weights
+    return None if recipe is None else [recipe(config.window)[0], *(gamma**k for k in range(1, config.window))]
 
 
 def _set_draft_layers(model: nn.Module, strategy: TrainingStrategy) -> None:

@@ -23,6 +23,7 @@ from ..loading import HUB_OPTIONS
 from ..outputs import DeepSeekMTPOutput, states_asked_for
 from .checkpoint import build, load, load_dequantized, official_device_map, own_device_map, text_config
 from .checkpoint_files import check_checkpoint
+from .draft_vocabulary import DraftVocabularyMixin, stored_ids
 from .float8 import is_to_be_dequantized
 from .losses import ChainLoss, ModuleLossOptions, chain_loss, depth_weights
 from .modules import MTPModules
@@ -31,12 +32,10 @@ from .routing import router_loss
 from .saving import OfficialFolderMixin
 from .unroll import teacher_forced
 
-OWN_CONFIGS = (MiMoConfig,)
-"""Configurations that transformers does not have; where code travels, they are looked up in this module by name."""
 _NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits"]
 
 
-class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTrainedModel):
+class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTPGenerationMixin, PreTrainedModel):
     """A causal language model and its D sequential modules (DeepSeek-V3), which draft what the model then verifies.
 
     `main` is transformers' own model, unchanged; `mtp` are the modules. Folders are read and written as DeepSeek and
@@ -51,6 +50,7 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
         mtp: The modules (`MTPModules`).
         loss_options: How the modules' losses are weighed (`ModuleLossOptions`).
         shared_copies: Whether the folder repeats embeddings and head in every module, as official ones do.
+        draft_vocabulary: The tokens that modules may draft (`DraftVocabulary`); None: all. See `set_draft_vocabulary`.
 
     Example:
         >>> model = DeepSeekMTP.from_pretrained(folder)
@@ -60,7 +60,6 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
     """
 
     base_model_prefix = "main"
-    remote_classes = {"AutoModelForCausalLM": "DeepSeekMTP"}
     supports_gradient_checkpointing = True
     _no_split_modules = ["MTPModule"]
     _supports_sdpa = True
@@ -79,6 +78,12 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
         self.shared_copies = bool(family_of(main.config).copies)
         self.post_init()
 
+    @property
+    def remote_classes(self) -> dict[str, str]:
+        """Which class loads this model where its code travels."""
+        own = isinstance(self.config, MiMoConfig)
+        return {"AutoModelForCausalLM": MiMoMTP.__name__ if own else "DeepSeekMTP"}
+
     def init_weights(self) -> None:
         """Nothing: both parts were initialised or loaded by the main model's own class."""
 
@@ -92,13 +97,19 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str | PathLike, *, inference_only: bool = False, **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: str | PathLike,
+        *,
+        inference_only: bool = False,
+        draft_vocabulary: Any = None,
+        **kwargs: Any,
     ) -> DeepSeekMTP:
         """Loads a folder or a Hub repository.
 
         Args:
             pretrained_model_name_or_path: A folder in the official layout, or a repository on the Hub.
             inference_only: Leave the modules out: the model is then exactly the plain one.
+            draft_vocabulary: Token ids that modules may draft; None: those in the folder, or else all.
             **kwargs: As for transformers' `from_pretrained`: `dtype` (that of the checkpoint by default),
                 `device_map`, `attn_implementation`, `revision`, ...
 
@@ -124,6 +135,7 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
         vars(main.config).pop("auto_map", None)  # says where code lies in the folder that was read, and in no other
         if hasattr(main, "hf_device_map"):
             model.hf_device_map = own_device_map(main.hf_device_map, num_layers(main.config))
+        model.set_draft_vocabulary(stored_ids(name, **hub) if draft_vocabulary is None else draft_vocabulary)
         return (model, report) if wants_info else model
 
     @classmethod
@@ -372,3 +384,13 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
             Scalar: what `forward` would return for all of the data in one batch.
         """
         return (sums * depth_weights(counts, self.loss_options).to(sums)).sum()
+
+
+class MiMoMTP(DeepSeekMTP):
+    """`DeepSeekMTP` for MiMo-7B, where its code travels.
+
+    transformers does not know that configuration, and Auto classes take a class of foreign code for a foreign
+    configuration only if the class names it.
+    """
+
+    config_class = MiMoConfig

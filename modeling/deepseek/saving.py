@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,25 @@ from ...configuration.mtp_families import family_of, num_layers, set_modules
 from ..saving import SavingMixin
 from .checkpoint import load, official_names, own_names
 from .checkpoint_files import COPIES
+from .draft_vocabulary import FILE
 
 _OURS = "keys_to_ignore_at_inference"  # says what this class returns, and is nothing to save
 
 
 class OfficialFolderMixin(SavingMixin):
-    """What `save_pretrained` writes, and `load_state_dict`, of a model with `main`, `mtp`, `shared_copies` and `loss_options`."""
+    """Folders of a model with `main`, `mtp`, `shared_copies`, `loss_options` and `draft_vocabulary`."""
+
+    def save_pretrained(
+        self,
+        save_directory: str | PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Saves as `SavingMixin.save_pretrained` does; a draft vocabulary of an earlier save does not stay behind."""
+        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+        if is_main_process and self.draft_vocabulary is None:
+            (Path(save_directory) / FILE).unlink(missing_ok=True)
 
     def _write_folder(
         self, folder: Path, is_main_process: bool, state_dict: dict[str, torch.Tensor] | None, **kwargs: Any
@@ -36,6 +50,8 @@ class OfficialFolderMixin(SavingMixin):
             )
         state = self._folder_tensors(self.state_dict() if state_dict is None else state_dict)
         self._save_main(folder, state, is_main_process, **kwargs)
+        if is_main_process and self.draft_vocabulary is not None:
+            self.draft_vocabulary.save(folder)
 
     def _folder_tensors(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         layers, family = num_layers(self.config), family_of(self.config)

@@ -17,7 +17,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from ...configuration import EagleHeadConfig
-from ...generation.attachment import Attachable, adopt_special_ids, unwrap
+from ...generation.attachment import Attachable, NoGenerationMixin, adopt_special_ids, unwrap
 from ...generation.drafters.eagle import EagleDrafter, tree_options
 from ...generation.drafters.protocol import DraftOptions
 from ...generation.options import CallOptions
@@ -32,7 +32,7 @@ _CHAIN = 5
 """Tokens of a chain where nobody asks for a number."""
 
 
-class EagleHead(EagleLearningMixin, EagleFolderMixin, Attachable, PreTrainedModel):
+class EagleHead(EagleLearningMixin, EagleFolderMixin, Attachable, NoGenerationMixin, PreTrainedModel):
     """An EAGLE head, apart from its backbone, which stays as it is.
 
     `hidden_states` below are those of transformers: a tuple over layers of [B, L, D], the last after the final norm.
@@ -133,16 +133,6 @@ class EagleHead(EagleLearningMixin, EagleFolderMixin, Attachable, PreTrainedMode
     @generation_config.setter
     def generation_config(self, value: GenerationConfig | None) -> None:
         """Ignored: a head has none of its own."""
-
-    def generate(self, *args: Any, **kwargs: Any) -> None:
-        """A head generates nothing; transformers asks it to where it assists a model that it is not attached to.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        raise RuntimeError(
-            "EagleHead generates nothing: call head.attach(backbone), then backbone.generate(..., assistant_model=head)"
-        )
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         """Nothing to choose: the loss computes its steps again in backward in any case."""

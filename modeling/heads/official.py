@@ -141,6 +141,7 @@ def _written(layout: str, config: MTPHeadConfig, tensors: dict[str, torch.Tensor
         return hydra_layout.write(config, tensors, base.get_input_embeddings().weight)
     write = medusa_layouts.write_official if layout == "medusa" else medusa_layouts.write_vllm
     unembedding = base.get_output_embeddings()
-    if layout == "vllm" and "shared" in (config.leaf, config.unembed) and getattr(unembedding, "bias", None) is not None:
+    is_shared = (config.leaf if config.head_type == "ff" else config.unembed) == "shared"
+    if layout == "vllm" and is_shared and getattr(unembedding, "bias", None) is not None:
         raise ValueError(f"layout='vllm': the unembedding of {type(base).__name__} has a bias, which vLLM's heads lack")
     return write(config, tensors, unembedding.weight)

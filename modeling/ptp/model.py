@@ -16,10 +16,11 @@ from ...configuration.options import check_options
 from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.parallel_mixin import ParallelGenerationMixin
 from ..checkpointing import caches_kept
-from ..copies import PicklableMixin, sharing_copy
+from ..copies import PicklableMixin
 from ..heads.losses import check_targets, depth_targets
 from ..indices import kept_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
+from ..merging import merged_copy
 from ..outputs import states_asked_for
 from .features import uniform_features
 from .gated_lora import ADAPTER, gate_linears
@@ -132,20 +133,20 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         """Adds gated adapters and an embedding of uniforms to a model; they alone are trained.
 
         The given model stays as it is: `backbone` is a copy of it that shares its tensors, so that only training the
-        backbone (`train_only("all")`) would show in it.
+        backbone (`train_only("all")`) would show in it. Adapters of peft that it carries are merged into the copy.
 
         Args:
-            model_or_path: A causal language model of transformers, or where to load it.
+            model_or_path: A causal language model of transformers, a PeftModel, or where to load one.
             variant: `"one_hot"` or `"categorical"`.
             **options: Further fields of `PTPConfig`; `sampling` is by default what the model's generation config sets.
 
         Raises:
             TypeError: An option that is no field of `PTPConfig`.
-            ValueError: A backbone that cannot carry auxiliary rows exactly, or that has adapters of peft.
+            ValueError: A backbone that cannot carry auxiliary rows exactly, or with adapters that cannot be merged.
         """
         check_options(options, PTPConfig, "PTPForCausalLM.from_backbone", ("backbone_config",))
         loads = isinstance(model_or_path, (str, PathLike))
-        base = AutoModelForCausalLM.from_pretrained(model_or_path) if loads else sharing_copy(model_or_path)
+        base = AutoModelForCausalLM.from_pretrained(model_or_path) if loads else merged_copy(model_or_path)
         attention = base.config._attn_implementation
         sampling = {name: getattr(base.generation_config, name, None) for name in SAMPLING}
         options = {"sampling": {name: value for name, value in sampling.items() if value is not None}} | options

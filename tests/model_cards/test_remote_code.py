@@ -11,9 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.eagle_models import tiny_backbone
 from tests.every_model import every_model, llama, moved_heads, prompt_for
 from tests.families import family_model
 from tests.model_cards.clean_client import spoken

@@ -52,7 +52,7 @@ def test_training_on_features_has_the_losses_of_training_on_the_backbone(name, t
         if cached:
             data = cache_features(drafter, data, tmp_path / "f", tokens_per_shard=50, say=lambda text: None)
             assert len(data.index.shards) > 2
-        trainer = trainer_for(drafter, tmp_path, data, max_steps=5, learning_rate=1e-2)
+        trainer = trainer_for(drafter, tmp_path, data, max_steps=5, learning_rate=0.05, optim="sgd")
         if cached:
             trainer.data_collator = data.collate
             drafter.backbone.forward = None  # is not called

@@ -9,6 +9,7 @@ _HOMES = {
     "DecodingMode": "modes",
     "ExpectedAcceptance": "expected",
     "GREEDY": "modes",
+    "HeadReport": "reports",
     "MODES": "modes",
     "Measurement": "decoding",
     "TeacherForced": "expected",
@@ -18,8 +19,10 @@ _HOMES = {
     "environment": "machine",
     "hardware": "machine",
     "load_metric": "metrics",
+    "read_reports": "reports",
     "repeated_share": "figures",
     "sampled": "modes",
+    "write_reports": "reports",
 }
 __all__ = list(_HOMES)
 

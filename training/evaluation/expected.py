@@ -47,6 +47,13 @@ class ExpectedAcceptance:
         """The accepted drafts and the token that verification adds."""
         return 1.0 + sum(self.by_position)
 
+    @classmethod
+    def of(cls, reached: torch.Tensor) -> ExpectedAcceptance:
+        """The means of P(accepted >= k) [N, S, m] at S places in each of N texts."""
+        per_text = reached.sum(-1).mean(-1)
+        error = float(per_text.std()) / len(reached) ** 0.5 if len(reached) > 1 else float("nan")
+        return cls(reached.mean((0, 1)).clamp(0, 1).tolist(), error, reached[..., 0].numel())
+
 
 class TeacherForced:
     """Places of texts, with the backbone's states and laws there: made once, asked for every head of this backbone.
@@ -117,14 +124,21 @@ class TeacherForced:
         text = torch.cat([prefixes[:, -1:], *tokens], dim=1)
         return cls(*_cut(torch.stack(hidden, 1), text, torch.stack(logits, 1), torch.arange(places), window))
 
-    @torch.no_grad()
     def acceptance(self, drafter: Any, mode: DecodingMode, rule: str = "block") -> ExpectedAcceptance:
-        """What a head's drafts of n - 1 tokens are expected to bring at these places.
+        """What a head's drafts of n - 1 tokens are expected to bring at these places; arguments as of `reached`."""
+        return ExpectedAcceptance.of(self.reached(drafter, mode, rule))
+
+    @torch.no_grad()
+    def reached(self, drafter: Any, mode: DecodingMode, rule: str = "block") -> torch.Tensor:
+        """P(accepted >= k) for k = 1..n - 1 at every place.
 
         Args:
             drafter: What has the `window_law` of the states.
             mode: Greedy, or a temperature, which both laws get.
             rule: `"block"` or `"token"`, for sampled drafts.
+
+        Returns:
+            [N, S, n - 1] float64.
 
         Raises:
             ValueError: An unknown rule.
@@ -136,10 +150,7 @@ class TeacherForced:
         for hidden, window, logits in zip(*flat):
             drafted = drafter.window_law(hidden).conditional_log_probs(window)[:, 1:]
             found.append(accepted_up_to(window[:, 1:], drafted, logits, mode.temperature, rule))
-        reached = torch.cat(found).view(count, places, -1)
-        per_text = reached.sum(-1).mean(-1)
-        error = float(per_text.std()) / count**0.5 if count > 1 else float("nan")
-        return ExpectedAcceptance(reached.mean((0, 1)).clamp(0, 1).tolist(), error, count * places)
+        return torch.cat(found).view(count, places, -1)
 
 
 def _next(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:

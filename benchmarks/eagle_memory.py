@@ -2,22 +2,15 @@
 
     python benchmarks/eagle_memory.py                # vocabulary 32k, all of it drafted, 2048 tokens
 
-Every number of steps runs in a process of its own: one update, then the peak of the resident memory over another is set
-back and read (Linux). Freed memory is returned to the system at once (set before torch starts), so that peaks are those
-of tensors.
+Every number of steps runs in a process of its own: two updates, then the peak over a third (peak_memory.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-
-os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", "65536")
-os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
 
 import torch
-from head_memory import RESET, mebibytes
+from peak_memory import Memory, in_own_process, peak_of
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -33,10 +26,8 @@ def update(head: EagleHead, optimizer: torch.optim.Optimizer, tokens: int) -> No
     optimizer.zero_grad()
 
 
-def peak(steps: int, vocab: int, tokens: int, hidden: int, results: object) -> None:
-    """Puts the mebibytes that an update takes beyond what stays between updates."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+def peak(steps: int, vocab: int, tokens: int, hidden: int) -> Memory:
+    """What an update takes."""
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -49,12 +40,7 @@ def peak(steps: int, vocab: int, tokens: int, hidden: int, results: object) -> N
     base = LlamaForCausalLM(config).eval()
     head = EagleHead.from_backbone(base, loss_options={"steps": steps}).train()
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-4, fused=True)
-    update(head, optimizer, tokens)
-    parameters = 4 * sum(p.numel() for p in head.parameters()) / 2**20
-    kept = mebibytes("VmRSS") + parameters  # between updates there are no gradients
-    RESET.write_text("5")
-    update(head, optimizer, tokens)
-    results.put((parameters, kept, mebibytes("VmHWM") - kept))
+    return peak_of(head, lambda: update(head, optimizer, tokens))
 
 
 def main() -> None:
@@ -67,16 +53,11 @@ def main() -> None:
     table = Table(title=f"vocabulary {arguments.vocab}, {arguments.tokens} tokens, MiB")
     for column in ("steps", "parameters", "models, gradients, optimiser", "peak above", "of the first"):
         table.add_column(column, justify="right")
-    context, first = multiprocessing.get_context("spawn"), None
+    sizes, first = (arguments.vocab, arguments.tokens, arguments.hidden), None
     for steps in arguments.steps:
-        results = context.Queue()
-        sizes = (arguments.vocab, arguments.tokens, arguments.hidden, results)
-        process = context.Process(target=peak, args=(steps, *sizes))
-        process.start()
-        parameters, kept, above = results.get()
-        process.join()
+        parameters, kept, above = in_own_process(peak, steps, *sizes)
         first = first or above
-        table.add_row(str(steps), f"{parameters:.0f}", f"{kept:.0f}", f"{above:.0f}", f"{above / first:.2f}")
+        table.add_row(str(steps), f"{parameters / 1e6:.1f} M", f"{kept:.0f}", f"{above:.0f}", f"{above / first:.2f}")
     Console(width=100).print(table)
 
 

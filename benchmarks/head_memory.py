@@ -3,33 +3,22 @@
     python benchmarks/head_memory.py                 # btree, n = 16, V = 320, d = 192, 8192 positions
     python benchmarks/head_memory.py --head cp --ranks 1 8 32
 
-Every rank runs in a process of its own: two training steps with AdamW (so that the optimiser state exists), then the
-peak of the resident memory over a third is set back and read (Linux). `logits` is what a computation without chunks
-would hold in leaf logits alone.
+Every rank runs in a process of its own: two training steps with AdamW, then the peak over a third (peak_memory.py).
+`logits` is what a computation without chunks would hold in leaf logits alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-from pathlib import Path
 
 import torch
+from peak_memory import Memory, in_own_process, peak_of
 from rich.console import Console
 from rich.table import Table
 
 from tokenahead import MTPHeadConfig
 from tokenahead.modeling.heads.losses import head_loss
 from tokenahead.modeling.heads.registry import build_head, init_head
-
-STATUS = Path("/proc/self/status")
-RESET = Path("/proc/self/clear_refs")
-
-
-def mebibytes(name: str) -> float:
-    """A field of the process's memory: VmRSS (now) or VmHWM (the peak since it was set back)."""
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) / 1024
 
 
 def step(head: torch.nn.Module, config: MTPHeadConfig, optimizer: torch.optim.Optimizer, positions: int) -> None:
@@ -41,22 +30,14 @@ def step(head: torch.nn.Module, config: MTPHeadConfig, optimizer: torch.optim.Op
     optimizer.zero_grad()
 
 
-def peak(kind: str, rank: int, window: int, positions: int, hidden: int, vocab: int, results: object) -> None:
-    """Puts the mebibytes that a training step takes beyond what stays between steps."""
-    torch.set_num_threads(1)
+def peak(kind: str, rank: int, window: int, positions: int, hidden: int, vocab: int) -> Memory:
+    """What a training step of one head takes."""
     config = MTPHeadConfig(head_type=kind, window=window, rank=rank, hidden_size=hidden, vocab_size=vocab)
     head = build_head(config, hidden, vocab)
     for module in head.modules():
         init_head(module)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-4, foreach=False, fused=True)
-    for _ in range(2):
-        step(head, config, optimizer, positions)
-    before = mebibytes("VmRSS")
-    RESET.write_text("5")
-    step(head, config, optimizer, positions)
-    parameters = sum(p.numel() for p in head.parameters())
-    kept = before + 4 * parameters / 2**20  # between steps there are no gradients
-    results.put((parameters, kept, mebibytes("VmHWM") - kept))
+    return peak_of(head, lambda: step(head, config, optimizer, positions))
 
 
 def main() -> None:
@@ -71,16 +52,11 @@ def main() -> None:
     table = Table(title=f"{arguments.head}, n = {arguments.window}, {arguments.positions} positions, MiB")
     for column in ("rank", "parameters", "logits", "model, gradients, optimiser", "peak above"):
         table.add_column(column, justify="right")
-    context = multiprocessing.get_context("spawn")
+    sizes = (arguments.window, arguments.positions, arguments.hidden, arguments.vocab)
     for rank in arguments.ranks:
-        results = context.Queue()
-        sizes = (arguments.window, arguments.positions, arguments.hidden, arguments.vocab, results)
-        process = context.Process(target=peak, args=(arguments.head, rank, *sizes))
-        process.start()
-        parameters, before, above = results.get()
-        process.join()
+        parameters, kept, above = in_own_process(peak, arguments.head, rank, *sizes)
         logits = arguments.positions * arguments.window * rank * arguments.vocab * 4 / 2**20
-        table.add_row(str(rank), f"{parameters / 1e6:.1f} M", f"{logits:.0f}", f"{before:.0f}", f"{above:.0f}")
+        table.add_row(str(rank), f"{parameters / 1e6:.1f} M", f"{logits:.0f}", f"{kept:.0f}", f"{above:.0f}")
     Console(width=100).print(table)
 
 

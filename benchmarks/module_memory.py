@@ -2,21 +2,15 @@
 
     python benchmarks/module_memory.py               # vocabulary 32k, 1024 tokens, module checkpointing on
 
-Every D runs in a process of its own: two steps, then the peak of the resident memory over a third is set back and read
-(Linux). Freed memory is returned to the system at once (set before torch starts), so that peaks are those of tensors.
+Every D runs in a process of its own: two steps, then the peak over a third (peak_memory.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-
-os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", "65536")
-os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
 
 import torch
-from head_memory import RESET, mebibytes
+from peak_memory import Memory, in_own_process, peak_of
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -32,10 +26,8 @@ def step(model: DeepSeekMTP, optimizer: torch.optim.Optimizer, tokens: int) -> N
     optimizer.zero_grad()
 
 
-def peak(depth: int, vocab: int, tokens: int, hidden: int, results: object) -> None:
-    """Puts the mebibytes that a training step takes beyond what stays between steps."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+def peak(depth: int, vocab: int, tokens: int, hidden: int) -> Memory:
+    """What a training step takes."""
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -48,13 +40,7 @@ def peak(depth: int, vocab: int, tokens: int, hidden: int, results: object) -> N
     model = DeepSeekMTP.from_backbone(LlamaForCausalLM(config), num_modules=depth).train()
     model.activation_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    for _ in range(2):
-        step(model, optimizer, tokens)
-    parameters = 4 * sum(p.numel() for p in model.parameters()) / 2**20
-    kept = mebibytes("VmRSS") + parameters  # between steps there are no gradients
-    RESET.write_text("5")
-    step(model, optimizer, tokens)
-    results.put((parameters, kept, mebibytes("VmHWM") - kept))
+    return peak_of(model, lambda: step(model, optimizer, tokens))
 
 
 def main() -> None:
@@ -66,17 +52,11 @@ def main() -> None:
     table = Table(title=f"vocabulary {arguments.vocab}, {arguments.tokens} tokens, MiB")
     for column in ("D", "parameters", "model, gradients, optimiser", "peak above", "of D = 1"):
         table.add_column(column, justify="right")
-    context, first = multiprocessing.get_context("spawn"), None
+    sizes, first = (arguments.vocab, arguments.tokens, arguments.hidden), None
     for depth in (1, 2, 3):
-        results = context.Queue()
-        process = context.Process(
-            target=peak, args=(depth, arguments.vocab, arguments.tokens, arguments.hidden, results)
-        )
-        process.start()
-        parameters, kept, above = results.get()
-        process.join()
+        parameters, kept, above = in_own_process(peak, depth, *sizes)
         first = first or above
-        table.add_row(str(depth), f"{parameters:.0f}", f"{kept:.0f}", f"{above:.0f}", f"{above / first:.2f}")
+        table.add_row(str(depth), f"{parameters / 1e6:.1f} M", f"{kept:.0f}", f"{above:.0f}", f"{above / first:.2f}")
     Console(width=100).print(table)
 
 

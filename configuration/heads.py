@@ -24,10 +24,20 @@ CHOICES = {
     "mix": ("none", "weighted"),
     "mix_init": ("last", "uniform"),
     "loss_target": ("labels", "teacher"),
+    "loss_divergence": ("cross_entropy", "kl", "reverse_kl", "tv", "lk", "lk_kl"),
     "loss_balance": ("none", "rms"),
 }
 """Values of the fields that name something."""
-AT_LEAST = {"window": 1, "rank": 1, "num_blocks": 1, "block_size": 1, "state_offset": 0}
+AT_LEAST = {
+    "window": 1,
+    "rank": 1,
+    "num_blocks": 1,
+    "block_size": 1,
+    "state_offset": 0,
+    "loss_top_k": 1,
+    "draft_layers": 0,
+    "draft_lora_rank": 1,
+}
 """Smallest values of numbers; None is checked elsewhere."""
 
 
@@ -64,6 +74,11 @@ class MTPHeadConfig(PreTrainedConfig):
         mix_temperature: Of the softmax over these layers.
         mix_init: A new mean starts at the `"last"` of these layers or `"uniform"`.
         backbone_config: Config of the model whose decoder layer the heads copy (layer heads, Hydra++).
+        draft_layers: MtPC's draft LoRA: the head reads the states of a second copy of the backbone's last layers, so
+            many, with adapters of its own; they run over verified tokens only (heads apart, of families without
+            layers).
+        draft_lora_rank: Of these adapters.
+        draft_lora_alpha: Their scale times their rank; None: twice the rank.
         gamma: Discount of the training loss: depth j weighs gamma^(j-1).
         loss_weights: Weights [n] of the depths instead; None: `gamma`, or the recipe of the family's paper.
         loss_target: What a head learns: `"labels"`, or the whole law of the `"teacher"`, the backbone given the true
@@ -107,9 +122,15 @@ class MTPHeadConfig(PreTrainedConfig):
     mix_temperature: float | int = 0.1
     mix_init: str = "last"
     backbone_config: dict | None = None
+    draft_layers: int = 0
+    draft_lora_rank: int = 8
+    draft_lora_alpha: float | int | None = None
     gamma: float | int = 0.9
     loss_weights: list | None = None
     loss_target: str | None = None
+    loss_divergence: str = "cross_entropy"
+    loss_label_weight: float | int = 0.0
+    loss_top_k: int | None = None
     loss_balance: str = "none"
     masked_tokens: str = "observe"
     hidden_size: int | None = None
@@ -132,11 +153,20 @@ class MTPHeadConfig(PreTrainedConfig):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
+        if not 0.0 <= self.loss_label_weight <= 1.0:
+            raise ValueError(f"loss_label_weight={self.loss_label_weight} must lie between 0 and 1")
         if not 0.0 < self.gamma <= 1.0:
             raise ValueError(f"gamma={self.gamma} must lie in (0, 1]")
         if self.loss_weights is not None and len(self.loss_weights) != self.window:
             raise ValueError(f"loss_weights={self.loss_weights} must have one entry per depth: window={self.window}")
         self._refuse_options_of_others()
+        if self.draft_layers and (self.head_type == "layer" or self.arch == "prefix-mlp"):
+            raise ValueError(
+                f"draft_layers={self.draft_layers}: head_type={self.head_type!r} has decoder layers of its own; choose "
+                "ff, a circuit, medusa or hydra with arch='mlp'"
+            )
+        if self.draft_layers and self.state_offset:
+            raise ValueError(f"draft_layers={self.draft_layers} gives one state: state_offset must be 0")
         if self.family.sequential and self.masked_tokens == "marginalise":
             raise ValueError(
                 f"masked_tokens='marginalise': {self.head_type} heads read every token before theirs, none can be "
@@ -156,6 +186,11 @@ class MTPHeadConfig(PreTrainedConfig):
     def family(self) -> HeadFamilyFacts:
         """What is known of heads of this `head_type`."""
         return HEAD_FAMILIES[self.head_type]
+
+    @property
+    def borrows_first(self) -> bool:
+        """Whether position 1 of the law is the backbone's own."""
+        return self.head_type in ("medusa", "hydra") or (self.head_type == "layer" and self.first == "backbone")
 
     def options(self) -> dict[str, Any]:
         """The fields that describe the law, for a model's own `config.json`."""

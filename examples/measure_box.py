@@ -1,17 +1,20 @@
-"""Measures a trained box and writes its folder: weights, log, where its text comes from, figures and checksums.
+"""Measures a trained box and writes its folder: weights, held-out text, log, sources, figures, pictures and card.
 
     python examples/measure_box.py --run box-run --output model_cards/box
 
-`--run` is the folder of `train_box.py`. Measuring has a budget of time: what is not reached is left out and said so.
+`--run` is the folder of `train_box.py`. Measuring has a budget of time and is what `tokenahead demo` does, too. The
+figures of README's first screen are filled in where `--readme` names it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
 
+from tokenahead.training.box.first_screen import fill_readme
 from tokenahead.training.box.release import release_box
 
 
@@ -20,11 +23,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", type=Path, required=True, help="folder of train_box.py")
     parser.add_argument("--output", type=Path, required=True, help="the box; it is written over")
-    parser.add_argument("--minutes", type=float, default=10.0, help="for measuring decoding")
+    parser.add_argument("--seconds", type=float, default=180.0, help="for measuring")
+    parser.add_argument("--drafts", type=json.loads, default={}, help="bytes to draft by head, as JSON")
+    parser.add_argument("--readme", type=Path, help="README whose first screen shows the figures")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of PyTorch")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    release_box(arguments.run, arguments.output, arguments.minutes)
+    release_box(arguments.run, arguments.output, arguments.seconds, arguments.drafts)
+    if arguments.readme is not None:
+        fill_readme(arguments.readme, arguments.output)
 
 
 if __name__ == "__main__":

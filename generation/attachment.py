@@ -13,6 +13,7 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import CandidateGenerator
 
+from .. import __version__
 from ..modeling.copies import drop_collectors
 from .mixins import candidate_generator, speculate
 from .speculators import SpeculatorMixin
@@ -44,6 +45,10 @@ class Attachable(SpeculatorMixin):
     def is_attached(self) -> bool:
         """Whether there is a backbone."""
         return bool(self._backbones)
+
+    def stands_for(self, model: Any) -> bool:
+        """Whether `generate` may be given that model in the place of this drafter."""
+        return False
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         """Refuses a backbone that cannot be drafted for."""
@@ -96,6 +101,30 @@ class Attachable(SpeculatorMixin):
         return state | {"_backbones": []}
 
 
+class NoGenerationMixin:
+    """`generate` of a drafter that has none, and would be asked to where it assists a model that it is not attached to.
+
+    The name is looked at: Auto classes add transformers' `GenerationMixin` to a class of foreign code that has a
+    `generate` and no base called so.
+    """
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """No, in spite of the name above."""
+        return False
+
+    def generate(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        name = type(self).__name__
+        raise RuntimeError(
+            f"{name} generates nothing: call attach(backbone), then backbone.generate(..., assistant_model=...)"
+        )
+
+
 class Route:
     """Stands on a backbone before the `generate` of its class.
 
@@ -104,7 +133,10 @@ class Route:
 
     Attributes:
         drafters: What is attached to it.
+        version: Of this code: drafters of several folders, each with its own copy of the code, share one route.
     """
+
+    version = __version__
 
     def __init__(self, backbone: PreTrainedModel) -> None:
         self.backbone, self.drafters = backbone, []
@@ -113,7 +145,13 @@ class Route:
     def of(cls, backbone: PreTrainedModel) -> Route:
         """The route of a backbone, laid where there is none."""
         route = vars(backbone).get("generate")
-        if not isinstance(route, Route):
+        version = getattr(route, "version", None)  # also a route of another copy of this code, that came with a folder
+        if version not in (None, cls.version):
+            raise RuntimeError(
+                f"{type(backbone).__name__} has drafters of tokenahead {version}, and this one is of {cls.version}: "
+                "detach() those first"
+            )
+        if version is None:
             route = cls(backbone)
             backbone.generate, backbone._get_candidate_generator = route, route.candidates
             backbone.__getstate__ = route.state  # pickle and copy ask the instance, too
@@ -133,11 +171,17 @@ class Route:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`backbone.generate`."""
-        assistant = kwargs.get("assistant_model")
-        if not isinstance(assistant, Attachable):
+        assistant = self._drafter_of(kwargs.get("assistant_model"))
+        if not _is_drafter(assistant):
             return type(self.backbone).generate(self.backbone, *args, **kwargs)
         self._check(assistant)
-        return speculate(self.backbone, kwargs.pop("assistant_model"), args, kwargs)
+        kwargs.pop("assistant_model")
+        return speculate(self.backbone, assistant, args, kwargs)
+
+    def _drafter_of(self, assistant: Any) -> Any:
+        """What a model became when it was attached as a whole (a PTPForCausalLM, say); other assistants as they are."""
+        known = (drafter for drafter in self.drafters if getattr(drafter, "stands_for", _nobody)(assistant))
+        return next(known, assistant)
 
     def candidates(
         self,
@@ -151,7 +195,8 @@ class Route:
     ) -> CandidateGenerator:
         """`backbone._get_candidate_generator`, for transformers' own assisted loop."""
         common = generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs
-        if not isinstance(assistant_model, Attachable):
+        assistant_model = self._drafter_of(assistant_model)
+        if not _is_drafter(assistant_model):
             of_class = type(self.backbone)._get_candidate_generator
             return of_class(self.backbone, *common, assistant_model=assistant_model, **kwargs)
         self._check(assistant_model)
@@ -172,6 +217,16 @@ class Route:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Route, (self.backbone,)
+
+
+def _nobody(model: Any) -> bool:
+    """`stands_for` of a drafter whose code, which came with a folder, does not know it."""
+    return False
+
+
+def _is_drafter(assistant: Any) -> bool:
+    """Whether it is an `Attachable`, of this copy of the code or of one that came with a folder."""
+    return isinstance(assistant, Attachable) or all(hasattr(assistant, n) for n in ("make_drafter", "is_attached"))
 
 
 def unwrap(backbone: Any) -> PreTrainedModel:

@@ -29,7 +29,7 @@ from .rules import Rule
 from .schedule import AdaptiveSchedule, ConstantSchedule, DraftSchedule
 from .statistics import GenerateSpeculativeOutput, Speculation
 from .stopping import Stopping
-from .targets import Fed, HiddenLayers, RepackedTarget, RowLengthTarget, Target
+from .targets import EvenTarget, Fed, HiddenLayers, RepackedTarget, RowLengthTarget, Target, is_repackable
 from .tokens import Kept, TokenRows
 
 
@@ -66,8 +66,10 @@ class SpeculativeLoop:
         self.done = [False] * len(prompt)
         self.processing, self.records = options.processing, Records(config, len(prompt))
         self.stopping = Stopping(criteria, options.processing.pad, self.records.scores_of)
-        adaptive = options.schedule == "adaptive"
-        self.schedule: DraftSchedule = (AdaptiveSchedule if adaptive else ConstantSchedule)(drafter.num_tokens)
+        self.lead = getattr(drafter, "lead", 0)
+        self.schedule: DraftSchedule = ConstantSchedule(drafter.num_tokens)
+        if options.schedule == "adaptive":
+            self.schedule = AdaptiveSchedule(drafter.num_tokens, self.lead)
         pad = getattr(config, "_pad_token_tensor", None)
         self.pad = 0 if pad is None else int(pad)
         self.statistics = Speculation(*([[] for _ in prompt] for _ in range(2)), rows_depths=[[] for _ in prompt])
@@ -114,11 +116,13 @@ class SpeculativeLoop:
     def _target(self, cache: Cache) -> Target:
         if hasattr(cache, "keep_last"):
             return RowLengthTarget(self.model, cache)
-        return RepackedTarget(self.model, cache, self.tokens.ends, self.model_kwargs.get("attention_mask"))
+        kind = RepackedTarget if is_repackable(cache) else EvenTarget
+        return kind(self.model, cache, self.tokens.ends, self.model_kwargs.get("attention_mask"))
 
     def _cycle(self) -> None:
         started = time.perf_counter()
-        tree = self.drafter.propose(self.tokens, self._length())
+        length = self._length()
+        tree = self.drafter.propose(self.tokens, length)
         drafted = time.perf_counter()
         block = torch.cat([self.tokens.last()[:, None], tree.tokens], dim=1)
         fed = self.target.forward(block, tree, self._hidden_layers)
@@ -131,12 +135,14 @@ class SpeculativeLoop:
         self.target.keep(kept, verdict, tree)
         self.drafter.advance(fed.along(verdict, tree), verdict)
         ended = time.perf_counter()
-        self.schedule.update(tree.depth, accepted, ended - started)
+        self.schedule.update(tree.depth, accepted, ended - started, length if self.lead else None)
         self.statistics.draft_seconds += drafted - started
         self.statistics.verify_seconds += ended - called
 
     def _length(self) -> int:
         """The longest path to draft now: the verdict adds one more token, and nothing is drafted beyond the text."""
+        if getattr(self.drafter, "is_repeatable", False):  # a draft that is cut short is judged otherwise
+            return self.schedule.length()
         open_rows = [n for n, done in zip(self.tokens.lengths, self.done) if not done]
         room = max((self.stopping.room(n) for n in open_rows), default=1)
         return max(min(self.schedule.length(), room - 1), 0)
@@ -214,6 +220,9 @@ class SpeculativeLoop:
             return sequences
         self._align_cache()
         generated = [n - self.tokens.prompt_length for n in self.tokens.lengths]
+        if coverage := getattr(self.drafter, "coverage", None):
+            rows = zip(sequences[:, self.tokens.prompt_length :], generated)
+            self.statistics.vocabulary_coverage = coverage(torch.cat([row[:count] for row, count in rows]))
         scores, logits, hidden_states = self.records.per_token(generated, self.pad)
         return GenerateSpeculativeOutput(
             sequences=sequences,

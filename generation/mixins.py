@@ -40,6 +40,7 @@ class _Call:
 
     Attributes:
         backbone: The model whose tokens count.
+        runner: What runs the forwards; on tokens it is the backbone.
         speculator: What makes the drafter; None: nobody.
         own: Keyword arguments that only this library knows.
         options: All options, once they were read.
@@ -49,6 +50,7 @@ class _Call:
 
     def __init__(self, backbone: PreTrainedModel, speculator: Any, own: dict[str, Any]) -> None:
         self.backbone, self.speculator, self.own = backbone, speculator, own
+        self.runner = backbone if speculator is None else speculator.runner(backbone)
         self.options: CallOptions | None = None
         self.speculates = self.is_ours = False
 
@@ -59,7 +61,7 @@ class _View:
     __slots__ = ("speculation_call",)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.speculation_call.backbone(*args, **kwargs)
+        return self.speculation_call.runner(*args, **kwargs)
 
 
 @cache
@@ -133,12 +135,15 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
                 f"{type(self).__name__} in place; leave it out"
             )
         if call.speculator is None or config.prompt_lookup_num_tokens:
+            _refuse_unread(options, config)
             config.use_mtp = False
             return config, model_kwargs
         _check_rule(options, call.speculator)
         call.speculator.prepare_call(options, config)
         call.speculates = self._decides_to_speculate(config, model_kwargs)
         options.num_assistant_tokens = _draft_length(options.num_assistant_tokens, call.speculator)
+        if options.needs_our_loop and (reason := obstacle(config, model_kwargs, of_drafts=False)):
+            _refuse_source(reason, options)
         call.is_ours = config.use_mtp = call.speculates or options.needs_our_loop
         return config, model_kwargs
 
@@ -277,6 +282,8 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
         model_kwargs = {key: value for key, value in kwargs.items() if key not in ("tokenizer", "assistant_tokenizer")}
         counting = next((p for p in logits_processor if counts_calls(p)), None)
         if counting is not None:
+            if call.options.needs_our_loop:
+                _refuse_source(f"{type(counting).__name__}, which counts its calls", call.options)
             _tell(f"{type(counting).__name__}, which counts its calls", call.options)
             return self._sample(*common, **model_kwargs)
         options = DraftOptions.of_call(
@@ -315,6 +322,27 @@ def _tell(reason: str, options: CallOptions) -> None:
     if options.use_mtp:
         raise ValueError(f"use_mtp=True cannot be combined with {reason}; drop one of them")
     logger.warning_once(f"Decoding one token at a time, without speculation, because of {reason}.")
+
+
+def _refuse_source(reason: str, options: CallOptions) -> None:
+    """Says what cannot be combined with uniforms or with a seed of the caller's.
+
+    Raises:
+        ValueError: Always.
+    """
+    name = next(name for name in ("seed", "uniforms") if name in options.extra)
+    raise ValueError(f"{name}= cannot be combined with {reason}; drop one of them")
+
+
+def _refuse_unread(options: CallOptions, config: GenerationConfig) -> None:
+    """Refuses options of our drafters where another one was asked for.
+
+    Raises:
+        ValueError: There is one.
+    """
+    if options.extra:
+        other = "prompt_lookup_num_tokens" if config.prompt_lookup_num_tokens else "assistant_model"
+        raise ValueError(f"{next(iter(options.extra))}= is not read by {other}, which drafts here; drop one of them")
 
 
 def _check_rule(options: CallOptions, speculator: Speculator) -> None:

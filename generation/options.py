@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 SCHEDULES = ("constant", "heuristic", "heuristic_transient", "adaptive")
 """Values of `num_assistant_tokens_schedule`; all but the last draft a constant number here."""
-OWN = ("verification", "draft_tree", "uniforms", "seed", "slot_budget", "best_of")
+OWN = ("verification", "draft_tree", "uniforms", "seed", "slot_budget", "best_of", "draft_vocabulary")
 """Keyword arguments of `generate` that transformers does not know."""
 
 
@@ -24,7 +24,8 @@ class CallOptions:
         schedule: How that number changes in the course of the call.
         threshold: A draft ends with a token that its own law gave less probability; 0: never.
         draft_tree: Options of a tree of drafts; None for a chain.
-        extra: Options of one kind of drafter only: `uniforms`, `seed`, `slot_budget`, `best_of`.
+        extra: Options of one kind of drafter only: `uniforms`, `seed`, `slot_budget`, `best_of` of parallel token
+            prediction, `draft_vocabulary` of sequential modules.
         needs_our_loop: Our loop decodes even where nothing is drafted: tokens come from given uniforms.
     """
 
@@ -97,11 +98,17 @@ def _check(use_mtp: Any, number: Any, schedule: Any, threshold: Any) -> None:
         raise ValueError(f"assistant_confidence_threshold={threshold} must lie between 0 and 1")
 
 
-def obstacle(config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
-    """What in a call rules out speculation on any backbone, in the user's words."""
+def obstacle(config: GenerationConfig, model_kwargs: dict[str, Any], of_drafts: bool = True) -> str | None:
+    """What in a call rules out our loop on any backbone, in the user's words.
+
+    Args:
+        config: Of the call.
+        model_kwargs: Of the call.
+        of_drafts: Also name the caches that cannot go back, which hinder drafts alone.
+    """
     for name, is_plain in _PLAIN.items():
         value = getattr(config, name, None)
-        if not is_plain(value):
+        if not is_plain(value) and (of_drafts or name != "cache_implementation"):
             return f"{name}={value!r}"
     if config.penalty_alpha and (config.top_k or 0) > 1 and not config.do_sample:
         return "contrastive search (penalty_alpha)"

@@ -48,7 +48,8 @@ class SampledRule:
 
     Args:
         rule: `"block"` (None) or `"token"`.
-        uniforms: Where given, the added token is picked by the uniform of its position.
+        uniforms: Where given, all that is random comes from there; the added token is picked by the uniform of its
+            position.
     """
 
     def __init__(self, rule: str | None = None, uniforms: Uniforms | None = None) -> None:
@@ -68,7 +69,8 @@ class SampledRule:
         if self.uniforms is None:
             return verify_sampled(tree, self.law, self.rule)
         uniforms = self.uniforms.current[:, : scores.shape[1]]
-        accepted, added = verify(tree.tokens, tree.laws, self.law, self.rule, self.uniforms.generator, uniforms)
+        tests = self.uniforms.fresh(tree.tokens.shape[1])
+        accepted, added = verify(tree.tokens, tree.laws, self.law, self.rule, uniforms=uniforms, tests=tests)
         new = torch.nn.functional.pad(tree.tokens, (0, 1)).scatter_(1, accepted[:, None], added[:, None])
         return Verdict(accepted, new)
 

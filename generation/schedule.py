@@ -23,8 +23,12 @@ class DraftSchedule(Protocol):
     def length(self) -> int:
         """Tokens to draft in the next cycle."""
 
-    def update(self, drafted: int, accepted: list[int], seconds: float) -> None:
-        """Takes in a finished cycle: draft length, accepted drafts per open row, wall time."""
+    def update(self, drafted: int, accepted: list[int], seconds: float, asked: int | None = None) -> None:
+        """Takes in a finished cycle: draft length, accepted drafts per open row, wall time, and the length asked for.
+
+        Where the forward that verifies a draft also makes the next one, a cycle pays for what was asked in it, whether
+        or not there was a draft to verify yet.
+        """
 
 
 class ConstantSchedule:
@@ -41,7 +45,7 @@ class ConstantSchedule:
         """The length."""
         return self.longest
 
-    def update(self, drafted: int, accepted: list[int], seconds: float) -> None:
+    def update(self, drafted: int, accepted: list[int], seconds: float, asked: int | None = None) -> None:
         """Nothing to learn."""
 
 
@@ -126,18 +130,24 @@ class AdaptiveSchedule:
 
     Args:
         longest: Upper bound of the length.
+        lead: Cycles between asking for a draft and having it: 1 where the forward of one cycle makes the draft of the
+            next, else 0.
     """
 
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
+    def __init__(self, longest: int, lead: int = 0) -> None:
+        self.longest, self.lead = longest, lead
         self.rates, self.costs = AcceptanceRates(longest), CycleCosts()
         self.cycles, self.warm, self.tried = 0, False, dict.fromkeys(range(longest + 1), -_PROBE_AGE)
         self.total = self.lost = 0.0
+        self._probed, self._again = 0, 0
 
     def length(self) -> int:
         """Full drafts at first (and a plain cycle, for its cost), then the best length by expectation."""
-        if self.cycles == 1:
+        if self.cycles == 1 - self.lead:
             return 0
+        if self._again:  # one cycle made the draft that is tried, and the next judges it
+            self._again -= 1
+            return self._probed
         self.warm = self.warm or (self.costs.count(self.longest) > 1 and self.rates.trials[0] > _FIRST_TRIALS)
         if not self.warm:
             return self.longest
@@ -147,12 +157,13 @@ class AdaptiveSchedule:
         best = max(range(self.longest + 1), key=lambda length: yields[length] / seconds[length])
         return self._probe(best, yields, seconds)
 
-    def update(self, drafted: int, accepted: list[int], seconds: float) -> None:
+    def update(self, drafted: int, accepted: list[int], seconds: float, asked: int | None = None) -> None:
         """Updates acceptance for the positions that were drafted, and the cost of a cycle of this length."""
         self.cycles += 1
+        asked = drafted if asked is None else asked
         self.total += seconds
-        self.tried[drafted] = self.cycles
-        self.costs.add(drafted, seconds)
+        self.tried[asked] = self.cycles
+        self.costs.add(asked, seconds)
         self.rates.update(drafted, accepted)
 
     def _probe(self, best: int, yields: list[float], seconds: list[float]) -> int:
@@ -163,8 +174,9 @@ class AdaptiveSchedule:
                 continue
             if length < best and yields[length] / seconds[length] < _HOPELESS * rate:
                 continue
-            loss = seconds[length] - yields[length] / rate
+            loss = (seconds[length] - yields[length] / rate) * (1 + self.lead)
             if self.lost + loss <= _PROBE_BUDGET * self.total:
                 self.lost += loss
+                self._probed, self._again = length, self.lead
                 return length
         return best

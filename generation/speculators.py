@@ -23,6 +23,9 @@ class Speculator(Protocol):
     def default_draft(self) -> int:
         """Tokens to draft where nobody asks for a number."""
 
+    def runner(self, backbone: Any) -> Any:
+        """What runs the forwards of a call: on tokens it must be the backbone."""
+
     def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
         """What in this call rules out its drafts, in the user's words."""
 
@@ -52,6 +55,10 @@ class SpeculatorMixin:
         """As many as a draft may have."""
         return self.longest_draft()
 
+    def runner(self, backbone: Any) -> Any:
+        """The backbone itself."""
+        return backbone
+
     def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
         """Nothing by itself."""
         return None
@@ -66,9 +73,9 @@ class SpeculatorMixin:
         Raises:
             ValueError: An option that this kind does not have.
         """
-        if options.extra:
-            name = next(iter(options.extra))
-            raise ValueError(f"{name}= is an option of parallel token prediction, and {type(self).__name__} has none")
+        for name in options.extra:
+            kind = "sequential modules" if name == "draft_vocabulary" else "parallel token prediction"
+            raise ValueError(f"{name}= is an option of {kind}, and {type(self).__name__} has none")
         if options.draft_tree is not None and not getattr(self, "drafts_trees", False):
             raise ValueError(
                 f"draft_tree={options.draft_tree!r}: {type(self).__name__} drafts chains only; leave it out"

@@ -19,6 +19,8 @@ class Speculation:
         draft_seconds: Time spent on drafting (on an accelerator: on launching it).
         verify_seconds: Time spent on verification and on waiting for the backbone's result.
         rows_depths: Per row, the longest path of each draft where drafts are trees; empty: all drafts are chains.
+        vocabulary_coverage: The share of the new tokens that a smaller draft vocabulary holds; None: drafts may be of
+            any token.
     """
 
     rows_accepted: list[list[int]]
@@ -28,6 +30,7 @@ class Speculation:
     draft_seconds: float = field(default=0.0, compare=False)
     verify_seconds: float = field(default=0.0, compare=False)
     rows_depths: list[list[int]] = field(default_factory=list)
+    vocabulary_coverage: float | None = None
 
     @property
     def accepted(self) -> list:

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -212,6 +211,21 @@ class RepackedTarget:
             crop(self.cache, min(0, columns - self.mask.shape[1]))
 
 
+class EvenTarget(RepackedTarget):
+    """A model on a cache that cannot go back, a static one say: one token at a time, and never a rollback.
+
+    Rows that have ended go on reading what stands behind them, as in transformers' own loop; nobody looks at it.
+    """
+
+    def keep(self, kept: Kept, verdict: Verdict, tree: DraftTree) -> None:
+        """See `Target`; all rows keep b."""
+        self.kept, self.counts = kept, self.counts + 1
+        self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=True)
+
+    def align(self, columns: int) -> None:
+        """Nothing was moved."""
+
+
 def crop(cache: Cache, columns: int) -> None:
     """Takes the last `-columns` columns from all layers that have columns: a recurrent state has none."""
     for layer in cache.layers:
@@ -313,7 +327,8 @@ def dense_mask(cached: torch.Tensor, new: torch.Tensor, model: PreTrainedModel) 
     return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
-_FULL = (DynamicLayer, DynamicIndexedLayer, DummyLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+_EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
+_FULL = (DynamicLayer, DynamicIndexedLayer, _EMPTY, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 
 
 def is_repackable(cache: Cache | None) -> bool:

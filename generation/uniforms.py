@@ -1,59 +1,124 @@
-"""Where the uniforms of a call come from: one for every output position, or fresh ones in every cycle."""
+"""Where the uniforms of a call come from: one for every output position, and fresh ones for everything else.
+
+They are numbers of a counter-based generator: row i reads a stream of its own, so that what it reads depends on its
+seed and on how far it has come, and not on the rows beside it or on how long the texts may become. Heads and modules
+draw from torch's own generator: their race needs a number for every token of the vocabulary.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from ..modeling.philox import stream_uniforms
 from .tokens import TokenRows
 
-_SPARE = 64
+_CHUNK = 256
+_POSITIONS, _FRESH = 0, 1
+_SEEDS = range(-(2**63), 2**64)
 
 
 class Uniforms:
-    """Uniforms of the output positions of every row.
+    """Uniforms of one call.
 
     Args:
-        shape: Rows, and positions that will be returned.
+        rows: B.
         device: Where they are needed.
         table: [B, positions] in [0, 1), given by the user.
-        seed: Of a generator of their own; None: torch's global one.
+        seed: An int, of which row i reads stream i, or one int per row; None: drawn from torch's global generator.
         stay: The uniform of a position is the same in every cycle, whatever is drafted or rejected on the way (coupled
             verification). Otherwise every cycle draws fresh ones: a speculative rule must not use again what a
             rejected draft has used.
 
     Attributes:
         current: [B, n], of the positions from the next one on, as `draw` gave them last.
-        generator: Source of further randomness.
     """
 
     def __init__(
         self,
-        shape: tuple[int, int],
+        rows: int,
         device: torch.device,
         table: torch.Tensor | None = None,
-        seed: int | None = None,
+        seed: int | Sequence[int] | None = None,
         stay: bool = True,
     ) -> None:
-        self.stay = stay
-        self.generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-        self.table = table
-        if table is None and stay:
-            self.table = torch.rand(shape, generator=self.generator, device=device)
+        self.stay, self.device = stay, device
+        streams = seed_streams(seed, rows)
+        self.positions = _Stream(streams, _POSITIONS, device, table)
+        self.others = _Stream(streams, _FRESH, device)
+        self.used = 0
         self.current: torch.Tensor | None = None
 
     def draw(self, tokens: TokenRows, count: int) -> torch.Tensor:
         """u of the next `count` output positions of every row, [B, count]."""
-        device, rows = tokens.ids.device, len(tokens.lengths)
         if not self.stay:
-            self.current = torch.rand(rows, count, device=device, generator=self.generator)
-            return self.current
-        missing = max(tokens.lengths) - tokens.prompt_length + count - self.table.shape[1]
-        if missing > 0:  # of tokens that are drafted but never returned
-            more = torch.rand(rows, missing + _SPARE, generator=self.generator, device=device)
-            self.table = torch.cat([self.table, more.to(self.table.dtype)], dim=1)
-        if tokens.is_even:
-            start = tokens.lengths[0] - tokens.prompt_length
-            self.current = self.table[:, start : start + count]
+            self.current = self.fresh(count)
+        elif tokens.is_even:
+            self.current = self.positions.read(tokens.lengths[0] - tokens.prompt_length, count)
         else:
-            self.current = self.table.gather(1, tokens.ends[:, None] - tokens.prompt_length + tokens.steps[:count])
+            table = self.positions.upto(max(tokens.lengths) - tokens.prompt_length + count)
+            self.current = table.gather(1, tokens.ends[:, None] - tokens.prompt_length + tokens.steps[:count])
         return self.current
+
+    def fresh(self, count: int) -> torch.Tensor:
+        """Numbers that nobody has read before, [B, count]."""
+        self.used += count
+        return self.others.read(self.used - count, count)
+
+
+class _Stream:
+    """One stream per row, made in chunks on the host, each of which is copied to the device at once."""
+
+    def __init__(
+        self, streams: torch.Tensor, purpose: int, device: torch.device, table: torch.Tensor | None = None
+    ) -> None:
+        self.streams, self.purpose, self.device = streams, purpose, device
+        self.table = torch.empty(len(streams), 0, device=device) if table is None else table
+
+    def upto(self, stop: int) -> torch.Tensor:
+        """The beginning of all streams, [B, stop or more]."""
+        begun = self.table.shape[1]
+        if stop > begun:
+            count = (stop - begun + _CHUNK - 1) // _CHUNK * _CHUNK
+            more = stream_uniforms(self.streams, begun, count, self.purpose)
+            self.table = torch.cat([self.table, more.to(self.device, self.table.dtype)], dim=1)
+        return self.table
+
+    def read(self, start: int, count: int) -> torch.Tensor:
+        """Numbers from `start` on, [B, count]."""
+        return self.upto(start + count)[:, start : start + count]
+
+
+def seed_streams(seed: int | Sequence[int] | None, rows: int) -> torch.Tensor:
+    """The stream of every row.
+
+    Args:
+        seed: An int: row i reads stream i of it; one int per row: every row reads stream 0 of its own, so that a row
+            writes the same text in any batch; None: an int from torch's global generator.
+        rows: B.
+
+    Returns:
+        [B, 2] int64 on the host: seed, number of the stream.
+
+    Raises:
+        ValueError: Something else than whole numbers of 64 bits, or another number of them than there are rows.
+    """
+    if seed is None:
+        seed = int(torch.randint(2**62, ()))
+    seeds = seed.tolist() if isinstance(seed, torch.Tensor) else seed
+    is_one = not isinstance(seeds, (list, tuple))
+    numbers = [seeds] if is_one else list(seeds)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int) or number not in _SEEDS:
+            raise ValueError(f"seed={seed!r} must be a whole number of 64 bits, or a list of one per row")
+    if is_one:
+        return torch.tensor([[_signed(seeds), row] for row in range(rows)])
+    if len(numbers) != rows:
+        raise ValueError(f"seed has {len(numbers)} numbers, but there are {rows} rows: give one int, or one per row")
+    return torch.tensor([[_signed(number), 0] for number in numbers])
+
+
+def _signed(seed: int) -> int:
+    """The same 64 bits as int64 shows them."""
+    return (seed + 2**63) % 2**64 - 2**63

@@ -110,6 +110,7 @@ def verify(
     rule: str = "block",
     generator: torch.Generator | None = None,
     uniforms: torch.Tensor | None = None,
+    tests: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws from the laws of `token_acceptance` or `block_acceptance`.
 
@@ -121,6 +122,7 @@ def verify(
         generator: Source of randomness.
         uniforms: [B, m + 1]; where s drafts are accepted, the token is added by inverse CDF of `uniforms[:, s]`, which
             the draft must not have used.
+        tests: [B, m] uniforms that drafts are accepted by, used for nothing else; None: drawn here.
 
     Returns:
         num_accepted [B] and next_token [B], int64.
@@ -128,7 +130,7 @@ def verify(
     Raises:
         ValueError: An unknown rule.
     """
-    accepted, added, _ = _verify(draft, q, p, rule, generator, uniforms)
+    accepted, added, _ = _verify(draft, q, p, rule, generator, uniforms, tests)
     return accepted, added
 
 
@@ -139,6 +141,7 @@ def _verify(
     rule: str,
     generator: torch.Generator | None,
     uniforms: torch.Tensor | None = None,
+    tests: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """`verify`, and how fast the added token's race was won [B] (NaN: its law was none); None where none was run.
 
@@ -148,14 +151,15 @@ def _verify(
     check_rule(rule)
     if draft.shape[1] == 0:
         return draft.new_zeros(len(draft)), *_add(p[:, 0], None if uniforms is None else uniforms[:, 0], generator)
-    uniform = torch.rand(draft.shape, dtype=p.dtype, device=p.device, generator=generator)
+    if tests is None:
+        tests = torch.rand(draft.shape, dtype=p.dtype, device=p.device, generator=generator)
     batch = line(len(draft), p.device)
     if rule == "token":
-        accepted = (uniform < _ratios(draft, q, p)).long().cumprod(1).sum(1)
+        accepted = (tests < _ratios(draft, q, p)).long().cumprod(1).sum(1)
         law = p[batch, accepted]
         mass = (law - torch.nn.functional.pad(q, (0, 0, 0, 1))[batch, accepted]).clamp_(min=0)
     else:
-        accepted, surplus = _block_accepted(draft, q, p, uniform)
+        accepted, surplus = _block_accepted(draft, q, p, tests)
         law, mass = p[batch, accepted], surplus[batch, accepted]
     # a trace of p decides where rounding left no surplus; it is far below the precision of what it is added to
     mass = torch.add(mass, law, alpha=_TRACE)

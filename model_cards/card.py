@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from .metadata import card_metadata
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _MARK = re.compile(r"\n<!-- tokenahead card ([0-9a-f]{64}): .* -->\s*$")
+_PATH = re.compile(r"(?<![\w:/.~<-])(?:(?P<drive>[A-Za-z]:\\(?=\w))|~/|/(?=[\w.]+/))[^\s`\"')\]|]*")
+_PRIVATE = ("~/", "/home/", "/Users/", "/root/", "/tmp/", "/private/", "/mnt/", "/scratch/")
 _LOCAL_PICTURE = re.compile(r"!\[[^\]]*\]\((?![a-z]+://)([^)\s]+)\)")
 
 
@@ -36,8 +39,15 @@ def render_card(
     picture: str | None = None,
     training_description: str | None = None,
     metadata: dict[str, Any] | None = None,
+    remote_code: str | None = "bundle",
+    language: str | list[str] | None = None,
+    training_data: str | None = None,
+    hyperparameters: Mapping[str, Any] | None = None,
+    training_results: str | None = None,
+    out_of_scope: str | None = None,
+    template: str | Path | None = None,
 ) -> ModelCard:
-    """Renders the card of a model with a multi-token head.
+    """Renders the card of a model that drafts, or of a drafter, with the parts of Hugging Face's annotated template.
 
     Args:
         config_or_model: The model, or its config (then the card does not say how many parameters there are).
@@ -48,8 +58,16 @@ def render_card(
         repo_id: Where the model is or will be on the Hub, for the example code.
         picture: File name of the picture of acceptance by draft position, which lies beside the card.
         training_description: How the model was trained, as Markdown; None says that this was not described.
-        metadata: Further fields of `ModelCardData` (`language`, `datasets`, more `tags`, ...); not those that have an
-            argument here.
+        metadata: Further fields of `ModelCardData` (`datasets`, `tags`, ...); not those that have an argument here.
+        remote_code: What of the model's code travels with it, as for its `save_pretrained`; `"bundle"` gives a section
+            on use without this library.
+        language: Codes of the languages that the model writes (`"en"`, `"code"`); None says that none was stated.
+        training_data: What the model was trained on, as Markdown; None says that this was not described.
+        hyperparameters: Names and values of the training run.
+        training_results: What the training run logged, as Markdown.
+        out_of_scope: What the model must not be used for, as Markdown, before what holds for every such model.
+        template: A Jinja file in place of the library's `model_card.md.jinja`, which it may include; it gets the same
+            fields.
 
     Returns:
         The card; `str(card)` is the text of README.md.
@@ -57,30 +75,43 @@ def render_card(
     Raises:
         TypeError: The model has no multi-token head.
         ValueError: `picture` is not a bare file name, or is given without results; `metadata` repeats an argument;
-            a shown value is empty.
+            a shown value is empty, or a path of this machine; an unknown `remote_code`; a template that asks for a
+            field which no card has, or is no Jinja.
+        FileNotFoundError: No such template.
 
     Example:
         >>> card = render_card(model, MeasuredResults.from_json("results.json"), license="apache-2.0")
         >>> write_card(folder, card)
     """
-    facts = describe(config_or_model)
+    if remote_code not in ("bundle", "package", None):
+        raise ValueError(f"remote_code={remote_code!r}: choose 'bundle', 'package' or None")
+    facts = describe(config_or_model, remote_code)
     name = model_name or (repo_id.split("/")[-1] if repo_id else facts.class_name)
     base_model = base_model or facts.backbone
     _check_picture(picture, results)
     _check_metadata(metadata or {})
-    data = card_metadata(facts, results, name, license=license, base_model=base_model, **metadata or {})
-    template = _environment().get_template("model_card.md.jinja")
-    text = template.render(
+    fields = {"license": license, "base_model": base_model, "language": language} | (metadata or {})
+    data = card_metadata(facts, results, name, **fields)
+    languages = language or (metadata or {}).get("language")
+    text = _rendered(
+        template,
         card_data=data.to_yaml(),
         name=name,
         facts=facts,
         results=results,
         license=license,
         base_models=[base_model] if isinstance(base_model, str) else base_model,
+        languages=[languages] if isinstance(languages, str) else languages,
+        repo_id=repo_id,
         source=repo_id or "path/to/this/folder",
         picture=picture,
         training_description=training_description,
+        training_data=training_data,
+        hyperparameters=hyperparameters,
+        training_results=training_results,
+        out_of_scope=out_of_scope,
     )
+    check_no_local_path(text)
     card = ModelCard(text)
     card.text += _mark(card)
     return card
@@ -140,10 +171,23 @@ def local_pictures(card: ModelCard) -> list[str]:
     return _LOCAL_PICTURE.findall(card.text)
 
 
-def _environment() -> jinja2.Environment:
+def _rendered(template: str | Path | None, **fields: Any) -> str:
+    """The text of a card, by our template or another one."""
+    path = _TEMPLATES / "model_card.md.jinja" if template is None else Path(template)
+    if not path.is_file():
+        raise FileNotFoundError(f"template={str(template)!r}: no such file")
+    try:
+        return _environment(path.parent).get_template(path.name).render(**fields)
+    except jinja2.UndefinedError as error:
+        raise ValueError(f"template {path.name}: {error.message}; a card has the fields {', '.join(fields)}") from error
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"template {path.name}, line {error.lineno}: {error.message}") from error
+
+
+def _environment(folder: Path = _TEMPLATES) -> jinja2.Environment:
     """A Jinja environment in which no value can be missing, None or empty without an error."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        loader=jinja2.FileSystemLoader([folder, _TEMPLATES]),
         undefined=jinja2.StrictUndefined,
         finalize=_refuse_empty,
         trim_blocks=True,
@@ -176,6 +220,23 @@ def _check_picture(picture: str | None, results: MeasuredResults | None) -> None
             f"picture={picture!r} must be the bare name of a file beside the card, without spaces or parentheses, "
             "for example 'acceptance.png'"
         )
+
+
+def check_no_local_path(text: str) -> None:
+    """Refuses a text that would tell the world how this machine is laid out.
+
+    Args:
+        text: A card.
+
+    Raises:
+        ValueError: A path of a home folder, or one that exists here; it is named.
+    """
+    for match in _PATH.finditer(text):
+        path = match[0].rstrip(".,;:)'\"`")
+        if path.startswith(_PRIVATE) or match["drive"] or Path(path).exists():
+            raise ValueError(
+                f"the card would show {path!r}, a path of one machine: name a repository of the Hub, or a bare file"
+            )
 
 
 def _check_metadata(metadata: dict[str, Any]) -> None:

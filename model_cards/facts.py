@@ -7,10 +7,13 @@ from pathlib import Path
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from ..configuration import MTPHeadConfig, PTPConfig
+from ..configuration import EagleHeadConfig, MTPHeadConfig
+from ..modeling.remote_code import TRANSFORMERS, TravellingMixin
+from .citations import OF_HEADS, PAPERS
 
+_CHAIN = 5  # tokens that an EAGLE head drafts where nobody asks for a number
 _SLOTS = {
     "one_hot": "parallel token prediction; a slot predicts the token that its own uniform picks",
     "categorical": "parallel token prediction; a slot predicts the law of the token behind its own",
@@ -37,11 +40,13 @@ class ModelFacts:
         model_type: Its `model_type`.
         drafting: Rows (label, value) that say what drafts.
         window: The longest draft and one.
-        kind: `"heads"`, `"modules"` or `"uniforms"`: what the drafts are made with.
+        kind: `"heads"`, `"modules"`, `"uniforms"` or `"eagle"`: what the drafts are made with.
         sizes: Rows (label, value) of the table of sizes.
-        heads_only: Whether it is heads without a backbone.
-        remote_code: Whether its own code travels with it (`auto_map`).
-        backbone: Hub id of the backbone that heads without one were trained for, if the config says.
+        heads_only: Whether it is a drafter without a backbone, to be attached to one.
+        remote_code: What of its code travels with it: `"bundle"`, `"package"` or None.
+        requires: What the code that travels needs, for `pip install`.
+        backbone: Hub id of the backbone that a drafter without one was trained for, if the config says.
+        citations: BibTeX entries of the papers that describe it.
     """
 
     class_name: str
@@ -51,15 +56,23 @@ class ModelFacts:
     kind: str
     sizes: list[tuple[str, str]]
     heads_only: bool
-    remote_code: bool
+    remote_code: str | None
+    requires: tuple[str, ...]
     backbone: str | None
+    citations: list[str]
+
+    @property
+    def auto_class(self) -> str:
+        """The class of transformers that loads it with its own code."""
+        return "AutoModel" if self.heads_only else "AutoModelForCausalLM"
 
 
-def describe(config_or_model: PreTrainedConfig | PreTrainedModel) -> ModelFacts:
+def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: str | None = "bundle") -> ModelFacts:
     """Collects the facts of a model, or of a config alone (then without the number of parameters).
 
     Args:
-        config_or_model: A model with a multi-token head, heads apart from a backbone, or the config of either.
+        config_or_model: A model with a multi-token head, a drafter apart from a backbone, or the config of either.
+        remote_code: What of its code travels with it, as for `save_pretrained`: `"bundle"`, `"package"` or None.
 
     Returns:
         The facts.
@@ -72,24 +85,31 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel) -> ModelFacts:
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"config_or_model is a {type(config).__name__}; it must be a model or its config")
     kind, window, drafting = _drafting(config, model)
-    heads_only = config.model_type == MTPHeadConfig.model_type
+    found = _class(config) if model is None else type(model)
+    heads_only = hasattr(found, "attach")
+    travels = issubclass(found, TravellingMixin) and bool(remote_code)
+    needs = [f"'transformers=={TRANSFORMERS}.*'", *(["peft"] if kind == "uniforms" else [])]
     return ModelFacts(
-        class_name="MTPHeads" if heads_only else _class_name(config, model),
+        class_name=found.__name__,
         model_type=config.model_type,
         drafting=drafting,
         window=window,
         kind=kind,
         sizes=_sizes(config.get_text_config(), model),
         heads_only=heads_only,
-        remote_code=bool(getattr(config, "auto_map", None)),
-        backbone=_hub_id(config.base_model_name_or_path) if heads_only else None,
+        remote_code=remote_code if travels else None,
+        requires=("torch", *needs),
+        backbone=hub_id(getattr(config, "base_model_name_or_path", None)) if heads_only else None,
+        citations=_citations(kind, config),
     )
 
 
 def _drafting(config: PreTrainedConfig, model: PreTrainedModel | None) -> tuple[str, int, list[tuple[str, str]]]:
     """Kind, window, and rows of the table."""
-    if isinstance(config, PTPConfig):
+    if hasattr(config, "num_slots"):
         return _slots(config)
+    if isinstance(config, EagleHeadConfig):
+        return _eagle(config)
     if modules := getattr(model, "num_modules", 0):
         return (
             "modules",
@@ -99,7 +119,7 @@ def _drafting(config: PreTrainedConfig, model: PreTrainedModel | None) -> tuple[
     return _head(config)
 
 
-def _slots(config: PTPConfig) -> tuple[str, int, list[tuple[str, str]]]:
+def _slots(config: PreTrainedConfig) -> tuple[str, int, list[tuple[str, str]]]:
     window = config.num_slots + (config.variant == "categorical")
     law = ", ".join(f"{name} {value}" for name, value in config.sampling.items())
     rows = [
@@ -111,11 +131,30 @@ def _slots(config: PTPConfig) -> tuple[str, int, list[tuple[str, str]]]:
     return "uniforms", window, rows
 
 
+def _eagle(config: EagleHeadConfig) -> tuple[str, int, list[tuple[str, str]]]:
+    states = f"{config.num_aux} states of the backbone" if config.num_aux else "the backbone's last state"
+    rows = [("Head", f"EAGLE, version {config.version}: {config.num_hidden_layers} decoder layer(s) on {states}")]
+    if config.draft_vocab_size < config.vocab_size:
+        rows.append(("Drafts", f"{config.draft_vocab_size:,} of {config.vocab_size:,} token ids"))
+    return "eagle", _CHAIN + 1, rows
+
+
+def _citations(kind: str, config: PreTrainedConfig) -> list[str]:
+    if kind == "eagle":
+        return [PAPERS["eagle1"], PAPERS["eagle3"]][: 1 if config.version == 1 else 2]
+    if kind == "heads":
+        head = getattr(config, "mtp_head", config)
+        return [PAPERS[name] for name in [OF_HEADS.get(head.head_type)] if name]
+    return [PAPERS[kind]]
+
+
 def _head(config: PreTrainedConfig) -> tuple[str, int, list[tuple[str, str]]]:
     """Of a model's head, or of heads apart."""
     head = config if config.model_type == MTPHeadConfig.model_type else getattr(config, "mtp_head", None)
     if head is None:
-        raise TypeError(f"{type(config).__name__} has no `mtp_head`: cards are for models with such a head")
+        raise TypeError(
+            f"{type(config).__name__} has no `mtp_head`, and is no config of a drafter: cards are for models that draft"
+        )
     if head.window is None:
         raise TypeError(f"{type(config).__name__} leaves the head's `window` open; set it before rendering a card")
     rows = [
@@ -125,8 +164,8 @@ def _head(config: PreTrainedConfig) -> tuple[str, int, list[tuple[str, str]]]:
     return "heads", head.window, rows
 
 
-def _hub_id(name: str | None) -> str | None:
-    """`name` if it is a Hub id; a path on the machine that trained the heads is nobody else's business."""
+def hub_id(name: str | None) -> str | None:
+    """`name` if it is a Hub id; a path on the machine that trained a model is nobody else's business."""
     if not name or Path(name).exists():
         return None
     try:
@@ -136,17 +175,15 @@ def _hub_id(name: str | None) -> str | None:
     return name
 
 
-def _class_name(config: PreTrainedConfig, model: PreTrainedModel | None) -> str:
-    """The class to load the model with; a config alone names the one that the Auto classes would build.
+def _class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class that the Auto classes would build.
 
     Not `config.architectures`: official files name classes of the official code.
     """
-    if model is not None:
-        return type(model).__name__
-    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if found is None:
-        raise TypeError(f"{type(config).__name__} has no model class that AutoModelForCausalLM knows; pass the model")
-    return found.__name__
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
+        if (found := mapping.get(type(config), None)) is not None:
+            return found
+    raise TypeError(f"{type(config).__name__} has no model class that AutoModelForCausalLM knows; pass the model")
 
 
 def _sizes(config: PreTrainedConfig, model: PreTrainedModel | None) -> list[tuple[str, str]]:

@@ -32,7 +32,7 @@ def card_metadata(facts: ModelFacts, results: MeasuredResults | None, model_name
     """
     tags = [*TAGS, facts.model_type, *(fields.pop("tags", None) or ())]
     defaults = {
-        "library_name": "transformers" if facts.remote_code else "tokenahead",
+        "library_name": "transformers" if facts.remote_code == "bundle" else "tokenahead",
         "pipeline_tag": "text-generation",
         "model_name": model_name,
         "eval_results": list(_entries(results)) if results else None,
@@ -52,12 +52,19 @@ def _entries(results: MeasuredResults) -> Iterator[EvalResult]:
 
 
 def _figures(row: DecodingResult, unit: str) -> list[tuple[str, str, float]]:
-    """(metric id, label, value) of one way of decoding."""
-    return [
+    """(metric id, label, value) of one way of decoding; text that repeats itself earns no speed-up."""
+    figures = [
         ("tokens_per_call", f"{unit.capitalize()}s per backbone call", row.tokens_per_call),
         ("tokens_per_second", f"{unit.capitalize()}s per second", row.tokens_per_second),
-        ("speed_up", f"Speed-up over one {unit} at a time", row.speed_up),
     ]
+    if row.expected_tokens_per_call is not None:
+        label = f"Expected {unit}s per backbone call, teacher-forced"
+        figures.append(("expected_tokens_per_call", label, row.expected_tokens_per_call))
+    if row.repeated_share is not None:
+        figures.append(("repetition", "Share of repeated text", row.repeated_share))
+    if row.is_degenerate:
+        return figures
+    return [*figures, ("speed_up", f"Speed-up over one {unit} at a time", row.speed_up)]
 
 
 def _entry(results: MeasuredResults, metric: str, name: str, value: float) -> EvalResult:

@@ -8,16 +8,20 @@ from typing import Any
 from transformers import PreTrainedModel
 
 
-def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
+def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTrainedModel:
     """A copy of a model in which every tensor lies where the original's does.
 
     Modules, configurations and parameters are the copy's own, so that layers may be replaced, options set and
     parameters frozen or moved; only numbers written into a tensor (by training it, say) show in both.
 
+    Args:
+        model: The original.
+        ignore_adapters: Copy a model with adapters of peft, too (`merging.merged_copy` takes them off).
+
     Raises:
         ValueError: A model that peft has wrapped, or whose weights are offloaded: new parts are made from its tensors.
     """
-    if hasattr(model, "peft_config"):
+    if hasattr(model, "peft_config") and not ignore_adapters:
         raise ValueError(
             f"{type(model).__name__} carries adapters of peft; give it with them merged in (merge_and_unload()), or "
             "without them"

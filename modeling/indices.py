@@ -32,3 +32,23 @@ def same_place(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | 
     """The tensor on a device and, where one is given, in a dtype; itself where it is that already."""
     dtype = dtype or tensor.dtype
     return tensor if tensor.device == device and tensor.dtype == dtype else tensor.to(device, dtype)
+
+
+def kept_positions(states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """The states whose logits are asked for; transformers has such a function from 5.20 on, engines pin older ones.
+
+    Args:
+        states: [B, T, d].
+        logits_to_keep: The last so many positions (0: all); or positions [K] of every row, or [B, K] of each; or a
+            choice [B, T] bool.
+
+    Returns:
+        [B, K, d]; [N, d] for a choice of N.
+    """
+    if isinstance(logits_to_keep, int):
+        return states[:, -logits_to_keep:] if logits_to_keep else states
+    if logits_to_keep.dtype == torch.bool and logits_to_keep.dim() == 2:
+        return states[logits_to_keep]
+    if logits_to_keep.dim() == 2:
+        return torch.take_along_dim(states, logits_to_keep[..., None], dim=1)
+    return states[:, logits_to_keep]

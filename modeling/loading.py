@@ -1,6 +1,6 @@
 """Loading that refuses what it cannot load: another architecture, missing tensors, wrong shapes, damaged files.
 
-And folders that say which library reads them. Knows no architecture.
+Knows no architecture.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig
 
-LIBRARY = "tokenahead"
-"""The name that folders carry in config.json (`library_name`), for those who find them without the package."""
+from .saving import SavingMixin
+
 HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 """Arguments of `from_pretrained` that say where files come from."""
 
 
-class StrictLoadingMixin:
+class StrictLoadingMixin(SavingMixin):
     """`from_pretrained` that raises where transformers would warn and go on with random weights.
 
-    To be placed before `PreTrainedModel` among the bases.
+    And folders that are saved whole (`SavingMixin`). To be placed before `PreTrainedModel` among the bases.
     """
 
     @classmethod
@@ -48,6 +48,7 @@ class StrictLoadingMixin:
         if missing := sorted(info["missing_keys"]):
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             raise ValueError(f"{name}: the checkpoint lacks {len(missing)} tensors of {cls.__name__}: {shown}")
+        vars(model.config).pop("auto_map", None)  # says where code lies in the folder that was read, and in no other
         return (model, info) if wants_info else model
 
     @classmethod
@@ -72,14 +73,3 @@ class StrictLoadingMixin:
                 f"{name}: config.json says model_type={found!r}, but {cls.__name__} reads model_type={expected!r}"
                 + (makes if hasattr(cls, "from_backbone") else "")
             )
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Saves as `PreTrainedModel.save_pretrained` does; config.json also names this library and its version."""
-        self.config.library_name, self.config.library_version = LIBRARY, _version()
-        super().save_pretrained(*args, **kwargs)
-
-
-def _version() -> str:
-    from .. import __version__
-
-    return __version__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -40,10 +41,17 @@ class MTPOutput(CausalLMOutputWithPast):
         head_losses: [n] detached mean cross-entropy in nats per depth, the ordinary next token first; with labels only.
         backbone_loss: Detached scalar, the mean cross-entropy in nats of the backbone's own next-token head, where that
             trains beside a head with a law of its own for the first token; it is then a part of `loss`.
+        acceptances: [n] detached mean probability that a token drawn at a depth is kept by a verifier that knows the
+            true tokens before it, NaN at depth 1; where the backbone's law is what the drafter learns.
+        missing_mass: Detached scalar, the backbone's mean mass outside `loss_top_k`; it bounds the acceptances' error.
+        head_squares: [n] detached mean squared term per depth, where depths are balanced.
     """
 
     head_losses: torch.Tensor | None = None
     backbone_loss: torch.Tensor | None = None
+    acceptances: torch.Tensor | None = None
+    missing_mass: torch.Tensor | None = None
+    head_squares: torch.Tensor | None = None
 
 
 @dataclass
@@ -71,6 +79,21 @@ class EagleOutput(CausalLMOutputWithPast):
         loss: Scalar; with labels only.
         logits: [B, 1, V] of the backbone's last position.
         step_losses: [steps] detached, of each step of drafting; with labels only.
+        head_losses: [steps] detached, the mean terms that the loss is made of.
+        acceptances: [steps] detached, mean probability that a token drawn at a step is kept.
     """
 
     step_losses: torch.Tensor | None = None
+    head_losses: torch.Tensor | None = None
+    acceptances: torch.Tensor | None = None
+
+
+@dataclass
+class PTPOutput(CausalLMOutputWithPast):
+    """Output of a causal language model with auxiliary rows.
+
+    Attributes:
+        read: What the function `read` made of the last hidden states; `logits` are None then.
+    """
+
+    read: Any = None

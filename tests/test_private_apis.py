@@ -63,7 +63,11 @@ FUNCTIONS = [
     (PreTrainedTokenizer, "_tokenize", "text kwargs"),
     (PreTrainedTokenizer, "_update_total_vocab_size", ""),
     (Trainer, "_get_num_items_in_batch", "batch_samples device"),
+    (Trainer, "_load_best_model", ""),
+    (Trainer, "_load_from_checkpoint", "resume_from_checkpoint model"),
     (Trainer, "_prepare_inputs", "inputs"),
+    (Trainer, "_push_from_checkpoint", "checkpoint_folder"),
+    (torch.nn.Module, "_apply", "fn recurse"),
     (peft.LoraConfig, "_register_custom_module", "mapping"),
 ]
 """Functions that we override or call: where they are found, their names, and their first parameters in order."""
@@ -71,8 +75,11 @@ FUNCTIONS = [
 ATTRIBUTES = [
     (AutoModelForCausalLM, "_model_mapping"),
     (PreTrainedConfig, "_attn_implementation"),
+    (PreTrainedConfig, "_auto_class"),
+    (PreTrainedModel, "_hf_peft_config_loaded"),
     (PreTrainedModel, "_is_stateful"),
     (PreTrainedModel, "_keys_to_ignore_on_load_unexpected"),
+    (PreTrainedModel, "_keep_in_fp32_modules_strict"),
     (PreTrainedModel, "_no_split_modules"),
     (PreTrainedModel, "_skip_keys_device_placement"),
     (PreTrainedModel, "_supports_attention_backend"),
@@ -80,6 +87,8 @@ ATTRIBUTES = [
     (PreTrainedModel, "_supports_flex_attn"),
     (PreTrainedModel, "_supports_sdpa"),
     (torch, "_standard_gamma"),
+    (trl.SFTTrainer, "_tag_names"),
+    (torch.Tensor, "_version"),
     (torch.nn.Linear(1, 1), "_forward_hooks"),
 ]
 """Class attributes, properties and what a module offers."""
@@ -89,14 +98,16 @@ WRITTEN_IN_SOURCE = [
     (PreTrainedConfig, "_name_or_path"),
     (PreTrainedModel, "_is_hf_initialized"),
     (PrefixConstrainedLogitsProcessor, "_prefix_allowed_tokens_fn"),
+    (PreTrainedModel, "_gradient_checkpointing_func"),
     (Trainer, "_created_lr_scheduler"),
+    (Trainer, "_initial_global_step"),
     (accelerate.hooks, "_hf_hook"),
     (inspect.getmodule(PreTrainedTokenizer), "_added_tokens_encoder"),
     (transformers.core_model_loading, "_weight_conversions"),
+    (transformers.utils.hub, "_raise_exceptions_for_connection_errors"),
+    (transformers.integrations.peft, "_hf_peft_config_loaded"),
     (transformers.utils.hub, "_raise_exceptions_for_missing_entries"),
     (transformers.utils.output_capturing, "_output_capturing_hooks_installed"),
-    (trl.SFTTrainer, "_metrics"),
-    (trl.SFTTrainer, "_total_train_tokens"),
 ]
 """Attributes that objects get at run time, and keyword arguments: words in the source of their owners."""
 

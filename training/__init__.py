@@ -9,6 +9,9 @@ _HOMES = {
     "MTPTrainer": "trainer",
     "PTPOptions": "ptp.options",
     "PTPTrainer": "ptp.trainer",
+    "TrainingStrategy": "strategy",
+    "cache_features": "features",
+    "regenerate": "regeneration",
 }
 __all__ = list(_HOMES)
 

@@ -1,4 +1,4 @@
-"""The command line: `tokenahead demo` and `tokenahead generate`. Errors are one line, without a traceback.
+"""The command line: `tokenahead demo`, `generate`, `card`, `train`, `evaluate`, `analyze`. Errors are one line, no traceback.
 
 Knows arguments and messages; what the commands do is written elsewhere.
 """
@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,6 +23,12 @@ from .extras import MissingExtraError, needs_extra
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
+TRAINING = {
+    "train": "train heads, an EAGLE head, modules or a PTP student, as a YAML file says",
+    "evaluate": "losses, accuracies, acceptance and speed-up of a drafter on a text",
+    "analyze": "what a backbone already knows of tokens further ahead, beside what its heads learned",
+}
+"""Commands whose arguments are those of TRL, and their help."""
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _PROMPT = (
     "the text to complete; '-', or none: the standard input, every byte of it; write '--' before a prompt that begins "
@@ -38,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     Raises:
         SystemExit: Always: 0, or 1 after an error, 2 after wrong arguments, 130 after Ctrl-C.
     """
-    arguments = _parse(list(sys.argv[1:] if argv is None else argv))
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = _of_training(words) if words[:1] and words[0] in TRAINING else _parse(words)
     try:
         raise SystemExit(arguments.run(arguments))
     except KeyboardInterrupt:
@@ -54,6 +62,17 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         raise SystemExit(1) from None
 
 
+def _of_training(words: list[str]) -> argparse.Namespace:
+    """A command whose arguments are the fields of its settings, and are read where it is carried out."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        with needs_extra("train", f"tokenahead {words[0]}"):
+            command = import_module(f".commands.{words[0]}", __package__)
+        return command.main(words[1:])
+
+    return argparse.Namespace(command=words[0], run=run)
+
+
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, where argparse would print the usage first."""
 
@@ -64,20 +83,30 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tokenahead", description="Lossless multi-token prediction for Hugging Face transformers.")
     parser.add_argument("--version", action="version", version=f"tokenahead {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{demo,generate}")
+    names = ",".join(("demo", "generate", "card", *TRAINING))
+    commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{names}}}")
     _add_demo(commands)
     _add_generate(commands)
+    _add_card(commands)
+    for name, help_text in TRAINING.items():
+        commands.add_parser(name, help=help_text)
     return parser
 
 
 def _add_demo(commands: argparse._SubParsersAction) -> None:
-    help_text = "train a tiny model on Python's own source, then decode with and without drafts"
-    minutes = "time for training; by default so much that the whole demo stays under 10 minutes"
+    help_text = "watch the model in the box write with and without drafts; under a minute, nothing is trained"
+    minutes = "with --train: time for training (2 if not given)"
+    train = "train a tiny model on Python's own source instead, a toy that shows that training works here"
+    positive = _number("above 0", lambda x: x > 0)
     demo = commands.add_parser("demo", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
-    demo.add_argument("--minutes", type=_number("above 0", lambda x: x > 0), default=None, help=minutes)
-    demo.add_argument("--output", type=Path, default=Path("tokenahead-demo"), help="folder of the model (%(default)s)")
-    demo.add_argument("--seed", type=_seed, default=0, help="of the split, the weights and the samples (%(default)s)")
-    demo.add_argument("--overwrite", action="store_true", help="write into a folder that the demo did not make")
+    demo.add_argument("--train", action="store_true", help=train)
+    demo.add_argument("--minutes", type=positive, default=None, help=minutes)
+    demo.add_argument("--seconds", type=positive, default=None, help="time for measuring (40 if not given)")
+    demo.add_argument("--new-bytes", type=_whole(1), default=None, help="bytes per completion (128 if not given)")
+    demo.add_argument("--batch-size", type=_whole(1), default=None, help="measure batches of so many prompts, too")
+    demo.add_argument("--output", type=Path, default=Path("tokenahead-demo"), help="folder of results (%(default)s)")
+    demo.add_argument("--seed", type=_seed, default=0, help="of prompts, samples and training (%(default)s)")
+    demo.add_argument("--overwrite", action="store_true", help="write into a folder that no demo made")
     demo.set_defaults(run=_demo)
 
 
@@ -91,6 +120,25 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--num-assistant-tokens", type=_whole(1), help="tokens to draft; as many as fit if not given")
     command.add_argument("--json", action="store_true", help="write one JSON object: the text and the statistics")
     command.set_defaults(run=_generate)
+
+
+def _add_card(commands: argparse._SubParsersAction) -> None:
+    help_text = "write the card of a model or drafter, after measuring it on prompts if there are any"
+    prompts = "file of prompts to measure on: one per line, or JSON lines"
+    keeps = "; as the card there says if not given"
+    card = commands.add_parser("card", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
+    card.add_argument("model", help="folder, or name on the Hub (owner/name)")
+    card.add_argument("--measure", type=Path, metavar="PROMPTS", help=prompts)
+    card.add_argument("--backbone", help="of a drafter: what to attach it to; what its config names if not given")
+    card.add_argument("--new-tokens", type=_whole(1), default=128, help="per prompt, at most (%(default)s)")
+    card.add_argument("--output", type=Path, help="folder of the card and the figures; the model's if not given")
+    card.add_argument("--license", help=f"licence id of the weights{keeps}")
+    card.add_argument("--language", nargs="+", help=f"codes of the languages that it writes{keeps}")
+    card.add_argument("--base-model", help=f"name on the Hub of what it derives from{keeps}")
+    card.add_argument("--template", type=Path, help="a Jinja file in place of the library's")
+    card.add_argument("--overwrite", action="store_true", help="replace a README.md that a person wrote")
+    card.add_argument("--dtype", choices=_DTYPES, default="auto", help="of the weights (auto: the checkpoint's)")
+    card.set_defaults(run=_card)
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
@@ -136,6 +184,29 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
+    asked = {name: getattr(arguments, name) for name in ("seconds", "new_bytes", "batch_size")}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    if arguments.train and asked:
+        option = "--" + next(iter(asked)).replace("_", "-")
+        raise ValueError(f"{option} is for the model in the box; leave it out with --train, which has --minutes")
+    if arguments.minutes is not None and not arguments.train:
+        raise ValueError(
+            "--minutes is the time for training: add --train; measuring the model in the box has --seconds"
+        )
+    return _demo_of_training(arguments) if arguments.train else _demo_of_the_box(arguments, asked)
+
+
+def _demo_of_the_box(arguments: argparse.Namespace, asked: dict[str, float]) -> int:
+    with needs_extra("demo", "the demo"):
+        from .box.measure import BoxMeasurement
+        from .demo.show import show_box
+
+    measurement = BoxMeasurement(seed=arguments.seed, **asked)
+    reports = show_box(measurement, arguments.output, overwrite=arguments.overwrite)
+    return 1 if any(row.identical is False for report in reports for row in report.measured.results) else 0
+
+
+def _demo_of_training(arguments: argparse.Namespace) -> int:
     with needs_extra("demo", "the demo"):
         from .demo.run import DEFAULT_MINUTES, run_demo
 
@@ -162,6 +233,14 @@ def _generate(arguments: argparse.Namespace) -> int:
     done = complete(request, writer.write)
     writer.close()
     print(done.statistics(), file=sys.stderr)
+    return 0
+
+
+def _card(arguments: argparse.Namespace) -> int:
+    from ..model_cards.command import CardRequest, make_card
+
+    given = vars(arguments)
+    print(f"wrote {make_card(CardRequest(**{field.name: given[field.name] for field in fields(CardRequest)}))}")
     return 0
 
 

@@ -203,7 +203,7 @@ def _prompt_ids(request: Request, tokenizer: PreTrainedTokenizerBase) -> list[in
 def _load(request: Request, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     source = request.model
     logging.disable_progress_bar()
-    config = _load_config(source, "--model")
+    config = load_config(source, "--model")
     if isinstance(config, MTPHeadConfig):
         raise ValueError(f"--model {source} holds heads without a backbone; name a whole model, and these as --heads")
     if config.model_type in FAMILIES and count_modules(config):
@@ -216,13 +216,13 @@ def _load(request: Request, device: torch.device) -> tuple[PreTrainedModel, PreT
 
 
 def _load_heads(source: str) -> PreTrainedModel:
-    config = _load_config(source, "--heads")
+    config = load_config(source, "--heads")
     if not isinstance(config, MTPHeadConfig):
         raise ValueError(f"--heads {source} holds a model of type {config.model_type!r} and no heads; see --model")
     return AutoModel.from_pretrained(source, config=config).eval()
 
 
-def _load_config(source: str, option: str) -> PreTrainedConfig:
+def load_config(source: str, option: str) -> PreTrainedConfig:
     """The configuration of a folder or of a name on the Hub.
 
     Raises:

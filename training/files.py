@@ -1,9 +1,13 @@
-"""Writing a text file so that a reader never sees half of it. Knows nothing of cards or results."""
+"""Writing a file so that a reader never sees half of it. Knows nothing of cards or results."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def replace_text(path: str | Path, text: str) -> Path:
@@ -26,3 +30,10 @@ def replace_text(path: str | Path, text: str) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+def replace_picture(path: Path, figure: Figure) -> Path:
+    """Writes a figure as PNG under a temporary name first; returns `path`."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    figure.savefig(temporary, format="png", dpi=120)
+    return temporary.replace(path)

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 from .files import replace_text
 
 _Record = TypeVar("_Record")
+DEGENERATE_SHARE = 0.5
+"""Share of repeated text above which a speed-up is not believed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +33,20 @@ class DecodingResult:
         plain_seconds: Wall-clock seconds of the plain run.
         identical: Whether both runs gave the same tokens; None if they were not compared (sampled runs).
         plain_new_tokens: Tokens that the plain run produced; None if as many as the speculative run.
+        batch_size: Prompts per call. In a batch, `backbone_calls` counts a call once for every row that it served.
+        per_prompt: Tokens per call of every prompt, for the spread; empty if not kept.
+        accepted_by_position: For draft positions 1, 2, ...: the share (0 to 1) of the drafts at least that long that
+            were accepted up to and including that position; empty if not kept.
+        repeated_share: Share (0 to 1) of the text that passages cover which stand in it more than once; None if not
+            looked at.
+        expected_tokens_per_call: Teacher-forced expectation on held-out text, without sampling noise; None if not
+            computed.
+        expected_by_position: The same for every draft position: the probability that drafts are accepted up to there.
+        processor_seconds: Processor seconds of the speculative run; None if not taken.
+        plain_processor_seconds: Those of the plain run.
 
     Raises:
-        ValueError: A count below 1, or a time that is not positive and finite.
+        ValueError: A count below 1, a time that is not positive and finite, or a share outside 0 to 1.
 
     Example:
         >>> row = DecodingResult(name="greedy", do_sample=False, backbone_calls=50, new_tokens=200, seconds=1.0,
@@ -50,16 +63,33 @@ class DecodingResult:
     plain_seconds: float
     identical: bool | None = None
     plain_new_tokens: int | None = None
+    batch_size: int = 1
+    per_prompt: list[float] = field(default_factory=list)
+    accepted_by_position: list[float] = field(default_factory=list)
+    repeated_share: float | None = None
+    expected_tokens_per_call: float | None = None
+    expected_by_position: list[float] = field(default_factory=list)
+    processor_seconds: float | None = None
+    plain_processor_seconds: float | None = None
 
     def __post_init__(self) -> None:
         _check_text(self, "name")
         _check_bool(self, "do_sample")
         if self.identical is not None:
             _check_bool(self, "identical")
-        for key in ("backbone_calls", "new_tokens", "plain_new_tokens"):
+        for key in ("backbone_calls", "new_tokens", "plain_new_tokens", "batch_size"):
             _check_count(self, key)
         for key in ("seconds", "plain_seconds"):
             _check_number(self, key, above=0.0)
+        for key in ("expected_tokens_per_call", "processor_seconds", "plain_processor_seconds"):
+            if getattr(self, key) is not None:
+                _check_number(self, key, above=0.0)
+        for key in ("accepted_by_position", "expected_by_position"):
+            _check_shares(self, key)
+        if self.repeated_share is not None and not _is_share(self.repeated_share):
+            raise ValueError(f"repeated_share={self.repeated_share!r} must be a share between 0 and 1")
+        if not isinstance(self.per_prompt, list) or not all(map(_is_finite, self.per_prompt)):
+            raise ValueError(f"per_prompt={self.per_prompt!r} must be a list of finite numbers")
 
     @property
     def tokens_per_call(self) -> float:
@@ -81,6 +111,24 @@ class DecodingResult:
         """Ratio of the two speeds in tokens per second; the runs may differ in length."""
         return self.tokens_per_second / self.plain_tokens_per_second
 
+    @property
+    def processor_speed_up(self) -> float | None:
+        """The same ratio by processor time, which other programs disturb less; None if that was not taken."""
+        if self.processor_seconds is None or self.plain_processor_seconds is None:
+            return None
+        plain_tokens = self.plain_new_tokens or self.new_tokens
+        return self.plain_processor_seconds / plain_tokens * self.new_tokens / self.processor_seconds
+
+    @property
+    def spread(self) -> tuple[float, float] | None:
+        """Fewest and most tokens per call among the prompts; None if they were not kept."""
+        return (min(self.per_prompt), max(self.per_prompt)) if self.per_prompt else None
+
+    @property
+    def is_degenerate(self) -> bool:
+        """Whether more than half of the text repeats itself: then its speed-up says nothing, and no card claims it."""
+        return self.repeated_share is not None and self.repeated_share > DEGENERATE_SHARE
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredResults:
@@ -99,6 +147,8 @@ class MeasuredResults:
             were accepted up to and including that position.
         bits_per_byte: Cross-entropy of the next-token head on held-out text, in bits per byte of text.
         extra: Further facts to show, by name.
+        environment: Versions of torch, transformers and Python, the processor, threads and load of the machine, by
+            name (`training.evaluation.environment()`).
 
     Raises:
         ValueError: An empty text, an empty `results`, a share outside 0 to 1, a number that is not finite.
@@ -115,15 +165,17 @@ class MeasuredResults:
     accepted_by_position: list[float] = field(default_factory=list)
     bits_per_byte: float | None = None
     extra: dict[str, str | int | float] = field(default_factory=dict)
+    environment: dict[str, str | int | float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key in ("dataset_name", "dataset_description", "hardware", "dtype", "command", "library_version", "unit"):
             _check_text(self, key)
         _check_results(self.results)
-        _check_shares(self.accepted_by_position)
+        _check_shares(self, "accepted_by_position")
         if self.bits_per_byte is not None:
             _check_number(self, "bits_per_byte", above=0.0)
-        _check_extra(self.extra)
+        _check_facts(self, "extra")
+        _check_facts(self, "environment")
 
     def to_json(self, path: str | Path) -> Path:
         """Saves the measured values (not the derived ones) as JSON, under a temporary name first.
@@ -156,9 +208,21 @@ class MeasuredResults:
         except ValueError as error:
             raise ValueError(f"{path} is not a JSON file: {error}") from error
         try:
-            return _record(cls, _with_rows(fields))
+            return cls.from_fields(fields)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_fields(cls, fields: Any) -> MeasuredResults:
+        """The results of a JSON object that `to_json` wrote, alone or inside a larger file.
+
+        Args:
+            fields: The object.
+
+        Raises:
+            ValueError: A field is missing, unknown or out of range.
+        """
+        return _record(cls, _with_rows(fields))
 
 
 def _with_rows(fields: Any) -> Any:
@@ -217,17 +281,23 @@ def _check_results(results: object) -> None:
         raise ValueError(f"results have the names {names}; each name may occur once")
 
 
-def _check_shares(shares: object) -> None:
-    if not isinstance(shares, list) or not all(_is_finite(share) and 0.0 <= share <= 1.0 for share in shares):
-        raise ValueError(f"accepted_by_position={shares!r} must be a list of shares between 0 and 1")
+def _check_shares(record: object, key: str) -> None:
+    shares = getattr(record, key)
+    if not isinstance(shares, list) or not all(map(_is_share, shares)):
+        raise ValueError(f"{key}={shares!r} must be a list of shares between 0 and 1")
 
 
-def _check_extra(extra: object) -> None:
-    if not isinstance(extra, dict):
-        raise ValueError(f"extra={extra!r} must be a dict of names and values")
-    for name, value in extra.items():
+def _check_facts(record: object, key: str) -> None:
+    facts = getattr(record, key)
+    if not isinstance(facts, dict):
+        raise ValueError(f"{key}={facts!r} must be a dict of names and values")
+    for name, value in facts.items():
         if not (isinstance(value, str) and value.strip()) and not _is_finite(value):
-            raise ValueError(f"extra[{name!r}]={value!r} must be a text that is not empty or a finite number")
+            raise ValueError(f"{key}[{name!r}]={value!r} must be a text that is not empty or a finite number")
+
+
+def _is_share(value: object) -> bool:
+    return _is_finite(value) and 0.0 <= value <= 1.0  # type: ignore[operator]
 
 
 def _is_finite(value: object) -> bool:

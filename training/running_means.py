@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.trainer_utils import EvalLoopOutput
+
+from ..modeling.heads.losses import IGNORE
+from .card import TrainerCardMixin
 
 
 class RunningMeans:
@@ -26,7 +30,7 @@ class RunningMeans:
         return None if totals is None else accelerator.gather(totals[None]).sum(0).cpu()
 
 
-class RunningMeansMixin:
+class RunningMeansMixin(TrainerCardMixin):
     """Adds running means to the log and to evaluation metrics; to be placed before `Trainer` among the bases.
 
     A trainer says in `_mean_names` what the quantities are called, and adds to `_means[model.training]`. Where its
@@ -57,7 +61,31 @@ class RunningMeansMixin:
         loss = None if totals is None else self._pooled_loss(*totals)
         if loss is not None:
             output.metrics[f"{prefix}_loss"] = loss
+        for callback in self.callback_handler.callbacks:  # so that they are logged, and decide on the best checkpoint
+            measure = getattr(callback, "evaluation_metrics", None)
+            if measure is not None:
+                output.metrics.update(measure(self, prefix))
         return output
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As in `Trainer`; rows that only fill up the last batch of several processes are no targets."""
+        return super().prediction_step(model, self._without_repeated_rows(inputs), *args, **kwargs)
+
+    def _without_repeated_rows(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The batch with labels of -100 in rows that another process, or this one, has seen already.
+
+        accelerate fills the last batch up with rows of the first, so that every process has one; `Trainer` drops what
+        they predict, but their losses would count twice. Rows that are joined without padding cannot be told apart: of
+        these, only batches that are filled up from their first row on are left out.
+        """
+        state, labels = self.accelerator.gradient_state, inputs.get("labels")
+        is_last = state.end_of_dataloader and self.accelerator.num_processes > 1
+        if not is_last or state.remainder <= 0 or not isinstance(labels, torch.Tensor):
+            return inputs
+        first = self.accelerator.process_index * self.args.per_device_eval_batch_size
+        repeated = torch.arange(first, first + len(labels), device=labels.device) >= state.remainder
+        shape = [-1] + [1] * (labels.dim() - 1)
+        return {**inputs, "labels": labels.masked_fill(repeated.view(shape), IGNORE)}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs what `Trainer` logs, and the means of training beside its `loss`."""

@@ -7,7 +7,6 @@ model it is.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import islice
 from os import PathLike
 from typing import Any
 
@@ -16,17 +15,20 @@ from torch import nn
 from transformers import Trainer
 
 from ..modeling.heads.losses import IGNORE, depth_targets
+from .balance import LossBalance
+from .beginning import check_checkpoint, check_depths, check_ids
+from .preparation import callbacks_of, drafter_of, prepare
 from .running_means import RunningMeansMixin
+from .strategy import TrainingStrategy
 
 Inputs = dict[str, Any]
 _ABSENT = object()
-_BATCHES_TO_SEARCH = 1000  # for a target, where the first update has none
 
 
 class MTPTrainer(RunningMeansMixin, Trainer):
     """transformers' Trainer for a model with multi-token heads, or for heads apart from their backbone.
 
-    Four things differ from `Trainer`:
+    What differs from `Trainer`:
 
     - gradients are exact under accumulation: the targets of a whole update are counted per depth, with the model's own
       rules for padding and packed documents, and the loss of depth j is divided by count j;
@@ -34,6 +36,10 @@ class MTPTrainer(RunningMeansMixin, Trainer):
       target of each depth since the last log, whatever the discount and the number of micro-batches; and
       `loss_backbone`, where the backbone's own head learns beside a head that has another law of the next token;
     - `eval_loss` is that of all data, made from sums and counts per depth, whatever the size of the batches;
+    - where the backbone's law is what the drafter learns, the log carries `acceptance_head_2`, ...: the probability
+      that a drafted token is kept, given the true tokens before it; of EAGLE heads `loss_step_1`, `acceptance_step_1`,
+      ..., of each step of drafting;
+    - `strategy` says which parts learn, when, how fast and from what;
     - where the next-token head is frozen (`model.train_only("drafter")`), its rows stay bit-equal: they share a tensor
       with the heads that learn, so that tensor gets no weight decay.
 
@@ -42,23 +48,47 @@ class MTPTrainer(RunningMeansMixin, Trainer):
     targets of the first depth alone, so that deeper ones are weighed by their share in each micro-batch; and its
     `eval_loss` is a mean over batches.
 
+    Args:
+        model: The model; attached `MTPHeads` or `EagleHead`, `EvaByteForMTPC`, `DeepSeekMTP`, or one of these in peft.
+        args: As for `Trainer`.
+        strategy: Applied to the model (`training.preparation.prepare`); None: what `requires_grad` says learns.
+        kwargs: As for `Trainer`.
+
     Raises:
         TypeError: A model without heads that train here, or a path instead of a model.
-        ValueError: An empty dataset, one without a single target (at the first step), label smoothing, or context or
-            sequence parallelism, where windows would end at a shard's border.
+        ValueError: A strategy that the model cannot follow, an empty dataset, one without a single target (at the first
+            step), label smoothing, or context or sequence parallelism, where windows would end at a shard's border.
 
     Example:
         >>> model.train_only("drafter")
         >>> MTPTrainer(model, TrainingArguments("out", max_steps=1000), train_dataset=data).train()
     """
 
-    def __init__(self, model: nn.Module | None = None, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *args: Any,
+        strategy: TrainingStrategy | None = None,
+        **kwargs: Any,
+    ) -> None:
         config = getattr(model, "config", None)
         use_cache = vars(config).get("use_cache", _ABSENT) if config is not None else _ABSENT
         if model is not None:
             _check_model(model)
         _check_data(kwargs)
+        if strategy is not None:
+            if model is None:
+                raise ValueError("strategy is applied to a model: pass model=, not model_init=")
+            model = prepare(model, strategy)
+        self.strategy, self.balance = strategy, None
         super().__init__(model, *args, **kwargs)
+        for callback in [] if strategy is None else callbacks_of(self.model, strategy):
+            self.add_callback(callback)
+        if getattr(_head_config(self._owner), "loss_balance", "none") == "rms":
+            self.balance = LossBalance()
+            self.add_callback(self.balance)
+        if strategy is not None and strategy.head_warmup and self.args.ddp_find_unused_parameters is None:
+            self.args.ddp_find_unused_parameters = True  # what waits gets no gradient
         _put_back(config, "use_cache", use_cache)
         _check_model(self.model)  # `model_init` may have made it
         _check_data(vars(self))
@@ -80,10 +110,11 @@ class MTPTrainer(RunningMeansMixin, Trainer):
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that decay; a tensor with frozen rows is none of them."""
+        warms_up = self.strategy is not None and bool(self.strategy.head_warmup)
         shared = {
             id(parameter)
             for module in model.modules()
-            if getattr(module, "target_frozen", False)
+            if getattr(module, "target_frozen", False) or (warms_up and hasattr(module, "target_frozen"))
             for parameter in module.parameters()
         }
         frozen = {name for name, parameter in model.named_parameters() if id(parameter) in shared}
@@ -109,6 +140,8 @@ class MTPTrainer(RunningMeansMixin, Trainer):
         """
         # nobody reads the logits of a training step, and a cache would only cost memory
         defaults = {"use_cache": False} | ({"logits_to_keep": 1} if model.training else {})
+        if model.training and self.balance is not None:
+            defaults["balance"] = self.balance.for_update(self._num_depths)
         loss, outputs = Trainer.compute_loss(  # not super(): TRL's would leave the model's own loss, and the heads, out
             self, model, defaults | inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
@@ -116,19 +149,69 @@ class MTPTrainer(RunningMeansMixin, Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _note(self, outputs: Any, counts: torch.Tensor, training: bool) -> None:
-        """Adds the sums of one micro-batch to the running means."""
-        means = outputs.head_losses.reshape(-1, len(counts)).nanmean(0)  # DataParallel returns a row per replica
-        backbone = getattr(outputs, "backbone_loss", None)
-        if backbone is not None:
-            means = torch.cat([means, backbone.reshape(-1).nanmean(0, keepdim=True)])
-            counts = torch.cat([counts, counts[:1]])
-        means, counts = means.float(), counts.to(means.device)
+        """Adds the sums of one micro-batch to the running means, in the order of `_mean_names`."""
+        depths = len(counts)
+        rows = [
+            (getattr(outputs, name, None), counts if size == depths else counts[:1])
+            for name, size in self._noted(depths)
+        ]
+        means = [
+            torch.full_like(count, torch.nan, dtype=torch.float32)
+            if mean is None
+            else mean.reshape(-1, len(count)).nanmean(0).float().to(count.device)  # DataParallel: a row per replica
+            for mean, count in rows
+        ]
+        means, counts = torch.cat(means), torch.cat([count for _, count in rows])
+        counts = torch.where(means.isnan(), 0, counts)
         self._means[training].add(torch.where(counts > 0, means * counts, 0.0), counts)
+        if training and self.balance is not None and outputs.head_squares is not None:
+            self.balance.add(outputs.head_squares.reshape(-1, depths).nanmean(0), counts[:depths])
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """As in `Trainer`; heads and their backbone are read from their two folders, and balanced depths go on."""
+        check_checkpoint(resume_from_checkpoint, self._owner)
+        if self.balance is not None:
+            self.balance.load(resume_from_checkpoint)
+        if hasattr(self._owner, "load_checkpoint"):
+            self._owner.load_checkpoint(resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        """As in `Trainer`; see `_load_from_checkpoint`."""
+        if hasattr(self._owner, "load_checkpoint"):
+            self._owner.load_checkpoint(self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    @staticmethod
+    def _noted(depths: int) -> list[tuple[str, int]]:
+        """What of an output is logged, and how many numbers it has."""
+        return [("head_losses", depths), ("backbone_loss", 1), ("acceptances", depths), ("missing_mass", 1)]
 
     def _pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> float:
-        window = self._owner.window
-        loss = self._owner.pooled_loss(sums[:window], counts[:window]) + (sums[window:] / counts[window:]).sum()
-        return float(loss) if counts.any() else float("nan")
+        depths = self._num_depths
+        loss = self._owner.pooled_loss(sums[:depths], counts[:depths])
+        if counts[depths]:
+            loss = loss + sums[depths] / counts[depths]
+        return float(loss) if counts[:depths].any() else float("nan")
+
+    @property
+    def _num_depths(self) -> int:
+        """Entries of the model's `head_losses`."""
+        if not hasattr(self._owner, "loss_counts"):
+            return self._owner.window
+        return len(self._owner.loss_counts(torch.zeros(1, 1, dtype=torch.long, device=self.args.device)))
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As in `Trainer`, with a rate of its own for the drafter, if the strategy says so."""
+        made = self.optimizer is None
+        optimizer = super().create_optimizer(*args, **kwargs)
+        factor = 1.0 if self.strategy is None else self.strategy.drafter_lr_multiplier
+        if made and factor != 1.0:
+            drafter = {id(parameter) for parameter in drafter_of(self._owner).parameters()}
+            _split_groups(optimizer, drafter, factor)
+        return optimizer
 
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -142,21 +225,25 @@ class MTPTrainer(RunningMeansMixin, Trainer):
         """Targets per depth in one micro-batch, [n] int64."""
         names = ("labels", "attention_mask", "position_ids", "shift_labels")
         labels, *rest = (inputs.get(name) for name in names)
+        if hasattr(self._owner, "loss_counts"):
+            return self._owner.loss_counts(labels, *rest)
         return (depth_targets(labels, self._owner.window, *rest) != IGNORE).sum((0, 1))
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Inputs], torch.Tensor | None]:
         """The micro-batches of an update and their targets per depth.
 
+        Warns, before the first step, of depths that no row reaches.
+
         Raises:
-            ValueError: Before the first step, where no row of the training data has a target.
+            ValueError: Before the first step, where no row of the training data has a target, or ids are none.
         """
         batches, counts = super().get_batch_samples(*args, **kwargs)
-        if self.state.global_step == 0 and counts is not None and not counts.any():
-            others = islice(self.get_train_dataloader(), _BATCHES_TO_SEARCH)
-            if not any(self._depth_counts(batch).any() for batch in others):
-                raise ValueError(
-                    "train_dataset has no targets: its labels are -100 everywhere, or no row is longer than one token"
-                )
+        if self.balance is not None:
+            self.balance.close(self.accelerator)
+        if self.state.global_step == self._initial_global_step:
+            check_ids(batches, self._owner.config.get_text_config().vocab_size)
+            if counts is not None:
+                check_depths(counts.view(-1, self._num_depths)[0], self._depth_counts, self.get_train_dataloader)
         return batches, counts
 
     def _get_num_items_in_batch(self, batch_samples: list[Inputs], device: torch.device) -> torch.Tensor | None:
@@ -174,7 +261,30 @@ class MTPTrainer(RunningMeansMixin, Trainer):
         return counts / self.get_tp_size()
 
     def _mean_names(self) -> list[str]:
-        return [*(f"loss_head_{depth}" for depth in range(1, self._owner.window + 1)), "loss_backbone"]
+        unit, depths = getattr(self._owner, "loss_unit", "head"), range(1, self._num_depths + 1)
+        losses, kept = ([f"{name}_{unit}_{depth}" for depth in depths] for name in ("loss", "acceptance"))
+        return [*losses, "loss_backbone", *kept, "missing_mass"]
+
+
+def _head_config(model: nn.Module) -> Any:
+    """The options of a model's heads."""
+    config = getattr(model, "config", None)
+    return getattr(config, "mtp_head", config)
+
+
+def _split_groups(optimizer: torch.optim.Optimizer, chosen: set[int], factor: float) -> None:
+    """Gives some parameters `factor` times the rate of their group."""
+    for group in list(optimizer.param_groups):
+        others = [p for p in group["params"] if id(p) not in chosen]
+        faster = [p for p in group["params"] if id(p) in chosen]
+        if not faster:
+            continue
+        rest = {name: value for name, value in group.items() if name != "params"}
+        if others:
+            group["params"] = others
+            optimizer.add_param_group(rest | {"params": faster, "lr": group["lr"] * factor})
+        else:
+            group["lr"] *= factor
 
 
 def _check_model(model: Any) -> None:

@@ -7,6 +7,7 @@ behind all that they kept, is seen by nobody, and leaves the cache where rows ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ class AttendingHeadDrafter(HeadDrafter):
     Args:
         heads: The attached heads: `features`, `law_of_features` and `hidden_layers` are used.
         options: Of the call.
+        read: Makes features [B, T, F] from the backbone's hidden states; the heads' own if not given.
     """
 
-    def __init__(self, heads: Any, options: DraftOptions) -> None:
-        super().__init__(heads.law_of_features, options, heads.hidden_layers, heads.features)
+    def __init__(self, heads: Any, options: DraftOptions, read: Callable[..., torch.Tensor] | None = None) -> None:
+        super().__init__(heads.law_of_features, options, heads.hidden_layers, read or heads.features)
         self.cache = DynamicCache()
         self.view: View | None = None
         self.mask = self.counts = None

@@ -34,16 +34,16 @@ class BestOfDrafter(ParallelDrafter):
     """
 
     def __init__(self, *args: Any, many: int) -> None:
-        super().__init__(*args)
-        self.many = many
+        super().__init__(*args, many=many)
         self.branches = self.vectors = self.fresh = self.kept_branch = None
 
     def propose(self, tokens: TokenRows, length: int) -> DraftTree:
         """All branches, one behind the other, of at most `length` tokens each."""
+        asked = length
         if self.branches is not None:
             self.branches = self.branches[..., :length]
         count, length = (1, 0) if self.branches is None else self.branches.shape[1:]
-        riders = self._riders(tokens, length, count if length else 1)
+        riders = self._riders(tokens, length, asked, count if length else 1)
         if length == 0:
             return DraftTree.chain(tokens.ids[:, :0], riders=riders)
         order = line(count * length, tokens.ids.device)
@@ -52,8 +52,7 @@ class BestOfDrafter(ParallelDrafter):
 
     def _draw(self, tokens: TokenRows, count: int) -> None:
         """Draws uniforms for the drafts of the next forward, and for its only pick if it verifies none."""
-        shape = len(tokens.ids), self.many, self.longest_group + 2
-        drawn = torch.rand(shape, generator=self.uniforms.generator, device=tokens.ids.device)
+        drawn = self.uniforms.fresh(self.many * (self.longest_group + 2)).unflatten(1, (self.many, -1))
         self.fresh = drawn[..., 1:]
         if self.branches is None or self.branches.shape[-1] == 0:
             self.branches, self.vectors = None, drawn[:, :1, :1]
@@ -66,11 +65,14 @@ class BestOfDrafter(ParallelDrafter):
 
     def advance(self, fed: Fed, verdict: Verdict) -> None:
         """Drafts from the groups behind the tokens that each row kept."""
+        self.branches, layout = None, self.layout
+        self._keep_state(fed, verdict)
+        if layout is None:
+            return
         self._learn(verdict)
-        index, exists = self.layout.of_group(verdict.accepted, self.kept_branch)
+        index, exists = layout.of_group(verdict.accepted, self.kept_branch)
         first = int(self.is_one_hot)  # a one-hot slot 0 predicts what the target picks itself
         index, exists = index[..., first:], exists[:, None, first:]
-        self.branches = None
         if index.shape[-1] > 0:
             rows = line(len(index), index.device)[:, None, None]
             self.branches, _ = self._drafts(fed.riders[rows, index], self.fresh[..., : index.shape[-1]], exists)

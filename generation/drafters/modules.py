@@ -37,6 +37,7 @@ class ModuleDrafter:
     def __init__(self, model: Any, options: DraftOptions) -> None:
         self.model, self.options, self.depth = model, options, model.num_modules
         self.num_tokens = options.num_tokens
+        self.vocabulary = options.extra.get("draft_vocabulary", model.draft_vocabulary)
         self.cache, self.cached = model.mtp.new_cache(), 0
         self.states = self.mask = self.view = None
         self.is_padded = False
@@ -100,14 +101,27 @@ class ModuleDrafter:
 
     def _choose(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A token [B] from states [B, D], and the law it was drawn from (its own, where greedy; None if not needed)."""
-        logits = self.model.readout(hidden)
-        if not self.options.do_sample and not self.options.threshold:
+        is_plain = not self.options.do_sample and not self.options.threshold
+        if self.vocabulary is None:
+            logits = self.model.readout(hidden)
+        else:
+            logits = self.vocabulary.logits(self.model.readout, hidden)
+            if is_plain:
+                return self.vocabulary.on(logits.device)[logits.argmax(-1)], None
+            logits = self.vocabulary.spread(logits, self.model.config.vocab_size)
+        if is_plain:
             return logits.argmax(-1), None
         law = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
         if not self.options.do_sample:
             return law.argmax(-1), law
-        law = self.options.processing.warp(law)
-        return race(law), law
+        warped = self.options.processing.warp(law)
+        if self.vocabulary is not None:  # processors may have left none of its tokens: any law will do then
+            warped = torch.where(warped.isnan().any(-1, keepdim=True), law, warped)
+        return race(warped), warped
+
+    def coverage(self, tokens: torch.Tensor) -> float | None:
+        """The share of tokens [N] that could be drafted; None where all can."""
+        return None if self.vocabulary is None else self.vocabulary.coverage(tokens)
 
     def _is_unsure(self, token: torch.Tensor, law: torch.Tensor | None) -> bool:
         """Asked of a token that is drafted in any case, so that the drafts kept still follow their laws."""

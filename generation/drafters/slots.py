@@ -15,7 +15,6 @@ from functools import lru_cache
 import torch
 
 from ..contract import line
-from ..schedule import AcceptanceRates
 
 
 @dataclass(frozen=True)
@@ -87,27 +86,50 @@ def _moved(parts: tuple[torch.Tensor, ...], device: torch.device) -> list[torch.
     return [piece.view(part.shape).to(part.dtype) for piece, part in zip(pieces, parts)]
 
 
-def split_budget(budget: int, drafted: int, longest: int, rates: AcceptanceRates) -> list[int]:
-    """Slots per group 0..m that maximise sum_d A_d H(B_d) under sum_d B_d = budget.
+@lru_cache(maxsize=256)
+def split_budget(
+    budget: int, drafted: int, longest: int, survival: tuple[float, ...], repeats_pick: bool = False
+) -> list[int]:
+    """Slots per group 0..m that maximise sum_d A_d H(B_d) under sum_d B_d <= budget.
 
     A_d is the probability that d of the m drafts are accepted, H(k) = S_1 + ... + S_k the expected accepted tokens of a
-    draft of k, with S_j the probability of accepting j. H is concave, so slots are given one by one to the best group.
+    draft of k, with S_j the probability of accepting j. Where a group's first slot repeats what the target picks
+    (one-hot), it drafts nothing, and a group of k slots is worth H(k - 1). All groups share H, which is concave: if k
+    groups are opened, they are those of the k greatest A_d, and the rest goes slot by slot to where it gains most.
 
     Args:
         budget: Slots in all.
         drafted: m.
         longest: Most slots per group.
-        rates: Measured acceptance.
+        survival: S_1, S_2, ...; the last one stands for all behind it.
+        repeats_pick: Whether a group's first slot drafts nothing.
+
+    Returns:
+        m + 1 sizes; not to be written to, for they are kept.
     """
-    survival = [1.0, *rates.survival()]
-    reach = [survival[min(d, len(survival) - 1)] for d in range(drafted + 1)] + [0.0]
+    reach = [1.0, *(survival[min(d, len(survival) - 1)] for d in range(drafted)), 0.0]
     ends = [reach[d] - reach[d + 1] for d in range(drafted + 1)]
-    sizes = [0] * (drafted + 1)
-    heap = [(-end * survival[1], d) for d, end in enumerate(ends)]
+    order = sorted(range(drafted + 1), key=lambda d: -ends[d])
+    best, best_value = [0] * (drafted + 1), -1.0
+    for opened in range(1, min(drafted + 1, budget) + 1) if repeats_pick else (drafted + 1,):
+        sizes, value = _fill(budget, longest, survival, ends, order[:opened], int(repeats_pick))
+        if value > best_value + 1e-12:
+            best, best_value = sizes, value
+    return best
+
+
+def _fill(
+    budget: int, longest: int, survival: tuple[float, ...], ends: list[float], opened: list[int], price: int
+) -> tuple[list[int], float]:
+    """Sizes, and their value, if the `opened` groups cost `price` slots each before the first that drafts."""
+    sizes, value = [0] * len(ends), 0.0
+    heap = [(-ends[d] * survival[0], d) for d in opened]
     heapq.heapify(heap)
-    for _ in range(min(budget, longest * len(sizes))):
-        _, d = heapq.heappop(heap)
-        sizes[d] += 1
+    for _ in range(min(budget, longest * len(opened)) - price * len(opened)):
+        gain, d = heapq.heappop(heap)
+        sizes[d], value = (sizes[d] or price) + 1, value - gain
         if sizes[d] < longest:
-            heapq.heappush(heap, (-ends[d] * survival[min(sizes[d] + 1, len(survival) - 1)], d))
-    return sizes
+            heapq.heappush(heap, (-ends[d] * survival[min(sizes[d] - price, len(survival) - 1)], d))
+        if not heap:
+            break
+    return sizes, value

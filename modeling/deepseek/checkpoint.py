@@ -16,21 +16,25 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from ...configuration.mimo import MiMoConfig
 from ...configuration.mtp_families import MTPFamily, count_modules, family_of, num_layers, set_modules
 from ..loading import StrictLoadingMixin
 from .bodies import new_body
 from .checkpoint_files import COPIES, weight_files
 from .float8 import dequantized_tensors
+from .mimo import MiMoForCausalLM
 from .modules import MTPModule, MTPModules, layer_kind
 
 PER_LAYER = ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers")
 """Fields of configurations that hold one entry for each layer."""
+# not looked up in transformers, because code that travels registers nothing there
+_OWN_CLASSES = {MiMoConfig.model_type: MiMoForCausalLM}
 _PARTS = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
 
 
 def main_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """transformers' own class for a configuration."""
-    return AutoModelForCausalLM._model_mapping[type(config)]
+    """transformers' own class for a configuration, or ours for a family that transformers does not know."""
+    return _OWN_CLASSES.get(config.model_type) or AutoModelForCausalLM._model_mapping[type(config)]
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -120,7 +124,7 @@ def split(model: PreTrainedModel, count: int) -> tuple[PreTrainedModel, MTPModul
     Returns:
         The main model, and the modules.
     """
-    config, decoder = model.config, model.get_decoder()
+    config, decoder, plain_class = model.config, model.get_decoder(), main_class(model.config)
     family, kept = family_of(config), len(decoder.layers) - count
     modules = [_module_of(layer, family) for layer in decoder.layers[kept:]]
     kinds = [layer_kind(config, kept + k) if family.body == "layer" else "full_attention" for k in range(count)]
@@ -131,7 +135,7 @@ def split(model: PreTrainedModel, count: int) -> tuple[PreTrainedModel, MTPModul
                 setattr(config, name, values[:kept])
         config.num_hidden_layers = kept
     set_modules(config, count)
-    model.__class__ = type(model).__mro__[2]  # behind `Extended` and `StrictLoadingMixin`
+    model.__class__ = plain_class
     vars(model).pop("_weight_conversions", None)  # of this file, perhaps quantised; saving uses those of the class
     model._keys_to_ignore_on_load_unexpected = set(type(model)._keys_to_ignore_on_load_unexpected or [])
     return model, MTPModules(modules, config, getattr(decoder, "rotary_emb", None), kinds)

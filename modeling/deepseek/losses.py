@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..heads.chunks import Part, chunked_sums
+from ..heads.divergences import DIVERGENCES, acceptance, divergence, head_and_rest, lumped
 from ..heads.losses import IGNORE, check_targets, counts_of_update
 
 NORMALIZATIONS = ("mean", "paper")
@@ -28,6 +29,10 @@ class ModuleLossOptions:
         detach_trunk: The modules' losses do not train the main model's layers.
         detach_head: They do not train the head.
         detach_embedding: They do not train the embeddings.
+        target: What modules learn: `"labels"`, or the whole law of the `"teacher"`, the main model on the true tokens.
+        divergence: How far a module is from the teacher (`heads.divergences`).
+        label_weight: Share of the labels' likelihood that is mixed with it, 0 to 1.
+        top_k: The teacher's so many likeliest tokens are compared, and the rest as one; None: all.
 
     Raises:
         ValueError: A value out of range.
@@ -39,8 +44,19 @@ class ModuleLossOptions:
     detach_trunk: bool = False
     detach_head: bool = False
     detach_embedding: bool = False
+    target: str = "labels"
+    divergence: str = "cross_entropy"
+    label_weight: float = 0.0
+    top_k: int | None = None
 
     def __post_init__(self) -> None:
+        for name, choices in {"target": ("labels", "teacher"), "divergence": DIVERGENCES}.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}")
+        if not 0 <= self.label_weight <= 1:
+            raise ValueError(f"label_weight={self.label_weight} must lie between 0 and 1")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1, or None for all tokens")
         if self.weight < 0:
             raise ValueError(f"weight={self.weight} of the modules' losses must be at least 0")
         if self.normalization not in NORMALIZATIONS:
@@ -77,6 +93,23 @@ def depth_weights(counts: torch.Tensor, options: ModuleLossOptions) -> torch.Ten
     return weights / counts.clamp(min=1)
 
 
+class ChainLoss(NamedTuple):
+    """The loss of a chain and what is shown of it, detached.
+
+    Attributes:
+        loss: Scalar.
+        means: [D + 1] mean term per depth in nats, the main model first; NaN where there is no target.
+        acceptances: [D + 1] mean probability that a token drawn at a depth is kept, NaN at depth 1; None without a
+            teacher.
+        missing: Scalar, the teacher's mean mass outside `top_k`; None where all tokens are compared.
+    """
+
+    loss: torch.Tensor
+    means: torch.Tensor
+    acceptances: torch.Tensor | None = None
+    missing: torch.Tensor | None = None
+
+
 def chain_loss(
     head: nn.Module,
     states: Sequence[torch.Tensor],
@@ -84,8 +117,8 @@ def chain_loss(
     vocab_size: int,
     options: ModuleLossOptions,
     counts: torch.Tensor | int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted sum over depths of the summed cross-entropy, in chunks.
+) -> ChainLoss:
+    """Weighted sum over depths of the summed cross-entropy (or distance from the main model's law), in chunks.
 
     The depths are not independent: h^k is made from h^{k-1}. So all chunks first leave their gradients on the h^k, and
     autograd then goes down the chain once.
@@ -99,22 +132,52 @@ def chain_loss(
         counts: `num_items_in_batch`, see `counts_of_update`.
 
     Returns:
-        The scalar, and detached mean cross-entropy per depth in nats, [D + 1] (NaN where there is no target).
+        See `ChainLoss`.
 
     Raises:
         ValueError: A target that is no token id, or counts of another number of depths.
     """
 
-    def terms(state: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def terms(state: torch.Tensor, target: torch.Tensor, taught: torch.Tensor | None = None) -> torch.Tensor:
         logits, target = head(state).float(), target[:, 0]
         losses = nn.functional.cross_entropy(logits, target.to(logits.device), ignore_index=IGNORE, reduction="none")
-        return losses[:, None]
+        shown = [torch.zeros_like(losses)] * 2
+        if taught is not None:
+            scored = (target != IGNORE).to(losses.device)
+            with torch.no_grad():
+                log_p = head(taught).float().log_softmax(-1)
+            distance, *shown = _taught(log_p, logits.log_softmax(-1), options)
+            share = options.label_weight
+            losses = torch.where(scored, (1 - share) * distance + share * losses, 0.0)
+            shown = [torch.where(scored, value, 0.0) for value in shown]
+        return torch.stack([losses, *shown], -1)
 
     own = torch.stack([(check_targets(part, vocab_size) != IGNORE).sum() for part in targets])
     weights = depth_weights(counts_of_update(own, counts), options)
+    teaches = options.target == "teacher"
     parts = [
-        Part(state, (target[..., None],), weight[None], trains_module=depth == 0 or not options.detach_head)
+        Part(
+            state,
+            (target[..., None], states[0].detach()[:, depth : depth + state.shape[1]] if teaches and depth else None),
+            nn.functional.pad(weight[None], (0, 2)),
+            trains_module=depth == 0 or not options.detach_head,
+        )
         for depth, (state, target, weight) in enumerate(zip(states, targets, weights))
     ]
     loss, sums = chunked_sums(terms, head, parts, vocab_size)
-    return loss, torch.cat([part.to(own.device) for part in sums]) / own
+    means, accepted, missing = (torch.stack([part.to(own.device) for part in sums]) / own[:, None]).unbind(1)
+    if not teaches or len(own) < 2:
+        return ChainLoss(loss, means)
+    accepted[0] = torch.nan
+    return ChainLoss(loss, means, accepted, None if options.top_k is None else missing[1:].nanmean())
+
+
+def _taught(
+    log_p: torch.Tensor, log_q: torch.Tensor, options: ModuleLossOptions
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Distance from the teacher, acceptance and mass outside the top k of rows of laws [R, V], [R] each."""
+    missing = torch.zeros_like(log_p[:, 0])
+    if options.top_k is not None:
+        ids, log_p = head_and_rest(log_p, options.top_k)
+        log_q, missing = lumped(log_q, ids), log_p[:, -1].exp()
+    return divergence(options.divergence, log_p, log_q), acceptance(log_p, log_q.detach()), missing

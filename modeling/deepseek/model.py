@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
+from ...configuration.mimo import MiMoConfig
 from ...configuration.mtp_families import family_of, num_layers
 from ...generation.drafters.modules import ModuleDrafter
 from ...generation.drafters.protocol import DraftOptions
@@ -18,12 +18,14 @@ from ...generation.mixins import MTPGenerationMixin
 from ..checkpointing import caches_kept
 from ..copies import PicklableMixin
 from ..heads.losses import depth_targets
+from ..indices import kept_positions
 from ..loading import HUB_OPTIONS
 from ..outputs import DeepSeekMTPOutput, states_asked_for
 from .checkpoint import build, load, load_dequantized, official_device_map, own_device_map, text_config
 from .checkpoint_files import check_checkpoint
+from .draft_vocabulary import DraftVocabularyMixin, stored_ids
 from .float8 import is_to_be_dequantized
-from .losses import ModuleLossOptions, chain_loss, depth_weights
+from .losses import ChainLoss, ModuleLossOptions, chain_loss, depth_weights
 from .modules import MTPModules
 from .readout import Readout
 from .routing import router_loss
@@ -33,7 +35,7 @@ from .unroll import teacher_forced
 _NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits"]
 
 
-class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTrainedModel):
+class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTPGenerationMixin, PreTrainedModel):
     """A causal language model and its D sequential modules (DeepSeek-V3), which draft what the model then verifies.
 
     `main` is transformers' own model, unchanged; `mtp` are the modules. Folders are read and written as DeepSeek and
@@ -48,6 +50,7 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
         mtp: The modules (`MTPModules`).
         loss_options: How the modules' losses are weighed (`ModuleLossOptions`).
         shared_copies: Whether the folder repeats embeddings and head in every module, as official ones do.
+        draft_vocabulary: The tokens that modules may draft (`DraftVocabulary`); None: all. See `set_draft_vocabulary`.
 
     Example:
         >>> model = DeepSeekMTP.from_pretrained(folder)
@@ -75,6 +78,12 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
         self.shared_copies = bool(family_of(main.config).copies)
         self.post_init()
 
+    @property
+    def remote_classes(self) -> dict[str, str]:
+        """Which class loads this model where its code travels."""
+        own = isinstance(self.config, MiMoConfig)
+        return {"AutoModelForCausalLM": MiMoMTP.__name__ if own else "DeepSeekMTP"}
+
     def init_weights(self) -> None:
         """Nothing: both parts were initialised or loaded by the main model's own class."""
 
@@ -88,13 +97,19 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str | PathLike, *, inference_only: bool = False, **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: str | PathLike,
+        *,
+        inference_only: bool = False,
+        draft_vocabulary: Any = None,
+        **kwargs: Any,
     ) -> DeepSeekMTP:
         """Loads a folder or a Hub repository.
 
         Args:
             pretrained_model_name_or_path: A folder in the official layout, or a repository on the Hub.
             inference_only: Leave the modules out: the model is then exactly the plain one.
+            draft_vocabulary: Token ids that modules may draft; None: those in the folder, or else all.
             **kwargs: As for transformers' `from_pretrained`: `dtype` (that of the checkpoint by default),
                 `device_map`, `attn_implementation`, `revision`, ...
 
@@ -117,8 +132,10 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
             main, modules, report = load(name, facts.config, inference_only, **kwargs)
         model = cls(main.config, (main, modules)).eval()
         model.shared_copies = facts.shared_copies
+        vars(main.config).pop("auto_map", None)  # says where code lies in the folder that was read, and in no other
         if hasattr(main, "hf_device_map"):
             model.hf_device_map = own_device_map(main.hf_device_map, num_layers(main.config))
+        model.set_draft_vocabulary(stored_ids(name, **hub) if draft_vocabulary is None else draft_vocabulary)
         return (model, report) if wants_info else model
 
     @classmethod
@@ -310,29 +327,30 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
                 **kwargs,
             )
         hidden = outputs.last_hidden_state
-        chain, loss, head_losses, logits, mtp_logits = [hidden], None, None, None, None
+        chain, loss, shown, logits, mtp_logits = [hidden], None, {}, None, None
         depths = max(self.num_modules if output_mtp_logits else 0, self.num_depths if has_labels else 0)
         if depths:
             chain = self._chain(hidden, inputs_embeds, attention_mask, position_ids, depths)
         if has_labels:
             targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
-            loss, head_losses = self._loss(chain[: self.window], targets, num_items_in_batch)
+            loss, *found = self._loss(chain[: self.window], targets, num_items_in_batch)
+            shown = dict(zip(("head_losses", "acceptances", "missing_mass"), found))
         aux_loss = router_loss(self.main, outputs, attention_mask)
         if loss is not None and aux_loss is not None:
             loss = loss + self.main.router_aux_loss_coef * aux_loss.to(loss.device)
         if output_mtp_logits:
             mtp_logits = tuple(self.readout(state) for state in chain[1 : self.num_modules + 1])
         if logits_to_keep is not None or not (has_labels and self.training):
-            logits = self.readout(slice_logits_to_keep(hidden, logits_to_keep or 0))
+            logits = self.readout(kept_positions(hidden, logits_to_keep or 0))
         return DeepSeekMTPOutput(
             loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            head_losses=head_losses,
             mtp_logits=mtp_logits,
             aux_loss=aux_loss,
+            **shown,
         )
 
     def _chain(
@@ -351,9 +369,7 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
         embeds = inputs_embeds.detach() if options.detach_embedding else inputs_embeds
         return [hidden, *teacher_forced(self.mtp, start, embeds, position_ids, attention_mask, depths)]
 
-    def _loss(
-        self, chain: list[torch.Tensor], windows: torch.Tensor, counts: torch.Tensor | int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss(self, chain: list[torch.Tensor], windows: torch.Tensor, counts: torch.Tensor | int | None) -> ChainLoss:
         targets = [windows[:, : state.shape[1], k] for k, state in enumerate(chain)]
         return chain_loss(self.readout, chain, targets, self.config.vocab_size, self.loss_options, counts)
 
@@ -368,3 +384,13 @@ class DeepSeekMTP(OfficialFolderMixin, PicklableMixin, MTPGenerationMixin, PreTr
             Scalar: what `forward` would return for all of the data in one batch.
         """
         return (sums * depth_weights(counts, self.loss_options).to(sums)).sum()
+
+
+class MiMoMTP(DeepSeekMTP):
+    """`DeepSeekMTP` for MiMo-7B, where its code travels.
+
+    transformers does not know that configuration, and Auto classes take a class of foreign code for a foreign
+    configuration only if the class names it.
+    """
+
+    config_class = MiMoConfig

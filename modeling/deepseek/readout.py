@@ -36,7 +36,10 @@ class Readout:
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of states [..., H] that went through their norm."""
-        logits = self.main.get_output_embeddings()(states)
+        return self.finish(self.main.get_output_embeddings()(states))
+
+    def finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the family does to logits that leave the head, of all tokens or of some."""
         if self.divisor is not None:
             logits = logits / self.divisor
         if self.factor is not None:

@@ -2,49 +2,43 @@
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ...configuration.mtp_families import family_of, num_layers, set_modules
+from ..saving import SavingMixin
 from .checkpoint import load, official_names, own_names
 from .checkpoint_files import COPIES
+from .draft_vocabulary import FILE
 
 _OURS = "keys_to_ignore_at_inference"  # says what this class returns, and is nothing to save
-_OLD_WEIGHTS = re.compile(
-    rf"{re.escape(SAFE_WEIGHTS_NAME)}|{re.escape(SAFE_WEIGHTS_INDEX_NAME)}|model-\d{{5}}-of-\d{{5}}\.safetensors"
-)
 
 
-class OfficialFolderMixin:
-    """`save_pretrained` and `load_state_dict` of a model with `main`, `mtp`, `shared_copies` and `loss_options`."""
+class OfficialFolderMixin(SavingMixin):
+    """Folders of a model with `main`, `mtp`, `shared_copies`, `loss_options` and `draft_vocabulary`."""
 
     def save_pretrained(
         self,
         save_directory: str | PathLike,
         is_main_process: bool = True,
         state_dict: dict[str, torch.Tensor] | None = None,
-        push_to_hub: bool = False,
         **kwargs: Any,
+    ) -> None:
+        """Saves as `SavingMixin.save_pretrained` does; a draft vocabulary of an earlier save does not stay behind."""
+        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+        if is_main_process and self.draft_vocabulary is None:
+            (Path(save_directory) / FILE).unlink(missing_ok=True)
+
+    def _write_folder(
+        self, folder: Path, is_main_process: bool, state_dict: dict[str, torch.Tensor] | None, **kwargs: Any
     ) -> None:
         """Writes one ordinary folder that transformers, vLLM and SGLang read.
 
         It keeps the main model's `model_type` and `architectures`, and holds module k as `model.layers.{L + k}.*`,
-        experts one by one, with copies of embeddings and head where the model was loaded with them. Files are written
-        beside the folder and moved there when they are whole.
-
-        Args:
-            save_directory: The folder; files of the same names are replaced, and weights of an earlier save removed.
-            is_main_process: Whether this process writes.
-            state_dict: The tensors of this model, where they had to be gathered.
-            push_to_hub: Upload afterwards; `repo_id` and so on as for `push_to_hub`.
-            **kwargs: As for transformers' `save_pretrained`.
+        experts one by one, with copies of embeddings and head where the model was loaded with them.
 
         Raises:
             ValueError: A main model that is still quantised.
@@ -54,18 +48,10 @@ class OfficialFolderMixin:
                 "a quantised main model cannot be saved with its modules; load it in full precision (float8: "
                 "quantization_config=FineGrainedFP8Config(dequantize=True)), or save adapters"
             )
-        hub = {key: kwargs.pop(key) for key in ("repo_id", "commit_message", "private", "create_pr") if key in kwargs}
-        target = Path(save_directory)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         state = self._folder_tensors(self.state_dict() if state_dict is None else state_dict)
-        try:
-            self._save_main(temporary, state, is_main_process, **kwargs)
-            if is_main_process:
-                _move_files(temporary, target)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        if push_to_hub:
-            self.push_to_hub(hub.pop("repo_id", target.name), token=kwargs.get("token"), **hub)
+        self._save_main(folder, state, is_main_process, **kwargs)
+        if is_main_process and self.draft_vocabulary is not None:
+            self.draft_vocabulary.save(folder)
 
     def _folder_tensors(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         layers, family = num_layers(self.config), family_of(self.config)
@@ -130,14 +116,3 @@ def _size(tensors: dict[str, torch.Tensor]) -> int:
     return sum(
         tensor.numel() for name, tensor in tensors.items() if not (name.endswith(COPIES) and name.count(".") > 2)
     )
-
-
-def _move_files(source: Path, target: Path) -> None:
-    """Moves all files, and removes weights of an earlier save that would be read beside them."""
-    target.mkdir(parents=True, exist_ok=True)
-    new = {file.name for file in source.iterdir()}
-    for file in source.iterdir():
-        file.replace(target / file.name)
-    for file in target.iterdir():
-        if _OLD_WEIGHTS.fullmatch(file.name) and file.name not in new:
-            file.unlink()

@@ -14,6 +14,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ...configuration import EagleHeadConfig
 from ..loading import StrictLoadingMixin
+from ..remote_code import check_choice
 from .export import check_layout, folder_config, folder_tensors
 from .loading import foreign_head, own_names, read_tensors
 
@@ -21,7 +22,7 @@ _HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only
 
 
 class EagleFolderMixin(StrictLoadingMixin):
-    """`from_pretrained`, `save_pretrained`, `export` and `load_state_dict` of an `EagleHead`."""
+    """`from_pretrained`, what `save_pretrained` writes, `export` and `load_state_dict` of an `EagleHead`."""
 
     @classmethod
     def from_pretrained(
@@ -67,32 +68,31 @@ class EagleFolderMixin(StrictLoadingMixin):
         head.config.name_or_path = str(name)
         return (head, info) if wants_info else head
 
-    def save_pretrained(
-        self,
-        save_directory: str | PathLike,
-        is_main_process: bool = True,
-        state_dict: dict[str, torch.Tensor] | None = None,
-        push_to_hub: bool = False,
-        **kwargs: Any,
+    def _write_folder(
+        self, folder: Path, is_main_process: bool, state_dict: dict[str, torch.Tensor] | None, **kwargs: Any
     ) -> None:
-        """Writes a folder in the layout that the head came from; a new head's is ours.
-
-        Args:
-            save_directory: The folder.
-            is_main_process: Whether this process writes.
-            state_dict: The tensors of this head, where they had to be gathered.
-            push_to_hub: Upload afterwards; `repo_id` and so on as for `push_to_hub`.
-            **kwargs: As for transformers' `save_pretrained`.
-        """
+        """Writes a folder in the layout that the head came from; a new head's is ours."""
         self.config.loss_options = self.loss_options.changed()
         if self.config.layout == "tokenahead":
-            super().save_pretrained(save_directory, is_main_process, state_dict, push_to_hub, **kwargs)
-            return
-        if is_main_process:
-            self._write(Path(save_directory), self.config.layout, state_dict)
-        if push_to_hub:
-            hub = {key: kwargs[key] for key in ("commit_message", "private", "token", "create_pr") if key in kwargs}
-            self.push_to_hub(kwargs.get("repo_id", Path(save_directory).name), **hub)
+            super()._write_folder(folder, is_main_process, state_dict, **kwargs)
+        elif is_main_process:
+            self._write(folder, self.config.layout, state_dict)
+
+    def code_for(self, remote_code: str | None, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+        """As everywhere, but folders in the layout of others have a config.json that their tools read: no code.
+
+        Raises:
+            ValueError: Code is asked for, and the layout is not ours.
+        """
+        if self.config.layout == "tokenahead":
+            return super().code_for(remote_code, folder)
+        check_choice(remote_code)
+        if remote_code in ("bundle", "package"):
+            raise ValueError(
+                f"remote_code={remote_code!r}: the layout {self.config.layout!r} is for other tools; set config.layout "
+                "= 'tokenahead', or leave remote_code out"
+            )
+        return {}, {}
 
     def export(self, folder: str | PathLike, layout: str = "vllm") -> None:
         """Writes a folder for another library or engine.

@@ -13,7 +13,7 @@ backward; logits exist for one chunk of rows at a time. Neither grows with the n
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from ..heads.chunks import LOGITS_PER_CHUNK
+from ..heads.divergences import DIVERGENCES, acceptance, divergence
 from ..heads.losses import IGNORE
 
 OBJECTIVES = {1: ("eagle1", "hass"), 3: ("ttt",)}
@@ -43,6 +44,8 @@ class EagleLossOptions:
         topk: `"hass"`: so many of the backbone's likeliest tokens are counted once more ...
         topk_weight: ... with this weight.
         noise: Version 1, while training: features get uniform noise of this width, times 512 / length (official: 0.2).
+        divergence: How far the head's law is from the backbone's: `"cross_entropy"` (the papers'), `"kl"`,
+            `"reverse_kl"`, `"tv"`, or the acceptance itself, `"lk"` and `"lk_kl"` (see `heads.divergences`).
     """
 
     objective: str | None = None
@@ -51,6 +54,7 @@ class EagleLossOptions:
     topk: int = 10
     topk_weight: float = 1.0
     noise: float = 0.0
+    divergence: str = "cross_entropy"
 
     @classmethod
     def from_dict(cls, values: dict[str, Any] | None) -> EagleLossOptions:
@@ -80,6 +84,8 @@ class EagleLossOptions:
         for name in ("decay", "topk_weight", "noise"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        if self.divergence not in DIVERGENCES:
+            raise ValueError(f"divergence={self.divergence!r} is unknown; choose one of {', '.join(DIVERGENCES)}")
         if self.topk < 1:
             raise ValueError(f"topk={self.topk} must be at least 1")
         return EagleLossOptions(**(asdict(self) | {"objective": objective, "steps": steps}))
@@ -150,9 +156,25 @@ class TrainingBatch:
         return (same & (columns <= columns[start:, None]))[:, None]
 
 
+class EagleLoss(NamedTuple):
+    """The loss of a head and what is shown of it, detached.
+
+    Attributes:
+        loss: Scalar.
+        shown: [steps], what the papers call the loss of a step.
+        means: [steps], mean terms that the loss is made of.
+        acceptances: [steps], mean probability that a token drawn at a step is kept.
+    """
+
+    loss: torch.Tensor
+    shown: torch.Tensor
+    means: torch.Tensor
+    acceptances: torch.Tensor
+
+
 def eagle_loss(
     head: Any, features: torch.Tensor, batch: TrainingBatch, num_items: torch.Tensor | int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> EagleLoss:
     """The loss of a head, and the losses of its steps.
 
     Args:
@@ -162,22 +184,40 @@ def eagle_loss(
         num_items: Rows that count per step over all micro-batches, [steps] or one number; counted here if None.
 
     Returns:
-        The scalar, and [steps] detached.
+        See `EagleLoss`.
 
     Raises:
         ValueError: Options that contradict the version, or `num_items` of another length.
     """
     options = head.loss_options.resolved(head.config.version)
     if not batch.num_rows:
-        return features.sum() * 0.0, features.new_zeros(options.steps)
+        nothing = features.new_zeros(options.steps)
+        return EagleLoss(features.sum() * 0.0, nothing, nothing, nothing)
     if options.noise and head.training:
         noise = (torch.rand_like(features) - 0.5) * options.noise * 512 / features.shape[1]
         features = features + noise
     unrolled = _Unrolled(head, batch, options)
     sums, counts = unrolled.sums(features), unrolled.counts
+    loss = pooled_loss(sums[:, 0], counts if num_items is None else num_items, options)
+    return EagleLoss(loss, *(sums.detach() / counts.clamp(min=1)[:, None])[:, [1, 0, 2]].unbind(1))
+
+
+def pooled_loss(sums: torch.Tensor, counts: torch.Tensor | int, options: EagleLossOptions) -> torch.Tensor:
+    """The loss on data of which only sums per step are known.
+
+    Args:
+        sums: [steps], summed terms.
+        counts: Rows that count, [steps] or one number.
+        options: Resolved options.
+    """
     weights = options.decay ** torch.arange(options.steps, device=sums.device) if options.objective == "ttt" else 1.0
-    divisors = _divisors(counts if num_items is None else num_items, options.steps, sums.device)
-    return (sums[:, 0] / divisors * weights).sum(), sums[:, 1].detach() / counts.clamp(min=1)
+    return (sums / _divisors(counts, options.steps, sums.device) * weights).sum()
+
+
+def rows_that_count(batch: TrainingBatch, options: EagleLossOptions) -> torch.Tensor:
+    """Rows of a batch that count per step, [steps] int64; the steps of HASS all have the rows of the first."""
+    counts = torch.stack([batch.counted(step).sum() for step in range(options.steps)])
+    return counts[:1].expand(len(counts)) if options.objective == "hass" else counts
 
 
 def _divisors(counts: torch.Tensor | int, steps: int, device: torch.device) -> torch.Tensor:
@@ -206,12 +246,11 @@ class _Unrolled:
 
     @property
     def counts(self) -> torch.Tensor:
-        """Rows that count per step, [steps]; the steps of HASS all have the rows of the first."""
-        counts = torch.stack([rows.sum() for rows in self.counted])
-        return counts[:1].expand(len(counts)) if self.is_hass else counts
+        """Rows that count per step, [steps]."""
+        return rows_that_count(self.batch, self.options)
 
     def sums(self, features: torch.Tensor) -> torch.Tensor:
-        """Sums over rows of [loss, what is shown of it], [steps, 2], from the features of step 0 [B, L, d]."""
+        """Sums over rows of [loss, what is shown of it, acceptance], [steps, 3], from features of step 0 [B, L, d]."""
         batch, cache, rows = self.batch, DynamicCache(), self.batch.num_rows
         mask = None if batch.is_whole else batch.visible(0, rows)
         features = self._rows(features[:, :rows], 0, 0, mask, cache)
@@ -229,7 +268,7 @@ class _Unrolled:
         return checkpoint(self._later_steps, features[:, start:stop], start, *seen, use_reentrant=False)
 
     def _later_steps(self, features: torch.Tensor, start: int, *columns: torch.Tensor) -> torch.Tensor:
-        """Sums of steps 1 on over a block of rows, [steps - 1, 2, 2].
+        """Sums of steps 1 on over a block of rows, [steps - 1, 2, 3].
 
         Args:
             features: What the block's rows of step 0 returned, [B, R, d].
@@ -257,7 +296,7 @@ class _Unrolled:
         return self.head.rows(features, ids, batch.positions[:, start:stop] + step, mask, cache)
 
     def _terms(self, features: torch.Tensor, start: int, step: int) -> torch.Tensor:
-        """Sums of a step's terms over the rows of a block that count, and over a document's first rows, [2, 2]."""
+        """Sums of a step's terms over the rows of a block that count, and over a document's first rows, [2, 3]."""
         stop = start + features.shape[1]
         states = self.batch.ahead(self.batch.states, start, stop, 1 + step)
         counted = self.counted[step][:, start:stop]
@@ -276,48 +315,53 @@ def cross_entropy_terms(
 ) -> torch.Tensor:
     """EAGLE-3's term of rows: -sum_x p(x) log q(x), with p renormalised over the draft vocabulary.
 
-    It is 0 where the backbone's likeliest token is not drafted.
+    It is 0 where the backbone's likeliest token is not drafted. Of `"tv"` and LK losses, which are the acceptance
+    itself, p is as it is: what is not drafted cannot be kept.
 
     Args:
         head: The head.
         features: What rows returned, [N, d].
         states: The backbone's last hidden states before the predicted tokens, [N, D].
-        options: Unused.
+        options: `divergence` is read.
 
     Returns:
-        [N, 2] float32: the loss, and the same.
+        [N, 3] float32: the loss, the same, and the acceptance, detached.
     """
     with torch.no_grad():
         logits, ids = head.backbone_logits(states).float(), head.draft_ids
         drafted = torch.isin(logits.argmax(-1), ids)
-        law = logits[:, ids].softmax(-1)
+        law = logits.log_softmax(-1)[:, ids]
     log_law = head.draft_logits(features).float().log_softmax(-1)
-    term = torch.where(drafted, -(law * log_law).sum(-1), 0.0)
-    return torch.stack([term, term], dim=-1)
+    kept = acceptance(law, log_law.detach())
+    if options.divergence in ("cross_entropy", "kl", "reverse_kl"):
+        law = law.log_softmax(-1)
+    term = torch.where(drafted, divergence(options.divergence, law, log_law), 0.0)
+    return torch.stack([term, term, kept], dim=-1)
 
 
 def regression_terms(
     head: Any, features: torch.Tensor, states: torch.Tensor, options: EagleLossOptions
 ) -> torch.Tensor:
-    """Terms of EAGLE-1 and HASS: smooth L1 distance of features, and cross-entropy of the laws made from them.
+    """Terms of EAGLE-1 and HASS: smooth L1 distance of features, and of the laws made from them.
 
     Args:
         head: The head.
         features: What rows returned, [N, d].
         states: The backbone's last hidden states in their place, [N, d].
-        options: `objective`, `topk` and `topk_weight` are read.
+        options: `objective`, `divergence`, `topk` and `topk_weight` are read.
 
     Returns:
-        [N, 2] float32: the loss; and for EAGLE-1 the cross-entropy alone, for HASS the loss.
+        [N, 3] float32: the loss; for EAGLE-1 the distance of laws alone, for HASS the loss; the acceptance, detached.
     """
     with torch.no_grad():
-        law = head.backbone_logits(states).float().softmax(-1)
+        law = head.backbone_logits(states).float().log_softmax(-1)
     log_law = head.draft_logits(features).float().log_softmax(-1)
+    kept = acceptance(law, log_law.detach())
     distance = nn.functional.smooth_l1_loss(features.float(), states.float(), reduction="none").mean(-1)
-    entropy = -(law * log_law).sum(-1)
-    loss = distance + _LAW_WEIGHT * entropy
+    apart = divergence(options.divergence, law, log_law)
+    loss = distance + _LAW_WEIGHT * apart
     if options.objective == "eagle1":
-        return torch.stack([loss, entropy], dim=-1)
-    best, ids = law.topk(min(options.topk, law.shape[-1]), dim=-1)
+        return torch.stack([loss, apart, kept], dim=-1)
+    best, ids = law.exp().topk(min(options.topk, law.shape[-1]), dim=-1)
     loss = loss - options.topk_weight * (best * log_law.gather(-1, ids)).sum(-1)
-    return torch.stack([loss, loss], dim=-1)
+    return torch.stack([loss, loss, kept], dim=-1)

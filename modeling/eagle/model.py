@@ -7,6 +7,7 @@ HASS: 2408.15766).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,26 +15,24 @@ from torch import nn
 from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
-from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EagleHeadConfig
-from ...generation.attachment import Attachable, adopt_special_ids, unwrap
+from ...generation.attachment import Attachable, NoGenerationMixin, adopt_special_ids, unwrap
 from ...generation.drafters.eagle import EagleDrafter, tree_options
 from ...generation.drafters.protocol import DraftOptions
 from ...generation.options import CallOptions
 from ..heads.backbone_parts import backbone_parts, frozen
-from ..heads.losses import IGNORE, check_targets
-from ..outputs import EagleOutput
 from .folders import EagleFolderMixin
 from .layers import build_layers
-from .losses import EagleLossOptions, TrainingBatch, eagle_loss
+from .learning import EagleLearningMixin
+from .losses import EagleLossOptions
 from .retrofit import backbone_config, resolved_aux_layers
 
 _CHAIN = 5
 """Tokens of a chain where nobody asks for a number."""
 
 
-class EagleHead(EagleFolderMixin, Attachable, PreTrainedModel):
+class EagleHead(EagleLearningMixin, EagleFolderMixin, Attachable, NoGenerationMixin, PreTrainedModel):
     """An EAGLE head, apart from its backbone, which stays as it is.
 
     `hidden_states` below are those of transformers: a tuple over layers of [B, L, D], the last after the final norm.
@@ -52,6 +51,7 @@ class EagleHead(EagleFolderMixin, Attachable, PreTrainedModel):
     """
 
     config_class = EagleHeadConfig
+    remote_classes = {"AutoModel": "EagleHead"}
     base_model_prefix = ""
     main_input_name = "input_ids"
     _no_split_modules = ["EagleLayer"]
@@ -134,16 +134,6 @@ class EagleHead(EagleFolderMixin, Attachable, PreTrainedModel):
     def generation_config(self, value: GenerationConfig | None) -> None:
         """Ignored: a head has none of its own."""
 
-    def generate(self, *args: Any, **kwargs: Any) -> None:
-        """A head generates nothing; transformers asks it to where it assists a model that it is not attached to.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        raise RuntimeError(
-            "EagleHead generates nothing: call head.attach(backbone), then backbone.generate(..., assistant_model=head)"
-        )
-
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         """Nothing to choose: the loss computes its steps again in backward in any case."""
 
@@ -220,18 +210,20 @@ class EagleHead(EagleFolderMixin, Attachable, PreTrainedModel):
         """The head's own embeddings, or None where it reads the backbone's."""
         return getattr(self, "embed_tokens", None)
 
-    def fuse(self, hidden_states: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
+    def fuse(self, hidden_states: Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The features that `step` reads, from the backbone's hidden states.
 
         Args:
-            hidden_states: Tuple of L + 1 entries [B, T, D]; those that `hidden_layers` does not name may be None.
+            hidden_states: L + 1 entries [B, T, D], of which those that `hidden_layers` does not name may be None; or a
+                mapping from their indices.
 
         Returns:
             [B, T, d].
         """
         if not self.config.num_aux:
             return hidden_states[-1].to(self.device)
-        chosen = resolved_aux_layers(self.config, len(hidden_states) - 1)
+        count = None if isinstance(hidden_states, Mapping) else len(hidden_states) - 1
+        chosen = self.hidden_layers if count is None else resolved_aux_layers(self.config, count)
         states = [hidden_states[index].to(self.device) for index in chosen]
         if self.config.fc_norm:
             states = [norm(state) for norm, state in zip(self.fc_norm, states)]
@@ -329,57 +321,6 @@ class EagleHead(EagleFolderMixin, Attachable, PreTrainedModel):
             past_key_values=cache,
             position_ids=position_ids,
         )
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        **kwargs: Any,
-    ) -> EagleOutput:
-        """The training loss on the frozen backbone, see `loss_options`, and the backbone's logits of the last position.
-
-        Row t of step i counts where token t + 2 + i exists, is no padding, and its label is not -100.
-
-        Args:
-            input_ids: [B, L] int64.
-            attention_mask: [B, L], 0 for padding.
-            position_ids: [B or 1, L]; where they restart, a packed document begins.
-            labels: [B, L] int64, shifted here, -100 ignored.
-            num_items_in_batch: Rows that count per step over all micro-batches, [steps] or one number (the Trainer's).
-            **kwargs: `shift_labels` [B, L], the target of every position, in place of `labels`; the rest is not read.
-
-        Returns:
-            `EagleOutput`; `logits` is [B, 1, V].
-
-        Raises:
-            ValueError: Labels that are no token ids, or `loss_options` that contradict the head.
-        """
-        batch_positions = position_ids
-        if position_ids is None and attention_mask is not None:
-            batch_positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
-        wanted = self.hidden_layers
-        with torch.no_grad():
-            outputs = self.backbone(
-                input_ids,
-                attention_mask=attention_mask,
-                **({} if batch_positions is None else {"position_ids": batch_positions}),
-                use_cache=False,
-                logits_to_keep=1,
-                output_hidden_states=wanted if wanted == -1 else [*wanted, -1],
-                return_dict=True,
-            )
-        loss, step_losses = None, None
-        if "shift_labels" in kwargs:
-            labels = nn.functional.pad(kwargs["shift_labels"], (1, -1), value=IGNORE)
-        if labels is not None:
-            labels = check_targets(labels, self.config.vocab_size)
-            batch = TrainingBatch.of(input_ids, labels, attention_mask, position_ids, outputs.hidden_states[-1])
-            loss, step_losses = eagle_loss(self, self.fuse(outputs.hidden_states), batch, num_items_in_batch)
-        return EagleOutput(loss=loss, logits=outputs.logits, step_losses=step_losses)
 
 
 def _counted_positions(mask: torch.Tensor | None, rows: int, cache: Cache | None) -> torch.Tensor:

@@ -106,6 +106,8 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
     documents do not see each other.
     """
 
+    remote_classes = {"AutoModel": "EvaByteModel"}
+
     def __init__(self, config: EvaByteConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_utils import slice_logits_to_keep
+from transformers import PreTrainedConfig
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
@@ -20,12 +20,14 @@ from ..heads.ff import FFHead
 from ..heads.losses import depth_targets, depth_weights, head_loss
 from ..heads.registry import build_head, init_head, window_law
 from ..heads.window_law import WindowLaw
+from ..indices import kept_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..outputs import MTPOutput
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
 
-_APART = ("hidden_size", "vocab_size", "base_model_name_or_path")  # fields of heads that have no owner
+# fields of heads that have no owner
+_APART = ("hidden_size", "vocab_size", "base_model_name_or_path", "draft_layers", "draft_lora_rank", "draft_lora_alpha")
 
 
 class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel):
@@ -38,6 +40,10 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         >>> tokenizer = EvaByteTokenizer.from_pretrained(path)
         >>> out = model.generate(**tokenizer("def main(", return_tensors="pt"), max_new_tokens=64)
     """
+
+    mtp_loss_weight: float = 1.0
+    """lambda: what the drafter's depths weigh beside the next-byte head's."""
+    remote_classes = {"AutoModel": "EvaByteModel", "AutoModelForCausalLM": "EvaByteForMTPC"}
 
     def __init__(self, config: EvaByteConfig) -> None:
         super().__init__(config)
@@ -67,7 +73,9 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         dtypes = {key: kwargs.pop(key) for key in ("dtype", "torch_dtype") if key in kwargs}  # a config would keep them
         cls.check_model_type(name, config, **hub)
-        if not isinstance(config, EvaByteConfig):
+        if isinstance(config, PreTrainedConfig) and not isinstance(config, EvaByteConfig):
+            config = EvaByteConfig.from_dict(config.to_dict())  # of code that travelled with another folder
+        elif not isinstance(config, EvaByteConfig):
             config, kwargs = EvaByteConfig.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
         wanted = config.mtp_head
         stored = wanted if name is None else EvaByteConfig.from_pretrained(name, **hub).mtp_head
@@ -209,12 +217,13 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
             logits_to_keep: Compute logits of the last so many positions only (0: all), or of these positions.
             return_all_pred_logits: Logits of all N heads, [B, L, N, V].
             num_items_in_batch: Targets per depth over all micro-batches, [n] or one number (from the Trainer).
-            **kwargs: For the backbone; `shift_labels` [B, L], the target of every position, in place of `labels`.
+            **kwargs: For the backbone; `shift_labels` [B, L], the target of every position, in place of `labels`;
+                `balance` [n], factors of the depths (`loss_balance="rms"`).
 
         Returns:
             `logits` [B, L, V] in float32 where the config has `fp32_logits`, and the rest of `MTPOutput`.
         """
-        shift_labels = kwargs.pop("shift_labels", None)
+        shift_labels, balance = kwargs.pop("shift_labels", None), kwargs.pop("balance", None)
         outputs = self.model(
             input_ids,
             attention_mask,
@@ -226,20 +235,18 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
             **kwargs,
         )
         hidden = outputs.last_hidden_state
-        kept = slice_logits_to_keep(hidden, logits_to_keep)
+        kept = kept_positions(hidden, logits_to_keep)
         logits = self.lm_head(kept, None if return_all_pred_logits else 1)
         logits = logits if return_all_pred_logits and self.config.num_pred_heads > 1 else logits[..., 0, :]
-        loss, head_losses, backbone_loss = None, None, None
+        found = {}
         if labels is not None or shift_labels is not None:
             targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
-            loss, head_losses, backbone_loss = self._loss(hidden, targets, input_ids, num_items_in_batch)
+            found = self._loss(hidden, targets, input_ids, num_items_in_batch, balance)
         return MTPOutput(
-            loss=loss,
             logits=logits.float() if self.config.fp32_logits else logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
-            head_losses=head_losses,
-            backbone_loss=backbone_loss,
+            **found,
         )
 
     def _loss(
@@ -248,29 +255,41 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         targets: torch.Tensor,
         input_ids: torch.Tensor | None,
         counts: torch.Tensor | int | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        balance: torch.Tensor | None,
+    ) -> dict[str, torch.Tensor | None]:
         """Loss of the head and its means; a circuit that trains with its backbone adds the next-byte head's own."""
         tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
-        parts = self.backbone_parts()
-        loss, means = head_loss(self.head, self.config.mtp_head, hidden, targets, tokens, counts, parts)
+        parts, config = self.backbone_parts(), self.config.mtp_head
+        found = head_loss(
+            self.head, config, hidden, targets, tokens, counts, parts, hidden, self._loss_scale(hidden), balance
+        )
+        shown = dict(acceptances=found.acceptances, missing_mass=found.missing, head_squares=found.squares)
         if self.mtp_head is None or not self.lm_head.weight.requires_grad:
-            return loss, means, None
+            return shown | dict(loss=found.loss, head_losses=found.means)
         first = None if counts is None else torch.as_tensor(counts).flatten()[:1]
-        next_byte = MTPHeadConfig(window=1, gamma=self.config.mtp_head.gamma)
-        own, mean = head_loss(self.lm_head, next_byte, hidden, targets[..., :1], tokens, first)
-        return loss + own, means, mean[0]
+        next_byte = MTPHeadConfig(window=1, gamma=config.gamma)
+        own, mean, *_ = head_loss(self.lm_head, next_byte, hidden, targets[..., :1], tokens, first)
+        return shown | dict(loss=found.loss + own, head_losses=found.means, backbone_loss=mean[0])
+
+    def _loss_scale(self, like: torch.Tensor) -> torch.Tensor:
+        """What the depths are multiplied with besides their weights, [n]; depth 1 of FF heads is the next-byte head."""
+        scale = torch.full((self.window,), float(self.mtp_loss_weight), device=like.device)
+        if self.mtp_head is None:
+            scale[0] = 1.0
+        return scale
 
     def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """The loss of the head on data of which only sums per depth are known.
 
         Args:
-            sums: [n], summed cross-entropies in nats.
+            sums: [n], summed terms in nats.
             counts: [n], targets.
 
         Returns:
             Scalar: what `forward` would return for all of the data in one batch, without `backbone_loss`.
         """
-        return (sums * depth_weights(self.config.mtp_head, counts.to(sums))).sum()
+        scale = self._loss_scale(sums).to(sums)
+        return (sums * scale * depth_weights(self.config.mtp_head, counts.to(sums))).sum()
 
     def make_drafter(self, options: DraftOptions) -> HeadDrafter:
         """Drafts of the head, for one call of `generate`."""

@@ -16,6 +16,8 @@ from typing import Any
 from transformers import AddedToken, BatchEncoding, PreTrainedTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from ..remote_code import TravellingTokenizerMixin
+
 BYTE_OFFSET = 64
 """The id of byte 0."""
 
@@ -71,7 +73,7 @@ _ASSISTANT, _OTHERS = -1, -2  # marks of chat tokens: negative, to differ from w
 _BASE_TOKENS = (*SPECIAL_TOKENS, *_BYTE_TOKENS)
 
 
-class EvaByteTokenizer(PreTrainedTokenizer):
+class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
     """Byte-level tokenizer of the EvaByte models: 320 ids, `<bos>` in front of every text, no eos.
 
     Text is cut at the literals of the special tokens (`split_special_tokens=True` reads them as bytes), the rest is
@@ -99,6 +101,7 @@ class EvaByteTokenizer(PreTrainedTokenizer):
         'né'
     """
 
+    remote_classes = {"AutoTokenizer": "EvaByteTokenizer"}
     model_input_names = ["input_ids", "attention_mask"]
     padding_side = "left"
 

@@ -5,13 +5,13 @@ The heads know the backbone only while attached to it, and what they save is the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Cache, GenerationConfig, PreTrainedModel
-from transformers.utils.generic import can_return_tuple
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import takers
@@ -21,9 +21,9 @@ from ...generation.drafters.attending import AttendingHeadDrafter
 from ...generation.drafters.heads import HeadDrafter
 from ...generation.drafters.protocol import DraftOptions
 from ..loading import StrictLoadingMixin
-from ..outputs import MTPOutput
 from .backbone_parts import BackboneParts, backbone_parts, compute_device
-from .losses import depth_targets, depth_weights, head_loss
+from .draft_layers import BoundLayers, DraftLayers
+from .learning import LearningMixin, counted_positions
 from .official import OfficialLayoutsMixin
 from .registry import FAMILIES, HeadFamily, build_head, head_features, init_head, window_law
 from .window_law import WindowLaw
@@ -31,7 +31,7 @@ from .window_law import WindowLaw
 _FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
 
 
-class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, Attachable, PreTrainedModel):
+class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachable, PreTrainedModel):
     """Multi-token heads for a backbone that stays as it is.
 
     Attached heads pass as `assistant_model`: `backbone.generate(..., assistant_model=heads)` speculates losslessly, any
@@ -52,6 +52,7 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, Attachable, PreTrainedM
     """
 
     config_class = MTPHeadConfig
+    remote_classes = {"AutoModel": "MTPHeads"}
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -63,6 +64,7 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, Attachable, PreTrainedM
             raise ValueError(f"the config of MTPHeads lacks {', '.join(missing)}")
         self.loss_type = "ForCausalLM"
         self.head = build_head(config, config.hidden_size, config.vocab_size)
+        self.draft_layers = DraftLayers(config) if config.draft_layers else None
         self._backbones = []
         self.post_init()
 
@@ -96,7 +98,8 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, Attachable, PreTrainedM
             **options,
         )
         if config.backbone_config is None:
-            config.backbone_config = FAMILIES[kind].layer_config(config, text)
+            takes = FAMILIES[kind].layer_config(config, text)
+            config.backbone_config = text.to_dict() if config.draft_layers else takes
         heads = cls(config)
         if start := getattr(heads.head, "start_from", None):
             start(backbone)
@@ -160,8 +163,8 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, Attachable, PreTrainedM
 
     def make_drafter(self, options: DraftOptions) -> HeadDrafter:
         """Drafts of the heads, for one call of `generate`."""
-        if self.family.attends(self.config):
-            return AttendingHeadDrafter(self, options)
+        if self.attends:
+            return AttendingHeadDrafter(self, options, self.features_of_call())
         return HeadDrafter(self.law_of_features, options, self.hidden_layers, self.features)
 
     @property
@@ -170,9 +173,55 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, Attachable, PreTrainedM
         return FAMILIES[self.config.head_type]
 
     @property
+    def attends(self) -> bool:
+        """Whether features look at other positions; drafting then takes a cache, of verified rows only."""
+        return self.draft_layers is not None or self.family.attends(self.config)
+
+    @property
     def hidden_layers(self) -> list[int]:
-        """The states of the backbone that the heads read, as `output_hidden_states` counts them."""
+        """The states of the backbone that the heads read, as `output_hidden_states` counts them; the last one, too."""
+        if self.draft_layers is not None:
+            return [-1 - self.config.draft_layers, -1]
         return self.family.hidden_layers(self.config)
+
+    def add_draft_layers(self, count: int, rank: int = 8, alpha: float | None = None) -> MTPHeads:
+        """Puts draft layers below heads that were trained without (MtPC's stage 2); they start as the backbone's.
+
+        Args:
+            count: k, so many of the backbone's last layers.
+            rank: Of their adapters.
+            alpha: Scale times rank; None: twice the rank.
+
+        Raises:
+            ValueError: The heads have draft layers, or decoder layers of their own.
+        """
+        if self.draft_layers is not None:
+            raise ValueError(
+                f"the heads have {self.config.draft_layers} draft layers; make new heads for another number"
+            )
+        if self.attends:
+            raise ValueError(
+                f"head_type={self.config.head_type!r} has decoder layers of its own: no draft layers go below"
+            )
+        changes = {"draft_layers": count, "draft_lora_rank": rank, "draft_lora_alpha": alpha}
+        described = (
+            self.config.to_dict() | changes | {"backbone_config": self.backbone.config.get_text_config().to_dict()}
+        )
+        config = MTPHeadConfig.from_dict(described)
+        layers = DraftLayers(config)
+        for module in layers.modules():
+            init_head(module, config.initializer_range)
+        own = next(self.head.parameters())
+        self.draft_layers, self.config = layers.to(device=own.device, dtype=own.dtype), config
+        if hasattr(self.head, "config"):
+            self.head.config = config
+        return self
+
+    def features_of_call(self) -> Callable[..., torch.Tensor]:
+        """`features` for one call of `generate`, in which no weight changes."""
+        if self.draft_layers is None:
+            return self.features
+        return partial(self.features, layers=self.draft_layers.bind(self.backbone))
 
     def features(
         self,
@@ -180,18 +229,25 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, Attachable, PreTrainedM
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         cache: Cache | None = None,
+        layers: BoundLayers | None = None,
     ) -> torch.Tensor:
         """What the law of every position is made from, [B, T, F].
 
         Args:
-            hidden_states: The backbone's output of that name, with those that `hidden_layers` names.
+            hidden_states: The backbone's output of that name, with those that `hidden_layers` names (or a mapping).
             attention_mask: [B, past + T], 0 for padding.
             position_ids: [B or 1, T]; None: the real tokens are counted.
             cache: The heads' own keys and values of earlier rows, where they attend; extended.
+            layers: The draft layers, where they are bound already.
         """
+        if position_ids is None and self.attends:
+            position_ids = counted_positions(hidden_states[self.hidden_layers[0]], attention_mask)
+        if self.draft_layers is not None:
+            layers = self.draft_layers.bind(self.backbone) if layers is None else layers
+            drafted = layers(hidden_states[self.hidden_layers[0]], attention_mask, position_ids, cache)
+            states = [drafted] * len(self.family.hidden_layers(self.config))
+            return head_features(self.head, states, attention_mask, position_ids, self._parts())
         states = [hidden_states[index] for index in self.hidden_layers]
-        if position_ids is None and self.family.attends(self.config):
-            position_ids = _positions(states[-1], attention_mask)
         return head_features(self.head, states, attention_mask, position_ids, self._parts(), cache)
 
     def law(
@@ -211,7 +267,7 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, Attachable, PreTrainedM
             A law whose tensors have leading axes [B, T].
         """
         if position_ids is None and attention_mask is not None:
-            position_ids = _positions(input_ids[..., None], attention_mask)
+            position_ids = counted_positions(input_ids[..., None], attention_mask)
         outputs = self._run_backbone(input_ids, attention_mask, position_ids)
         features = self.features(outputs.hidden_states, attention_mask, position_ids)
         return self.law_of_features(features)
@@ -226,93 +282,14 @@ class MTPHeads(OfficialLayoutsMixin, StrictLoadingMixin, Attachable, PreTrainedM
         Raises:
             ValueError: Heads that read more than one state; use `law`.
         """
-        if self.family.attends(self.config) or set(self.hidden_layers) != {-1}:
+        if self.attends or set(self.hidden_layers) != {-1}:
             raise ValueError(
                 f"head_type={self.config.head_type!r} reads more than the last state of one position: use "
                 "law(input_ids, attention_mask)"
             )
         return self.law_of_features(hidden_states)
 
-    def _run_backbone(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        logits_to_keep: int | torch.Tensor = 1,
-    ) -> Any:
-        """The backbone's outputs, with the states that the heads read."""
-        with torch.no_grad():
-            return self.backbone(
-                input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                use_cache=False,
-                logits_to_keep=logits_to_keep,
-                output_hidden_states=self.hidden_layers,
-                return_dict=True,
-            )
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        logits_to_keep: int | torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        **kwargs: Any,
-    ) -> MTPOutput:
-        """The discounted loss of the heads on the frozen backbone, and the backbone's own logits.
-
-        Args:
-            input_ids: [B, L] int64.
-            attention_mask: [B, L], 0 for padding.
-            position_ids: [B or 1, L]; where they restart, a packed document begins.
-            labels: [B, L] int64, shifted here, -100 ignored.
-            logits_to_keep: Logits of the last so many positions only (0: all), or of these positions. None: of the last
-                one in training, which nobody reads, else of all.
-            num_items_in_batch: Targets per depth over all micro-batches, [n] or one number (from the Trainer).
-            **kwargs: `shift_labels` [B, L], the target of every position, in place of `labels`; the rest is not read.
-
-        Returns:
-            `MTPOutput`.
-
-        Raises:
-            ValueError: Labels that are no token ids.
-        """
-        kept = int(self.training) if logits_to_keep is None else logits_to_keep
-        outputs = self._run_backbone(input_ids, attention_mask, position_ids, kept)
-        loss, head_losses = None, None
-        if labels is not None or "shift_labels" in kwargs:
-            targets = depth_targets(labels, self.window, attention_mask, position_ids, kwargs.get("shift_labels"))
-            states, parts, count = outputs.hidden_states, self._parts(), num_items_in_batch
-            features = self.features(states, attention_mask, position_ids)
-            loss, head_losses = head_loss(
-                self.head, self.config, features, targets, input_ids, count, parts, states[-1]
-            )
-        return MTPOutput(loss=loss, logits=outputs.logits, head_losses=head_losses)
-
-    def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """The loss on data of which only sums per depth are known.
-
-        Args:
-            sums: [n], summed cross-entropies in nats.
-            counts: [n], targets.
-
-        Returns:
-            Scalar: what `forward` would return for all of the data in one batch.
-        """
-        return (sums * depth_weights(self.config, counts.to(sums))).sum()
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         init_head(module, self.config.initializer_range)
-
-
-def _positions(states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """Position ids [B or 1, T] of states [B, T, d]; padding has 0."""
-    if attention_mask is None:
-        return torch.arange(states.shape[1], device=states.device)[None]
-    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -states.shape[1] :]

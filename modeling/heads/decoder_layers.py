@@ -35,7 +35,7 @@ class DecoderLayers(nn.ModuleList):
     def __init__(self, config: PreTrainedConfig, count: int) -> None:
         with torch.device("meta"):
             body = AutoModel.from_config(deepcopy(config))
-        _check(config, body)
+        check_layers(config, body)
         self.config, last = body.config, len(body.layers) - 1
         super().__init__(type(body.layers[-1])(self.config, last) for _ in range(count))
         self.rotary_class, self.norm_class = type(body.rotary_emb), type(final_norm(body))
@@ -76,8 +76,19 @@ class DecoderLayers(nn.ModuleList):
         Returns:
             Per layer [B, T, d].
         """
+        options = self.options(inputs[0], rotary, attention_mask, position_ids, cache)
+        return [layer(part, **options) for layer, part in zip(self, inputs)]
+
+    def options(
+        self,
+        states: torch.Tensor,
+        rotary: nn.Module,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        cache: Cache | None = None,
+    ) -> dict[str, Any]:
+        """What every layer takes besides its states [B, T, d]; see `run`."""
         make_mask = create_sliding_window_causal_mask if is_sliding(self.config) else create_causal_mask
-        states = inputs[0]
         mask = make_mask(
             config=self.config,
             inputs_embeds=states,
@@ -86,14 +97,13 @@ class DecoderLayers(nn.ModuleList):
             position_ids=position_ids,
             layer_idx=0,
         )
-        kinds = [self.config.layer_types[-1]] if _knows_layer_types(rotary) else []
-        options: dict[str, Any] = {
+        kinds = [self.config.layer_types[-1]] if knows_layer_types(rotary) else []
+        return {
             "attention_mask": mask,
             "position_ids": position_ids,
             "position_embeddings": rotary(states, position_ids, *kinds),
             self.cache_name: cache,
         }
-        return [layer(part, **options) for layer, part in zip(self, inputs)]
 
 
 def read_config(values: dict[str, Any]) -> PreTrainedConfig:
@@ -102,7 +112,12 @@ def read_config(values: dict[str, Any]) -> PreTrainedConfig:
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
-def _check(config: PreTrainedConfig, body: nn.Module) -> None:
+def check_layers(config: PreTrainedConfig, body: nn.Module) -> None:
+    """Refuses a model whose layers cannot stand alone.
+
+    Raises:
+        ValueError: The reason.
+    """
     reason = REFUSED.get(config.model_type)
     if reason is None:
         layers = getattr(body, "layers", None)
@@ -112,5 +127,6 @@ def _check(config: PreTrainedConfig, body: nn.Module) -> None:
         raise ValueError(f"backbone_config: a head cannot have a layer of model_type={config.model_type!r}: {reason}")
 
 
-def _knows_layer_types(rotary: nn.Module) -> bool:
+def knows_layer_types(rotary: nn.Module) -> bool:
+    """Whether positions are rotated differently in layers of different kinds."""
     return "layer_type" in inspect.signature(type(rotary).forward).parameters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from transformers import initialization as init
 from ...configuration import MTPHeadConfig
 from .backbone_parts import BackboneParts, trunk
 from .decoder_layers import DecoderLayers, read_config
+from .one_by_one import sums_one_by_one
 
 
 class LayerHead(nn.Module):
@@ -56,6 +57,45 @@ class LayerHead(nn.Module):
         outputs = self.layers.run(self._inputs(below), self.rotary, attention_mask, position_ids, cache)
         normed = [backbone.norm(output) for output in outputs]
         return torch.cat(normed if self.config.first == "own" else [last.to(normed[0].dtype), *normed], -1)
+
+    def one_by_one(
+        self,
+        states: Mapping[int, torch.Tensor] | Sequence[torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        backbone: BackboneParts,
+        targets: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of all heads with the memory of one (`sums_one_by_one`), where they read the same states.
+
+        Args:
+            states: By index, those below the last layer, and the last, [B, T, d].
+            attention_mask: [B, T], 0 for padding.
+            position_ids: [B or 1, T].
+            backbone: Whose norm and unembedding are borrowed.
+            targets: [B, T, n] int64, -100 where nothing is scored.
+            weights: [n].
+
+        Returns:
+            The scalar, and detached sums of cross-entropies per depth, [n].
+        """
+        z = states[-2].to(next(self.layers.parameters()).dtype)
+        options = self.layers.options(z, self.rotary, attention_mask, position_ids)
+
+        def run(k: int, inputs: torch.Tensor) -> torch.Tensor:
+            return backbone.norm(self.layers[k](inputs, **options))
+
+        borrowed = self.config.first == "backbone"
+        layers, unembed, vocab = list(self.layers), backbone.unembed, self.vocab_size
+        loss, sums = sums_one_by_one(run, layers, z, targets[..., borrowed:], weights[borrowed:], unembed, vocab)
+        if not borrowed:
+            return loss, sums
+        last = states[-1].to(z.dtype)
+        first, own = sums_one_by_one(
+            lambda k, inputs: inputs, [nn.Module()], last, targets, weights[:1], unembed, vocab
+        )
+        return loss + first, torch.cat([own, sums])
 
     def _inputs(self, below: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         dtype = next(self.layers.parameters()).dtype

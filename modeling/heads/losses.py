@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from ...configuration import MTPHeadConfig
 from .backbone_parts import BackboneParts
 from .chunks import Part, chunked_sums
 from .registry import window_law
-from .window_law import WindowLaw
+from .teacher import Teacher
 
 IGNORE = -100
 
@@ -206,6 +207,24 @@ def depth_means(terms: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     return terms.sum((0, 1)) / valid.sum((0, 1))
 
 
+class HeadLoss(NamedTuple):
+    """The loss of a head and what is shown of it; all but the first are detached.
+
+    Attributes:
+        loss: Scalar, in nats.
+        means: [n] mean term per depth, NaN where a depth has no target.
+        acceptances: [n] mean probability that a token drawn at a depth is kept, NaN at depth 1; None without a teacher.
+        missing: Scalar, the teacher's mean mass outside `loss_top_k`; None where all tokens are compared.
+        squares: [n] mean squared term, where depths are balanced by factors that were given.
+    """
+
+    loss: torch.Tensor
+    means: torch.Tensor
+    acceptances: torch.Tensor | None = None
+    missing: torch.Tensor | None = None
+    squares: torch.Tensor | None = None
+
+
 def head_loss(
     head: nn.Module,
     config: MTPHeadConfig,
@@ -215,11 +234,14 @@ def head_loss(
     counts: torch.Tensor | int | None = None,
     backbone: BackboneParts | None = None,
     last_states: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scale: torch.Tensor | float = 1.0,
+    balance: torch.Tensor | None = None,
+) -> HeadLoss:
     """The loss of a head over all windows of a batch, in chunks.
 
     A term is -log q(x_{t+j} | x_{t+1..t+j-1}), where x is the label if that is scored, and else the token observed; or,
-    from depth 2 on, the cross-entropy of that law with the backbone's own (`loss_target="teacher"`).
+    from depth 2 on, how far that law is from the backbone's own (`loss_target="teacher"`, see `divergences`), mixed
+    with a share `loss_label_weight` of the former.
 
     Args:
         head: The head.
@@ -230,9 +252,11 @@ def head_loss(
         counts: `num_items_in_batch`, see `counts_of_update`.
         backbone: What the head borrows of its backbone.
         last_states: [B, L, d], the backbone's last hidden states, which a teacher needs.
+        scale: What the loss is multiplied with, or every depth of it, [n]; the means are not.
+        balance: [n] factors of the depths, for `loss_balance="rms"`; None: those of this batch, which takes a pass.
 
     Returns:
-        The loss (a scalar, in nats), and the detached mean per depth [n], NaN where a depth has no target.
+        See `HeadLoss`.
 
     Raises:
         ValueError: A target that is no token id, or a teacher where there is no backbone to teach.
@@ -243,28 +267,46 @@ def head_loss(
         tokens = torch.where(scored, targets, tokens_ahead(input_ids, window, 0))
     elif "masked_tokens" in config.family.options:
         unknown = ~scored
-    teacher = None if config.loss_target == "labels" else _teacher_states(last_states, window)
+    teacher = None if config.loss_target == "labels" else Teacher.of(config, backbone, last_states, scored)
+    balanced = config.loss_balance == "rms" and torch.is_grad_enabled()  # it moves while heads learn
 
     def terms(
         part: torch.Tensor,
         tokens: torch.Tensor,
         scored: torch.Tensor,
         unknown: torch.Tensor | None,
-        teacher: torch.Tensor | None,
+        *taught: torch.Tensor,
     ) -> torch.Tensor:
         law = window_law(head, config, part, backbone)
         if teacher is None:
-            return torch.where(scored, -law.token_log_probs(tokens, unknown), 0.0)
-        return torch.where(scored, _taught_terms(law, tokens, teacher, backbone), 0.0)
+            values = [-law.token_log_probs(tokens, unknown)]
+        else:
+            values = list(teacher.terms(law, tokens, taught))
+        if balanced and balance is not None:
+            values.append(values[0].detach().square())
+        return torch.cat([torch.where(scored, value, 0.0) for value in values], -1)
 
     dtype = torch.promote_types(features.dtype, torch.float32)
-    weights = depth_weights(config, counts_of_update(own, counts).to(dtype))
-    part = Part(features, (tokens, scored, unknown, teacher), weights)
+    weights = depth_weights(config, counts_of_update(own, counts).to(dtype)) * scale
+    arguments = (tokens, scored, unknown, *(() if teacher is None else teacher.arguments))
+    part = Part(features, arguments, weights)
     size = window * config.rank * head.vocab_size * (1 if teacher is None else 2)
-    if config.loss_balance == "rms" and torch.is_grad_enabled():  # it moves while heads learn: nothing to compare
-        part.weights = weights * _rms_balance(terms, head, part, size, own)
+    if balanced:
+        factors = _rms_balance(terms, head, part, size, own) if balance is None else balance.to(weights)
+        weights = weights * factors
+    shown = (teacher is not None) + (balanced and balance is not None)
+    part.weights = nn.functional.pad(weights, (0, window * shown))  # what is only shown weighs nothing
     loss, (sums,) = chunked_sums(terms, head, [part], size)
-    return loss, sums / own
+    means = list(sums.unflatten(0, (-1, window)) / own)
+    if teacher is not None:
+        means[1][0] = torch.nan  # nothing is drafted at depth 1
+    return HeadLoss(
+        loss,
+        means[0],
+        None if teacher is None else means[1],
+        None if teacher is None else teacher.missing,
+        means[-1] if balanced and balance is not None else None,
+    )
 
 
 def depth_weights(config: MTPHeadConfig, counts: torch.Tensor) -> torch.Tensor:
@@ -290,25 +332,12 @@ def _rms_balance(
     terms: Callable[..., torch.Tensor], head: nn.Module, part: Part, size: int, counts: torch.Tensor
 ) -> torch.Tensor:
     """Root mean square of the terms of depth 1 over that of each depth, [n] (Mehra et al. 2025); it takes a pass."""
+    window = len(counts)
     with torch.no_grad():
-        _, (squares,) = chunked_sums(lambda *chunk: terms(*chunk).square(), head, [part], size)
-    squares = squares / counts.clamp(min=1)
+        _, (squares,) = chunked_sums(lambda *chunk: terms(*chunk)[..., :window].square(), head, [part], size)
+    return balance_factors(squares / counts.clamp(min=1))
+
+
+def balance_factors(squares: torch.Tensor) -> torch.Tensor:
+    """Root of the mean squared term of depth 1 over that of each depth, [n], from mean squared terms [n]."""
     return (squares[:1] / squares.clamp(min=torch.finfo(squares.dtype).tiny)).sqrt()
-
-
-def _teacher_states(last_states: torch.Tensor | None, window: int) -> torch.Tensor:
-    """For every position the states [B, L, (n - 1) d] whose next tokens depths 2 to n predict."""
-    if last_states is None:
-        raise ValueError("loss_target='teacher' is for heads apart from their backbone (MTPHeads), which teaches them")
-    padded = nn.functional.pad(last_states.detach(), (0, 0, 0, window - 1))
-    return torch.cat([padded[:, k : k + last_states.shape[1]] for k in range(1, window)], -1)
-
-
-def _taught_terms(law: WindowLaw, tokens: torch.Tensor, teacher: torch.Tensor, backbone: BackboneParts) -> torch.Tensor:
-    """Terms [N, n]: at depth 1 of the tokens, beyond it cross-entropies with the laws of the teacher's states."""
-    log_probs = law.conditional_log_probs(tokens)
-    first = -log_probs[..., :1, :].gather(-1, tokens[..., :1, None])[..., 0]
-    states = teacher.unflatten(-1, (tokens.shape[-1] - 1, -1))
-    with torch.no_grad():
-        taught = backbone.unembed(states).to(log_probs.dtype).softmax(-1)
-    return torch.cat([first, -(taught * log_probs[..., 1:, :]).sum(-1)], -1)

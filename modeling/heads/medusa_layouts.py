@@ -2,7 +2,7 @@
 
 Authors': `{k}.{j}.linear.{weight, bias}` for head k and block j, `{k}.{blocks}.weight` its unembedding (version 2 has
 none). Merged: the same behind `medusa_head.` in a model's files. vLLM: `blocks.{k}.layers.{j}.*` and
-`lm_heads.{k}.weight`.
+`lm_heads.{k}.weight`. Independent (FF) heads are vLLM's with no block: `lm_heads` alone.
 """
 
 from __future__ import annotations
@@ -72,21 +72,13 @@ def write_official(config: MTPHeadConfig, tensors: Tensors, unembedding: torch.T
 
 def write_vllm(config: MTPHeadConfig, tensors: Tensors, unembedding: torch.Tensor) -> Folder:
     """Fields and tensors of a folder that vLLM serves; biases are announced, which it would else drop in silence."""
+    if config.head_type == "ff":
+        return _vllm_fields(config, num_hidden_layers=0), _independent_unembeddings(config, tensors, unembedding)
     _check(config)
     own = config.unembed == "own"
-    fields = {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "truncated_vocab_size": config.vocab_size,
-        "num_heads": config.window - 1,
-        "num_hidden_layers": config.num_blocks,
-        "max_paths": 64,
-        "topk": 10,
-        "medusa_fc_bias": True,
-        **({} if own else {"original_lm_head": True}),
-    }
+    fields = _vllm_fields(config, num_hidden_layers=config.num_blocks, medusa_fc_bias=True)
+    if not own:
+        fields["original_lm_head"] = True
     named = {} if own else {"lm_heads.0.weight": unembedding}
     for k in range(config.window - 1):
         for j in range(config.num_blocks):
@@ -97,6 +89,29 @@ def write_vllm(config: MTPHeadConfig, tensors: Tensors, unembedding: torch.Tenso
     return fields, named
 
 
+def _vllm_fields(config: MTPHeadConfig, **values: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "truncated_vocab_size": config.vocab_size,
+        "num_heads": config.window - 1,
+        "max_paths": 64,
+        "topk": 10,
+        **values,
+    }
+
+
+def _independent_unembeddings(config: MTPHeadConfig, tensors: Tensors, unembedding: torch.Tensor) -> Tensors:
+    """A matrix [V, d] per head from the second token on: the rows of a full leaf, or W A_h of a shared one."""
+    if config.leaf == "full":
+        matrices = tensors["weight"].unflatten(0, (-1, config.vocab_size))
+    else:
+        matrices = torch.stack([unembedding @ matrix.T.to(unembedding) for matrix in tensors["maps"]])
+    return {f"lm_heads.{h - 1}.weight": matrices[h] for h in range(1, config.window)}
+
+
 def _block(config: MTPHeadConfig, tensors: Tensors, k: int, j: int, part: str) -> torch.Tensor:
     return tensors[f"blocks.{k}.{0 if config.tied_blocks else j}.linear.{part}"]
 
@@ -104,8 +119,8 @@ def _block(config: MTPHeadConfig, tensors: Tensors, k: int, j: int, part: str) -
 def _check(config: MTPHeadConfig) -> None:
     if config.head_type != "medusa" or config.block != "residual":
         raise ValueError(
-            f"layout: Medusa's folders hold head_type='medusa' with block='residual', not {config.head_type!r} with "
-            f"block={config.block!r}"
+            f"layout: Medusa's folders hold head_type='medusa' with block='residual' (and vLLM's also 'ff'), not "
+            f"{config.head_type!r} with block={config.block!r}"
         )
 
 
@@ -124,6 +139,11 @@ def _options(folder: Path, values: dict[str, Any], ours: Tensors) -> Folder:
     """The weights decide on all counts: released configs say 2 heads where there are 5."""
     places = [tuple(map(int, name.split(".")[1:3])) for name in ours if name.endswith("linear.weight")]
     if not places:
+        if "unembeddings.heads.0.weight" in ours:
+            raise ValueError(
+                f"{folder}: heads without blocks are independent ('ff') heads written for vLLM, which lack the first "
+                "one; load the folder that they were written from"
+            )
         raise ValueError(f"{folder}: no Medusa heads among its tensors")
     heads, blocks = (1 + max(numbers) for numbers in zip(*places))
     unembedding = ours.get("unembeddings.heads.0.weight")

@@ -73,7 +73,8 @@ class OfficialLayoutsMixin:
 
         Args:
             folder: Made if it is not there.
-            layout: `"medusa"` (safetensors), `"vllm"`, `"hydra"`, or `"gloeckle"` (with the backbone).
+            layout: `"medusa"` (safetensors), `"vllm"` (Medusa, and independent heads as Medusa without blocks),
+                `"hydra"`, or `"gloeckle"` (with the backbone).
 
         Raises:
             ValueError: An unknown layout, or heads that it cannot hold.
@@ -139,4 +140,8 @@ def _written(layout: str, config: MTPHeadConfig, tensors: dict[str, torch.Tensor
     if layout == "hydra":
         return hydra_layout.write(config, tensors, base.get_input_embeddings().weight)
     write = medusa_layouts.write_official if layout == "medusa" else medusa_layouts.write_vllm
-    return write(config, tensors, base.get_output_embeddings().weight)
+    unembedding = base.get_output_embeddings()
+    is_shared = (config.leaf if config.head_type == "ff" else config.unembed) == "shared"
+    if layout == "vllm" and is_shared and getattr(unembedding, "bias", None) is not None:
+        raise ValueError(f"layout='vllm': the unembedding of {type(base).__name__} has a bias, which vLLM's heads lack")
+    return write(config, tensors, unembedding.weight)

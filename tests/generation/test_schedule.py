@@ -92,3 +92,29 @@ def test_generate_adapts_and_stays_lossless(trained):
     )
     assert torch.equal(out.sequences, trained.generate(prompt, use_mtp=False, **options))
     assert max(map(len, out.speculation.drafts)) <= 5 and [] in out.speculation.drafts
+
+
+def test_plain_decoding_where_a_forward_makes_the_next_draft_and_none_is_ever_right():
+    """A cycle pays for what was asked in it; a draft that was asked for comes a cycle later."""
+    schedule, asked, pending = AdaptiveSchedule(4, lead=1), [], 0
+    for _ in range(600):
+        length = schedule.length()
+        drafted = min(pending, length)
+        schedule.update(drafted, [0], 1 + 0.5 * length, length)
+        pending = length
+        asked.append(length)
+    assert asked[0] == 0 and set(asked[1:5]) == {4}
+    assert sum(length == 0 for length in asked[20:]) > 0.93 * 580
+    probes = [a for a, b in zip(asked[20:], asked[21:]) if a and b]
+    assert probes  # two cycles in a row: one that makes the draft, one that judges it
+
+
+def test_drafts_that_come_a_cycle_later_and_pay_are_made():
+    schedule, asked, pending = AdaptiveSchedule(4, lead=1), [], 0
+    for _ in range(100):
+        length = schedule.length()
+        drafted = min(pending, length)
+        schedule.update(drafted, [drafted], 1 + 0.1 * length, length)
+        pending = length
+        asked.append(length)
+    assert asked[10:].count(4) > 0.85 * 90 and 0 not in asked[10:]

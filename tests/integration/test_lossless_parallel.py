@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.laws import chi_square
 from tests.models import left_padded
 from tokenahead import PTPForCausalLM
-from tokenahead.generation import parallel_mixin
+from tokenahead.generation import parallel_speculator
 from tokenahead.modeling.sampling import pick
 
 DATA = Path(__file__).parents[1] / "data" / "ptp"
@@ -217,7 +217,7 @@ def test_tokens_are_computed_by_the_backbone_alone():
         ({"uniforms": torch.rand(1, 3), "verification": "block"}, "only with verification='coupled'"),
         ({"uniforms": torch.rand(1, 3), "seed": 1}, "not both"),
         ({"uniforms": torch.rand(1, 3), "do_sample": False}, "uniforms= is for sampling"),
-        ({"slot_budget": 0}, "slot_budget=0 must be at least 1"),
+        ({"slot_budget": 0}, "slot_budget=0 must be at least 2"),
         ({"best_of": 0}, "best_of=0 must be a whole number"),
         ({"best_of": 2, "uniforms": torch.rand(1, 3)}, "best_of=2 draws its uniforms anew"),
         ({"best_of": 2, "verification": "block"}, "needs verification='coupled'"),
@@ -244,7 +244,7 @@ def test_bad_input_to_forward_and_config():
 
 def test_another_law_than_was_learned_is_warned_of(monkeypatch):
     said = []
-    monkeypatch.setattr(parallel_mixin.logger, "warning_once", said.append)
+    monkeypatch.setattr(parallel_speculator.logger, "warning_once", said.append)
     model = official()
     decode(model, prompts(1), **SAMPLING)
     learned = decode(model, prompts(1), do_sample=True, seed=3)  # where nothing is set, it is the law that was learned

@@ -1,14 +1,16 @@
 """The card: what it says, what it refuses to say, and when it may replace a README.md."""
 
 import dataclasses
+from pathlib import Path
 
 import jinja2
 import pytest
 from huggingface_hub import ModelCard
 from transformers import LlamaConfig
 
+from tests.families import family_model
 from tests.ptp_models import student
-from tokenahead import EvaByteForMTPC, MTPHeadConfig
+from tokenahead import EagleHead, EagleHeadConfig, EvaByteForMTPC, MTPHeadConfig
 from tokenahead.model_cards import card as card_module
 from tokenahead.model_cards import render_card, write_card
 
@@ -90,7 +92,7 @@ def test_metadata_round_trip(model, results):
     )
     data = ModelCard(str(card)).data
     assert {"tokenahead", "multi-token-prediction", "speculative-decoding", "evabyte", "bytes"} == set(data.tags)
-    assert (data.pipeline_tag, data.library_name) == ("text-generation", "tokenahead")
+    assert (data.pipeline_tag, data.library_name) == ("text-generation", "transformers")
     assert (data.license, data.language, data.model_name) == ("mit", "code", "Toy")
     figures = {(entry.metric_type, entry.metric_name): entry.metric_value for entry in data.eval_results}
     assert len(figures) == 7
@@ -99,9 +101,75 @@ def test_metadata_round_trip(model, results):
     assert {entry.dataset_type for entry in data.eval_results} == {"held-out-code"}
 
 
-def test_library_is_transformers_once_the_code_travels(model):
-    model.config.auto_map = {"AutoModelForCausalLM": "modeling_evabyte.EvaByteForMTPC"}
-    assert render_card(model, None).data.library_name == "transformers"
+@pytest.mark.parametrize("travels", ["bundle", "package", None])
+def test_use_without_the_library_is_shown_where_its_code_travels(model, travels):
+    card = render_card(model, None, repo_id="me/toy", remote_code=travels)
+    assert card.data.library_name == ("transformers" if travels == "bundle" else "tokenahead")
+    shown = 'AutoModelForCausalLM.from_pretrained("me/toy", trust_remote_code=True)' in card.text
+    assert shown == (travels == "bundle") == ("pip install torch 'transformers==" in card.text)
+    assert "pip install tokenahead" in card.text
+
+
+SECTIONS = (
+    "Model Details", "Uses", "Direct Use", "Out-of-Scope Use", "How to Get Started with the Model", "Training Details",
+    "Training Data", "Training Procedure", "Evaluation", "Bias, Risks, and Limitations", "Recommendations", "Citation",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["model", "eagle", "ptp", "modules"])
+def test_parts_of_the_annotated_template(kind, model, results):
+    found = {"model": model, "ptp": student(), "modules": family_model("llama")}
+    found["eagle"] = EagleHead(EagleHeadConfig(hidden_size=16, num_attention_heads=2, vocab_size=64))
+    hyperparameters = {"learning_rate": 0.001}
+    texts = {"training_data": "Novels.", "training_description": "Slowly.", "out_of_scope": "- Poems."}
+    card = render_card(found[kind], results, language="en", hyperparameters=hyperparameters, **texts)
+    headings = [line.lstrip("# ") for line in card.text.splitlines() if line.startswith("##")]
+    assert set(SECTIONS) <= set(headings)
+    for shown in ("Novels.", "Slowly.", "- Poems.", "learning_rate: 0.001", "@article{"):
+        assert shown in card.text
+    assert (card.data.language, table_row(card, "Language(s)")) == ("en", ["en"])
+    paper = {"model": "2404.19737", "eagle": "2503.01840", "ptp": "2512.21323", "modules": "2412.19437"}[kind]
+    assert f"arXiv:{paper}" in card.text
+    assert ("peft" in card.text) == (kind == "ptp") and ("AutoModel.from" in card.text) == (kind == "eagle")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("base_model", "/home/somebody/base"),
+        ("training_description", "Trained from ~/runs/3."),
+        ("training_data", "See C:\\data\\corpus."),
+        ("training_data", f"See {Path(__file__)}."),
+        ("hyperparameters", {"output": "/tmp/out"}),
+    ],
+)
+def test_paths_of_a_machine_are_refused_by_name(model, field, value):
+    with pytest.raises(ValueError, match="a path of one machine"):
+        render_card(model, None, **{field: value})
+
+
+def test_addresses_and_fractions_are_no_paths(model):
+    text = "See https://example.org/home/x/y, 3/4 of 1/2/3, and/or `/v1/completions`, src/a/b.py."
+    assert text in render_card(model, None, training_description=text).text
+
+
+def test_template_of_ones_own(model, tmp_path):
+    template = tmp_path / "card.jinja"
+    template.write_text("---\n{{ card_data }}\n---\n{{ facts.class_name }} {% include 'install.md.jinja' %}")
+    assert "EvaByteForMTPC" in render_card(model, None, template=template).text
+    template.write_text("{{ card_data }} {{ colour }}")
+    with pytest.raises(ValueError, match="template card.jinja: 'colour' is undefined; a card has the fields card_data"):
+        render_card(model, None, template=template)
+    template.write_text("{% if %}")
+    with pytest.raises(ValueError, match="template card.jinja, line 1"):
+        render_card(model, None, template=template)
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        render_card(model, None, template=tmp_path / "none.jinja")
+
+
+def test_what_travels_must_be_known(model):
+    with pytest.raises(ValueError, match="remote_code='zip'"):
+        render_card(model, None, remote_code="zip")
 
 
 def test_config_alone_gives_a_card_without_parameters(config):
@@ -177,7 +245,7 @@ def test_card_replaces_its_own_older_version(model, results, tmp_path):
     [
         lambda text: "# My own words\n",
         lambda text: "---\n: not yaml [\n---\n# My own words\n",
-        lambda text: text.replace("## Limits", "Do not use this near children.\n\n## Limits"),
+        lambda text: text.replace("## Citation", "Do not use this near children.\n\n## Citation"),
         lambda text: text.replace("license: mit", "license: gpl-3.0"),
         lambda text: text + "\nA last word.\n",
     ],

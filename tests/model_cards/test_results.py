@@ -50,6 +50,13 @@ def test_interrupted_write_keeps_the_old_file(results, tmp_path, monkeypatch):
         ({"plain_seconds": math.inf}, "plain_seconds=inf must be"),
         ({"name": " "}, "name=' ' must be"),
         ({"identical": "yes"}, "identical='yes' must be"),
+        ({"batch_size": 0}, "batch_size=0 must be"),
+        ({"repeated_share": 1.5}, "repeated_share=1.5 must be"),
+        ({"accepted_by_position": [0.5, -0.1]}, "accepted_by_position=.* must be"),
+        ({"expected_by_position": 3}, "expected_by_position=3 must be"),
+        ({"expected_tokens_per_call": math.nan}, "expected_tokens_per_call=nan must be"),
+        ({"processor_seconds": 0.0}, "processor_seconds=0.0 must be"),
+        ({"per_prompt": [math.inf]}, "per_prompt=.* must be"),
     ],
 )
 def test_bad_row_is_named(row, change, message):
@@ -65,6 +72,7 @@ def test_bad_row_is_named(row, change, message):
         ({"accepted_by_position": [0.5, 1.5]}, "accepted_by_position=.* must be"),
         ({"bits_per_byte": math.nan}, "bits_per_byte=nan must be"),
         ({"extra": {"note": None}}, r"extra\['note'\]=None must be"),
+        ({"environment": {"torch": []}}, r"environment\['torch'\]=\[\] must be"),
     ],
 )
 def test_bad_results_are_named(results, change, message):
@@ -102,3 +110,24 @@ def test_truncated_file_is_named(results, tmp_path):
     path.write_text(path.read_text()[:100])
     with pytest.raises(ValueError, match=r"results\.json is not a JSON file"):
         MeasuredResults.from_json(path)
+
+
+def test_text_that_repeats_itself_claims_no_speed_up(results, row, config):
+    from tokenahead.model_cards.facts import describe
+    from tokenahead.model_cards.metadata import card_metadata
+
+    loops = dataclasses.replace(row, repeated_share=0.6, expected_tokens_per_call=3.0)
+    assert loops.is_degenerate and not row.is_degenerate
+    assert not dataclasses.replace(row, repeated_share=0.5).is_degenerate
+    changed = dataclasses.replace(results, results=[loops, results.results[1]])
+    entries = card_metadata(describe(config), changed, "m", license="mit").eval_results
+    figures = {(entry.metric_type, entry.metric_name.split(", ", 1)[-1]) for entry in entries}
+    assert ("speed_up", "greedy") not in figures and ("speed_up", "sampled, a | b") in figures
+    values = {entry.metric_type: entry.metric_value for entry in entries}
+    assert (values["repetition"], values["expected_tokens_per_call"]) == (0.6, 3.0)
+
+
+def test_spread_and_processor_time(row):
+    assert row.spread is None and row.processor_speed_up is None
+    more = dataclasses.replace(row, per_prompt=[3.5, 4.5], processor_seconds=1.0, plain_processor_seconds=3.0)
+    assert more.spread == (3.5, 4.5) and more.processor_speed_up == 3.0

@@ -53,7 +53,7 @@ def ragged_rows(count: int = 8, length: int = 20, vocab_size: int = 320) -> list
     return rows
 
 
-def trainer_for(model, folder, rows, trainer_class=MTPTrainer, **options) -> MTPTrainer:
+def trainer_for(model, folder, rows, trainer_class=MTPTrainer, strategy=None, **options) -> MTPTrainer:
     """A quiet trainer that saves nothing and logs every step, unless told otherwise."""
     defaults = dict(
         output_dir=str(folder),
@@ -69,7 +69,8 @@ def trainer_for(model, folder, rows, trainer_class=MTPTrainer, **options) -> MTP
         dataloader_pin_memory=False,
     )
     arguments = TrainingArguments(**(defaults | options))
-    return trainer_class(model, arguments, train_dataset=rows, eval_dataset=rows)
+    given = {} if strategy is None else {"strategy": strategy}
+    return trainer_class(model, arguments, train_dataset=rows, eval_dataset=rows, **given)
 
 
 @pytest.fixture

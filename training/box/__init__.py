@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-_HOMES = {"BoxDamagedError": "folder", "box_folder": "folder", "load_box": "folder"}
+_HOMES = {"BoxDamagedError": "folder", "box_folder": "folder", "load_box": "folder", "load_heads": "folder"}
 __all__ = list(_HOMES)
 
 

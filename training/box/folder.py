@@ -5,6 +5,7 @@ Knows the folder's layout and its checksums; how the box is trained and measured
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from pathlib import Path
@@ -16,12 +17,16 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ...modeling import EvaByteForMTPC, EvaByteTokenizer
 
+FAMILIES = ("ff", "cp", "hmm", "btree")
+"""Heads of a box, in the order in which they are shown."""
 CHECKSUMS = "SHA256SUMS"
 """Name of the file of checksums, in the format of `sha256sum`."""
 FIGURES = "figures.json"
 """Name of the file of measured figures."""
-DRAFTED = 5
-"""Bytes that the box drafts unless told otherwise: of 15, the last ten cost more time than they save."""
+EXCERPTS = "held_out.json"
+"""Name of the file of held-out text."""
+DRAFTED = 6
+"""Bytes that a head of the box drafts unless its release or the user chose otherwise; the last of 15 seldom pay."""
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _STORED = torch.bfloat16
 _MODEL = "model.safetensors"
@@ -59,17 +64,49 @@ def load_box(
     """
     folder = Path(folder or box_folder())
     check_box(folder)
-    heads = ["ff", *sorted(path.stem for path in folder.glob("*.safetensors") if path.name != _MODEL)]
+    heads = heads_in(folder)
     if head not in heads:
         raise ValueError(f"head={head!r} is not in the box; choose one of {', '.join(heads)}")
+    return _load(folder, head, dtype), EvaByteTokenizer.from_pretrained(folder)
+
+
+def load_heads(
+    folder: str | Path | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, EvaByteForMTPC], PreTrainedTokenizerBase]:
+    """Loads the model once with every head of a box.
+
+    Args:
+        folder: See `load_box`.
+        dtype: Of the weights in memory.
+
+    Returns:
+        The models by head, FF first, and their tokenizer.
+
+    Raises:
+        BoxDamagedError: See `load_box`.
+    """
+    folder = Path(folder or box_folder())
+    check_box(folder)
+    models = {head: _load(folder, head, dtype) for head in heads_in(folder)}
+    return models, EvaByteTokenizer.from_pretrained(folder)
+
+
+def heads_in(folder: Path) -> list[str]:
+    """The heads that a box holds: FF, then those of `FAMILIES`, then any other."""
+    found = {path.stem for path in folder.glob("*.safetensors") if path.name != _MODEL}
+    return ["ff", *(kind for kind in FAMILIES if kind in found), *sorted(found.difference(FAMILIES))]
+
+
+def _load(folder: Path, head: str, dtype: torch.dtype) -> EvaByteForMTPC:
     model = EvaByteForMTPC.from_pretrained(folder, dtype=dtype)
     if head != "ff":
         file = folder / f"{head}.safetensors"
         with safe_open(file, framework="pt") as opened:
-            options = json.loads(opened.metadata()["options"])
-        model.set_head(**options)
+            notes = opened.metadata()
+        model.set_head(**json.loads(notes["options"]))
         model.mtp_head.load_state_dict(load_file(file))
-    return model.eval(), EvaByteTokenizer.from_pretrained(folder)
+        model.generation_config.num_assistant_tokens = int(notes["num_assistant_tokens"])
+    return model.eval()
 
 
 def check_box(folder: Path) -> None:
@@ -95,28 +132,32 @@ def sha256(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def save_box(folder: Path, models: dict[str, EvaByteForMTPC]) -> None:
+def save_box(folder: Path, models: dict[str, EvaByteForMTPC], drafts: dict[str, int] | None = None) -> None:
     """Writes the weights of a box: the backbone with its FF heads, and every circuit beside it, in bfloat16.
 
     Args:
         folder: Where to; checksums are written apart (`seal_box`), when all other files are there.
         models: By head, all with the same backbone; `"ff"` gives backbone and FF heads.
+        drafts: By head, bytes to draft unless the user says otherwise; `DRAFTED` where none is given.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for kind, model in models.items():
+        count = (drafts or {}).get(kind, DRAFTED)
         if kind == "ff":
-            model.generation_config = GenerationConfig(**_IDS, num_assistant_tokens=DRAFTED)
-            model.to(_STORED).save_pretrained(folder)
-            EvaByteTokenizer().save_pretrained(folder)
+            stored = copy.deepcopy(model).to(_STORED)
+            stored.generation_config = GenerationConfig(**_IDS, num_assistant_tokens=count)
+            stored.save_pretrained(folder, remote_code=None)  # lies in the package itself
+            EvaByteTokenizer().save_pretrained(folder, remote_code=None)
             continue
         weights = {name: weight.to(_STORED).contiguous() for name, weight in model.mtp_head.state_dict().items()}
-        options = json.dumps(model.config.mtp_head.options())
-        save_file(weights, folder / f"{kind}.safetensors", metadata={"format": "pt", "options": options})
+        notes = {"options": json.dumps(model.config.mtp_head.options()), "num_assistant_tokens": str(count)}
+        save_file(weights, folder / f"{kind}.safetensors", metadata={"format": "pt"} | notes)
 
 
 def seal_box(folder: Path) -> None:
     """Writes the checksums of all files, and lets everyone read them."""
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != CHECKSUMS)
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS)
     for file in files:
         file.chmod(0o644)
-    (folder / CHECKSUMS).write_text("".join(f"{sha256(file)}  {file.name}\n" for file in files))
+    names = ((file, file.relative_to(folder).as_posix()) for file in files)
+    (folder / CHECKSUMS).write_text("".join(f"{sha256(file)}  {name}\n" for file, name in names))

@@ -122,6 +122,16 @@ def collect(cap: int = 8_000_000) -> tuple[dict[str, list[bytes]], dict[str, lis
     return parts[0], parts[1], manifest
 
 
+def held_out_files() -> Iterator[tuple[Source, list[bytes]]]:
+    """The files that `collect` holds out, package by package: they are chosen before any other."""
+    packages = [item for item in _packages(Manifest()) if item[0] in HELD_OUT]
+    filters = _Filter()
+    for name, version, licence, paths in sorted(packages):
+        kept = list(filters.keep(name, paths, None))
+        if kept:
+            yield Source(name, version, licence, len(kept), sum(map(len, kept))), kept
+
+
 def _packages(manifest: Manifest) -> Iterator[tuple[str, str, str, list[Path]]]:
     """Name, version, licence and files of the standard library and of every permissively licensed distribution."""
     root = Path(sysconfig.get_path("stdlib"))

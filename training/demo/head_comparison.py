@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
 
+from ... import __version__
 from ...configuration.head_families import takers
-from ...model_cards import DecodingResult
 from ...modeling import EvaByteForMTPC, EvaByteTokenizer
 from ..data import ByteWindows, SourceText
-from ..evaluation import GREEDY, bits_per_byte, compare_decoding, sampled
+from ..evaluation import GREEDY, HeadReport, Measurement, bits_per_byte, environment, hardware, sampled
+from ..results import MeasuredResults
 from .folder import save_checkpoint
 from .recipe import Stage, train
 
@@ -28,43 +29,6 @@ RANK = 8
 
 
 @dataclass(frozen=True)
-class HeadFigures:
-    """What one head does on a backbone.
-
-    Attributes:
-        head_type: Its family.
-        window: n.
-        rank: r (1 for FF).
-        parameters: Of the head.
-        window_nll: Held-out -log q of a window given the text before it, in nats.
-        greedy: Greedy decoding, drafted and plain.
-        sampled: Sampling at temperature 1, drafted and plain.
-    """
-
-    head_type: str
-    window: int
-    rank: int
-    parameters: int
-    window_nll: float
-    greedy: DecodingResult
-    sampled: DecodingResult
-
-    @property
-    def name(self) -> str:
-        """Family and rank."""
-        return f"{self.head_type} {self.rank}" if self.head_type in takers("rank") else self.head_type
-
-    def as_dict(self) -> dict[str, object]:
-        """Everything, for a file of figures."""
-        return asdict(self)
-
-
-def cycle_ms(result: DecodingResult) -> float:
-    """Milliseconds per call of the backbone, drafting and verification included."""
-    return 1000 * result.seconds / result.backbone_calls
-
-
-@dataclass(frozen=True)
 class HeadComparison:
     """How heads are compared.
 
@@ -72,8 +36,8 @@ class HeadComparison:
         train_text: What they learn from.
         held_out: Windows for the likelihood.
         windows: How many of them.
-        prompts: Texts to complete.
-        new_bytes: Bytes to write after each.
+        decoding: What is completed, and for how long.
+        command: The command that repeats it.
         minutes: Training time of each head.
         seed: Of the weights, the order of the text and the samples.
     """
@@ -81,14 +45,14 @@ class HeadComparison:
     train_text: SourceText
     held_out: ByteWindows
     windows: int
-    prompts: list[str]
-    new_bytes: int
+    decoding: Measurement
+    command: str
     minutes: float
     seed: int
 
     def measure(
         self, checkpoint: Path, kind: str, console: Console, callbacks: Sequence[TrainerCallback] = ()
-    ) -> HeadFigures:
+    ) -> HeadReport:
         """Trains one head on the backbone of `checkpoint`, saves it in `checkpoint/heads/<kind>`, and measures it."""
         set_seed(self.seed)
         options = {"head_type": kind} | ({"rank": RANK} if kind in takers("rank") else {})
@@ -100,18 +64,23 @@ class HeadComparison:
         folder = checkpoint / "heads" / kind
         folder.parent.mkdir(exist_ok=True)
         save_checkpoint(folder, model, tokenizer, {"head": options, "minutes": self.minutes})
-        return self._figures(model, tokenizer)
+        return self._report(model, tokenizer)
 
-    def _figures(self, model: EvaByteForMTPC, tokenizer: PreTrainedTokenizerBase) -> HeadFigures:
+    def _report(self, model: EvaByteForMTPC, tokenizer: PreTrainedTokenizerBase) -> HeadReport:
         bits = bits_per_byte(model, self.held_out, self.windows, batch_size=4)
-        arguments = (model, tokenizer, self.prompts)
-        config = model.config.mtp_head
-        return HeadFigures(
-            head_type=config.head_type,
-            window=model.window,
-            rank=config.rank,
-            parameters=sum(parameter.numel() for parameter in model.head.parameters()),
-            window_nll=sum(bits) * math.log(2),
-            greedy=compare_decoding(*arguments, GREEDY, self.new_bytes, self.seed).result,
-            sampled=compare_decoding(*arguments, sampled(1.0), self.new_bytes, self.seed).result,
+        comparisons = self.decoding.compare({"it": model}, tokenizer, (GREEDY, sampled(1.0)))["it"]
+        rows = [comparison.result for comparison in comparisons]
+        measured = MeasuredResults(
+            results=rows,
+            dataset_name="Python standard library source",
+            dataset_description=f"{len(rows[0].per_prompt)} held-out prompts, {self.decoding.new_tokens} bytes each.",
+            hardware=hardware(),
+            dtype=str(model.dtype).removeprefix("torch."),
+            command=self.command,
+            library_version=__version__,
+            accepted_by_position=rows[0].accepted_by_position,
+            bits_per_byte=bits[0],
+            extra={"Window NLL (nats)": round(sum(bits) * math.log(2), 3), "Minutes of training": self.minutes},
+            environment=environment(),
         )
+        return HeadReport.of(model, measured)

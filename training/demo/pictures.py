@@ -1,8 +1,11 @@
-"""Two pictures of what was measured: the heads compared, and how far drafts are accepted. Measures nothing."""
+"""Two pictures of what was measured: bytes per call against latency, and how far drafts are accepted. Measures nothing.
+
+A family of heads has one colour and one marker in all of them; the ways of decoding differ by fill, not by colour.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -10,53 +13,82 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from ..evaluation import Comparison
-from .head_comparison import HeadFigures, cycle_ms
+from ..evaluation import HeadReport
+from ..files import replace_picture
+from ..results import DecodingResult
+from .report import cycle_ms
 
 _MARKERS = "osD^vPX*"  # of the families, in turn; colour alone would not reach every eye
+_FILLS = ("full", "left", "none")  # of the ways of decoding, in turn
 _LINES = 5  # of equal throughput, about
 _GAP = 0.09  # between labels of these lines, as a share of the axes
 
 
 def save_picture(figure: Figure, path: Path) -> Path:
     """Writes a PNG file, under a temporary name first; returns `path`."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png", dpi=120)
-    return temporary.replace(path)
+    return replace_picture(path, figure)
 
 
-def heads_figure(figures: list[HeadFigures]) -> Figure:
+def speed_figure(reports: Sequence[HeadReport]) -> Figure:
     """Bytes per call against milliseconds per call, with lines of equal throughput (MtPC paper, Figure 1).
 
-    A family has one colour and one marker: filled for greedy decoding, hollow for sampling.
+    A cross marks plain decoding. A family has one colour and one marker: filled for greedy decoding, hollow for T = 1.
     """
-    figure = Figure(figsize=(7.2, 5.0), layout="constrained")
+    figure = Figure(figsize=(7.6, 5.6), layout="constrained")
     axes = figure.add_subplot()
-    points = [(cycle_ms(result), result.tokens_per_call) for row in figures for result in (row.greedy, row.sampled)]
+    rows = [(index, turn, row) for index, report in enumerate(reports) for turn, row in enumerate(report.single)]
+    plain = _plain([row for _, _, row in rows])
+    points = [(cycle_ms(row), row.tokens_per_call) for *_, row in rows] + [(plain, 1.0)]
     axes.set(xlim=_range([x for x, _ in points]), ylim=_range([y for _, y in points]))
-    for index, row in enumerate(figures):
-        for result, is_filled in ((row.greedy, True), (row.sampled, False)):
-            axes.plot(cycle_ms(result), result.tokens_per_call, **_style(index, is_filled))
+    for index, turn, row in rows:
+        axes.plot(cycle_ms(row), row.tokens_per_call, **_style(index, turn))
+    axes.plot(plain, 1.0, **_PLAIN)
     _draw_throughputs(axes, [1000 * y / x for x, y in points])
     axes.set(xlabel="milliseconds per call", ylabel="bytes per call")
-    axes.set_title("Heads compared: up and to the left is faster\n(dotted: equal bytes per second)", pad=22)
-    _add_legend(figure, [row.name for row in figures])
+    axes.set_title("Up and to the left is faster\n(dotted: equal bytes per second)", pad=22)
+    ways = [row.name for row in reports[0].single] if reports else []
+    _add_legend(figure, [report.name for report in reports], ways)
     return figure
 
 
-def acceptance_figure(comparisons: list[Comparison]) -> Figure:
-    """The share of drafts accepted up to each position, a line for each way of decoding."""
-    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
-    axes = figure.add_subplot()
-    for marker, comparison in zip(_MARKERS, comparisons):
-        shares = [100 * share for share in comparison.accepted_by_position]
-        axes.plot(range(1, len(shares) + 1), shares, marker=marker, label=comparison.mode.name)
-    axes.set(title="How far drafts are accepted", xlabel="position in the draft", ylabel="accepted up to here (%)")
-    axes.set(ylim=(-4, 104), yticks=range(0, 101, 20))  # room for markers at 0 and 100 %
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=3)
+def acceptance_figure(reports: Sequence[HeadReport]) -> Figure:
+    """The share of drafts accepted up to each position: a panel for each way of decoding, a line for each head.
+
+    Lines with markers are what was generated; thin lines without are what is expected along held-out text.
+    """
+    ways = [row.name for row in reports[0].single]
+    figure = Figure(figsize=(3.6 * len(ways) + 0.6, 4.6), layout="constrained")
+    panels = figure.subplots(1, len(ways), sharey=True, squeeze=False)[0]
+    longest = 1
+    for axes, (turn, way) in zip(panels, enumerate(ways)):
+        for index, report in enumerate(reports):
+            row = report.single[turn]
+            for shares, style in (
+                (row.accepted_by_position, dict(marker=_MARKERS[index % len(_MARKERS)], markersize=5)),
+                (row.expected_by_position, dict(linewidth=0.9, alpha=0.7)),
+            ):
+                axes.plot(range(1, len(shares) + 1), [100 * share for share in shares], color=f"C{index}", **style)
+                longest = max(longest, len(shares))
+        axes.set(title=way, xlabel="position in the draft", ylim=(-4, 104), yticks=range(0, 101, 20))
+        axes.grid(alpha=0.3)
+    for axes in panels:
+        axes.set_xlim(1 - 0.06 * longest, longest + 0.06 * longest)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    panels[0].set_ylabel("accepted up to here (%)")
+    heads = [Line2D([], [], color=f"C{i}", marker=_MARKERS[i], label=report.name) for i, report in enumerate(reports)]
+    thin = [Line2D([], [], color="grey", linewidth=0.9, label="thin: expected along held-out text")]
+    has_expected = any(row.expected_by_position for report in reports for row in report.single)
+    figure.legend(handles=heads + thin * has_expected, loc="outside lower center", ncols=5)
     return figure
+
+
+_PLAIN = dict(marker="x", color="black", markersize=9, markeredgewidth=1.8, linestyle="none")
+
+
+def _plain(rows: Sequence[DecodingResult]) -> float:
+    """Milliseconds per plain call, mean over all runs."""
+    times = [1000 / row.plain_tokens_per_second for row in rows]
+    return sum(times) / len(times)
 
 
 def _range(values: list[float]) -> tuple[float, float]:
@@ -65,11 +97,20 @@ def _range(values: list[float]) -> tuple[float, float]:
     return min(values) - room, max(values) + room
 
 
-def _style(index: int, is_filled: bool) -> dict[str, object]:
-    colour = f"C{index}"
-    face = colour if is_filled else "white"
+def _style(index: int, turn: int) -> dict[str, object]:
+    colour, fill = f"C{index}", _FILLS[turn % len(_FILLS)]
     marker = _MARKERS[index % len(_MARKERS)]
-    return dict(marker=marker, color=colour, markerfacecolor=face, markeredgewidth=1.8, markersize=9, linestyle="none")
+    face = "white" if fill == "none" else colour
+    return dict(
+        marker=marker,
+        color=colour,
+        fillstyle="full" if fill == "none" else fill,
+        markerfacecolor=face,
+        markerfacecoloralt="white",
+        markeredgewidth=1.8,
+        markersize=9,
+        linestyle="none",
+    )
 
 
 def _draw_throughputs(axes: Axes, measured: list[float]) -> None:
@@ -98,11 +139,13 @@ def _exits(axes: Axes, measured: list[float]) -> Iterator[tuple[float, tuple[flo
             yield throughput, (x, y), is_right
 
 
-def _add_legend(figure: Figure, names: list[str]) -> None:
-    families = [Line2D([], [], label=name, **_style(index, True)) for index, name in enumerate(names)]
-    grey = dict(marker="o", color="grey", markeredgewidth=1.8, markersize=9, linestyle="none")
-    ways = [
-        Line2D([], [], label="filled: greedy", **grey),
-        Line2D([], [], label="hollow: sampled", **(grey | {"markerfacecolor": "white"})),
-    ]
-    figure.legend(handles=[*families, *ways], loc="outside lower center", ncols=3)
+def _add_legend(figure: Figure, names: list[str], ways: list[str]) -> None:
+    families = [Line2D([], [], label=name, **_style(index, 0)) for index, name in enumerate(names)]
+    words = {"full": "filled", "left": "half", "none": "hollow"}
+    fills = []
+    for turn, way in enumerate(ways):
+        style = _style(0, turn) | {"marker": "o", "color": "grey"}
+        style["markerfacecolor"] = "white" if style["markerfacecolor"] == "white" else "grey"
+        fills.append(Line2D([], [], label=f"{words[_FILLS[turn % len(_FILLS)]]}: {way}", **style))
+    plain = Line2D([], [], label="one byte at a time", **_PLAIN)
+    figure.legend(handles=[*families, *fills, plain], loc="outside lower center", ncols=4)

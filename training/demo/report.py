@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import codecs
-import json
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.table import Table
@@ -13,8 +11,8 @@ from rich.text import Text
 
 from ...modeling.evabyte.tokenizer import BYTE_OFFSET, SPECIAL_TOKENS
 from ..byte_text import visible
-from ..evaluation import Comparison, Completion
-from .head_comparison import HeadFigures, cycle_ms
+from ..evaluation import Comparison, Completion, HeadReport
+from ..results import DecodingResult
 
 DRAFTED = "black on green"
 """Style of bytes that were drafted and accepted; a background shows blanks too."""
@@ -22,6 +20,11 @@ VERIFIED = "black on yellow"
 """Style of bytes that the verifier added."""
 PROMPT = "dim"
 """Style of the prompt."""
+
+
+def cycle_ms(result: DecodingResult) -> float:
+    """Milliseconds per call of the backbone, drafting and verification included."""
+    return 1000 * result.seconds / result.backbone_calls
 
 
 def legend() -> Text:
@@ -65,48 +68,63 @@ def pieces(ids: list[int], drafted: list[bool]) -> Iterator[tuple[str, bool]]:
         yield run, origin
 
 
-def decoding_table(comparisons: list[Comparison]) -> Table:
-    """The figures of all ways of decoding, one row each; fits into 80 columns."""
-    table = Table(title="With drafts, and plainly: one byte per call", box=box.SIMPLE_HEAD, padding=0)
-    table.add_column("decoding", no_wrap=True)
-    for column in ("bytes", "backbone\ncalls", "bytes\nper call", "bytes/s", "plain\nbytes/s", "speed-up"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("identical", no_wrap=True)
-    for comparison in comparisons:
-        result = comparison.result
-        table.add_row(
-            result.name,
-            f"{result.new_tokens:,}",
-            f"{result.backbone_calls:,}",
-            f"{result.tokens_per_call:.2f}",
-            f"{result.tokens_per_second:,.0f}",
-            f"{result.plain_tokens_per_second:,.0f}",
-            f"{result.speed_up:.2f}x",
-            {True: Text("yes", "green"), False: Text("no", "bold red"), None: Text("same law")}[result.identical],
-        )
-    return table
-
-
-def heads_table(figures: list[HeadFigures]) -> Table:
-    """Head families on one backbone, one row each; fits into 80 columns."""
-    table = Table(title=f"Heads, window {figures[0].window}, equal training time", box=box.SIMPLE_HEAD, padding=0)
+def reports_table(reports: Sequence[HeadReport], title: str) -> Table:
+    """The figures of all heads and ways of decoding, a row each; fits into 80 columns."""
+    table = Table(
+        title=title,
+        caption=_caption(reports),
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
     table.add_column("head", no_wrap=True)
-    columns = ("param-\neters", "window NLL\n(nats)", "greedy:\nper call", "ms", "bytes/s", "sampled:\nper call", "ms")
-    for column in (*columns, "bytes/s"):
+    table.add_column("decoding", no_wrap=True)
+    columns = ("per\ncall", "range", "ex-\npect", "ms", "per s", "speed\nup", "re-\npeat")
+    for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    for row in figures:
-        cells = [row.name, f"{row.parameters / 1e6:.2f}M", f"{row.window_nll:.2f}"]
-        for result in (row.greedy, row.sampled):
-            cells += [f"{result.tokens_per_call:.2f}", f"{cycle_ms(result):.2f}", f"{result.tokens_per_second:,.0f}"]
-        table.add_row(*cells)
+    table.add_column("same", no_wrap=True)
+    for report in reports:
+        rows = report.measured.results
+        for row in rows:
+            cells = report.name, _short(row), *_cells(row)
+            table.add_row(*cells, end_section=row is rows[-1])
     return table
 
 
-def save_json(values: object, path: Path) -> Path:
-    """Writes figures, under a temporary name first; returns `path`."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    return temporary.replace(path)
+def _cells(row: DecodingResult) -> Iterator[str | Text]:
+    yield f"{row.tokens_per_call:.2f}"
+    yield "" if row.spread is None else f"{row.spread[0]:.1f}-{row.spread[1]:.1f}"
+    yield "" if row.expected_tokens_per_call is None else f"{row.expected_tokens_per_call:.2f}"
+    yield f"{cycle_ms(row):.1f}"
+    yield f"{row.tokens_per_second:,.0f}"
+    yield Text("loops", "bold yellow") if row.is_degenerate else f"{row.speed_up:.2f}x"
+    yield "" if row.repeated_share is None else f"{row.repeated_share:.0%}"
+    yield {True: Text("yes", "green"), False: Text("no", "bold red"), None: Text("law")}[row.identical]
+
+
+def _short(row: DecodingResult) -> str:
+    return row.name.removeprefix("sampled, ").replace(", batch ", " x ")
+
+
+def _caption(reports: Sequence[HeadReport]) -> str:
+    rows = reports[0].measured.results
+    plain = ", ".join(f"{_short(row)} {row.plain_tokens_per_second:,.0f}" for row in rows)
+    return f"Plain decoding, bytes per second: {plain}"
+
+
+def explanation(reports: Sequence[HeadReport]) -> Iterator[str]:
+    """What the columns mean, and what is wrong with a row where its text repeats itself."""
+    yield "per call: bytes for one call of the backbone, and their range over prompts; plain decoding has 1."
+    yield "ms: milliseconds of such a call, with drafting and verification."
+    rows = [(report, row) for report in reports for row in report.measured.results]
+    if any(row.expected_tokens_per_call is not None for _, row in rows):
+        yield "expected: computed along held-out text for drafts as long as the window; nothing is drawn."
+    yield "repeats: text covered by passages that stand in it twice; above 50 % no speed-up is claimed."
+    yield "same: greedy texts are compared byte by byte; sampled ones have the same law."
+    loops = [f"{report.name} {row.name}" for report, row in rows if row.is_degenerate]
+    if loops:
+        yield f"The text of these repeats itself, so that its speed says little: {'; '.join(loops)}."
 
 
 def differences(comparisons: list[Comparison]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`tokenahead demo`: train a tiny model on this machine, save it, and decode with and without drafts, side by side.
+"""`tokenahead demo --train`: a tiny model is trained on this machine, saved, and decoded with and without drafts.
 
 Only the order of things is written here; training, measuring and showing are done by the modules imported.
 """
@@ -21,17 +21,24 @@ from ...model_cards import MeasuredResults, render_card, write_card
 from ...modeling import EvaByteForMTPC, EvaByteTokenizer
 from ..callbacks import StepCounter
 from ..data import ByteWindows, Corpus, code_prompts, load_corpus
-from ..evaluation import GREEDY, Comparison, DecodingMode, bits_per_byte, compare_decoding, sampled
-from ..threads import describe_threads, threads_as_before, use_fastest_threads
+from ..evaluation import (
+    MODES,
+    Comparison,
+    HeadReport,
+    Measurement,
+    bits_per_byte,
+    environment,
+    hardware,
+    write_reports,
+)
+from ..threads import threads_as_before, use_fastest_threads
 from . import pictures, report
 from .folder import check_output, forget_measurements, save_checkpoint
-from .head_comparison import FAMILIES, HeadComparison, HeadFigures
+from .head_comparison import FAMILIES, HeadComparison
 from .recipe import STAGES, Stage, tiny_config, train
 
-DEFAULT_MINUTES = 4.6
-"""Training time of the demo if none is given; with the installation it then takes less than 10 minutes."""
-MODES = (GREEDY, sampled(0.7), sampled(1.0))
-"""Ways of decoding that the demo compares."""
+DEFAULT_MINUTES = 2.0
+"""Training time if none is given."""
 PICTURE = "acceptance.png"
 """Name of the picture of acceptance by draft position."""
 RESULTS = "results.json"
@@ -53,12 +60,14 @@ class Measuring:
         new_bytes: Bytes to write after each.
         windows: Held-out windows for the bits per byte.
         window_length: Ids per window.
+        seconds: Time for decoding; one prompt is always completed, and further ones while there is time.
     """
 
-    prompts: int = 4
-    new_bytes: int = 256
-    windows: int = 200
+    prompts: int = 8
+    new_bytes: int = 128
+    windows: int = 60
     window_length: int = 512
+    seconds: float = 20.0
 
 
 def run_demo(
@@ -146,6 +155,10 @@ class _Demo:
             f"Training: {self.minutes:g} min, {_MAIN_SHARE:.0%} for this model and the rest for heads to compare; "
             "Ctrl-C stops and saves."
         )
+        self._say(
+            "A toy: it shows that training works here. It stays far from what its size could learn, and its figures "
+            "say little of other models; `tokenahead demo` without --train measures a model that was trained for hours."
+        )
 
     def train(self, stages: Sequence[Stage], callbacks: Sequence[TrainerCallback]) -> None:
         """Trains it."""
@@ -187,49 +200,57 @@ class _Demo:
         windows = ByteWindows(self.corpus.held_out, self.measuring.window_length)
         bits = bits_per_byte(self.model, windows, self.measuring.windows)
         prompts = code_prompts(self.corpus.held_out, self.measuring.prompts, self.seed)
-        comparisons = [self._compare(prompts, mode) for mode in MODES]
-        results = self._results(bits, prompts, comparisons)
-        self._show(bits, comparisons)
+        comparisons = self._compare(prompts)
+        results = self._results(bits, comparisons)
+        self._show(results, comparisons)
         self._write(results, comparisons)
         self.is_measured = True
         return results
 
-    def compare_heads(self, callbacks: Sequence[TrainerCallback]) -> list[HeadFigures]:
+    def compare_heads(self, callbacks: Sequence[TrainerCallback]) -> list[HeadReport]:
         """Trains every head family on this backbone for the same time, and draws acceptance against latency."""
         comparison = HeadComparison(
             train_text=self.corpus.train,
             held_out=ByteWindows(self.corpus.held_out, self.measuring.window_length),
             windows=max(1, self.measuring.windows // 4),
-            prompts=code_prompts(self.corpus.held_out, self.measuring.prompts, self.seed),
-            new_bytes=max(1, self.measuring.new_bytes // 2),
+            decoding=Measurement(
+                code_prompts(self.corpus.held_out, self.measuring.prompts, self.seed),
+                max(1, self.measuring.new_bytes // 2),
+                seconds=self.measuring.seconds / len(FAMILIES),
+                seed=self.seed,
+            ),
+            command=self.command,
             minutes=(1 - _MAIN_SHARE) * self.minutes / len(FAMILIES),
             seed=self.seed,
         )
         self._say("\nHead families on the same backbone, trained alone for the same time:")
-        figures = [comparison.measure(self.output, kind, self.console, callbacks) for kind in FAMILIES]
-        self.console.print(report.heads_table(figures))
-        pictures.save_picture(pictures.heads_figure(figures), self.output / HEADS_PICTURE)
-        report.save_json([row.as_dict() for row in figures], self.output / HEADS_RESULTS)
+        reports = [comparison.measure(self.output, kind, self.console, callbacks) for kind in FAMILIES]
+        title = f"Heads, window {reports[0].window}, equal training time"
+        self.console.print(report.reports_table(reports, title))
+        pictures.save_picture(pictures.speed_figure(reports), self.output / HEADS_PICTURE)
+        write_reports(self.output / HEADS_RESULTS, reports)
         self._say(f"Wrote {HEADS_PICTURE} and {HEADS_RESULTS}; every head is in {self.output / 'heads'}. To go on:")
         self._say(f"  tokenahead generate --model {self.output} 'def main('")
-        return figures
+        return reports
 
     def _say(self, text: str) -> None:
         """Prints words that may hold a path, which is no markup."""
         self.console.print(text, markup=False, highlight=False)
 
-    def _compare(self, prompts: list[str], mode: DecodingMode) -> Comparison:
-        with self.console.status(f"Completing {len(prompts)} held-out prompts, {mode.name} ..."):
-            return compare_decoding(self.model, self.tokenizer, prompts, mode, self.measuring.new_bytes, self.seed)
+    def _compare(self, prompts: list[str]) -> list[Comparison]:
+        measurement = Measurement(prompts, self.measuring.new_bytes, seconds=self.measuring.seconds, seed=self.seed)
+        with self.console.status("Completing held-out prompts ..."):
+            return measurement.compare({"it": self.model}, self.tokenizer, MODES)["it"]
 
-    def _results(self, bits: list[float], prompts: list[str], comparisons: list[Comparison]) -> MeasuredResults:
+    def _results(self, bits: list[float], comparisons: list[Comparison]) -> MeasuredResults:
+        prompts = [completion.prompt for completion in comparisons[0].completions]
         count, most = len(prompts), max(map(len, prompts))
         return MeasuredResults(
             results=[comparison.result for comparison in comparisons],
             dataset_name="Python standard library source",
             dataset_description=f"{count} prompts of up to {most} bytes from files that were held out of the training, "
             f"each completed with {self.measuring.new_bytes} bytes.",
-            hardware=_hardware(),
+            hardware=hardware(),
             dtype=str(self.model.dtype).removeprefix("torch."),
             command=self.command,
             library_version=__version__,
@@ -239,22 +260,27 @@ class _Demo:
                 "Training": f"{self.steps.count:,} steps in {_MAIN_SHARE * self.minutes:.2g} minutes",
                 "Bits per byte, all heads": ", ".join(f"{value:.3f}" for value in bits),
             },
+            environment=environment(),
         )
 
-    def _show(self, bits: list[float], comparisons: list[Comparison]) -> None:
+    def _show(self, results: MeasuredResults, comparisons: list[Comparison]) -> None:
         self.console.print(report.legend())
         for comparison in comparisons:
             for number, completion in enumerate(comparison.completions[:_SHOWN], 1):
                 self.console.rule(f"{comparison.mode.name}, prompt {number}", align="left")
                 self.console.print(report.coloured(completion))
-        self.console.print(report.decoding_table(comparisons))
-        self._say(f"Held-out text: {bits[0]:.3f} bits per byte.")
+        reports = [HeadReport.of(self.model, results)]
+        self.console.print(report.reports_table(reports, "With drafts, beside one byte per call"))
+        for words in report.explanation(reports):
+            self._say(words)
+        self._say(f"Held-out text: {results.bits_per_byte:.3f} bits per byte.")
         for note in report.differences(comparisons):
             self.console.print(note, style="bold red")
 
     def _write(self, results: MeasuredResults, comparisons: list[Comparison]) -> None:
         results.to_json(self.output / RESULTS)
-        pictures.save_picture(pictures.acceptance_figure(comparisons), self.output / PICTURE)
+        reports = [HeadReport.of(self.model, results)]
+        pictures.save_picture(pictures.acceptance_figure(reports), self.output / PICTURE)
         card = render_card(
             self.model,
             results,
@@ -279,10 +305,4 @@ class _Demo:
     @property
     def command(self) -> str:
         """The command that repeats this run."""
-        return f"tokenahead demo --minutes {self.minutes:g} --seed {self.seed}"
-
-
-def _hardware() -> str:
-    """The processor and the threads used, in words."""
-    name = getattr(torch.cpu, "get_capabilities", dict)().get("cpu_name") or platform.processor() or platform.machine()
-    return f"{name}, {describe_threads()}"
+        return f"tokenahead demo --train --minutes {self.minutes:g} --seed {self.seed}"

@@ -6,13 +6,6 @@ import pytest
 import torch
 
 from tokenahead.generation.drafters.slots import SlotLayout, split_budget
-from tokenahead.generation.schedule import AcceptanceRates
-
-
-def rates_of(hits: list[float], trials: list[float]) -> AcceptanceRates:
-    rates = AcceptanceRates(len(hits))
-    rates.hits, rates.trials = list(hits), list(trials)
-    return rates
 
 
 @pytest.mark.parametrize("sizes", [[3], [2, 0, 1], [1, 4, 2, 3]])
@@ -69,18 +62,22 @@ def test_branches_and_vectors_keep_apart():
     ]
 
 
-@pytest.mark.parametrize("budget", [1, 4, 7])
-def test_the_split_is_the_best_one(budget):
-    rates = rates_of([9.0, 6.0, 5.0], [10.0, 9.0, 6.0])
-    survival, longest, drafted = rates.survival(), 3, 2
+@pytest.mark.parametrize("repeats_pick", [False, True])
+@pytest.mark.parametrize("budget", [1, 2, 4, 7, 9])
+@pytest.mark.parametrize("survival", [(0.9, 0.6, 0.5), (0.3, 0.1, 0.05), (0.99, 0.98, 0.97)])
+def test_the_split_is_the_best_one(survival, budget, repeats_pick):
+    """Of all splits; a one-hot group's first slot repeats the target's pick, and drafts nothing."""
+    longest, drafted = 3, 2
     reach = [1.0, *survival[:drafted], 0.0]
 
     def expected(sizes):
-        return sum((reach[d] - reach[d + 1]) * sum(survival[:size]) for d, size in enumerate(sizes))
+        worth = [sum(survival[: max(size - repeats_pick, 0)]) for size in sizes]
+        return sum((reach[d] - reach[d + 1]) * h for d, h in enumerate(worth))
 
-    best = max(
-        (sizes for sizes in itertools.product(range(longest + 1), repeat=drafted + 1) if sum(sizes) == budget),
-        key=expected,
-    )
-    assert expected(split_budget(budget, drafted, longest, rates)) == pytest.approx(expected(best))
-    assert sum(split_budget(100, drafted, longest, rates)) == longest * (drafted + 1)
+    splits = itertools.product(range(longest + 1), repeat=drafted + 1)
+    best = max((sizes for sizes in splits if sum(sizes) <= budget), key=expected)
+    got = split_budget(budget, drafted, longest, survival, repeats_pick)
+    assert sum(got) <= budget and max(got) <= longest
+    assert expected(got) == pytest.approx(expected(best))
+    assert not (repeats_pick and 1 in got)  # a slot that would draft nothing is not paid for
+    assert sum(split_budget(100, drafted, longest, survival, repeats_pick)) == longest * (drafted + 1)

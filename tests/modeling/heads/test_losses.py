@@ -1,12 +1,11 @@
-"""Losses: targets of windows by brute force, goldens of the discounted loss, chunks, what is scored, accumulation."""
+"""Losses: targets of windows by brute force, goldens of the discounted loss, what is scored, accumulation."""
 
 import pytest
 import torch
 
 from tests.laws import golden
+from tests.modeling.heads.plain_losses import head_and_batch, plain_loss
 from tokenahead import MTPHeadConfig
-from tokenahead.modeling.heads import chunks, losses
-from tokenahead.modeling.heads.circuit_head import CircuitHead
 from tokenahead.modeling.heads.ff import FFHead
 from tokenahead.modeling.heads.losses import (
     IGNORE,
@@ -141,7 +140,7 @@ def test_golden_terms_of_independent_heads():
     config = MTPHeadConfig(window=4)
     terms = -window_law(head, config, data["e"]).token_log_probs(targets.clamp(min=0))
     torch.testing.assert_close(terms[valid], data["observe.terms"][valid], rtol=0, atol=1e-12)
-    loss, means = head_loss(head, config, data["e"], targets, None)
+    loss, means, *_ = head_loss(head, config, data["e"], targets, None)
     torch.testing.assert_close(loss[None], data["observe.loss_global_over_gammasum"], rtol=0, atol=1e-12)
     torch.testing.assert_close(means, data["observe.L_j_global"], rtol=0, atol=1e-12)
 
@@ -207,125 +206,6 @@ def test_depth_means():
     assert not means.requires_grad
 
 
-def head_and_batch(kind: str = "ff"):
-    """A head with a window of 3 over 11 tokens, hidden states [2, 7, 6], and targets of which some are missing."""
-    config = MTPHeadConfig(head_type=kind, window=3, rank=1 if kind == "ff" else 2)
-    head = FFHead(6, 11, 4) if kind == "ff" else CircuitHead(config, 6, 11)
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter)
-    targets = torch.randint(0, 11, (2, 7, 3))
-    targets[torch.rand(targets.shape) < 0.3] = IGNORE
-    return head, config, torch.randn(2, 7, 6, requires_grad=True), targets
-
-
-def plain_loss(head, config, hidden, targets, ids, counts=None):
-    """The loss by its definition, with all logits at once and plain autograd."""
-    valid, unknown = targets != IGNORE, None
-    tokens = targets.clamp(min=0)
-    if ids is not None:
-        tokens = torch.where(valid, targets, tokens_ahead(ids, targets.shape[-1], 0))
-    elif config.head_type != "ff":
-        unknown = ~valid
-    terms = -window_law(head, config, hidden).token_log_probs(tokens, unknown)
-    return discounted_mtp_loss(terms, valid, config.gamma, "tokens", counts), depth_means(terms, valid)
-
-
-def with_gradients(loss, head, config, hidden, targets, ids):
-    """The loss, its means, and the gradients of three times the loss."""
-    value, means = loss(head, config, hidden, targets, ids)
-    return value, means, *torch.autograd.grad(3 * value, (*head.parameters(), hidden))
-
-
-@pytest.mark.parametrize(("rows", "sizes"), [(5.0, [5, 5, 4]), (7.9, [7, 7]), (0.1, [1] * 14), (14.0, [14])])
-@pytest.mark.parametrize("observed", [False, True])
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_chunks_change_nothing_and_are_computed_once(kind, observed, rows, sizes, monkeypatch):
-    head, config, hidden, targets = head_and_batch(kind)
-    arguments = (head, config, hidden, targets, torch.randint(0, 11, (2, 7)) if observed else None)
-    expected, calls = with_gradients(plain_loss, *arguments), []
-
-    def counted(head, config, states, backbone):
-        calls.append(len(states))
-        return window_law(head, config, states, backbone)
-
-    monkeypatch.setattr(losses, "window_law", counted)
-    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", int(rows * 3 * config.rank * 11))
-    for found, want in zip(with_gradients(head_loss, *arguments), expected, strict=True):
-        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
-    assert calls == sizes
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_chunks_on_a_frozen_backbone(kind, monkeypatch):
-    """Hidden states that want no gradient, a frozen next-token head, and a second backward that adds to the first."""
-    head, config, hidden, targets = head_and_batch(kind)
-    leaf = head if kind == "ff" else head.leaf
-    leaf.target_frozen = kind == "ff"
-    arguments = (head, config, hidden.detach(), targets, None)
-    plain_loss(*arguments)[0].backward()
-    whole = [parameter.grad.clone() for parameter in head.parameters()]
-    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 5 * 3 * config.rank * 11)
-    head_loss(*arguments)[0].backward()
-    for parameter, want in zip(head.parameters(), whole, strict=True):
-        torch.testing.assert_close(parameter.grad, 2 * want, rtol=1e-5, atol=1e-5)
-    assert (leaf.weight.grad[:11] == 0).all() == (kind == "ff")
-    assert leaf.weight_total is None
-
-
-def test_no_gradients_are_made_where_none_are_wanted(monkeypatch):
-    head, config, hidden, targets = head_and_batch()
-    want = plain_loss(head, config, hidden, targets, None)[0]
-    seen = []
-    monkeypatch.setattr(losses, "window_law", lambda *given: (seen.append(given[2]), window_law(*given))[1])
-    with torch.no_grad():
-        torch.testing.assert_close(head_loss(head, config, hidden, targets, None)[0], want)
-    head.requires_grad_(False)
-    loss = head_loss(head, config, hidden.detach(), targets, None)[0]
-    assert not loss.requires_grad and not any(states.requires_grad for states in seen)
-
-
-def test_a_second_backward_through_one_loss_is_refused():
-    head, config, hidden, targets = head_and_batch()
-    loss, _ = head_loss(head, config, hidden, targets, None)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="compute the loss again"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_gradients_of_chunks_are_summed_up_in_float32(kind, monkeypatch):
-    """In bfloat16, a sum of 256 equal gradients would stop growing long before the end."""
-    head, config, _, _ = head_and_batch(kind)
-    head, hidden = head.bfloat16(), torch.ones(1, 256, 6, dtype=torch.bfloat16)
-    targets = torch.full((1, 256, 3), 4)
-    plain_loss(head.float(), config, hidden.float(), targets, None)[0].backward()
-    leaf = head if kind == "ff" else head.leaf
-    want = leaf.weight.grad.clone()
-    head.bfloat16().zero_grad()
-    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 3 * config.rank * 11)
-    head_loss(head, config, hidden, targets, None)[0].backward()
-    torch.testing.assert_close(leaf.weight.grad.float(), want, rtol=0.03, atol=2e-3)
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_float32_heads_read_states_of_any_dtype(kind):
-    head, config, hidden, targets = head_and_batch(kind)
-    low = hidden.detach().bfloat16()
-    loss, _ = head_loss(head, config, low, targets, None)
-    torch.testing.assert_close(loss, plain_loss(head, config, low.float(), targets, None)[0])
-    assert window_law(head, config, low).leaf_logits.dtype == loss.dtype == torch.float32
-
-
-def test_bfloat16_heads_have_a_float32_loss():
-    head, config, hidden, targets = head_and_batch()
-    head, hidden = head.bfloat16(), hidden.detach().bfloat16()
-    loss, _ = head_loss(head, config, hidden, targets, None)
-    assert loss.dtype == torch.float32
-    log_q = head(hidden)[:, :, :3].float().log_softmax(-1)
-    terms = -log_q.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    torch.testing.assert_close(loss, discounted_mtp_loss(terms, targets != IGNORE, 0.9, "tokens"))
-
-
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("masked", ["observe", "marginalise"])
 def test_what_is_scored_is_the_label(kind, masked):
@@ -383,7 +263,7 @@ def test_terms_without_a_target_give_no_gradient():
     head, config, hidden, targets = head_and_batch()
     targets[0] = IGNORE
     targets[..., 2] = IGNORE
-    loss, means = head_loss(head, config, hidden, targets, None)
+    loss, means, *_ = head_loss(head, config, hidden, targets, None)
     loss.backward()
     assert means[:2].isfinite().all() and means[2].isnan() and not means.requires_grad
     assert (hidden.grad[0] == 0).all() and (hidden.grad[1].abs().sum(-1) > 0).any()
@@ -403,16 +283,16 @@ def test_packed_documents_cost_what_they_cost_apart(kind, masked):
     labels = [document.clone() for document in ids]
     labels[2][3] = IGNORE
     targets = window_targets(torch.cat(labels)[None], 3, position_ids=packed_positions(*lengths))
-    packed, _ = head_loss(head, config, torch.cat(documents)[None], targets, torch.cat(ids)[None])
+    packed, *_ = head_loss(head, config, torch.cat(documents)[None], targets, torch.cat(ids)[None])
     hidden, tokens, apart_labels = (
         torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
         for rows, fill in ((documents, 0), (ids, 0), (labels, IGNORE))
     )
     apart_targets = window_targets(apart_labels, 3)
-    apart, _ = head_loss(head, config, hidden, apart_targets, tokens)
+    apart, *_ = head_loss(head, config, hidden, apart_targets, tokens)
     torch.testing.assert_close(packed, apart)
     assert (targets != IGNORE).sum((0, 1)).tolist() == (apart_targets != IGNORE).sum((0, 1)).tolist()
-    across, _ = head_loss(head, config, torch.cat(documents)[None], window_targets(torch.cat(labels)[None], 3), None)
+    across, *_ = head_loss(head, config, torch.cat(documents)[None], window_targets(torch.cat(labels)[None], 3), None)
     assert abs(across - packed) > 1e-3
 
 

@@ -112,6 +112,22 @@ def test_names_are_the_authors(tmp_path):
     assert prefix | blocks | {"input_embed_fn.weight"} < named.keys()
 
 
+@pytest.mark.parametrize("leaf", ["full", "shared"])
+@torch.no_grad()
+def test_independent_heads_are_medusa_without_blocks_for_vllm(leaf, tmp_path):
+    base = backbone()
+    heads = shaken(MTPHeads.from_backbone(base, window=4, leaf=leaf)).eval()
+    heads.export(tmp_path, "vllm")
+    config, named = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    assert config["num_heads"] == 3 and config["num_hidden_layers"] == 0 and config["truncated_vocab_size"] == 64
+    states = base(IDS, output_hidden_states=True).hidden_states[-1]
+    logits = heads.law_of_features(states).leaf_logits[..., 0, :]
+    for k in range(3):
+        torch.testing.assert_close(states @ named[f"lm_heads.{k}.weight"].T, logits[..., k + 1, :], atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match="load the folder that they were written from"):
+        MTPHeads.from_official(tmp_path)
+
+
 def test_heads_of_a_merged_model_and_their_backbone(tmp_path):
     base, heads = made("medusa-own", num_blocks=1, tied_blocks=False)
     base.save_pretrained(tmp_path)

@@ -7,9 +7,16 @@ import torch
 
 from tests.training.conftest import small_model
 from tokenahead import EvaByteTokenizer
-from tokenahead.training import evaluation
 from tokenahead.training.data import ByteWindows, load_corpus
-from tokenahead.training.evaluation import GREEDY, bits_per_byte, compare_decoding, sampled
+from tokenahead.training.evaluation import (
+    GREEDY,
+    MODES,
+    Measurement,
+    bits_per_byte,
+    compare_decoding,
+    decoding,
+    sampled,
+)
 
 PROMPTS = ["def f(x):\n", "class Words:\n    pass\n"]
 
@@ -58,15 +65,15 @@ def test_greedy_runs_are_compared_token_by_token(model):
 
 
 def test_a_difference_is_found_and_explained(model, monkeypatch):
-    complete = evaluation._complete
+    complete = decoding._complete
 
     def tampered(*args, **kwargs):
         run = complete(*args, **kwargs)
         if kwargs.get("use_mtp") is None:
-            run.new_ids[5] = 99 if run.new_ids[5] != 99 else 98
+            run.rows[0].ids[5] = 99 if run.rows[0].ids[5] != 99 else 98
         return run
 
-    monkeypatch.setattr(evaluation, "_complete", tampered)
+    monkeypatch.setattr(decoding, "_complete", tampered)
     comparison = compare_decoding(model, EvaByteTokenizer(), PROMPTS, GREEDY, 12)
     assert comparison.result.identical is False
     for completion in comparison.completions:
@@ -75,15 +82,15 @@ def test_a_difference_is_found_and_explained(model, monkeypatch):
 
 
 def test_an_early_end_is_a_difference_too(model, monkeypatch):
-    complete = evaluation._complete
+    complete = decoding._complete
 
     def shortened(*args, **kwargs):
         run = complete(*args, **kwargs)
         if kwargs.get("use_mtp") is None:
-            del run.new_ids[7:]
+            del run.rows[0].ids[7:]
         return run
 
-    monkeypatch.setattr(evaluation, "_complete", shortened)
+    monkeypatch.setattr(decoding, "_complete", shortened)
     comparison = compare_decoding(model, EvaByteTokenizer(), PROMPTS[:1], GREEDY, 12)
     assert comparison.result.identical is False and "after 7 tokens" in comparison.completions[0].difference
 
@@ -110,3 +117,46 @@ def test_samples_follow_from_the_seed(model):
     )
     assert [c.ids for c in first.completions] == [c.ids for c in again.completions]
     assert [c.ids for c in first.completions] != [c.ids for c in other.completions]
+
+
+def test_every_way_sees_the_same_prompts_wherever_the_time_ends(model, monkeypatch):
+    other = small_model(1).eval()
+    other.model.load_state_dict(model.model.state_dict())
+    other.lm_head.weight.data[:320] = model.lm_head.weight.data[:320]
+    clock = iter(range(0, 10_000, 10))  # every look at the clock takes ten seconds
+    monkeypatch.setattr(decoding.time, "monotonic", lambda: next(clock))
+    done = []
+    found = Measurement(PROMPTS * 4, 12, seconds=45).compare(
+        {"one": model, "other": other}, EvaByteTokenizer(), MODES, done.append
+    )
+    assert done == [1, 2]  # a round takes ten seconds; a third would end after 45
+    assert list(found) == ["one", "other"]
+    for comparisons in found.values():
+        assert [c.mode.name for c in comparisons] == [mode.name for mode in MODES]
+        assert all(len(c.completions) == len(c.result.per_prompt) == 2 for c in comparisons)
+        assert comparisons[0].result.identical is True
+    assert found["one"][0].result.plain_seconds == found["other"][0].result.plain_seconds
+
+
+def test_a_batch_gives_the_texts_of_its_rows_and_counts_a_call_for_every_row(model):
+    alone = compare_decoding(model, EvaByteTokenizer(), PROMPTS, GREEDY, 12)
+    together = Measurement(PROMPTS, 12, batch_size=2).compare({"it": model}, EvaByteTokenizer(), [GREEDY])["it"][0]
+    assert [c.ids for c in together.completions] == [c.ids for c in alone.completions]
+    assert together.result.name == "greedy, batch 2" and together.result.batch_size == 2
+    assert together.result.per_prompt == alone.result.per_prompt
+    assert together.result.backbone_calls == alone.result.backbone_calls
+    assert together.result.identical is True
+
+
+def test_results_say_how_they_spread_and_whether_the_text_repeats_itself(model):
+    with torch.no_grad():  # the next byte is always the same one
+        model.lm_head.weight.zero_()
+    result = compare_decoding(model, EvaByteTokenizer(), PROMPTS, GREEDY, 40).result
+    assert result.repeated_share == 1.0 and result.is_degenerate
+    assert result.spread == (min(result.per_prompt), max(result.per_prompt)) and result.processor_speed_up > 0
+    assert result.accepted_by_position == [1.0, 1.0, 1.0]
+
+
+def test_nothing_to_measure_is_refused(model):
+    with pytest.raises(ValueError, match="1 drafters and 0 prompts"):
+        Measurement([], 4).compare({"it": model}, EvaByteTokenizer(), [GREEDY])

@@ -1,0 +1,257 @@
+"""Every drafter on one backbone and one text in one run: trained for the same time, then ranked.
+
+    python benchmarks/byte_llama.py --minutes 6 --output demo-llama
+    python benchmarks/drafters.py demo-llama --seconds 60 --output drafters.json
+    python benchmarks/drafters.py demo-llama --only eagle1 hydra      # figures are added to the file
+
+Heads and EAGLE heads learn from features of the frozen backbone that are kept on disk; modules, PTP and the small model
+run whole models. Time is the processor's. Tokens per call are those of greedy and of sampled text (T = 1). Speed-ups
+are ratios to plain decoding of the same prompts by turns. Kernels are operators that are no views, per cycle, counted
+on the processor. Drafts are chains as long as the window of heads (`--draft`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from byte_llama import CONFIG
+from byte_llama import train as train_model
+from strategies import LENGTH, ROWS, train
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from tokenahead import (
+    AssistantDrafter,
+    DeepSeekMTP,
+    EagleHead,
+    EvaByteTokenizer,
+    MTPHeads,
+    NgramDrafter,
+    PTPForCausalLM,
+)
+from tokenahead.training.data import ByteWindows, Corpus, code_prompts, load_corpus
+from tokenahead.training.features import cache_features
+from tokenahead.training.files import replace_text
+from tokenahead.training.strategy import TrainingStrategy
+
+
+def heads(kind: str, **options: Any) -> Callable[[PreTrainedModel, argparse.Namespace], Any]:
+    """New heads of a family."""
+    return lambda backbone, arguments: MTPHeads.from_backbone(
+        backbone, window=arguments.draft + 1, head_type=kind, **options
+    )
+
+
+def eagle(version: int, objective: str | None = None, **options: Any) -> Callable[..., Any]:
+    """A new EAGLE head."""
+
+    def make(backbone: PreTrainedModel, arguments: argparse.Namespace) -> EagleHead:
+        layers = backbone.config.num_hidden_layers
+        given = {"aux_layers": [1, layers // 2, layers - 1]} if version == 3 else {}
+        head = EagleHead.from_backbone(backbone, version=version, **given)
+        head.loss_options.objective = objective
+        for name, value in options.items():
+            setattr(head.loss_options, name, value)
+        return head
+
+    return make
+
+
+def modules(backbone: PreTrainedModel, arguments: argparse.Namespace) -> DeepSeekMTP:
+    """One module, trained on its own output as longer drafts use it."""
+    model = DeepSeekMTP.from_backbone(copy.deepcopy(backbone), num_modules=1)
+    model.loss_options.unroll_steps = min(3, arguments.draft)
+    return model
+
+
+def slots(backbone: PreTrainedModel, arguments: argparse.Namespace) -> PTPForCausalLM:
+    """A student that draws its drafts from laws (C-PTP)."""
+    return PTPForCausalLM.from_backbone(
+        copy.deepcopy(backbone), "categorical", num_slots=arguments.draft, features="arithmetic", projection="mlp",
+        lora_rank=32, lora_alpha=32,
+    )  # fmt: skip
+
+
+MAKERS: dict[str, tuple[Callable[..., Any], float]] = {
+    "ff": (heads("ff"), 2e-3),
+    "cp": (heads("cp", rank=8), 2e-3),
+    "btree": (heads("btree", rank=8), 2e-3),
+    "medusa": (heads("medusa"), 2e-3),
+    "hydra": (heads("hydra"), 2e-3),
+    "layer": (heads("layer"), 2e-3),
+    "eagle1": (eagle(1), 2e-3),
+    "hass": (eagle(1, "hass"), 2e-3),
+    "eagle3": (eagle(3, steps=4), 2e-3),
+    "eagle3, lk": (eagle(3, steps=4, divergence="lk"), 2e-3),
+    "modules": (modules, 1e-3),
+    "ptp": (slots, 3e-3),
+}
+UNTRAINED = ("n-gram", "small model")
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators that are no views: on an accelerator, kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Counts one and runs it."""
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def measure(
+    backbone: PreTrainedModel, options: dict[str, Any], prompts: list[Any], new_tokens: int
+) -> dict[str, float]:
+    """Greedy and sampled text of prompts, with drafts and without, by turns."""
+    figures: dict[str, float] = {}
+    for mode, how in {"greedy": dict(do_sample=False), "sampled": dict(do_sample=True, top_k=0)}.items():
+        seconds, calls, kernels = {"plain": 0.0, "drafts": 0.0}, 0, {"plain": 0, "drafts": 0}
+        for number, prompt in enumerate(prompts):
+            base = dict(**prompt, **how, max_new_tokens=new_tokens, pad_token_id=0, return_dict_in_generate=True)
+            for kind, extra in {"plain": {"use_mtp": False} if "model" in options else {}, "drafts": options}.items():
+                given = {name: value for name, value in extra.items() if name != "model"}
+                model = options.get("model", backbone)
+                torch.manual_seed(number)
+                started = time.process_time()
+                found = model.generate(**base, **given)
+                seconds[kind] += time.process_time() - started
+                calls += found.speculation.backbone_calls if kind == "drafts" else 0
+                if number == 0:
+                    with Operators() as counted:
+                        found = model.generate(**base, **given)
+                    cycles = found.speculation.backbone_calls if kind == "drafts" else new_tokens
+                    kernels[kind] = counted.count / cycles
+        figures[f"tokens per call, {mode}"] = len(prompts) * new_tokens / calls
+        figures[f"speed-up, {mode}"] = seconds["plain"] / seconds["drafts"]
+        figures[f"kernels per cycle over plain, {mode}"] = kernels["drafts"] - kernels["plain"]
+    return figures
+
+
+def trained(
+    name: str, backbone: PreTrainedModel, arguments: argparse.Namespace, text: dict[str, Any]
+) -> dict[str, Any]:
+    """A drafter after its time, as options of `generate`, and what its training was."""
+    torch.manual_seed(0)
+    if name == "n-gram":
+        return {"assistant_model": NgramDrafter().attach(backbone), "facts": {"parameters": 0}}
+    if name == "small model":
+        sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 2}
+        small = LlamaForCausalLM(LlamaConfig(**CONFIG | sizes))
+        steps = train_model(small, text["corpus"].train, arguments.seconds)
+        small.generation_config.eos_token_id = None
+        facts = {"parameters": small.num_parameters(), "steps": steps}
+        return {"assistant_model": AssistantDrafter(small).attach(backbone), "facts": facts}
+    make, rate = MAKERS[name]
+    drafter = make(backbone, arguments)
+    started = time.process_time()
+    if isinstance(drafter, PTPForCausalLM):
+        trainer = distil(drafter, text["train"], arguments.seconds, rate)
+    elif isinstance(drafter, DeepSeekMTP):
+        trainer = train(drafter, TrainingStrategy(), text["train"], arguments.seconds, rate)
+    else:
+        kept = cache_features(drafter, text["part"], arguments.scratch / f"features-{len(drafter.learning_layers)}-"
+                              f"{drafter.learning_layers[0]}", say=lambda said: None)  # fmt: skip
+        trainer = train(drafter, TrainingStrategy(), kept, arguments.seconds, rate)
+    owns = isinstance(drafter, (PTPForCausalLM, DeepSeekMTP))
+    learned = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    facts = {"parameters": learned, "steps": trainer.state.global_step, "seconds": time.process_time() - started}
+    return ({"model": drafter.eval()} if owns else {"assistant_model": drafter}) | {"facts": facts}
+
+
+def distil(model: PTPForCausalLM, data: Any, seconds: float, rate: float) -> Any:
+    """Trains a student by its own trainer, for so many seconds of processor time."""
+    import tempfile
+
+    from torch.optim.lr_scheduler import LambdaLR
+    from transformers import PrinterCallback, TrainingArguments
+
+    from tokenahead.training.callbacks import TimeBudget, TimeBudgetCallback
+    from tokenahead.training.ptp.options import PTPOptions
+    from tokenahead.training.ptp.trainer import PTPTrainer
+
+    budget = TimeBudget(seconds, clock=time.process_time)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = TrainingArguments(
+            scratch, max_steps=10**6, per_device_train_batch_size=ROWS, use_cpu=True, report_to="none",
+            save_strategy="no", disable_tqdm=True, dataloader_drop_last=True, logging_steps=20,
+        )  # fmt: skip
+        trainer = PTPTrainer(
+            model, arguments, train_dataset=data, options=PTPOptions(loss="kl", completions=64),
+            optimizers=(optimizer, LambdaLR(optimizer, lambda step: budget.rate())),
+            callbacks=[TimeBudgetCallback(budget)],
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return trainer
+
+
+def texts(corpus: Corpus, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What drafters learn from, and prompts of held-out text."""
+    windows, tokenizer = ByteWindows(corpus.train, LENGTH), EvaByteTokenizer()
+    chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(1))[: arguments.rows].tolist()
+    return {
+        "corpus": corpus,
+        "train": windows,
+        "part": [windows[index] for index in chosen],
+        "prompts": [tokenizer(p, return_tensors="pt") for p in code_prompts(corpus.held_out, arguments.prompts)],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("backbone", type=Path)
+    parser.add_argument("--seconds", type=float, default=60, help="of processor time, for each drafter")
+    parser.add_argument("--draft", type=int, default=5, help="tokens per draft")
+    parser.add_argument("--rows", type=int, default=600, help="windows whose features are kept")
+    parser.add_argument("--only", nargs="+", choices=[*UNTRAINED, *MAKERS], default=[*UNTRAINED, *MAKERS])
+    parser.add_argument("--prompts", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--output", type=Path, default=Path("drafters.json"))
+    arguments = parser.parse_args()
+    arguments.scratch = arguments.output.with_suffix("")
+    torch.set_num_threads(1)
+    text = texts(load_corpus(seed=0), arguments)
+    results = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
+    for name in arguments.only:
+        if name in results:
+            continue
+        backbone = LlamaForCausalLM.from_pretrained(arguments.backbone).eval()
+        backbone.generation_config.eos_token_id = None
+        options = trained(name, backbone, arguments, text)
+        facts = options.pop("facts")
+        options |= {"num_assistant_tokens": arguments.draft}
+        results[name] = facts | measure(backbone, options, text["prompts"], arguments.new_tokens)
+        replace_text(arguments.output, json.dumps(results, indent=1))
+        print(name, json.dumps(results[name]), file=sys.stderr, flush=True)
+    table(results)
+
+
+def table(results: dict[str, Any]) -> None:
+    """The figures as a table in Markdown, the best first."""
+    print("| drafter | tokens per call, greedy / T = 1 | speed-up | kernels over plain | parameters | steps |")
+    print("|---|---|---|---|---|---|")
+    best = sorted(results.items(), key=lambda item: -item[1]["tokens per call, greedy"])
+    for name, row in best:
+        pairs = (
+            f"{row[f'{what}, greedy']:.2f} / {row[f'{what}, sampled']:.2f}" for what in ("tokens per call", "speed-up")
+        )
+        kernels = (
+            f"{row['kernels per cycle over plain, greedy']:.0f} / {row['kernels per cycle over plain, sampled']:.0f}"
+        )
+        print(f"| {name} | {' | '.join(pairs)} | {kernels} | {row['parameters'] / 1e6:.2f} M | {row.get('steps', 0)} |")
+
+
+if __name__ == "__main__":
+    main()

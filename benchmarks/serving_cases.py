@@ -1,0 +1,181 @@
+"""What `benchmarks/serving.py` serves: folders that this library exports, and what it writes and drafts itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from serving_models import backbone, text, train, with_modules
+from transformers import PreTrainedModel
+
+from tokenahead import DeepSeekMTP, EagleHead, MTPHeads
+from tokenahead.model_cards.draft_folder import overrides
+from tokenahead.model_cards.export import export
+
+LENGTHS = (2, 5, 9, 17, 33, 64)
+NEW_TOKENS, WINDOW = 48, 4
+PROMPTS = [text(1, length, seed=50 + length)[0].tolist() for length in LENGTHS]
+_NATIVE = {"compilation_config": {"custom_ops": ["none"]}}
+"""vLLM 0.32's CPU kernel for interleaved rotary positions is wrong for several heads; its native operator is right."""
+PROPOSER = "tokenahead.generation.vllm_proposer.HeadProposer"
+
+
+@dataclass
+class Case:
+    """One engine.
+
+    Attributes:
+        name: What is served, and with how many drafted tokens.
+        engine: Arguments of vLLM's `LLM`.
+        texts: What plain decoding here writes after every prompt.
+        drafts: Of every prompt, (length of the text, draft) for every draft made here.
+        prompts: The prompts.
+        new_tokens: Tokens to write after each.
+    """
+
+    name: str
+    engine: dict[str, Any]
+    texts: list[list[int]]
+    drafts: list[list[tuple[int, list[int]]]]
+    prompts: list[list[int]] = field(default_factory=lambda: PROMPTS)
+    new_tokens: int = NEW_TOKENS
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the engine's process."""
+        return asdict(self)
+
+
+def expected(model: PreTrainedModel, count: int, **options: Any) -> tuple[list, list]:
+    """Texts of plain decoding, and the drafts made on the way where this library speculates."""
+    texts, drafts = [], []
+    plain = {"use_mtp": False} if isinstance(model, DeepSeekMTP) else {}
+    common = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        texts.append(model.generate(ids, attention_mask=mask, **common, **plain)[0, len(prompt) :].tolist())
+        options |= {"num_assistant_tokens": count, "return_dict_in_generate": True}
+        out = model.generate(ids, attention_mask=mask, **common, **options)
+        if out.sequences[0, len(prompt) :].tolist() != texts[-1]:
+            raise RuntimeError("speculation here does not equal plain decoding: nothing can be compared with it")
+        length, made = len(prompt) + 1, []
+        for accepted, draft in zip(out.speculation.accepted, out.speculation.drafts):
+            made.append((length, list(draft)))
+            length += accepted + 1
+        drafts.append(made)
+    return texts, drafts
+
+
+class Builder:
+    """Trains models once, writes their folders once, and makes cases of them.
+
+    Args:
+        folder: Where folders are written.
+        steps: Of training.
+    """
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder, self.steps = folder, steps
+        self.modules = lru_cache(lambda name: with_modules(name, steps))
+        self.backbone = lru_cache(lambda name, layers=2: self._backbone(name, layers))
+
+    def _backbone(self, name: str, layers: int) -> PreTrainedModel:
+        model = backbone(name, self.steps, num_hidden_layers=layers)
+        model.save_pretrained(self.folder / f"{name}_{layers}")
+        return model
+
+    def official(self, family: str, label: str = "", copies: bool | None = None) -> Iterator[Callable[[int], Case]]:
+        """A family with modules of its own."""
+        model, folder = self.modules(family), self.folder / f"{family}{label}"
+        export(model, folder, copies=copies)
+        native = _NATIVE if family in ("deepseek_v3", "glm4_moe_lite") else {}
+
+        def case(count: int) -> Case:
+            speculative = {"method": "mtp", "num_speculative_tokens": count}
+            engine = {"model": str(folder), "speculative_config": speculative, **native}
+            return Case(f"{family}{label} k={count}", engine, *expected(model, count))
+
+        return case
+
+    def retrofit(self, family: str) -> Callable[[int], Case]:
+        """A backbone and a draft folder."""
+        model, folder = self.modules(family), self.folder / f"{family}_retrofit"
+        export(model, folder)
+
+        def case(count: int) -> Case:
+            draft = {"method": "mtp", "model": str(folder / "draft"), "num_speculative_tokens": count}
+            engine = {"model": str(folder / "backbone"), "speculative_config": draft, "hf_overrides": overrides(model)}
+            return Case(f"{family} retrofit k={count}", engine, *expected(model, count))
+
+        return case
+
+    def heads(self, family: str, label: str, custom: bool, layers: int = 2, **options: Any) -> Case:
+        """Heads beside a backbone: in Medusa's layout, or in our own for `HeadProposer`."""
+        base = self.backbone(family, layers)
+        heads = train(MTPHeads.from_backbone(base, window=WINDOW, **options), self.steps)
+        folder = self.folder / f"{family}_{label}_{custom}".replace(" ", "_")
+        if custom:
+            heads.save_pretrained(folder)
+        else:
+            heads.export(folder, "vllm")
+        speculative: dict[str, Any] = {"num_speculative_tokens": WINDOW - 1}
+        speculative |= (
+            {"method": "custom_class", "model": PROPOSER} if custom else {"method": "medusa", "model": str(folder)}
+        )
+        engine: dict[str, Any] = {"model": str(self.folder / f"{family}_{layers}"), "speculative_config": speculative}
+        if custom:
+            engine["additional_config"] = {"tokenahead_heads": str(folder)}
+        kind = "proposer" if custom else "medusa layout"
+        found = expected(base, WINDOW - 1, assistant_model=heads)
+        heads.detach()
+        return Case(f"{family} {label} ({kind})", engine, *found)
+
+    def eagle(self, version: int, count: int, layers: int = 4) -> Case:
+        """A trained EAGLE head."""
+        base = self.backbone("llama", layers)
+        torch.manual_seed(0)
+        options = {"aux_layers": [1, 2, 3]} if version == 3 else {}  # three states that differ
+        head = train(EagleHead.from_backbone(base, version=version, **options), self.steps)
+        folder = self.folder / f"eagle{version}"
+        head.export(folder, layout="vllm")
+        method = "eagle" if version == 1 else "eagle3"
+        speculative = {"method": method, "model": str(folder), "num_speculative_tokens": count}
+        engine = {"model": str(self.folder / f"llama_{layers}"), "speculative_config": speculative}
+        found = expected(base, count, assistant_model=head)
+        head.detach()
+        return Case(f"EAGLE-{version} k={count}", engine, *found)
+
+
+def cases(builder: Builder) -> dict[str, Callable[[], list[Case]]]:
+    """Groups of cases by name; a group shares its folders."""
+
+    def both(make: Callable[[int], Case], counts: tuple[int, ...] = (1, 3)) -> list[Case]:
+        return [make(count) for count in counts]
+
+    groups: dict[str, Callable[[], list[Case]]] = {
+        "glm4_moe without copies": lambda: both(builder.official("glm4_moe", " without copies", copies=False), (1,)),
+    }
+    for family in ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "hy_v3", "ernie4_5_moe"):
+        groups[family] = lambda family=family: both(builder.official(family))
+    for family in ("llama", "mistral", "qwen3", "qwen2"):
+        groups[f"{family} retrofit"] = lambda family=family: both(builder.retrofit(family))
+    groups["heads as medusa"] = lambda: [
+        builder.heads("llama", "ff full", False, leaf="full"),
+        builder.heads("llama", "ff shared", False),
+        builder.heads("llama", "medusa", False, head_type="medusa", unembed="own"),
+        builder.heads("llama", "medusa shared", False, head_type="medusa"),
+    ]
+    groups["heads through the proposer"] = lambda: [
+        builder.heads("llama", "ff", True),
+        builder.heads("llama", "cp", True, head_type="cp", rank=4),
+        builder.heads("llama", "hmm", True, head_type="hmm", rank=4),
+        builder.heads("llama", "btree", True, head_type="btree", rank=4),
+        builder.heads("qwen3", "btree full", True, head_type="btree", rank=4, leaf="full"),
+        builder.heads("gemma2", "cp", True, head_type="cp", rank=4),
+    ]
+    groups["eagle"] = lambda: [builder.eagle(version, count) for version in (1, 3) for count in (1, 3)]
+    return groups

@@ -1,0 +1,101 @@
+"""The part of `benchmarks/serving.py` that runs in vLLM's own interpreter: needs vLLM, and nothing of this library.
+
+    python serving_engine.py cases.json results.json
+
+Reads what to serve and what to ask, serves one folder after the other, and writes texts, drafts and counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+DRAFTS: list[tuple[str, int, list[int]]] = []
+"""Of the engine at work: request, its length when the draft was made, the drafted tokens."""
+_LENGTHS: dict[str, int] = {}
+
+
+def listen() -> None:
+    """Notes every draft, whoever makes it, and where in its request's text it stands."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    original = GPUModelRunner.propose_draft_token_ids
+
+    @functools.wraps(original)  # HeadProposer looks at the signature
+    def propose(self: Any, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        drafts = original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
+        sampled = sampled_token_ids if isinstance(sampled_token_ids, list) else sampled_token_ids.tolist()
+        rows = drafts if isinstance(drafts, list) else drafts.tolist()
+        for request, tokens, draft in zip(self.input_batch.req_ids, sampled, rows):
+            length = _LENGTHS.get(request, self.requests[request].num_prompt_tokens)
+            _LENGTHS[request] = length + sum(token >= 0 for token in tokens)
+            DRAFTS.append((request, _LENGTHS[request], [int(token) for token in draft]))
+        return drafts
+
+    GPUModelRunner.propose_draft_token_ids = propose
+
+
+def serve(case: dict[str, Any]) -> dict[str, Any]:
+    """Texts of every prompt alone and of all together; drafts and counts of the former."""
+    from vllm import LLM, SamplingParams
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    began = time.process_time()
+    common = dict(skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=8)
+    llm = LLM(**common, disable_log_stats=False, **case["engine"])
+    prompts = [{"prompt_token_ids": ids} for ids in case["prompts"]]
+    asked = case.get("sampling", {"temperature": 0})
+    params = SamplingParams(max_tokens=case["new_tokens"], detokenize=False, ignore_eos=True, **asked)
+    del DRAFTS[:]
+    _LENGTHS.clear()
+    alone, drafts = [], []
+    for prompt in prompts:
+        start = len(DRAFTS)
+        alone += _texts(llm.generate([prompt], params, use_tqdm=False))
+        drafts.append([(length, draft) for _, length, draft in DRAFTS[start:]])
+    counts = _counts(llm)
+    together = _texts(llm.generate(prompts, params, use_tqdm=False))
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    seconds = time.process_time() - began
+    return {"alone": alone, "together": together, "drafts": drafts, "counts": counts, "seconds": seconds}
+
+
+def _texts(outputs: list[Any]) -> list[list[int]]:
+    ordered = sorted(outputs, key=lambda output: int(output.request_id))
+    return [list(output.outputs[0].token_ids) for output in ordered]
+
+
+def _counts(llm: Any) -> dict[str, Any]:
+    found = {}
+    for metric in llm.get_metrics():
+        if metric.name.startswith("vllm:spec_decode_num_"):
+            value = metric.values if hasattr(metric, "values") else metric.value
+            found[metric.name.removeprefix("vllm:spec_decode_num_")] = value
+    return found
+
+
+def main(cases: str, results: str) -> None:
+    """Serves all cases; one that fails is written down with its error."""
+    listen()
+    found = {}
+    for case in json.loads(Path(cases).read_text()):
+        print(f"vLLM: {case['name']}", file=sys.stderr, flush=True)
+        try:
+            found[case["name"]] = serve(case)
+        except Exception as error:  # noqa: BLE001 - the other cases go on
+            cause = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            found[case["name"]] = {"error": f"{type(cause).__name__}: {cause}"}
+        Path(results).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

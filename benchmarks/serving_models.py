@@ -1,0 +1,106 @@
+"""Tiny models for `benchmarks/serving.py`, large enough for vLLM's CPU kernels, trained until their drafts are right.
+
+The text that they learn: the next token is one of two permutations of the last token; which one, the parity of the
+token before it says. So a drafter needs the hidden state and the newest token, and a mistake in either shows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tokenahead import DeepSeekMTP
+from tokenahead.configuration.mtp_families import set_modules
+
+VOCABULARY, WIDTH = 128, 64
+_COMMON = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=WIDTH,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=256,
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=None,
+    tie_word_embeddings=False,
+)
+_EXPERTS = dict(
+    moe_intermediate_size=64,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    n_group=1,
+    topk_group=1,
+)
+_LATENT = dict(  # the ranks that vLLM's kernel has on CPUs
+    kv_lora_rank=512, q_lora_rank=64, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, head_dim=64
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": _EXPERTS | _LATENT,
+    "ernie4_5_moe": dict(moe_intermediate_size=64, moe_num_experts=4, moe_k=2, moe_num_shared_experts=1),
+    "gemma2": dict(final_logit_softcapping=20.0, query_pre_attn_scalar=32, tie_word_embeddings=True),
+    "glm4_moe": _EXPERTS,
+    "glm4_moe_lite": _EXPERTS | _LATENT,
+    "hy_v3": dict(moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, num_shared_experts=1),
+    "llama": {},
+    "mistral": dict(sliding_window=None),
+    "qwen2": dict(tie_word_embeddings=True),
+    "qwen3": {},
+}
+
+
+def text(rows: int, length: int, seed: int, noise: float = 0.0) -> torch.Tensor:
+    """Token ids [rows, length] of the text; a share `noise` of the tokens is drawn uniformly."""
+    generator = torch.Generator().manual_seed(0)
+    tables = torch.stack([torch.randperm(VOCABULARY, generator=generator) for _ in range(2)])
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY, (rows, length), generator=generator)
+    random = torch.rand(rows, length, generator=generator) < noise
+    for i in range(2, length):
+        ids[:, i] = torch.where(random[:, i], ids[:, i], tables[ids[:, i - 2] % 2, ids[:, i - 1]])
+    return ids
+
+
+def train(model: nn.Module, steps: int, rate: float = 3e-3) -> nn.Module:
+    """Trains what is not frozen on fresh text, and leaves the model in evaluation mode."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=rate / 30)
+    model.train()
+    for step in range(steps):
+        ids = text(16, 48, seed=1000 + step, noise=0.05)
+        model(input_ids=ids, labels=ids).loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return model.eval()
+
+
+def config(name: str, modules: int = 0, **changes: Any) -> Any:
+    """A tiny configuration."""
+    found = AutoConfig.for_model(name, **(_COMMON | FAMILIES[name] | changes))
+    set_modules(found, modules)
+    return found
+
+
+def with_modules(name: str, steps: int) -> DeepSeekMTP:
+    """A trained model with one module."""
+    torch.manual_seed(0)
+    model = DeepSeekMTP(config(name, 1))
+    return train(model, steps)
+
+
+def backbone(name: str, steps: int, **changes: Any) -> PreTrainedModel:
+    """A trained plain model."""
+    torch.manual_seed(0)
+    model = train(AutoModelForCausalLM.from_config(config(name, **changes)), steps)
+    model.generation_config.eos_token_id = None
+    return model.requires_grad_(False)

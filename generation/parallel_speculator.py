@@ -1,0 +1,164 @@
+"""What every kind of parallel token prediction shares in a call of `generate`: its options, its uniforms, its rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.utils import logging
+
+from ..configuration.ptp import SAMPLING, PTPConfig
+from .drafters.best_of import BestOfDrafter, CentralRule
+from .drafters.parallel import ParallelDrafter
+from .drafters.protocol import Drafter, DraftOptions
+from .options import CallOptions, first_set
+from .rules import CoupledRule, GreedyRule, Rule, SampledRule
+from .speculators import SpeculatorMixin
+from .uniforms import Uniforms
+
+logger = logging.get_logger(__name__)
+
+
+class ParallelSpeculator(SpeculatorMixin):
+    """Drafts from uniforms; see `ParallelGenerationMixin` for the options of a call.
+
+    A class that uses it offers `config`, a `PTPConfig`.
+    """
+
+    config: PTPConfig
+    rules = ("coupled", "block", "token")
+
+    @property
+    def window(self) -> int:
+        """The longest draft and one: N slots draft N - 1 tokens (one-hot, slot 0 repeats the target's pick) or N."""
+        return self.config.num_slots + (self.config.variant == "categorical")
+
+    def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
+        """Temperature, top-k and top-p that the drafts were learned for, where a call samples and sets none of them."""
+        is_set = any(first_set(name, sources) is not None for name in self.config.sampling)
+        return {} if is_set or not first_set("do_sample", sources) else dict(self.config.sampling)
+
+    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
+        """Checks what cannot be meant, and chooses the rule.
+
+        Raises:
+            ValueError: Uniforms outside [0, 1), with another rule than the coupled one or beside a seed; a seed or
+                uniforms where beams are searched; no slots; an option of another kind of drafter.
+        """
+        extra = options.extra
+        if options.draft_tree is not None:
+            raise ValueError(
+                f"draft_tree={options.draft_tree!r}: parallel token prediction drafts chains; leave it out"
+            )
+        default = "coupled" if self.config.predicts_tokens or "uniforms" in extra else "block"
+        options.verification = options.verification or default
+        least = 1 + self.config.predicts_first
+        if extra.get("slot_budget", least) < least:
+            raise ValueError(
+                f"slot_budget={extra['slot_budget']} must be at least {least}; to decode plainly use use_mtp=False"
+            )
+        _check_best_of(extra.get("best_of", 1), config, options)
+        _check_uniforms(config, options)
+        _check_seed(config, options)
+        extra.setdefault("slot_budget", 3 * self.config.num_slots)
+        options.needs_our_loop = bool(config.do_sample and ("uniforms" in extra or "seed" in extra))
+
+    def make_drafter(self, options: DraftOptions) -> Drafter:
+        """Slots behind every possible number of accepted drafts."""
+        self.warn_of_mismatch(options)
+        many, uniforms = options.extra.get("best_of", 1) if options.drafts else 1, make_uniforms(options)
+        if many > 1:
+            return BestOfDrafter(self.config, options, uniforms, many=many)
+        return ParallelDrafter(self.config, options, uniforms)
+
+    def make_rule(self, options: DraftOptions, drafter: Drafter) -> Rule:
+        """Greedy, coupled, or a speculative rule with uniforms of its own."""
+        if not options.do_sample:
+            return GreedyRule()
+        if options.verification != "coupled":
+            return SampledRule(options.verification, drafter.uniforms)
+        return CoupledRule(drafter.uniforms) if drafter.many == 1 else CentralRule(drafter)
+
+    def warn_of_mismatch(self, options: DraftOptions) -> None:
+        """Warns of a target that the drafts were not learned for."""
+        learned, asked = self.config.sampling, options.sampling
+        fits = all((asked[name] or SAMPLING[name]) == learned[name] for name in SAMPLING)
+        if fits or not (options.drafts and options.do_sample):
+            return
+        shown = ", ".join(f"{name}={learned[name]}" for name in SAMPLING)
+        logger.warning_once(
+            f"The drafts were learned for {shown}, and the target is now sampled with "
+            f"{', '.join(f'{name}={asked[name]}' for name in SAMPLING)}: the text stays exact, but fewer drafts are "
+            "accepted, so that every token costs more calls. Leave these options out, or distil with "
+            f"sampling={asked}."
+        )
+
+
+def make_uniforms(options: DraftOptions) -> Uniforms:
+    """The uniforms of a call: they stay with their positions where draft and target pick with the same ones.
+
+    Raises:
+        ValueError: Uniforms of another shape than [B, max_new_tokens], another number of seeds than of rows.
+    """
+    prompt, extra = options.prompt, options.extra
+    is_coupled = options.do_sample and options.verification == "coupled" and extra.get("best_of", 1) == 1
+    stay = is_coupled or not options.drafts  # without drafts nothing is rejected
+    table = extra.get("uniforms")
+    shape = len(prompt), options.max_length - prompt.shape[1]
+    if table is not None and (table.dim() != 2 or table.shape[0] != shape[0] or table.shape[1] < shape[1]):
+        raise ValueError(f"uniforms have shape {tuple(table.shape)}; give one per new token, {shape}")
+    table = None if table is None else table.to(prompt.device)
+    return Uniforms(shape[0], prompt.device, table, extra.get("seed"), stay)
+
+
+def _check_best_of(many: int, config: GenerationConfig, options: CallOptions) -> None:
+    """Refuses what best-of-M cannot be combined with."""
+    if not isinstance(many, int) or many < 1:
+        raise ValueError(f"best_of={many!r} must be a whole number of at least 1")
+    if many == 1:
+        return
+    if "uniforms" in options.extra:
+        raise ValueError(f"best_of={many} draws its uniforms anew: drop uniforms=, or repeat a run with seed=")
+    if options.verification != "coupled":
+        raise ValueError(
+            f"best_of={many} chooses among coupled drafts: it needs verification='coupled', not "
+            f"{options.verification!r}"
+        )
+    if not config.do_sample:
+        raise ValueError(f"best_of={many} is for sampling: pass do_sample=True, or drop it")
+
+
+def _check_uniforms(config: GenerationConfig, options: CallOptions) -> None:
+    uniforms = options.extra.get("uniforms")
+    if uniforms is None:
+        return
+    if options.verification != "coupled":
+        raise ValueError(f"uniforms= fixes the tokens only with verification='coupled', not {options.verification!r}")
+    if "seed" in options.extra:
+        raise ValueError("give uniforms= or seed=, not both")
+    if not config.do_sample:
+        raise ValueError("uniforms= is for sampling: pass do_sample=True, or drop it")
+    if not isinstance(uniforms, torch.Tensor):
+        raise ValueError(
+            f"uniforms is a {type(uniforms).__name__}: pass torch.tensor(uniforms), a tensor [B, max_new_tokens]"
+        )
+    if not uniforms.is_floating_point():
+        raise ValueError(f"uniforms have dtype {uniforms.dtype}; give float32 or float64 in [0, 1)")
+    low, high = float(uniforms.min()), float(uniforms.max())
+    if not (low >= 0 and high < 1):
+        raise ValueError(f"uniforms must lie in [0, 1), but they lie between {low} and {high}")
+
+
+def _check_seed(config: GenerationConfig, options: CallOptions) -> None:
+    """Refuses what would not be repeated."""
+    given = next((name for name in ("seed", "uniforms") if name in options.extra), None)
+    if given and (config.num_beams or 1) > 1:
+        raise ValueError(f"{given}= cannot be combined with num_beams={config.num_beams}; drop one of them")
+    is_coupled = options.verification == "coupled" and options.extra.get("best_of", 1) == 1
+    if given == "seed" and config.do_sample and options.schedule == "adaptive" and not is_coupled:
+        raise ValueError(
+            "num_assistant_tokens_schedule='adaptive' chooses lengths by the clock, and with "
+            f"verification={options.verification!r} the text depends on them: a seed could not repeat it; drop one of "
+            "them, or use verification='coupled'"
+        )

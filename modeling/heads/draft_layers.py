@@ -1,0 +1,200 @@
+"""MtPC's draft LoRA: the drafter runs the backbone's last k layers once more, with low-rank adapters of its own.
+
+The backbone's layers are shared up to the last k. The verifier V runs those as they are; the drafter D runs them with
+adapters, on z, the input of the first of them, and over verified tokens only: so D's cache never goes back, the
+backbone is called once per cycle, and its law stays bit for bit what it is. Only adapters are parameters here. The
+weights are the backbone's, borrowed for a call: W + s B A is made anew for every step of training and once per call of
+`generate`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModel, Cache, PreTrainedModel
+from transformers import initialization as init
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from ...configuration import MTPHeadConfig
+from ..deepseek.modules import layer_kind
+from .backbone_parts import backbone_parts, trunk
+from .decoder_layers import check_layers, knows_layer_types, read_config
+
+Weights = dict[str, torch.Tensor]
+
+
+class Adapter(nn.Module):
+    """Low-rank change s B A of a weight; B starts at 0.
+
+    Args:
+        shape: Of the weight, [out, in].
+        rank: r.
+        scale: s.
+    """
+
+    def __init__(self, shape: Sequence[int], rank: int, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.lora_A = nn.Parameter(torch.zeros(rank, shape[1]))
+        self.lora_B = nn.Parameter(torch.zeros(shape[0], rank))
+
+    def added_to(self, weight: torch.Tensor) -> torch.Tensor:
+        """The changed weight, [out, in], in the weight's dtype; no gradient reaches the weight itself."""
+        return weight.detach() + (self.scale * self.lora_B @ self.lora_A).to(weight)
+
+    @torch.no_grad()
+    def reset_head(self, std: float) -> None:
+        """Draws A as peft does, whatever `std` is; B is 0, so that the layers start as the backbone's."""
+        bound = 1 / math.sqrt(self.lora_A.shape[1])
+        init.uniform_(self.lora_A, -bound, bound)
+        init.zeros_(self.lora_B)
+
+
+class DraftLayers(nn.Module):
+    """Adapters for every linear map of a backbone's last k layers.
+
+    Args:
+        config: Head options: `backbone_config`, `draft_layers`, `draft_lora_rank`, `draft_lora_alpha`.
+
+    Raises:
+        ValueError: More layers than the backbone has, or an architecture whose layers cannot stand alone.
+    """
+
+    def __init__(self, config: MTPHeadConfig) -> None:
+        super().__init__()
+        count, backbone = config.draft_layers, read_config(config.backbone_config)
+        with torch.device("meta"):
+            body = AutoModel.from_config(deepcopy(backbone))
+        check_layers(backbone, body)
+        if count > len(body.layers):
+            raise ValueError(f"draft_layers={count}: the backbone has {len(body.layers)} layers")
+        self.config, self.gradient_checkpointing = body.config, False
+        self.kinds = [layer_kind(body.config, index) for index in range(-count, 0)]
+        self.shells = [list(body.layers[-count:])]  # in a list: they hold no weights and are never saved
+        wanted = inspect.signature(type(self.shells[0][0]).forward).parameters
+        self.cache_name = "layer_past" if "layer_past" in wanted else "past_key_values"
+        for slot, shell in enumerate(self.shells[0]):
+            for module in shell.modules():
+                if hasattr(module, "layer_idx"):
+                    module.layer_idx = slot  # the layer's place in the drafter's own cache
+        rank = config.draft_lora_rank
+        scale = (2 * rank if config.draft_lora_alpha is None else config.draft_lora_alpha) / rank
+        self.adapters = nn.ModuleList(
+            nn.ModuleDict({_key(name): Adapter(module.weight.shape, rank, scale) for name, module in _linears(shell)})
+            for shell in self.shells[0]
+        )
+        self.rotary = type(body.rotary_emb)(body.config)
+
+    def bind(self, backbone: PreTrainedModel) -> BoundLayers:
+        """The layers as they stand now, for a step of training or a call of `generate`.
+
+        Raises:
+            ValueError: A backbone whose weights are no plain matrices (quantised, offloaded, wrapped by peft).
+        """
+        layers = trunk(backbone).layers[-len(self.adapters) :]
+        return BoundLayers(self, [self._weights(*pair) for pair in zip(layers, self.adapters)], backbone)
+
+    def _weights(self, layer: nn.Module, adapters: nn.ModuleDict) -> Weights:
+        weights = {name: p.detach() for name, p in (*layer.named_parameters(), *layer.named_buffers())}
+        for key, adapter in adapters.items():
+            name = key.replace("-", ".") + ".weight"
+            shape = (adapter.lora_B.shape[0], adapter.lora_A.shape[1])
+            weight = weights.get(name)
+            if weight is None or weight.is_meta or weight.shape != shape or not weight.is_floating_point():
+                raise ValueError(
+                    f"draft_layers need the backbone's {name} as a matrix of {shape}, and it is quantised, offloaded "
+                    "or wrapped by peft; load it plainly, or merge its adapters first"
+                )
+            weights[name] = adapter.added_to(weight)
+        return weights
+
+
+class BoundLayers:
+    """Draft layers with the weights that they have at the moment.
+
+    Args:
+        layers: The adapters and what they know of the architecture.
+        weights: Per layer, its weights by name.
+        backbone: Whose final norm is borrowed.
+    """
+
+    def __init__(self, layers: DraftLayers, weights: list[Weights], backbone: PreTrainedModel) -> None:
+        self.layers, self.weights, self.norm = layers, weights, backbone_parts(backbone).norm
+
+    def __call__(
+        self,
+        states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        """Runs over rows of z.
+
+        Args:
+            states: z, [B, T, d], the input of the first of these layers.
+            attention_mask: [B, past + T], 0 for padding.
+            position_ids: [B or 1, T].
+            cache: The drafter's own keys and values; extended.
+
+        Returns:
+            [B, T, d], after the final norm.
+        """
+        own = self.layers
+        dtype = next(iter(self.weights[0].values())).dtype
+        states = states.detach().to(dtype)
+        for slot, (shell, weights) in enumerate(zip(own.shells[0], self.weights)):
+            options = self._options(slot, states, attention_mask, position_ids, cache)
+
+            def run(
+                states: torch.Tensor, shell: Any = shell, weights: Weights = weights, options: Any = options
+            ) -> Any:
+                output = functional_call(shell, weights, (states,), options)
+                return output[0] if isinstance(output, tuple) else output
+
+            saves = own.gradient_checkpointing and torch.is_grad_enabled() and cache is None
+            states = checkpoint(run, states, use_reentrant=False) if saves else run(states)
+        return self.norm(states)
+
+    def _options(
+        self,
+        slot: int,
+        states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        cache: Cache | None,
+    ) -> dict[str, Any]:
+        kind, config = self.layers.kinds[slot], self.layers.config
+        make_mask = create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask
+        mask = make_mask(
+            config=config,
+            inputs_embeds=states,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            position_ids=position_ids,
+            layer_idx=slot,
+        )
+        rotary = self.layers.rotary
+        kinds = [kind] if knows_layer_types(rotary) else []
+        return {
+            "attention_mask": mask,
+            "position_ids": position_ids,
+            "position_embeddings": rotary(states, position_ids, *kinds),
+            self.layers.cache_name: cache,
+        }
+
+
+def _linears(layer: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in layer.named_modules() if type(module) is nn.Linear]
+
+
+def _key(name: str) -> str:
+    """A name that a ModuleDict takes: those of layers hold no hyphen."""
+    return name.replace(".", "-")

@@ -1,0 +1,169 @@
+"""Heads and their backbone learning together (Medusa-2, Mehra et al.): one module, two folders."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.generic import can_return_tuple
+
+from ..deepseek.losses import ModuleLossOptions, chain_loss
+from ..deepseek.readout import Readout
+from ..outputs import MTPOutput
+from .attached import MTPHeads
+from .losses import IGNORE, counts_of_update, depth_targets
+
+BACKBONE = "backbone"
+"""Folder of the backbone, or of its adapters, within that of the heads."""
+
+
+class JointMTPModel(PreTrainedModel):
+    """Heads and the backbone that they are attached to, for training both.
+
+    The loss is the backbone's own next-token loss, and lambda (`heads.mtp_loss_weight`) times that of the heads, whose
+    gradient reaches the backbone's layers, and not its norm, embeddings or unembedding.
+
+    `save_pretrained(folder)` writes the heads' folder, and the backbone (or its adapters alone, where it has any) in
+    `folder/backbone`. Afterwards the two are used as ever: `heads` is attached to `backbone`. What is verified is then
+    the backbone *as trained*.
+
+    Args:
+        heads: Attached heads.
+
+    Raises:
+        ValueError: Heads with draft layers, which take the backbone as it is.
+    """
+
+    config_class = None
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+
+    def __init__(self, heads: MTPHeads) -> None:
+        super().__init__(heads.config)
+        if heads.draft_layers is not None:
+            raise ValueError("draft layers leave the backbone as it is: train heads with draft_layers on a frozen one")
+        self.heads, self.backbone = heads, heads.backbone
+        self.loss_type = "ForCausalLM"
+
+    @property
+    def window(self) -> int:
+        """n: tokens that the heads' law covers."""
+        return self.heads.window
+
+    @property
+    def generation_config(self) -> Any:
+        """The backbone's."""
+        return self.backbone.generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        """Ignored."""
+
+    @property
+    def mtp_loss_weight(self) -> float:
+        """lambda, what the heads' loss weighs beside the backbone's."""
+        return self.heads.mtp_loss_weight
+
+    @mtp_loss_weight.setter
+    def mtp_loss_weight(self, value: float) -> None:
+        self.heads.mtp_loss_weight = float(value)
+
+    @property
+    def _first(self) -> float:
+        return 0.0 if self.heads.config.borrows_first else 1.0
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The backbone's."""
+        return self.backbone.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The backbone's."""
+        return self.backbone.get_output_embeddings()
+
+    def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
+        super()._set_gradient_checkpointing(enable, *args, **kwargs)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> MTPOutput:
+        """The joint loss; arguments as in `MTPHeads.forward`.
+
+        Returns:
+            `MTPOutput`; `backbone_loss` is the mean of the backbone's own loss.
+        """
+        outputs = self.backbone(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            use_cache=False,
+            logits_to_keep=int(self.training) if logits_to_keep is None else logits_to_keep,
+            output_hidden_states=self.heads.hidden_layers,
+            return_dict=True,
+        )
+        states, shift_labels = outputs.hidden_states, kwargs.get("shift_labels")
+        if labels is None and shift_labels is None:
+            return MTPOutput(logits=outputs.logits)
+        found = self.heads.learn(
+            states, outputs.logits, input_ids, attention_mask, position_ids, labels, num_items_in_batch,
+            shift_labels, kwargs.get("balance"), self._first,
+        )  # fmt: skip
+        targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
+        own = (targets != IGNORE).sum((0, 1))
+        counts = counts_of_update(own, num_items_in_batch)[:1]
+        loss, mean, *_ = chain_loss(
+            Readout(self.backbone), [states[-1]], [targets[..., 0]], self.config.vocab_size, ModuleLossOptions(), counts
+        )
+        found.loss, found.backbone_loss = found.loss + loss.to(found.loss), mean[0]
+        found.hidden_states = states if kwargs.get("output_hidden_states") else None
+        return found
+
+    def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """As `MTPHeads.pooled_loss`, without the backbone's own loss."""
+        return self.heads.pooled_loss(sums, counts, self._first)
+
+    def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
+        """Writes the heads' folder and, in it, the backbone's."""
+        kwargs.pop("state_dict", None)
+        self.heads.save_pretrained(save_directory, *args, **kwargs)
+        self.backbone.save_pretrained(Path(save_directory) / BACKBONE, *args, **kwargs)
+
+    def load_checkpoint(self, folder: str | PathLike) -> None:
+        """Takes over what `save_pretrained` wrote, into this very model.
+
+        Raises:
+            ValueError: A folder of other heads, or of another backbone.
+        """
+        folder = Path(folder)
+        _load(self.heads, folder, "heads")
+        adapters = folder / BACKBONE / "adapter_model.safetensors"
+        if adapters.exists():
+            from peft import set_peft_model_state_dict
+
+            set_peft_model_state_dict(self.backbone, load_file(adapters), adapter_name="default")
+        else:
+            _load(self.backbone, folder / BACKBONE, "backbone")
+
+
+def _load(model: PreTrainedModel, folder: Path, what: str) -> None:
+    state = {
+        name: tensor for file in sorted(folder.glob("model*.safetensors")) for name, tensor in load_file(file).items()
+    }
+    found = model.load_state_dict(state, strict=False)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    missing = [name for name in found.missing_keys if name not in tied]
+    if missing or found.unexpected_keys or not state:
+        raise ValueError(f"{folder} holds other {what}: missing {missing[:3]}, unexpected {found.unexpected_keys[:3]}")

@@ -1,0 +1,204 @@
+"""How heads apart from their backbone learn: on a frozen backbone, on states kept of it, or beside it (joint.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers.utils.generic import can_return_tuple
+
+from ..outputs import MTPOutput
+from .losses import IGNORE, check_targets, counts_of_update, depth_targets, depth_weights, head_loss
+
+States = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
+
+
+class LearningMixin:
+    """The training forward of `MTPHeads`.
+
+    Attributes:
+        mtp_loss_weight: lambda, what the heads' loss is multiplied with.
+    """
+
+    mtp_loss_weight: float = 1.0
+
+    @property
+    def learning_layers(self) -> list[int]:
+        """The states of the backbone that training reads, as `output_hidden_states` counts them."""
+        layers = sorted(set(self.hidden_layers), key=self.hidden_layers.index)
+        needs_last = self.draft_layers is None or self.config.loss_target == "teacher"
+        return [index for index in layers if index != -1 or needs_last]
+
+    def _run_backbone(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        logits_to_keep: int | torch.Tensor = 1,
+    ) -> Any:
+        """The backbone's outputs, with the states that the heads read."""
+        with torch.no_grad():
+            return self.backbone(
+                input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                use_cache=False,
+                logits_to_keep=logits_to_keep,
+                output_hidden_states=self.hidden_layers,
+                return_dict=True,
+            )
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        cached_states: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> MTPOutput:
+        """The discounted loss of the heads on the frozen backbone, and the backbone's own logits.
+
+        Args:
+            input_ids: [B, L] int64.
+            attention_mask: [B, L], 0 for padding.
+            position_ids: [B or 1, L]; where they restart, a packed document begins.
+            labels: [B, L] int64, shifted here, -100 ignored.
+            logits_to_keep: Logits of the last so many positions only (0: all), or of these positions. None: of the last
+                one in training, which nobody reads, else of all.
+            num_items_in_batch: Targets per depth over all micro-batches, [n] or one number (from the Trainer).
+            cached_states: [B, L, S, d], the states that `learning_layers` names, from an earlier run of the backbone on
+                the same tokens: it is then not run, and there are no logits.
+            **kwargs: `shift_labels` [B, L], the target of every position, in place of `labels`; `balance` [n], factors
+                of the depths (`loss_balance="rms"`); with `output_hidden_states` the backbone's states that were read
+                are returned; the rest is not read.
+
+        Returns:
+            `MTPOutput`.
+
+        Raises:
+            ValueError: Labels that are no token ids, or states of another number of layers.
+        """
+        if cached_states is not None:
+            states, logits = split_states(cached_states, self.learning_layers), None
+        else:
+            kept = int(self.training) if logits_to_keep is None else logits_to_keep
+            outputs = self._run_backbone(input_ids, attention_mask, position_ids, kept)
+            states, logits = outputs.hidden_states, outputs.logits
+        given = input_ids, attention_mask, position_ids, labels, num_items_in_batch
+        found = self.learn(states, logits, *given, **kwargs)
+        if kwargs.get("output_hidden_states") and cached_states is None:
+            found.hidden_states = states
+        return found
+
+    def learn(
+        self,
+        states: States,
+        logits: torch.Tensor | None,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        counts: torch.Tensor | int | None,
+        shift_labels: torch.Tensor | None = None,
+        balance: torch.Tensor | None = None,
+        first: float = 1.0,
+        **kwargs: Any,
+    ) -> MTPOutput:
+        """The loss on states of the backbone; see `forward`.
+
+        Args:
+            states: By index, those that `learning_layers` names, [B, L, d] each.
+            logits: Handed on.
+            input_ids: [B, L].
+            attention_mask: [B, L].
+            position_ids: [B or 1, L].
+            labels: [B, L].
+            counts: `num_items_in_batch`.
+            shift_labels: [B, L] in place of labels.
+            balance: [n].
+            first: What depth 1 weighs in the loss; 0 where the backbone learns it itself.
+            **kwargs: Not read.
+        """
+        if labels is None and shift_labels is None:
+            return MTPOutput(logits=logits)
+        targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
+        teaches = self.config.loss_target == "teacher"
+        if self._goes_one_by_one():
+            check_targets(targets, self.config.vocab_size)
+            own = (targets != IGNORE).sum((0, 1))
+            weights = depth_weights(self.config, counts_of_update(own, counts).float()) * self.loss_scale(first)
+            position_ids = counted_positions(states[-2], attention_mask) if position_ids is None else position_ids
+            loss, sums = self.head.one_by_one(states, attention_mask, position_ids, self._parts(), targets, weights)
+            return MTPOutput(loss=loss, logits=logits, head_losses=sums / own)
+        found = head_loss(
+            self.head,
+            self.config,
+            self.features(states, attention_mask, position_ids),
+            targets,
+            input_ids,
+            counts,
+            self._parts(),
+            states[-1] if teaches else None,
+            self.loss_scale(first),
+            balance,
+        )
+        return MTPOutput(
+            loss=found.loss,
+            logits=logits,
+            head_losses=found.means,
+            acceptances=found.acceptances,
+            missing_mass=found.missing,
+            head_squares=found.squares,
+        )
+
+    def _goes_one_by_one(self) -> bool:
+        """Whether heads can learn one after the other: layers that read the same states, from labels."""
+        config = self.config
+        plain = config.loss_target == "labels" and config.loss_balance == "none"
+        return config.head_type == "layer" and config.mix == "none" and plain
+
+    def loss_scale(self, first: float = 1.0) -> torch.Tensor:
+        """What the depths of the loss are multiplied with besides weights, [n]: lambda, and `first` at depth 1."""
+        scale = torch.full((self.window,), float(self.mtp_loss_weight), device=self.device)
+        scale[0] *= first
+        return scale
+
+    def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor, first: float = 1.0) -> torch.Tensor:
+        """The loss on data of which only sums per depth are known.
+
+        Args:
+            sums: [n], summed terms in nats.
+            counts: [n], targets.
+            first: See `learn`.
+
+        Returns:
+            Scalar: what `forward` would return for all of the data in one batch.
+        """
+        scale = self.loss_scale(first).to(sums)
+        return (sums * scale * depth_weights(self.config, counts.to(sums))).sum()
+
+
+def split_states(cached: torch.Tensor, layers: list[int]) -> dict[int, torch.Tensor]:
+    """Cached states [B, L, S, d] by the indices of their layers.
+
+    Raises:
+        ValueError: Another number of layers.
+    """
+    if cached.dim() != 4 or cached.shape[2] != len(layers):
+        raise ValueError(
+            f"cached_states has shape {tuple(cached.shape)}; this drafter needs [B, L, {len(layers)}, d], the hidden "
+            f"states {layers}"
+        )
+    return dict(zip(layers, cached.unbind(2)))
+
+
+def counted_positions(states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """Position ids [B or 1, T] of states [B, T, d]; padding has 0."""
+    if attention_mask is None:
+        return torch.arange(states.shape[1], device=states.device)[None]
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -states.shape[1] :]

@@ -1,0 +1,138 @@
+"""Modules that draft over a part of the vocabulary: the same output, smaller drafts, kept in the folder."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.families import family_model, random_ids
+from tests.integration.test_lossless_modules import enumerate_outcomes
+from tests.laws import chi_square
+from tests.models import left_padded
+from tokenahead import DeepSeekMTP
+from tokenahead.modeling.deepseek.draft_vocabulary import DraftVocabulary, frequent_tokens
+
+TRAINED = Path(__file__).parents[2] / "data" / "deepseek_mtp" / "dsv3_d2_trained"
+GREEDY = {"do_sample": False, "max_new_tokens": 24, "return_dict_in_generate": True, "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = DeepSeekMTP.from_pretrained(TRAINED, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def rows():
+    generator = torch.Generator().manual_seed(3)
+    return left_padded([torch.randint(1, 128, (length,), generator=generator) for length in (12, 3, 30, 7)])
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.3])
+def test_greedy_text_is_the_same_and_drafts_stay_inside(model, threshold):
+    plain = model.generate(**rows(), use_mtp=False, **GREEDY).sequences
+    written = plain[:, -24:].flatten().tolist()
+    # the commonest tokens are left out, so that at some positions the most likely one cannot be drafted
+    kept = sorted(set(range(128)) - {max(set(written), key=written.count), written[0]})
+    options = GREEDY | {"num_assistant_tokens": 3, "assistant_confidence_threshold": threshold}
+    full = model.generate(**rows(), **options).speculation
+    out = model.generate(**rows(), draft_vocabulary=kept, **options)
+    assert torch.equal(out.sequences, plain)
+    drafted = {token for row in out.speculation.rows_drafts for draft in row for token in draft}
+    assert drafted <= set(kept) and len(drafted) > 3
+    assert out.speculation.vocabulary_coverage == pytest.approx(sum(t in kept for t in written) / len(written))
+    assert full.vocabulary_coverage is None and model.draft_vocabulary is None
+    assert set().union(*out.speculation.rows_accepted) >= {0, 1}
+
+
+def test_a_whole_vocabulary_drafts_as_none(model):
+    options = GREEDY | {"num_assistant_tokens": 3}
+    whole = model.generate(**rows(), draft_vocabulary=torch.randperm(128), **options).speculation
+    assert whole.rows_drafts == model.generate(**rows(), **options).speculation.rows_drafts
+    assert whole.vocabulary_coverage == 1.0
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_samples_follow_the_target(model, rule):
+    """The likeliest outcomes need tokens that cannot be drafted."""
+    prompt, warp = torch.arange(30, 42)[None], {"do_sample": True, "temperature": 2.0, "top_k": 3}
+    outcomes, law = enumerate_outcomes(model, prompt)
+    kept = sorted(set(range(128)) - set(outcomes[law.argmax()][1:3].tolist()))
+    torch.manual_seed(5)
+    batch = prompt.expand(1500, -1)
+    options = {"max_new_tokens": 4, "num_assistant_tokens": 2, "verification": rule, "draft_vocabulary": kept}
+    out = model.generate(batch, attention_mask=torch.ones_like(batch), **warp, **options)[:, -4:]
+    cells = (out[:, None] == outcomes).all(-1)
+    assert cells.any(1).all() and chi_square(cells.long().argmax(1), law) > 0.001
+
+
+def test_processors_that_leave_nothing_to_draft(model):
+    kept = [3, 4, 5]
+    torch.manual_seed(1)
+    options = {"do_sample": True, "max_new_tokens": 12, "suppress_tokens": kept, "draft_vocabulary": kept}
+    out = model.generate(torch.arange(20, 30)[None], pad_token_id=0, return_dict_in_generate=True, **options)
+    assert not set(out.sequences[0, 10:].tolist()) & set(kept) and set(out.speculation.accepted) == {0}
+
+
+@torch.no_grad()
+def test_logits_are_the_head_s_of_those_rows_also_once_it_was_trained():
+    model, ids = family_model("gemma"), torch.tensor([7, 2, 90, 33])
+    vocabulary, states = DraftVocabulary(ids, 96), torch.randn(2, 32)
+    for _ in range(2):
+        want = model.readout(states)[:, ids.sort().values]
+        torch.testing.assert_close(vocabulary.logits(model.readout, states), want, atol=1e-6, rtol=1e-5)
+        model.get_output_embeddings().weight.add_(0.1)
+    wide = vocabulary.spread(want, 96)
+    assert wide.shape == (2, 96) and torch.equal(wide[:, ids].isfinite(), torch.ones(2, 4, dtype=torch.bool))
+    assert int(wide.isfinite().sum()) == 8
+    quantised = copy.deepcopy(model)
+    quantised.main.lm_head = torch.nn.Sequential(quantised.main.lm_head)  # a head whose weights are not read
+    torch.testing.assert_close(vocabulary.logits(quantised.readout, states), model.readout(states)[:, vocabulary.ids])
+
+
+def test_the_folder_keeps_it_and_forgets_it(tmp_path):
+    model, ids = family_model("llama"), random_ids()
+    model.set_draft_vocabulary([5, 1, 9])
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "draft_vocabulary.json").read_text()) == [1, 5, 9]
+    again = DeepSeekMTP.from_pretrained(tmp_path)
+    assert again.draft_vocabulary.ids.tolist() == [1, 5, 9]
+    out = again.generate(ids, **GREEDY)
+    assert {token for row in out.speculation.rows_drafts for draft in row for token in draft} <= {1, 5, 9}
+    assert copy.deepcopy(again).draft_vocabulary.ids.tolist() == [1, 5, 9]
+    assert DeepSeekMTP.from_pretrained(tmp_path, draft_vocabulary=[2]).draft_vocabulary.ids.tolist() == [2]
+    again.set_draft_vocabulary(None)
+    again.save_pretrained(tmp_path)
+    assert not (tmp_path / "draft_vocabulary.json").exists()
+    assert DeepSeekMTP.from_pretrained(tmp_path).draft_vocabulary is None
+
+
+def test_frequent_tokens_keep_what_every_text_needs():
+    from tokenahead import EvaByteTokenizer
+
+    assert frequent_tokens([[5, 5, 7, 9, 9, 9]], 2).tolist() == [5, 9]
+    tokenizer = EvaByteTokenizer()
+    digits = {tokenizer.encode(digit, add_special_tokens=False)[-1] for digit in "07"}
+    kept = frequent_tokens([[200, 200, 201]], 120, tokenizer)
+    assert {200, 201, *digits, *tokenizer.all_special_ids} <= set(kept.tolist()) and len(kept) <= 120
+    with pytest.raises(ValueError, match="size=1 must be at least"):
+        frequent_tokens([[200]], 1, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"), [([], "is empty"), ([3, 96], "holds 96"), ([-1], "holds -1"), ([4, 4], "more than once")]
+)
+def test_ids_that_cannot_be_meant(ids, reason):
+    with pytest.raises(ValueError, match=reason):
+        family_model("llama").set_draft_vocabulary(ids)
+    with pytest.raises(ValueError, match=reason):
+        family_model("llama").generate(random_ids(), draft_vocabulary=ids, **GREEDY)
+
+
+def test_other_drafters_have_no_such_option():
+    from tests.models import tiny_model
+
+    with pytest.raises(ValueError, match="draft_vocabulary= is an option of sequential modules"):
+        tiny_model().generate(torch.arange(5)[None], draft_vocabulary=[1], max_new_tokens=3)

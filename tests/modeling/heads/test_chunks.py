@@ -1,0 +1,107 @@
+"""The head loss in chunks: equal to the definition with all logits at once, computed once, summed up in float32."""
+
+import pytest
+import torch
+
+from tests.modeling.heads.plain_losses import head_and_batch, plain_loss
+from tokenahead.modeling.heads import chunks, losses
+from tokenahead.modeling.heads.losses import IGNORE, discounted_mtp_loss, head_loss
+from tokenahead.modeling.heads.registry import window_law
+
+FAMILIES = ("ff", "cp", "hmm", "btree")
+
+
+def with_gradients(loss, head, config, hidden, targets, ids):
+    """The loss, its means, and the gradients of three times the loss."""
+    value, means, *_ = loss(head, config, hidden, targets, ids)
+    return value, means, *torch.autograd.grad(3 * value, (*head.parameters(), hidden))
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(5.0, [5, 5, 4]), (7.9, [7, 7]), (0.1, [1] * 14), (14.0, [14])])
+@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_chunks_change_nothing_and_are_computed_once(kind, observed, rows, sizes, monkeypatch):
+    head, config, hidden, targets = head_and_batch(kind)
+    arguments = (head, config, hidden, targets, torch.randint(0, 11, (2, 7)) if observed else None)
+    expected, calls = with_gradients(plain_loss, *arguments), []
+
+    def counted(head, config, states, backbone):
+        calls.append(len(states))
+        return window_law(head, config, states, backbone)
+
+    monkeypatch.setattr(losses, "window_law", counted)
+    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", int(rows * 3 * config.rank * 11))
+    for found, want in zip(with_gradients(head_loss, *arguments), expected, strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+    assert calls == sizes
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_chunks_on_a_frozen_backbone(kind, monkeypatch):
+    """Hidden states that want no gradient, a frozen next-token head, and a second backward that adds to the first."""
+    head, config, hidden, targets = head_and_batch(kind)
+    leaf = head if kind == "ff" else head.leaf
+    leaf.target_frozen = kind == "ff"
+    arguments = (head, config, hidden.detach(), targets, None)
+    plain_loss(*arguments)[0].backward()
+    whole = [parameter.grad.clone() for parameter in head.parameters()]
+    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 5 * 3 * config.rank * 11)
+    head_loss(*arguments)[0].backward()
+    for parameter, want in zip(head.parameters(), whole, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * want, rtol=1e-5, atol=1e-5)
+    assert (leaf.weight.grad[:11] == 0).all() == (kind == "ff")
+    assert leaf.weight_total is None
+
+
+def test_no_gradients_are_made_where_none_are_wanted(monkeypatch):
+    head, config, hidden, targets = head_and_batch()
+    want = plain_loss(head, config, hidden, targets, None)[0]
+    seen = []
+    monkeypatch.setattr(losses, "window_law", lambda *given: (seen.append(given[2]), window_law(*given))[1])
+    with torch.no_grad():
+        torch.testing.assert_close(head_loss(head, config, hidden, targets, None)[0], want)
+    head.requires_grad_(False)
+    loss = head_loss(head, config, hidden.detach(), targets, None)[0]
+    assert not loss.requires_grad and not any(states.requires_grad for states in seen)
+
+
+def test_a_second_backward_through_one_loss_is_refused():
+    head, config, hidden, targets = head_and_batch()
+    loss, *_ = head_loss(head, config, hidden, targets, None)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="compute the loss again"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_gradients_of_chunks_are_summed_up_in_float32(kind, monkeypatch):
+    """In bfloat16, a sum of 256 equal gradients would stop growing long before the end."""
+    head, config, _, _ = head_and_batch(kind)
+    head, hidden = head.bfloat16(), torch.ones(1, 256, 6, dtype=torch.bfloat16)
+    targets = torch.full((1, 256, 3), 4)
+    plain_loss(head.float(), config, hidden.float(), targets, None)[0].backward()
+    leaf = head if kind == "ff" else head.leaf
+    want = leaf.weight.grad.clone()
+    head.bfloat16().zero_grad()
+    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 3 * config.rank * 11)
+    head_loss(head, config, hidden, targets, None)[0].backward()
+    torch.testing.assert_close(leaf.weight.grad.float(), want, rtol=0.03, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_float32_heads_read_states_of_any_dtype(kind):
+    head, config, hidden, targets = head_and_batch(kind)
+    low = hidden.detach().bfloat16()
+    loss, *_ = head_loss(head, config, low, targets, None)
+    torch.testing.assert_close(loss, plain_loss(head, config, low.float(), targets, None)[0])
+    assert window_law(head, config, low).leaf_logits.dtype == loss.dtype == torch.float32
+
+
+def test_bfloat16_heads_have_a_float32_loss():
+    head, config, hidden, targets = head_and_batch()
+    head, hidden = head.bfloat16(), hidden.detach().bfloat16()
+    loss, *_ = head_loss(head, config, hidden, targets, None)
+    assert loss.dtype == torch.float32
+    log_q = head(hidden)[:, :, :3].float().log_softmax(-1)
+    terms = -log_q.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(loss, discounted_mtp_loss(terms, targets != IGNORE, 0.9, "tokens"))

@@ -1,0 +1,72 @@
+"""Distances of laws: against float64 sums written out, bounds of lumped laws, gradients where laws hardly meet."""
+
+import pytest
+import torch
+
+from tokenahead.modeling.heads.divergences import (
+    DIVERGENCES,
+    acceptance,
+    divergence,
+    head_and_rest,
+    log_acceptance,
+    lumped,
+)
+
+
+def laws(scale=3.0, rows=50, size=40):
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(2, rows, size, generator=generator, dtype=torch.float64) * scale
+    return drawn.log_softmax(-1)
+
+
+def test_values():
+    log_p, log_q = laws()
+    p, q = log_p.exp(), log_q.exp()
+    alpha = (p + q - (p - q).abs()).sum(-1) / 2
+    want = {
+        "cross_entropy": -(p * log_q).sum(-1),
+        "kl": (p * (p / q).log()).sum(-1),
+        "reverse_kl": (q * (q / p).log()).sum(-1),
+        "tv": (p - q).abs().sum(-1) / 2,
+        "lk": -alpha.log(),
+        "lk_kl": -alpha.log() + (-3 * alpha).exp() * (p * (p / q).log()).sum(-1),
+    }
+    assert set(want) == set(DIVERGENCES)
+    for kind, value in want.items():
+        torch.testing.assert_close(divergence(kind, log_p, log_q), value, atol=1e-12, rtol=1e-10)
+    torch.testing.assert_close(acceptance(log_p, log_q), alpha)
+    torch.testing.assert_close(log_acceptance(log_p, log_q).exp(), alpha)
+    for kind in set(DIVERGENCES) - {"cross_entropy"}:
+        assert divergence(kind, log_p, log_p).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("k", [1, 5, 39, 100])
+def test_lumped_laws_look_no_further_apart_and_total_variation_is_bounded(k):
+    log_p, log_q = laws()
+    ids, head = head_and_rest(log_p, k)
+    tail = lumped(log_q, ids)
+    missing = 1 - log_p.exp().sort(descending=True).values[:, :k].sum(-1)
+    torch.testing.assert_close(head[:, -1].exp(), missing, atol=1e-12, rtol=1e-6)
+    torch.testing.assert_close(tail.exp().sum(-1), torch.ones(50, dtype=torch.float64))
+    for kind in ("kl", "reverse_kl", "tv", "lk"):
+        assert (divergence(kind, head, tail) <= divergence(kind, log_p, log_q) + 1e-9).all()
+    error = divergence("tv", log_p, log_q) - divergence("tv", head, tail)
+    assert (error <= missing + 1e-9).all() and (k > 5 or error.max() > 1e-3)
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_gradients_are_right_and_finite_where_laws_hardly_meet(kind):
+    log_p, log_q = laws(rows=4, size=6)
+    logits = log_q.clone().requires_grad_(True)
+    if kind == "lk_kl":  # its fading factor is detached
+        logits.detach_()
+    else:
+        assert torch.autograd.gradcheck(lambda x: divergence(kind, log_p, x.log_softmax(-1)), logits)
+    far = torch.tensor([[60.0, -60.0, 0.0]], requires_grad=True)
+    p = torch.tensor([[-60.0, 60.0, 0.0]]).log_softmax(-1)
+    divergence(kind, p, far.log_softmax(-1)).sum().backward()
+    assert far.grad.isfinite().all()
+    ids, head = head_and_rest(p, 1)
+    far.grad = None
+    divergence(kind, head, lumped(far.log_softmax(-1), ids)).sum().backward()
+    assert far.grad.isfinite().all()

@@ -1,0 +1,92 @@
+"""`tokenahead evaluate` and `tokenahead analyze`: figures that agree with the model, files, and what is refused."""
+
+import json
+
+import pytest
+import torch
+
+from tokenahead import EagleHead, MTPHeads
+from tokenahead.model_cards import MeasuredResults
+from tokenahead.training import cli
+from tokenahead.training.commands import analyze, evaluate
+from tokenahead.training.commands.settings import AnalysisArguments, EvaluationArguments, read_settings
+
+from .conftest import byte_llama
+
+SHORT = ("--prompts", "1", "--prompt_tokens", "8", "--new_tokens", "8", "--rows", "100", "--use_cpu")
+
+
+def run(command, *words) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, *map(str, words)])
+    return ended.value.code or 0
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["evabyte", "modules", "ptp", "heads", "eagle"])
+def test_every_drafter_is_measured(name, folders, data, tmp_path, capsys):
+    out, words = tmp_path / "out", [folders / name]
+    if name in ("heads", "eagle"):
+        kind = {"heads": MTPHeads, "eagle": EagleHead}[name]
+        words = [folders / "llama", "--drafter", name, "--drafter_name_or_path"]
+        words.append(saved(kind.from_backbone(byte_llama()), tmp_path / "drafter"))
+    words = [words[0], data["text"], *words[1:]]
+    assert run("evaluate", *words, "--output_dir", out, *SHORT) == 0
+    found = json.loads((out / "evaluation.json").read_text())
+    greedy, drawn = found["decoding"]
+    assert greedy["identical"] is True and drawn["tokens_per_call"] >= 1 and greedy["speed_up"] > 0
+    if name != "ptp":
+        assert [row["depth"] for row in found["depths"]] == list(range(2, len(found["depths"]) + 2))
+        assert all(0 <= row["top_1"] <= row["top_5"] <= 1 for row in found["depths"])
+        block, token = (found["expected_accepted"][rule] for rule in ("block", "token"))
+        assert block == pytest.approx(sum(row["accepted_block"] for row in found["depths"])) and block >= token - 1e-9
+    if name in ("evabyte", "modules", "heads"):
+        losses = found["losses"]
+        assert found["depths"][0]["loss"] == pytest.approx(losses["eval_loss_head_2"], rel=1e-4)
+    assert MeasuredResults.from_json(out / "results.json").results[0].name == "greedy"
+    assert (out / "evaluation.png").stat().st_size > 1000
+    assert "expected accepted" in capsys.readouterr().out or name == "ptp"
+
+
+def test_a_file_for_training_means_what_the_training_has_left(settings_of, tmp_path):
+    settings_of(drafter="heads", drafter_options={"window": 3})
+    heads = MTPHeads.from_backbone(byte_llama(), window=3)
+    with torch.no_grad():
+        heads.head.weight.add_(torch.randn_like(heads.head.weight)) if hasattr(heads.head, "weight") else None
+    saved(heads, tmp_path / "run")
+    words = [str(tmp_path / "config.yaml"), *SHORT]
+    settings = evaluate.settings_of_drafter(read_settings(evaluate.named(words), "evaluate", EvaluationArguments))
+    assert settings.drafter.drafter_name_or_path == str(tmp_path / "run") and settings.drafter.drafter_options is None
+
+
+def test_heads_that_do_not_name_their_backbone_are_refused(data, tmp_path, capsys):
+    heads = MTPHeads.from_backbone(byte_llama())
+    heads.config.base_model_name_or_path = None
+    assert run("evaluate", saved(heads, tmp_path / "heads"), data["text"]) == 1
+    assert "does not say for which model" in capsys.readouterr().err
+
+
+def test_the_marginal_of_a_backbone_that_is_its_own_head(folders, data, settings_of, tmp_path):
+    """New FF heads with the backbone's own law at every depth: known losses at depth 1, and one order of the others."""
+    settings = settings_of("llama", "analyze", drafter="heads", drafter_options={"window": 3})
+    words = [str(tmp_path / "config.yaml"), "--positions", "3", "--depth", "3", "--mass", "1", "--max_branches", "320"]
+    found = analyze.analyze(read_settings(words, "analyze", AnalysisArguments))
+    first, second, third = found["depths"]
+    assert first["marginal"] == pytest.approx(first["backbone_given"], rel=1e-4)
+    assert first["head"] == pytest.approx(first["backbone_given"], rel=1e-4)
+    assert second["missing_mass"] < 1e-6 and second["head"] == pytest.approx(second["head_given"], rel=1e-4)
+    assert len(found["layers"]) == 3 and found["spread"]["tokens_90"] <= found["spread"]["tokens_99"]
+    assert (tmp_path / "run" / "analysis.png").stat().st_size > 1000
+    assert settings.drafter.drafter == "heads"
+
+
+def test_drafters_without_laws_and_rows_that_are_too_short_are_refused(folders, data, tmp_path, capsys):
+    out = ["--output_dir", tmp_path / "out", "--use_cpu"]
+    assert run("analyze", folders / "ptp", data["text"], *out) == 1
+    assert "drafts without laws" in capsys.readouterr().err
+    assert run("analyze", folders / "evabyte", data["text"], "--depth", "200", *out) == 1
+    assert "no held-out row reaches depth=200" in capsys.readouterr().err

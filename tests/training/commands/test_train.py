@@ -1,0 +1,78 @@
+"""`tokenahead train`: every drafter from a YAML file to a folder that loads again, with the facts of the run."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+
+from tokenahead import DeepSeekMTP, EagleHead, MTPHeads
+from tokenahead.modeling.heads.joint import JointMTPModel
+from tokenahead.training import cli
+from tokenahead.training.commands.train import train
+
+RUNS = {
+    "evabyte": dict(model="evabyte", drafter_options={"head_type": "btree", "rank": 2}),
+    "heads": dict(drafter="heads", drafter_options={"head_type": "hydra", "window": 3}),
+    "modules of its own": dict(model="modules", loss_options={"weight": 0.5}),
+    "new modules": dict(drafter="modules", drafter_options={"num_modules": 1}),
+    "parallel": dict(drafter="parallel", drafter_options={"num_slots": 3}, loss_options={"completions": 4}),
+    "parallel of its own": dict(model="ptp"),
+    "eagle": dict(drafter="eagle", loss_options={"steps": 2}),
+    "heads and backbone": dict(
+        drafter="heads", drafter_options={"window": 3}, strategy={"train": "lora", "head_warmup": 1, "loss_weight": 0.2}
+    ),
+    "heads, packed": dict(drafter="heads", drafter_options={"window": 3}, packing=True),
+    "heads, streamed": dict(drafter="heads", dataset_streaming=True, test_split_size=None, eval_strategy="no"),
+}
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_every_drafter_learns_and_its_folder_loads_again(run, settings_of, tmp_path):
+    acceptance = {"prompts": 1, "prompt_tokens": 8, "new_tokens": 8, "rows": 4}
+    settings = settings_of(**({"eval_strategy": "steps", "eval_steps": 2, "acceptance": acceptance} | run))
+    trainer = train(settings)
+    folder = tmp_path / "run"
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 4 and min(losses) < losses[0]
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = model.heads if isinstance(model, JointMTPModel) else model
+    loaded = {MTPHeads: AutoModel, DeepSeekMTP: DeepSeekMTP, EagleHead: AutoModel}.get(
+        type(model), AutoModelForCausalLM
+    )
+    again = loaded.from_pretrained(folder)
+    assert type(again) is type(model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    facts = json.loads((folder / "run.json").read_text())
+    assert facts["model"]["class"] == type(model).__name__ and facts["seeds"]["seed"] == 42
+    assert facts["versions"]["torch"] == torch.__version__ and "--" not in facts["versions"]
+    assert (folder / "learning_curve.png").stat().st_size > 1000
+    entries = json.loads((folder / "metrics.json").read_text())
+    if settings.training.eval_strategy != "no":
+        held_out = [entry for entry in entries if "eval_loss" in entry]
+        assert len(held_out) == 2 and held_out[0]["eval_generated_accepted"] >= 0
+        wanted = (
+            "eval_num_correct"
+            if "parallel" in type(model).__name__.lower() or "PTP" in type(model).__name__
+            else ("eval_expected_accepted")
+        )
+        assert all(wanted in entry for entry in held_out)
+
+
+def test_the_command_reads_a_file_and_flags(settings_of, tmp_path, capsys):
+    settings_of(drafter="heads")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", str(tmp_path / "config.yaml"), "--max_steps", "2", "--drafter_options", '{"window": 2}'])
+    assert ended.value.code == 0
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["model"]["window"] == 2
+    shown = capsys.readouterr().err
+    assert "step 2/2" in shown and "bytes/s" in shown and "left" in shown
+
+
+def test_a_chat_is_learned_where_the_assistant_speaks(settings_of, data):
+    trainer = train(settings_of(drafter="heads", dataset_name=str(data["chat"]), assistant_only_loss=True))
+    batch = next(iter(trainer.get_train_dataloader()))
+    learned = batch["input_ids"][0][batch["labels"][0] != -100]
+    assert trainer.processing_class.decode(learned) == "hello<|eot_id|>"

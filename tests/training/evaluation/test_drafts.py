@@ -1,0 +1,78 @@
+"""Laws of drafts along text, for every drafter that has laws, and what is measured of them."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from tests.every_model import llama
+from tests.families import family_model
+from tests.models import tiny_model
+from tokenahead import EagleHead, MTPHeads
+from tokenahead.training.evaluation.drafts import measure_drafts
+from tokenahead.training.evaluation.laws import drafted_laws
+
+
+def models():
+    yield "evabyte_ff", tiny_model(num_pred_heads=4)
+    yield "evabyte_btree", tiny_model(mtp_head={"head_type": "btree", "window": 4, "rank": 2})
+    for kind in ("ff", "cp", "medusa", "hydra", "layer"):
+        yield kind, MTPHeads.from_backbone(llama(), window=4, head_type=kind)
+    for version in (1, 3):
+        yield f"eagle{version}", EagleHead.from_backbone(llama(num_hidden_layers=4), version=version)
+    yield "modules", family_model("llama", num_nextn_predict_layers=2)
+
+
+def batch_for(model, rows: int = 3, length: int = 12):
+    size = model.config.get_text_config().vocab_size
+    ids = torch.randint(3, size, (rows, length), generator=torch.Generator().manual_seed(4))
+    mask = torch.arange(length) < torch.tensor([[length], [length - 3], [5]])
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
+
+
+@pytest.mark.parametrize(("name", "model"), [pytest.param(*pair, id=pair[0]) for pair in models()])
+def test_laws_are_normalised_and_the_losses_are_those_of_the_model(name, model):
+    model = model.eval()
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    batch = batch_for(model)
+    for laws in drafted_laws(model, batch):
+        mass = laws.draft.exp().sum(-1)
+        torch.testing.assert_close(mass, torch.ones_like(mass), rtol=0, atol=1e-5)
+    means = measure_drafts(model, batch).means()
+    assert all(0 <= share <= 1 for share in means["accepted_block"])
+    assert all(a <= b + 1e-9 for a, b in zip(means["accepted_token"], means["accepted_block"]))
+    if not name.startswith("eagle"):
+        expected = model(**batch).head_losses[1:].tolist()
+        assert means["loss"][: len(expected)] == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_verifier_reads_the_backbone_where_the_draft_stands():
+    """A head that is the backbone's own, moved on: each draft's law is compared with the law of that very position."""
+    heads = MTPHeads.from_backbone(llama(), window=3).eval()
+    batch = batch_for(heads)
+    logits = heads.backbone(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    (laws,) = drafted_laws(heads, batch)
+    rows, columns = (batch["labels"][:, 2:] != -100).nonzero(as_tuple=True)
+    torch.testing.assert_close(laws.target[:, 0], logits[rows, columns + 1], rtol=1e-4, atol=1e-4)
+    assert torch.equal(laws.tokens[:, 0], batch["input_ids"][rows, columns + 2])
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_an_eagle_head_drafts_what_its_laws_say(version):
+    """The law of step i at a row is that of drafting by hand behind the same prefix with the true tokens."""
+    head = EagleHead.from_backbone(llama(num_hidden_layers=4), version=version).eval()
+    batch = batch_for(head)
+    batch = {name: value[:1] for name, value in batch.items()}
+    laws = torch.cat([part.draft for part in drafted_laws(head, batch)])
+    ids, column = batch["input_ids"], 4
+    wanted = True
+    states = head.backbone(ids[:, : column + 1], output_hidden_states=wanted).hidden_states
+    cache = DynamicCache()
+    features, logits = head.step(head.fuse(states), ids[:, 1 : column + 2], past_key_values=cache)
+    for step in range(3):
+        found = laws[column, step]
+        torch.testing.assert_close(found, logits[0, -1].float().log_softmax(-1), rtol=1e-4, atol=1e-4)
+        position = torch.tensor([[column + 1 + step]])
+        features, logits = head.step(features[:, -1:], ids[:, column + 2 + step][:, None], position, None, cache)

@@ -1,0 +1,152 @@
+"""Features on disk: the losses of training without them, a writer that may be killed, and what is refused."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.conftest import ragged_rows, trainer_for
+from tests.training.test_evaluation_loss import llama
+from tokenahead import EagleHead, MTPHeads
+from tokenahead.training import features
+from tokenahead.training.features import FeatureDataset, FeatureIndex, cache_features
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def backbone():
+    return llama(num_hidden_layers=3)
+
+
+DRAFTERS = {
+    "cp": lambda: MTPHeads.from_backbone(backbone(), window=3, head_type="cp", rank=2),
+    "layer": lambda: MTPHeads.from_backbone(backbone(), window=3, head_type="layer"),
+    "draft layers": lambda: MTPHeads.from_backbone(backbone(), window=3, draft_layers=2),
+    "taught": lambda: MTPHeads.from_backbone(backbone(), window=3, loss_target="teacher", loss_divergence="kl"),
+    "eagle 1": lambda: EagleHead.from_backbone(backbone(), version=1),
+    "eagle 3": lambda: EagleHead.from_backbone(backbone(), version=3, aux_layers=[1, 2]),
+}
+
+
+def rows():
+    return [dict(row) for row in ragged_rows(12)]
+
+
+def losses(trainer):
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_training_on_features_has_the_losses_of_training_on_the_backbone(name, tmp_path):
+    data, found = rows(), []
+    for cached in (False, True):
+        torch.manual_seed(0)
+        drafter = DRAFTERS[name]()
+        if cached:
+            data = cache_features(drafter, data, tmp_path / "f", tokens_per_shard=50, say=lambda text: None)
+            assert len(data.index.shards) > 2
+        trainer = trainer_for(drafter, tmp_path, data, max_steps=5, learning_rate=0.05, optim="sgd")
+        if cached:
+            trainer.data_collator = data.collate
+            drafter.backbone.forward = None  # is not called
+        found.append(losses(trainer))
+    assert found[0] == pytest.approx(found[1], rel=2e-5)
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_rows_come_back_in_order_without_padding(tmp_path):
+    heads, said = DRAFTERS["layer"](), []
+    data = cache_features(heads, rows(), tmp_path, tokens_per_shard=60, say=said.append)
+    assert "2 states x 32 in float32" in said[0] and f"{data.index.num_bytes / 1e6:,.1f} MB" in said[0]
+    for found, row in zip(data, rows()):
+        real = row["attention_mask"].bool()
+        assert torch.equal(found["input_ids"], row["input_ids"][real]) and torch.equal(
+            found["labels"], row["labels"][real]
+        )
+        outputs = heads._run_backbone(row["input_ids"][real][None], None, None)
+        want = torch.stack([outputs.hidden_states[layer][0] for layer in heads.learning_layers], 1)
+        torch.testing.assert_close(found["cached_states"], want, atol=1e-5, rtol=1e-5)
+    assert len(data) == 12 and torch.equal(data[-1]["labels"], data[11]["labels"])
+    on_disk = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert data.index.num_bytes * 0.6 < on_disk < data.index.num_bytes + 4096 * len(data.index.shards)
+
+
+SCRIPT = """
+import sys, time, torch
+from tests.training.test_features import DRAFTERS, rows
+from tokenahead.training import features
+torch.manual_seed(0)
+write = features.save_file
+def slow(*args, **kwargs):
+    write(*args, **kwargs)
+    print("shard", flush=True)
+    time.sleep(0.3)  # killed here, a shard is written and has no name yet
+features.save_file = slow
+features.cache_features(DRAFTERS["cp"](), rows(), sys.argv[1], tokens_per_shard=30)
+"""
+
+
+def test_a_killed_writer_goes_on_with_the_next_shard(tmp_path):
+    folder = tmp_path / "killed"
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(folder)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    shards = 0
+    while shards < 3:
+        shards += process.stdout.readline() == "shard\n"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    index = FeatureIndex.read(folder)
+    assert 1 <= len(index.shards) <= 3 and not index.is_complete
+    with pytest.raises(ValueError, match=f"holds {index.rows} of 12 rows"):
+        FeatureDataset(folder)
+    times = {shard["file"]: (folder / shard["file"]).stat().st_mtime_ns for shard in index.shards}
+    torch.manual_seed(0)
+    drafter = DRAFTERS["cp"]()
+    found = cache_features(drafter, rows(), folder, tokens_per_shard=30, say=lambda text: None)
+    assert all((folder / file).stat().st_mtime_ns == time for file, time in times.items())
+    whole = cache_features(drafter, rows(), tmp_path / "whole", tokens_per_shard=30, say=lambda text: None)
+    assert found.index == whole.index
+    for one, other in zip(found, whole):
+        assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_refusals(tmp_path, monkeypatch):
+    heads, data = DRAFTERS["cp"](), rows()
+    cache_features(heads, data, tmp_path / "f", say=lambda text: None)
+    with pytest.raises(ValueError, match="features of another data set"):
+        cache_features(heads, data[:5], tmp_path / "f")
+    with pytest.raises(ValueError, match="other layers"):
+        cache_features(DRAFTERS["layer"](), data, tmp_path / "f")
+    with torch.no_grad():
+        heads.backbone.lm_head.weight.add_(1)
+    with pytest.raises(ValueError, match="another backbone"):
+        cache_features(heads, data, tmp_path / "f")
+    with pytest.raises(ValueError, match="dtype='int8' is unknown"):
+        cache_features(heads, data, tmp_path / "g", dtype="int8")
+    with pytest.raises(ValueError, match="no rows"):
+        cache_features(heads, [], tmp_path / "g")
+    with pytest.raises(FileNotFoundError, match="holds no features"):
+        FeatureDataset(tmp_path / "g")
+    usage = features.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(features.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(OSError, match="and 1,000 are free: take a smaller dtype"):
+        cache_features(heads, data, tmp_path / "h", say=lambda text: None)
+    assert not (tmp_path / "h").exists()
+    shard = next((tmp_path / "f").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    with pytest.raises(ValueError, match="is damaged"):
+        FeatureDataset(tmp_path / "f", check=True)
+    with pytest.raises(ValueError, match=r"needs \[B, L, 2, d\]"):
+        DRAFTERS["layer"]()(
+            data[0]["input_ids"][None], labels=data[0]["labels"][None], cached_states=torch.zeros(1, 20, 1, 32)
+        )

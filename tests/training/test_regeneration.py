@@ -1,0 +1,47 @@
+"""Text that the backbone writes: its own, the same after an interruption, with labels on completions alone."""
+
+import pytest
+import torch
+
+from tests.training.test_evaluation_loss import llama
+from tokenahead import NgramDrafter
+from tokenahead.training.regeneration import RegeneratedText, regenerate
+
+PROMPTS = [[70, 71, 72], [80], [90, 91], [100, 101, 102, 103], [75, 76]]
+
+
+def test_text_is_the_backbones_own_and_goes_on_where_it_stopped(tmp_path):
+    backbone = llama()
+    backbone.generation_config.eos_token_id = 84
+    options = dict(max_new_tokens=12, batch_size=2)
+    rows = regenerate(backbone, PROMPTS, tmp_path / "greedy", **options, do_sample=False)
+    for row, prompt in zip(rows, PROMPTS):
+        want = backbone.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0]
+        assert torch.equal(row["input_ids"], want)
+        assert row["labels"][: len(prompt)].eq(-100).all() and torch.equal(
+            row["labels"][len(prompt) :], want[len(prompt) :]
+        )
+    drawn = regenerate(backbone, PROMPTS, tmp_path / "drawn", **options, do_sample=True, top_k=0)
+    text = tmp_path / "drawn" / "text.jsonl"
+    for cut in (0, 150, 250, len(text.read_text()) - 3):
+        text.write_text(text.read_text()[:cut])
+        with pytest.raises(ValueError, match="of 5 rows"):
+            RegeneratedText(tmp_path / "drawn")
+        again = regenerate(backbone, PROMPTS, tmp_path / "drawn", **options, do_sample=True, top_k=0)
+        assert again.rows == drawn.rows
+    drafted = NgramDrafter().attach(backbone)
+    found = regenerate(backbone, PROMPTS, tmp_path / "g2", **options, do_sample=False, assistant_model=drafted)
+    assert found.rows == rows.rows
+
+
+def test_refusals(tmp_path):
+    backbone = llama()
+    regenerate(backbone, PROMPTS, tmp_path, max_new_tokens=2)
+    with pytest.raises(ValueError, match="max_new_tokens=2, not 3"):
+        regenerate(backbone, PROMPTS, tmp_path, max_new_tokens=3)
+    with pytest.raises(ValueError, match="no prompts"):
+        regenerate(backbone, [], tmp_path)
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        regenerate(backbone, [[1], []], tmp_path / "x")
+    with pytest.raises(FileNotFoundError, match="no regenerated text"):
+        RegeneratedText(tmp_path / "x")

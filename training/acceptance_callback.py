@@ -1,0 +1,199 @@
+"""Acceptance while a drafter trains: expected along held-out text at every evaluation, generated now and then.
+
+Knows trainers and models; how acceptance is computed is written in `evaluation.expected`.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
+
+from ..generation.attachment import Attachable
+from ..modeling.heads.joint import JointMTPModel
+from .evaluation.drafts import DraftMeasures, measure_drafts
+from .evaluation.laws import has_laws
+
+logger = logging.get_logger(__name__)
+
+
+class AcceptanceCallback(TrainerCallback):
+    """Adds acceptance to the metrics of every evaluation, for the log, the best checkpoint and early stopping.
+
+    - `eval_expected_accepted`: drafts that one block verification is expected to keep at T = 1, along the evaluation
+      data (an expectation, not a sample; `evaluation.expected` says how), and `eval_accepted_1`, `eval_accepted_2`,
+      ...: the share of drafts of which so many tokens are kept. Equal for any batch size and number of processes.
+      Models of PTP have no laws that are known without their uniforms: they log `eval_num_correct` instead.
+    - `eval_generated_accepted` and `eval_generated_tokens_per_call`: mean accepted drafts per verification, and new
+      tokens per call of the backbone, of texts sampled at T = 1 from beginnings of held-out rows.
+
+    `MTPTrainer` and `PTPTrainer` ask for them before they log; with another `Trainer` call `bind(trainer)`, and they
+    are added to the metrics behind its own log. The random numbers of training stay untouched. Left out, with a
+    warning, under FSDP and DeepSpeed, where parts of a model cannot be called on their own.
+
+    Args:
+        rows: Rows of the evaluation data to look at; None: all.
+        generate_every: Generate at every so many-th evaluation; 0: never.
+        prompts: Held-out rows that are continued.
+        prompt_tokens: Tokens of each that are given.
+        new_tokens: Tokens to write.
+        seed: Of the samples.
+
+    Raises:
+        ValueError: A number below its least value.
+
+    Example:
+        >>> args = TrainingArguments("out", eval_strategy="steps", save_strategy="steps", load_best_model_at_end=True,
+        ...                          metric_for_best_model="expected_accepted", greater_is_better=True)
+        >>> MTPTrainer(heads, args, train_dataset=data, eval_dataset=held_out, callbacks=[AcceptanceCallback()]).train()
+    """
+
+    def __init__(
+        self,
+        rows: int | None = 64,
+        generate_every: int = 4,
+        prompts: int = 4,
+        prompt_tokens: int = 64,
+        new_tokens: int = 64,
+        seed: int = 0,
+    ) -> None:
+        least = {"rows": 1, "generate_every": 0, "prompts": 1, "prompt_tokens": 1, "new_tokens": 1}
+        given = {"rows": rows, "generate_every": generate_every, "prompts": prompts}
+        given |= {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
+        for name, value in given.items():
+            if value is not None and value < least[name]:
+                raise ValueError(f"{name}={value} must be at least {least[name]}")
+        self.rows, self.generate_every, self.prompts = rows, generate_every, prompts
+        self.prompt_tokens, self.new_tokens, self.seed = prompt_tokens, new_tokens, seed
+        self._evaluations = 0
+        self._trainer: Trainer | None = None
+
+    def bind(self, trainer: Trainer) -> AcceptanceCallback:
+        """Lets the callback measure for a plain `Trainer`, which asks no callback for metrics. Returns itself."""
+        self._trainer = trainer
+        trainer.add_callback(self)
+        return self
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Adds the metrics where the trainer did not ask for them."""
+        if self._trainer is None or metrics is None or "eval_expected_accepted" in metrics:
+            return
+        found = self.evaluation_metrics(self._trainer, "eval")
+        metrics.update(found)
+        if state.log_history:
+            state.log_history[-1].update(found)
+
+    def evaluation_metrics(self, trainer: Trainer, prefix: str) -> dict[str, float]:
+        """What is added to the metrics of an evaluation; called by every process.
+
+        Args:
+            trainer: Whose evaluation data and model are meant.
+            prefix: Of the names.
+        """
+        data = trainer.eval_dataset
+        data = next(iter(data.values())) if isinstance(data, dict) else data
+        if data is None:
+            return {}
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            logger.warning_once("AcceptanceCallback measures nothing under FSDP and DeepSpeed; evaluate afterwards")
+            return {}
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        model = model.get_base_model() if hasattr(model, "peft_config") else model
+        model = model.heads if isinstance(model, JointMTPModel) else model
+        found: dict[str, float] = {}
+        devices = [] if model.device.type == "cpu" else [model.device]
+        with torch.random.fork_rng(devices, device_type=model.device.type):
+            if has_laws(model):
+                found |= self._expected(trainer, model, data)
+            if self.generate_every and self._evaluations % self.generate_every == 0:
+                torch.manual_seed(self.seed)
+                found |= self._generated(trainer, model, data)
+        self._evaluations += 1
+        return {f"{prefix}_{name}": value for name, value in found.items()}
+
+    def _expected(self, trainer: Trainer, model: Any, data: Any) -> dict[str, float]:
+        measures = DraftMeasures()
+        for batch in trainer.get_eval_dataloader(_first(data, self.rows)):
+            batch = trainer._prepare_inputs(batch)
+            without_repeated = getattr(trainer, "_without_repeated_rows", None)
+            measures = measure_drafts(model, without_repeated(batch) if without_repeated else batch, measures)
+        measures = measures.reduced(trainer.accelerator)
+        shares = measures.means().get("accepted_block", [])
+        by_place = {f"accepted_{place}": share for place, share in enumerate(shares, 1)}
+        return ({"expected_accepted": sum(shares)} if shares else {}) | by_place
+
+    def _generated(self, trainer: Trainer, model: Any, data: Any) -> dict[str, float]:
+        """The same on every process: each samples the same texts, so that none waits for another."""
+        ids = [torch.as_tensor(row["input_ids"])[: self.prompt_tokens] for row in _rows(data, self.prompts)]
+        accepted, written, calls = [], 0, 0
+        for prompt in ids:
+            speculation = sampled_speculation(model, prompt, self.new_tokens)
+            accepted += speculation.rows_accepted[0]
+            written, calls = written + speculation.new_tokens, calls + speculation.backbone_calls
+        if not accepted:
+            return {}
+        return {
+            "generated_accepted": sum(accepted) / len(accepted),
+            "generated_tokens_per_call": written / max(calls, 1),
+        }
+
+
+@torch.no_grad()
+def sampled_speculation(model: Any, prompt: torch.Tensor, new_tokens: int) -> Any:
+    """What speculation did in one text sampled at T = 1 from the whole law, with no early end.
+
+    Args:
+        model: A model that drafts for itself, or a drafter that is attached to one.
+        prompt: [T] int64.
+        new_tokens: Tokens to write.
+    """
+    is_attached, was_training = isinstance(model, Attachable), model.training
+    backbone = model.backbone if is_attached else model
+    options = {"assistant_model": model} if is_attached else {"use_mtp": True}
+    ids = prompt[None].to(backbone.device)
+    was_learning = backbone.training
+    model.eval()
+    backbone.eval()
+    try:
+        output = backbone.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            return_dict_in_generate=True,
+            **options,
+        )
+    finally:
+        model.train(was_training)
+        backbone.train(was_learning)
+    return output.speculation
+
+
+def _first(data: Any, count: int | None) -> Any:
+    """The first rows of a dataset of any kind."""
+    if count is None:
+        return data
+    if isinstance(data, IterableDataset):
+        return data.take(count)
+    if isinstance(data, Dataset):
+        return data.select(range(min(count, len(data))))
+    return torch.utils.data.Subset(data, range(min(count, len(data)))) if hasattr(data, "__len__") else data
+
+
+def _rows(data: Any, count: int) -> list[dict[str, Any]]:
+    if not hasattr(data, "__len__"):
+        return list(islice(iter(data), count))
+    return [data[index] for index in range(min(count, len(data)))]

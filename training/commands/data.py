@@ -1,0 +1,167 @@
+"""Data of a run: chats, prompts with completions, plain text or token ids, from files or the Hub. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ...modeling.heads.losses import IGNORE
+from ..extras import needs_extra
+from .settings import Settings
+
+with needs_extra("train", "reading data"):
+    from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
+    from datasets.exceptions import DatasetNotFoundError
+    from trl import get_dataset
+    from trl.data_utils import maybe_convert_to_chatml
+
+if TYPE_CHECKING:
+    Data = Dataset | IterableDataset
+
+_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".arrow": "arrow"}
+_COLUMNS = "'messages' or 'conversations' (chats), 'prompt' and 'completion', or 'input_ids'"
+_ROWS_TO_READ = 1000  # of chats, whose turns are looked at before training
+
+
+def load_data(
+    settings: Settings, with_evaluation: bool, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> dict[str, Data]:
+    """Training data, and data to evaluate on.
+
+    `dataset_name` is a file (JSON, JSON lines, Parquet, CSV, Arrow, or text with a row per line), a folder of such
+    files or of `Dataset.save_to_disk`, or a name on the Hub; `datasets` is a mixture of them, as in TRL.
+
+    Args:
+        settings: Of the run.
+        with_evaluation: Whether there must be data to evaluate on: the split `dataset_test_split`, or a share
+            `test_split_size` of all rows.
+        tokenizer: Its chat template is needed for chats.
+        vocab_size: Ids that the model has.
+
+    Returns:
+        By `"train"` and `"eval"`.
+
+    Raises:
+        ValueError: No data, no such split, an empty one, columns that are missing, or chats without assistant turns.
+        FileNotFoundError: A path that is none.
+    """
+    data = _loaded(settings)
+    train_name, test_name = settings.data.dataset_train_split, settings.data.dataset_test_split
+    if not isinstance(data, dict):
+        data = {train_name: data}
+    size = settings.mixture.test_split_size
+    if with_evaluation and test_name not in data and size is not None:
+        data = dict(data) | _divided(_split(data, train_name, "dataset_train_split"), size, settings.training.seed)
+        test_name = "test"
+    chosen = {"train": _split(data, train_name, "dataset_train_split")}
+    if with_evaluation:
+        hint = "; or set test_split_size, or eval_strategy='no'"
+        chosen["eval"] = _split(data, test_name, "dataset_test_split", hint)
+    for name, rows in chosen.items():
+        check_rows(rows, name, settings, tokenizer, vocab_size)
+    return chosen
+
+
+def _loaded(settings: Settings) -> Any:
+    if settings.mixture.datasets:
+        settings.mixture.streaming |= settings.data.dataset_streaming
+        size, settings.mixture.test_split_size = settings.mixture.test_split_size, None
+        try:
+            return get_dataset(settings.mixture)
+        finally:
+            settings.mixture.test_split_size = size
+    name = settings.data.dataset_name
+    if name is None:
+        raise ValueError("dataset_name is missing: a file, a folder or a name on the Hub; or `datasets`, a mixture")
+    options: dict[str, Any] = {"streaming": settings.data.dataset_streaming or settings.mixture.streaming}
+    path = Path(name)
+    if path.is_file():
+        if not path.stat().st_size:
+            raise ValueError(f"dataset_name={name} is empty")
+        if path.suffix not in _BUILDERS:
+            raise ValueError(f"dataset_name={name}: {path.suffix!r} is none of {', '.join(_BUILDERS)}")
+        return load_dataset(_BUILDERS[path.suffix], data_files={"train": str(path)}, **options)
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        return load_from_disk(name)
+    if not path.is_dir() and name.startswith((".", "/", "~")):
+        raise FileNotFoundError(f"dataset_name={name}: no such file or folder")
+    try:
+        return load_dataset(name, settings.data.dataset_config, **options)
+    except (DatasetNotFoundError, ConnectionError) as error:
+        raise FileNotFoundError(
+            f"dataset_name={name}: no such file or folder, and the Hub gave none: {error}"
+        ) from error
+
+
+def _split(data: dict[str, Any], name: str, setting: str, hint: str = "") -> Any:
+    if name not in data:
+        raise ValueError(f"{setting}={name!r}: the data have {', '.join(map(repr, data))}{hint}")
+    return data[name]
+
+
+def _divided(rows: Data, size: float, seed: int) -> dict[str, Dataset]:
+    if not isinstance(rows, Dataset):
+        raise ValueError("test_split_size divides no stream; name a split to evaluate on with dataset_test_split")
+    parts: DatasetDict = rows.train_test_split(test_size=size, seed=seed)
+    return {"train": parts["train"], "test": parts["test"]}
+
+
+def check_rows(rows: Data, name: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Refuses rows that nothing could be learned from.
+
+    Args:
+        rows: The rows.
+        name: What they are called in messages.
+        settings: Of the run.
+        tokenizer: Its chat template is needed for chats.
+        vocab_size: Ids that the model has.
+
+    Raises:
+        ValueError: No rows, missing columns, ids that are none, or chats without assistant turns or a template.
+    """
+    first = next(iter(rows), None)
+    if first is None:
+        raise ValueError(f"the {name} data are empty: {_source(settings)} has no rows")
+    text = settings.training.dataset_text_field
+    is_chat = bool({"messages", "conversations"} & first.keys())
+    has_completion = {"prompt", "completion"} <= first.keys()
+    if not (is_chat or has_completion or {text, "input_ids"} & first.keys()):
+        raise ValueError(
+            f"the {name} data have the columns {', '.join(first)}; needed are {text!r} (dataset_text_field), {_COLUMNS}"
+        )
+    if "input_ids" in first and isinstance(rows, Dataset):
+        _check_ids(rows, name, vocab_size)
+    if is_chat:
+        if tokenizer.chat_template is None and settings.training.chat_template_path is None:
+            raise ValueError(
+                f"the {name} data are chats, but the tokenizer has no chat template: set chat_template_path"
+            )
+        _check_chats(islice(rows, _ROWS_TO_READ), name)
+
+
+def _check_ids(rows: Dataset, name: str, vocab_size: int) -> None:
+    """Token ids that were made beforehand; those that the tokenizer makes are in the vocabulary."""
+    for column in {"input_ids", "labels"} & set(rows.column_names):
+        for chunk in rows.data.column(column).chunks:  # memory-mapped, a chunk at a time
+            ids = chunk.flatten().to_numpy(zero_copy_only=False)
+            wrong = ids[((ids < 0) | (ids >= vocab_size)) & ((ids != IGNORE) | (column == "input_ids"))]
+            if len(wrong):
+                raise ValueError(
+                    f"{column} of the {name} data hold {wrong[0]}; the model has ids from 0 to {vocab_size - 1}"
+                )
+
+
+def _check_chats(rows: Iterable[dict[str, Any]], name: str) -> None:
+    for number, row in enumerate(rows):
+        turns = maybe_convert_to_chatml(dict(row)).get("messages") or []
+        if not any(turn.get("role") == "assistant" for turn in turns):
+            roles = ", ".join(str(turn.get("role")) for turn in turns) or "none"
+            raise ValueError(f"row {number} of the {name} data has no assistant turn (roles: {roles}); leave it out")
+
+
+def _source(settings: Settings) -> str:
+    return settings.data.dataset_name or ", ".join(entry.path for entry in settings.mixture.datasets)

@@ -1,0 +1,266 @@
+"""`tokenahead evaluate MODEL DATA`: losses, accuracies, acceptance and speed-up, as JSON and a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PrinterCallback, set_seed
+from transformers.utils import logging
+
+from ... import __version__
+from ...generation.attachment import Attachable
+from ...modeling.heads.joint import BACKBONE
+from ..byte_text import is_byte_level
+from ..completion import load_config
+from ..evaluation import GREEDY, Comparison, Measurement, environment, hardware, sampled
+from ..evaluation.drafts import DraftMeasures, measure_drafts
+from ..evaluation.laws import has_laws
+from ..files import replace_picture, replace_text
+from ..results import MeasuredResults
+from .evaluation_figure import evaluation_figure
+from .models import Trainee, build
+from .settings import EvaluationArguments, Settings, read_settings
+from .train import make_trainer
+
+FIGURES = "evaluation.json"
+"""Everything that was measured."""
+RESULTS = "results.json"
+"""What a model card is made from."""
+PICTURE = "evaluation.png"
+_OUT_OF_TRAINING = {"save_strategy": "no", "eval_strategy": "steps", "eval_steps": 1000, "max_steps": 1}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; 0 where greedy texts are those of plain decoding.
+
+    Args:
+        argv: `MODEL DATA` or `CONFIG.yaml`, and flags.
+
+    Raises:
+        ValueError: Settings or data that cannot be used.
+        OSError: A file or a name that is not there.
+    """
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    settings = read_settings(named(argv), "evaluate", EvaluationArguments)
+    figures = evaluate(settings)
+    print(summary(figures))
+    print(f"Wrote {FIGURES}, {RESULTS} and {PICTURE} in {settings.training.output_dir}", file=sys.stderr)
+    return 0 if all(row["identical"] is not False for row in figures["decoding"]) else 1
+
+
+def named(argv: Sequence[str]) -> list[str]:
+    """Flags in the place of `MODEL DATA`; a YAML file stays where it is."""
+    words = list(argv)
+    names = []
+    while words and not words[0].startswith("-") and len(names) < 2:
+        names.append(words.pop(0))
+    if names and names[0].endswith((".yaml", ".yml")):
+        return [names[0], *names[1:], *words]
+    flags = ("--model_name_or_path", "--dataset_name")
+    return [word for pair in zip(flags, names) for word in pair] + words
+
+
+def evaluate(settings: Settings) -> dict[str, Any]:
+    """Measures a drafter, and writes what was found.
+
+    Args:
+        settings: Of the run, with `EvaluationArguments` as `extra`.
+
+    Returns:
+        What is written to `evaluation.json`.
+
+    Raises:
+        ValueError: Settings or data that cannot be used.
+    """
+    asked: EvaluationArguments = settings.extra
+    settings = settings_of_drafter(settings)
+    set_seed(settings.training.seed)
+    trainee = build(settings)
+    trainer = evaluator(settings, trainee)
+    metrics = trainer.evaluate()
+    measures = DraftMeasures()
+    if has_laws(trainee.model):
+        for batch in trainer.get_eval_dataloader(first_rows(trainer.eval_dataset, asked.rows)):
+            measure_drafts(trainee.model, batch, measures)
+    comparisons = decode(trainee, prompts(trainer, trainee, asked), asked, settings.training.seed)
+    figures = {
+        "model": settings.model.model_name_or_path,
+        "drafter": settings.drafter.drafter_name_or_path,
+        "data": settings.data.dataset_name,
+        "losses": {name: value for name, value in metrics.items() if "loss" in name or "correct" in name},
+        **by_depth(measures),
+        "decoding": [
+            asdict(each.result) | {"tokens_per_call": each.result.tokens_per_call, "speed_up": each.result.speed_up}
+            for each in comparisons
+        ],
+        "environment": environment(),
+    }
+    _write(Path(settings.training.output_dir), figures, _results(settings, trainee, comparisons, measures, asked))
+    return figures
+
+
+def settings_of_drafter(settings: Settings) -> Settings:
+    """The same settings with the drafter that is meant.
+
+    A file for training means what that training has left in its `output_dir`; and where `model_name_or_path` names
+    heads or an EAGLE head, their folder names the backbone.
+
+    Raises:
+        ValueError: A drafter that does not say which backbone it was trained for.
+    """
+    trained = Path(settings.training.output_dir)
+    if "file" in settings.given and (trained / "config.json").is_file():
+        return _with_drafter(settings, str(trained))
+    source = settings.model.model_name_or_path
+    if not source:
+        return settings
+    config = load_config(source, "model_name_or_path")
+    kind = {"mtp_heads": "heads", "eagle_head": "eagle"}.get(config.model_type)
+    if kind is None:
+        return settings
+    if not config.base_model_name_or_path:
+        raise ValueError(f"{source} does not say for which model it was trained: pass that model, and this as "
+                         f"--drafter {kind} --drafter_name_or_path")  # fmt: skip
+    model = replace(settings.model, model_name_or_path=config.base_model_name_or_path)
+    return _with_drafter(replace(settings, model=model, drafter=replace(settings.drafter, drafter=kind)), source)
+
+
+def _with_drafter(settings: Settings, folder: str) -> Settings:
+    """The drafter that a folder holds, or the model that brings its own."""
+    if settings.drafter.drafter in ("heads", "eagle"):
+        if (Path(folder) / BACKBONE).is_dir():  # they learned together
+            model = replace(settings.model, model_name_or_path=str(Path(folder) / BACKBONE))
+            settings = replace(settings, model=model)
+        drafter = replace(settings.drafter, drafter_name_or_path=folder, drafter_options=None)
+        return replace(settings, drafter=drafter)
+    model = replace(settings.model, model_name_or_path=folder)
+    return replace(settings, model=model, drafter=replace(settings.drafter, drafter="own", drafter_options=None))
+
+
+def evaluator(settings: Settings, trainee: Trainee) -> Any:
+    """A trainer that is never asked to train: it prepares the data as training does, and evaluates."""
+    for name, value in _OUT_OF_TRAINING.items():
+        setattr(settings.training, name, value)
+    settings.drafter.acceptance, settings.drafter.strategy = False, None
+    if settings.mixture.test_split_size is None:
+        settings.data.dataset_test_split = _held_out(settings)
+    trainer = make_trainer(settings, trainee)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _held_out(settings: Settings) -> str:
+    """The split that was named; in a file, which has one split, that one."""
+    is_file = settings.data.dataset_name is not None and Path(settings.data.dataset_name).is_file()
+    return settings.data.dataset_train_split if is_file else settings.data.dataset_test_split
+
+
+def first_rows(data: Any, count: int) -> Any:
+    """The first rows of a dataset or a stream."""
+    return data.select(range(min(count, len(data)))) if hasattr(data, "__len__") else data.take(count)
+
+
+def prompts(trainer: Any, trainee: Trainee, asked: EvaluationArguments) -> list[str]:
+    """Beginnings of held-out rows."""
+    rows = list(first_rows(trainer.eval_dataset, asked.prompts))
+    return [trainee.tokenizer.decode(row["input_ids"][: asked.prompt_tokens], skip_special_tokens=True) for row in rows]
+
+
+class AttachedDecoder:
+    """A backbone and the drafter that is attached to it, called like a model that drafts for itself.
+
+    Args:
+        backbone: The backbone.
+        drafter: What is attached to it.
+    """
+
+    def __init__(self, backbone: PreTrainedModel, drafter: Attachable) -> None:
+        self.backbone, self.drafter = backbone, drafter
+        self.device, self.generation_config = backbone.device, backbone.generation_config
+
+    def generate(self, *args: Any, use_mtp: bool | None = None, **kwargs: Any) -> Any:
+        """`backbone.generate`, with the drafter unless `use_mtp` is False."""
+        drafting = {} if use_mtp is False else {"assistant_model": self.drafter}
+        return self.backbone.generate(*args, **drafting, **kwargs)
+
+
+@torch.no_grad()
+def decode(trainee: Trainee, texts: list[str], asked: EvaluationArguments, seed: int) -> list[Comparison]:
+    """Decodes plainly and with drafts, by turns: greedily, and sampled at the temperatures asked for."""
+    model: Any = trainee.model.eval()
+    trainee.backbone.eval()
+    if isinstance(model, Attachable):
+        model = AttachedDecoder(trainee.backbone, model)
+    modes = [GREEDY if temperature == 0 else sampled(temperature) for temperature in asked.temperatures]
+    measurement = Measurement(texts, asked.new_tokens, seed=seed, seconds=asked.seconds)
+    return measurement.compare({"it": model}, trainee.tokenizer, modes)["it"]
+
+
+def by_depth(measures: DraftMeasures) -> dict[str, Any]:
+    """Rows by depth (2 is the first drafted token), and sums over a draft."""
+    means = measures.means()
+    rows = [dict(zip(means, values), depth=depth) for depth, values in enumerate(zip(*means.values()), 2)]
+    rules = ("block", "token", "greedy")
+    expected = {rule: measures.expected_accepted(rule) for rule in rules} if means else {}
+    return {"depths": [{"depth": row.pop("depth"), **row} for row in rows], "expected_accepted": expected}
+
+
+def summary(figures: dict[str, Any]) -> str:
+    """A few lines for a person."""
+    lines = [f"held-out loss {figures['losses'].get('eval_loss', math.nan):.3f} nats"]
+    for row in figures["depths"]:
+        lines.append(
+            f"depth {row['depth']}: loss {row['loss']:.3f}, top-1 {row['top_1']:.3f}, top-5 {row['top_5']:.3f}, "
+            f"kept up to here {row['accepted_block']:.3f}"
+        )
+    if figures["expected_accepted"]:
+        lines.append("expected accepted drafts: " + ", ".join(
+            f"{rule} {value:.3f}" for rule, value in figures["expected_accepted"].items()))  # fmt: skip
+    for row in figures["decoding"]:
+        same = {None: "", True: ", same text", False: ", NOT the same text"}[row["identical"]]
+        lines.append(f"{row['name']}: {row['tokens_per_call']:.3f} per call, {row['speed_up']:.2f} x plain{same}")
+    return "\n".join(lines)
+
+
+def _results(
+    settings: Settings,
+    trainee: Trainee,
+    comparisons: list[Comparison],
+    measures: DraftMeasures,
+    asked: EvaluationArguments,
+) -> MeasuredResults:
+    expected = {"sampled, T=1": "block", "greedy": "greedy"}
+    rows = []
+    for each in comparisons:
+        rule = expected.get(each.result.name)
+        shares = measures.means().get(f"accepted_{rule}") if rule else None
+        known = {"expected_by_position": shares, "expected_tokens_per_call": 1 + sum(shares)} if shares else {}
+        rows.append(replace(each.result, **known))
+    name = Path(settings.data.dataset_name or "mixture").name
+    return MeasuredResults(
+        results=rows,
+        dataset_name=name,
+        dataset_description=f"beginnings of {len(comparisons[0].completions)} held-out rows, up to "
+        f"{asked.prompt_tokens} tokens each, continued with {asked.new_tokens}",
+        hardware=hardware(),
+        dtype=str(trainee.backbone.dtype).removeprefix("torch."),
+        command=" ".join(["tokenahead", *sys.argv[1:]]),
+        library_version=__version__,
+        unit="byte" if is_byte_level(trainee.tokenizer) else "token",
+        accepted_by_position=comparisons[0].accepted_by_position,
+        environment=environment(),
+    )
+
+
+def _write(folder: Path, figures: dict[str, Any], results: MeasuredResults) -> None:
+    replace_text(folder / FIGURES, json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+    results.to_json(folder / RESULTS)
+    replace_picture(folder / PICTURE, evaluation_figure(figures))

@@ -1,0 +1,169 @@
+"""The folder of a run: what was asked, on what machine, with which versions; what was measured. Knows no model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_utils import get_last_checkpoint
+
+from ... import __version__
+from ..extras import needs_extra
+from ..files import replace_text
+from .settings import Settings
+
+with needs_extra("train", "a run folder"):
+    import yaml
+
+RUN = "run.json"
+"""What the run was: versions, seeds, state of git, command."""
+CONFIG = "config.yaml"
+"""The settings as they were given, to run them again."""
+METRICS = "metrics.json"
+"""Every entry of the log."""
+_PACKAGES = ("accelerate", "datasets", "peft", "safetensors", "torch", "transformers", "trl")
+
+
+def describe_run(settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
+    """What somebody needs to know to repeat a run.
+
+    Args:
+        settings: Of the run.
+        facts: What is to be said of the model.
+    """
+    training = settings.training
+    versions = {name: metadata.version(name) for name in _PACKAGES}
+    return {
+        "command": " ".join(["tokenahead", *sys.argv[1:]]),
+        "versions": {"tokenahead": __version__, "python": platform.python_version(), **versions},
+        "git": git_state(),
+        "seeds": {"seed": training.seed, "data_seed": training.data_seed},
+        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), **_devices()},
+        "processes": training.world_size,
+        "threads": torch.get_num_threads(),
+        "model": facts,
+    }
+
+
+def _devices() -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {}
+    return {"gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]}
+
+
+def git_state(folder: str | Path = ".") -> dict[str, Any] | None:
+    """Commit of the folder that the command runs in, and whether files differ from it; None where there is no git."""
+    try:
+        commit = _git(folder, "rev-parse", "HEAD")
+        return {"commit": commit, "is_changed": bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: str | Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=20)
+    return done.stdout.strip()
+
+
+def write_run(folder: Path, settings: Settings, facts: dict[str, Any]) -> None:
+    """Writes `run.json` and `config.yaml`.
+
+    Args:
+        folder: The run's.
+        settings: Of the run.
+        facts: What is to be said of the model.
+    """
+    text = json.dumps(describe_run(settings, facts), indent=1, ensure_ascii=False, default=str)
+    replace_text(folder / RUN, text + "\n")
+    parts = (settings.data, settings.mixture, settings.model, settings.drafter, settings.training)
+    asked = {"given": settings.given, "resolved": {type(part).__name__: _changed(part) for part in parts}}
+    replace_text(folder / CONFIG, yaml.safe_dump(json.loads(json.dumps(asked, default=str)), sort_keys=False))
+
+
+def _changed(part: Any) -> dict[str, Any]:
+    """Fields that differ from their defaults; tokens for the Hub are nobody's business."""
+    values = {}
+    for entry in dataclasses.fields(part):
+        value = getattr(part, entry.name, None)
+        has_default = entry.default is not dataclasses.MISSING
+        if entry.name.endswith("token") or (has_default and value == entry.default):
+            continue
+        if dataclasses.is_dataclass(value) or value in ([], {}, None):
+            continue
+        values[entry.name] = value
+    return values
+
+
+def write_metrics(folder: Path, history: list[dict[str, float]]) -> None:
+    """Writes the log of a run."""
+    replace_text(folder / METRICS, json.dumps(history, indent=1) + "\n")
+
+
+def checkpoint_to_resume(folder: Path, given: str | None, facts: dict[str, Any]) -> str | None:
+    """The checkpoint that a run goes on from.
+
+    Args:
+        folder: The run's.
+        given: `resume_from_checkpoint`: None, a folder, or `"true"` for the last one in the run's folder, if any.
+        facts: What is to be said of the model, which the earlier run must agree with.
+
+    Raises:
+        ValueError: A folder with checkpoints where nothing was said, or one of a run with another model.
+        FileNotFoundError: No such folder.
+    """
+    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    if given is None or str(given).lower() in ("false", "none"):
+        if last is not None:
+            raise ValueError(
+                f"output_dir={folder} holds {Path(last).name} of an earlier run: go on from it with "
+                "--resume_from_checkpoint true, or choose another folder"
+            )
+        return None
+    chosen = last if str(given).lower() == "true" else given
+    if chosen is None:
+        return None
+    if not Path(chosen).is_dir():
+        raise FileNotFoundError(f"resume_from_checkpoint={chosen}: no such folder")
+    _check_same_model(Path(chosen), facts)
+    return chosen
+
+
+def _check_same_model(checkpoint: Path, facts: dict[str, Any]) -> None:
+    run = checkpoint.parent / RUN
+    if not run.is_file():
+        return
+    earlier = json.loads(run.read_text(encoding="utf-8"))["model"]
+    for name, value in json.loads(json.dumps(facts, default=str)).items():
+        if earlier.get(name) != value:
+            raise ValueError(
+                f"resume_from_checkpoint={checkpoint}: that run had {name}={earlier.get(name)!r}, this one {value!r}"
+            )
+
+
+def check_space(folder: Path, checkpoint_bytes: int, kept: int) -> None:
+    """Refuses a disk that is too small for the checkpoints.
+
+    Args:
+        folder: The run's.
+        checkpoint_bytes: Bytes of one checkpoint.
+        kept: Checkpoints that will lie there at a time.
+
+    Raises:
+        OSError: Too little space.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    needed, free = checkpoint_bytes * kept, shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(
+            f"output_dir={folder} has {free / 1e9:.2f} GB left; {kept} checkpoints of {checkpoint_bytes / 1e9:.2f} GB "
+            "do not fit: choose another folder, or set save_total_limit or save_only_model"
+        )

@@ -1,0 +1,264 @@
+"""Settings of a run, from a YAML file and flags, in the words of TRL. Knows no model and reads no data."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from ..extras import needs_extra
+from ..strategy import TrainingStrategy
+
+with needs_extra("train", "tokenahead train"):
+    import yaml
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+
+DRAFTERS = ("own", "heads", "eagle", "modules", "parallel")
+"""What can be trained, see `DrafterArguments.drafter`."""
+_SECTIONS = ("drafter_options", "loss_options", "strategy", "acceptance")
+
+
+@dataclass
+class DrafterArguments:
+    """What is trained for the model of `model_name_or_path`, and how.
+
+    Args:
+        drafter: What drafts.
+        drafter_name_or_path: Where to begin, instead of with a new drafter.
+        drafter_options: Options of a new drafter.
+        loss_options: Options of its loss.
+        strategy: How the parts learn (`TrainingStrategy`).
+        acceptance: Options of `AcceptanceCallback`; `false` leaves it out.
+        early_stopping_patience: Evaluations without a better `metric_for_best_model` before training ends.
+    """
+
+    drafter: str = field(
+        default="own",
+        metadata={
+            "help": "own: the heads, modules or slots that the model brings (EvaByte, DeepSeekMTP, PTP). New ones for "
+            "any other causal language model: heads (MTPHeads), eagle (EagleHead), modules (DeepSeekMTP), parallel "
+            "(PTP)",
+            "choices": list(DRAFTERS),
+        },
+    )
+    drafter_name_or_path: str | None = field(
+        default=None, metadata={"help": "Folder, or name on the Hub, of heads or an EAGLE head to go on from."}
+    )
+    drafter_options: dict | str | None = field(
+        default=None,
+        metadata={"help": "Options of a new drafter, as its from_backbone (EvaByte: set_head) takes them; JSON."},
+    )
+    loss_options: dict | str | None = field(
+        default=None, metadata={"help": "Options of an EAGLE head's, of modules' or of PTP's loss; JSON."}
+    )
+    strategy: dict | str | None = field(default=None, metadata={"help": "Fields of TrainingStrategy; JSON."})
+    acceptance: dict | str | None = field(
+        default=None, metadata={"help": "Options of AcceptanceCallback, JSON; false leaves it out."}
+    )
+    early_stopping_patience: int | None = field(
+        default=None, metadata={"help": "Evaluations without a better metric_for_best_model before training ends."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.drafter not in DRAFTERS:  # argparse looks at flags only
+            raise ValueError(f"drafter={self.drafter!r} is unknown; choose one of {', '.join(DRAFTERS)}")
+        for name in _SECTIONS:
+            value = getattr(self, name)
+            if isinstance(value, str):
+                setattr(self, name, _json(name, value))
+        for name in _SECTIONS[:3]:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, dict):
+                raise ValueError(f"{name}={value!r} must be a mapping of options")
+        if self.acceptance is True:
+            self.acceptance = None
+        if self.early_stopping_patience is not None and self.early_stopping_patience < 1:
+            raise ValueError(f"early_stopping_patience={self.early_stopping_patience} must be at least 1")
+
+    def training_strategy(self) -> TrainingStrategy:
+        """The strategy, checked.
+
+        Raises:
+            ValueError: A name that is no field, or a value out of range.
+        """
+        try:
+            return TrainingStrategy.from_dict(self.strategy or {})
+        except TypeError as error:
+            raise ValueError(f"strategy: {error}") from None
+
+
+@dataclass
+class TrainConfig(SFTConfig):
+    """`trl.SFTConfig` with what suits heads: no reports to services, and full precision where there is no accelerator.
+
+    Activation checkpointing is off by default: a frozen backbone keeps no activations.
+    """
+
+    report_to: None | str | list[str] = field(default="none", metadata={"help": "Services to report to."})
+    gradient_checkpointing: bool = field(
+        default=False, metadata={"help": "Compute activations again in backward; for backbones that learn."}
+    )
+    disable_tqdm: bool | None = field(default=True, metadata={"help": "tokenahead draws a bar of its own."})
+
+    def __post_init__(self) -> None:
+        if self.bf16 is None and not self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
+            self.bf16 = False
+        super().__post_init__()
+
+
+@dataclass
+class EvaluationArguments:
+    """What `tokenahead evaluate` measures.
+
+    Args:
+        rows: Held-out rows whose drafts are judged along the text.
+        prompts: Held-out rows that are continued.
+        prompt_tokens: Tokens of each that are given.
+        new_tokens: Tokens to write.
+        temperatures: Of the texts that are written; 0 is greedy.
+        seconds: Time after which no further prompt is begun.
+    """
+
+    rows: int = field(default=256, metadata={"help": "Held-out rows whose drafts are judged along the text."})
+    prompts: int = field(default=8, metadata={"help": "Held-out rows that are continued."})
+    prompt_tokens: int = field(default=64, metadata={"help": "Tokens of each that are given."})
+    new_tokens: int = field(default=128, metadata={"help": "Tokens to write."})
+    temperatures: list[float] = field(
+        default_factory=lambda: [0.0, 1.0], metadata={"help": "Of the texts that are written; 0 is greedy."}
+    )
+    seconds: float | None = field(default=None, metadata={"help": "Time after which no further prompt is begun."})
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "prompts", "prompt_tokens", "new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise ValueError(f"temperatures={self.temperatures} must be numbers of at least 0")
+
+
+@dataclass
+class AnalysisArguments:
+    """What `tokenahead analyze` looks at.
+
+    Args:
+        positions: Places in held-out rows.
+        depth: Tokens ahead.
+        mass: Share of the continuations that is followed at each step; 1 enumerates all.
+        max_branches: Continuations that are followed at most.
+    """
+
+    positions: int = field(default=32, metadata={"help": "Places in held-out rows."})
+    depth: int = field(default=4, metadata={"help": "Tokens ahead."})
+    mass: float = field(default=0.9, metadata={"help": "Share of the continuations that is followed; 1: all."})
+    max_branches: int | None = field(default=64, metadata={"help": "Continuations that are followed at most."})
+
+    def __post_init__(self) -> None:
+        for name, least in {"positions": 1, "depth": 2}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if not 0 < self.mass <= 1:
+            raise ValueError(f"mass={self.mass} must lie in (0, 1]")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that a run was asked for.
+
+    Attributes:
+        data: `dataset_name` and splits, as in TRL.
+        mixture: `datasets`, as in TRL.
+        training: Arguments of the trainer.
+        model: The backbone, and adapters of PEFT.
+        drafter: What is trained.
+        given: The YAML file and the flags, as they were given.
+        extra: Settings of this command alone.
+    """
+
+    data: ScriptArguments
+    mixture: DatasetMixtureConfig
+    training: TrainConfig
+    model: ModelConfig
+    drafter: DrafterArguments
+    given: dict[str, Any]
+    extra: Any = None
+
+
+_KINDS = (ScriptArguments, DatasetMixtureConfig, TrainConfig, ModelConfig, DrafterArguments)
+_USAGE = {
+    "train": "tokenahead train [CONFIG.yaml] [--FIELD VALUE ...]",
+    "evaluate": "tokenahead evaluate MODEL DATA [--FIELD VALUE ...], or CONFIG.yaml in the place of both",
+    "analyze": "tokenahead analyze [CONFIG.yaml] [--FIELD VALUE ...]",
+}
+
+
+class _Parser(TrlParser):
+    """Says what is wrong in one line, as the other commands do."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def read_settings(argv: Sequence[str], command: str, extra: type | None = None) -> Settings:
+    """Reads `CONFIG.yaml` and the flags behind it, which count more.
+
+    Args:
+        argv: Arguments of the command.
+        command: Its name, for `--help`.
+        extra: Dataclass of further settings, which a file for training may hold, too.
+
+    Raises:
+        ValueError: A file that is no YAML mapping, an unknown key or flag, or a value that does not fit its field.
+        OSError: No such file.
+        SystemExit: After `--help`.
+    """
+    argv = list(argv)
+    kinds = [*_KINDS, *([extra] if extra else [])]
+    parser = _Parser(
+        kinds,
+        prog=f"tokenahead {command}",
+        usage=_USAGE[command],
+        allow_abbrev=False,
+    )
+    given: dict[str, Any] = {"flags": argv}
+    if argv and not argv[0].startswith("-"):
+        given["file"] = _mapping(argv[0])
+        _check_keys(argv[0], given["file"])
+        argv = ["--config", *argv]
+    *parts, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    known = {f"--{entry.name}" for kind in (EvaluationArguments, AnalysisArguments) for entry in fields(kind)}
+    unknown = [word for word in rest if word.startswith("--") and (word not in known or word in argv)]
+    if unknown or (rest and not rest[0].startswith("--")):
+        raise ValueError(f"there is no setting {' '.join(unknown or rest)}; see tokenahead {command} --help")
+    return Settings(*parts[: len(_KINDS)], given=given, extra=parts[len(_KINDS)] if extra else None)
+
+
+def _mapping(path: str) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a mapping of settings, such as `model_name_or_path: ...`")
+    return values
+
+
+def _check_keys(path: str, values: dict[str, Any]) -> None:
+    kinds = (*_KINDS, EvaluationArguments, AnalysisArguments)  # one file serves all commands
+    known = {entry.name for kind in kinds for entry in fields(kind) if entry.init} | {"env"}
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), sorted(known), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "; see --help"
+            raise ValueError(f"{path}: there is no setting {name!r}{hint}")
+
+
+def _json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ValueError(f'{name}={text!r} must be JSON, such as \'{{"head_type": "cp"}}\'') from None

@@ -1,0 +1,165 @@
+"""`tokenahead train`: settings to a trained model in a run folder. Only the order of things is written here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, set_seed
+from transformers.utils import logging
+
+from ..acceptance_callback import AcceptanceCallback
+from ..byte_text import is_byte_level
+from ..extras import needs_extra
+from ..sft import MTPSFTTrainer, PTPSFTTrainer
+from .curves import draw_learning
+from .data import load_data
+from .models import Trainee, build, is_parallel, ptp_options
+from .progress import RunProgress
+from .run_folder import check_space, checkpoint_to_resume, write_metrics, write_run
+from .settings import Settings, read_settings
+
+with needs_extra("train", "tokenahead train"):
+    from trl import get_peft_config
+
+_STATES_OF_ADAM = 2
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; 0 when the training came to its end.
+
+    Args:
+        argv: `CONFIG.yaml` and flags.
+
+    Raises:
+        ValueError: Settings, data, or a run folder that cannot be used; before the first step.
+        OSError: A file or a name that is not there, or a disk that is too small.
+    """
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    settings = read_settings(argv, "train")
+    train(settings)
+    return 0
+
+
+def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
+    """Trains what the settings ask for, and leaves model, log, picture and the facts of the run in `output_dir`.
+
+    Args:
+        settings: Of the run.
+        callbacks: Further callbacks of the trainer.
+
+    Returns:
+        The trainer, after its training.
+
+    Raises:
+        ValueError: See `main`.
+        OSError: See `main`.
+    """
+    folder = Path(settings.training.output_dir)
+    set_seed(settings.training.seed)
+    trainee = build(settings)
+    facts = facts_of(trainee, settings)
+    resumed = checkpoint_to_resume(folder, settings.training.resume_from_checkpoint, facts)
+    trainer = make_trainer(settings, trainee, callbacks)
+    trainer.remove_callback(PrinterCallback)  # every entry is in the file of metrics, and the bar shows the last
+    check_space(folder, checkpoint_bytes(trainer), _kept(settings, trainer))
+    is_first = trainer.is_world_process_zero()
+    if is_first:
+        write_run(folder, settings, facts)
+    try:
+        trainer.train(resume_from_checkpoint=resumed)
+        trainer.save_model()
+    finally:
+        if is_first and trainer.state.log_history:
+            write_metrics(folder, trainer.state.log_history)
+            draw_learning(trainer.state.log_history, folder)
+    if settings.training.push_to_hub:
+        trainer.push_to_hub(dataset_name=settings.data.dataset_name)
+    return trainer
+
+
+def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
+    """The trainer of a run, with its data and callbacks.
+
+    Args:
+        settings: Of the run.
+        trainee: What is trained.
+        callbacks: Further callbacks.
+
+    Raises:
+        ValueError: Data or settings that this model cannot be trained with.
+    """
+    training = settings.training
+    with_evaluation = training.eval_strategy != "no"
+    vocab_size = trainee.backbone.config.get_text_config().vocab_size
+    data = load_data(settings, with_evaluation, trainee.tokenizer, vocab_size)
+    given: dict[str, Any] = {
+        "train_dataset": data["train"],
+        "eval_dataset": data.get("eval"),
+        "processing_class": trainee.tokenizer,
+        "callbacks": [*_callbacks(settings, trainee, with_evaluation), *callbacks],
+        "peft_config": get_peft_config(settings.model),
+    }
+    if is_parallel(trainee.model):
+        if settings.drafter.strategy:
+            raise ValueError(f"strategy={settings.drafter.strategy}: a PTPForCausalLM has loss_options instead")
+        return PTPSFTTrainer(trainee.model, training, options=ptp_options(settings.drafter), **given)
+    strategy = None if settings.model.use_peft else settings.drafter.training_strategy()
+    return MTPSFTTrainer(trainee.model, training, strategy=strategy, **given)
+
+
+def _callbacks(settings: Settings, trainee: Trainee, with_evaluation: bool) -> list[TrainerCallback]:
+    unit = "byte" if is_byte_level(trainee.tokenizer) else "token"
+    chosen: list[TrainerCallback] = [RunProgress(unit)]
+    drafter = settings.drafter
+    if with_evaluation and drafter.acceptance is not False:
+        try:
+            chosen.append(AcceptanceCallback(**(drafter.acceptance or {})))
+        except TypeError as error:
+            raise ValueError(f"acceptance: {error}") from None
+    if drafter.early_stopping_patience is not None:
+        if not (with_evaluation and settings.training.metric_for_best_model):
+            raise ValueError("early_stopping_patience needs eval_strategy and metric_for_best_model")
+        chosen.append(EarlyStoppingCallback(drafter.early_stopping_patience))
+    return chosen
+
+
+def facts_of(trainee: Trainee, settings: Settings) -> dict[str, Any]:
+    """What a run that is resumed must agree with.
+
+    Args:
+        trainee: What is trained.
+        settings: Of the run.
+    """
+    model = trainee.model
+    head = getattr(model.config, "mtp_head", model.config)
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        "class": type(model).__name__,
+        "backbone": type(trainee.backbone).__name__,
+        "model_name_or_path": settings.model.model_name_or_path,
+        "head_type": getattr(head, "head_type", None),
+        "window": getattr(model, "window", None),
+        "trained_parameters": sum(torch.Size(shape).numel() for shape in shapes.values()),
+        "parameters": model.num_parameters(),
+    }
+
+
+def checkpoint_bytes(trainer: Trainer) -> int:
+    """Bytes of one checkpoint, about: the saved tensors, and two numbers of Adam's for every one that learns."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    sizes = [(p.numel(), p.element_size(), p.requires_grad) for p in model.parameters()]
+    saved = sum(count * size for count, size, _ in sizes)
+    states = 0 if trainer.args.save_only_model else sum(count for count, _, learns in sizes if learns)
+    return saved + _STATES_OF_ADAM * 4 * states
+
+
+def _kept(settings: Settings, trainer: Trainer) -> int:
+    """Checkpoints that lie on the disk at a time, with the one that is being written, and the model at the end."""
+    if settings.training.save_strategy == "no":
+        return 1
+    limit = settings.training.save_total_limit
+    return 2 if limit is None else limit + 2

@@ -1,0 +1,309 @@
+"""Decoding with and without drafts, side by side: the same prompts, by turns, for as long as there is time.
+
+Knows models, tokenizers and prompts; does not know how the figures are shown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import mean
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..results import DecodingResult
+from .figures import acceptance_by_position, repeated_share
+from .modes import GREEDY, DecodingMode
+
+_WARM_UP = 8  # tokens of a first call that is not measured, because it also sets things up
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a model wrote after a prompt.
+
+    Attributes:
+        prompt: The prompt.
+        ids: New ids.
+        drafted: For each new id, whether it was drafted and accepted; else the verifier added it.
+        difference: Where speculative and plain greedy ids part, in words; None where they do not or were not compared.
+    """
+
+    prompt: str
+    ids: list[int]
+    drafted: list[bool]
+    difference: str | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A way of decoding, measured with and without drafts on the same prompts.
+
+    Attributes:
+        mode: The way of decoding.
+        result: Counts and times.
+        completions: The speculative runs, one per prompt.
+        accepted_by_position: For draft positions 1, 2, ...: the share of drafts accepted up to there, over all prompts.
+    """
+
+    mode: DecodingMode
+    result: DecodingResult
+    completions: list[Completion]
+    accepted_by_position: list[float]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is decoded, and for how long.
+
+    Attributes:
+        prompts: Texts to complete.
+        new_tokens: Tokens per completion, at most.
+        batch_size: Prompts per call.
+        seconds: Stop before a further round of prompts would end later than so many seconds after the start; the first
+            round is always taken. None: all prompts.
+        seed: Of the sampled runs.
+    """
+
+    prompts: Sequence[str]
+    new_tokens: int
+    batch_size: int = 1
+    seconds: float | None = None
+    seed: int = 0
+
+    def compare(
+        self,
+        drafters: dict[str, PreTrainedModel],
+        tokenizer: PreTrainedTokenizerBase,
+        modes: Sequence[DecodingMode],
+        on_round: Callable[[int], None] = lambda done: None,
+    ) -> dict[str, list[Comparison]]:
+        """Decodes plainly and with every drafter, in turn, so that a busy machine slows all alike.
+
+        A round takes the next `batch_size` prompts through all ways of decoding; so every way has seen the same
+        prompts, wherever the time ends.
+
+        Args:
+            drafters: Models with one backbone, by name; the first also decodes plainly.
+            tokenizer: Their tokenizer.
+            modes: Ways of decoding.
+            on_round: Called after every round with the number of prompts that are done.
+
+        Returns:
+            For every drafter, a comparison per way of decoding.
+
+        Raises:
+            ValueError: No prompts or no drafters.
+        """
+        if not drafters or not self.prompts:
+            raise ValueError(f"{len(drafters)} drafters and {len(self.prompts)} prompts: one of each is needed")
+        plain = {mode.name: _Runs() for mode in modes}
+        drafted = {(name, mode.name): _Runs() for name in drafters for mode in modes}
+        first, started, longest = next(iter(drafters.values())), time.monotonic(), 0.0
+        self._warm_up(drafters, tokenizer, modes)
+        for start in range(0, len(self.prompts), self.batch_size):
+            spent = time.monotonic() - started
+            if start and self.seconds is not None and spent + longest > self.seconds:
+                break
+            for mode in modes:
+                self._take(plain[mode.name], first, tokenizer, mode, start, use_mtp=False)
+                for name, model in drafters.items():
+                    self._take(drafted[name, mode.name], model, tokenizer, mode, start, use_mtp=None)
+            longest = max(longest, time.monotonic() - started - spent)
+            on_round(min(start + self.batch_size, len(self.prompts)))
+        return {
+            name: [
+                self._comparison(model, tokenizer, mode, plain[mode.name], drafted[name, mode.name]) for mode in modes
+            ]
+            for name, model in drafters.items()
+        }
+
+    def _warm_up(
+        self, drafters: dict[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, modes: Sequence[DecodingMode]
+    ) -> None:
+        short = replace(self, new_tokens=min(_WARM_UP, self.new_tokens))
+        for mode in modes:
+            for model in drafters.values():
+                short._take(_Runs(), model, tokenizer, mode, 0, use_mtp=None)
+
+    def _take(
+        self,
+        runs: _Runs,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        mode: DecodingMode,
+        start: int,
+        use_mtp: bool | None,
+    ) -> None:
+        torch.manual_seed(self.seed + start)
+        prompts = list(self.prompts[start : start + self.batch_size])
+        runs.add(_complete(model, tokenizer, prompts, mode, self.new_tokens, use_mtp=use_mtp))
+
+    def _comparison(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mode: DecodingMode, plain: _Runs, runs: _Runs
+    ) -> Comparison:
+        completions = []
+        for prompt, expected, row in zip(self.prompts, plain.rows, runs.rows):
+            difference = None if mode.is_sampled else _difference(model, tokenizer, prompt, expected.ids, row.ids)
+            completions.append(Completion(prompt, row.ids, drafted_flags(row.accepted, len(row.ids)), difference))
+        accepted = [count for row in runs.rows for count in row.accepted]
+        by_position = acceptance_by_position(accepted, [length for row in runs.rows for length in row.drafted])
+        result = DecodingResult(
+            name=mode.name if self.batch_size == 1 else f"{mode.name}, batch {self.batch_size}",
+            do_sample=mode.is_sampled,
+            backbone_calls=sum(row.calls for row in runs.rows),
+            new_tokens=runs.new_tokens,
+            seconds=runs.seconds,
+            plain_seconds=plain.seconds,
+            identical=None if mode.is_sampled else all(completion.difference is None for completion in completions),
+            plain_new_tokens=plain.new_tokens,
+            batch_size=self.batch_size,
+            per_prompt=[round(len(row.ids) / row.calls, 4) for row in runs.rows],
+            accepted_by_position=by_position,
+            repeated_share=mean(repeated_share(row.ids) for row in runs.rows),
+            processor_seconds=runs.processor_seconds,
+            plain_processor_seconds=plain.processor_seconds,
+        )
+        return Comparison(mode, result, completions, by_position)
+
+
+def compare_decoding(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[str],
+    mode: DecodingMode,
+    new_tokens: int,
+    seed: int = 0,
+) -> Comparison:
+    """Completes every prompt plainly and speculatively, in turn: `Measurement.compare` of one model and one way.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        prompts: Texts to complete.
+        mode: How.
+        new_tokens: Tokens per completion, at most.
+        seed: Of the sampled runs.
+
+    Returns:
+        Counts, times and texts.
+    """
+    return Measurement(prompts, new_tokens, seed=seed).compare({"it": model}, tokenizer, [mode])["it"][0]
+
+
+def drafted_flags(accepted: list[int], count: int) -> list[bool]:
+    """Which of `count` new tokens were drafted and accepted.
+
+    The prefill adds one token; each verification then gives its accepted drafts and one token of the verifier's own.
+    The last verification may have been cut short.
+
+    Args:
+        accepted: Accepted drafts of each verification (`Speculation.accepted` of one row).
+        count: New tokens.
+
+    Example:
+        >>> drafted_flags([2, 0], 5)
+        [False, True, True, False, False]
+    """
+    flags = [False]
+    for drafts in accepted:
+        flags += [True] * drafts + [False]
+    return flags[:count]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What one call of `generate` did for one prompt."""
+
+    ids: list[int]
+    accepted: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    calls: int = 1
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One call of `generate`, and its times."""
+
+    rows: list[_Row]
+    seconds: float
+    processor_seconds: float
+
+
+class _Runs:
+    """All calls of one way of decoding."""
+
+    def __init__(self) -> None:
+        self.rows: list[_Row] = []
+        self.seconds = self.processor_seconds = 0.0
+
+    def add(self, run: _Run) -> None:
+        self.rows += run.rows
+        self.seconds += run.seconds
+        self.processor_seconds += run.processor_seconds
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(len(row.ids) for row in self.rows)
+
+
+def _complete(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[str],
+    mode: DecodingMode,
+    new_tokens: int,
+    use_mtp: bool | None = None,
+) -> _Run:
+    many = {"padding": True, "padding_side": "left"} if len(prompts) > 1 else {}
+    inputs = tokenizer(prompts, return_tensors="pt", **many).to(model.device)
+    wall, cpu = time.perf_counter(), time.process_time()
+    output = model.generate(
+        **inputs, **mode.options, max_new_tokens=new_tokens, use_mtp=use_mtp, return_dict_in_generate=True
+    )
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    texts = [_until_end(ids, model) for ids in output.sequences[:, inputs["input_ids"].shape[1] :].tolist()]
+    return _Run(_rows(texts, getattr(output, "speculation", None)), wall, cpu)
+
+
+def _rows(texts: list[list[int]], speculation: Any) -> list[_Row]:
+    if speculation is None:
+        return [_Row(ids, calls=max(1, len(ids))) for ids in texts]
+    if len(texts) == 1:  # the loop's own count of calls, which plain steps between drafts are in, too
+        accepted, drafts = speculation.rows_accepted[0], speculation.rows_drafts[0]
+        return [_Row(texts[0], list(accepted), list(map(len, drafts)), speculation.backbone_calls)]
+    pairs = zip(texts, speculation.rows_accepted, speculation.rows_drafts)
+    return [_Row(ids, list(kept), list(map(len, drafts)), 1 + len(kept)) for ids, kept, drafts in pairs]
+
+
+def _until_end(ids: list[int], model: PreTrainedModel) -> list[int]:
+    """A row's new ids without the padding that follows its end."""
+    ends = model.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    return ids[: next((index + 1 for index, token in enumerate(ids) if token in ends), len(ids))]
+
+
+def _difference(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, expected: list[int], got: list[int]
+) -> str | None:
+    """Where two greedy runs part, and how nearly the two tokens were tied there; None where they are the same."""
+    if expected == got:
+        return None
+    pairs = enumerate(zip(expected, got))
+    index = next((i for i, (one, other) in pairs if one != other), min(len(expected), len(got)))
+    if index >= min(len(expected), len(got)):
+        return f"one ended after {index} tokens, the other went on"
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    scores = model.generate(
+        **inputs,
+        **GREEDY.options,
+        max_new_tokens=index + 1,
+        use_mtp=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    ).logits[index][0]
+    gap = float(scores[expected[index]] - scores[got[index]])
+    return f"token {index + 1} is {got[index]} and not {expected[index]}, whose logit is higher by {gap:.2g}"

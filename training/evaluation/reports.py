@@ -1,0 +1,70 @@
+"""What was measured of one head: the unit of tables, pictures and files of figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..files import replace_text
+from ..results import DecodingResult, MeasuredResults
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """What one head does on its backbone.
+
+    Attributes:
+        head_type: Its family.
+        window: n.
+        rank: r (1 for FF).
+        parameters: Of the head.
+        measured: Its figures, those of single prompts first.
+    """
+
+    head_type: str
+    window: int
+    rank: int
+    parameters: int
+    measured: MeasuredResults
+
+    @property
+    def name(self) -> str:
+        """Family, and rank where it has one to choose."""
+        return self.head_type if self.rank == 1 else f"{self.head_type} {self.rank}"
+
+    @property
+    def single(self) -> list[DecodingResult]:
+        """The rows of one prompt at a time."""
+        return [row for row in self.measured.results if row.batch_size == 1]
+
+    @classmethod
+    def of(cls, model: Any, measured: MeasuredResults) -> HeadReport:
+        """The report of a model with a head and what was measured of it."""
+        parameters = sum(parameter.numel() for parameter in model.head.parameters())
+        config = model.config.mtp_head
+        return cls(config.head_type, model.window, config.rank, parameters, measured)
+
+
+def write_reports(path: Path, reports: Sequence[HeadReport], **more: object) -> Path:
+    """Writes reports as JSON, by family.
+
+    Args:
+        path: The file to write or replace.
+        reports: Of the heads.
+        more: Further facts, by name.
+    """
+    figures = {"heads": {report.head_type: asdict(report) for report in reports}} | more
+    return replace_text(path, json.dumps(figures, indent=1, allow_nan=False) + "\n")
+
+
+def read_reports(path: Path) -> list[HeadReport]:
+    """Reads what `write_reports` wrote.
+
+    Raises:
+        ValueError: Results that are not whole.
+    """
+    heads = json.loads(path.read_text(encoding="utf-8"))["heads"].values()
+    return [HeadReport(**fields | {"measured": MeasuredResults.from_fields(fields["measured"])}) for fields in heads]

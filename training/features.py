@@ -1,0 +1,322 @@
+"""Hidden states of a frozen backbone on disk, so that drafters are trained without running it again.
+
+Rows of a data set go through the backbone once, in order; what a drafter reads of them is written in shards of whole
+rows. A shard and the index that names it each appear at once, so a process that is killed loses the shard it was
+writing and nothing else: called again, `cache_features` goes on behind the last whole one. The reader gives the rows of
+the data set in their order, and so a Trainer makes the same batches of them as of the data set itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel
+
+from .files import replace_text
+
+INDEX = "index.json"
+STATES = "cached_states"
+"""The states' name among the columns of a row, as the `forward` of drafters calls it."""
+_IDS = ("input_ids", "labels", "position_ids")
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+Row = Mapping[str, Any]
+
+
+@dataclass
+class FeatureIndex:
+    """What a folder of features holds.
+
+    Attributes:
+        backbone: Its name, or its folder's; what counts is `weights`.
+        weights: Checksum of a sample of every weight of the backbone.
+        layers: Indices of the states, as `output_hidden_states` counts them.
+        width: d.
+        dtype: Of the states.
+        data: Checksum of all token ids and labels.
+        lengths: Tokens of every row, padding left out.
+        shards: Per shard its file, its rows and a checksum of the file.
+    """
+
+    backbone: str
+    weights: str
+    layers: list[int]
+    width: int
+    dtype: str
+    data: str
+    lengths: list[int]
+    shards: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        """Rows that are written."""
+        return sum(shard["rows"] for shard in self.shards)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all rows are."""
+        return self.rows == len(self.lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all rows on disk, but for some bytes per shard."""
+        states = len(self.layers) * self.width * _DTYPES[self.dtype].itemsize
+        return sum(self.lengths) * (states + 8 * len(_IDS))
+
+    def num_bytes_left(self) -> int:
+        """Size of the rows that are not written."""
+        return self.num_bytes * sum(self.lengths[self.rows :]) // max(1, sum(self.lengths))
+
+    @classmethod
+    def read(cls, folder: str | Path) -> FeatureIndex:
+        """The index of a folder.
+
+        Raises:
+            FileNotFoundError: The folder holds no features.
+        """
+        path = Path(folder) / INDEX
+        if not path.exists():
+            raise FileNotFoundError(f"{folder} holds no features: there is no {INDEX}; write them with cache_features")
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+    def write(self, folder: Path) -> None:
+        """Replaces the index of a folder."""
+        replace_text(folder / INDEX, json.dumps(asdict(self)))
+
+
+def cache_features(
+    drafter: Any,
+    data: Sequence[Row],
+    folder: str | Path,
+    dtype: str | None = None,
+    tokens_per_shard: int = 2**18,
+    tokens_per_batch: int = 2**13,
+    say: Callable[[str], None] = print,
+) -> FeatureDataset:
+    """Writes the states that a drafter learns from, or the part of them that is missing.
+
+    Args:
+        drafter: Attached `MTPHeads` or `EagleHead`; its `learning_layers` and its backbone are used.
+        data: Rows with `input_ids`, and perhaps `labels`, `attention_mask` (padding is left out) and `position_ids`.
+        folder: Where; made if missing.
+        dtype: `"float32"`, `"bfloat16"` or `"float16"`; None: the backbone's.
+        tokens_per_shard: A shard ends with the row that reaches so many.
+        tokens_per_batch: Rows of the same length go through the backbone together, up to so many tokens.
+        say: Told the size before anything is written.
+
+    Returns:
+        The rows, to train with.
+
+    Raises:
+        ValueError: A data set without rows, or a folder with features of another backbone, data set or layers.
+        OSError: Less room on the disk than the states need; nothing is written.
+    """
+    folder, backbone = Path(folder), drafter.backbone
+    dtype = str(backbone.dtype).removeprefix("torch.") if dtype is None else dtype
+    index = _index(drafter, data, dtype)
+    if (folder / INDEX).exists():
+        index = _same(FeatureIndex.read(folder), index, folder)
+    _check_room(index, folder, say)
+    folder.mkdir(parents=True, exist_ok=True)
+    index.write(folder)
+    backbone.eval()
+    while not index.is_complete:
+        first, end = index.rows, _end_of_shard(index, tokens_per_shard)
+        rows = [_stripped(data[number]) for number in range(first, end)]
+        states = _states(backbone, rows, index, tokens_per_batch)
+        name = f"features-{len(index.shards):05d}.safetensors"
+        tensors = {column: torch.cat([row[column] for row in rows]) for column in rows[0]}
+        temporary = folder / f".{name}.tmp"
+        save_file(tensors | {STATES: torch.cat(states)}, temporary)
+        digest = hashlib.sha256(temporary.read_bytes()).hexdigest()
+        temporary.replace(folder / name)
+        index.shards.append({"file": name, "rows": end - first, "sha256": digest})
+        index.write(folder)
+    return FeatureDataset(folder)
+
+
+class FeatureDataset(Dataset):
+    """Rows of features: ids, labels and states, in the order of the data set that they were made from.
+
+    Args:
+        folder: What `cache_features` wrote.
+        check: Compare checksums of the shards first, which reads all of them.
+
+    Raises:
+        FileNotFoundError: A folder without features.
+        ValueError: Features that are not whole, or a damaged shard.
+
+    Example:
+        >>> rows = cache_features(heads, data, "features")
+        >>> MTPTrainer(heads, args, train_dataset=rows, data_collator=rows.collate).train()
+    """
+
+    def __init__(self, folder: str | Path, check: bool = False) -> None:
+        self.folder, self.index = Path(folder), FeatureIndex.read(folder)
+        if not self.index.is_complete:
+            raise ValueError(
+                f"{folder} holds {self.index.rows} of {len(self.index.lengths)} rows: cache_features goes on with them"
+            )
+        for shard in self.index.shards if check else ():
+            if hashlib.sha256((self.folder / shard["file"]).read_bytes()).hexdigest() != shard["sha256"]:
+                raise ValueError(f"{self.folder / shard['file']} is damaged: its checksum is not the index's")
+        self._ends = list(accumulate(shard["rows"] for shard in self.index.shards))
+        self._starts = [0, *accumulate(self.index.lengths)]
+        self._open: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.index.lengths)
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        row %= len(self)
+        number = bisect_right(self._ends, row)
+        shard = self._shard(number)
+        before = self._starts[self._ends[number] - self.index.shards[number]["rows"]]
+        start, stop = self._starts[row] - before, self._starts[row + 1] - before
+        return {name: shard.get_slice(name)[start:stop] for name in shard.keys()}  # noqa: SIM118 (not a dict)
+
+    def _shard(self, number: int) -> Any:
+        if number not in self._open:  # mapped, not read: memory is what a batch needs
+            path = self.folder / self.index.shards[number]["file"]
+            self._open[number] = safe_open(path, framework="pt")
+        return self._open[number]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For worker processes, which open the shards themselves."""
+        return vars(self) | {"_open": {}}
+
+    @staticmethod
+    def collate(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """A batch of rows, padded on the right; with `attention_mask` where their lengths differ."""
+        lengths = [len(row["input_ids"]) for row in rows]
+        fills = {"labels": -100}
+        batch = {
+            name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], True, fills.get(name, 0))
+            for name in rows[0]
+        }
+        if len(set(lengths)) > 1:
+            real = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
+            batch["attention_mask"] = real.long()
+        return batch
+
+
+def _index(drafter: Any, data: Sequence[Row], dtype: str) -> FeatureIndex:
+    if not len(data):
+        raise ValueError("the data set has no rows to make features of")
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype={dtype!r} is unknown; choose one of {', '.join(_DTYPES)}")
+    backbone, digest, lengths = drafter.backbone, hashlib.sha256(), []
+    for row in (_stripped(data[number]) for number in range(len(data))):
+        for name in row:
+            digest.update(name.encode() + row[name].numpy().tobytes())
+        lengths.append(len(row["input_ids"]))
+    config = backbone.config
+    name = config._name_or_path or type(backbone).__name__
+    return FeatureIndex(
+        backbone=Path(name).name if Path(name).exists() else name,
+        weights=_checksum(backbone),
+        layers=list(drafter.learning_layers),
+        width=config.get_text_config().hidden_size,
+        dtype=dtype,
+        data=digest.hexdigest(),
+        lengths=lengths,
+    )
+
+
+def _checksum(model: PreTrainedModel) -> str:
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().flatten()
+        sample = flat[:: max(1, len(flat) // 64)][:64]
+        digest.update(name.encode() + sample.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _same(found: FeatureIndex, wanted: FeatureIndex, folder: Path) -> FeatureIndex:
+    for name in ("weights", "layers", "width", "dtype", "data"):
+        if getattr(found, name) != getattr(wanted, name):
+            what = {"weights": "another backbone", "data": "another data set"}.get(name, f"other {name}")
+            raise ValueError(
+                f"{folder} holds features of {what} ({getattr(found, name)}, not {getattr(wanted, name)}); choose "
+                "another folder, or remove it"
+            )
+    return found
+
+
+def _check_room(index: FeatureIndex, folder: Path, say: Callable[[str], None]) -> None:
+    needed = index.num_bytes_left()
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    tokens, layers = sum(index.lengths), len(index.layers)
+    say(
+        f"features of {tokens:,} tokens x {layers} states x {index.width} in {index.dtype}: "
+        f"{index.num_bytes / 1e6:,.1f} MB, of which {needed / 1e6:,.1f} MB are missing; {free / 1e6:,.0f} MB are free"
+    )
+    if needed > free:
+        raise OSError(
+            f"features need {needed:,} bytes in {folder}, and {free:,} are free: take a smaller dtype (bfloat16), "
+            "fewer rows or another disk"
+        )
+
+
+def _end_of_shard(index: FeatureIndex, tokens: int) -> int:
+    end, total = index.rows, 0
+    while end < len(index.lengths) and total < tokens:
+        total += index.lengths[end]
+        end += 1
+    return end
+
+
+def _stripped(row: Row) -> dict[str, torch.Tensor]:
+    """The columns of a row without padding."""
+    columns = {name: torch.as_tensor(row[name]) for name in _IDS if name in row}
+    columns.setdefault("labels", columns["input_ids"])
+    if "attention_mask" in row:
+        real = torch.as_tensor(row["attention_mask"]).bool()
+        columns = {name: column[real] for name, column in columns.items()}
+    return {name: column.to(torch.int64).contiguous().clone() for name, column in columns.items()}
+
+
+@torch.no_grad()
+def _states(
+    backbone: PreTrainedModel, rows: list[dict[str, torch.Tensor]], index: FeatureIndex, tokens: int
+) -> list[torch.Tensor]:
+    """Per row [T, S, d]; rows of one length and without positions of their own go together."""
+    found: list[torch.Tensor] = []
+    for group in _groups(rows, tokens):
+        ids = torch.stack([row["input_ids"] for row in group]).to(backbone.device)
+        given = "position_ids" in group[0]
+        positions = (
+            {"position_ids": torch.stack([row["position_ids"] for row in group]).to(ids.device)} if given else {}
+        )
+        outputs = backbone(
+            ids, use_cache=False, logits_to_keep=1, output_hidden_states=index.layers, return_dict=True, **positions
+        )
+        states = torch.stack([outputs.hidden_states[layer] for layer in index.layers], dim=2)
+        found += states.to(device="cpu", dtype=_DTYPES[index.dtype]).unbind(0)
+    return found
+
+
+def _groups(rows: list[dict[str, torch.Tensor]], tokens: int) -> Iterator[list[dict[str, torch.Tensor]]]:
+    group: list[dict[str, torch.Tensor]] = []
+    for row in rows:
+        length = len(row["input_ids"])
+        if group and (length != len(group[0]["input_ids"]) or (len(group) + 1) * length > tokens):
+            yield group
+            group = []
+        group.append(row)
+    if group:
+        yield group

@@ -1,0 +1,199 @@
+"""Applies a `TrainingStrategy` to a model: which parameters learn, what the loss is, what changes as steps go by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..modeling.heads.joint import JointMTPModel
+from .loss_weight import MTPLossWeightSchedule
+from .strategy import TrainingStrategy
+
+_QUERIES = ("q_proj", "k_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn")
+_LOSS_FIELDS = {
+    "loss_target": "target",
+    "loss_divergence": "divergence",
+    "loss_label_weight": "label_weight",
+    "loss_top_k": "top_k",
+}
+
+
+def prepare(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
+    """Chooses what learns, and from what.
+
+    Args:
+        model: Attached `MTPHeads` or `EagleHead`, or a model that owns its drafter; changed in place.
+        strategy: The recipe.
+
+    Returns:
+        What a trainer trains: the model; attached heads and their backbone as one (`JointMTPModel`); or, with adapters,
+        the model within peft's.
+
+    Raises:
+        ValueError: A part of the recipe that this model cannot follow; the message names the field.
+    """
+    _set_losses(model, strategy)
+    _set_draft_layers(model, strategy)
+    if hasattr(model, "attach"):
+        return model if strategy.train == "drafter" else _joined(model, strategy)
+    if strategy.train != "lora":
+        model.train_only(strategy.train)
+        return model
+    return _adapted(model, strategy)
+
+
+def callbacks_of(model: nn.Module, strategy: TrainingStrategy) -> list[TrainerCallback]:
+    """What has to happen while a prepared model is trained."""
+    found: list[TrainerCallback] = []
+    if strategy.head_warmup:
+        found.append(HeadWarmup(strategy))
+    if strategy.loss_weight is not None:
+        last = strategy.loss_weight if strategy.loss_weight_last is None else strategy.loss_weight_last
+        shape = strategy.loss_weight_shape
+        found.append(MTPLossWeightSchedule(strategy.loss_weight, last, strategy.loss_weight_until, shape))
+    return found
+
+
+def drafter_of(model: nn.Module) -> nn.Module:
+    """The module that drafts, within a model that a trainer trains."""
+    owner = model.get_base_model() if hasattr(model, "peft_config") else model
+    for name in ("heads", "mtp"):
+        if hasattr(owner, name):
+            return getattr(owner, name)
+    return owner if hasattr(owner, "attach") else owner.head
+
+
+def head_of(model: nn.Module) -> nn.Module:
+    """The part of the drafter that learns during a warm-up: all of it but draft layers."""
+    drafter = drafter_of(model)
+    return drafter.head if getattr(drafter, "draft_layers", None) is not None else drafter
+
+
+class HeadWarmup(TrainerCallback):
+    """Lets the drafter's head learn alone at first. It follows from the step alone, so a resumed training is the same.
+
+    Args:
+        strategy: Its `head_warmup` is read.
+    """
+
+    def __init__(self, strategy: TrainingStrategy) -> None:
+        self.strategy = strategy
+        self.waiting: list[nn.Parameter] | None = None
+
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Says for the step that begins whether everything learns."""
+        model = getattr(model, "module", model)
+        if self.waiting is None:
+            head = {id(p) for p in head_of(model).parameters()}
+            self.waiting = [p for p in model.parameters() if p.requires_grad and id(p) not in head]
+        is_over = state.global_step >= self.strategy.warmup_steps(state.max_steps)
+        for parameter in self.waiting:
+            parameter.requires_grad_(is_over)
+        for module in model.modules():
+            if self.strategy.train == "all" and hasattr(module, "target_frozen"):
+                module.target_frozen = not is_over  # the next-token head, which shares a tensor with FF heads
+
+
+def _set_losses(model: nn.Module, strategy: TrainingStrategy) -> None:
+    """Writes the fields of a loss where a model of this kind keeps them."""
+    heads = getattr(model, "config", None)
+    heads = getattr(heads, "mtp_head", heads)
+    options = getattr(model, "loss_options", None)
+    for name, short in _LOSS_FIELDS.items():
+        value = getattr(strategy, name)
+        if value is None:
+            continue
+        if options is not None and hasattr(options, short):
+            setattr(options, short, value)
+        elif options is None and hasattr(heads, name):
+            setattr(heads, name, value)
+        elif not (name == "loss_target" and value == "teacher"):  # EAGLE heads know no other
+            raise ValueError(f"{name}={value!r} means nothing for a {type(model).__name__}")
+    for name in ("gamma", "loss_balance"):
+        value = getattr(strategy, name)
+        if value is None:
+            continue
+        if name == "gamma" and hasattr(options, "decay"):
+            options.decay = value
+        elif options is None and hasattr(heads, name):
+            setattr(heads, name, value)
+            if name == "gamma":
+                heads.loss_weights = _discounted(heads, value)
+        else:
+            raise ValueError(f"{name}={value!r} means nothing for a {type(model).__name__}")
+    if hasattr(heads, "validate"):
+        heads.validate()
+    if strategy.loss_weight is not None and not hasattr(model, "mtp_loss_weight"):
+        raise ValueError(
+            f"loss_weight={strategy.loss_weight}: a {type(model).__name__} learns on a frozen backbone, and its loss "
+            "stands alone; leave loss_weight out"
+        )
+
+
+def _discounted(config: Any, gamma: float) -> list[float] | None:
+    """Weights of a family that has a recipe of its own, with another discount; depth 1 weighs what it says."""
+    recipe = config.family.loss_weights
+    return None if recipe is None else [recipe(config.window)[0], *(gamma**k for k in range(1, config.window))]
+
+
+def _set_draft_layers(model: nn.Module, strategy: TrainingStrategy) -> None:
+    if strategy.draft_layers is None:
+        return
+    if not hasattr(model, "add_draft_layers"):
+        raise ValueError(f"draft_layers={strategy.draft_layers}: MTPHeads have them, a {type(model).__name__} has not")
+    if strategy.train != "drafter":
+        raise ValueError(
+            f"draft_layers={strategy.draft_layers} leaves the backbone as it is, train={strategy.train!r} does not; "
+            "choose train='drafter'"
+        )
+    if strategy.draft_layers != model.config.draft_layers:
+        model.add_draft_layers(strategy.draft_layers, strategy.draft_lora_rank)
+
+
+def _joined(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
+    if not hasattr(model, "learn"):
+        raise ValueError(
+            f"train={strategy.train!r}: a {type(model).__name__} is trained on a frozen backbone; choose "
+            "train='drafter'"
+        )
+    if strategy.train == "all":
+        model.backbone.requires_grad_(True)
+    elif not getattr(model.backbone, "_hf_peft_config_loaded", False):
+        model.backbone.add_adapter(_lora(model.backbone, strategy))
+    return JointMTPModel(model)
+
+
+def _adapted(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
+    from peft import get_peft_model
+
+    drafter = drafter_of(model)
+    name = next(name for name, module in model.named_modules() if module is drafter)
+    return get_peft_model(model, _lora(model, strategy, name))
+
+
+def _lora(model: nn.Module, strategy: TrainingStrategy, drafter: str | None = None) -> Any:
+    """The config of the backbone's adapters; the drafter has none, and learns as a whole."""
+    from peft import LoraConfig
+
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    targets = strategy.lora_targets or [name for name in _QUERIES if name in names] or "all-linear"
+    missing = [name for name in targets if isinstance(targets, list) and name.rpartition(".")[2] not in names]
+    if missing:
+        raise ValueError(f"lora_targets holds {missing[0]!r}, but the linear modules are {', '.join(sorted(names))}")
+    return LoraConfig(
+        r=strategy.lora_rank,
+        lora_alpha=2 * strategy.lora_rank if strategy.lora_alpha is None else strategy.lora_alpha,
+        lora_dropout=strategy.lora_dropout,
+        target_modules=targets,
+        exclude_modules=None if drafter is None else rf"(.*\.)?{drafter}(\..*)?",
+        modules_to_save=None if drafter is None else [drafter],
+    )

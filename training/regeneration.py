@@ -1,0 +1,158 @@
+"""Text that the backbone itself writes, to train its drafter on: what it will be asked to draft is what it says.
+
+EAGLE-3, Medusa and MtPC's successors replace the answers of a data set by the backbone's own. Rows are written in
+order, one line each; a process that is killed loses the batch it was writing, and called again it goes on with the same
+text, because the seed of every row is its number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, set_seed
+
+from .files import replace_text
+
+_TEXT, _PLAN = "text.jsonl", "plan.json"
+IGNORE = -100
+
+
+class RegeneratedText(Dataset):
+    """Rows of prompts and the backbone's completions; labels are -100 on prompts.
+
+    Args:
+        folder: What `regenerate` wrote.
+
+    Raises:
+        FileNotFoundError: A folder without text.
+        ValueError: Text that is not whole.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        folder = Path(folder)
+        if not (folder / _PLAN).exists():
+            raise FileNotFoundError(f"{folder} holds no regenerated text: there is no {_PLAN}")
+        plan = json.loads((folder / _PLAN).read_text(encoding="utf-8"))
+        self.rows = _lines(folder / _TEXT)
+        if len(self.rows) != plan["rows"]:
+            raise ValueError(f"{folder} holds {len(self.rows)} of {plan['rows']} rows: regenerate goes on with them")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        ids = torch.tensor(self.rows[row]["ids"])
+        labels = ids.clone()
+        labels[: self.rows[row]["prompt"]] = IGNORE
+        return {"input_ids": ids, "labels": labels}
+
+
+def regenerate(
+    backbone: PreTrainedModel,
+    prompts: Sequence[Sequence[int] | torch.Tensor],
+    folder: str | Path,
+    max_new_tokens: int = 256,
+    batch_size: int = 8,
+    seed: int = 0,
+    **options: Any,
+) -> RegeneratedText:
+    """Lets a backbone write the completions of prompts, or those that are missing.
+
+    Args:
+        backbone: Any causal language model.
+        prompts: Token ids.
+        folder: Where; made if missing.
+        max_new_tokens: Of every completion.
+        batch_size: Prompts that are completed together, padded on the left; part of what the text depends on.
+        seed: Of the samples.
+        **options: Of `generate`, such as `do_sample=True`, `temperature`, or an `assistant_model` that drafts.
+
+    Returns:
+        The rows, to train with.
+
+    Raises:
+        ValueError: No prompts, an empty one, or a folder of other prompts or options.
+    """
+    folder, ids = Path(folder), [torch.as_tensor(prompt, dtype=torch.int64).flatten() for prompt in prompts]
+    if not ids:
+        raise ValueError("there are no prompts to complete")
+    if empty := [number for number, prompt in enumerate(ids) if not len(prompt)]:
+        raise ValueError(f"prompt {empty[0]} is empty: give it at least one token, such as <bos>")
+    said = {name: value for name, value in options.items() if isinstance(value, (int, float, str, bool))}
+    plan = {
+        "rows": len(ids),
+        "prompts": hash_of(ids),
+        "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size,
+        "seed": seed,
+        "options": said,
+    }
+    _check_plan(folder, plan)
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(folder / _PLAN, json.dumps(plan))
+    written = _lines(folder / _TEXT)
+    done = len(written) - len(written) % batch_size if len(written) < len(ids) else len(ids)
+    replace_text(folder / _TEXT, "".join(json.dumps(row) + "\n" for row in written[:done]))
+    for start in range(done, len(ids), batch_size):
+        set_seed(seed + start)
+        rows = _completed(backbone, ids[start : start + batch_size], max_new_tokens, options)
+        with (folder / _TEXT).open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+    return RegeneratedText(folder)
+
+
+def hash_of(ids: Sequence[torch.Tensor]) -> str:
+    """A checksum of token ids."""
+    return hashlib.sha256(b"|".join(prompt.numpy().tobytes() for prompt in ids)).hexdigest()
+
+
+@torch.no_grad()
+def _completed(
+    backbone: PreTrainedModel, prompts: list[torch.Tensor], max_new_tokens: int, options: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    longest = max(map(len, prompts))
+    config = backbone.generation_config
+    pad = config.pad_token_id if config.pad_token_id is not None else 0
+    padded = torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0), value=pad) for prompt in prompts])
+    real = torch.arange(longest)[None] >= longest - torch.tensor([len(prompt) for prompt in prompts])[:, None]
+    output = backbone.generate(
+        input_ids=padded.to(backbone.device),
+        attention_mask=real.long().to(backbone.device),
+        max_new_tokens=max_new_tokens,
+        pad_token_id=pad,
+        **options,
+    )
+    ends = config.eos_token_id
+    ends = {ends} if isinstance(ends, int) else set(ends or ())
+    rows = []
+    for prompt, new in zip(prompts, output[:, longest:].tolist()):
+        stop = next((place + 1 for place, token in enumerate(new) if token in ends), len(new))
+        rows.append({"ids": [*prompt.tolist(), *new[:stop]], "prompt": len(prompt)})
+    return rows
+
+
+def _check_plan(folder: Path, plan: dict[str, Any]) -> None:
+    path = folder / _PLAN
+    if not path.exists():
+        return
+    found = json.loads(path.read_text(encoding="utf-8"))
+    for name, value in plan.items():
+        if found.get(name) != value:
+            raise ValueError(
+                f"{folder} holds text with {name}={found.get(name)!r}, not {value!r}; choose another folder, or "
+                "remove it"
+            )
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Rows of a file whose last line may have been cut off."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

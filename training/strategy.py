@@ -1,0 +1,132 @@
+"""How the parts of a model learn: which of them, when, how fast, and from what. A dataclass that a YAML file can fill.
+
+Knows the contract of a model (`train_only`, `mtp_loss_weight`, `head`, `mtp`, loss options), not what kind of model it
+is beyond that. `MTPTrainer(model, args, strategy=...)` applies it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..modeling.heads.divergences import DIVERGENCES
+
+PARTS = ("drafter", "all", "lora")
+SHAPES = ("switch", "linear", "sine")
+TARGETS = ("labels", "teacher")
+BALANCES = ("none", "rms")
+
+
+@dataclass
+class TrainingStrategy:
+    """A recipe of training; what is None stays as the model has it.
+
+    Recipes of the papers:
+
+    - heads only (Medusa-1, MtPC's stage 1, EAGLE, Hydra): the defaults;
+    - joint (Gloeckle et al.): `train="all"`;
+    - Medusa-2: `train="lora"`, `head_warmup`, `drafter_lr_multiplier=4`, `loss_weight=0.2`, or a ramp:
+      `loss_weight=0`, `loss_weight_last=0.2`, `loss_weight_shape="sine"`;
+    - Mehra et al.: `train="lora"`, `lora_rank=8`, `head_warmup`, `drafter_lr_multiplier=4`, `loss_balance="rms"`;
+    - MtPC's stage 2: `draft_layers=2` on heads that were trained before; `head_warmup=0.5` makes both stages one run;
+    - Hydra++: `loss_target="teacher"`; LK losses: `loss_target="teacher"`, `loss_divergence="lk"`;
+    - DeepSeek-V3: `train="all"`, `loss_weight=0.3`, `loss_weight_last=0.1`, `loss_weight_until=0.68`.
+
+    Attributes:
+        train: `"drafter"`: the backbone stays as it is. `"all"`: everything learns jointly, the backbone from its own
+            next-token loss and the drafter's. `"lora"`: the same, the backbone by adapters alone.
+        head_warmup: So long the drafter's head learns alone; backbone, adapters and draft layers wait. A number of
+            steps, or, below 1, a share of all steps.
+        drafter_lr_multiplier: The drafter's learning rate, as a multiple of `learning_rate`, which is the backbone's.
+        lora_rank: Of the backbone's adapters (`train="lora"`).
+        lora_alpha: Scale of the adapters times their rank; None: twice the rank.
+        lora_dropout: Of the adapters.
+        lora_targets: Names of modules; None: queries, keys and values, or peft's default of the architecture.
+        draft_layers: MtPC's draft LoRA: the drafter runs the backbone's last k layers with adapters of its own (heads
+            apart from their backbone); None: as the heads have it.
+        draft_lora_rank: Of these adapters.
+        loss_target: `"labels"`: the negative log-likelihood of the text; `"teacher"`: the backbone's own law.
+        loss_divergence: How far the drafter is from that law: one of `DIVERGENCES`.
+        loss_label_weight: Share of the likelihood mixed with it, 0 to 1.
+        loss_top_k: Compare that law at its so many likeliest tokens and the rest as one; the mass of the rest is in
+            the log and bounds the error. None: at all tokens.
+        loss_balance: `"rms"` scales every depth to the spread of the first.
+        gamma: Discount of depths, 0 to 1.
+        loss_weight: lambda, what the drafter's loss weighs beside the backbone's.
+        loss_weight_last: Its value at the end of a schedule.
+        loss_weight_until: Share of all steps over which it changes.
+        loss_weight_shape: `"switch"` there at once, `"linear"` up to there, or `"sine"`, Medusa's ramp.
+
+    Raises:
+        ValueError: A value out of range; the message names the field.
+
+    Example:
+        >>> strategy = TrainingStrategy(train="lora", head_warmup=0.1, drafter_lr_multiplier=4.0, loss_weight=0.2)
+        >>> MTPTrainer(heads, args, train_dataset=data, strategy=strategy).train()
+    """
+
+    train: str = "drafter"
+    head_warmup: float = 0.0
+    drafter_lr_multiplier: float = 1.0
+    lora_rank: int = 8
+    lora_alpha: int | None = None
+    lora_dropout: float = 0.0
+    lora_targets: list[str] | None = field(default=None)
+    draft_layers: int | None = None
+    draft_lora_rank: int = 8
+    loss_target: str | None = None
+    loss_divergence: str | None = None
+    loss_label_weight: float | None = None
+    loss_top_k: int | None = None
+    loss_balance: str | None = None
+    gamma: float | None = None
+    loss_weight: float | None = None
+    loss_weight_last: float | None = None
+    loss_weight_until: float = 1.0
+    loss_weight_shape: str = "switch"
+
+    def __post_init__(self) -> None:
+        choices = {
+            "train": PARTS,
+            "loss_target": (None, *TARGETS),
+            "loss_divergence": (None, *DIVERGENCES),
+            "loss_balance": (None, *BALANCES),
+            "loss_weight_shape": SHAPES,
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                names = ", ".join(repr(value) for value in allowed if value is not None)
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {names}")
+        for name, least in {"head_warmup": 0, "loss_weight": 0, "loss_weight_last": 0, "draft_layers": 0}.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
+        for name in ("lora_rank", "draft_lora_rank", "loss_top_k"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        for name in ("loss_label_weight", "loss_weight_until", "lora_dropout"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"{name}={value} must lie between 0 and 1")
+        if self.drafter_lr_multiplier <= 0:
+            raise ValueError(f"drafter_lr_multiplier={self.drafter_lr_multiplier} must be above 0")
+        if self.loss_weight_last is not None and self.loss_weight is None:
+            raise ValueError(f"loss_weight_last={self.loss_weight_last} ends a schedule that loss_weight must begin")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainingStrategy:
+        """A strategy from a mapping, such as a section of a YAML file.
+
+        Raises:
+            TypeError: A name that is no field.
+        """
+        known = [entry.name for entry in fields(cls)]
+        unknown = [name for name in values if name not in known]
+        if unknown:
+            raise TypeError(f"TrainingStrategy has no field {unknown[0]!r}; it has {', '.join(known)}")
+        return cls(**values)
+
+    def warmup_steps(self, max_steps: int) -> int:
+        """Steps in which the head learns alone, of `max_steps`."""
+        return round(self.head_warmup * max_steps) if self.head_warmup < 1 else int(self.head_warmup)

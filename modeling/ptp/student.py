@@ -43,6 +43,7 @@ class PTPStudent(StrictLoadingMixin, ParallelSpeculator, Attachable, PreTrainedM
     """
 
     config_class = PTPStudentConfig
+    remote_classes = {"AutoModel": "PTPStudent"}
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True

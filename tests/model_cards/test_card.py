@@ -51,6 +51,20 @@ def test_measured_table_and_what_measured_it(model, results):
     assert "Nothing has been measured" not in card.text
 
 
+def test_spread_expectation_and_repetition_are_shown_and_loops_claim_no_speed(model, results, row):
+    kept = {"per_prompt": [3.0, 5.0], "expected_tokens_per_call": 3.5, "accepted_by_position": [0.5, 0.25, 0.125]}
+    looping = dataclasses.replace(results.results[1], repeated_share=0.75)
+    rows = [dataclasses.replace(row, repeated_share=0.125, **kept), looping]
+    card = render_card(model, dataclasses.replace(results, results=rows, environment={"torch": "2.13", "threads": 2}))
+    assert table_row(card, "greedy")[5:] == ["2.50", "yes", "3.00 to 5.00", "3.50", "12 %"]
+    assert table_row(card, r"sampled, a \| b")[5:] == ["not claimed", "not compared", "-", "-", "75 %"]
+    assert table_row(card, "Accepted, greedy") == ["50 %", "25 %", "12 %"]
+    assert "torch 2.13; threads 2\n" in card.text
+    assert [e.metric_name for e in card.data.eval_results if e.metric_type == "speed_up"] == [
+        "Speed-up over one byte at a time, greedy"
+    ]
+
+
 @pytest.mark.parametrize(("variant", "drafted"), [("one_hot", 2), ("categorical", 3)])
 def test_parallel_prediction_says_what_its_slots_were_learned_for(variant, drafted, results):
     model = student(variant, sampling={"top_p": 0.9})

@@ -89,6 +89,7 @@ ATTRIBUTES = [
     (torch, "_standard_gamma"),
     (trl.SFTTrainer, "_tag_names"),
     (torch.Tensor, "_version"),
+    (torch.nn.Linear(1, 1), "_apply"),
     (torch.nn.Linear(1, 1), "_forward_hooks"),
 ]
 """Class attributes, properties and what a module offers."""
@@ -105,6 +106,7 @@ WRITTEN_IN_SOURCE = [
     (inspect.getmodule(PreTrainedTokenizer), "_added_tokens_encoder"),
     (transformers.core_model_loading, "_weight_conversions"),
     (transformers.utils.hub, "_raise_exceptions_for_connection_errors"),
+    (PreTrainedModel, "_gradient_checkpointing_func"),
     (transformers.integrations.peft, "_hf_peft_config_loaded"),
     (transformers.utils.hub, "_raise_exceptions_for_missing_entries"),
     (transformers.utils.output_capturing, "_output_capturing_hooks_installed"),

@@ -26,7 +26,12 @@ class Gate:
 
     start: int
     length: int
-    shared: tuple[torch.Tensor, Any, tuple[torch.Tensor, ...]] | None = None
+    shared: tuple[torch.Tensor, Any, Any] | None = None
+
+    def found(self, x: torch.Tensor, owner: Any) -> Any:
+        """What `owner` computed of x, if that was the last; None otherwise."""
+        shared = self.shared
+        return shared[2] if shared is not None and shared[0] is x and shared[1] is owner else None
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """A view of x, [B, Q, d] or [B Q, d], with an axis of rows: [B, Q, d].

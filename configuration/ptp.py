@@ -113,3 +113,24 @@ class PTPConfig(PreTrainedConfig):
         if getattr(self.backbone_config, "rope_parameters", None) is not None:
             return None
         return getattr(self.backbone_config, "max_position_embeddings", None)
+
+
+@strict
+class PTPStudentConfig(PTPConfig):
+    """Configuration of `PTPStudent`: that of `PTPForCausalLM`, whose backbone lives elsewhere.
+
+    Args:
+        base_model_name_or_path: The model that the student was made for, as a card names it.
+    """
+
+    model_type = "ptp_student"
+
+    base_model_name_or_path: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The fields that a student and a whole model share, without the backbone's configuration."""
+        return {name: getattr(self, name) for name in PTPConfig.__annotations__ if name in _OPTIONS}
+
+
+_OPTIONS = set(PTPConfig.__annotations__) - {"model_type", "sub_configs", "backbone_config"}

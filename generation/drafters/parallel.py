@@ -101,11 +101,7 @@ class ParallelDrafter:
         survival = tuple(max(round(share, 1), 0.05) for share in self.rates.survival())
         sizes = split_budget(budget, drafted, longest, survival, self.is_one_hot)
         self.layout = layout = SlotLayout.of(sizes, tokens.ids.device, branches, self.many)
-        uniforms = self._of_slots(layout)
-        uniforms = (
-            uniforms if self.options.do_sample else torch.full_like(uniforms, GREEDY if self.config.greedy else 0.5)
-        )
-        inputs = {"uniforms": uniforms}
+        inputs = {"uniforms": self.asked(self._of_slots(layout))}
         if self.state is not None:  # of the token before b; d drafts behind b stand before group d
             inputs |= {"slot_states": self.state, "slot_gaps": layout.group + 1}
         positions, fed = layout.order, 1 + branches * drafted
@@ -114,6 +110,10 @@ class ParallelDrafter:
         table = self.config.learned_positions
         # what is drafted beyond a table of positions is beyond the text
         return Riders(inputs, positions, layout.new, None if table is None else table - 1)
+
+    def asked(self, uniforms: torch.Tensor) -> torch.Tensor:
+        """What slots read where these are the uniforms of their positions: greedy decoding has no use for them."""
+        return uniforms if self.options.do_sample else torch.full_like(uniforms, GREEDY if self.config.greedy else 0.5)
 
     def _draw(self, tokens: TokenRows, count: int) -> None:
         self.uniforms.draw(tokens, count)

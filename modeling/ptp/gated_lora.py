@@ -34,7 +34,7 @@ class Siblings:
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
-        self._packed: tuple[tuple, torch.Tensor, list[torch.Tensor]] | None = None
+        self._packed: tuple[tuple, list[torch.Tensor], torch.Tensor, list[torch.Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles pack their own."""
@@ -101,13 +101,16 @@ class Siblings:
         halves = self.halves
         if any(half.is_meta or half.is_inference() for half in halves):
             return None
-        marks = (dtype, halves[0].dtype, halves[0].device, *((id(half), half._version) for half in halves))
-        if self._packed is None or self._packed[0] != marks:
+        marks = (dtype, halves[0].dtype, halves[0].device, *(half._version for half in halves))
+        known, same = self._packed, False
+        if known is not None and known[0] == marks:  # it holds the weights, so that no other can be taken for one
+            same = all(mine is half for mine, half in zip(known[1], halves))
+        if not same:
             down = torch.cat(halves[::2]).to(dtype)
             scales = (layer.scaling[ADAPTER] for layer in self.layers)
             ups = [(up * scale).to(dtype).t() for up, scale in zip(halves[1::2], scales)]
-            self._packed = marks, down, ups
-        return self._packed[1:]
+            self._packed = marks, halves, down, ups
+        return self._packed[2:]
 
     def forget(self) -> None:
         """Packs anew in the next call."""

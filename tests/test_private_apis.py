@@ -67,6 +67,7 @@ FUNCTIONS = [
     (Trainer, "_load_from_checkpoint", "resume_from_checkpoint model"),
     (Trainer, "_prepare_inputs", "inputs"),
     (Trainer, "_push_from_checkpoint", "checkpoint_folder"),
+    (torch.nn.Module, "_apply", "fn recurse"),
     (peft.LoraConfig, "_register_custom_module", "mapping"),
 ]
 """Functions that we override or call: where they are found, their names, and their first parameters in order."""
@@ -78,6 +79,7 @@ ATTRIBUTES = [
     (PreTrainedModel, "_hf_peft_config_loaded"),
     (PreTrainedModel, "_is_stateful"),
     (PreTrainedModel, "_keys_to_ignore_on_load_unexpected"),
+    (PreTrainedModel, "_keep_in_fp32_modules_strict"),
     (PreTrainedModel, "_no_split_modules"),
     (PreTrainedModel, "_skip_keys_device_placement"),
     (PreTrainedModel, "_supports_attention_backend"),
@@ -96,7 +98,9 @@ WRITTEN_IN_SOURCE = [
     (PreTrainedConfig, "_name_or_path"),
     (PreTrainedModel, "_is_hf_initialized"),
     (PrefixConstrainedLogitsProcessor, "_prefix_allowed_tokens_fn"),
+    (PreTrainedModel, "_gradient_checkpointing_func"),
     (Trainer, "_created_lr_scheduler"),
+    (Trainer, "_initial_global_step"),
     (accelerate.hooks, "_hf_hook"),
     (inspect.getmodule(PreTrainedTokenizer), "_added_tokens_encoder"),
     (transformers.core_model_loading, "_weight_conversions"),
@@ -104,8 +108,6 @@ WRITTEN_IN_SOURCE = [
     (transformers.integrations.peft, "_hf_peft_config_loaded"),
     (transformers.utils.hub, "_raise_exceptions_for_missing_entries"),
     (transformers.utils.output_capturing, "_output_capturing_hooks_installed"),
-    (trl.SFTTrainer, "_metrics"),
-    (trl.SFTTrainer, "_total_train_tokens"),
 ]
 """Attributes that objects get at run time, and keyword arguments: words in the source of their owners."""
 

@@ -15,6 +15,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ...configuration.ptp import SAMPLING
 from ...modeling.heads.losses import IGNORE
+from ..beginning import check_checkpoint, check_ids
 from ..running_means import RunningMeansMixin
 from .completions import Sequences
 from .options import PTPOptions
@@ -95,11 +96,13 @@ class PTPTrainer(RunningMeansMixin, Trainer):
         """The micro-batches of an update with their tasks, and what all their sums are divided by, on all ranks.
 
         Raises:
-            ValueError: Before the first step, where nothing in the training data can be learned.
+            ValueError: Before the first step, where nothing in the training data can be learned, or ids are none.
         """
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return batches, None
+        if self.state.global_step == self._initial_global_step:
+            check_ids(batches, self._owner.config.vocab_size)
         tasks = [self._task(self.model_wrapped, self._prepare_inputs(batch), True) for batch in batches]
         if len(tasks) > 1:
             for task in tasks:
@@ -160,6 +163,11 @@ class PTPTrainer(RunningMeansMixin, Trainer):
         """Whether tokens and slots share a forward: where the backbone learns, or activations are not kept."""
         owner = self._owner
         return owner.trains_backbone or owner.is_activation_checkpointing or self.options.base_weight > 0
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """As in `Trainer`; a checkpoint of another model is refused."""
+        check_checkpoint(resume_from_checkpoint, self._owner)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _task(self, model: nn.Module, inputs: Inputs, is_training: bool) -> Task:
         """What the slots are to learn in this batch."""

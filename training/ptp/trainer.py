@@ -217,7 +217,7 @@ class PTPTrainer(RunningMeansMixin, Trainer):
 def _with_rate(args: Any) -> Any:
     """Arguments with a learning rate that adapters learn at, where none was chosen."""
     args = TrainingArguments("tmp_trainer") if args is None else args
-    if args.learning_rate != TrainingArguments.learning_rate:
+    if args.learning_rate != type(args).learning_rate:
         return args
     args = copy.copy(args)
     args.learning_rate = LEARNING_RATE

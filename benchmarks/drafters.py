@@ -5,9 +5,9 @@
     python benchmarks/drafters.py demo-llama --only eagle1 hydra      # figures are added to the file
 
 Heads and EAGLE heads learn from features of the frozen backbone that are kept on disk; modules, PTP and the small model
-run whole models. Time is the processor's. Tokens per call are those of greedy and of sampled text (T = 1); speed-ups are
-ratios to plain decoding of the same prompts by turns; kernels are operators that are no views, per cycle, counted on the
-processor. Every drafter is a chain here, as long as its window (EAGLE, modules, PTP, n-grams, the small model: `--draft`).
+run whole models. Time is the processor's. Tokens per call are those of greedy and of sampled text (T = 1). Speed-ups
+are ratios to plain decoding of the same prompts by turns. Kernels are operators that are no views, per cycle, counted
+on the processor. Drafts are chains as long as the window of heads (`--draft`).
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 
 from tokenahead import PTPForCausalLM
 from tokenahead.generation.verification import coupled_acceptance, token_acceptance, verify
+from tokenahead.modeling.ptp.embedding import GREEDY
 from tokenahead.modeling.ptp.features import best_of
 from tokenahead.modeling.sampling import interval, pick
 from tokenahead.training.ptp.options import PTPOptions
@@ -76,9 +77,10 @@ class Texts(torch.utils.data.IterableDataset):
 
 
 def student(
-    kind: str, slots: int, features: str, chain: MarkovChain, seed: int, minutes: float, concentration: float = 1.0
-) -> PTPForCausalLM:
-    """Trains one student, backbone and all, with the chain as its teacher."""
+    kind: str, slots: int, features: str, chain: MarkovChain, seed: int, minutes: float, texts: object = None,
+    **options: object,
+) -> PTPForCausalLM:  # fmt: skip
+    """Trains one student, backbone and all, with the chain as its teacher (but for `method="inverse"`)."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=STATES, hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
@@ -92,16 +94,17 @@ def student(
     model.train_only("all")
     deadline = Deadline(60 * minutes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    loss = "kl" if kind == "categorical" else "ce"
-    options = PTPOptions(loss=loss, completions=COMPLETIONS, concentration=concentration)
+    defaults = {"loss": "kl" if kind == "categorical" else "ce", "completions": COMPLETIONS, "greedy_share": 0.25}
+    chosen = PTPOptions(**defaults | options)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, max_steps=10**7, per_device_train_batch_size=BATCH, use_cpu=True, report_to=[], save_strategy="no",
             logging_strategy="no", disable_tqdm=True,
         )  # fmt: skip
         trainer = PTPTrainer(
-            model, arguments, options=options, teacher=chain, train_dataset=Texts(chain, seed),
-            optimizers=(optimizer, LambdaLR(optimizer, deadline.rate)), callbacks=[deadline],
+            model, arguments, options=chosen, teacher=None if chosen.method == "inverse" else chain,
+            train_dataset=texts or Texts(chain, seed), optimizers=(optimizer, LambdaLR(optimizer, deadline.rate)),
+            callbacks=[deadline],
         )  # fmt: skip
         trainer.train()
     print(f"{kind}, N = {slots}, seed {seed}: {trainer.state.global_step} steps", flush=True)
@@ -141,11 +144,27 @@ def measure(
     """Mean number of tokens that are right before the first wrong one, for every rule."""
     found = draft(kind, model, chain, contexts, count)
     result = {"coupled": float(_correct(found)[0].float().mean())}
+    if model.config.greedy:
+        result["greedy"] = greedy(kind, model, chain, contexts, count)
     if found.q is not None:
         accept, _ = token_acceptance(found.tokens, found.q, found.p)
         result["token"] = float(accept.cumprod(1).sum(1).mean())
         result["block"] = float(verify(found.tokens, found.q, found.p, "block")[0].float().mean())
     return result
+
+
+@torch.no_grad()
+def greedy(kind: str, model: PTPForCausalLM, chain: MarkovChain, contexts: torch.Tensor, count: int) -> float:
+    """How many of `count` slots that are asked for the most likely tokens give them, before the first that does not."""
+    first = chain.rows[contexts[:, -1]].argmax(-1)[:, None]
+    wish = torch.full((len(contexts), count), GREEDY)
+    if kind == "categorical":
+        behind = model(contexts, uniforms=wish[:, 1:]).logits[:, CONTEXT:].argmax(-1) if count > 1 else first[:, :0]
+        tokens = torch.cat([first, behind], dim=1)
+    else:
+        tokens = model(contexts, uniforms=wish).logits[:, CONTEXT:].argmax(-1)
+    likely = chain.rows[torch.cat([contexts[:, -1:], tokens[:, :-1]], dim=1)].argmax(-1)
+    return float((tokens == likely).long().cumprod(1).sum(1).float().mean())
 
 
 def best_of_many(
@@ -175,7 +194,8 @@ def run(arguments: argparse.Namespace, slots: int, seed: int) -> dict[str, float
     result = {f"ceiling, {name}": value for name, value in ceilings(chain, slots).items()}
     for kind in arguments.kinds:
         trained = max(slots - (kind == "categorical"), 1)
-        model = student(kind, trained, arguments.features, chain, seed, arguments.minutes, arguments.concentration)
+        how = {"concentration": arguments.concentration}
+        model = student(kind, trained, arguments.features, chain, seed, arguments.minutes, **how)
         torch.manual_seed(seed)
         found = measure(kind, model, chain, contexts, slots)
         result |= {f"{kind}, {rule}": value for rule, value in found.items()}

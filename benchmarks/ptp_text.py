@@ -1,12 +1,15 @@
 """Parallel token prediction on Python source: distilled from a small backbone, then decoded with and without drafts.
 
-    python benchmarks/ptp_text.py                         # 4 minutes for the backbone, 10 for each of two students
+    python benchmarks/ptp_text.py                         # 4 minutes for the backbone, 10 for each student
     python benchmarks/ptp_text.py --minutes 1 1 --slots 4
+    python benchmarks/ptp_text.py --backbone demo-llama --minutes 0 2 --acceptance    # of benchmarks/byte_llama.py
 
-A byte-level Llama of 1 million parameters learns the Python standard library's source. Two students are distilled from
-it with `PTPTrainer`: O-PTP (`one_hot`), verified with the uniforms that it drafts from, and C-PTP (`categorical`),
-verified by block. They complete held-out code by turns with transformers' own decoding of the same model. Every student
-is saved with its figures and its card.
+A byte-level Llama of 1 million parameters learns the Python standard library's source. Students are distilled from it
+with `PTPTrainer`, in so many minutes of *processor* time each: O-PTP (`one_hot`), verified with the uniforms that it
+drafts from, C-PTP (`categorical`), verified by block, both again with slots that read the last verified hidden state,
+and independent prediction, which is O-PTP whose uniforms say nothing. They complete held-out code by turns with
+transformers' own decoding of the same model. Every student is saved with its figures and its card. `--acceptance`
+counts tokens per call, and measures no times: that is all that a busy machine can tell.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import argparse
 import platform
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +41,13 @@ CONFIG = dict(
     vocab_size=320, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
     max_position_embeddings=2048, initializer_range=0.04, bos_token_id=1, eos_token_id=None, pad_token_id=0,
 )  # fmt: skip
-VARIANTS = {"one_hot": "ce", "categorical": "kl"}
+KINDS = {
+    "one_hot": {"variant": "one_hot"},
+    "categorical": {"variant": "categorical"},
+    "one_hot, state": {"variant": "one_hot", "reads_state": True},
+    "categorical, state": {"variant": "categorical", "reads_state": True},
+    "independent": {"variant": "one_hot", "informative": False},
+}
 
 
 def fit(
@@ -54,7 +64,7 @@ def fit(
     parts: list[torch.optim.Optimizer] = [Muon(matrices, lr=rates[0])]
     if others:
         parts.append(torch.optim.AdamW(others, lr=rates[1], betas=(0.9, 0.95), weight_decay=0.0))
-    optimizer, budget = JointOptimizer(parts), TimeBudget(60 * minutes)
+    optimizer, budget = JointOptimizer(parts), TimeBudget(60 * minutes, clock=time.process_time)
     with tempfile.TemporaryDirectory() as scratch:
         arguments = TrainingArguments(
             scratch, max_steps=sys.maxsize, per_device_train_batch_size=rows, use_cpu=True, report_to="none",
@@ -89,14 +99,28 @@ def measure(
     return result, found.accepted_by_position
 
 
-def modes(variant: str, temperature: float) -> list[DecodingMode]:
+def acceptance(model: PTPForCausalLM, prompts: list[str], mode: DecodingMode, new_tokens: int) -> float:
+    """Tokens per call, over all prompts."""
+    tokenizer, calls, tokens = EvaByteTokenizer(), 0, 0
+    for index, prompt in enumerate(prompts):
+        torch.manual_seed(index)
+        inputs = tokenizer(prompt, return_tensors="pt")
+        how = mode.options | {"max_new_tokens": new_tokens, "return_dict_in_generate": True}
+        found = model.generate(**inputs, **how).speculation
+        calls, tokens = calls + found.backbone_calls, tokens + found.new_tokens
+    return tokens / calls
+
+
+def modes(kind: str, temperature: float) -> list[DecodingMode]:
     """Ways of decoding to compare."""
     drawn = sampled(temperature).options
-    coupled = drawn | {"verification": "coupled"}
-    found = [GREEDY, DecodingMode("sampled, coupled", coupled)]
-    if variant == "one_hot":
-        return [*found, DecodingMode("sampled, best of 2", coupled | {"best_of": 2})]
-    return [*found, DecodingMode("sampled, block", drawn | {"verification": "block"})]
+    coupled = DecodingMode("sampled, coupled", drawn | {"verification": "coupled"})
+    block = DecodingMode("sampled, block", drawn | {"verification": "block"})
+    if kind == "independent":
+        return [GREEDY, block]
+    if kind.startswith("one_hot"):
+        return [GREEDY, coupled, DecodingMode("sampled, best of 2", coupled.options | {"best_of": 2})]
+    return [GREEDY, coupled, block]
 
 
 def main() -> None:
@@ -108,52 +132,60 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--backbone", type=Path, help="a folder of a trained one; no minutes are spent on it")
+    parser.add_argument("--acceptance", action="store_true", help="count tokens per call, and measure no times")
     parser.add_argument("--reuse", action="store_true", help="measure the models of the output folder again")
     parser.add_argument("--output", type=Path, default=Path("tokenahead-ptp"))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     console, corpus = Console(width=120), load_corpus(seed=0)
-    backbone = arguments.output / "backbone"
-    if not arguments.reuse:
+    backbone = arguments.backbone or arguments.output / "backbone"
+    if not arguments.reuse and arguments.backbone is None:
         model = LlamaForCausalLM(LlamaConfig(**CONFIG))
         fit(Trainer, model, corpus, "backbone", arguments.minutes[0], 4, (0.03, 1e-2), console)
         model.save_pretrained(backbone)
     prompts = code_prompts(corpus.held_out, arguments.prompts)
-    table = Table("variant", "decoding", "tokens/call", "tokens/s", "plain tokens/s", "speed-up", "identical")
-    for variant in arguments.variants:
-        results = run(arguments, variant, backbone, corpus, prompts, console)
-        for row in results.results:
+    table = Table("student", "decoding", "tokens/call", "tokens/s", "plain tokens/s", "speed-up", "identical")
+    for kind in arguments.kinds:
+        folder = arguments.output / kind.replace(", ", "_")
+        if not (arguments.reuse and folder.is_dir()):
+            distil(arguments, kind, backbone, corpus, console, folder)
+        if arguments.acceptance:
+            model = PTPForCausalLM.from_pretrained(folder).eval()
+            for mode in modes(kind, arguments.temperature):
+                value = acceptance(model, prompts, mode, arguments.new_tokens)
+                print(f"{kind} | {mode.name} | {value:.3f} tokens per call", flush=True)
+                table.add_row(kind, mode.name, f"{value:.2f}")
+            continue
+        for row in run(arguments, kind, folder, prompts).results:
             figures = row.tokens_per_call, row.tokens_per_second, row.plain_tokens_per_second, row.speed_up
-            table.add_row(variant, row.name, *(f"{figure:.2f}" for figure in figures), str(row.identical))
+            table.add_row(kind, row.name, *(f"{figure:.2f}" for figure in figures), str(row.identical))
     console.print(table)
 
 
 def distil(
-    arguments: argparse.Namespace, variant: str, backbone: Path, corpus: Corpus, console: Console, folder: Path
+    arguments: argparse.Namespace, kind: str, backbone: Path, corpus: Corpus, console: Console, folder: Path
 ) -> None:
     """Trains a student of the backbone, and saves it."""
+    torch.manual_seed(1)
     model = PTPForCausalLM.from_backbone(
-        backbone, variant, num_slots=arguments.slots, features="arithmetic", projection="mlp",
-        lora_rank=arguments.rank, lora_alpha=arguments.rank, sampling={"temperature": arguments.temperature},
+        backbone, num_slots=arguments.slots, lora_rank=arguments.rank,
+        sampling={"temperature": arguments.temperature}, **KINDS[kind],
     )  # fmt: skip
-    options = PTPOptions(loss=VARIANTS[variant], completions=64)
-    fit(PTPTrainer, model, corpus, variant, arguments.minutes[1], 4, (0.02, 1e-2), console, options=options)
+    loss = "ce" if model.config.predicts_tokens else "kl"
+    options = PTPOptions(loss=loss, completions=64)
+    steps = fit(PTPTrainer, model, corpus, kind, arguments.minutes[1], 4, (0.02, 1e-2), console, options=options)
+    print(f"{kind}: {steps} steps", flush=True)
     model.save_pretrained(folder)
     EvaByteTokenizer().save_pretrained(folder)
 
 
-def run(
-    arguments: argparse.Namespace, variant: str, backbone: Path, corpus: Corpus, prompts: list[str],
-    console: Console,
-) -> MeasuredResults:  # fmt: skip
-    """Distils a student, saves it, reads it again, measures it, and writes its card."""
-    folder = arguments.output / variant
-    if not arguments.reuse:
-        distil(arguments, variant, backbone, corpus, console, folder)
+def run(arguments: argparse.Namespace, kind: str, folder: Path, prompts: list[str]) -> MeasuredResults:
+    """Reads a student, measures it, and writes its card."""
     model = PTPForCausalLM.from_pretrained(folder).eval()
-    measured = [measure(model, prompts, mode, arguments.new_tokens) for mode in modes(variant, arguments.temperature)]
+    measured = [measure(model, prompts, mode, arguments.new_tokens) for mode in modes(kind, arguments.temperature)]
     results = MeasuredResults(
         results=[result for result, _ in measured],
         dataset_name="Python standard library source",

@@ -134,11 +134,12 @@ class Builder:
         heads.detach()
         return Case(f"{family} {label} ({kind})", engine, *found)
 
-    def eagle(self, version: int, count: int, layers: int = 6) -> Case:
+    def eagle(self, version: int, count: int, layers: int = 4) -> Case:
         """A trained EAGLE head."""
         base = self.backbone("llama", layers)
         torch.manual_seed(0)
-        head = train(EagleHead.from_backbone(base, version=version), self.steps)
+        options = {"aux_layers": [1, 2, 3]} if version == 3 else {}  # three states that differ
+        head = train(EagleHead.from_backbone(base, version=version, **options), self.steps)
         folder = self.folder / f"eagle{version}"
         head.export(folder, layout="vllm")
         method = "eagle" if version == 1 else "eagle3"

@@ -7,6 +7,7 @@ Reads what to serve and what to ask, serves one folder after the other, and writ
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import sys
@@ -25,6 +26,7 @@ def listen() -> None:
 
     original = GPUModelRunner.propose_draft_token_ids
 
+    @functools.wraps(original)  # HeadProposer looks at the signature
     def propose(self: Any, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
         drafts = original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
         sampled = sampled_token_ids if isinstance(sampled_token_ids, list) else sampled_token_ids.tolist()

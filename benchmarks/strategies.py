@@ -36,8 +36,7 @@ from tokenahead.training.files import replace_text
 from tokenahead.training.strategy import TrainingStrategy
 from tokenahead.training.trainer import MTPTrainer
 
-LENGTH, ROWS, WINDOW = 256, 8, 8
-HEADS = dict(window=WINDOW, head_type="cp", rank=8)
+LENGTH, ROWS = 256, 4
 TAUGHT = dict(loss_target="teacher")
 STRATEGIES: dict[str, dict[str, Any]] = {
     "nll": dict(kept=True),
@@ -114,8 +113,8 @@ def expected(heads: MTPHeads, rows: list[dict[str, torch.Tensor]]) -> list[float
     """Probability that drafts are accepted up to position 1, 2, ..., at T = 1, block verification."""
     ids = torch.stack([row["input_ids"] for row in rows])
     outputs = heads.backbone(ids, output_hidden_states=heads.hidden_layers, use_cache=False)
-    features, places = heads.features(outputs.hidden_states), torch.arange(32, LENGTH - WINDOW, 4)
-    ahead = places[:, None] + torch.arange(1, WINDOW + 1)
+    features, places = heads.features(outputs.hidden_states), torch.arange(32, LENGTH - heads.window, 4)
+    ahead = places[:, None] + torch.arange(1, heads.window + 1)
     at = TeacherForced(features[:, places], ids[:, ahead], outputs.logits[:, ahead[:, :-1]])
     return at.acceptance(SimpleNamespace(window_law=heads.law_of_features), sampled(1.0)).by_position
 
@@ -126,7 +125,7 @@ def run(arguments: argparse.Namespace, name: str, made: dict[str, Path], text: d
     kept, first = fields.pop("kept", False), fields.pop("first", None)
     backbone = LlamaForCausalLM.from_pretrained(arguments.backbone).eval()
     torch.manual_seed(0)
-    heads = MTPHeads.from_backbone(backbone, **HEADS)
+    heads = MTPHeads.from_backbone(backbone, arguments.window, head_type=arguments.head, rank=arguments.rank)
     if first is not None:
         heads.detach()
         heads = MTPHeads.from_pretrained(made[first]).attach(backbone)
@@ -153,6 +152,10 @@ def main() -> None:
     parser.add_argument("backbone", type=Path)
     parser.add_argument("--seconds", type=float, default=20, help="of processor time, for each strategy")
     parser.add_argument("--only", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    parser.add_argument("--head", default="ff")
+    parser.add_argument("--rank", type=int, default=1)
+    parser.add_argument("--window", type=int, default=6)
+    parser.add_argument("--rows", type=int, default=400, help="windows whose features are kept")
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--output", type=Path, default=Path("strategies.json"))
@@ -162,7 +165,7 @@ def main() -> None:
     torch.set_num_threads(1)
     corpus, tokenizer = load_corpus(seed=0), EvaByteTokenizer()
     windows, held_out = ByteWindows(corpus.train, LENGTH), ByteWindows(corpus.held_out, LENGTH)
-    chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(1))[:600].tolist()
+    chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(1))[: arguments.rows].tolist()
     text = {
         "train": windows,
         "part": [windows[index] for index in chosen],

@@ -3,6 +3,6 @@
 from .eagle import EagleHeadConfig
 from .evabyte import EvaByteConfig
 from .heads import HEAD_TYPES, MTPHeadConfig
-from .ptp import PTPConfig
+from .ptp import PTPConfig, PTPStudentConfig
 
-__all__ = ["HEAD_TYPES", "EagleHeadConfig", "EvaByteConfig", "MTPHeadConfig", "PTPConfig"]
+__all__ = ["HEAD_TYPES", "EagleHeadConfig", "EvaByteConfig", "MTPHeadConfig", "PTPConfig", "PTPStudentConfig"]

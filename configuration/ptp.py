@@ -29,6 +29,9 @@ class PTPConfig(PreTrainedConfig):
         projection_bias: Whether a linear projection has a bias.
         informative: False hides the uniforms from the slots, which all read 1/2: independent prediction, the baseline
             without parallel sampling.
+        greedy: Slots have an embedding for the wish for the most likely token, which greedy decoding drafts with. Without
+            it they are asked for the median (u = 1/2), which is often another token.
+        reads_state: Slots read the last verified hidden state of the backbone beside their uniform.
         num_slots: N, the slots that a draft is learned for.
         lora_rank: Rank of the gated adapters.
         lora_alpha: Their scale is alpha / rank.
@@ -48,6 +51,8 @@ class PTPConfig(PreTrainedConfig):
     projection: str = "linear"
     projection_bias: bool = True
     informative: bool = True
+    greedy: bool = False
+    reads_state: bool = False
     num_slots: int = 8
     lora_rank: int = 16
     lora_alpha: float | int = 16
@@ -108,3 +113,24 @@ class PTPConfig(PreTrainedConfig):
         if getattr(self.backbone_config, "rope_parameters", None) is not None:
             return None
         return getattr(self.backbone_config, "max_position_embeddings", None)
+
+
+@strict
+class PTPStudentConfig(PTPConfig):
+    """Configuration of `PTPStudent`: that of `PTPForCausalLM`, whose backbone lives elsewhere.
+
+    Args:
+        base_model_name_or_path: The model that the student was made for, as a card names it.
+    """
+
+    model_type = "ptp_student"
+
+    base_model_name_or_path: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The fields that a student and a whole model share, without the backbone's configuration."""
+        return {name: getattr(self, name) for name in PTPConfig.__annotations__ if name in _OPTIONS}
+
+
+_OPTIONS = set(PTPConfig.__annotations__) - {"model_type", "sub_configs", "backbone_config"}

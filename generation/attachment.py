@@ -46,6 +46,10 @@ class Attachable(SpeculatorMixin):
         """Whether there is a backbone."""
         return bool(self._backbones)
 
+    def stands_for(self, model: Any) -> bool:
+        """Whether `generate` may be given that model in the place of this drafter."""
+        return False
+
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         """Refuses a backbone that cannot be drafted for."""
 
@@ -167,11 +171,17 @@ class Route:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`backbone.generate`."""
-        assistant = kwargs.get("assistant_model")
+        assistant = self._drafter_of(kwargs.get("assistant_model"))
         if not _is_drafter(assistant):
             return type(self.backbone).generate(self.backbone, *args, **kwargs)
         self._check(assistant)
-        return speculate(self.backbone, kwargs.pop("assistant_model"), args, kwargs)
+        kwargs.pop("assistant_model")
+        return speculate(self.backbone, assistant, args, kwargs)
+
+    def _drafter_of(self, assistant: Any) -> Any:
+        """What a model became when it was attached as a whole (a PTPForCausalLM, say); other assistants as they are."""
+        known = (drafter for drafter in self.drafters if getattr(drafter, "stands_for", _nobody)(assistant))
+        return next(known, assistant)
 
     def candidates(
         self,
@@ -185,6 +195,7 @@ class Route:
     ) -> CandidateGenerator:
         """`backbone._get_candidate_generator`, for transformers' own assisted loop."""
         common = generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs
+        assistant_model = self._drafter_of(assistant_model)
         if not _is_drafter(assistant_model):
             of_class = type(self.backbone)._get_candidate_generator
             return of_class(self.backbone, *common, assistant_model=assistant_model, **kwargs)
@@ -206,6 +217,11 @@ class Route:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Route, (self.backbone,)
+
+
+def _nobody(model: Any) -> bool:
+    """`stands_for` of a drafter whose code, which came with a folder, does not know it."""
+    return False
 
 
 def _is_drafter(assistant: Any) -> bool:

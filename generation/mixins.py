@@ -40,6 +40,7 @@ class _Call:
 
     Attributes:
         backbone: The model whose tokens count.
+        runner: What runs the forwards; on tokens it is the backbone.
         speculator: What makes the drafter; None: nobody.
         own: Keyword arguments that only this library knows.
         options: All options, once they were read.
@@ -49,6 +50,7 @@ class _Call:
 
     def __init__(self, backbone: PreTrainedModel, speculator: Any, own: dict[str, Any]) -> None:
         self.backbone, self.speculator, self.own = backbone, speculator, own
+        self.runner = backbone if speculator is None else speculator.runner(backbone)
         self.options: CallOptions | None = None
         self.speculates = self.is_ours = False
 
@@ -59,7 +61,7 @@ class _View:
     __slots__ = ("speculation_call",)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.speculation_call.backbone(*args, **kwargs)
+        return self.speculation_call.runner(*args, **kwargs)
 
 
 @cache

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from .mixins import MTPGenerationMixin
 from .parallel_speculator import ParallelSpeculator
+
+if TYPE_CHECKING:
+    from .drafters.parallel_assistant import ParallelAssistant
 
 
 class ParallelGenerationMixin(ParallelSpeculator, MTPGenerationMixin):
@@ -28,6 +31,36 @@ class ParallelGenerationMixin(ParallelSpeculator, MTPGenerationMixin):
     - `best_of`: M vectors of uniforms to draft from in every cycle, of which the most central is kept: more drafts are
       accepted, for M^2 times the slots. A run with `seed` can be repeated, but it is not that of `use_mtp=False`.
     """
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate`, with the options above.
+
+        Raises:
+            RuntimeError: transformers' own loop calls it for an assistant: this model was not attached.
+        """
+        if getattr(kwargs.get("generation_config"), "is_assistant", None):
+            raise RuntimeError(
+                f"this {type(self).__name__} is no assistant_model of that model yet: call attach(model) first, on it, "
+                "and its slots will draft there"
+            )
+        return super().generate(*args, **kwargs)
+
+    def attach(self, backbone: PreTrainedModel) -> ParallelAssistant:
+        """Lets this model draft for a larger one, whose `generate` then takes it as `assistant_model`.
+
+        Args:
+            backbone: Any causal language model of transformers with the same vocabulary; of a PeftModel, the model
+                within.
+
+        Returns:
+            The drafter, which may be passed as well, and which `detach()` takes off again.
+
+        Raises:
+            ValueError: Another vocabulary, or an encoder-decoder.
+        """
+        from .drafters.parallel_assistant import ParallelAssistant  # it imports the models, which import this
+
+        return ParallelAssistant(self).attach(backbone)
 
     def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> GenerationConfig:
         """Checks the length of the whole text at the door.

@@ -5,12 +5,16 @@ The choice looks at finished cycles only, never at the draft it is made for, so 
 
 from __future__ import annotations
 
+from bisect import bisect
+from collections import deque
 from typing import Protocol
 
-_KEEP = 0.98
-_FIRST_CYCLES = 4
-_PROBE_BUDGET = 0.02
+_KEEP, _KEEP_OVERALL = 0.98, 0.999
 _SHARED_TRIALS = 4.0
+_FIRST_TRIALS = 2.5  # two or three drafts of a row; many rows have seen as much after one
+_NEWEST = 9  # cycles of a length whose median is its cost
+_PROBE_BUDGET, _PROBE_AGE = 0.02, 16
+_HOPELESS = 0.5  # a shorter draft would have to take half the time that it took before
 
 
 class DraftSchedule(Protocol):
@@ -54,17 +58,20 @@ class AcceptanceRates:
 
     def __init__(self, longest: int) -> None:
         self.hits, self.trials = [0.0] * longest, [0.0] * longest
+        self.overall = [0.5, 1.0]  # hits and trials of all positions, which fade slowly
 
     def update(self, drafted: int, accepted: list[int]) -> None:
         """Takes in a verification of `drafted` tokens in each row."""
         self.hits, self.trials = ([_KEEP * count for count in counts] for counts in (self.hits, self.trials))
         for position in range(min(drafted, len(self.hits))):
-            self.hits[position] += sum(count > position for count in accepted)
-            self.trials[position] += sum(count >= position for count in accepted)
+            fresh = [sum(count > position for count in accepted), sum(count >= position for count in accepted)]
+            self.hits[position] += fresh[0]
+            self.trials[position] += fresh[1]
+            self.overall = [_KEEP_OVERALL * old + new for old, new in zip(self.overall, fresh)]
 
     def survival(self) -> list[float]:
         """S_1 .. S_longest: the product of the rates per position, each drawn towards the rate of all positions."""
-        overall = (sum(self.hits) + 0.5) / (sum(self.trials) + 1)
+        overall = self.overall[0] / self.overall[1]
         shares, survival = [], 1.0
         for hits, trials in zip(self.hits, self.trials):
             survival *= (hits + _SHARED_TRIALS * overall) / (trials + _SHARED_TRIALS)
@@ -72,13 +79,54 @@ class AcceptanceRates:
         return shares
 
 
+class CycleCosts:
+    """Seconds of a cycle by draft length: the median of the newest ones, between measured lengths a straight line.
+
+    Cycles are no line as a whole: the first drafted token costs the draft itself, and the next ones little more.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, deque[float]] = {}
+
+    def count(self, length: int) -> int:
+        """How many cycles of this length were seen, as far as they are remembered."""
+        return len(self._seen.get(length, ()))
+
+    def add(self, length: int, seconds: float) -> None:
+        """Takes in a cycle."""
+        self._seen.setdefault(length, deque(maxlen=_NEWEST)).append(seconds)
+
+    def seconds(self, length: int) -> float:
+        """What a cycle of this length takes; longer ones never take less. 0 before anything was seen."""
+        if not self._seen:
+            return 0.0
+        lengths, times = self._curve()
+        place = bisect(lengths, length)
+        if place and lengths[place - 1] == length:
+            return times[place - 1]
+        if len(lengths) == 1 or place == 0:
+            return times[0]
+        place = min(place, len(lengths) - 1)
+        slope = (times[place] - times[place - 1]) / (lengths[place] - lengths[place - 1])
+        return times[place - 1] + slope * (length - lengths[place - 1])
+
+    def _curve(self) -> tuple[list[int], list[float]]:
+        """Measured lengths in rising order, and their times made monotone."""
+        lengths, times, slowest = sorted(self._seen), [], 0.0
+        for length in lengths:
+            newest = sorted(self._seen[length])
+            slowest = max(slowest, newest[(len(newest) - 1) // 2])
+            times.append(slowest)
+        return lengths, times
+
+
 class AdaptiveSchedule:
     """The length with the most expected tokens per second.
 
     Drafting m tokens yields 1 + S_1 + ... + S_m tokens on average, S_i being the probability of accepting i drafts:
     the product of running rates per position, each drawn towards the rate of all positions where it was seldom tried.
-    It takes t(m) = a + b m seconds, fitted to the running cycles. Where drafting does not pay (m = 0, plain decoding) a
-    full draft is still tried now and then, so rarely that it costs about 2 %.
+    It takes the seconds that such cycles took. m = 0 is plain decoding. Lengths that were not tried for long (none at
+    all, the longest, the neighbours) are tried now and then, so rarely that it costs about 2 %.
 
     Args:
         longest: Upper bound of the length.
@@ -88,50 +136,47 @@ class AdaptiveSchedule:
 
     def __init__(self, longest: int, lead: int = 0) -> None:
         self.longest, self.lead = longest, lead
-        self.rates = AcceptanceRates(longest)
-        self.cycles = 0
-        self.idle = 0
-        self.costs = _LinearCost()
+        self.rates, self.costs = AcceptanceRates(longest), CycleCosts()
+        self.cycles, self.warm, self.tried = 0, False, dict.fromkeys(range(longest + 1), -_PROBE_AGE)
+        self.total = self.lost = 0.0
+        self._probed, self._again = 0, 0
 
     def length(self) -> int:
-        """Full drafts at first (and one plain cycle, for its cost), then the best length by expectation."""
-        if self.cycles < _FIRST_CYCLES + self.lead:
-            return 0 if self.cycles == 1 - self.lead else self.longest
-        survival = self.rates.survival()
-        best = max(range(self.longest + 1), key=lambda length: self._tokens_per_second(length, survival))
-        extra = self.costs.seconds(self.longest) / max(self.costs.seconds(0), 1e-9) - 1
-        if best == 0 and self.idle * _PROBE_BUDGET > extra * (1 + self.lead):
+        """Full drafts at first (and a plain cycle, for its cost), then the best length by expectation."""
+        if self.cycles == 1 - self.lead:
+            return 0
+        if self._again:  # one cycle made the draft that is tried, and the next judges it
+            self._again -= 1
+            return self._probed
+        self.warm = self.warm or (self.costs.count(self.longest) > 1 and self.rates.trials[0] > _FIRST_TRIALS)
+        if not self.warm:
             return self.longest
-        return best
+        survival = self.rates.survival()
+        yields = [1 + sum(survival[:length]) for length in range(self.longest + 1)]
+        seconds = [max(self.costs.seconds(length), 1e-9) for length in range(self.longest + 1)]
+        best = max(range(self.longest + 1), key=lambda length: yields[length] / seconds[length])
+        return self._probe(best, yields, seconds)
 
     def update(self, drafted: int, accepted: list[int], seconds: float, asked: int | None = None) -> None:
         """Updates acceptance for the positions that were drafted, and the cost of a cycle of this length."""
         self.cycles += 1
-        self.idle = 0 if drafted else self.idle + 1
-        self.costs.add(drafted if asked is None else asked, seconds)
+        asked = drafted if asked is None else asked
+        self.total += seconds
+        self.tried[asked] = self.cycles
+        self.costs.add(asked, seconds)
         self.rates.update(drafted, accepted)
 
-    def _tokens_per_second(self, length: int, survival: list[float]) -> float:
-        return (1 + sum(survival[:length])) / max(self.costs.seconds(length), 1e-9)
-
-
-class _LinearCost:
-    """Least squares of seconds against draft length, old cycles fading; slow outliers are clipped."""
-
-    def __init__(self) -> None:
-        self.weight = self.x = self.y = self.xx = self.xy = 0.0
-
-    def add(self, length: int, seconds: float) -> None:
-        if self.weight > 3:
-            seconds = min(seconds, 3 * self.seconds(length))
-        fresh = (1.0, length, seconds, length * length, length * seconds)
-        old = (self.weight, self.x, self.y, self.xx, self.xy)
-        self.weight, self.x, self.y, self.xx, self.xy = (_KEEP * a + b for a, b in zip(old, fresh))
-
-    def seconds(self, length: int) -> float:
-        if self.weight == 0:
-            return 0.0
-        mean_x, mean_y = self.x / self.weight, self.y / self.weight
-        spread = self.xx / self.weight - mean_x**2
-        slope = (self.xy / self.weight - mean_x * mean_y) / spread if spread > 1e-9 else 0.0
-        return max(mean_y + max(slope, 0.0) * (length - mean_x), 0.1 * mean_y)
+    def _probe(self, best: int, yields: list[float], seconds: list[float]) -> int:
+        """The best length, or one that was not tried for long, where the budget for that allows it."""
+        rate = yields[best] / seconds[best]
+        for length in sorted({0, best - 1, best + 1, self.longest} - {best}, key=lambda n: self.tried.get(n, 0)):
+            if not 0 <= length <= self.longest or self.cycles - self.tried[length] < _PROBE_AGE:
+                continue
+            if length < best and yields[length] / seconds[length] < _HOPELESS * rate:
+                continue
+            loss = (seconds[length] - yields[length] / rate) * (1 + self.lead)
+            if self.lost + loss <= _PROBE_BUDGET * self.total:
+                self.lost += loss
+                self._probed, self._again = length, self.lead
+                return length
+        return best

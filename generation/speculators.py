@@ -23,6 +23,9 @@ class Speculator(Protocol):
     def default_draft(self) -> int:
         """Tokens to draft where nobody asks for a number."""
 
+    def runner(self, backbone: Any) -> Any:
+        """What runs the forwards of a call: on tokens it must be the backbone."""
+
     def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
         """What in this call rules out its drafts, in the user's words."""
 
@@ -51,6 +54,10 @@ class SpeculatorMixin:
     def default_draft(self) -> int:
         """As many as a draft may have."""
         return self.longest_draft()
+
+    def runner(self, backbone: Any) -> Any:
+        """The backbone itself."""
+        return backbone
 
     def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
         """Nothing by itself."""

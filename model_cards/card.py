@@ -58,7 +58,7 @@ def render_card(
         repo_id: Where the model is or will be on the Hub, for the example code.
         picture: File name of the picture of acceptance by draft position, which lies beside the card.
         training_description: How the model was trained, as Markdown; None says that this was not described.
-        metadata: Further fields of `ModelCardData` (`datasets`, more `tags`, ...); not those that have an argument here.
+        metadata: Further fields of `ModelCardData` (`datasets`, `tags`, ...); not those that have an argument here.
         remote_code: What of the model's code travels with it, as for its `save_pretrained`; `"bundle"` gives a section
             on use without this library.
         language: Codes of the languages that the model writes (`"en"`, `"code"`); None says that none was stated.
@@ -235,7 +235,7 @@ def check_no_local_path(text: str) -> None:
         path = match[0].rstrip(".,;:)'\"`")
         if path.startswith(_PRIVATE) or match["drive"] or Path(path).exists():
             raise ValueError(
-                f"the card would show {path!r}, a path of one machine: name a repository of the Hub, or a bare file name"
+                f"the card would show {path!r}, a path of one machine: name a repository of the Hub, or a bare file"
             )
 
 

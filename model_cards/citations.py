@@ -5,10 +5,9 @@ from __future__ import annotations
 
 def _entry(key: str, title: str, authors: str, arxiv: str, year: int) -> str:
     names = authors.replace(", ", " and ")
-    fields = (
-        f"  title={{{title}}},\n  author={{{names}}},\n  journal={{arXiv preprint arXiv:{arxiv}}},\n  year={{{year}}}"
-    )
-    return f"@article{{{key},\n{fields}\n}}"
+    fields = {"title": title, "author": names, "journal": f"arXiv preprint arXiv:{arxiv}", "year": year}
+    lines = ",\n".join(f"  {name}={{{value}}}" for name, value in fields.items())
+    return f"@article{{{key},\n{lines}\n}}"
 
 
 PAPERS = {

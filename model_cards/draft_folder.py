@@ -18,6 +18,9 @@ from ..modeling import DeepSeekMTP
 
 LAYOUTS = {"llama": "hy3", "mistral": "hy3", "qwen2": "mimo", "qwen3": "hy3"}
 """Families whose backbones vLLM serves with such a folder, and its layout."""
+_GEMMA = ", whose MLP has gelu where the layouts have silu, and whose layers have norms that they lack"
+_REASONS = dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA)
+_REASONS["gemma"] = ", whose MLP has gelu where the layouts have silu, and whose norms multiply by 1 + weight"
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -48,9 +51,11 @@ def check_retrofit(model: DeepSeekMTP) -> None:
     """
     config = model.config
     if config.model_type not in LAYOUTS:
+        reason = _REASONS.get(config.model_type, "")
         raise ValueError(
-            f"vllm has no layout that holds a module of {config.model_type!r} (it has for "
-            f"{', '.join(sorted(LAYOUTS))}); serve the backbone alone: model.main.save_pretrained(folder)"
+            f"vllm has no layout that holds a module of {config.model_type!r}{reason} (it has for "
+            f"{', '.join(sorted(LAYOUTS))}); serve the backbone alone (model.main.save_pretrained(folder)), or with "
+            "heads (MTPHeads)"
         )
     if model.num_modules > 1:
         raise ValueError(f"vLLM runs one module beside a backbone, and this model has {model.num_modules}; train one")

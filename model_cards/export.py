@@ -14,10 +14,11 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..configuration.mtp_families import family_of, num_layers
-from ..modeling import DeepSeekMTP
+from ..modeling import DeepSeekMTP, EagleHead, MTPHeads
 from ..modeling.deepseek.checkpoint_files import tensor_dtypes
 from ..training.files import replace_text
 from .draft_folder import LAYOUTS, check_retrofit, overrides, save_retrofit
+from .drafter_folders import write_drafter
 
 MEASURED = {"vllm": ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3")}
 """The families whose exported folders were run in an engine (vLLM 0.32.0 on CPUs): text and drafts were as here."""
@@ -61,7 +62,7 @@ class ExportReport:
 
 
 def export(
-    model: DeepSeekMTP,
+    model: DeepSeekMTP | MTPHeads | EagleHead,
     folder: str | PathLike,
     engine: str = "vllm",
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -72,10 +73,11 @@ def export(
 
     Besides what `save_pretrained` writes, config.json has the older names of fields that transformers 5 renamed, and
     every module has its copies of embeddings and head, where official files have them. A retrofitted backbone becomes
-    two folders for vLLM, `backbone` and `draft`.
+    two folders for vLLM, `backbone` and `draft`. Heads that stand apart are written alone: independent and Medusa heads
+    in vLLM's Medusa layout, circuits as they are (`HeadProposer` drafts with them there), EAGLE heads in the engine's.
 
     Args:
-        model: Backbone and modules, not quantised.
+        model: Backbone and modules, not quantised; or a drafter that stands apart, attached.
         folder: Where to.
         engine: `"vllm"` or `"sglang"`.
         tokenizer: Saved beside it.
@@ -97,13 +99,18 @@ def export(
           serve:   vllm serve served --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'
           checked: ...
     """
+    if engine not in ENGINES:
+        raise ValueError(f"engine={engine!r} is unknown; choose 'vllm' or 'sglang'")
+    if isinstance(model, (MTPHeads, EagleHead)):
+        found = write_drafter(model, Path(folder), engine)
+        return ExportReport(Path(folder), engine, found.num_tensors, found.command, found.warnings, found.checked)
     warnings = _check_model(model, engine)
     if family_of(model.config).retrofit:
         return _export_retrofit(model, Path(folder), tokenizer, **options)
     folder, before = Path(folder), model.shared_copies
     model.shared_copies = bool(family_of(model.config).copies) if copies is None else copies
     try:
-        model.save_pretrained(folder, **options)
+        model.save_pretrained(folder, **{"remote_code": None} | options)  # an engine has its own code
         _add_fields(folder / "config.json", model.config)
         names = set(tensor_dtypes(folder))
         problems = _problems(folder, names, model)
@@ -118,8 +125,6 @@ def export(
 
 
 def _check_model(model: DeepSeekMTP, engine: str) -> list[str]:
-    if engine not in ENGINES:
-        raise ValueError(f"engine={engine!r} is unknown; choose 'vllm' or 'sglang'")
     model_type, count = model.config.model_type, model.num_modules
     if not count:
         raise ValueError("the model was loaded without its modules (inference_only=True); load them to export them")

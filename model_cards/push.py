@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import CommitInfo, HfApi, ModelCard
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..training.files import replace_text
-from .card import local_pictures
+from .card import local_pictures, render_card
+from .facts import hub_id
+from .hub import check_same_model, check_token, reachable
 
 # the names under which transformers saves weights: an upload adds files and removes none, and a loader that finds
 # one file of an earlier push beside the shards of this one would take the old weights
@@ -28,11 +31,13 @@ def push_to_hub(
     private: bool | None = None,
     token: str | bool | None = None,
     commit_message: str | None = None,
+    remote_code: str | None = "auto",
+    overwrite: bool = False,
 ) -> str:
     """Pushes a model, its tokenizer, its card and further files as one commit; if nothing changed, as none.
 
-    `model.push_to_hub` works as well and keeps a card that is already on the Hub, but the first such push writes
-    transformers' own card, and every object makes its own commit. Weight files of an earlier push that this one does
+    `model.push_to_hub` works as well and keeps a card that is already on the Hub, but every object makes its own
+    commit. Weight files of an earlier push that this one does
     not replace (other shards) are deleted from the head of the branch; nothing else on the Hub is.
 
     Args:
@@ -44,13 +49,16 @@ def push_to_hub(
         private: Whether a new repository is private; None takes the account's default.
         token: Access token; None takes the one of this machine (`hf auth login`).
         commit_message: First line of the commit.
+        remote_code: What of the code travels with it, as for `save_pretrained`; the card should say the same.
+        overwrite: Push also where the repository holds another model.
 
     Returns:
         The address of the repository.
 
     Raises:
-        ValueError: The Hub finds the card's metadata malformed, `files` clash with what is saved, or `private` is True
-            and the repository exists and is public.
+        ValueError: No token; the Hub finds the card's metadata malformed; `files` clash with what is saved; `private`
+            is True and the repository exists and is public; or it holds another model.
+        ConnectionError: The Hub cannot be reached.
         FileNotFoundError: A file of `files` does not exist, or the card shows a picture that is not among them.
         huggingface_hub.errors.HfHubHTTPError: The Hub refuses, for example a wrong token (401).
 
@@ -59,23 +67,105 @@ def push_to_hub(
         >>> push_to_hub(model, tokenizer, card, "me/toy", files=["acceptance.png", "results.json"])
         'https://huggingface.co/me/toy'
     """
-    api = HfApi(token=token)
     # cheap checks first: saving and hashing the weights of a large model takes minutes
     sources = _check_files(files)
     _check_pictures(card, sources)
-    card.validate()
-    repo = api.create_repo(repo_id, private=private, exist_ok=True)
-    if private:
-        _check_private(api, repo.repo_id)
-    with TemporaryDirectory() as folder:
-        _save(model, tokenizer, card, sources, Path(folder))
-        api.upload_folder(
-            repo_id=repo.repo_id,
+    check_token(token)
+    api = HfApi(token=token)
+    with reachable(repo_id):
+        card.validate()
+        repo = api.create_repo(repo_id, private=private, exist_ok=True)
+        if private:
+            _check_private(api, repo.repo_id)
+        if not overwrite:
+            check_same_model(api, repo.repo_id, model)
+        with TemporaryDirectory() as folder:
+            _save(model, tokenizer, sources, Path(folder), remote_code)
+            # after the model: a save_pretrained may write a README.md of its own
+            replace_text(Path(folder) / "README.md", str(card))
+            api.upload_folder(
+                repo_id=repo.repo_id,
+                folder_path=folder,
+                commit_message=commit_message or f"Upload {type(model).__name__}, tokenizer and card",
+                delete_patterns=_WEIGHTS,
+            )
+    return str(repo)
+
+
+def push_model(
+    model: PreTrainedModel,
+    repo_id: str,
+    *,
+    remote_code: str | None = "auto",
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    max_shard_size: int | str = "50GB",
+    tags: list[str] | None = None,
+    overwrite: bool = False,
+) -> CommitInfo:
+    """What `model.push_to_hub` does: the model alone, with a card where the repository has none.
+
+    Args:
+        model: A model or a drafter of this library.
+        repo_id: `"user/name"`; created if it does not exist.
+        remote_code: As for `save_pretrained`.
+        commit_message: First line of the commit.
+        commit_description: What follows it.
+        private: Whether a new repository is private; None takes the account's default.
+        token: Access token; None or True takes the one of this machine.
+        revision: Branch to push to; made if it is not there.
+        create_pr: Propose the commit instead.
+        max_shard_size: As for `save_pretrained`.
+        tags: Further tags of the card.
+        overwrite: Push also where the repository holds another model.
+
+    Returns:
+        The commit.
+
+    Raises:
+        ValueError: No token, or a repository that holds another model.
+        ConnectionError: The Hub cannot be reached.
+    """
+    check_token(token)
+    api = HfApi(token=token)
+    with reachable(repo_id), TemporaryDirectory() as folder:
+        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if not overwrite:
+            check_same_model(api, repo, model)
+        if revision and not revision.startswith("refs/pr"):
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        _save(model, None, {}, Path(folder), remote_code, max_shard_size=max_shard_size)
+        if card := _card_of_push(api, repo, model, remote_code, tags or []):
+            replace_text(Path(folder) / "README.md", str(card))
+        return api.upload_folder(
+            repo_id=repo,
             folder_path=folder,
-            commit_message=commit_message or f"Upload {type(model).__name__}, tokenizer and card",
+            commit_message=commit_message or f"Upload {type(model).__name__}",
+            commit_description=commit_description,
+            revision=revision,
+            create_pr=create_pr,
             delete_patterns=_WEIGHTS,
         )
-    return str(repo)
+
+
+def _card_of_push(
+    api: HfApi, repo_id: str, model: PreTrainedModel, remote_code: str | None, tags: list[str]
+) -> ModelCard | None:
+    """A new card, the one of the repository with further tags, or None where that stays as it is."""
+    if not api.file_exists(repo_id, "README.md"):
+        travels = "bundle" if remote_code == "auto" else remote_code
+        try:
+            return render_card(model, None, repo_id=repo_id, metadata={"tags": tags}, remote_code=travels)
+        except TypeError:  # a backbone alone, or a class of a user: nothing of ours to describe
+            return None
+    card = ModelCard.load(repo_id, token=api.token)
+    new = [tag for tag in tags if tag not in (card.data.tags or [])]
+    card.data.tags = [*(card.data.tags or []), *new]
+    return card if new else None
 
 
 def _check_files(files: Sequence[str | Path]) -> dict[str, Path]:
@@ -107,17 +197,31 @@ def _check_private(api: HfApi, repo_id: str) -> None:
 def _save(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    card: ModelCard,
     sources: dict[str, Path],
     folder: Path,
+    remote_code: str | None,
+    **options: int | str,
 ) -> None:
     """Saves all that is to be uploaded into `folder`."""
-    model.save_pretrained(folder)
+    code = {} if remote_code == "auto" else {"remote_code": remote_code}
+    with _without_local_names(model):
+        model.save_pretrained(folder, **code, **options)
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    # after the model: a save_pretrained may write a README.md of its own
-    replace_text(folder / "README.md", str(card))
+        tokenizer.save_pretrained(folder, **(code if hasattr(tokenizer, "code_for") else {}))
     for name, source in sources.items():
         if (folder / name).exists():
             raise ValueError(f"files: {source} has the name of a file that the model itself saves; rename it")
         shutil.copyfile(source, folder / name)
+
+
+@contextmanager
+def _without_local_names(model: PreTrainedModel) -> Iterator[None]:
+    """Has the config of a drafter name its backbone only where the Hub knows that name."""
+    name = getattr(model.config, "base_model_name_or_path", None)
+    if name is not None:
+        model.config.base_model_name_or_path = hub_id(name)
+    try:
+        yield
+    finally:
+        if name is not None:
+            model.config.base_model_name_or_path = name

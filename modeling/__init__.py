@@ -8,6 +8,7 @@ from .evabyte.model import EvaByteForMTPC
 from .evabyte.tokenizer import EvaByteTokenizer
 from .heads.attached import MTPHeads
 from .ptp.model import PTPForCausalLM
+from .ptp.student import PTPStudent
 
 __all__ = [
     "DeepSeekMTP",
@@ -18,4 +19,5 @@ __all__ = [
     "EvaByteTokenizer",
     "MTPHeads",
     "PTPForCausalLM",
+    "PTPStudent",
 ]

@@ -90,6 +90,5 @@ def _deliver(source: Path, target: Path, variant: str | None) -> None:
 def _is_weights(name: str, variant: str | None) -> bool:
     """Whether transformers would save weights of the variant under this name."""
     part = f"\\.{re.escape(variant)}" if variant else ""
-    return bool(
-        re.fullmatch(rf"model{part}(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index{part}\.json", name)
-    )
+    weights, index = rf"model{part}(-\d{{5}}-of-\d{{5}})?\.safetensors", rf"model\.safetensors\.index{part}\.json"
+    return bool(re.fullmatch(f"{weights}|{index}", name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -85,3 +86,14 @@ class EagleOutput(CausalLMOutputWithPast):
     step_losses: torch.Tensor | None = None
     head_losses: torch.Tensor | None = None
     acceptances: torch.Tensor | None = None
+
+
+@dataclass
+class PTPOutput(CausalLMOutputWithPast):
+    """Output of a causal language model with auxiliary rows.
+
+    Attributes:
+        read: What the function `read` made of the last hidden states; `logits` are None then.
+    """
+
+    read: Any = None

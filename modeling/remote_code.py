@@ -6,7 +6,6 @@ hands on the files beside this one. Knows no model, and imports no torch.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -31,16 +30,13 @@ TRANSFORMERS = "5.23"
 """The version of transformers that the code is written for: it leans on private methods of `generate`."""
 _CHOICES = ("auto", "bundle", "package", None)
 _CHECKPOINT = "checkpoint-"  # how trainers name folders that they resume from
-_PEFT = re.compile(r"^\s*from peft\b", re.MULTILINE)
-_README = """This is code of [tokenahead](https://pypi.org/project/tokenahead) {version}, Apache-2.0, with which what lies in
-the folder above is loaded:
+_README = f"""This is code of tokenahead {__version__} (Apache-2.0), with which the folder above is loaded, by the Auto
+classes of transformers that config.json names under `auto_map` (tokenizer_config.json for the tokenizer):
 
-    from transformers import {auto}
+    AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True)
 
-    {auto}.from_pretrained("the folder above, or its name on the Hub", trust_remote_code=True)
-
-It needs torch and transformers {transformers}{requires}. Where tokenahead is installed (`pip install tokenahead`), it is used
-in place of this code, and `trust_remote_code` is not needed.
+It needs torch and transformers {TRANSFORMERS}, and peft where it imports that. Where tokenahead is installed
+(`pip install tokenahead`), that is used in place of this code.
 """
 
 
@@ -88,31 +84,26 @@ def code_of(kind: type, names: Mapping[str, str], choice: str) -> tuple[dict[str
     Raises:
         ValueError: `"package"`, where this library is not installed.
     """
-    entry, files, requires = _files(kind, tuple(sorted({*names.values()})), choice)
-    auto = sorted(name for name in names if name != "AutoConfig")[-1]
-    needs = "".join(f" and {name}" for name in requires)
-    readme = _README.format(version=__version__, auto=auto, transformers=TRANSFORMERS, requires=needs)
-    written = {f"{CODE_FOLDER}/{name}": text for name, text in (files | {"README.md": readme}).items()}
+    entry, files = _files(kind, tuple(sorted({*names.values()})), choice)
+    written = {f"{CODE_FOLDER}/{name}": text for name, text in (files | {"README.md": _README}).items()}
     return {name: f"{CODE_FOLDER}/{entry}.{found}" for name, found in names.items()}, written
 
 
 @cache
-def _files(kind: type, names: tuple[str, ...], choice: str) -> tuple[str, dict[str, str], tuple[str, ...]]:
-    """Entry module, files and further packages of the code for a class."""
+def _files(kind: type, names: tuple[str, ...], choice: str) -> tuple[str, dict[str, str]]:
+    """Entry module and files of the code for a class."""
     if TRAVELS and choice == "package":
         raise ValueError("remote_code='package': tokenahead is not installed here; choose 'bundle'")
     if TRAVELS:
         beside = sorted(path for path in Path(__file__).parent.glob("*.py") if path.name != "__init__.py")
-        files = {path.name: path.read_text(encoding="utf-8") for path in beside}
-        requires = ("peft",) if any(_PEFT.search(text) for text in files.values()) else ()
-        return kind.__module__.rpartition(".")[2], files, requires
+        return kind.__module__.rpartition(".")[2], {path.name: path.read_text(encoding="utf-8") for path in beside}
     root, _, module = kind.__module__.partition(".")
     bundle = import_module(f"{root}.model_cards.bundle").bundle(module)
     if choice == "bundle":
-        return bundle.entry, dict(bundle.files), bundle.requires
+        return bundle.entry, dict(bundle.files)
     is_public = all(hasattr(import_module(root), name) for name in names)
     shim = f"from {root if is_public else kind.__module__} import {', '.join(names)}  # noqa: F401\n"
-    return bundle.entry, {f"{bundle.entry}.py": shim}, (root,)
+    return bundle.entry, {f"{bundle.entry}.py": shim}
 
 
 def _is_ours(kind: type) -> bool:

@@ -1,8 +1,14 @@
 """Settings of every test: quiet logs, no network, one seed."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "HF_MODULES_CACHE" not in os.environ:  # code that travels with models is not to be kept in the user's cache
+    os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="hf_modules_")
+    atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest

@@ -63,7 +63,10 @@ FUNCTIONS = [
     (PreTrainedTokenizer, "_tokenize", "text kwargs"),
     (PreTrainedTokenizer, "_update_total_vocab_size", ""),
     (Trainer, "_get_num_items_in_batch", "batch_samples device"),
+    (Trainer, "_load_best_model", ""),
+    (Trainer, "_load_from_checkpoint", "resume_from_checkpoint model"),
     (Trainer, "_prepare_inputs", "inputs"),
+    (Trainer, "_push_from_checkpoint", "checkpoint_folder"),
     (peft.LoraConfig, "_register_custom_module", "mapping"),
 ]
 """Functions that we override or call: where they are found, their names, and their first parameters in order."""
@@ -71,6 +74,8 @@ FUNCTIONS = [
 ATTRIBUTES = [
     (AutoModelForCausalLM, "_model_mapping"),
     (PreTrainedConfig, "_attn_implementation"),
+    (PreTrainedConfig, "_auto_class"),
+    (PreTrainedModel, "_hf_peft_config_loaded"),
     (PreTrainedModel, "_is_stateful"),
     (PreTrainedModel, "_keys_to_ignore_on_load_unexpected"),
     (PreTrainedModel, "_no_split_modules"),
@@ -80,6 +85,8 @@ ATTRIBUTES = [
     (PreTrainedModel, "_supports_flex_attn"),
     (PreTrainedModel, "_supports_sdpa"),
     (torch, "_standard_gamma"),
+    (trl.SFTTrainer, "_tag_names"),
+    (torch.Tensor, "_version"),
     (torch.nn.Linear(1, 1), "_forward_hooks"),
 ]
 """Class attributes, properties and what a module offers."""
@@ -93,6 +100,8 @@ WRITTEN_IN_SOURCE = [
     (accelerate.hooks, "_hf_hook"),
     (inspect.getmodule(PreTrainedTokenizer), "_added_tokens_encoder"),
     (transformers.core_model_loading, "_weight_conversions"),
+    (transformers.utils.hub, "_raise_exceptions_for_connection_errors"),
+    (transformers.integrations.peft, "_hf_peft_config_loaded"),
     (transformers.utils.hub, "_raise_exceptions_for_missing_entries"),
     (transformers.utils.output_capturing, "_output_capturing_hooks_installed"),
     (trl.SFTTrainer, "_metrics"),

@@ -21,6 +21,8 @@ def test_public_names_are_pinned():
         "NgramDrafter",
         "PTPConfig",
         "PTPForCausalLM",
+        "PTPStudent",
+        "PTPStudentConfig",
         "Speculation",
     ]
     assert all(hasattr(tokenahead, name) for name in tokenahead.__all__)

@@ -14,7 +14,7 @@ if not (_ROOT / "modeling").is_dir() and (_ROOT.parent / "modeling").is_dir():
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from .configuration import EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPConfig
+from .configuration import EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPConfig, PTPStudentConfig
 from .configuration.mimo import MiMoConfig
 from .generation import GenerateSpeculativeOutput, Speculation
 from .generation.drafters.assistant import AssistantDrafter
@@ -28,6 +28,7 @@ from .modeling import (
     EvaByteTokenizer,
     MTPHeads,
     PTPForCausalLM,
+    PTPStudent,
 )
 from .modeling.deepseek.mimo import MiMoForCausalLM
 
@@ -35,10 +36,12 @@ AutoConfig.register(EagleHeadConfig.model_type, EagleHeadConfig)
 AutoConfig.register(EvaByteConfig.model_type, EvaByteConfig)
 AutoConfig.register(MTPHeadConfig.model_type, MTPHeadConfig)
 AutoConfig.register(PTPConfig.model_type, PTPConfig)
+AutoConfig.register(PTPStudentConfig.model_type, PTPStudentConfig)
 AutoConfig.register(MiMoConfig.model_type, MiMoConfig, exist_ok=True)
 AutoModel.register(EagleHeadConfig, EagleHead)
 AutoModel.register(EvaByteConfig, EvaByteModel)
 AutoModel.register(MTPHeadConfig, MTPHeads)
+AutoModel.register(PTPStudentConfig, PTPStudent)
 AutoModelForCausalLM.register(EvaByteConfig, EvaByteForMTPC)
 AutoModelForCausalLM.register(PTPConfig, PTPForCausalLM)
 AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
@@ -60,5 +63,7 @@ __all__ = [
     "NgramDrafter",
     "PTPConfig",
     "PTPForCausalLM",
+    "PTPStudent",
+    "PTPStudentConfig",
     "Speculation",
 ]

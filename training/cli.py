@@ -1,4 +1,4 @@
-"""The command line: `tokenahead demo`, `generate`, `train`, `evaluate`, `analyze`. Errors are one line, no traceback.
+"""The command line: `tokenahead demo`, `generate`, `card`, `train`, `evaluate`, `analyze`. Errors are one line, no traceback.
 
 Knows arguments and messages; what the commands do is written elsewhere.
 """
@@ -83,10 +83,11 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tokenahead", description="Lossless multi-token prediction for Hugging Face transformers.")
     parser.add_argument("--version", action="version", version=f"tokenahead {__version__}")
-    names = ",".join(("demo", "generate", *TRAINING))
+    names = ",".join(("demo", "generate", "card", *TRAINING))
     commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{names}}}")
     _add_demo(commands)
     _add_generate(commands)
+    _add_card(commands)
     for name, help_text in TRAINING.items():
         commands.add_parser(name, help=help_text)
     return parser
@@ -119,6 +120,25 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--num-assistant-tokens", type=_whole(1), help="tokens to draft; as many as fit if not given")
     command.add_argument("--json", action="store_true", help="write one JSON object: the text and the statistics")
     command.set_defaults(run=_generate)
+
+
+def _add_card(commands: argparse._SubParsersAction) -> None:
+    help_text = "write the card of a model or drafter, after measuring it on prompts if there are any"
+    prompts = "file of prompts to measure on: one per line, or JSON lines"
+    keeps = "; as the card there says if not given"
+    card = commands.add_parser("card", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
+    card.add_argument("model", help="folder, or name on the Hub (owner/name)")
+    card.add_argument("--measure", type=Path, metavar="PROMPTS", help=prompts)
+    card.add_argument("--backbone", help="of a drafter: what to attach it to; what its config names if not given")
+    card.add_argument("--new-tokens", type=_whole(1), default=128, help="per prompt, at most (%(default)s)")
+    card.add_argument("--output", type=Path, help="folder of the card and the figures; the model's if not given")
+    card.add_argument("--license", help=f"licence id of the weights{keeps}")
+    card.add_argument("--language", nargs="+", help=f"codes of the languages that it writes{keeps}")
+    card.add_argument("--base-model", help=f"name on the Hub of what it derives from{keeps}")
+    card.add_argument("--template", type=Path, help="a Jinja file in place of the library's")
+    card.add_argument("--overwrite", action="store_true", help="replace a README.md that a person wrote")
+    card.add_argument("--dtype", choices=_DTYPES, default="auto", help="of the weights (auto: the checkpoint's)")
+    card.set_defaults(run=_card)
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
@@ -213,6 +233,14 @@ def _generate(arguments: argparse.Namespace) -> int:
     done = complete(request, writer.write)
     writer.close()
     print(done.statistics(), file=sys.stderr)
+    return 0
+
+
+def _card(arguments: argparse.Namespace) -> int:
+    from ..model_cards.command import CardRequest, make_card
+
+    given = vars(arguments)
+    print(f"wrote {make_card(CardRequest(**{field.name: given[field.name] for field in fields(CardRequest)}))}")
     return 0
 
 

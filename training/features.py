@@ -39,7 +39,7 @@ class FeatureIndex:
     """What a folder of features holds.
 
     Attributes:
-        backbone: Its name or folder's name, and its commit.
+        backbone: Its name, or its folder's; what counts is `weights`.
         weights: Checksum of a sample of every weight of the backbone.
         layers: Indices of the states, as `output_hidden_states` counts them.
         width: d.
@@ -224,9 +224,9 @@ def _index(drafter: Any, data: Sequence[Row], dtype: str) -> FeatureIndex:
             digest.update(name.encode() + row[name].numpy().tobytes())
         lengths.append(len(row["input_ids"]))
     config = backbone.config
-    name, commit = config._name_or_path or type(backbone).__name__, getattr(config, "_commit_hash", None)
+    name = config._name_or_path or type(backbone).__name__
     return FeatureIndex(
-        backbone=Path(name).name if Path(name).exists() else f"{name}@{commit}" if commit else name,
+        backbone=Path(name).name if Path(name).exists() else name,
         weights=_checksum(backbone),
         layers=list(drafter.learning_layers),
         width=config.get_text_config().hidden_size,

@@ -9,6 +9,7 @@ from torch import nn
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..modeling.heads.losses import IGNORE
+from .card import TrainerCardMixin
 
 
 class RunningMeans:
@@ -29,7 +30,7 @@ class RunningMeans:
         return None if totals is None else accelerator.gather(totals[None]).sum(0).cpu()
 
 
-class RunningMeansMixin:
+class RunningMeansMixin(TrainerCardMixin):
     """Adds running means to the log and to evaluation metrics; to be placed before `Trainer` among the bases.
 
     A trainer says in `_mean_names` what the quantities are called, and adds to `_means[model.training]`. Where its

@@ -58,6 +58,7 @@ class MTPTrainer(RunningMeansMixin, Trainer):
         TypeError: A model without heads that train here, or a path instead of a model.
         ValueError: A strategy that the model cannot follow, an empty dataset, one without a single target (at the first
             step), label smoothing, or context or sequence parallelism, where windows would end at a shard's border.
+
     Example:
         >>> model.train_only("drafter")
         >>> MTPTrainer(model, TrainingArguments("out", max_steps=1000), train_dataset=data).train()

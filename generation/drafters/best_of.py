@@ -66,6 +66,7 @@ class BestOfDrafter(ParallelDrafter):
     def advance(self, fed: Fed, verdict: Verdict) -> None:
         """Drafts from the groups behind the tokens that each row kept."""
         self.branches, layout = None, self.layout
+        self._keep_state(fed, verdict)
         if layout is None:
             return
         self._learn(verdict)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...modeling.ptp.embedding import GREEDY
 from ...modeling.sampling import pick
 from ..contract import DraftTree, Verdict, line
 from ..schedule import AcceptanceRates
@@ -72,10 +73,14 @@ class ParallelDrafter:
         self.layout: SlotLayout | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.view: View | None = None
+        self.hidden_layers = -1 if config.reads_state else None
+        self.state: torch.Tensor | None = None
 
     def begin(self, outputs: Any, view: View) -> None:
         """Nothing is drafted by the prompt's own pass."""
         self.view = view
+        if self.hidden_layers is not None:
+            self.state = outputs.hidden_states[-1][:, -1:]
 
     def propose(self, tokens: TokenRows, length: int) -> DraftTree:
         """The drafts read last, at most `length` of them, and slots for as many next ones; none where 0 is asked."""
@@ -96,14 +101,19 @@ class ParallelDrafter:
         survival = tuple(max(round(share, 1), 0.05) for share in self.rates.survival())
         sizes = split_budget(budget, drafted, longest, survival, self.is_one_hot)
         self.layout = layout = SlotLayout.of(sizes, tokens.ids.device, branches, self.many)
-        uniforms = self._of_slots(layout)
-        uniforms = uniforms if self.options.do_sample else torch.full_like(uniforms, 0.5)
+        inputs = {"uniforms": self.asked(self._of_slots(layout))}
+        if self.state is not None:  # of the token before b; d drafts behind b stand before group d
+            inputs |= {"slot_states": self.state, "slot_gaps": layout.group + 1}
         positions, fed = layout.order, 1 + branches * drafted
         if not self.is_one_hot:
             positions = positions + (line(len(positions), positions.device) >= fed)
         table = self.config.learned_positions
         # what is drafted beyond a table of positions is beyond the text
-        return Riders({"uniforms": uniforms}, positions, layout.new, None if table is None else table - 1)
+        return Riders(inputs, positions, layout.new, None if table is None else table - 1)
+
+    def asked(self, uniforms: torch.Tensor) -> torch.Tensor:
+        """What slots read where these are the uniforms of their positions: greedy decoding has no use for them."""
+        return uniforms if self.options.do_sample else torch.full_like(uniforms, GREEDY if self.config.greedy else 0.5)
 
     def _draw(self, tokens: TokenRows, count: int) -> None:
         self.uniforms.draw(tokens, count)
@@ -115,6 +125,7 @@ class ParallelDrafter:
     def advance(self, fed: Fed, verdict: Verdict) -> None:
         """Drafts from the group behind the tokens that each row kept."""
         self.pending = None
+        self._keep_state(fed, verdict)
         if self.layout is None:
             return
         self._learn(verdict)
@@ -127,6 +138,12 @@ class ParallelDrafter:
         start = verdict.accepted[:, None] + 1  # the target picks the token before
         uniforms = self.uniforms.current.gather(1, start + line(index.shape[1], index.device))
         self.pending = self._drafts(fed.riders[rows, index], uniforms, exists)
+
+    def _keep_state(self, fed: Fed, verdict: Verdict) -> None:
+        """The state of the last token that was kept, [B, 1, D]: the next b stands behind it."""
+        if self.hidden_layers is not None:
+            rows = line(len(verdict.accepted), verdict.accepted.device)
+            self.state = fed.hidden_states[-1][rows, verdict.accepted][:, None]
 
     def _learn(self, verdict: Verdict) -> None:
         if self.is_repeatable:

@@ -27,7 +27,8 @@ from .modules import MTPModule, MTPModules, layer_kind
 
 PER_LAYER = ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers")
 """Fields of configurations that hold one entry for each layer."""
-_OWN_CLASSES = {MiMoConfig.model_type: MiMoForCausalLM}  # not asked of transformers: code that travels registers none
+# not looked up in transformers, because code that travels registers nothing there
+_OWN_CLASSES = {MiMoConfig.model_type: MiMoForCausalLM}
 _PARTS = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
 
 

@@ -69,7 +69,7 @@ class DraftVocabulary:
         weights cannot be read outside of its own forward, the logits of all tokens are.
         """
         head = readout.main.get_output_embeddings()
-        if type(head) is not nn.Linear or head.weight.is_meta or head._forward_pre_hooks or hasattr(head, "_hf_hook"):
+        if type(head) is not nn.Linear or head.weight.is_meta or hasattr(head, "_hf_hook"):
             return readout(states).index_select(-1, self.on(states.device))
         rows = self._gathered(head)
         bias = None if head.bias is None else head.bias[self.on(head.bias.device)]

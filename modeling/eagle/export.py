@@ -51,7 +51,8 @@ def folder_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> d
     nested = {"use_aux_hidden_state": config.use_aux_hidden_state}
     if config.aux_layers is not None:
         values |= {AUX_IDS: config.aux_layers, "num_aux_hidden_states": config.num_aux}
-        nested[AUX_IDS] = _counted_by_outputs(config.aux_layers)
+        if layout != "vllm" or config.aux_layers[0] != 1:  # vLLM reads the other entry; here a 1 would be ambiguous
+            nested[AUX_IDS] = _counted_by_outputs(config.aux_layers)
     if config.norm_before_fc:
         nested["norm_before_fc"] = True
     return values | {"eagle_config": nested}
@@ -185,6 +186,10 @@ def _vllm(config: EagleHeadConfig) -> list[tuple[bool, str]]:
     return [
         (first and config.fc_bias, "vLLM builds fc without a bias for version 1, and would draft wrongly"),
         (first and config.attention_bias, "vLLM's reader of version 1 would also want a bias of o_proj"),
+        (
+            not first and config.aux_layers is not None and config.aux_layers != sorted(set(config.aux_layers)),
+            f"vLLM hands over every state once and in order, not as in aux_layers={config.aux_layers}",
+        ),
         (not first and config.qk_norm, "vLLM reads norms of queries and keys from the layout 'speculators' only"),
     ]
 

@@ -71,9 +71,14 @@ def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfi
 
 
 def _small_aux_layers(num_layers: int) -> list[int]:
-    """The default choice, kept inside a small backbone."""
-    wanted = (2, num_layers // 2, num_layers - 3)
-    return sorted(min(max(index, 1), max(num_layers - 1, 1)) for index in wanted)
+    """The default choice, kept inside a small backbone, and three different states where it has as many."""
+    last = max(num_layers - 1, 1)
+    wanted = sorted(min(max(index, 1), last) for index in (2, num_layers // 2, num_layers - 3))
+    if last < len(wanted):
+        return wanted
+    for place in range(1, len(wanted)):
+        wanted[place] = max(wanted[place], wanted[place - 1] + 1)
+    return wanted
 
 
 def _rope(text: PreTrainedConfig) -> dict[str, Any]:

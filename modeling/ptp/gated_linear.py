@@ -1,6 +1,6 @@
 """peft's adapter of a linear layer, behind a gate. Apart from `gated_lora`, so that peft is imported only where used.
 
-At the top of a module, so that models can be pickled; the gate is the layer's own, so that a copy follows its copy's.
+At the top of a module, so that models can be pickled.
 """
 
 from __future__ import annotations
@@ -10,22 +10,36 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import Linear
 
-from .gated_lora import Gate, with_adapter
+from .gated_lora import Siblings, with_adapter
+from .gates import current_gate
 
 
 class GatedLinear(Linear):
     """W x everywhere, and s B (A x) added on auxiliary rows.
 
     Attributes:
-        gate: Which rows those are; all layers of a model share one.
+        siblings: The adapters that read the same input, this one among them.
     """
 
-    gate = Gate()
+    siblings: Siblings | None = None
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """[..., in] to [..., out]."""
-        result = self.base_layer(x)
-        return result if self.gate.start is None else with_adapter(self, self.gate, x, result)
+        result, gate = self.base_layer(x), current_gate()
+        return result if gate is None else with_adapter(self, gate, x, result)
+
+    def train(self, mode: bool = True) -> GatedLinear:
+        """As of any module; what decoding packed is packed anew."""
+        self._forget()
+        return super().train(mode)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> GatedLinear:
+        self._forget()
+        return super()._apply(*args, **kwargs)
+
+    def _forget(self) -> None:
+        if self.siblings is not None:
+            self.siblings.forget()
 
     def update_layer(self, *args: Any, **kwargs: Any) -> None:
         """Makes the adapter, once.

@@ -1,55 +1,104 @@
 """Low-rank adapters that act on auxiliary rows only: W x everywhere, and B (A x) added on those rows.
 
 The rows of ordinary tokens are computed by the untouched base layers alone, so one checkpoint is exactly the base model
-and the student at once. peft makes, initialises and names the adapters.
+and the student at once. peft makes, initialises and names the adapters, which are float32 at least: in bfloat16 the
+steps of an optimizer would be lost in rounding. Adapters that read the same input (q, k and v; gate and up) share one
+product.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from .gates import Gate
+
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 ADAPTER = "default"
 """Name of the adapter, as in peft's parameter names."""
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
+"""Names of the layers of one module that read the same input."""
 
 
-@dataclass
-class Gate:
-    """Which rows are auxiliary: those from `start` on; None closes the gate.
+class Siblings:
+    """Adapters that read the same input: the rows of all their A's are multiplied at once.
 
-    Attributes:
-        start: Number of ordinary tokens before them.
-        length: Rows in all, to find them where a layer sees the rows of all sequences in one axis.
+    Args:
+        layers: In the order in which the backbone calls them.
     """
 
-    start: int | None = None
-    length: int = 0
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers = layers
+        self._packed: tuple[tuple, torch.Tensor, list[torch.Tensor]] | None = None
 
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """A view of x, [B, Q, d] or [B Q, d], with an axis of rows: [B, Q, d].
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles pack their own."""
+        return {"layers": self.layers, "_packed": None}
 
-        Raises:
-            ValueError: A layer that sees only some rows (those that were routed to an expert, say).
+    def low(self, layer: Any, gate: Gate, x: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        """A x of one adapter, on auxiliary rows.
+
+        Args:
+            layer: Whose; the first computes those of all, if the others are called with the same tensor.
+            gate: Of the call.
+            x: [B, Q, in] or [B Q, in], as the layer got it.
+            down: [n r, in], the A's of all.
+
+        Returns:
+            [B, A, r] in the dtype of `down`.
         """
-        if x.dim() == 3 and x.shape[1] == self.length:
-            return x
-        if x.dim() != 2 or x.shape[0] % self.length:
-            raise ValueError(f"a layer sees rows {tuple(x.shape)}, not all {self.length} of every sequence: {_ROUTED}")
-        return x.unflatten(0, (-1, self.length))
+        index, shared = self.layers.index(layer), gate.shared
+        if shared is not None and shared[0] is x and shared[1] is self:
+            return shared[2][index]
+        rows = gate.rows(x)[:, gate.start :].to(down.dtype)
+        rank = len(down) // len(self.layers)
+        if index:
+            return nn.functional.linear(rows, down[index * rank : (index + 1) * rank])
+        parts = nn.functional.linear(rows, down).split(rank, dim=-1)
+        gate.shared = x, self, parts
+        return parts[0]
+
+    def together(self) -> torch.Tensor:
+        """The A's of all, [n r, in], with gradients."""
+        downs = [layer.lora_A[ADAPTER].weight for layer in self.layers]
+        return downs[0] if len(downs) == 1 else torch.cat(downs)
+
+    def packed(self, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """What decoding multiplies by: the A's of all [n r, in], and each s B [out, r].
+
+        Kept until a weight changes; `forget` where that does not show (weights that are set through `.data`).
+        """
+        halves = [(layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight) for layer in self.layers]
+        scales = tuple(layer.scaling[ADAPTER] for layer in self.layers)
+        marks = (
+            dtype,
+            scales,
+            *((id(half), half._version, half.dtype, half.device) for pair in halves for half in pair),
+        )
+        if self._packed is None or self._packed[0] != marks:
+            down = torch.cat([down for down, _ in halves]).to(dtype)
+            ups = [(up * scale).to(dtype) for (_, up), scale in zip(halves, scales)]
+            self._packed = marks, down, ups
+        return self._packed[1:]
+
+    def forget(self) -> None:
+        """Packs anew in the next call."""
+        self._packed = None
+
+    @property
+    def halves(self) -> list[torch.Tensor]:
+        """All A's and B's."""
+        kinds = [kind for layer in self.layers for kind in (layer.lora_A, layer.lora_B)]
+        return [kind[ADAPTER].weight for kind in kinds]
 
 
-_ROUTED = "auxiliary rows cannot be told apart there, and gated adapters do not fit this backbone"
-
-
-def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | None = None) -> Gate:
-    """Gives every linear layer of a model a gated adapter, and returns the gate that they share.
+def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | None = None) -> None:
+    """Gives every linear layer of a model a gated adapter of float32 (float64 for layers of float64).
 
     Args:
         model: Changed in place: its linear layers get peft's `lora_A`, `lora_B` and `base_layer`.
@@ -72,21 +121,50 @@ def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | No
     config: LoraConfig = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
     config._register_custom_module(dict.fromkeys(kinds, GatedLinear))
     inject_adapter_in_model(config, model, ADAPTER)
-    gate = Gate()
     for layer in model.modules():
         if isinstance(layer, GatedLinear):
-            layer.gate = gate
-    return gate
+            dtype = torch.promote_types(layer.base_layer.weight.dtype, torch.float32)
+            layer.lora_A.to(dtype), layer.lora_B.to(dtype)
+    for module in list(model.modules()):
+        _join(module, GatedLinear)
+
+
+def _join(parent: nn.Module, kind: type) -> None:
+    """Tells the adapted layers of one module which of them read the same input."""
+    layers = {name: layer for name, layer in parent.named_children() if isinstance(layer, kind)}
+    for names in _TOGETHER:
+        found = [layers[name] for name in names if name in layers]
+        if len(found) == len(names) and len({layer.in_features for layer in found}) == 1:
+            _tell(found)
+            layers = {name: layer for name, layer in layers.items() if name not in names}
+    for layer in layers.values():
+        _tell([layer])
+
+
+def _tell(layers: list[Any]) -> None:
+    siblings = Siblings(layers)
+    for layer in layers:
+        layer.siblings = siblings
 
 
 def with_adapter(layer: Any, gate: Gate, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """`result` = W x with s B (A x) added on auxiliary rows; the others are passed on as they are."""
-    down, up, scale = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER], layer.scaling[ADAPTER]
-    base, rows = gate.rows(result), gate.rows(x)[:, gate.start :]
-    is_decoding = len(base) == 1 and result.dtype == up.weight.dtype and not torch.is_grad_enabled()
-    if is_decoding and not up.weight.is_meta:  # fewest kernels, which offloaded weights cannot have
-        base[0, gate.start :].addmm_(rows[0] @ down.weight.t(), up.weight.t(), alpha=scale)
+    base, start, siblings, halves = gate.rows(result), gate.start, layer.siblings, layer.siblings.halves
+    is_learning = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    if not is_learning and not any(half.is_meta or half.is_inference() for half in halves):
+        # fewest kernels: sums are made in place
+        down, ups = siblings.packed(result.dtype)
+        low = siblings.low(layer, gate, x, down)
+        up = ups[siblings.layers.index(layer)].t()
+        if len(base) == 1:
+            base[0, start:].addmm_(low[0], up)
+        else:
+            base[:, start:].baddbmm_(low, up.expand(len(base), -1, -1))
         return result
-    added = up(down(rows.to(down.weight.dtype))).to(result.dtype)
-    total = torch.cat([base[:, : gate.start], torch.add(base[:, gate.start :], added, alpha=scale)], dim=1)
-    return total.view(result.shape)
+    down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+    if any(half.is_meta for half in halves):  # offloaded: weights arrive with the call of their own layer
+        added = up(down(gate.rows(x)[:, start:].to(torch.promote_types(x.dtype, torch.float32))))
+    else:
+        added = nn.functional.linear(siblings.low(layer, gate, x, siblings.together()), up.weight)
+    added = base[:, start:].add(added.to(result.dtype), alpha=layer.scaling[ADAPTER])
+    return (added if start == 0 else torch.cat([base[:, :start], added], dim=1)).view(result.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import signature
 from os import PathLike
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration.options import check_options
@@ -21,45 +21,14 @@ from ..heads.losses import check_targets, depth_targets
 from ..indices import kept_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..merging import merged_copy
-from ..outputs import states_asked_for
-from .features import uniform_features
+from ..outputs import PTPOutput, states_asked_for
+from .embedding import GREEDY, UniformEmbedding
 from .gated_lora import ADAPTER, gate_linears
+from .gates import Gate, keep_gates, opened
 from .masks import additive_mask
 
-_EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative"}
-
-
-class _WideLinear(nn.Linear):
-    """A linear layer that computes in float32 at least: in bfloat16, features would say too little."""
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return nn.functional.linear(features.to(dtype), self.weight.to(dtype), bias).to(self.weight.dtype)
-
-
-class UniformEmbedding(nn.Module):
-    """Embeds uniforms: features, then a projection.
-
-    Args:
-        config: `features`, `feature_dim`, `projection` and `projection_bias` are read.
-        hidden_size: Width of the embeddings.
-    """
-
-    def __init__(self, config: PTPConfig, hidden_size: int) -> None:
-        super().__init__()
-        self.kind, self.dim = config.features, config.feature_dim
-        if config.projection == "linear":
-            self.projection: nn.Module = _WideLinear(self.dim, hidden_size, bias=config.projection_bias)
-        else:
-            self.projection = nn.Sequential(
-                _WideLinear(self.dim, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
-            )
-
-    def forward(self, uniforms: torch.Tensor) -> torch.Tensor:
-        """Embeddings [B, A, H] of uniforms [B, A], which stay float32 until they are features."""
-        with torch.autocast(uniforms.device.type, enabled=False):
-            return self.projection(uniform_features(uniforms, self.kind, self.dim))
+_EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative", "greedy", "reads_state"}
+_RECOMMENDED = {"features": "arithmetic", "projection": "mlp", "lora_rank": 64, "lora_alpha": 64}
 
 
 class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin, PreTrainedModel):
@@ -88,6 +57,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
+    _keep_in_fp32_modules_strict = {"lora_A", "lora_B", "uniform_embedding"}  # bfloat16 would round their steps away
 
     def __init__(self, config: PTPConfig, backbone: PreTrainedModel | None = None) -> None:
         if config.backbone_config is None:
@@ -102,7 +72,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         _check_model(self.backbone)
         self.uniform_embedding = UniformEmbedding(config, config.backbone_config.hidden_size)
         head = self.backbone.get_output_embeddings()
-        self.gate = gate_linears(self.backbone, config.lora_rank, config.lora_alpha, skip=head)
+        gate_linears(self.backbone, config.lora_rank, config.lora_alpha, skip=head)
         self.post_init()
 
     @classmethod
@@ -138,7 +108,9 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         Args:
             model_or_path: A causal language model of transformers, a PeftModel, or where to load one.
             variant: `"one_hot"` or `"categorical"`.
-            **options: Further fields of `PTPConfig`; `sampling` is by default what the model's generation config sets.
+            **options: Further fields of `PTPConfig`. What is left out is what learns fast: `features="arithmetic"`,
+                `projection="mlp"`, `lora_rank=64`, `greedy=True`; `sampling` is by default what the model's generation
+                config sets.
 
         Raises:
             TypeError: An option that is no field of `PTPConfig`.
@@ -150,10 +122,11 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         attention = base.config._attn_implementation
         sampling = {name: getattr(base.generation_config, name, None) for name in SAMPLING}
         options = {"sampling": {name: value for name, value in sampling.items() if value is not None}} | options
+        options = _recommended(options)
         config = PTPConfig(backbone_config=base.config, variant=variant, **options)
         base.config._attn_implementation = attention  # a config that takes in another one resets it
         model = cls(config, base)
-        model.uniform_embedding.to(device=base.device, dtype=base.dtype)
+        model.uniform_embedding.to(device=base.device, dtype=torch.promote_types(base.dtype, torch.float32))
         model.generation_config = base.generation_config
         model.train_only("drafter")
         return model.eval()
@@ -220,8 +193,11 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         output_hidden_states: bool | int | list[int] | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         inputs_embeds: torch.Tensor | None = None,
+        slot_states: torch.Tensor | None = None,
+        slot_gaps: torch.Tensor | None = None,
+        read: Callable[[torch.Tensor, nn.Module], Any] | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> PTPOutput:
         """Logits of the tokens (the backbone's own) and of the auxiliary rows behind them.
 
         Args:
@@ -229,18 +205,22 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
             attention_mask: [B, past + T], 0 for padding; or [B, 1, T + A, past + T + A] bool, what each row sees.
             position_ids: [B or 1, T + A]. By default the auxiliary rows follow the last token, as one completion.
             past_key_values: Cache to continue and to extend (with the auxiliary rows, too: crop them).
-            uniforms: [B, A] float32 in [0, 1), one per auxiliary row.
+            uniforms: [B, A] float32 in [0, 1), one per auxiliary row; `GREEDY` (-1) asks for the most likely token.
             labels: [B, T] for the backbone's own loss (shifted here, -100 ignored).
             use_cache: Return a cache.
             output_hidden_states: True for all layers, or indices of those to return (-1: after the final norm). None:
                 as in the config.
             logits_to_keep: Compute the logits of the last so many rows only (0: all).
             inputs_embeds: [B, T, D], in place of `input_ids`.
+            slot_states: [B, A or 1, D], last verified hidden states of the backbone; with `config.reads_state`.
+            slot_gaps: [A] or [B, A] int64, see `UniformEmbedding`.
+            read: In place of logits: what to make of the last hidden states [B, T + A, D] and the head. Losses over
+                large vocabularies are made in pieces there, inside of what distribution wraps around this forward.
             **kwargs: For the backbone without its head; `shift_labels` [B, T], the target of every token, in place of
                 `labels`; `num_items_in_batch`, targets over all micro-batches (from the Trainer).
 
         Returns:
-            `logits` [B, T + A, V].
+            `logits` [B, T + A, V]; or `read`, what the function of that name gave.
 
         Raises:
             ValueError: Both or none of ids and embeddings, uniforms outside [0, 1), positions beyond a table of
@@ -252,38 +232,42 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         tokens = embeds.shape[1]
         if uniforms is not None:
-            _check_uniforms(uniforms)
-            if not self.config.informative:
-                uniforms = torch.full_like(uniforms, 0.5)
-            embeds = torch.cat([embeds, self.uniform_embedding(uniforms).to(embeds.dtype)], dim=1)
+            slots = self._embedded(uniforms, slot_states, slot_gaps)
+            embeds = torch.cat([embeds, slots.to(embeds.dtype)], dim=1)
         if position_ids is None:
             position_ids = self._positions(embeds, tokens, attention_mask, past_key_values)
         _check_positions(self.config, position_ids)
-        self.gate.start, self.gate.length = None if uniforms is None else tokens, embeds.shape[1]
-        try:
-            with caches_kept(self):
-                outputs = self.backbone.get_decoder()(
-                    inputs_embeds=embeds,
-                    attention_mask=_as_mask(attention_mask, embeds),
-                    position_ids=position_ids,
-                    past_key_values=past_key_values,
-                    use_cache=use_cache,
-                    output_hidden_states=states_asked_for(output_hidden_states, self.config, self.backbone.config),
-                    **kwargs,
-                )
-        finally:
-            if not (torch.is_grad_enabled() and self.is_activation_checkpointing):  # backward runs the layers again
-                self.gate.start = None
-        hidden = outputs.last_hidden_state
-        logits = self.get_output_embeddings()(kept_positions(hidden, logits_to_keep))
-        loss = self._loss(logits[:, :tokens], labels, **loss_options)
-        return CausalLMOutputWithPast(
-            loss=loss,
+        if self.is_activation_checkpointing:
+            keep_gates(self.backbone)
+        with caches_kept(self), opened(None if uniforms is None else Gate(tokens, embeds.shape[1])):
+            outputs = self.backbone.get_decoder()(
+                inputs_embeds=embeds,
+                attention_mask=_as_mask(attention_mask, embeds),
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                output_hidden_states=states_asked_for(output_hidden_states, self.config, self.backbone.config),
+                **kwargs,
+            )
+        hidden, head = outputs.last_hidden_state, self.get_output_embeddings()
+        logits = None if read else head(kept_positions(hidden, logits_to_keep))
+        return PTPOutput(
+            loss=None if read else self._loss(logits[:, :tokens], labels, **loss_options),
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            read=read and read(hidden, head),
         )
+
+    def _embedded(self, uniforms: torch.Tensor, states: torch.Tensor | None, gaps: torch.Tensor | None) -> torch.Tensor:
+        """What auxiliary rows read, [B, A, D]."""
+        _check_uniforms(uniforms, self.config.greedy)
+        if not self.config.informative:
+            uniforms = torch.full_like(uniforms, 0.5)
+        if self.config.reads_state and (states is None or gaps is None):
+            raise ValueError("reads_state=True: slots need slot_states and slot_gaps; gaps of 0 say that none is known")
+        return self.uniform_embedding(uniforms, states, gaps)
 
     def _loss(
         self,
@@ -362,14 +346,25 @@ def _check_positions(config: PTPConfig, position_ids: torch.Tensor) -> None:
         )
 
 
-def _check_uniforms(uniforms: torch.Tensor) -> None:
+def _check_uniforms(uniforms: torch.Tensor, may_be_greedy: bool) -> None:
     if not uniforms.is_floating_point() or uniforms.dtype in (torch.float16, torch.bfloat16):
         raise ValueError(f"uniforms have dtype {uniforms.dtype}; give float32 or float64, fewer bits say too little")
     if uniforms.device.type != "cpu":
         return  # to look at their values the host would wait for an accelerator in every forward
-    if uniforms.numel() and not bool(((uniforms >= 0) & (uniforms < 1)).all()):
+    valid = (uniforms >= 0) & (uniforms < 1)
+    if not bool((valid | (uniforms == GREEDY) if may_be_greedy else valid).all()):
         low, high = float(uniforms.min()), float(uniforms.max())
         raise ValueError(f"uniforms must lie in [0, 1), but they lie between {low} and {high}")
+
+
+def _recommended(options: dict[str, Any]) -> dict[str, Any]:
+    """What a new student has where nothing is said; an alpha goes with its rank."""
+    chosen = _RECOMMENDED | {"greedy": options.get("informative", True)} | options
+    if "lora_rank" in options and "lora_alpha" not in options:
+        chosen["lora_alpha"] = options["lora_rank"]
+    if "features" in options and options["features"] != "arithmetic" and "projection" not in options:
+        chosen["projection"] = "linear"
+    return chosen
 
 
 def _as_mask(mask: torch.Tensor | None, embeds: torch.Tensor) -> torch.Tensor | None:

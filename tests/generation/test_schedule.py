@@ -8,17 +8,18 @@ import torch
 from tokenahead.generation.schedule import AdaptiveSchedule, ConstantSchedule
 
 
-def run(schedule, chance, seconds, cycles, seed=0):
-    """Tokens, seconds and draft lengths of a decode in which each draft is accepted with probability `chance`."""
-    source, tokens, total, lengths = random.Random(seed), 0, 0.0, []
+def run(schedule, chance, seconds, cycles, seed=0, rows=1):
+    """Tokens per row, seconds and draft lengths of a decode in which drafts are accepted with probability `chance`."""
+    source, tokens, total, lengths = random.Random(seed), 0.0, 0.0, []
     for _ in range(cycles):
         length = schedule.length()
-        accepted = 0
-        while accepted < length and source.random() < chance:
-            accepted += 1
+        accepted = [0] * rows
+        for row in range(rows):
+            while accepted[row] < length and source.random() < chance:
+                accepted[row] += 1
         cost = seconds(length) * source.uniform(0.9, 1.1)
-        schedule.update(length, [accepted], cost)
-        tokens, total = tokens + accepted + 1, total + cost
+        schedule.update(length, accepted, cost)
+        tokens, total = tokens + sum(accepted) / rows + 1, total + cost
         lengths.append(length)
     return tokens, total, lengths
 
@@ -40,7 +41,23 @@ def test_close_to_the_best_fixed_length(chance, slope):
 def test_unpredictable_text_costs_at_most_5_percent(slope):
     tokens, total, lengths = run(AdaptiveSchedule(7), 0.0, lambda length: 1 + slope * length, 1000)
     assert tokens / total > 0.95
-    assert 0 < sum(length > 0 for length in lengths[10:]) < 0.1 * len(lengths)
+    assert 0 < sum(length > 0 for length in lengths[10:]) < 0.25 * len(lengths)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_batch_that_rejects_much_is_decoded_plainly_within_a_short_call(seed):
+    """The first drafted token costs much, the next ones little (batch 16 with processors on a small model)."""
+    seconds = lambda length: 1.0 if length == 0 else 1.38 + 0.1 * (length - 1)  # noqa: E731
+    tokens, total, _ = run(AdaptiveSchedule(7), 0.19, seconds, 96, seed, rows=16)
+    assert tokens / total > 0.94
+
+
+def test_a_plain_cycle_that_was_slow_by_chance_does_not_decide_for_ever():
+    schedule = AdaptiveSchedule(7)
+    schedule.update(7, [0] * 16, 2.0)
+    schedule.update(0, [0] * 16, 5.0)
+    *_, lengths = run(schedule, 0.1, lambda length: 1 + 0.2 * length, 200, rows=16)
+    assert lengths[-100:].count(0) > 80
 
 
 def test_it_notices_when_text_becomes_predictable():
@@ -100,4 +117,4 @@ def test_drafts_that_come_a_cycle_later_and_pay_are_made():
         schedule.update(drafted, [drafted], 1 + 0.1 * length, length)
         pending = length
         asked.append(length)
-    assert set(asked[10:]) == {4}
+    assert asked[10:].count(4) > 0.85 * 90 and 0 not in asked[10:]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import pickle
 import tempfile
 from pathlib import Path
@@ -16,10 +17,12 @@ import torch
 from accelerate import cpu_offload
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from tests.matrix.habits import DICT, HABITS, as_plain, habit
 from tests.matrix.models import Entry
 from tokenahead import AssistantDrafter
+from tokenahead.modeling.remote_code import TravellingMixin
 
 __all__ = ["HABITS"]
 
@@ -41,6 +44,25 @@ def saved(entry: Entry) -> None:
     """So does a folder."""
     with tempfile.TemporaryDirectory() as folder:
         same(entry.through(lambda thing: reloaded(thing, Path(folder))), entry)
+
+
+@habit
+def remote_code(entry: Entry) -> None:
+    """So does the code that travels with the folder, where there is any of ours."""
+    with tempfile.TemporaryDirectory() as folder:
+        same(entry.through(lambda thing: by_its_own_code(thing, Path(folder))), entry)
+
+
+def by_its_own_code(thing: Any, folder: Path) -> Any:
+    """What the Auto classes make of a saved folder where the package is not installed."""
+    if not isinstance(thing, TravellingMixin):
+        return reloaded(thing, folder)
+    place = folder / str(id(thing))
+    thing.save_pretrained(place)
+    names = json.loads((place / "config.json").read_text(encoding="utf-8"))["auto_map"]
+    kind = get_class_from_dynamic_module(names.get("AutoModelForCausalLM") or names["AutoModel"], place)
+    assert kind.__module__.startswith("transformers_modules.")
+    return kind.from_pretrained(place).eval()
 
 
 def same(twin: Entry, entry: Entry) -> None:

@@ -67,9 +67,8 @@ def load_model(case: Path, expected: dict) -> dict:
     """A model by the Auto classes, what it says, and what it says after it was saved and loaded once more."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    found = same(
-        spoken(AutoModelForCausalLM.from_pretrained(case, trust_remote_code=True), expected["prompt"]), expected
-    )
+    first = AutoModelForCausalLM.from_pretrained(case, trust_remote_code=True)
+    found = same(spoken(first, expected["prompt"]), expected)
     config = AutoConfig.from_pretrained(case, trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained(case, config=config, trust_remote_code=True)
     again = case.with_name(f"{case.name}_again")

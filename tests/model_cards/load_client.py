@@ -1,5 +1,7 @@
 """Run by test_push.py as a process of its own, without a token: loads what push_client.py pushed.
 
+First with the code that was pushed, while tokenahead cannot be imported, then with the library.
+
 Usage: python load_client.py FOLDER. Leaves `loaded.json` in FOLDER.
 """
 
@@ -14,15 +16,23 @@ import torch
 from huggingface_hub import ModelCard, snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tokenahead import EvaByteForMTPC, EvaByteTokenizer
-
 PROMPT = "def main():"
+TRUST = {"trust_remote_code": True}
+
+
+def load_own(repo: str) -> tuple:
+    """With the classes of the library."""
+    from tokenahead import EvaByteForMTPC, EvaByteTokenizer
+
+    return EvaByteForMTPC.from_pretrained(repo), EvaByteTokenizer.from_pretrained(repo)
 
 
 LOADERS = {
-    "own": lambda repo: (EvaByteForMTPC.from_pretrained(repo), EvaByteTokenizer.from_pretrained(repo)),
+    "code": lambda repo: tuple(kind.from_pretrained(repo, **TRUST) for kind in (AutoModelForCausalLM, AutoTokenizer)),
+    "own": load_own,
     "auto": lambda repo: (AutoModelForCausalLM.from_pretrained(repo), AutoTokenizer.from_pretrained(repo)),
 }
+REPOSITORIES = ("me/toy", "me/plain")
 
 
 def has_logits(loader: str, repo: str | Path, expected: torch.Tensor) -> bool:
@@ -50,7 +60,7 @@ def try_heads_example() -> list[bool]:
     """Whether the example of heads apart wrote anything, and what the backbone writes without them."""
     names = run_example("me/heads")
     wrote = names["output"].shape[1] > names["inputs"]["input_ids"].shape[1]
-    names["heads"].detach()
+    names["drafter"].detach()
     plain = names["backbone"].generate(**names["inputs"], max_new_tokens=64)
     return [wrote, torch.equal(names["output"], plain)]
 
@@ -71,17 +81,20 @@ def attempt(call: Callable[[], object]) -> object:
 def main(folder: Path) -> None:
     expected = torch.load(folder / "logits.pt")
     snapshot = Path(snapshot_download("me/toy"))
-    found = {
-        f"{loader} {repo}": attempt(partial(has_logits, loader, repo, expected))
-        for loader in LOADERS
-        for repo in ("me/toy", "me/plain")
-    }
-    found["snapshot files"] = sorted(path.name for path in snapshot.iterdir())
+    sys.modules["tokenahead"] = None  # which makes an import fail
+    found = {f"code {repo}": attempt(partial(has_logits, "code", repo, expected)) for repo in REPOSITORIES}
+    del sys.modules["tokenahead"]
+    import tokenahead  # noqa: F401 - makes itself known to the Auto classes
+
+    for loader in ("own", "auto"):
+        found |= {f"{loader} {repo}": attempt(partial(has_logits, loader, repo, expected)) for repo in REPOSITORIES}
+    files = [path.relative_to(snapshot) for path in snapshot.rglob("*") if path.is_file()]
+    found["snapshot files"] = sorted(path.as_posix() for path in files)
     found["snapshot"] = attempt(lambda: has_logits("own", snapshot, expected))
     found["example"] = attempt(try_model_example)
     found["heads example"] = attempt(try_heads_example)
     found["figures"] = attempt(figures)
-    found["private"] = attempt(lambda: EvaByteForMTPC.from_pretrained("me/private"))
+    found["private"] = attempt(lambda: load_own("me/private"))
     (folder / "loaded.json").write_text(json.dumps(found, default=str), encoding="utf-8")
 
 

@@ -7,14 +7,15 @@ only pushes the same thing two times.
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tokenahead import EvaByteConfig, EvaByteForMTPC, EvaByteTokenizer, MTPHeads
+from tokenahead import EvaByteConfig, EvaByteForMTPC, EvaByteTokenizer, MTPHeadConfig, MTPHeads
 from tokenahead.model_cards import DecodingResult, MeasuredResults, push_to_hub, render_card
 
 PROMPT = "def main():"
@@ -60,6 +61,42 @@ def push_heads(tokenizer: EvaByteTokenizer) -> None:
     push_to_hub(heads, None, render_card(heads, None, repo_id="me/heads", base_model="me/base"), "me/heads")
 
 
+def refused_pushes(model: EvaByteForMTPC, tokenizer: EvaByteTokenizer) -> dict:
+    """Pushes that would lose something, and what stood there before and after."""
+    heads = MTPHeads(MTPHeadConfig(window=2, hidden_size=32, vocab_size=320, base_model_name_or_path="/home/a/base"))
+    wider = EvaByteForMTPC(EvaByteConfig(**model.config.to_dict() | {"hidden_size": 64}))
+    HfApi().create_repo("me/weights")
+    HfApi().upload_file(repo_id="me/weights", path_in_repo="adapter.safetensors", path_or_fileobj=b"theirs")
+    pushes = {
+        "other architecture": lambda: heads.push_to_hub("me/base"),
+        "other sizes": lambda: wider.push_to_hub("me/toy"),
+        "other sizes, all at once": lambda: push_to_hub(wider, tokenizer, render_card(wider, None), "me/toy"),
+        "weights of something": lambda: heads.push_to_hub("me/weights"),
+        "no token": lambda: model.push_to_hub("me/toy", token=False),
+    }
+    before = {name: head(name) for name in ("me/base", "me/toy", "me/weights")}
+    found = {name: error_of(call) for name, call in pushes.items()}
+    with unreachable_hub():
+        found["no network"] = error_of(lambda: model.push_to_hub("me/toy"))
+        found["no network, all at once"] = error_of(
+            lambda: push_to_hub(model, tokenizer, render_card(model, None), "me/toy")
+        )
+    found["untouched"] = all(head(name) == sha for name, sha in before.items())
+    heads.push_to_hub("me/weights", overwrite=True, tags=["mine"])
+    found["overwritten"] = head("me/weights") != before["me/weights"]
+    return found
+
+
+@contextmanager
+def unreachable_hub() -> Iterator[None]:
+    """Requests go to a port on which nobody listens."""
+    kept, constants.ENDPOINT = constants.ENDPOINT, "http://127.0.0.1:9"
+    try:
+        yield
+    finally:
+        constants.ENDPOINT = kept
+
+
 def main(folder: Path) -> None:
     model, tokenizer = tiny_model(), EvaByteTokenizer()
     picture, results = folder / "acceptance.png", measured()
@@ -101,6 +138,7 @@ def main(folder: Path) -> None:
     found["card_kept"] = head("me/toy") == first
 
     push_heads(tokenizer)
+    found |= refused_pushes(model, tokenizer)
 
     with torch.no_grad():
         logits = model(**tokenizer(PROMPT, return_tensors="pt")).logits

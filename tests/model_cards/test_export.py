@@ -102,7 +102,7 @@ def test_a_retrofit_with_biases_is_a_module_of_mimo(tmp_path):
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        ("gemma", {}, "no layout that holds a module of 'gemma'"),
+        ("gemma", {}, "a module of 'gemma', whose MLP has gelu"),
         ("llama", {"num_nextn_predict_layers": 2}, "one module beside a backbone, and this model has 2"),
         ("llama", {"attention_bias": True}, "hy3 layout has no such bias"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),

@@ -52,7 +52,7 @@ def test_unchanged_push_makes_no_commit(pushed):
 
 def test_plain_push_keeps_the_card(pushed):
     assert pushed.found["card_kept"]
-    assert b"## Measured" in pushed.toy.files["README.md"].data
+    assert b"Measured by:" in pushed.toy.files["README.md"].data
 
 
 def test_plain_push_of_model_and_tokenizer(pushed):
@@ -61,7 +61,7 @@ def test_plain_push_of_model_and_tokenizer(pushed):
 
 
 @pytest.mark.parametrize("repo", ["me/toy", "me/plain"])
-@pytest.mark.parametrize("loader", ["own", "auto"])
+@pytest.mark.parametrize("loader", ["code", "own", "auto"])
 def test_clean_process_loads_equal_logits(pushed, loader, repo):
     assert pushed.loaded[f"{loader} {repo}"] is True
 
@@ -127,6 +127,40 @@ def test_weights_of_an_earlier_push_are_removed(pushed):
     assert pushed.found["shards"] > 1
     weights = {name for name in pushed.hub.repositories["me/shards"].files if "safetensors" in name}
     assert weights == {WEIGHTS}
+
+
+@pytest.mark.parametrize(
+    ("push", "told"),
+    [
+        ("other architecture", "'me/base' holds another model: model_type is 'llama' there and 'mtp_heads' here"),
+        ("other sizes", "'me/toy' holds another model: hidden_size is 32 there and 64 here"),
+        ("other sizes, all at once", "'me/toy' holds another model: hidden_size"),
+        ("weights of something", "'me/weights' holds another model: it has adapter.safetensors, and no config.json"),
+        ("no token", "no access token"),
+    ],
+)
+def test_what_would_be_lost_is_refused_by_name(pushed, push, told):
+    assert pushed.found[push]["type"] == "ValueError" and told in pushed.found[push]["message"]
+    assert pushed.found["untouched"]
+
+
+@pytest.mark.parametrize("push", ["no network", "no network, all at once"])
+def test_without_a_network_nothing_is_changed(pushed, push):
+    assert pushed.found[push]["type"] == "ConnectionError"
+    assert "nothing was changed in 'me/toy'" in pushed.found[push]["message"]
+
+
+def test_asked_for_another_model_is_replaced_and_a_card_written(pushed):
+    assert pushed.found["overwritten"]
+    files = pushed.hub.repositories["me/weights"].files
+    assert b"- mine" in files["README.md"].data
+    assert b"/home/a" not in files["README.md"].data + files["config.json"].data
+
+
+def test_code_travels_in_the_same_commit(pushed):
+    for repo in ("me/toy", "me/plain", "me/heads"):
+        files = pushed.hub.repositories[repo].files
+        assert "tokenahead_code/generation_loop.py" in files and b"auto_map" in files["config.json"].data
 
 
 def test_hub_knew_every_request(pushed):

@@ -10,7 +10,10 @@ from tokenahead import EvaByteConfig, EvaByteTokenizer, MTPHeads, __version__
 from tokenahead.configuration import MTPHeadConfig
 from tokenahead.model_cards import DecodingResult, MeasuredResults
 from tokenahead.training import cli, completion
+from tokenahead.training.box.measure import BoxMeasurement
 from tokenahead.training.demo import run as demo_module
+from tokenahead.training.demo import show
+from tokenahead.training.evaluation import HeadReport
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +195,7 @@ def test_ctrl_c_ends_without_a_traceback(capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo_module, "run_demo", interrupted)
-    assert run("demo") == 130
+    assert run("demo", "--train") == 130
     assert capsys.readouterr().err == ""
 
 
@@ -219,14 +222,44 @@ def test_the_demo_gets_its_arguments_and_fails_where_texts_differ(monkeypatch, t
         return measured(identical)
 
     monkeypatch.setattr(demo_module, "run_demo", run_demo)
-    assert run("demo", "--minutes", "0.5", "--output", tmp_path, "--seed", "7", "--overwrite") == code
+    assert run("demo", "--train", "--minutes", "0.5", "--output", tmp_path, "--seed", "7", "--overwrite") == code
     assert seen == {"minutes": 0.5, "output": tmp_path, "seed": 7, "overwrite": True}
+
+
+@pytest.mark.parametrize(("identical", "code"), [(True, 0), (False, 1)])
+def test_the_demo_of_the_box_gets_its_arguments(monkeypatch, tmp_path, identical, code):
+    seen = {}
+
+    def show_box(measurement, output, overwrite):
+        seen.update(measurement=measurement, output=output, overwrite=overwrite)
+        return [HeadReport("ff", 16, 1, 10, measured(identical))]
+
+    monkeypatch.setattr(show, "show_box", show_box)
+    options = ("--seconds", "3", "--new-bytes", "9", "--batch-size", "2", "--seed", "5")
+    assert run("demo", *options, "--output", tmp_path) == code
+    wanted = BoxMeasurement(seconds=3.0, new_bytes=9, batch_size=2, seed=5)
+    assert seen == {"measurement": wanted, "output": tmp_path, "overwrite": False}
+    assert wanted.command == "tokenahead demo --seconds 3 --new-bytes 9 --seed 5 --batch-size 2"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--minutes", "1"), "--minutes is the time for training: add --train"),
+        (("--train", "--seconds", "9"), "--seconds is for the model in the box"),
+        (("--train", "--batch-size", "8"), "--batch-size is for the model in the box"),
+    ],
+)
+def test_options_of_the_other_demo_are_refused(capsys, options, message):
+    code, line = error_of(capsys, "demo", *options)
+    assert code == 1 and message in line
 
 
 def test_a_folder_of_someone_else_is_refused(capsys, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    code, line = error_of(capsys, "demo", "--output", tmp_path)
-    assert code == 1 and "--overwrite" in line
+    for options in ((), ("--train",)):
+        code, line = error_of(capsys, "demo", *options, "--output", tmp_path)
+        assert code == 1 and "--overwrite" in line
 
 
 def test_the_default_model_is_a_tiny_one():

@@ -59,10 +59,10 @@ def _description(reports: Sequence[HeadReport], manifest: dict[str, Any], lines:
             cells = (source[key] for key in ("package", "version", "licence"))
             yield f"| {title} | " + " | ".join(map(_cell, cells)) + f" | {source['files']:,} | {source['size']:,} |"
     yield from ("", "### The heads compared", "")
-    yield "One backbone, the same processor time for every head. `expected` is teacher-forced on held-out text, for drafts"
-    yield "of 15 bytes: for T = 1 along the text itself, else along what the backbone writes behind it. The rest was"
-    yield "generated, by turns with plain decoding; the range is that over prompts. `by processor` is the speed-up in"
-    yield "processor time, which other programs disturb less."
+    yield "One backbone, the same processor time for every head. `expected` is teacher-forced on held-out text, for"
+    yield "drafts of 15 bytes: for T = 1 along the text itself, else along what the backbone writes behind it. The rest"
+    yield "was generated, by turns with plain decoding; the range is that over prompts. `by processor` is the speed-up"
+    yield "in processor time, which other programs disturb less."
     yield ""
     yield from heads_table(reports)
     yield from ("", f"![Bytes per call against latency]({SPEED_PICTURE})")

@@ -146,8 +146,8 @@ def save_box(folder: Path, models: dict[str, EvaByteForMTPC], drafts: dict[str, 
         if kind == "ff":
             stored = copy.deepcopy(model).to(_STORED)
             stored.generation_config = GenerationConfig(**_IDS, num_assistant_tokens=count)
-            stored.save_pretrained(folder)
-            EvaByteTokenizer().save_pretrained(folder)
+            stored.save_pretrained(folder, remote_code=None)  # lies in the package itself
+            EvaByteTokenizer().save_pretrained(folder, remote_code=None)
             continue
         weights = {name: weight.to(_STORED).contiguous() for name, weight in model.mtp_head.state_dict().items()}
         notes = {"options": json.dumps(model.config.mtp_head.options()), "num_assistant_tokens": str(count)}
@@ -156,7 +156,8 @@ def save_box(folder: Path, models: dict[str, EvaByteForMTPC], drafts: dict[str, 
 
 def seal_box(folder: Path) -> None:
     """Writes the checksums of all files, and lets everyone read them."""
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != CHECKSUMS)
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS)
     for file in files:
         file.chmod(0o644)
-    (folder / CHECKSUMS).write_text("".join(f"{sha256(file)}  {file.name}\n" for file in files))
+    names = ((file, file.relative_to(folder).as_posix()) for file in files)
+    (folder / CHECKSUMS).write_text("".join(f"{sha256(file)}  {name}\n" for file, name in names))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import tempfile
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...model_cards.card import is_generated
+from ...modeling.folders import whole_folder
 
 MARK = "demo.json"
 """The file by which the demo knows its own folders; it says how the model there came about."""
@@ -67,16 +66,7 @@ def save_checkpoint(
         tokenizer: The tokenizer.
         notes: How the model came about, for the demo's mark.
     """
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    temporary.mkdir()
-    try:
+    with whole_folder(output) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         (temporary / MARK).write_text(json.dumps(notes, indent=2) + "\n", encoding="utf-8")
-        if output.exists():
-            for file in temporary.iterdir():
-                file.replace(output / file.name)
-        else:
-            temporary.rename(output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

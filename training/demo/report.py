@@ -70,17 +70,24 @@ def pieces(ids: list[int], drafted: list[bool]) -> Iterator[tuple[str, bool]]:
 
 def reports_table(reports: Sequence[HeadReport], title: str) -> Table:
     """The figures of all heads and ways of decoding, a row each; fits into 80 columns."""
-    table = Table(title=title, caption=_caption(reports), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(
+        title=title,
+        caption=_caption(reports),
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
     table.add_column("head", no_wrap=True)
     table.add_column("decoding", no_wrap=True)
-    columns = ("per\ncall", "range", "ex-\npected", "ms per\ncall", "per\nsecond", "speed-\nup", "re-\npeats")
+    columns = ("per\ncall", "range", "ex-\npect", "ms", "per s", "speed\nup", "re-\npeat")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("identi-\ncal", no_wrap=True)
+    table.add_column("same", no_wrap=True)
     for report in reports:
         rows = report.measured.results
         for row in rows:
-            cells = report.name, row.name.removeprefix("sampled, "), *_cells(row)
+            cells = report.name, _short(row), *_cells(row)
             table.add_row(*cells, end_section=row is rows[-1])
     return table
 
@@ -93,23 +100,28 @@ def _cells(row: DecodingResult) -> Iterator[str | Text]:
     yield f"{row.tokens_per_second:,.0f}"
     yield Text("loops", "bold yellow") if row.is_degenerate else f"{row.speed_up:.2f}x"
     yield "" if row.repeated_share is None else f"{row.repeated_share:.0%}"
-    yield {True: Text("yes", "green"), False: Text("no", "bold red"), None: Text("by law")}[row.identical]
+    yield {True: Text("yes", "green"), False: Text("no", "bold red"), None: Text("law")}[row.identical]
+
+
+def _short(row: DecodingResult) -> str:
+    return row.name.removeprefix("sampled, ").replace(", batch ", " x ")
 
 
 def _caption(reports: Sequence[HeadReport]) -> str:
     rows = reports[0].measured.results
-    plain = ", ".join(f"{row.name.removeprefix('sampled, ')} {row.plain_tokens_per_second:,.0f}" for row in rows)
+    plain = ", ".join(f"{_short(row)} {row.plain_tokens_per_second:,.0f}" for row in rows)
     return f"Plain decoding, bytes per second: {plain}"
 
 
 def explanation(reports: Sequence[HeadReport]) -> Iterator[str]:
     """What the columns mean, and what is wrong with a row where its text repeats itself."""
     yield "per call: bytes for one call of the backbone, and their range over prompts; plain decoding has 1."
+    yield "ms: milliseconds of such a call, with drafting and verification."
     rows = [(report, row) for report in reports for row in report.measured.results]
     if any(row.expected_tokens_per_call is not None for _, row in rows):
         yield "expected: computed along held-out text for drafts as long as the window; nothing is drawn."
     yield "repeats: text covered by passages that stand in it twice; above 50 % no speed-up is claimed."
-    yield "identical: greedy texts are compared byte by byte; sampled ones have the same law."
+    yield "same: greedy texts are compared byte by byte; sampled ones have the same law."
     loops = [f"{report.name} {row.name}" for report, row in rows if row.is_degenerate]
     if loops:
         yield f"The text of these repeats itself, so that its speed says little: {'; '.join(loops)}."

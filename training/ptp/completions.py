@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from ...modeling.heads.losses import IGNORE
-from ...modeling.ptp.features import beta_shares, place_between
+from ...modeling.ptp.features import place_between
 from ...modeling.sampling import interval
+from .columns import at_columns
 from .losses import target_law
+from .scores import Scores
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Completions:
         scored: [B, C, K] bool, tokens that may be targets.
         low: [B, C, K] float64, and
         high: the same, the interval of every token under the verified law; empty where the law excludes it.
-        law: [B, C, K, v], the verified law itself, where a loss needs it.
+        scores: [B, C, K], what the verified law of each token is made of, where a loss needs it.
     """
 
     starts: torch.Tensor
@@ -74,33 +76,34 @@ class Completions:
     scored: torch.Tensor
     low: torch.Tensor
     high: torch.Tensor
-    law: torch.Tensor | None = None
+    scores: Scores | None = None
 
-    def place(self, concentration: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def place(self, shares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Uniforms that pick the tokens, and how far they reach.
 
         Args:
-            concentration: b of the shares z ~ Beta(b, b) of the intervals.
+            shares: [B, C, K], where in the intervals.
 
         Returns:
             u [B, C, K] float32, and reached [B, C, K] bool: False from the first token on that does not exist or that
             no uniform picks, because uniforms behind it would belong to another text.
         """
-        u, valid = place_between(self.low, self.high, beta_shares(self.low, concentration))
+        u, valid = place_between(self.low, self.high, shares)
         return u, (valid & self.known).long().cumprod(-1).bool()
 
 
-def draw_starts(startable: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random starts, without repetition.
+def draw_starts(startable: torch.Tensor, count: int, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Starts with the largest keys, without repetition.
 
     Args:
         startable: [B, T] bool, columns to choose from.
         count: C.
+        keys: [B, T] in [0, 1).
 
     Returns:
         starts [B, min(C, T)] int64, and exists, bool: False where a sequence has no further column to start at.
     """
-    keys = torch.rand(startable.shape, device=startable.device).masked_fill(~startable, -1.0)
+    keys = keys.masked_fill(~startable, -1.0)
     values, starts = keys.topk(min(count, startable.shape[1]), dim=1)
     exists = values >= 0
     return torch.where(exists, starts, torch.ones_like(starts)), exists
@@ -128,25 +131,19 @@ def completion_tokens(
     return columns, at_columns(sequences.tokens, columns), known, known & at_columns(sequences.scored, columns)
 
 
-def at_columns(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """`values[b, columns[b]]` for values [B, T, ...] and columns [B, ...]."""
-    rows = torch.arange(len(values), device=values.device).view(-1, *[1] * (columns.dim() - 1))
-    return values[rows, columns]
-
-
-def token_intervals(logits: torch.Tensor, tokens: torch.Tensor, sampling: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Intervals of tokens under the verified law, one sequence at a time, because float64 laws of a batch are large.
+def token_intervals(scores: Scores, tokens: torch.Tensor, sampling: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Intervals of tokens under the verified law.
 
     Args:
-        logits: [B, ..., v], what predicts each token.
+        scores: [B, ...], what predicts each token.
         tokens: [B, ...] int64.
         sampling: Arguments of `target_law`.
 
     Returns:
         low and high, [B, ...] float64.
     """
-    pairs = [interval(own, target_law(rows, **sampling)) for rows, own in zip(logits, tokens)]
-    return torch.stack([low for low, _ in pairs]), torch.stack([high for _, high in pairs])
+    low, high = scores.mapped(lambda logits, own: interval(own, target_law(logits, **sampling)), tokens)
+    return low, high
 
 
 def before_eos(tokens: torch.Tensor, eos: list[int]) -> torch.Tensor:

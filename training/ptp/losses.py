@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from .options import LOSSES
 
 _FLOOR = 1e-6
+_CANDIDATES = 64
 
 
 def target_law(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
-    """The law that decoding verifies: logits after transformers' warpers, in transformers' order.
+    """The law that decoding verifies: what transformers' warpers leave, in their order, without sorting a vocabulary.
 
     Args:
         logits: [..., v].
         temperature: Above 0.
-        top_k: Tokens to keep; 0 keeps all.
+        top_k: Tokens to keep (and those that tie with the last); 0 keeps all.
         top_p: Mass to keep; 1 keeps all.
 
     Returns:
         [..., v] float64 probabilities.
     """
-    warpers = LogitsProcessorList()
-    if temperature != 1.0:
-        warpers.append(TemperatureLogitsWarper(float(temperature)))
-    if top_k:
-        warpers.append(TopKLogitsWarper(top_k))
-    if top_p < 1.0:
-        warpers.append(TopPLogitsWarper(top_p))
-    return warpers(None, logits.double().flatten(0, -2)).softmax(-1).view(logits.shape)
+    scores = logits.double() / temperature
+    if top_k and top_k < scores.shape[-1]:
+        least = scores.topk(top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(scores < least, -torch.inf)
+    law = scores.softmax(-1)
+    return law if top_p >= 1.0 else _nucleus(law, top_p)
+
+
+def _nucleus(law: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The most likely tokens of a law [..., v] that hold a mass of `top_p`, the last one crossing it, made a law."""
+    count = min(_CANDIDATES, law.shape[-1])
+    while True:
+        values, tokens = law.topk(count, dim=-1)
+        before = values.cumsum(-1) - values
+        if count == law.shape[-1] or bool((before[..., -1] >= top_p).all()):
+            break
+        count = min(8 * count, law.shape[-1])
+    kept = values.masked_fill(before >= top_p, 0.0)
+    return torch.zeros_like(law).scatter_(-1, tokens, kept / kept.sum(-1, keepdim=True))
 
 
 def slot_losses(
@@ -65,23 +76,8 @@ def slot_losses(
     return -(p * log_q + (1 - p) * _log_complement(log_q)).sum(-1)
 
 
-def slot_mean(losses: torch.Tensor, valid: torch.Tensor, gamma: float = 1.0) -> torch.Tensor:
-    """Mean over valid slots, slot k weighing gamma^k; 0 with a gradient of 0 where no slot is valid.
-
-    Args:
-        losses: [..., L]; ignored, even if NaN, where not valid.
-        valid: [..., L] bool.
-        gamma: Discount.
-
-    Returns:
-        A scalar.
-    """
-    weight = slot_weights(valid, gamma).to(losses.dtype)
-    return (weight * losses.masked_fill(~valid, 0.0)).sum() / weight.sum().clamp(min=torch.finfo(losses.dtype).tiny)
-
-
 def slot_weights(valid: torch.Tensor, gamma: float = 1.0) -> torch.Tensor:
-    """What slots weigh in `slot_mean`: gamma^k where valid [..., L], else 0."""
+    """What slots weigh in a loss: gamma^k where valid [..., L], else 0."""
     return torch.where(valid, gamma ** torch.arange(valid.shape[-1], device=valid.device), 0.0)
 
 

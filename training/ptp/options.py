@@ -29,6 +29,8 @@ class PTPOptions:
             this is b. 1 makes all places equally likely, as they are in decoding, and evaluation always takes 1. The
             public code trains with 0.3, which prefers the ends of intervals; on the benchmark's chain 1 is better.
         gamma: Slot k weighs gamma^k.
+        greedy_share: How many of the completions are the teacher's most likely continuations, which slots are asked for
+            without uniforms; for students with `config.greedy`. 0 leaves greedy decoding unlearned.
         base_weight: Weight of the backbone's own next-token loss on the data, for backbones that are trained too.
 
     Raises:
@@ -42,10 +44,11 @@ class PTPOptions:
     method: str = "distil"
     loss: str = "ce"
     sequences: str = "dataset"
-    completions: int = 8
+    completions: int = 16
     concentration: float = 1.0
     gamma: float = 1.0
     base_weight: float = 0.0
+    greedy_share: float = 0.2
 
     def __post_init__(self) -> None:
         choices = {"method": METHODS, "loss": LOSSES, "sequences": SEQUENCES}
@@ -58,6 +61,8 @@ class PTPOptions:
             raise ValueError(f"concentration={self.concentration} must be above 0")
         if not 0 < self.gamma <= 1:
             raise ValueError(f"gamma={self.gamma} must lie in (0, 1]")
+        if not 0 <= self.greedy_share < 1:
+            raise ValueError(f"greedy_share={self.greedy_share} must lie in [0, 1)")
         if self.base_weight < 0:
             raise ValueError(f"base_weight={self.base_weight} must not be negative")
         if self.method == "inverse":

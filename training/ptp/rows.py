@@ -2,14 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...modeling.ptp.features import beta_shares, place
+from ...modeling.ptp.features import place
 from ...modeling.ptp.masks import packed_mask, packed_positions, stepwise_mask, token_mask, token_positions
-from .completions import Sequences, at_columns
+from .columns import at_columns
+from .completions import Sequences
+from .scores import Scores
+
+Read = Callable[[torch.Tensor, nn.Module], Any]
+"""What is made of last hidden states and the head; see `PTPForCausalLM.forward`."""
+
+
+@dataclass(frozen=True)
+class SlotInputs:
+    """What the slots of C completions read.
+
+    Attributes:
+        uniforms: [B, C, L] float32.
+        states: [B, C, D] last verified hidden states, or None.
+        gaps: [B, C] int64, tokens between a state's own and its completion; 0 where there is none.
+    """
+
+    uniforms: torch.Tensor
+    states: torch.Tensor | None = None
+    gaps: torch.Tensor | None = None
+
+    def flat(self) -> dict[str, torch.Tensor]:
+        """Arguments of `PTPForCausalLM.forward`, all slots in a row."""
+        slots = self.uniforms.shape[2]
+        if self.states is None:
+            return {"uniforms": self.uniforms.flatten(1)}
+        return {
+            "uniforms": self.uniforms.flatten(1),
+            "slot_states": self.states.repeat_interleave(slots, dim=1),
+            "slot_gaps": self.gaps.repeat_interleave(slots, dim=1),
+        }
 
 
 class PackedRows:
@@ -28,51 +61,51 @@ class PackedRows:
         self.cache: Any = None
 
     @torch.no_grad()
-    def read(self) -> torch.Tensor:
-        """The backbone's own logits [B, T, v]; keys and values stay in a cache for the slots."""
+    def read(self) -> Scores:
+        """The backbone's own scores [B, T]; keys and values stay in a cache for the slots."""
         outputs = self.model(
             input_ids=self.sequences.tokens,
             attention_mask=token_mask(self.sequences.documents),
             position_ids=token_positions(self.sequences.documents),
             use_cache=True,
+            read=_states_and_head,
         )
         self.cache = outputs.past_key_values
-        return outputs.logits
+        states, head = outputs.read
+        return Scores(states, head, head.weight.shape[0])
 
-    def slots(self, uniforms: torch.Tensor) -> torch.Tensor:
-        """Logits [B, C, L, v] of slots with uniforms [B, C, L], behind what `read` left in the cache."""
-        mask, positions = self._layout(uniforms.shape[2])
+    def slots(self, inputs: SlotInputs, read: Read | None = None) -> Any:
+        """Logits [B, C, L, v] of slots behind what `read` left in the cache; or what a function makes of them.
+
+        Args:
+            inputs: Of the slots.
+            read: Gets hidden states [B, C L, D] and the head.
+        """
+        mask, positions = self._layout(inputs.uniforms.shape[2])
         length = self.sequences.tokens.shape[1]
-        return self._behind(uniforms.flatten(1), mask[:, :, length:], positions[:, length:], keep=False).unflatten(
-            1, uniforms.shape[1:]
-        )
+        found = self._behind(inputs.flat(), mask[:, :, length:], positions[:, length:], False, read)
+        return found if read else found.unflatten(1, inputs.uniforms.shape[1:])
 
-    def everything(self, uniforms: torch.Tensor, with_tokens: bool) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def everything(self, inputs: SlotInputs, read: Read) -> Any:
         """Tokens and slots in one forward without a cache, for a backbone that learns too.
 
         Args:
-            uniforms: [B, C, L].
-            with_tokens: Whether the tokens' logits are wanted.
-
-        Returns:
-            Logits of the tokens [B, T, v], or None, and of the slots [B, C, L, v].
+            inputs: Of the slots.
+            read: Gets hidden states [B, T + C L, D] and the head.
         """
-        mask, positions = self._layout(uniforms.shape[2])
-        flat = uniforms.flatten(1)
-        logits = self.model(
+        mask, positions = self._layout(inputs.uniforms.shape[2])
+        return self.model(
             input_ids=self.sequences.tokens,
-            uniforms=flat,
             attention_mask=mask,
             position_ids=positions,
             use_cache=False,
-            logits_to_keep=0 if with_tokens else flat.shape[1],
-        ).logits
-        slots = logits[:, -flat.shape[1] :].unflatten(1, uniforms.shape[1:])
-        return logits[:, : -flat.shape[1]] if with_tokens else None, slots
+            read=read,
+            **inputs.flat(),
+        ).read
 
     @torch.no_grad()
     def invert(
-        self, first: torch.Tensor, tokens: torch.Tensor, known: torch.Tensor, concentration: float
+        self, first: Scores, tokens: torch.Tensor, known: torch.Tensor, shares: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Uniforms that make the student itself write the completions (PTP paper, Algorithm 3).
 
@@ -80,40 +113,90 @@ class PackedRows:
         new slot for every completion at once.
 
         Args:
-            first: [B, C, v] logits of the completions' first tokens, from `read`.
+            first: [B, C], of the completions' first tokens, from `read`.
             tokens: [B, C, K] int64.
             known: [B, C, K] bool.
-            concentration: b of the shares z ~ Beta(b, b).
+            shares: [B, C, K], where in the intervals.
 
         Returns:
             u [B, C, K] float32, and reached [B, C, K] bool, as `Completions.place`.
         """
-        begun = at_columns(token_positions(self.sequences.documents), self.starts)
-        found, logits, count = [], first, tokens.shape[2]
+
+        def placed(logits: torch.Tensor, own: torch.Tensor, share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return place(own, logits.double().softmax(-1), share)
+
+        found, scores, count = [], first, tokens.shape[2]
         for step in range(count):
-            shares = beta_shares(tokens[..., step], concentration)
-            found.append(place(tokens[..., step], logits.double().softmax(-1), shares))
+            found.append(scores.mapped(placed, tokens[..., step], shares[..., step]))
             if step < count - 1:
-                mask = stepwise_mask(self.sequences.documents, self.starts, step)
-                logits = self._behind(found[-1][0], mask, begun + step, keep=True)
+                scores = self._next(step, self.starts, uniforms=found[-1][0])
         self.cache.crop(-(count - 1) * self.starts.shape[1])
         u, valid = (torch.stack(parts, dim=-1) for parts in zip(*found))
         return u, (valid & known).long().cumprod(-1).bool()
+
+    @torch.no_grad()
+    def most_likely(self, first: Scores, starts: torch.Tensor, length: int) -> tuple[torch.Tensor, Scores]:
+        """The backbone's own greedy completions, found token by token behind the cache.
+
+        Args:
+            first: [B, C], of the completions' first tokens, from `read`.
+            starts: [B, C] int64.
+            length: K.
+
+        Returns:
+            tokens [B, C, K] int64, and their scores [B, C, K].
+        """
+        scores, tokens = [first], []
+        for step in range(length):
+            tokens.append(scores[-1].mapped(lambda logits: (logits.argmax(-1),))[0])
+            if step < length - 1:
+                scores.append(self._next(step, starts, tokens=tokens[-1]))
+        self.cache.crop(-(length - 1) * starts.shape[1])
+        stacked = torch.stack([part.states for part in scores], dim=2)
+        return torch.stack(tokens, dim=-1), Scores(stacked, first.head, first.size)
+
+    def _next(
+        self, step: int, starts: torch.Tensor, uniforms: torch.Tensor | None = None, tokens: torch.Tensor | None = None
+    ) -> Scores:
+        """Scores [B, C] behind one more slot, or token, of C completions; it stays in the cache."""
+        outputs = self.model(
+            input_ids=self.sequences.tokens[:, :0] if tokens is None else tokens,
+            attention_mask=stepwise_mask(self.sequences.documents, starts, step),
+            position_ids=at_columns(token_positions(self.sequences.documents), starts) + step,
+            past_key_values=self.cache,
+            use_cache=True,
+            read=_states_and_head,
+            **({} if uniforms is None else {"uniforms": uniforms}),
+        )
+        states, head = outputs.read
+        return Scores(states, head, head.weight.shape[0])
 
     def _layout(self, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         documents = self.sequences.documents
         return packed_mask(documents, self.starts, slots), packed_positions(documents, self.starts, slots, self.offset)
 
-    def _behind(self, uniforms: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, keep: bool) -> torch.Tensor:
-        """Logits [B, A, v] of slots behind the cache, which keeps them or not."""
+    def _behind(
+        self,
+        inputs: dict[str, torch.Tensor],
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+        keep: bool,
+        read: Read | None,
+    ) -> Any:
+        """Logits [B, A, v] of slots behind the cache, which keeps them or not; or what `read` makes of them."""
         outputs = self.model(
             input_ids=self.sequences.tokens[:, :0],
-            uniforms=uniforms,
             attention_mask=mask,
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
+            read=read,
+            **inputs,
         )
         if not keep:
-            self.cache.crop(-uniforms.shape[1])
-        return outputs.logits
+            self.cache.crop(-inputs["uniforms"].shape[1])
+        return outputs.read if read else outputs.logits
+
+
+def _states_and_head(hidden: torch.Tensor, head: nn.Module) -> tuple[torch.Tensor, nn.Module]:
+    return hidden, head

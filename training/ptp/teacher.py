@@ -6,6 +6,7 @@ call with `input_ids`, `attention_mask` and `position_ids` gives an object with 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,17 +16,11 @@ from transformers import GenerationConfig
 from ...configuration.ptp import PTPConfig
 from ...modeling.ptp.masks import additive_mask, packed_mask, packed_positions, token_mask, token_positions
 from ...modeling.sampling import pick
-from .completions import (
-    Completions,
-    Sequences,
-    at_columns,
-    before_eos,
-    completion_tokens,
-    draw_starts,
-    token_intervals,
-)
+from .columns import at_columns
+from .completions import Completions, Sequences, before_eos, completion_tokens, draw_starts, token_intervals
 from .losses import target_law
-from .rows import PackedRows
+from .rows import PackedRows, SlotInputs
+from .scores import Scores
 
 
 class Teacher:
@@ -48,41 +43,49 @@ class Teacher:
             input_ids=tokens, attention_mask=additive_mask(mask, dtype), position_ids=positions, use_cache=False
         ).logits
 
-    def of_sequences(self, sequences: Sequences) -> torch.Tensor:
-        """Logits [B, T, v] of a batch."""
+    def of_sequences(self, sequences: Sequences) -> Scores:
+        """Scores [B, T] of a batch."""
         documents = sequences.documents
-        return self.logits(sequences.tokens, token_mask(documents), token_positions(documents))
+        return Scores.of_logits(self.logits(sequences.tokens, token_mask(documents), token_positions(documents)))
 
     def pieces(
-        self,
-        sequences: Sequences,
-        logits: torch.Tensor,
-        starts: torch.Tensor,
-        exists: torch.Tensor,
-        length: int,
-        with_law: bool,
+        self, sequences: Sequences, scores: Scores, starts: torch.Tensor, exists: torch.Tensor, length: int
     ) -> Completions:
-        """Pieces of the sequences as completions, judged by the logits [B, T, v] of the sequences."""
+        """Pieces of the sequences as completions, judged by the scores [B, T] of the sequences."""
         columns, tokens, known, scored = completion_tokens(sequences, starts, exists, length)
-        low, high = token_intervals(logits[:, :-1], sequences.tokens[:, 1:], self.sampling)
+        low, high = token_intervals(scores[:, :-1], sequences.tokens[:, 1:], self.sampling)
         low, high = (at_columns(edge, columns - 1) for edge in (low, high))
-        law = target_law(at_columns(logits, columns - 1), **self.sampling) if with_law else None
-        return Completions(starts, tokens, known, scored, low, high, law)
+        return Completions(starts, tokens, known, scored, low, high, scores.at(columns - 1))
 
     def drafts(
-        self, sequences: Sequences, starts: torch.Tensor, exists: torch.Tensor, tokens: torch.Tensor, with_law: bool
+        self, sequences: Sequences, starts: torch.Tensor, exists: torch.Tensor, tokens: torch.Tensor
     ) -> Completions:
         """Completions [B, C, K] that somebody else wrote, judged in one forward with all of them packed."""
+        scores = self._of_completions(sequences, starts, tokens)
+        low, high = token_intervals(scores, tokens, self.sampling)
+        known = exists[..., None] & self.belong(tokens)
+        return Completions(starts, tokens, known, known, low, high, scores)
+
+    def belong(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Which tokens [..., K] of completions stand before their end, [..., K] bool."""
+        return before_eos(tokens, eos_ids(self.model))
+
+    def _of_completions(self, sequences: Sequences, starts: torch.Tensor, tokens: torch.Tensor) -> Scores:
+        """Scores [B, C, K] of completions [B, C, K]."""
         documents, length = sequences.documents, sequences.tokens.shape[1]
         mask = packed_mask(documents, starts, tokens.shape[2])
         positions = packed_positions(documents, starts, tokens.shape[2], offset=0)
         logits = self.logits(torch.cat([sequences.tokens, tokens.flatten(1)], dim=1), mask, positions)
         own = logits[:, length:].unflatten(1, tokens.shape[1:])
-        logits = torch.cat([at_columns(logits, starts - 1)[:, :, None], own[:, :, :-1]], dim=2)
-        low, high = token_intervals(logits, tokens, self.sampling)
-        known = exists[..., None] & before_eos(tokens, eos_ids(self.model))
-        law = target_law(logits, **self.sampling) if with_law else None
-        return Completions(starts, tokens, known, known, low, high, law)
+        return Scores.of_logits(torch.cat([at_columns(logits, starts - 1)[:, :, None], own[:, :, :-1]], dim=2))
+
+    def most_likely(self, sequences: Sequences, starts: torch.Tensor, length: int) -> tuple[torch.Tensor, Scores]:
+        """Greedy completions [B, C, K] and their scores, a forward per token; `PackedRows` has a cache, and needs less."""
+        tokens = torch.zeros(*starts.shape, length, dtype=torch.long, device=starts.device)
+        for step in range(length):
+            scores = self._of_completions(sequences, starts, tokens)
+            tokens[..., step] = scores.states[:, :, step].argmax(-1)
+        return tokens, scores
 
     @torch.no_grad()
     def continued(self, sequences: Sequences, length: int) -> Sequences:
@@ -97,7 +100,8 @@ class Teacher:
         """
         if not hasattr(self.model, "generate"):
             raise TypeError(f"sequences='teacher' needs a teacher with generate(), not {type(self.model).__name__}")
-        starts, exists = draw_starts(sequences.startable, 1)
+        keys = torch.rand(sequences.tokens.shape, device=sequences.tokens.device)
+        starts, exists = draw_starts(sequences.startable, 1, keys)
         width = int(starts.max())
         columns = starts - width + torch.arange(width, device=starts.device)
         own = at_columns(sequences.documents, starts)
@@ -136,23 +140,28 @@ def eos_ids(model: Any) -> list[int]:
 
 
 @torch.no_grad()
-def student_drafts(rows: PackedRows, logits: torch.Tensor, config: PTPConfig) -> torch.Tensor:
+def student_drafts(rows: PackedRows, scores: Scores, config: PTPConfig, inputs: SlotInputs) -> torch.Tensor:
     """Completions that the student writes from uniform noise, in one forward.
 
     Args:
         rows: The batch, read.
-        logits: [B, T, v] of its tokens.
+        scores: [B, T] of its tokens.
         config: The student's. One-hot slots write L tokens; categorical ones L, behind the backbone's own.
+        inputs: Of the slots; the uniforms [B, C, L + 1] have one for the backbone's own token, in front.
 
     Returns:
         [B, C, L] int64 (L + 1 for categorical slots).
     """
-    slots = config.num_slots
-    uniforms = torch.rand(*rows.starts.shape, slots + 1, device=logits.device)
-    behind = rows.slots(uniforms[..., :slots])
+    is_one_hot, uniforms = config.variant == "one_hot", inputs.uniforms
+    behind = Scores.of_logits(rows.slots(replace(inputs, uniforms=uniforms[..., :-1])))
     if config.predicts_tokens:
-        return behind.argmax(-1)
-    if config.variant == "one_hot":
-        return pick(uniforms[..., :slots], behind.double().softmax(-1))
-    own = pick(uniforms[..., 0], target_law(at_columns(logits, rows.starts - 1), **config.sampling))
-    return torch.cat([own[..., None], pick(uniforms[..., 1:], behind.double().softmax(-1))], dim=-1)
+        return behind.states.argmax(-1)
+
+    def picked(logits: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor]:
+        return (pick(u, logits.double().softmax(-1)),)
+
+    if is_one_hot:
+        return behind.mapped(picked, uniforms[..., :-1])[0]
+    first = scores.at(rows.starts - 1)
+    own = first.mapped(lambda logits, u: (pick(u, target_law(logits, **config.sampling)),), uniforms[..., 0])[0]
+    return torch.cat([own[..., None], behind.mapped(picked, uniforms[..., 1:])[0]], dim=-1)

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import DataCollatorForSeq2Seq, Trainer
+from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
 
 from ...configuration.ptp import SAMPLING
 from ...modeling.heads.losses import IGNORE
-from ...modeling.sampling import pick
 from ..beginning import check_checkpoint, check_ids
 from ..running_means import RunningMeansMixin
-from .completions import Completions, Sequences, at_columns, completion_tokens, draw_starts
-from .losses import slot_losses, slot_mean, slot_weights
+from .completions import Sequences
 from .options import PTPOptions
-from .rows import PackedRows
-from .teacher import Teacher, student_drafts
+from .slots import SlotReader
+from .tasks import Task, TaskMaker
+from .teacher import Teacher
 
+LEARNING_RATE = 2e-3
+"""Of `PTPTrainer`, where `TrainingArguments` has its default: at 5e-5 a student hardly learns."""
+_TASK = "ptp_task"
+_BATCHES_TO_SEARCH = 1000  # for something to learn, where the first update has nothing
 Inputs = dict[str, Any]
 
 
@@ -32,7 +38,12 @@ class PTPTrainer(RunningMeansMixin, Trainer):
 
     The data are dictionaries with `input_ids` and, where wanted, `attention_mask`, `labels` (-100: never a target) and
     `position_ids` (packed documents start anew at 0). The log carries `num_correct`: how many
-    slots of a completion are right before the first wrong one, on average (PTP paper, Eq. 16).
+    slots of a completion are right before the first wrong one, on average (PTP paper, Eq. 16); and
+    `num_correct_greedy`, the same of the completions that are most likely.
+
+    Gradients are exact under accumulation and on several ranks: sums are divided by the counts of the whole update.
+    `eval_loss` is the same every time, whatever the size of batches, and no generator notices an evaluation. Where
+    `TrainingArguments` has its default learning rate, it is 2e-3 here.
 
     Args:
         model: A `PTPForCausalLM`.
@@ -64,8 +75,8 @@ class PTPTrainer(RunningMeansMixin, Trainer):
         _check(model, self.options, teacher)
         if kwargs.get("data_collator") is None:
             kwargs["data_collator"] = self._own_collator(kwargs.get("processing_class"))
-        super().__init__(model, args, **kwargs)
-        self.model_accepts_loss_kwargs = False  # slots are counted when they are drawn: the loss is a mean
+        super().__init__(model, _with_rate(args), **kwargs)
+        self.model_accepts_loss_kwargs = True  # sums are divided by the counts of a whole update
         if teacher is not None:
             teacher = teacher.to(self.args.device).requires_grad_(False).eval()
         self._external = None if teacher is None else Teacher(teacher, model.config.sampling)
@@ -75,8 +86,46 @@ class PTPTrainer(RunningMeansMixin, Trainer):
         return _pad if tokenizer is None else DataCollatorForSeq2Seq(tokenizer)
 
     @property
-    def _teacher(self) -> Teacher:
-        return self._external or Teacher(self._owner, self._owner.config.sampling)
+    def _maker(self) -> TaskMaker:
+        teacher = self._external or Teacher(self._owner, self._owner.config.sampling)
+        return TaskMaker(self._owner.config, self.options, teacher, self._external is None)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Inputs], num_batches: int, device: torch.device
+    ) -> tuple[list[Inputs], torch.Tensor | None]:
+        """The micro-batches of an update with their tasks, and what all their sums are divided by, on all ranks.
+
+        Raises:
+            ValueError: Before the first step, where nothing in the training data can be learned, or ids are none.
+        """
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not batches:
+            return batches, None
+        if self.state.global_step == self._initial_global_step:
+            check_ids(batches, self._owner.config.vocab_size)
+        tasks = [self._task(self.model_wrapped, self._prepare_inputs(batch), True) for batch in batches]
+        if len(tasks) > 1:
+            for task in tasks:
+                task.rows.cache = None  # one cache at a time: the context is read again
+        totals = sum(self._counts(task) for task in tasks)
+        if self.args.world_size > 1:
+            totals = self.accelerator.gather(totals[None]).sum(0)
+        if self.state.global_step == 0 and not totals[0]:
+            self._refuse_barren_data()
+        return [{**batch, _TASK: task} for batch, task in zip(batches, tasks)], totals
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """As in `Trainer`; a checkpoint of another model is refused."""
+        check_checkpoint(resume_from_checkpoint, self._owner)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _refuse_barren_data(self) -> None:
+        others = islice(self.get_train_dataloader(), _BATCHES_TO_SEARCH)
+        if not any(Sequences.of(batch).startable.any() for batch in others):
+            raise ValueError(
+                "train_dataset has nothing to complete: its labels are -100 everywhere, or no row is longer than one "
+                "token"
+            )
 
     def compute_loss(
         self,
@@ -85,41 +134,34 @@ class PTPTrainer(RunningMeansMixin, Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The mean loss of the slots of one batch, and the backbone's own where `base_weight` asks for it.
+        """The mean loss of the slots of an update, as far as this batch adds to it, and the backbone's own.
 
         Args:
             model: The model, perhaps wrapped.
             inputs: A batch.
-            return_outputs: Return slots, too: `logits` [B, C, L, v], `tokens` and `valid` [B, C, L].
-            num_items_in_batch: Not used.
+            return_outputs: Return slots, too: `tokens`, `valid` and `hits` [B, C, L].
+            num_items_in_batch: [2], from `get_batch_samples`; None: this batch is all.
 
         Returns:
             The loss, and the outputs where asked for.
         """
-        options, is_training = self.options, model.training
-        with _at_rest(model), torch.no_grad():
-            sequences, rows, completions, (u, reached) = self._task(model, Sequences.of(inputs), is_training)
-        tokens, valid, law = self._targets(completions, reached)
-        slots = tokens.shape[-1]
-        uniforms = u[..., :slots]
-        if rows.cache is not None and not self._learns_in_one_pass:
-            base_logits, logits = None, rows.slots(uniforms)
+        task = inputs.get(_TASK) or self._task(model, inputs, model.training)
+        own = self._counts(task)
+        totals = own if num_items_in_batch is None else num_items_in_batch
+        targets = _next_tokens(task.sequences) if self.options.base_weight else None
+        reader = SlotReader(task, self.options, self._owner.config, totals, targets)
+        if self._learns_in_one_pass:
+            task.rows.cache = None
+            loss, sums, hits = task.rows.everything(task.inputs, reader)
         else:
-            rows.cache = None
-            base_logits, logits = rows.everything(uniforms, with_tokens=options.base_weight > 0)
-        loss = slot_mean(slot_losses(logits, tokens, law, options.loss), valid, options.gamma)
-        noted = {"slots": (loss.detach(), slot_weights(valid, options.gamma).sum())}
-        if base_logits is not None:
-            targets = _next_tokens(sequences)
-            base_loss = _next_token_loss(base_logits, targets)
-            noted["base"] = base_loss.detach(), (targets != IGNORE).sum()
-            loss = loss + options.base_weight * base_loss
-        if options.method == "distil":  # inverted uniforms are right by construction
-            correct = self._hits(logits, tokens, u[..., -slots:]).long().cumprod(-1).sum(-1)
-            whole = valid.all(-1)
-            noted["num_correct"] = (correct * whole).sum() / whole.sum().clamp(min=1), whole.sum()
-        self._note(noted, is_training)
-        return (loss, {"logits": logits, "tokens": tokens, "valid": valid}) if return_outputs else loss
+            if task.rows.cache is None:
+                with _at_rest(model):
+                    task.rows.read()
+            loss, sums, hits = task.rows.slots(task.inputs, reader)
+        self._note(task, sums, own, hits, model.training)
+        if num_items_in_batch is not None:
+            loss = loss * self.args.world_size  # ranks average their gradients
+        return (loss, {"tokens": task.tokens, "valid": task.valid, "hits": hits}) if return_outputs else loss
 
     @property
     def _learns_in_one_pass(self) -> bool:
@@ -127,111 +169,62 @@ class PTPTrainer(RunningMeansMixin, Trainer):
         owner = self._owner
         return owner.trains_backbone or owner.is_activation_checkpointing or self.options.base_weight > 0
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Inputs], torch.Tensor | None]:
-        """The micro-batches of an update.
+    def _task(self, model: nn.Module, inputs: Inputs, is_training: bool) -> Task:
+        """What the slots are to learn in this batch."""
+        with _at_rest(model):
+            return self._maker.task(model, inputs, is_training, reads=not self._learns_in_one_pass)
 
-        Raises:
-            ValueError: Before the first step, where ids are none.
-        """
-        batches, counts = super().get_batch_samples(*args, **kwargs)
-        if self.state.global_step == self._initial_global_step:
-            check_ids(batches, self._owner.config.vocab_size)
-        return batches, counts
+    def _counts(self, task: Task) -> torch.Tensor:
+        return task.counts(self.options.gamma, _next_tokens(task.sequences) if self.options.base_weight else None)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """As in `Trainer`; a checkpoint of another model is refused."""
-        check_checkpoint(resume_from_checkpoint, self._owner)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _task(
-        self, model: nn.Module, sequences: Sequences, is_training: bool
-    ) -> tuple[Sequences, PackedRows, Completions, tuple[torch.Tensor, torch.Tensor]]:
-        """What the slots are to learn in this batch: completions, and uniforms that pick them."""
-        options, owner, teacher = self.options, self._owner, self._teacher
-        is_one_hot = owner.config.variant == "one_hot"
-        length = owner.config.num_slots + (not is_one_hot)
-        if options.sequences == "teacher":
-            sequences = teacher.continued(sequences, 2 * length)
-        starts, exists = draw_starts(sequences.startable, options.completions)
-        rows = PackedRows(model, sequences, starts, is_one_hot)
-        reads = self._external is None or options.sequences == "student" or not self._learns_in_one_pass
-        logits = rows.read() if reads else None
-        concentration = options.concentration if is_training else 1.0
-        if options.method == "inverse":
-            return sequences, rows, *_inverse(rows, sequences, logits, exists, length, concentration)
-        with_law = options.loss != "ce" and not owner.config.predicts_tokens
-        if options.sequences == "student":
-            written = student_drafts(rows, logits, owner.config)
-            completions = teacher.drafts(sequences, starts, exists, written, with_law)
-        else:
-            logits = logits if self._external is None else teacher.of_sequences(sequences)
-            completions = teacher.pieces(sequences, logits, starts, exists, length, with_law)
-        return sequences, rows, completions, completions.place(concentration)
-
-    def _targets(
-        self, completions: Completions, reached: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Tokens and valid [B, C, L], and laws [B, C, L, v]: a categorical slot predicts the token behind its own."""
-        first = int(self._owner.config.variant == "categorical")
-        valid = (reached & completions.scored)[..., first:]
-        law = completions.law
-        return completions.tokens[..., first:], valid, None if law is None else law[..., first:, :]
-
-    def _hits(self, logits: torch.Tensor, tokens: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-        """Slots whose draft is right, [B, C, L] bool; categorical slots draft with the uniforms of their targets."""
-        logits = logits.detach()
-        if self._owner.config.predicts_tokens:
-            return logits.argmax(-1) == tokens
-        return pick(uniforms, logits.double().softmax(-1)) == tokens
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As in `Trainer`; the same every time, and the global generator does not notice."""
+        device = self.args.device
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            torch.manual_seed(self.args.seed)
+            return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
-        """The loss of an evaluation batch; its uniforms are uniform in their intervals."""
+        """The loss of an evaluation batch; its uniforms lie evenly in their intervals."""
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, self._prepare_inputs(self._without_repeated_rows(inputs)))
         return loss.detach(), None, None
 
-    def _note(self, noted: dict[str, tuple[torch.Tensor, torch.Tensor]], is_training: bool) -> None:
-        """Adds means and what they are means of to the running ones; what a batch does not have counts 0."""
-        nothing = (torch.zeros((), device=self.args.device),) * 2
-        means, counts = zip(*(noted.get(name, nothing) for name in ("num_correct", "slots", "base")))
-        counts = torch.stack([count.float() for count in counts])
-        self._means[is_training].add(torch.stack([mean.float() for mean in means]) * counts, counts)
+    def _note(
+        self, task: Task, sums: torch.Tensor, counts: torch.Tensor, hits: torch.Tensor, is_training: bool
+    ) -> None:
+        """Adds sums and counts of a batch to the running ones; inverted uniforms are right by construction."""
+        correct, whole = hits.long().cumprod(-1).sum(-1), task.valid.all(-1)
+        is_greedy = task.uniforms[..., 0] < 0
+        distils = self.options.method == "distil"
+        kinds = [whole & ~is_greedy & distils, whole & is_greedy]
+        right = torch.stack([(correct * kind).sum() for kind in kinds])
+        sums = torch.cat([right.double(), sums.detach().double()])
+        self._means[is_training].add(sums, torch.cat([torch.stack([k.sum() for k in kinds]).double(), counts]))
 
     def _mean_names(self) -> list[str]:
-        return ["num_correct"]
+        return ["num_correct", "num_correct_greedy"]
 
     def _pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> float:
-        _, slots, base = (sums / counts).tolist()
-        return slots + (self.options.base_weight * base if counts[2] else 0.0)
+        slots, base = (sums[2:] / counts[2:]).tolist()
+        return slots + (self.options.base_weight * base if counts[3] else 0.0)
 
 
-def _inverse(
-    rows: PackedRows,
-    sequences: Sequences,
-    logits: torch.Tensor,
-    exists: torch.Tensor,
-    length: int,
-    concentration: float,
-) -> tuple[Completions, tuple[torch.Tensor, torch.Tensor]]:
-    _, tokens, known, scored = completion_tokens(sequences, rows.starts, exists, length)
-    first = at_columns(logits, rows.starts - 1)
-    placed = rows.invert(first, tokens, known, concentration)
-    nowhere = torch.zeros_like(tokens, dtype=torch.float64)
-    return Completions(rows.starts, tokens, known, scored, nowhere, nowhere), placed
+def _with_rate(args: Any) -> Any:
+    """Arguments with a learning rate that adapters learn at, where none was chosen."""
+    args = TrainingArguments("tmp_trainer") if args is None else args
+    if args.learning_rate != TrainingArguments.learning_rate:
+        return args
+    args = copy.copy(args)
+    args.learning_rate = LEARNING_RATE
+    return args
 
 
 def _next_tokens(sequences: Sequences) -> torch.Tensor:
     """Targets of the backbone's own loss, [B, T - 1]."""
     return sequences.tokens[:, 1:].masked_fill(~sequences.startable[:, 1:], IGNORE)
-
-
-def _next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    losses = nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
-    return losses / (targets != IGNORE).sum().clamp(min=1)
 
 
 def _check(model: nn.Module, options: PTPOptions, teacher: nn.Module | None) -> None:

@@ -23,7 +23,7 @@ def backbone_of(name, **changes):
 
 
 @pytest.mark.parametrize("name", BACKBONES)
-def test_every_backbone_is_kept_saved_and_decoded_exactly(name, tmp_path):
+def test_every_backbone_is_kept_saved_decoded_exactly_and_learned_for(name, tmp_path):
     backbone, ids = backbone_of(name), random_ids() % VOCABULARY
     model = DeepSeekMTP.from_backbone(backbone)
     with torch.no_grad():
@@ -36,6 +36,10 @@ def test_every_backbone_is_kept_saved_and_decoded_exactly(name, tmp_path):
     batch = left_padded([row[:length] for row, length in zip(random_ids(4) % VOCABULARY, (9, 5, 1, 3))])
     text = model.generate(**batch, num_assistant_tokens=2, **OPTIONS)
     assert torch.equal(text, model.generate(**batch, use_mtp=False, **OPTIONS))
+    model.train_only("drafter")
+    model(ids, labels=ids).loss.backward()
+    assert model.mtp[0].eh_proj.weight.grad.abs().sum() > 0
+    assert all(parameter.grad is None for parameter in model.main.parameters())
 
 
 @pytest.mark.parametrize(("name", "fields"), [("granite", {"logits_scaling"}), ("gemma2", {"final_logit_softcapping"})])

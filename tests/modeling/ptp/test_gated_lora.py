@@ -6,16 +6,17 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tokenahead.modeling.ptp.gated_lora import ADAPTER, gate_linears
+from tokenahead.modeling.ptp.gates import Gate
+from tokenahead.modeling.ptp.gates import opened as opened_gate
 
 
 def two_layers(std: float = 0.3) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
-    gate = gate_linears(model, rank=2, alpha=4)
+    gate_linears(model, rank=2, alpha=4)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=std)
-    model.gate = [gate]
     return model
 
 
@@ -25,10 +26,8 @@ def by_hand(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def opened(model: nn.Module, x: torch.Tensor, start: int, length: int) -> torch.Tensor:
-    model.gate[0].start, model.gate[0].length = start, length
-    result = model(x)
-    model.gate[0].start = None
-    return result
+    with opened_gate(Gate(start, length)):
+        return model(x)
 
 
 def test_auxiliary_rows_have_adapters_and_the_others_are_untouched():
@@ -72,12 +71,12 @@ def test_fresh_adapters_change_nothing():
 def test_transposed_layers_of_gpt2():
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=16)).eval()
-    gate = gate_linears(model, rank=2, alpha=2, skip=model.lm_head)
+    gate_linears(model, rank=2, alpha=2, skip=model.lm_head)
     layer = model.transformer.h[0].mlp.c_fc
     nn.init.normal_(layer.lora_B[ADAPTER].weight)
-    gate.start, gate.length = 1, 2
     x = torch.randn(1, 2, 8)
-    added = layer(x) - layer.base_layer(x)
+    with opened_gate(Gate(1, 2)):
+        added = layer(x) - layer.base_layer(x)
     expected = layer.lora_B[ADAPTER](layer.lora_A[ADAPTER](x[:, 1]))
     assert not added[:, 0].any()
     torch.testing.assert_close(added[:, 1], expected)

@@ -1,5 +1,8 @@
 """PTPForCausalLM: layouts, backbones, packing, gradients, folders, and what it refuses."""
 
+import copy
+import threading
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, CohereConfig, MambaConfig, MistralConfig, RwkvConfig
@@ -165,7 +168,96 @@ def test_uniforms_keep_their_digits_in_bfloat16():
     torch.nn.init.constant_(weight.weight, 256.0)
     torch.nn.init.constant_(weight.bias, -128.0)
     near = model.uniform_embedding(torch.tensor([[0.5, 0.5005]]))  # the same number in bfloat16
-    assert near.dtype == torch.bfloat16 and not torch.equal(near[0, 0], near[0, 1])
+    assert not torch.equal(near[0, 0], near[0, 1])
+
+
+def test_the_student_trains_in_float32_whatever_the_backbones_dtype(tmp_path):
+    """At the paper's rate AdamW moves next to no entry of a bfloat16 adapter; and folders read it back as it was."""
+    model = student(base=backbone().bfloat16(), features="arithmetic", reads_state=True)
+
+    def kinds(some: PTPForCausalLM) -> set[torch.dtype]:
+        return {p.dtype for p in some.parameters() if p.requires_grad}
+
+    assert kinds(model) == {torch.float32} and model.dtype == torch.bfloat16
+    model.save_pretrained(tmp_path)
+    for dtype in ("auto", torch.bfloat16):
+        again = PTPForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+        again.train_only("drafter")
+        assert kinds(again) == {torch.float32} and again.dtype == torch.bfloat16
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.0)
+    slots = {"slot_states": torch.randn(2, 3, 16), "slot_gaps": torch.tensor([1, 2, 3])}
+    model(ids(2, 4), uniforms=torch.rand(2, 3), **slots).logits[:, 4:].float().square().sum().backward()
+    optimizer.step()
+    moved = [(p != before[name])[p.grad != 0] for name, p in model.named_parameters() if name in before]
+    assert torch.cat([part.flatten() for part in moved]).float().mean() > 0.99
+    assert model(ids(2, 4), uniforms=torch.rand(2, 3), **slots).logits.dtype == torch.bfloat16
+
+
+def test_calls_in_two_threads_do_not_meet():
+    """One thread stops inside of a forward with slots while another one reads tokens alone."""
+    model, tokens, uniforms = student(), ids(1, 6), torch.rand(1, 3)
+    expected = [model(tokens).logits, model(tokens, uniforms=uniforms).logits]
+    inside, go_on, found = threading.Event(), threading.Event(), []
+
+    def wait(*_: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            go_on.wait(10)
+
+    hook = model.backbone.model.layers[0].register_forward_pre_hook(wait)
+    thread = threading.Thread(target=lambda: found.append(model(tokens, uniforms=uniforms).logits))
+    thread.start()
+    assert inside.wait(10)
+    alone = model(tokens).logits
+    go_on.set()
+    thread.join()
+    hook.remove()
+    assert torch.equal(alone, expected[0]) and torch.equal(found[0], expected[1])
+
+
+@torch.no_grad()
+def test_greedy_slots_have_an_embedding_of_their_own():
+    model, tokens = student(greedy=True), ids(1, 4)
+    uniforms = torch.tensor([[0.3, -1.0, 0.7]])
+    before = model(tokens, uniforms=uniforms).logits
+    model.uniform_embedding.greedy.weight += 1
+    changed = (model(tokens, uniforms=uniforms).logits != before)[0].any(-1)
+    assert changed.tolist() == [False] * 5 + [True, True]
+    with pytest.raises(ValueError, match="uniforms must lie in"):
+        student(greedy=False)(tokens, uniforms=uniforms)
+
+
+@torch.no_grad()
+def test_slots_read_the_state_that_they_are_given():
+    model, tokens, uniforms = student(reads_state=True), ids(1, 4), torch.rand(1, 3)
+    states, other = torch.randn(2, 1, 1, 16)
+    unknown, known = torch.zeros(3, dtype=torch.long), torch.tensor([1, 2, 2])
+
+    def logits(state: torch.Tensor, gaps: torch.Tensor) -> torch.Tensor:
+        return model(tokens, uniforms=uniforms, slot_states=state, slot_gaps=gaps).logits[:, 4:]
+
+    assert not torch.equal(logits(states, known), logits(other, known))
+    assert torch.equal(logits(states, unknown), logits(other, unknown))
+    with pytest.raises(ValueError, match="slots need slot_states and slot_gaps"):
+        model(tokens, uniforms=uniforms)
+
+
+@torch.no_grad()
+def test_packed_adapters_follow_their_weights():
+    model, tokens, uniforms = student(), ids(2, 4), torch.rand(2, 3)
+    first = model(tokens, uniforms=uniforms).logits
+    layer = model.backbone.model.layers[0].self_attn
+    assert layer.q_proj.siblings is layer.v_proj.siblings and layer.o_proj.siblings is not layer.v_proj.siblings
+    layer.k_proj.lora_A["default"].weight.mul_(2)
+    changed = model(tokens, uniforms=uniforms).logits
+    with torch.enable_grad():
+        learning = model(tokens, uniforms=uniforms).logits
+    assert not torch.equal(first, changed)
+    torch.testing.assert_close(changed, learning.detach())
+    torch.testing.assert_close(model(tokens[:1], uniforms=uniforms[:1]).logits, learning[:1].detach())
+    copied = copy.deepcopy(model).double()
+    torch.testing.assert_close(copied(tokens, uniforms=uniforms).logits.float(), changed)
 
 
 def test_losses_of_tokens_are_the_backbones():

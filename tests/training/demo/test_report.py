@@ -1,13 +1,14 @@
 """What is shown: whose byte is whose, the table, the notes."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from tokenahead.model_cards import DecodingResult
 from tokenahead.training.demo import report
-from tokenahead.training.evaluation import GREEDY, Comparison, Completion, drafted_flags, sampled
+from tokenahead.training.evaluation import GREEDY, Comparison, Completion, HeadReport, drafted_flags, sampled
+from tokenahead.training.results import DecodingResult, MeasuredResults
 
 
 def ids(text: str | bytes) -> list[int]:
@@ -64,20 +65,40 @@ def test_markup_in_generated_text_is_text():
     assert console.file.getvalue() == "p[red]x[/red]\n"
 
 
-def test_the_table_has_every_figure_and_fits_80_columns():
+def reports(*rows: DecodingResult) -> list[HeadReport]:
+    words = dict.fromkeys(("dataset_name", "dataset_description", "hardware", "dtype", "command"), "x")
+    measured = MeasuredResults(results=list(rows), library_version="0", **words)
+    return [HeadReport("btree", 16, 32, 1000, measured)]
+
+
+def shown(*rows: DecodingResult) -> str:
     console = Console(file=io.StringIO(), width=80, color_system=None)
-    console.print(report.decoding_table([comparison(), comparison(sampled(0.7), identical=None)]))
-    lines = console.file.getvalue().splitlines()
-    rows = [line.split() for line in lines if "greedy" in line or "sampled" in line]
-    figures = ["5,000", "1,250", "4.00", "2,500", "1,000", "2.50x"]
-    assert max(map(len, lines)) <= 80 and "…" not in console.file.getvalue()
-    assert rows == [["greedy", *figures, "yes"], ["sampled,", "T=0.7", *figures, "same", "law"]]
+    console.print(report.reports_table(reports(*rows), "A title"))
+    for words in report.explanation(reports(*rows)):
+        console.print(words)
+    return console.file.getvalue()
+
+
+def test_the_table_has_every_figure_and_fits_80_columns():
+    more = dict(per_prompt=[2.5, 14.0], expected_tokens_per_call=3.126, repeated_share=0.31)
+    full = replace(comparison().result, **more)
+    text = shown(full, replace(comparison(sampled(0.7), identical=None).result, name="sampled, T=0.7, batch 16"))
+    rows = [line.split() for line in text.splitlines() if line.startswith("btree")]
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    figures = ["4.00", "2.5-14.0", "3.13", "1.6", "2,500", "2.50x", "31%", "yes"]
+    assert rows[0] == ["btree", "32", "greedy", *figures]
+    assert rows[1] == ["btree", "32", "T=0.7", "x", "16", "4.00", "1.6", "2,500", "2.50x", "law"]
+    assert "Plain decoding, bytes per second: greedy 1,000" in text
+
+
+def test_text_that_loops_claims_no_speed_up():
+    text = shown(replace(comparison().result, repeated_share=0.8))
+    text = " ".join(text.split())
+    assert "2.50x" not in text and " loops " in text and "says little: btree 32 greedy." in text
 
 
 def test_a_failed_comparison_is_named():
     wrong = comparison(identical=False, difference="token 3 is 70 and not 71, whose logit is higher by 0.5")
-    console = Console(file=io.StringIO(), width=80, color_system=None)
-    console.print(report.decoding_table([wrong]))
-    assert " no" in console.file.getvalue() and " yes" not in console.file.getvalue()
+    assert " no" in shown(wrong.result) and " yes" not in shown(wrong.result)
     (note,) = report.differences([comparison(), wrong])
     assert note == "greedy, prompt 1: with drafts, token 3 is 70 and not 71, whose logit is higher by 0.5"

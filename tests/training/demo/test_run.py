@@ -15,7 +15,7 @@ from tokenahead.training.data import ByteWindows, load_corpus
 from tokenahead.training.demo import run as demo
 from tokenahead.training.demo.recipe import Stage
 from tokenahead.training.demo.run import Measuring, run_demo
-from tokenahead.training.evaluation import bits_per_byte
+from tokenahead.training.evaluation import bits_per_byte, read_reports
 from tokenahead.training.threads import threads_as_before
 
 STAGES = (
@@ -110,7 +110,7 @@ def test_the_demo_measures_what_it_saved(finished):
 
 
 def test_the_demo_says_what_it_does_and_leaves_a_whole_folder(finished):
-    for shown in ("8 files of Python source", "heads alone", "bits per byte", "speed-up", "same law", "prompt 2"):
+    for shown in ("8 files of Python source", "heads alone", "bits per byte", "A toy", " law ", "prompt 2"):
         assert shown in finished.printed
     assert {"model.safetensors", "tokenizer_config.json", "acceptance.png", "demo.json"} <= finished.names()
     card = (finished.folder / "README.md").read_text()
@@ -129,16 +129,17 @@ def test_the_first_stage_teaches_everything_and_the_second_the_drafting_heads(fi
 
 
 def test_the_demo_compares_the_head_families_on_one_backbone(finished):
-    rows = json.loads((finished.folder / "heads.json").read_text())
-    assert [row["head_type"] for row in rows] == ["ff", "cp", "hmm", "btree"] and len(finished.watch.steps) == 6
-    assert [row["rank"] for row in rows] == [1, 8, 8, 8] and rows[1]["parameters"] > rows[0]["parameters"]
-    assert all(row["window_nll"] > 0 and row["greedy"]["identical"] for row in rows)
-    assert all(row["sampled"]["new_tokens"] == 2 * 8 for row in rows)
+    rows = read_reports(finished.folder / "heads.json")
+    assert [row.head_type for row in rows] == ["ff", "cp", "hmm", "btree"] and len(finished.watch.steps) == 6
+    assert [row.rank for row in rows] == [1, 8, 8, 8] and rows[1].parameters > rows[0].parameters
+    for row in rows:
+        greedy, drawn = row.measured.results
+        assert greedy.identical and drawn.new_tokens in (8, 2 * 8) and row.measured.extra["Window NLL (nats)"] > 0
     main = EvaByteForMTPC.from_pretrained(finished.folder).state_dict()
     for row in rows:
-        model = EvaByteForMTPC.from_pretrained(finished.folder / "heads" / row["head_type"])
-        assert model.config.mtp_head.head_type == row["head_type"]
-        assert sum(parameter.numel() for parameter in model.head.parameters()) == row["parameters"]
+        model = EvaByteForMTPC.from_pretrained(finished.folder / "heads" / row.head_type)
+        assert model.config.mtp_head.head_type == row.head_type
+        assert sum(parameter.numel() for parameter in model.head.parameters()) == row.parameters
         weights = model.model.state_dict()
         assert all(torch.equal(weights[name], main[f"model.{name}"]) for name in weights)
     assert (finished.folder / "heads.png").read_bytes()[:4] == b"\x89PNG"
@@ -175,7 +176,7 @@ def test_ctrl_c_while_measuring_keeps_the_model(start, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "compare_decoding", interrupted)
+    monkeypatch.setattr(demo.Measurement, "compare", interrupted)
     with pytest.raises(KeyboardInterrupt):
         start()
     assert "measuring it was not finished" in start.printed

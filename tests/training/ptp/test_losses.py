@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tokenahead.training.ptp.losses import slot_losses, slot_mean, target_law
+from tokenahead.training.ptp.losses import slot_losses, slot_weights, target_law
 from tokenahead.training.ptp.options import LOSSES, PTPOptions
 
 GOLDENS = Path(__file__).parents[2] / "data" / "ptp"
@@ -63,15 +64,31 @@ def test_reverse_kl_stays_finite_where_the_law_excludes_tokens():
     assert loss.isfinite() and logits.grad[2] > 0  # mass leaves the excluded token
 
 
-def test_the_mean_ignores_what_is_not_valid():
-    losses = torch.tensor([[1.0, 2.0, float("nan")], [4.0, float("nan"), float("inf")]], requires_grad=True)
-    valid = torch.tensor([[True, True, False], [True, False, False]])
-    assert float(slot_mean(losses, valid)) == pytest.approx(7 / 3)
-    mean = slot_mean(losses, valid, gamma=0.5)
-    assert float(mean) == pytest.approx((1 + 4 + 0.5 * 2) / 2.5)
-    mean.backward()
-    assert torch.equal(losses.grad == 0, ~valid)
-    assert float(slot_mean(losses, torch.zeros_like(valid))) == 0
+def test_what_slots_weigh():
+    valid = torch.tensor([[True, True, False], [True, False, True]])
+    assert slot_weights(valid, gamma=0.5).tolist() == [[1.0, 0.5, 0.0], [1.0, 0.0, 0.25]]
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"top_p": 0.9}, {"temperature": 0.7, "top_k": 50}, {"top_k": 5, "top_p": 0.3}]
+)
+def test_the_verified_law_is_that_of_transformers_warpers(sampling):
+    """Also where the nucleus is larger than what is looked at first: flat laws over a large vocabulary."""
+    logits = torch.randn(3, 5, 1000, dtype=torch.float64) * torch.tensor([0.05, 1.0, 8.0])[:, None, None]
+    settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | sampling
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(settings["temperature"])])
+    if settings["top_k"]:
+        warpers.append(TopKLogitsWarper(settings["top_k"]))
+    if settings["top_p"] < 1:
+        warpers.append(TopPLogitsWarper(settings["top_p"]))
+    expected = warpers(None, logits.flatten(0, 1)).softmax(-1).view_as(logits)
+    torch.testing.assert_close(target_law(logits, **settings), expected, atol=1e-12, rtol=0)
+
+
+def test_no_vocabulary_is_sorted(monkeypatch):
+    monkeypatch.setattr(torch, "sort", None)
+    monkeypatch.setattr(torch.Tensor, "sort", None)
+    assert target_law(torch.randn(2, 500), top_p=0.9).sum() == pytest.approx(2)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +101,7 @@ def test_the_mean_ignores_what_is_not_valid():
         ({"concentration": 0.0}, "concentration=0.0 must be above 0"),
         ({"gamma": 1.5}, r"gamma=1.5 must lie in \(0, 1\]"),
         ({"base_weight": -1.0}, "base_weight=-1.0"),
+        ({"greedy_share": 1.0}, r"greedy_share=1.0 must lie in \[0, 1\)"),
         ({"method": "inverse", "loss": "kl"}, "method='inverse' has loss='ce', not 'kl'"),
         ({"method": "inverse", "sequences": "student"}, "method='inverse' has sequences='dataset'"),
     ],

@@ -7,13 +7,13 @@ from transformers import TrainingArguments
 from tests.ptp_models import VOCABULARY, backbone, ids, student
 from tokenahead import PTPForCausalLM
 from tokenahead.modeling.sampling import pick
-from tokenahead.training.ptp import trainer as trainer_module
-from tokenahead.training.ptp.completions import Sequences, at_columns, draw_starts
-from tokenahead.training.ptp.losses import slot_mean, target_law
+from tokenahead.training.ptp.columns import at_columns
+from tokenahead.training.ptp.completions import Sequences, draw_starts
+from tokenahead.training.ptp.losses import target_law
 from tokenahead.training.ptp.options import LOSSES, SEQUENCES, PTPOptions
-from tokenahead.training.ptp.rows import PackedRows
+from tokenahead.training.ptp.rows import PackedRows, SlotInputs
 from tokenahead.training.ptp.teacher import Teacher, student_drafts
-from tokenahead.training.ptp.trainer import PTPTrainer, _next_token_loss
+from tokenahead.training.ptp.trainer import PTPTrainer
 
 FOLDED = {"temperature": 0.8, "top_k": 7, "top_p": 0.9}
 VARIANTS = ("one_hot", "categorical")
@@ -43,10 +43,11 @@ def trainer(model, tmp_path, data=None, steps=2, rate=1e-2, **options) -> PTPTra
 
 def task(model, tmp_path, rows, is_training=True, **options):
     """Sequences, completions and uniforms of one step."""
-    own = trainer(model, tmp_path, **options)
+    own = trainer(model, tmp_path, **({"greedy_share": 0.0} | options))
     batch = own.data_collator(rows)
     with torch.no_grad():
-        return own._task(model, Sequences.of(batch), is_training), own
+        found = own._task(model, batch, is_training)
+    return (found.sequences, found.rows, found.completions, (found.u, found.reached)), own
 
 
 @pytest.mark.parametrize("sequences", SEQUENCES)
@@ -87,7 +88,7 @@ def test_tokens_that_the_law_excludes_end_their_completions(tmp_path):
     for completion, start in enumerate(completions.starts[0].tolist()):
         run = possible[0, start - 1 : start + 2].long().cumprod(0).sum()
         assert int(reached[0, completion].sum()) == int(run)
-    assert not own._targets(completions, reached)[1][~reached].any()
+    assert not own._task(model, {"input_ids": row}, True).valid.all()
 
 
 def test_completions_stay_in_their_document_and_start_at_targets(tmp_path):
@@ -110,16 +111,15 @@ def test_completions_stay_in_their_document_and_start_at_targets(tmp_path):
 def test_both_ways_through_the_model_agree(variant):
     model = student(variant, backbone().double())
     batch = Sequences.of({"input_ids": ids(2, 8), "attention_mask": torch.tensor([[1] * 8, [1] * 6 + [0] * 2])})
-    starts, _ = draw_starts(batch.startable, 4)
+    starts, _ = draw_starts(batch.startable, 4, torch.rand(2, 8))
     rows = PackedRows(model, batch, starts, variant == "one_hot")
-    uniforms = torch.rand(2, 4, 3)
+    inputs = SlotInputs(torch.rand(2, 4, 3))
     own = rows.read()
-    cached = rows.slots(uniforms)
-    tokens, slots = rows.everything(uniforms, with_tokens=True)
-    torch.testing.assert_close(cached, slots)
-    torch.testing.assert_close(rows.slots(uniforms), slots)  # the cache was left as it was
-    torch.testing.assert_close(own[0], tokens[0])
-    assert rows.everything(uniforms, with_tokens=False)[0] is None
+    cached = rows.slots(inputs)
+    logits = rows.everything(inputs, lambda hidden, head: head(hidden))
+    torch.testing.assert_close(cached.flatten(1, 2), logits[:, 8:])
+    torch.testing.assert_close(rows.slots(inputs), cached)  # the cache was left as it was
+    torch.testing.assert_close(own.logits(own.states)[0], logits[0, :8])
 
 
 def test_checkpointed_activations_and_plain_ones_give_the_same_loss(tmp_path):
@@ -137,38 +137,12 @@ def test_checkpointed_activations_and_plain_ones_give_the_same_loss(tmp_path):
     torch.testing.assert_close(losses[0], losses[1])
 
 
-@pytest.mark.parametrize("base_weight", [0.0, 0.5])
-def test_evaluation_loss_weighs_slots_and_not_batches(base_weight, tmp_path, monkeypatch):
-    """Batches of 4, 4 and 1 rows, the last with a single slot: what all slots together give."""
-    model, seen = student(), {"slots": [], "base": []}
-    if base_weight:
-        model.train_only("all")
-
-    def noted(name, function):
-        return lambda *given: (seen[name].append(given), function(*given))[1]
-
-    for name, function in {"slots": "slot_mean", "base": "_next_token_loss"}.items():
-        monkeypatch.setattr(trainer_module, function, noted(name, getattr(trainer_module, function)))
-    rows = [*texts(backbone())[:8], {"input_ids": ids(2)}]
-    own = trainer(model, tmp_path, eval_dataset=rows, completions=20, gamma=0.7, base_weight=base_weight)
-    own.args.per_device_eval_batch_size = 4
-    loss = own.evaluate()["eval_loss"]
-    sizes = {part[0].shape[1:] for part in seen["slots"]}
-    assert len(seen["slots"]) == 3 and len(sizes) > 1
-    losses, valid = (torch.cat([part[k].flatten(0, 1) for part in seen["slots"]]) for k in (0, 1))
-    expected = slot_mean(losses, valid, 0.7)
-    if base_weight:
-        sums = [_next_token_loss(*part) * (part[1] != -100).sum() for part in seen["base"]]
-        expected = expected + base_weight * sum(sums) / sum((part[1] != -100).sum() for part in seen["base"])
-    assert loss == pytest.approx(expected.item(), rel=1e-6)
-
-
 def test_inverse_training_finds_the_students_own_uniforms(tmp_path):
     model = student("categorical", backbone().double())
     rows = texts(backbone())
     (batch, packed, completions, (u, reached)), _ = task(model, tmp_path, rows, method="inverse", completions=4)
     with torch.no_grad():
-        law = packed.slots(u[..., :-1]).softmax(-1)  # one forward confirms what was found step by step
+        law = packed.slots(SlotInputs(u[..., :-1])).softmax(-1)  # one forward confirms what was found step by step
         first = at_columns(model(batch.tokens).logits, completions.starts - 1).softmax(-1)
     assert reached.sum() > 40
     picked = torch.cat([pick(u[..., 0], first)[..., None], pick(u[..., 1:], law)], dim=-1)
@@ -210,7 +184,7 @@ def test_a_teacher_of_its_own(tmp_path):
     (batch, _, completions, _), own = task(model, tmp_path, rows, teacher=teacher, completions=2)
     judged = Teacher(teacher, model.config.sampling).of_sequences(batch)
     exists = torch.ones_like(completions.starts, dtype=torch.bool)
-    expected = Teacher(teacher, model.config.sampling).pieces(batch, judged, completions.starts, exists, 3, False)
+    expected = Teacher(teacher, model.config.sampling).pieces(batch, judged, completions.starts, exists, 3)
     assert torch.equal(completions.low, expected.low)
     model.train_only("all")
     before = model.get_output_embeddings().weight.detach().clone()
@@ -221,17 +195,17 @@ def test_a_teacher_of_its_own(tmp_path):
 def test_drafts_are_judged_as_their_texts_are():
     model = student("categorical", backbone().double(), sampling=FOLDED)
     batch = Sequences.of({"input_ids": ids(2, 7)})
-    starts, exists = draw_starts(batch.startable, 3)
+    starts, exists = draw_starts(batch.startable, 3, torch.rand(2, 7))
     rows = PackedRows(model, batch, starts, False)
-    written = student_drafts(rows, rows.read(), model.config)
+    written = student_drafts(rows, rows.read(), model.config, SlotInputs(torch.rand(2, 3, 4)))
     assert written.shape == (2, 3, 4)
-    judged = Teacher(model, FOLDED).drafts(batch, starts, exists, written, with_law=True)
+    judged = Teacher(model, FOLDED).drafts(batch, starts, exists, written)
     for row in range(2):
         for completion in range(3):
             start = int(starts[row, completion])
             text = torch.cat([batch.tokens[row, :start], written[row, completion]])[None]
             law = target_law(model(text).logits[:, start - 1 : -1], **FOLDED)[0]
-            torch.testing.assert_close(judged.law[row, completion], law)
+            torch.testing.assert_close(target_law(judged.scores.states[row, completion], **FOLDED), law)
 
 
 def test_continued_texts_begin_with_the_data():

@@ -1,0 +1,184 @@
+"""A smaller model with parallel token prediction as a drafter of a larger one (PTP paper, 3.3.1): one call per draft."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from ...modeling.sampling import pick
+from ..attachment import Attachable
+from ..contract import DraftTree, Verdict, line
+from ..options import CallOptions
+from ..parallel_speculator import ParallelSpeculator, make_uniforms
+from ..targets import Fed, crop, shift_cache
+from ..tokens import Kept, TokenRows
+from ..uniforms import Uniforms
+from .assistant import AssistantChain, AssistantDrafter
+from .parallel import ParallelDrafter
+from .protocol import DraftOptions, View
+
+
+class ParallelAssistant(ParallelSpeculator, AssistantDrafter):
+    """Lets a model with parallel token prediction draft for a larger one with the same vocabulary.
+
+    The larger model verifies: its text is its own, by every rule. With `verification="coupled"` and a seed, or with
+    given uniforms, it is that of sequential inverse-CDF decoding by the larger model alone.
+
+    Args:
+        model: A `PTPForCausalLM`.
+
+    Example:
+        >>> small.attach(large)
+        >>> out = large.generate(**inputs, assistant_model=small, do_sample=True, seed=7)
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model, num_tokens=model.config.num_slots)
+
+    @property
+    def config(self) -> Any:
+        """The drafting model's."""
+        return self.model.config
+
+    def stands_for(self, model: Any) -> bool:
+        """The drafting model itself."""
+        return model is self.model
+
+    @property
+    def window(self) -> int:
+        """The longest draft and one: a slot drafts a token each; before laws goes what the last token predicts."""
+        return self.config.num_slots + 1 + (not self.config.predicts_first)
+
+    def longest_draft(self) -> int:
+        """window - 1."""
+        return self.window - 1
+
+    def default_draft(self) -> int:
+        """As many as a draft may have."""
+        return self.longest_draft()
+
+    def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
+        """transformers' own: an assistant does not change the law of its target."""
+        return {}
+
+    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
+        """See `ParallelSpeculator`; there is one group of slots.
+
+        Raises:
+            ValueError: Options for several groups or several vectors.
+        """
+        for name in ("slot_budget", "best_of"):
+            if name in options.extra:
+                raise ValueError(f"{name}= is for a model that drafts for itself; leave it out beside assistant_model")
+        super().prepare_call(options, config)
+
+    def make_drafter(self, options: DraftOptions) -> SeparateDrafter:
+        """One call's chains."""
+        self.warn_of_mismatch(options)
+        return SeparateDrafter(self.model, options, make_uniforms(options))
+
+
+class SeparateDrafter(ParallelDrafter):
+    """The drafts of one call; see `ParallelAssistant`.
+
+    The drafting model has a cache of its own, of tokens that were kept: slots leave it at once. Rows that kept
+    different numbers are fed alike: who kept fewer is fed some tokens again.
+    """
+
+    lead = 0
+
+    def __init__(self, model: PreTrainedModel, options: DraftOptions, uniforms: Uniforms) -> None:
+        super().__init__(model.config, options, uniforms)
+        self.hidden_layers = None  # slots read states of their own model
+        self.chain = AssistantChain(model, options)
+        self.unfed: list[int] = []
+        """Tokens of every row that the drafting model has not read."""
+
+    def begin(self, outputs: Any, view: View) -> None:
+        """Reads the prompt, all but its last token."""
+        self.view = view
+        self.unfed = [2] * len(self.options.prompt)
+        if self.options.drafts:
+            self.chain.begin(outputs, view)
+
+    def propose(self, tokens: TokenRows, length: int) -> DraftTree:
+        """A chain of `length` tokens behind every row, from one call."""
+        if length < 1 or not self.options.drafts:
+            self.uniforms.draw(tokens, 1)
+            return DraftTree.chain(tokens.ids[:, :0])
+        if self.uniforms.stay:
+            drawn = self.uniforms.draw(tokens, length + 1)[:, :length]
+        else:  # the rule must not use again what the draft has used
+            drawn = self.uniforms.fresh(length)
+            self.uniforms.draw(tokens, length + 1)
+        logits = self._read(tokens, drawn, length).to(tokens.ids.device)
+        return DraftTree.chain(*self._chosen(logits, drawn))
+
+    def advance(self, fed: Fed, verdict: Verdict) -> None:
+        """Counts what was kept; a row that has ended goes on with the others."""
+        kept = self.view.kept
+        self.unfed = [unfed + (count or kept.longest) for unfed, count in zip(self.unfed, kept.counts)]
+
+    def _chosen(self, logits: torch.Tensor, drawn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens and laws of a draft; where slots give laws, the first one is the drafting model's own."""
+        exists = torch.ones_like(drawn, dtype=torch.bool)
+        tokens, laws = self._drafts(logits, drawn, exists)
+        if self.is_one_hot or not self.options.do_sample:
+            return tokens, laws
+        law = self.options.processing.warp(logits[:, 0].float().softmax(-1))
+        tokens = torch.cat([pick(drawn[:, 0], law)[:, None], tokens[:, 1:]], dim=1)
+        return tokens, None if laws is None else torch.cat([law[:, None].to(laws.dtype), laws[:, 1:]], dim=1)
+
+    def _read(self, tokens: TokenRows, drawn: torch.Tensor, length: int) -> torch.Tensor:
+        """Feeds what is new, and slots behind it: logits of the drafts [B, length, v]."""
+        own, model = self.chain.target, self.chain.model
+        gaps = torch.tensor(self.unfed, device=drawn.device)[:, None] if self.config.reads_state else None
+        fed = self._even()
+        slots = length if self.is_one_hot else length - 1
+        asked = self.asked(drawn[:, :slots])
+        places = own.counts[:, None] + line(fed + slots, drawn.device)
+        real = places[:, :fed] >= 0
+        is_slot = (line(fed + slots, drawn.device) >= fed).long()
+        positions = (places - is_slot * self.is_one_hot).clamp(min=0)  # a one-hot slot 0 stands where b does
+        if self.config.learned_positions is not None:
+            positions = positions.clamp(max=self.config.learned_positions - 1)
+        own.mask = torch.cat([own.mask, real], dim=1)
+        seen = torch.nn.functional.pad(own.mask, (0, slots), value=True)
+        device = model.device
+        inputs = {"uniforms": asked.to(device)} if slots else {}
+        if slots and gaps is not None:
+            inputs |= self._state_inputs(gaps.expand(-1, slots).to(device))
+        outputs = model(
+            tokens.newest(fed).to(device),
+            attention_mask=seen.long().to(device) if own.is_padded else None,
+            position_ids=positions.to(device),
+            past_key_values=own.cache,
+            use_cache=True,
+            logits_to_keep=length,
+            output_hidden_states=-1 if self.config.reads_state else None,
+            **inputs,
+        )
+        if self.config.reads_state:
+            self.state = outputs.hidden_states[-1][:, fed - 1 : fed]
+        if slots:
+            crop(own.cache, -slots)
+        own.counts, self.unfed = own.counts + fed, [0] * len(self.unfed)
+        return outputs.logits
+
+    def _state_inputs(self, gaps: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The state of the last token of the call before, and the tokens [B, A] since; not known in the first one."""
+        if self.state is None:
+            hidden = torch.zeros(len(gaps), 1, self.config.backbone_config.hidden_size, dtype=self.chain.model.dtype)
+            return {"slot_states": hidden.to(gaps.device), "slot_gaps": torch.zeros_like(gaps)}
+        return {"slot_states": self.state, "slot_gaps": gaps}
+
+    def _even(self) -> int:
+        """Drops what rows that kept fewer tokens are fed again; tokens to feed."""
+        own, kept = self.chain.target, Kept(self.unfed, self.chain.target.counts.device)
+        if not kept.is_even:
+            shifts = kept.longest - kept.on_device
+            own.counts, own.is_padded = own.counts - shifts, True
+            own.mask = shift_cache(own.cache, shifts, own.mask)
+        return kept.longest

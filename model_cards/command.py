@@ -1,0 +1,243 @@
+"""`tokenahead card`: measures a model on prompts and writes its card. Knows no argument parser."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import EntryNotFoundError
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils import logging
+
+from .. import __version__
+from ..configuration.mtp_families import FAMILIES, count_modules
+from ..modeling import DeepSeekMTP
+from ..modeling.remote_code import CODE_FOLDER
+from ..training.byte_text import is_byte_level
+from ..training.evaluation import GREEDY, compare_decoding, sampled
+from ..training.results import MeasuredResults
+from ..training.threads import describe_threads
+from .card import render_card, write_card
+from .facts import hub_id
+
+RESULTS = "results.json"
+"""The file beside a card that holds the figures as they were measured."""
+_UNTOLD = re.compile(r"(What this model was trained on|How this model was trained) was not described\.")
+
+
+@dataclass(frozen=True)
+class CardRequest:
+    """What `tokenahead card` was asked for.
+
+    Attributes:
+        model: Folder of a model or a drafter, or its name on the Hub.
+        measure: File of prompts: one per line, or JSON lines (`read_prompts`); None measures nothing.
+        backbone: Of a drafter: what to attach it to; None takes the one that its config names.
+        new_tokens: Tokens per completion, at most.
+        output: Where README.md and the figures go; None: the model's folder.
+        license: Licence id; None keeps what the card there says. So do the other texts.
+        language: Codes of languages.
+        base_model: Hub id of the model that this one derives from.
+        template: A Jinja file in place of the library's.
+        overwrite: Replace a README.md that a person wrote or edited.
+        dtype: Of the weights.
+    """
+
+    model: str
+    measure: Path | None = None
+    backbone: str | None = None
+    new_tokens: int = 128
+    output: Path | None = None
+    license: str | None = None
+    language: list[str] | None = None
+    base_model: str | None = None
+    template: Path | None = None
+    overwrite: bool = False
+    dtype: str = "auto"
+
+
+def make_card(request: CardRequest) -> Path:
+    """Writes the card, and with it the figures, if any were measured.
+
+    What a card there says of data, recipe, licence and languages is kept, and figures of an earlier run are used
+    where nothing is measured.
+
+    Args:
+        request: What to do.
+
+    Returns:
+        The path of README.md.
+
+    Raises:
+        FileNotFoundError: No such folder, prompts or template.
+        FileExistsError: A card that a person wrote, without `overwrite`.
+        ValueError: No prompts, a drafter without a backbone, a template with an unknown field.
+        OSError: What the Hub cannot give.
+    """
+    output = request.output or Path(request.model)
+    if request.output is None and not output.is_dir():
+        raise FileNotFoundError(f"{request.model}: no such folder; for a model of the Hub, name a folder with --output")
+    prompts = [] if request.measure is None else read_prompts(request.measure)
+    model, generator, tokenizer = _load(request, needs_backbone=bool(prompts))
+    known = _known(request.model)
+    results = _measured(request, model, generator, tokenizer, prompts) if prompts else _earlier(output)
+    card = render_card(
+        model,
+        results,
+        license=request.license or known.pop("license", None),
+        base_model=request.base_model or known.pop("base_model", None),
+        language=request.language or known.pop("language", None),
+        model_name=known.pop("model_name", None) or Path(request.model).resolve().name,
+        repo_id=None if Path(request.model).is_dir() else request.model,
+        training_data=known.pop("training_data", None),
+        training_description=known.pop("training_description", None),
+        metadata={name: known[name] for name in ("datasets", "tags") if known.get(name)},
+        remote_code=_travelling(request.model),
+        template=request.template,
+    )
+    output.mkdir(parents=True, exist_ok=True)
+    path = write_card(output, card, overwrite=request.overwrite)
+    if prompts:
+        results.to_json(output / RESULTS)
+    return path
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a file.
+
+    Args:
+        path: One prompt per line, or, in a `.jsonl`, JSON: strings, or objects with `"prompt"` or `"text"`.
+
+    Raises:
+        FileNotFoundError: No such file.
+        ValueError: No prompt in it, or a line that is none; its number is named.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"--measure {path}: no such file of prompts")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if path.suffix == ".jsonl":
+        numbered = [(number, _of_json(path, number, line)) for number, line in numbered]
+    if not numbered:
+        raise ValueError(f"--measure {path}: no prompt in it; write one per line")
+    return [prompt for _, prompt in numbered]
+
+
+def _of_json(path: Path, number: int, line: str) -> str:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"--measure {path}, line {number}: no JSON ({error})") from error
+    prompt = found.get("prompt", found.get("text")) if isinstance(found, dict) else found
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError(f'--measure {path}, line {number}: neither a string nor an object with "prompt"')
+    return prompt
+
+
+class _Drafted:
+    """A backbone with a drafter, in the form of a model that drafts by itself."""
+
+    def __init__(self, backbone: PreTrainedModel, drafter: PreTrainedModel) -> None:
+        self.backbone, self.drafter, self.device = backbone, drafter, backbone.device
+
+    def generate(self, *args: Any, use_mtp: bool | None = None, **kwargs: Any) -> Any:
+        """With the drafter, unless `use_mtp` is False."""
+        return self.backbone.generate(*args, assistant_model=None if use_mtp is False else self.drafter, **kwargs)
+
+
+def _load(request: CardRequest, needs_backbone: bool) -> tuple[PreTrainedModel, Any, Tokenizer | None]:
+    """The model or drafter, what generates with it, and the tokenizer; the last two only where a text is written."""
+    logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(request.model)
+    if config.model_type in FAMILIES and count_modules(config):
+        model = DeepSeekMTP.from_pretrained(request.model, config=config, dtype=request.dtype)
+    elif type(config) in AutoModelForCausalLM._model_mapping:
+        model = AutoModelForCausalLM.from_pretrained(request.model, config=config, dtype=request.dtype)
+    else:
+        model = AutoModel.from_pretrained(request.model, config=config, dtype=request.dtype)
+    model = model.eval()
+    if not hasattr(model, "attach"):
+        return model, model, AutoTokenizer.from_pretrained(request.model) if needs_backbone else None
+    name = request.backbone or getattr(config, "base_model_name_or_path", None)
+    if not needs_backbone:
+        return model, None, None
+    if not name:
+        raise ValueError(f"{request.model} holds a drafter, and names no backbone: name one with --backbone")
+    backbone = AutoModelForCausalLM.from_pretrained(name, dtype=request.dtype).eval()
+    return model, _Drafted(backbone, model.attach(backbone)), AutoTokenizer.from_pretrained(name)
+
+
+def _measured(
+    request: CardRequest, model: PreTrainedModel, generator: Any, tokenizer: Tokenizer, prompts: list[str]
+) -> MeasuredResults:
+    modes = (GREEDY, sampled(0.7), sampled(1.0))
+    found = [compare_decoding(generator, tokenizer, prompts, mode, request.new_tokens) for mode in modes]
+    shown = f"{len(prompts)} prompts of one's own, at most {request.new_tokens} new tokens each; batch 1"
+    processor = platform.processor() or platform.machine() or "unknown processor"
+    return MeasuredResults(
+        results=[comparison.result for comparison in found],
+        dataset_name=request.measure.name,
+        dataset_description=f"{shown}; {describe_threads()}.",
+        hardware=torch.cuda.get_device_name() if model.device.type == "cuda" else processor,
+        dtype=str(model.dtype).removeprefix("torch."),
+        command=_command(request),
+        library_version=__version__,
+        unit="byte" if is_byte_level(tokenizer) else "token",
+        accepted_by_position=found[0].accepted_by_position,
+        extra={
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "Python": platform.python_version(),
+        },
+    )
+
+
+def _command(request: CardRequest) -> str:
+    """The command that repeats the run, with names in place of paths of this machine."""
+    words = ["tokenahead card", hub_id(request.model) or Path(request.model).resolve().name]
+    words += ["--measure", request.measure.name, "--new-tokens", str(request.new_tokens)]
+    if request.backbone:
+        words += ["--backbone", hub_id(request.backbone) or Path(request.backbone).resolve().name]
+    return " ".join(words)
+
+
+def _earlier(output: Path) -> MeasuredResults | None:
+    return MeasuredResults.from_json(output / RESULTS) if (output / RESULTS).is_file() else None
+
+
+def _known(source: str) -> dict[str, Any]:
+    """What a card of this library beside the model says, and no config does."""
+    readme, is_folder = Path(source) / "README.md", Path(source).is_dir()
+    if is_folder and not readme.is_file():
+        return {}
+    try:
+        card = ModelCard.load(readme if is_folder else source, ignore_metadata_errors=True)
+    except (OSError, EntryNotFoundError):
+        return {}
+    names = ("license", "base_model", "language", "model_name", "datasets", "tags")
+    fields = {name: card.data.get(name) for name in names if card.data.get(name)}
+    data, how = _part(card.text, "Training Data"), _part(card.text, "Training Procedure")
+    return fields | {name: text for name, text in (("training_data", data), ("training_description", how)) if text}
+
+
+def _part(text: str, heading: str) -> str | None:
+    """What stands under a heading of the third level, unless it says that nothing was said."""
+    match = re.search(rf"^### {heading}\n(.*?)(?=^#{{1,3}} |\Z)", text, re.M | re.S)
+    found = match[1].strip() if match else ""
+    return found if found and not _UNTOLD.fullmatch(found) else None
+
+
+def _travelling(source: str) -> str | None:
+    """What of the code lies in a folder, or in a repository of the Hub by what its config says."""
+    folder = Path(source) / CODE_FOLDER
+    if Path(source).is_dir() and not folder.is_dir():
+        return None
+    return "package" if folder.is_dir() and len(list(folder.glob("modeling_*.py"))) == 1 else "bundle"

@@ -1,0 +1,67 @@
+"""What a slot reads: the embedding of its uniform, of the wish for the most likely token, and of the last state."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ...configuration.ptp import PTPConfig
+from .features import uniform_features
+
+GREEDY = -1.0
+"""In place of a uniform: the slot is asked for the most likely token."""
+
+
+class _WideLinear(nn.Linear):
+    """A linear layer that computes in float32 at least: in bfloat16, features would say too little."""
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return nn.functional.linear(features.to(dtype), self.weight.to(dtype), bias).to(self.weight.dtype)
+
+
+class UniformEmbedding(nn.Module):
+    """Embeds uniforms: features, then a projection.
+
+    Args:
+        config: `features`, `feature_dim`, `projection`, `projection_bias`, `greedy`, `reads_state` and `num_slots` are
+            read.
+        hidden_size: Width of the embeddings.
+    """
+
+    def __init__(self, config: PTPConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.kind, self.dim = config.features, config.feature_dim
+        if config.projection == "linear":
+            self.projection: nn.Module = _WideLinear(self.dim, hidden_size, bias=config.projection_bias)
+        else:
+            self.projection = nn.Sequential(
+                _WideLinear(self.dim, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
+            )
+        self.greedy = nn.Embedding(1, hidden_size) if config.greedy else None
+        self.state = _WideLinear(hidden_size, hidden_size, bias=False) if config.reads_state else None
+        self.gap = nn.Embedding(config.num_slots + 2, hidden_size) if config.reads_state else None
+
+    def forward(
+        self, uniforms: torch.Tensor, states: torch.Tensor | None = None, gaps: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Embeds the slots of a batch.
+
+        Args:
+            uniforms: [B, A], which stay float32 until they are features; `GREEDY` asks for the most likely token.
+            states: [B, A or 1, H], the last verified hidden states, where the slots read them.
+            gaps: [A] or [B, A] int64, how many tokens stand between the state's own and the slots' completion; 0: the
+                state is not known, and is not read.
+
+        Returns:
+            [B, A, H] in the dtype of the weights.
+        """
+        with torch.autocast(uniforms.device.type, enabled=False):
+            embeds = self.projection(uniform_features(uniforms, self.kind, self.dim))
+            if self.greedy is not None:
+                embeds = torch.where((uniforms < 0)[..., None], self.greedy.weight[0], embeds)
+            if self.state is not None:
+                gaps = gaps.clamp(0, self.gap.num_embeddings - 1)
+                embeds = embeds + torch.where((gaps > 0)[..., None], self.state(states), 0.0) + self.gap(gaps)
+        return embeds

@@ -1,0 +1,119 @@
+"""Flattened code: whole, with unique names, in imports that transformers sees, and nothing that it may not import."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+from transformers.dynamic_module_utils import get_imports, get_relative_imports
+
+from tokenahead.model_cards import bundle as module
+from tokenahead.model_cards.bundle import bundle
+from tokenahead.modeling.remote_code import TRANSFORMERS
+
+ENTRIES = {
+    "modeling.evabyte.model": "modeling_evabyte",
+    "modeling.evabyte.backbone": "modeling_evabyte_backbone",
+    "modeling.evabyte.tokenizer": "modeling_evabyte_tokenizer",
+    "modeling.heads.attached": "modeling_heads_attached",
+    "modeling.eagle.model": "modeling_eagle",
+    "modeling.ptp.model": "modeling_ptp",
+    "modeling.deepseek.model": "modeling_deepseek",
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_file_is_there_and_transformers_sees_every_import(entry, tmp_path):
+    made = bundle(entry)
+    assert made.entry == ENTRIES[entry] and made is bundle(entry)
+    assert made.requires == (("peft",) if entry == "modeling.ptp.model" else ())
+    for name, text in made.files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        relative = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and node.level]
+        assert all(node.level == 1 for node in relative)
+        named = {node.module or alias.name for node in relative for alias in node.names}
+        assert named == set(get_relative_imports(tmp_path / name))
+        assert {f"{one}.py" for one in named} <= made.files.keys()
+        foreign = set(get_imports(tmp_path / name)) - set(sys.stdlib_module_names)
+        assert foreign <= {"torch", "transformers", "huggingface_hub", "safetensors", "numpy", *made.requires}
+    assert not any("tokenahead import" in text for text in made.files.values())
+
+
+def test_version_of_transformers_is_that_of_setup_cfg():
+    text = Path(__file__).parents[2].joinpath("setup.cfg").read_text()
+    major, minor = TRANSFORMERS.split(".")
+    assert f"transformers>={major}.{minor},<{major}.{int(minor) + 1}\n" in text
+
+
+def test_only_imports_differ_from_the_source():
+    path = module._ROOT / "modeling" / "heads" / "registry.py"
+    ours = ast.parse(path.read_text(encoding="utf-8"))
+    theirs = ast.parse(bundle("modeling.evabyte.model").files["modeling_heads_registry.py"])
+
+    def rest(tree: ast.Module) -> list[str]:
+        return [ast.dump(node) for node in tree.body if not (isinstance(node, ast.ImportFrom) and node.level)]
+
+    assert rest(ours) == rest(theirs)
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """Writes a package of its own for the bundler."""
+    monkeypatch.setattr(module, "_ROOT", tmp_path)
+    bundle.cache_clear()
+
+    def write(**files: str) -> None:
+        for name, text in files.items():
+            path = tmp_path / f"{name.replace('__', '/')}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            (path.parent / "__init__.py").touch()
+
+    write.root = tmp_path
+    yield write
+    bundle.cache_clear()
+
+
+def test_every_form_of_import(tree):
+    tree(
+        room__start="from . import leaf, other as second  # both\n"
+        "from .pack import (\n    Thing,\n    x as y,\n)\nVALUE = 1\n"
+        "def f():\n    from .late import g\n    from .. import __version__\n    return g, __version__\n",
+        room__leaf="",
+        room__other="",
+        room__late="g = 1\n",
+        room__pack__model="Thing = 1\n",
+        room__pack__rest="x = 2\n",
+    )
+    (tree.root / "room" / "pack" / "__init__.py").write_text("from .model import Thing\nfrom .rest import x\n")
+    made = bundle("room.start")
+    assert set(made.files) == {
+        *("room_start.py", "room_leaf.py", "room_other.py", "room_late.py", "room_pack.py", "room_pack_rest.py"),
+        "tokenahead_version.py",
+    }
+    text = made.files["room_start.py"]
+    assert "from . import room_leaf as leaf\n" in text and "from . import room_other as second  # both\n" in text
+    assert "from .room_pack import Thing\nfrom .room_pack_rest import x as y\n" in text
+    assert "    from .room_late import g\n    from .tokenahead_version import __version__\n" in text
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"room__start": "from .a.model import x\nfrom .a import y", "room__a": "", "room__a__model": ""}, "room_a.py"),
+        ({"room__start": "import tokenahead\n"}, "room/start.py, line 1: .* must not import 'tokenahead'"),
+        ({"room__start": "\ndef f():\n    import scipy\n"}, "room/start.py, line 3: .* must not import 'scipy'"),
+        ({"room__start": "from peft import x\n"}, "must not import 'peft'"),
+        ({"room__start": "from .leaf import *\n", "room__leaf": ""}, "import names, not \\*"),
+        ({"room__start": "from .pack import x\n", "room__pack__leaf": ""}, "x is defined in room/pack/__init__.py"),
+    ],
+)
+def test_code_that_cannot_travel_is_refused_by_name(tree, files, told):
+    tree(**files)
+    with pytest.raises(ValueError, match=told):
+        bundle("room.start")
+
+
+def test_an_installation_without_sources_says_what_to_do(tree):
+    with pytest.raises(FileNotFoundError, match="remote_code='package' or None"):
+        bundle("room.nowhere")

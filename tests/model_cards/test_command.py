@@ -1,0 +1,101 @@
+"""`tokenahead card`: what it measures, what it keeps of an earlier card, and what it refuses."""
+
+import dataclasses
+import json
+
+import pytest
+from huggingface_hub import ModelCard
+
+from tests.every_model import llama, moved_heads
+from tests.training.conftest import small_model
+from tests.training.test_cli import error_of, run
+from tokenahead import EvaByteTokenizer
+from tokenahead.model_cards import MeasuredResults, render_card, write_card
+from tokenahead.model_cards.command import CardRequest, make_card, read_prompts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with its tokenizer and a card that tells of its training, and prompts."""
+    path = tmp_path_factory.mktemp("made") / "toy"
+    model = small_model()
+    model.save_pretrained(path)
+    EvaByteTokenizer().save_pretrained(path)
+    told = {"training_data": "Novels.", "training_description": "Slowly.", "hyperparameters": {"learning_rate": 0.1}}
+    write_card(path, render_card(model, None, license="mit", language="en", metadata={"tags": ["mine"]}, **told))
+    (path.parent / "prompts.txt").write_text("def f(\n\nimport \n")
+    return path
+
+
+def test_figures_of_every_way_are_measured_and_what_was_told_is_kept(folder, capsys):
+    prompts = folder.parent / "prompts.txt"
+    assert run("card", folder, "--measure", prompts, "--new-tokens", "8") == 0
+    assert capsys.readouterr().out == f"wrote {folder / 'README.md'}\n"
+    results, card = MeasuredResults.from_json(folder / "results.json"), ModelCard.load(folder / "README.md")
+    assert [row.name for row in results.results] == ["greedy", "sampled, T=0.7", "sampled, T=1"]
+    assert results.results[0].identical and results.results[0].new_tokens == 16
+    figures = {entry.metric_name for entry in card.data.eval_results}
+    assert {f"Bytes per backbone call, {row.name}" for row in results.results} <= figures
+    command = "tokenahead card toy --measure prompts.txt --new-tokens 8"
+    for told in ("Novels.", "Slowly.", "learning_rate: 0.1", command):
+        assert card.text.count(told) == 1
+    assert (card.data.license, card.data.language, card.data.library_name) == ("mit", "en", "transformers")
+    assert "mine" in card.data.tags and str(folder.parent) not in card.content
+    before = card.content
+    assert run("card", folder) == 0  # the figures of before, and nothing twice
+    assert ModelCard.load(folder / "README.md").content == before
+
+
+def test_a_drafter_is_measured_on_its_backbone(tmp_path):
+    backbone = llama(vocab_size=320)
+    backbone.save_pretrained(tmp_path / "base")
+    EvaByteTokenizer().save_pretrained(tmp_path / "base")
+    moved_heads(backbone).save_pretrained(tmp_path / "heads", remote_code=None)
+    (tmp_path / "prompts.jsonl").write_text('"abc"\n{"prompt": "def f(\\n"}\n')
+    with pytest.raises(ValueError, match="holds a drafter, and names no backbone: name one with --backbone"):
+        make_card(CardRequest(str(tmp_path / "heads"), measure=tmp_path / "prompts.jsonl"))
+    asked = CardRequest(str(tmp_path / "heads"), tmp_path / "prompts.jsonl", str(tmp_path / "base"), new_tokens=6)
+    path = make_card(dataclasses.replace(asked, output=tmp_path / "out"))
+    rows = MeasuredResults.from_json(tmp_path / "out" / "results.json").results
+    assert rows[0].identical and rows[0].backbone_calls <= rows[0].new_tokens
+    card = ModelCard.load(path)
+    assert card.data.library_name == "tokenahead" and "--backbone base" in card.text
+    assert str(tmp_path) not in card.content
+    assert not (tmp_path / "heads" / "README.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("empty.txt", "\n \n", "no prompt in it"),
+        ("bad.jsonl", '"a"\n{', "line 2: no JSON"),
+        ("other.jsonl", '{"promt": "a"}', "line 1: neither a string nor an object"),
+    ],
+)
+def test_prompts_that_are_none(tmp_path, name, text, told):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=told):
+        read_prompts(tmp_path / name)
+
+
+def test_refusals_are_one_line(folder, tmp_path, capsys):
+    code, line = error_of(capsys, "card", folder, "--measure", tmp_path / "none.txt")
+    assert code == 1 and "none.txt: no such file of prompts" in line
+    code, line = error_of(capsys, "card", "me/nowhere")
+    assert code == 1 and "name a folder with --output" in line
+    (tmp_path / "card.jinja").write_text("{{ colour }}")
+    code, line = error_of(capsys, "card", folder, "--template", tmp_path / "card.jinja")
+    assert code == 1 and "'colour' is undefined" in line
+    own = (folder / "README.md").read_text() + "My own words.\n"
+    (folder / "README.md").write_text(own)
+    code, line = error_of(capsys, "card", folder)
+    assert code == 1 and "overwrite=True" in line and (folder / "README.md").read_text() == own
+
+
+def test_the_package_alone_is_said_where_no_code_lies(tmp_path):
+    small_model().save_pretrained(tmp_path / "plain", remote_code=None)
+    small_model().save_pretrained(tmp_path / "asks", remote_code="package")
+    for name in ("plain", "asks"):
+        path = make_card(CardRequest(str(tmp_path / name), license="mit"))
+        assert ModelCard.load(path).data.library_name == "tokenahead"
+        assert "auto_map" in json.loads((tmp_path / name / "config.json").read_text()) or name == "plain"

@@ -1,0 +1,138 @@
+"""Folders are saved whole or not at all, with or without code, and leave no trace on the model."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tests.every_model import every_model, llama, moved_heads
+from tests.models import tiny_model
+from tokenahead import EagleHead, EvaByteForMTPC, EvaByteTokenizer
+from tokenahead.modeling.folders import whole_folder
+
+KINDS = ("evabyte_ff", "deepseek_llama", "ptp_one_hot", "heads", "eagle", "tokenizer")
+
+
+def made(kind: str):
+    if kind == "tokenizer":
+        return EvaByteTokenizer()
+    if kind == "heads":
+        return moved_heads(llama())
+    if kind == "eagle":
+        return EagleHead.from_backbone(llama(), aux_layers=[0, 1, 2])
+    return every_model(kind)
+
+
+def contents(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_crash_in_the_middle_leaves_nothing_or_what_was_there(kind, tmp_path, monkeypatch):
+    thing, base = made(kind), PreTrainedTokenizerBase if kind == "tokenizer" else PreTrainedModel
+    thing.save_pretrained(tmp_path / "old")
+    before, save = contents(tmp_path / "old"), base.save_pretrained
+
+    def crashing(*args, **kwargs):
+        save(*args, **kwargs)
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(base, "save_pretrained", crashing)
+    for folder in ("old", "new/deep/folder"):
+        with pytest.raises(OSError, match="no space left"):
+            thing.save_pretrained(tmp_path / folder, remote_code=None)
+    assert contents(tmp_path / "old") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_code_is_written_as_asked_and_leaves_no_trace_on_what_was_saved(kind, tmp_path):
+    thing = made(kind)
+    file = "tokenizer_config.json" if kind == "tokenizer" else "config.json"
+    for remote_code, least, most in (("auto", 2, 80), ("bundle", 2, 80), ("package", 1, 1), (None, 0, 0)):
+        folder = tmp_path / str(remote_code)
+        thing.save_pretrained(folder, remote_code=remote_code)
+        names = json.loads((folder / file).read_text()).get("auto_map", {})
+        entries = [name[0] if isinstance(name, list) else name for name in names.values()]
+        assert all((folder / f"{entry.rpartition('.')[0]}.py").is_file() for entry in entries)
+        assert bool(entries) == bool(most)
+        assert least <= len(list((folder / "tokenahead_code").glob("*.py"))) <= most if most else not entries
+        assert not getattr(getattr(thing, "config", None), "auto_map", None)
+    assert contents(tmp_path / "auto") == contents(tmp_path / "bundle")
+    again = type(thing).from_pretrained(tmp_path / "auto")
+    assert not getattr(getattr(again, "config", None), "auto_map", None)
+    with pytest.raises(ValueError, match="remote_code='zip': choose 'auto', 'bundle', 'package' or None"):
+        thing.save_pretrained(tmp_path / "zip", remote_code="zip")
+    assert not (tmp_path / "zip").exists()
+
+
+def test_checkpoints_of_a_trainer_ask_for_the_library(tmp_path):
+    for part in (tiny_model(), EvaByteTokenizer()):
+        part.save_pretrained(tmp_path / "checkpoint-12")
+    code = contents(tmp_path / "checkpoint-12" / "tokenahead_code")
+    assert code["modeling_evabyte.py"].startswith(b"from tokenahead import EvaByteConfig, EvaByteForMTPC, EvaByteModel")
+    assert set(code) == {"modeling_evabyte.py", "modeling_evabyte_tokenizer.py", "README.md"}
+
+
+class Mine(EvaByteForMTPC):
+    """A class of a user, whose code the library does not know."""
+
+
+def test_classes_of_users_carry_no_code_of_ours(tmp_path):
+    model = Mine(tiny_model().config)
+    model.save_pretrained(tmp_path / "saved")
+    assert "auto_map" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    with pytest.raises(ValueError, match="Mine is defined in .*test_saving, and only classes of tokenahead travel"):
+        model.save_pretrained(tmp_path / "bundle", remote_code="bundle")
+
+
+def test_layouts_of_others_carry_no_code(tmp_path):
+    head = made("eagle")
+    head.config.layout = "vllm"
+    head.save_pretrained(tmp_path / "saved")
+    assert set(contents(tmp_path / "saved")) == {"config.json", "model.safetensors"}
+    with pytest.raises(ValueError, match="the layout 'vllm' is for other tools"):
+        head.save_pretrained(tmp_path / "bundle", remote_code="bundle")
+
+
+def test_registering_a_class_of_ours_does_not_copy_code_twice(tmp_path):
+    EvaByteForMTPC.register_for_auto_class("AutoModelForCausalLM")  # a habit of authors of code on the Hub
+    tiny_model().save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.glob("*.py")] == []
+
+
+def test_weights_of_an_earlier_save_are_removed_and_those_of_another_variant_kept(tmp_path):
+    model = tiny_model()
+    (tmp_path / "notes.txt").write_text("mine")
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    model.save_pretrained(tmp_path, variant="fp32")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    model.save_pretrained(tmp_path)
+    weights = {name for name in contents(tmp_path) if "safetensors" in name}
+    assert weights == {"model.safetensors", "model.fp32.safetensors"} and (tmp_path / "notes.txt").exists()
+    for variant in (None, "fp32"):
+        loaded = EvaByteForMTPC.from_pretrained(tmp_path, variant=variant)
+        assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for process in (dead.pid, os.getppid()):
+        (tmp_path / f".tokenahead-saving.{process}").mkdir()
+    with whole_folder(tmp_path) as folder:
+        (folder / "a.txt").write_text("a")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f".tokenahead-saving.{os.getppid()}", "a.txt"]
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for thing in (tiny_model(), EvaByteTokenizer()):
+        with pytest.raises(NotADirectoryError, match="is a file; name a folder to save to"):
+            thing.save_pretrained(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"

@@ -1,0 +1,144 @@
+"""PTPTrainer: gradients do not depend on how an update is cut, and evaluation is a function of model and data."""
+
+import pytest
+import torch
+
+from tests.ptp_models import VOCABULARY, backbone, ids, student
+from tests.training.ptp.test_trainer import FOLDED, texts, trainer
+from tokenahead.modeling.heads import chunks
+from tokenahead.training.ptp import scores
+
+
+def gradients(model, tmp_path, rows, size, **options) -> tuple[float, list[torch.Tensor]]:
+    """Loss and gradients of one update that is made of micro-batches of `size` rows."""
+    own = trainer(model, tmp_path, rows, **options)
+    batches = [own.data_collator(rows[start : start + size]) for start in range(0, len(rows), size)]
+    own.model_wrapped = model
+    batches, totals = own.get_batch_samples(iter(batches), len(batches), torch.device("cpu"))
+    model.zero_grad()
+    losses = [own.compute_loss(model, batch, num_items_in_batch=totals) for batch in batches]
+    for loss in losses:
+        loss.backward()
+    return sum(losses).item(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("base_weight", [0.0, 0.5])
+def test_micro_batches_give_the_gradient_of_the_whole(base_weight, tmp_path):
+    """Micro-batches of different numbers of slots: the mean of their means would be another."""
+    model = student(base=backbone().double())
+    if base_weight:
+        model.train_only("all")
+    row = ids(1, 9)[0]
+    rows = [{"input_ids": row[:n], "labels": row[:n]} for n in (9, 3, 4, 2)]
+    options = {"completions": 50, "greedy_share": 0.0, "base_weight": base_weight}
+    with pytest.MonkeyPatch.context() as patch:  # the same uniforms, however batches are cut
+        patch.setattr("tokenahead.training.ptp.tasks.RandomDraws", lambda _: Places())
+        whole, cut = (gradients(model, tmp_path, rows, size, **options) for size in (4, 1))
+    assert cut[0] == pytest.approx(whole[0], rel=1e-6)
+    for one, other in zip(whole[1], cut[1], strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-7)
+
+
+class Places:
+    """Draws that depend on columns alone."""
+
+    def keys(self, documents):
+        return torch.linspace(0.9, 0.1, documents.shape[1]).expand(documents.shape)
+
+    def shares(self, starts, length):
+        return ((starts[..., None] + torch.arange(length)) * 0.37).frac().double()
+
+
+def test_evaluation_repeats_itself_and_leaves_the_generator_alone(tmp_path):
+    model = student(base=backbone().double(), sampling=FOLDED, greedy=True, features="scalar")  # rounding shows in bits
+    rows = [*texts(backbone(), **FOLDED)[:7], {"input_ids": ids(2)}]
+    found = {}
+    for size in (1, 3, 8):
+        own = trainer(model, tmp_path, eval_dataset=rows, completions=50, gamma=0.7)
+        own.args.per_device_eval_batch_size = size
+        torch.manual_seed(size)
+        state = torch.get_rng_state()
+        found[size] = own.evaluate()
+        assert torch.equal(torch.get_rng_state(), state)
+    for name in ("eval_loss", "eval_num_correct"):
+        assert found[1][name] == pytest.approx(found[8][name], rel=1e-5) == pytest.approx(found[3][name], rel=1e-5)
+    assert 0 <= found[1]["eval_num_correct_greedy"] <= 3
+
+
+@pytest.mark.parametrize("sequences", ["teacher", "student"])
+def test_evaluation_on_written_texts_repeats_itself(sequences, tmp_path):
+    model, rows = student(), texts(backbone())[:5]
+    own = trainer(model, tmp_path, eval_dataset=rows, sequences=sequences)
+    state = torch.get_rng_state()
+    first, second = own.evaluate()["eval_loss"], own.evaluate()["eval_loss"]
+    assert first == second and torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("variant", "loss"), [("one_hot", "ce"), ("categorical", "kl")])
+def test_pieces_of_the_loss_give_what_all_of_it_gives(variant, loss, tmp_path, monkeypatch):
+    """Slots and laws three rows at a time; no tensor over the vocabulary is larger."""
+    model, rows = student(variant, backbone().double(), sampling=FOLDED), texts(backbone(), **FOLDED)[:4]
+    options = {"loss": loss, "completions": 4, "greedy_share": 0.5}
+    torch.manual_seed(7)
+    whole = gradients(model, tmp_path, rows, 4, **options)
+    for module in (chunks, scores):
+        monkeypatch.setattr(module, "LOGITS_PER_CHUNK", 3 * VOCABULARY)
+    seen = []
+    model.get_output_embeddings().register_forward_hook(lambda layer, inputs, output: seen.append(output.numel()))
+    torch.manual_seed(7)
+    pieces = gradients(model, tmp_path, rows, 4, **options)
+    assert pieces[0] == pytest.approx(whole[0], rel=1e-9)
+    torch.testing.assert_close(pieces[1], whole[1])
+    assert seen and max(seen) <= 3 * VOCABULARY
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize("variant", ["one_hot", "categorical"])
+def test_greedy_completions_are_the_teachers_greedy_texts(variant, is_own, tmp_path):
+    model = student(variant, backbone().double(), greedy=True)
+    teacher = None if is_own else backbone().double()
+    own = trainer(model, tmp_path, completions=4, greedy_share=0.5, teacher=teacher)
+    found = own._task(model, {"input_ids": ids(2, 8)}, True)
+    assert (found.u[:, 1::2] == -1).all() and (found.u[:, ::2] >= 0).all()
+    for row in range(2):
+        for completion in (1, 3):
+            text = ids(2, 8)[row : row + 1, : int(found.completions.starts[row, completion])]
+            for token in found.completions.tokens[row, completion].tolist():
+                assert int(model(text).logits[0, -1].argmax()) == token
+                text = torch.cat([text, torch.tensor([[token]])], dim=1)
+    torch.manual_seed(0)
+    loss = own.compute_loss(model, {"input_ids": ids(2, 8)})
+    loss.backward()
+    assert model.uniform_embedding.greedy.weight.grad.abs().sum() > 0
+
+
+def test_states_are_those_before_the_token_that_was_verified_last(tmp_path):
+    model = student(base=backbone().double(), reads_state=True)
+    rows = {"input_ids": ids(2, 9), "position_ids": torch.tensor([[*range(5), *range(4)]] * 2)}
+    found = trainer(model, tmp_path, completions=8, greedy_share=0.0)._task(model, rows, True)
+    known = found.inputs.gaps > 0
+    assert known.any() and not known.all()
+    for row, completion in known.nonzero().tolist():
+        start, gap = (int(part[row, completion]) for part in (found.completions.starts, found.inputs.gaps))
+        begin = 0 if start < 5 else 5
+        text = ids(2, 9)[row : row + 1, begin : start - gap]
+        state = model.backbone.model(text).last_hidden_state[0, -1]
+        torch.testing.assert_close(found.inputs.states[row, completion], state)
+    trainer(model, tmp_path).train()
+
+
+def test_data_without_a_target_are_refused(tmp_path):
+    row = ids(1, 6)[0]
+    with pytest.raises(ValueError, match="train_dataset has nothing to complete"):
+        trainer(student(), tmp_path, [{"input_ids": row, "labels": torch.full_like(row, -100)}] * 4).train()
+
+
+def test_the_default_rate_is_the_trainers_own(tmp_path):
+    from transformers import TrainingArguments
+
+    from tokenahead.training import PTPTrainer
+
+    arguments = TrainingArguments(tmp_path, report_to=[], use_cpu=True)
+    assert PTPTrainer(student(), arguments, train_dataset=[]).args.learning_rate == 2e-3
+    assert arguments.learning_rate == 5e-5
+    assert trainer(student(), tmp_path, rate=3e-4).args.learning_rate == 3e-4

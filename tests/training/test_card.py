@@ -1,0 +1,57 @@
+"""Cards that trainers write are the library's own: with data, recipe and log, from `Trainer` and from TRL."""
+
+import pytest
+from huggingface_hub import ModelCard
+from transformers import Trainer
+
+from tests.every_model import llama, moved_heads
+from tests.training.conftest import ragged_rows, small_model, trainer_for
+from tests.training.test_sft import trainer_of
+
+
+def test_a_trained_model_has_a_card_and_its_code(tmp_path):
+    trainer = trainer_for(small_model(), tmp_path, ragged_rows(), max_steps=2, save_strategy="steps", save_steps=2)
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card(language="en", license="mit", dataset="made up", dataset_args="seed 1", tags="toy")
+    card = ModelCard.load(tmp_path / "README.md")
+    shown = ("Trained by `MTPTrainer` for 2 steps", "`made up (seed 1)`: 8 rows.", "learning_rate:", "@article{")
+    assert all(text in card.text for text in shown), card.text
+    assert (card.data.license, card.data.language) == ("mit", "en") and "toy" in card.data.tags
+    assert str(tmp_path) not in card.content
+    code = {folder: sorted(path.name for path in (folder / "tokenahead_code").glob("*.py")) for folder in
+            (tmp_path, tmp_path / "checkpoint-2")}  # fmt: skip
+    assert "generation_loop.py" in code[tmp_path]
+    assert code[tmp_path / "checkpoint-2"] == ["modeling_evabyte.py"]  # which asks for the library
+
+
+def test_a_push_while_training_takes_the_code_of_the_checkpoint_along(tmp_path, monkeypatch):
+    pushed = []
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: pushed.append(folder))
+    trainer = trainer_for(small_model(), tmp_path / "out", ragged_rows(), max_steps=1)
+    small_model().save_pretrained(tmp_path / "out" / "checkpoint-1")
+    trainer._push_from_checkpoint(str(tmp_path / "out" / "checkpoint-1"))
+    assert len(pushed) == 1 and (tmp_path / "out" / "tokenahead_code" / "modeling_evabyte.py").is_file()
+
+
+def test_heads_name_their_backbone_and_no_folder(tmp_path):
+    backbone = llama()
+    backbone.config._name_or_path = str(tmp_path)
+    trainer = trainer_for(moved_heads(backbone), tmp_path, ragged_rows(vocab_size=64), max_steps=1)
+    trainer.create_model_card(finetuned_from="me/base", model_name="Heads")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert (card.data.base_model, card.data.model_name) == ("me/base", "Heads") and str(tmp_path) not in card.content
+
+
+def test_words_of_a_person_are_kept(tmp_path):
+    (tmp_path / "README.md").write_text("# Mine\n")
+    trainer_for(small_model(), tmp_path, ragged_rows(), max_steps=1).create_model_card()
+    assert (tmp_path / "README.md").read_text() == "# Mine\n"
+
+
+def test_cards_of_trl_come_from_the_same_code(tmp_path):
+    pytest.importorskip("trl")
+    trainer_of(small_model(), tmp_path).create_model_card(dataset_name="made up")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert "Trained by `MTPSFTTrainer`" in card.text and "made up" in card.text and "sft" in card.data.tags
+    assert "None" not in card.content

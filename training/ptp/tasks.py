@@ -1,0 +1,196 @@
+"""What the slots of a batch are to learn: completions, uniforms that pick them, and states that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...configuration.ptp import PTPConfig
+from ...modeling.ptp.embedding import GREEDY
+from .columns import at_columns
+from .completions import Completions, Sequences, completion_tokens, draw_starts
+from .draws import FixedDraws, RandomDraws
+from .losses import slot_weights
+from .options import PTPOptions
+from .rows import PackedRows, SlotInputs
+from .scores import Scores
+from .teacher import Teacher, student_drafts
+
+
+@dataclass
+class Task:
+    """One batch, ready for the forward that learns.
+
+    Attributes:
+        sequences: The batch.
+        rows: In the model; its cache may be gone.
+        inputs: What the slots read.
+        completions: Of K tokens.
+        u: [B, C, K], what picks these tokens; `GREEDY` where they are the most likely ones.
+        reached: [B, C, K] bool, tokens that uniforms say something of.
+        first: The token of a completion that slot 0 predicts: its own (0), or the one behind it.
+        with_law: Whether targets are laws; else they are certain.
+    """
+
+    sequences: Sequences
+    rows: PackedRows
+    inputs: SlotInputs
+    completions: Completions
+    u: torch.Tensor
+    reached: torch.Tensor
+    first: int
+    with_law: bool
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """What slots should predict, [B, C, L] int64."""
+        return self.completions.tokens[..., self.first :]
+
+    @property
+    def uniforms(self) -> torch.Tensor:
+        """What picks these tokens, [B, C, L]."""
+        return self.u[..., self.first :]
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """Slots that learn, [B, C, L] bool."""
+        return (self.reached & self.completions.scored)[..., self.first :]
+
+    @property
+    def scores(self) -> Scores | None:
+        """What the target laws are made of, [B, C, L]; None where targets are certain."""
+        return self.completions.scores[:, :, self.first :] if self.with_law else None
+
+    def counts(self, gamma: float, next_tokens: torch.Tensor | None) -> torch.Tensor:
+        """Weight of all slots, and targets of the backbone's own loss, [2] float64."""
+        slots = slot_weights(self.valid, gamma).double().sum()
+        others = torch.zeros_like(slots) if next_tokens is None else (next_tokens >= 0).sum().double()
+        return torch.stack([slots, others])
+
+
+class TaskMaker:
+    """Makes tasks of batches.
+
+    Args:
+        config: The student's.
+        options: What to learn.
+        teacher: Whose law slots learn.
+        is_own: Whether that is the student's own backbone.
+    """
+
+    def __init__(self, config: PTPConfig, options: PTPOptions, teacher: Teacher, is_own: bool) -> None:
+        self.config, self.options, self.teacher, self.is_own = config, options, teacher, is_own
+        self.is_one_hot = config.variant == "one_hot"
+        self.length = config.num_slots + (not self.is_one_hot)
+
+    @torch.no_grad()
+    def task(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], is_training: bool, reads: bool) -> Task:
+        """A task.
+
+        Args:
+            model: The student, perhaps wrapped, and at rest.
+            inputs: A batch.
+            is_training: Draws at random; else evenly.
+            reads: Whether the forward that learns needs the cache.
+        """
+        options, sequences = self.options, Sequences.of(inputs)
+        if options.sequences == "teacher":
+            sequences = self.teacher.continued(sequences, 2 * self.length)
+        draws = RandomDraws(options.concentration) if is_training else FixedDraws(sequences.documents)
+        keys = draws.keys(sequences.documents)
+        starts, exists = draw_starts(sequences.startable, options.completions, keys)
+        rows = PackedRows(model, sequences, starts, self.is_one_hot)
+        needs_states = self.config.reads_state or options.sequences == "student" or options.method == "inverse"
+        own = rows.read() if self.is_own or reads or needs_states else None
+        shares = draws.shares(starts, self.length)
+        known_states = self._states(sequences, own, starts, draws)
+        if options.method == "inverse":
+            completions, (u, reached) = _inverse(rows, sequences, own, exists, shares)
+        else:
+            completions = self._completions(rows, own, exists, known_states)
+            u, reached = completions.place(shares)
+            completions, u, reached = self._with_greedy(rows, own, exists, completions, u, reached)
+        return self._put(sequences, rows, completions, u, reached, known_states)
+
+    def _completions(
+        self, rows: PackedRows, own: Scores | None, exists: torch.Tensor, states: tuple[Any, Any]
+    ) -> Completions:
+        sequences, starts = rows.sequences, rows.starts
+        if self.options.sequences == "student":
+            noise = torch.rand(*starts.shape, self.config.num_slots + 1, device=starts.device)
+            written = student_drafts(rows, own, self.config, SlotInputs(noise, *states))
+            return self.teacher.drafts(sequences, starts, exists, written)
+        scores = own if self.is_own else self.teacher.of_sequences(sequences)
+        return self.teacher.pieces(sequences, scores, starts, exists, self.length)
+
+    def _with_greedy(
+        self,
+        rows: PackedRows,
+        own: Scores | None,
+        exists: torch.Tensor,
+        completions: Completions,
+        u: torch.Tensor,
+        reached: torch.Tensor,
+    ) -> tuple[Completions, torch.Tensor, torch.Tensor]:
+        """Puts the most likely continuations in the place of some completions."""
+        chosen = self._greedy_places(rows.starts)
+        if chosen is None:
+            return completions, u, reached
+        starts = rows.starts[:, chosen]
+        if self.is_own:
+            tokens, scores = rows.most_likely(own.at(starts - 1), starts, self.length)
+        else:
+            tokens, scores = self.teacher.most_likely(rows.sequences, starts, self.length)
+        known = exists[:, chosen, None] & self.teacher.belong(tokens)
+        joined = replace(
+            completions,
+            tokens=completions.tokens.index_copy(1, chosen, tokens),
+            scored=completions.scored.index_copy(1, chosen, known),
+            scores=completions.scores.replaced(chosen, scores),
+        )
+        return joined, u.index_fill(1, chosen, GREEDY), reached.index_copy(1, chosen, known)
+
+    def _greedy_places(self, starts: torch.Tensor) -> torch.Tensor | None:
+        """Which completions are greedy, [G] int64: evenly spread, so that it does not depend on how many there are."""
+        share = self.options.greedy_share if self.config.greedy else 0.0
+        places = [place for place in range(starts.shape[1]) if int((place + 1) * share) > int(place * share)]
+        return torch.tensor(places, device=starts.device) if places else None
+
+    def _states(
+        self, sequences: Sequences, own: Scores | None, starts: torch.Tensor, draws: RandomDraws | FixedDraws
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Last verified states [B, C, D] and gaps [B, C]: they stand before the token that was verified last."""
+        if not self.config.reads_state:
+            return None, None
+        gaps = draws.gaps(starts, self.config.num_slots + 1)
+        columns = (starts - 1 - gaps).clamp(min=0)
+        documents = sequences.documents
+        same = at_columns(documents, columns) == at_columns(documents, starts)
+        return at_columns(own.states, columns), gaps * (same & (starts - 1 - gaps >= 0))
+
+    def _put(
+        self,
+        sequences: Sequences,
+        rows: PackedRows,
+        completions: Completions,
+        u: torch.Tensor,
+        reached: torch.Tensor,
+        states: tuple[Any, Any],
+    ) -> Task:
+        """A categorical slot predicts the token behind its own; a one-hot one its own, for certain."""
+        with_law = self.options.loss != "ce" and not self.config.predicts_tokens
+        inputs = SlotInputs(u[..., : self.config.num_slots], *states)
+        return Task(sequences, rows, inputs, completions, u, reached, int(not self.is_one_hot), with_law)
+
+
+def _inverse(
+    rows: PackedRows, sequences: Sequences, own: Scores, exists: torch.Tensor, shares: torch.Tensor
+) -> tuple[Completions, tuple[torch.Tensor, torch.Tensor]]:
+    _, tokens, known, scored = completion_tokens(sequences, rows.starts, exists, shares.shape[-1])
+    placed = rows.invert(own.at(rows.starts - 1), tokens, known, shares)
+    nowhere = torch.zeros_like(shares)
+    return Completions(rows.starts, tokens, known, scored, nowhere, nowhere), placed

@@ -68,6 +68,7 @@ FUNCTIONS = [
     (Trainer, "_prepare_inputs", "inputs"),
     (Trainer, "_push_from_checkpoint", "checkpoint_folder"),
     (peft.LoraConfig, "_register_custom_module", "mapping"),
+    (torch.nn.Module, "_apply", "fn recurse"),
 ]
 """Functions that we override or call: where they are found, their names, and their first parameters in order."""
 
@@ -78,6 +79,7 @@ ATTRIBUTES = [
     (PreTrainedModel, "_hf_peft_config_loaded"),
     (PreTrainedModel, "_is_stateful"),
     (PreTrainedModel, "_keys_to_ignore_on_load_unexpected"),
+    (PreTrainedModel, "_keep_in_fp32_modules_strict"),
     (PreTrainedModel, "_no_split_modules"),
     (PreTrainedModel, "_skip_keys_device_placement"),
     (PreTrainedModel, "_supports_attention_backend"),
@@ -94,9 +96,11 @@ ATTRIBUTES = [
 WRITTEN_IN_SOURCE = [
     (GenerationMixin, "_pad_token_tensor"),
     (PreTrainedConfig, "_name_or_path"),
+    (PreTrainedModel, "_gradient_checkpointing_func"),
     (PreTrainedModel, "_is_hf_initialized"),
     (PrefixConstrainedLogitsProcessor, "_prefix_allowed_tokens_fn"),
     (Trainer, "_created_lr_scheduler"),
+    (Trainer, "_initial_global_step"),
     (accelerate.hooks, "_hf_hook"),
     (inspect.getmodule(PreTrainedTokenizer), "_added_tokens_encoder"),
     (transformers.core_model_loading, "_weight_conversions"),

@@ -1,6 +1,6 @@
 """An EAGLE head, a sequential module or a PTP student for a causal language model.
 
-    python examples/train_drafters.py eagle Qwen/Qwen3-0.6B trl-lib/Capybara
+python examples/train_drafters.py eagle Qwen/Qwen3-0.6B trl-lib/Capybara
 """
 
 import sys

@@ -1,6 +1,6 @@
 """A circuit for EvaByte, from its own heads.
 
-    python examples/train_evabyte.py EvaByte/EvaByte-SFT data/chats.jsonl
+python examples/train_evabyte.py EvaByte/EvaByte-SFT data/chats.jsonl
 """
 
 import sys

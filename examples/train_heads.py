@@ -1,6 +1,6 @@
 """Heads for any causal language model, as one would fine-tune with TRL.
 
-    python examples/train_heads.py Qwen/Qwen3-0.6B trl-lib/Capybara
+python examples/train_heads.py Qwen/Qwen3-0.6B trl-lib/Capybara
 """
 
 import sys

@@ -30,20 +30,23 @@ class MTPDPOTrainer(DPOTrainer):
 
     Args:
         model: The model.
-        drafter_weight: Weight of the auxiliary term; 0 leaves the drafter behind.
+        ref_model: As for `DPOTrainer`: a copy of the model, or None with a `peft_config`, whose adapters are left out
+            for reference.
         args: As for `DPOTrainer`.
-        kwargs: As for `DPOTrainer`; pass `ref_model`, or a `peft_config`, whose adapters are left out for reference.
+        drafter_weight: Weight of the auxiliary term; 0 leaves the drafter behind.
+        kwargs: As for `DPOTrainer`.
 
     Raises:
         TypeError: Heads apart from their backbone, or a model that does not draft for itself.
-        ValueError: A negative weight.
+        ValueError: A negative weight, or `precompute_ref_log_probs`.
 
     Example:
-        >>> MTPDPOTrainer(model, DPOConfig("out"), ref_model=reference, train_dataset=pairs,
-        ...               processing_class=tokenizer).train()
+        >>> MTPDPOTrainer(model, reference, DPOConfig("out"), train_dataset=pairs, processing_class=tokenizer).train()
     """
 
-    def __init__(self, model: nn.Module, args: Any = None, *, drafter_weight: float = 0.1, **kwargs: Any) -> None:
+    def __init__(
+        self, model: nn.Module, ref_model: Any = None, args: Any = None, *, drafter_weight: float = 0.1, **kwargs: Any
+    ) -> None:
         if isinstance(model, Attachable) or not hasattr(model, "pooled_loss"):
             raise TypeError(
                 f"MTPDPOTrainer trains a model that drafts for itself (EvaByteForMTPC, DeepSeekMTP), not a "
@@ -51,8 +54,10 @@ class MTPDPOTrainer(DPOTrainer):
             )
         if drafter_weight < 0:
             raise ValueError(f"drafter_weight={drafter_weight} must be at least 0")
+        if getattr(args, "precompute_ref_log_probs", False):
+            raise ValueError("precompute_ref_log_probs=True reads rows of other heads as tokens; leave it at False")
         self.drafter_weight = drafter_weight
-        super().__init__(model, args, **kwargs)
+        super().__init__(model, ref_model, args, **kwargs)
         for each in (self.accelerator.unwrap_model(self.model), self.ref_model):
             if each is not None:
                 _score_own_law(each.get_base_model() if hasattr(each, "peft_config") else each)

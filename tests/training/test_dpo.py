@@ -23,11 +23,13 @@ def trainer_of(model, folder, **options):
         lr_scheduler_type="constant", disable_tqdm=True,
     )  # fmt: skip
     data = Dataset.from_dict(PAIRS)
-    given = dict(ref_model=copy.deepcopy(model), train_dataset=data, processing_class=EvaByteTokenizer())
-    return MTPDPOTrainer(model, config, **given, **options)
+    given = dict(train_dataset=data, processing_class=EvaByteTokenizer())
+    return MTPDPOTrainer(model, copy.deepcopy(model), config, **given, **options)
 
 
-@pytest.mark.parametrize("make", [tiny_model, lambda: family_model("llama", vocab_size=320)], ids=["evabyte", "modules"])
+@pytest.mark.parametrize(
+    "make", [tiny_model, lambda: family_model("llama", vocab_size=320)], ids=["evabyte", "modules"]
+)
 def test_preferences_and_drafter_learn_together(make, tmp_path):
     trainer = trainer_of(make(), tmp_path, drafter_weight=1.0)
     trainer.train()

@@ -69,6 +69,7 @@ FUNCTIONS = [
     (Trainer, "_push_from_checkpoint", "checkpoint_folder"),
     (torch.nn.Module, "_apply", "fn recurse"),
     (peft.LoraConfig, "_register_custom_module", "mapping"),
+    (torch.nn.Module, "_apply", "fn recurse"),
 ]
 """Functions that we override or call: where they are found, their names, and their first parameters in order."""
 
@@ -97,6 +98,7 @@ ATTRIBUTES = [
 WRITTEN_IN_SOURCE = [
     (GenerationMixin, "_pad_token_tensor"),
     (PreTrainedConfig, "_name_or_path"),
+    (PreTrainedModel, "_gradient_checkpointing_func"),
     (PreTrainedModel, "_is_hf_initialized"),
     (PrefixConstrainedLogitsProcessor, "_prefix_allowed_tokens_fn"),
     (PreTrainedModel, "_gradient_checkpointing_func"),

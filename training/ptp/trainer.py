@@ -116,6 +116,11 @@ class PTPTrainer(RunningMeansMixin, Trainer):
             self._refuse_barren_data()
         return [{**batch, _TASK: task} for batch, task in zip(batches, tasks)], totals
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """As in `Trainer`; a checkpoint of another model is refused."""
+        check_checkpoint(resume_from_checkpoint, self._owner)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     def _refuse_barren_data(self) -> None:
         others = islice(self.get_train_dataloader(), _BATCHES_TO_SEARCH)
         if not any(Sequences.of(batch).startable.any() for batch in others):
@@ -165,11 +170,6 @@ class PTPTrainer(RunningMeansMixin, Trainer):
         """Whether tokens and slots share a forward: where the backbone learns, or activations are not kept."""
         owner = self._owner
         return owner.trains_backbone or owner.is_activation_checkpointing or self.options.base_weight > 0
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """As in `Trainer`; a checkpoint of another model is refused."""
-        check_checkpoint(resume_from_checkpoint, self._owner)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _task(self, model: nn.Module, inputs: Inputs, is_training: bool) -> Task:
         """What the slots are to learn in this batch."""

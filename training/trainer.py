@@ -7,7 +7,6 @@ model it is.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import islice
 from os import PathLike
 from typing import Any
 
@@ -17,13 +16,13 @@ from transformers import Trainer
 
 from ..modeling.heads.losses import IGNORE, depth_targets
 from .balance import LossBalance
+from .beginning import check_checkpoint, check_depths, check_ids
 from .preparation import callbacks_of, drafter_of, prepare
 from .running_means import RunningMeansMixin
 from .strategy import TrainingStrategy
 
 Inputs = dict[str, Any]
 _ABSENT = object()
-_BATCHES_TO_SEARCH = 1000  # for a target, where the first update has none
 
 
 class MTPTrainer(RunningMeansMixin, Trainer):
@@ -98,11 +97,21 @@ class MTPTrainer(RunningMeansMixin, Trainer):
                 "context and sequence parallelism cut sequences, and a window cannot reach into the next piece; "
                 "set cp_size and sp_size to 1"
             )
+        if self._zero_stage == 3:
+            raise ValueError(
+                "zero_stage=3 of DeepSpeed leaves no parameter whole outside its module's forward, and heads read the "
+                "backbone's unembedding there: use stage 1 or 2, or FSDP2 (examples/accelerate/fsdp2.yaml)"
+            )
         if self.label_smoother is not None:
             raise ValueError(
                 f"label_smoothing_factor={self.args.label_smoothing_factor} would replace the model's own loss, "
                 "and no head but the first would learn; set it to 0"
             )
+
+    @property
+    def _zero_stage(self) -> int | None:
+        """Of DeepSpeed, where it is used."""
+        return self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else None
 
     @property
     def _owner(self) -> nn.Module:
@@ -170,6 +179,7 @@ class MTPTrainer(RunningMeansMixin, Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """As in `Trainer`; heads and their backbone are read from their two folders, and balanced depths go on."""
+        check_checkpoint(resume_from_checkpoint, self._owner)
         if self.balance is not None:
             self.balance.load(resume_from_checkpoint)
         if hasattr(self._owner, "load_checkpoint"):
@@ -232,18 +242,18 @@ class MTPTrainer(RunningMeansMixin, Trainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Inputs], torch.Tensor | None]:
         """The micro-batches of an update and their targets per depth.
 
+        Warns, before the first step, of depths that no row reaches.
+
         Raises:
-            ValueError: Before the first step, where no row of the training data has a target.
+            ValueError: Before the first step, where no row of the training data has a target, or ids are none.
         """
         batches, counts = super().get_batch_samples(*args, **kwargs)
         if self.balance is not None:
             self.balance.close(self.accelerator)
-        if self.state.global_step == 0 and counts is not None and not counts.any():
-            others = islice(self.get_train_dataloader(), _BATCHES_TO_SEARCH)
-            if not any(self._depth_counts(batch).any() for batch in others):
-                raise ValueError(
-                    "train_dataset has no targets: its labels are -100 everywhere, or no row is longer than one token"
-                )
+        if self.state.global_step == self._initial_global_step:
+            check_ids(batches, self._owner.config.get_text_config().vocab_size)
+            if counts is not None:
+                check_depths(counts.view(-1, self._num_depths)[0], self._depth_counts, self.get_train_dataloader)
         return batches, counts
 
     def _get_num_items_in_batch(self, batch_samples: list[Inputs], device: torch.device) -> torch.Tensor | None:

@@ -89,9 +89,8 @@ class LearningMixin:
             kept = int(self.training) if logits_to_keep is None else logits_to_keep
             outputs = self._run_backbone(input_ids, attention_mask, position_ids, kept)
             states, logits = outputs.hidden_states, outputs.logits
-        found = self.learn(
-            states, logits, input_ids, attention_mask, position_ids, labels, num_items_in_batch, **kwargs
-        )
+        given = input_ids, attention_mask, position_ids, labels, num_items_in_batch
+        found = self.learn(states, logits, *given, **kwargs)
         if kwargs.get("output_hidden_states") and cached_states is None:
             found.hidden_states = states
         return found

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from tests.families import family_model
 from tests.ptp_models import student
-from tokenahead import EagleHead, EagleHeadConfig, EvaByteForMTPC, MTPHeadConfig
+from tokenahead import EagleHead, EagleHeadConfig, EvaByteForMTPC, MTPHeadConfig, PTPStudent
 from tokenahead.model_cards import card as card_module
 from tokenahead.model_cards import render_card, write_card
 
@@ -77,6 +77,17 @@ def test_parallel_prediction_says_what_its_slots_were_learned_for(variant, draft
     for shown in ('PTPForCausalLM.from_pretrained("me/parallel")', "seed=7", "learned for one law"):
         assert shown in card.text
     assert table_row(render_card(model.config, None), "Class") == ["`PTPForCausalLM` (`model_type` `ptp`)"]
+
+
+def test_a_student_apart_says_what_it_is_attached_to(results):
+    apart = PTPStudent.from_model(student())
+    for described in (apart, apart.config):
+        card = render_card(described, results, repo_id="me/adapters", base_model="them/backbone")
+        assert table_row(card, "Class") == ["`PTPStudent` (`model_type` `ptp_student`)"]
+        for shown in ('PTPStudent.from_pretrained("me/adapters").attach(backbone)', "Alone it writes nothing"):
+            assert shown in card.text
+    whole = render_card(student(), results, repo_id="me/parallel").text
+    assert "Alone it writes nothing" not in whole  # a whole model may be attached to a larger one, too
 
 
 def test_difference_is_shown(model, results, row):

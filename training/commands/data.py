@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ...modeling.heads.losses import IGNORE
 from ..extras import needs_extra
 from .settings import Settings
 
@@ -26,7 +27,9 @@ _COLUMNS = "'messages' or 'conversations' (chats), 'prompt' and 'completion', or
 _ROWS_TO_READ = 1000  # of chats, whose turns are looked at before training
 
 
-def load_data(settings: Settings, with_evaluation: bool, tokenizer: PreTrainedTokenizerBase) -> dict[str, Data]:
+def load_data(
+    settings: Settings, with_evaluation: bool, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> dict[str, Data]:
     """Training data, and data to evaluate on.
 
     `dataset_name` is a file (JSON, JSON lines, Parquet, CSV, Arrow, or text with a row per line), a folder of such
@@ -37,6 +40,7 @@ def load_data(settings: Settings, with_evaluation: bool, tokenizer: PreTrainedTo
         with_evaluation: Whether there must be data to evaluate on: the split `dataset_test_split`, or a share
             `test_split_size` of all rows.
         tokenizer: Its chat template is needed for chats.
+        vocab_size: Ids that the model has.
 
     Returns:
         By `"train"` and `"eval"`.
@@ -58,7 +62,7 @@ def load_data(settings: Settings, with_evaluation: bool, tokenizer: PreTrainedTo
         hint = "; or set test_split_size, or eval_strategy='no'"
         chosen["eval"] = _split(data, test_name, "dataset_test_split", hint)
     for name, rows in chosen.items():
-        check_rows(rows, name, settings, tokenizer)
+        check_rows(rows, name, settings, tokenizer, vocab_size)
     return chosen
 
 
@@ -76,6 +80,8 @@ def _loaded(settings: Settings) -> Any:
     options: dict[str, Any] = {"streaming": settings.data.dataset_streaming or settings.mixture.streaming}
     path = Path(name)
     if path.is_file():
+        if not path.stat().st_size:
+            raise ValueError(f"dataset_name={name} is empty")
         if path.suffix not in _BUILDERS:
             raise ValueError(f"dataset_name={name}: {path.suffix!r} is none of {', '.join(_BUILDERS)}")
         return load_dataset(_BUILDERS[path.suffix], data_files={"train": str(path)}, **options)
@@ -104,7 +110,7 @@ def _divided(rows: Data, size: float, seed: int) -> dict[str, Dataset]:
     return {"train": parts["train"], "test": parts["test"]}
 
 
-def check_rows(rows: Data, name: str, settings: Settings, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_rows(rows: Data, name: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Refuses rows that nothing could be learned from.
 
     Args:
@@ -112,9 +118,10 @@ def check_rows(rows: Data, name: str, settings: Settings, tokenizer: PreTrainedT
         name: What they are called in messages.
         settings: Of the run.
         tokenizer: Its chat template is needed for chats.
+        vocab_size: Ids that the model has.
 
     Raises:
-        ValueError: No rows, missing columns, or chats without assistant turns or without a template.
+        ValueError: No rows, missing columns, ids that are none, or chats without assistant turns or a template.
     """
     first = next(iter(rows), None)
     if first is None:
@@ -126,12 +133,26 @@ def check_rows(rows: Data, name: str, settings: Settings, tokenizer: PreTrainedT
         raise ValueError(
             f"the {name} data have the columns {', '.join(first)}; needed are {text!r} (dataset_text_field), {_COLUMNS}"
         )
+    if "input_ids" in first and isinstance(rows, Dataset):
+        _check_ids(rows, name, vocab_size)
     if is_chat:
         if tokenizer.chat_template is None and settings.training.chat_template_path is None:
             raise ValueError(
                 f"the {name} data are chats, but the tokenizer has no chat template: set chat_template_path"
             )
         _check_chats(islice(rows, _ROWS_TO_READ), name)
+
+
+def _check_ids(rows: Dataset, name: str, vocab_size: int) -> None:
+    """Token ids that were made beforehand; those that the tokenizer makes are in the vocabulary."""
+    for column in {"input_ids", "labels"} & set(rows.column_names):
+        for chunk in rows.data.column(column).chunks:  # memory-mapped, a chunk at a time
+            ids = chunk.flatten().to_numpy(zero_copy_only=False)
+            wrong = ids[((ids < 0) | (ids >= vocab_size)) & ((ids != IGNORE) | (column == "input_ids"))]
+            if len(wrong):
+                raise ValueError(
+                    f"{column} of the {name} data hold {wrong[0]}; the model has ids from 0 to {vocab_size - 1}"
+                )
 
 
 def _check_chats(rows: Iterable[dict[str, Any]], name: str) -> None:

@@ -65,6 +65,8 @@ class DrafterArguments:
     )
 
     def __post_init__(self) -> None:
+        if self.drafter not in DRAFTERS:  # argparse looks at flags only
+            raise ValueError(f"drafter={self.drafter!r} is unknown; choose one of {', '.join(DRAFTERS)}")
         for name in _SECTIONS:
             value = getattr(self, name)
             if isinstance(value, str):

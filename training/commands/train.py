@@ -94,7 +94,8 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
     """
     training = settings.training
     with_evaluation = training.eval_strategy != "no"
-    data = load_data(settings, with_evaluation, trainee.tokenizer)
+    vocab_size = trainee.backbone.config.get_text_config().vocab_size
+    data = load_data(settings, with_evaluation, trainee.tokenizer, vocab_size)
     given: dict[str, Any] = {
         "train_dataset": data["train"],
         "eval_dataset": data.get("eval"),

@@ -1,0 +1,100 @@
+"""What `tokenahead train` refuses before the first step: one line that names the setting, and what would be right."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+from tokenahead.training import cli
+from tokenahead.training.commands import run_folder
+from tokenahead.training.commands.train import train
+
+
+def error_of(tmp_path, capsys, *flags) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", str(tmp_path / "config.yaml"), *map(str, flags)])
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tokenahead")]
+    assert ended.value.code == 1 and len(lines) == 1
+    assert not list((tmp_path / "run").glob("checkpoint-*")) and not (tmp_path / "run" / "metrics.json").exists()
+    return lines[0].removeprefix("tokenahead train: ")
+
+
+WRONG = {
+    "a key that does not exist": ({"learning_rte": 1}, "no setting 'learning_rte'; did you mean 'learning_rate'?"),
+    "no model": ({"model_name_or_path": None}, "model_name_or_path is missing"),
+    "a model that is not there": ({"model_name_or_path": "./nowhere"}, "model_name_or_path ./nowhere: no such folder"),
+    "no data": ({"dataset_name": None}, "dataset_name is missing"),
+    "data that are not there": ({"dataset_name": "./nowhere"}, "dataset_name=./nowhere: no such file or folder"),
+    "a split that is not there": (
+        {"test_split_size": None, "eval_strategy": "steps", "eval_steps": 2},
+        "dataset_test_split='test': the data have 'train'; or set test_split_size",
+    ),
+    "a model without a drafter": ({"drafter": "own"}, "brings nothing that drafts: set drafter"),
+    "an unknown drafter": ({"drafter": "medusa"}, "drafter='medusa' is unknown; choose one of own, heads"),
+    "an unknown option": ({"drafter_options": {"rang": 2}}, "has no option 'rang'"),
+    "an unknown head": ({"drafter_options": {"head_type": "xx"}}, "head_type='xx' is unknown"),
+    "an unknown field of a strategy": ({"strategy": {"trian": "all"}}, "TrainingStrategy has no field 'trian'"),
+    "a loss that is not there": ({"loss_options": {"weight": 1}}, "the loss of a MTPHeads follows its drafter_options"),
+    "wrapped packing": ({"packing": True, "packing_strategy": "wrapped"}, "packing_strategy='wrapped' joins documents"),
+    "a loss of TRL": ({"loss_type": "dft"}, "loss_type='dft'"),
+    "an unknown field of acceptance": (
+        {"eval_strategy": "steps", "eval_steps": 2, "acceptance": {"row": 3}}, "acceptance: "
+    ),
+    "patience for nothing": ({"early_stopping_patience": 2}, "early_stopping_patience needs eval_strategy"),
+    "a column that is missing": ({"dataset_text_field": "body"}, "have the columns text; needed are 'body'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_settings_are_named(changes, message, settings_of, tmp_path, capsys):
+    settings_of(drafter="heads")
+    file = tmp_path / "config.yaml"
+    values = yaml.safe_load(file.read_text()) | changes
+    file.write_text(yaml.safe_dump({name: value for name, value in values.items() if value is not None}))
+    assert message in error_of(tmp_path, capsys)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+USER = {"role": "user", "content": "hi"}
+ROWS = {
+    "no rows": ([], "empty"),
+    "a chat without an assistant": ([{"messages": [USER]}] * 3, "row 0 of the train data has no assistant turn"),
+    "ids outside the vocabulary": ([{"input_ids": [70, 999]}] * 3, "input_ids of the train data hold 999"),
+    "labels outside the vocabulary": (
+        [{"input_ids": [70, 71], "labels": [-5, 71]}] * 3, "labels of the train data hold -5"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "message"), ROWS.values(), ids=ROWS)
+def test_rows_that_cannot_be_learned_are_named(rows, message, settings_of, tmp_path, capsys):
+    file = write(tmp_path / "rows.jsonl", rows)
+    settings_of(drafter="heads", dataset_name=str(file), test_split_size=None)
+    assert message in error_of(tmp_path, capsys)
+
+
+def test_a_disk_that_is_too_small(settings_of, tmp_path, capsys, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    settings_of(drafter="heads")
+    assert "has 0.00 GB left" in error_of(tmp_path, capsys)
+
+
+def test_folders_of_earlier_runs(settings_of, tmp_path, capsys):
+    train(settings_of(drafter="heads", save_strategy="steps", save_steps=2))
+
+    def refused(*flags) -> str:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["train", str(tmp_path / "config.yaml"), *flags])
+        assert ended.value.code == 1
+        return capsys.readouterr().err
+
+    assert "holds checkpoint-4 of an earlier run: go on from it with --resume_from_checkpoint true" in refused()
+    other = ("--resume_from_checkpoint", "true", "--drafter_options", '{"head_type": "cp", "rank": 2}')
+    assert "that run had head_type='ff', this one 'cp'" in refused(*other)
+    assert "no such folder" in refused("--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-9"))

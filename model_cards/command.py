@@ -161,7 +161,7 @@ def _load(request: CardRequest, needs_backbone: bool) -> tuple[PreTrainedModel, 
     else:
         model = AutoModel.from_pretrained(request.model, config=config, dtype=request.dtype)
     model = model.eval()
-    if not hasattr(model, "on_attach"):
+    if model.can_generate():
         return model, model, AutoTokenizer.from_pretrained(request.model) if needs_backbone else None
     name = request.backbone or getattr(config, "base_model_name_or_path", None)
     if not needs_backbone:

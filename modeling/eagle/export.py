@@ -120,7 +120,8 @@ def folder_tensors(
         if layout == "sglang":  # it builds fc with a bias, and would leave a missing one as it came
             state.setdefault("fc.bias", torch.zeros(config.hidden_size, dtype=state["fc.weight"].dtype))
         return state
-    if layout != "official" or config.draft_vocab_size < config.vocab_size:
+    # vLLM has no place for a map where all tokens are drafted, and stops at one; the others ask for it
+    if layout not in ("official", "vllm") or config.draft_vocab_size < config.vocab_size:
         state |= _vocabulary(config, state)
     if layout == "speculators":
         return state

@@ -37,6 +37,13 @@ def test_every_layout_of_version_3_comes_back(layout, tmp_path):
         assert config["architectures"] == [expected] and config["model_type"] == "llama"
 
 
+@pytest.mark.parametrize("layout", ["specforge", "vllm"])
+def test_a_map_of_the_whole_vocabulary_is_left_out_where_its_reader_stops_at_one(layout, tmp_path):
+    head = EagleHead.from_backbone(tiny_backbone())
+    _, tensors = exported(head, tmp_path, layout)
+    assert head.config.draft_vocab_size == head.config.vocab_size and ("d2t" in tensors) == (layout != "vllm")
+
+
 @pytest.mark.parametrize("layout", ["official", "vllm", "sglang"])
 def test_every_layout_of_version_1_comes_back(layout, tmp_path):
     base = tiny_backbone()

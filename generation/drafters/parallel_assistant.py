@@ -8,7 +8,6 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ...modeling.sampling import pick
-from ..attachment import Attachable
 from ..contract import DraftTree, Verdict, line
 from ..options import CallOptions
 from ..parallel_speculator import ParallelSpeculator, make_uniforms

@@ -34,57 +34,83 @@ class Siblings:
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
-        self._packed: tuple[tuple, torch.Tensor, list[torch.Tensor]] | None = None
+        self._packed: tuple[tuple, list[torch.Tensor], torch.Tensor, list[torch.Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles pack their own."""
         return {"layers": self.layers, "_packed": None}
 
-    def low(self, layer: Any, gate: Gate, x: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        """A x of one adapter, on auxiliary rows.
+    def low(self, layer: Any, gate: Gate, x: torch.Tensor) -> torch.Tensor:
+        """A x of one adapter on auxiliary rows, with gradients.
 
         Args:
             layer: Whose; the first computes those of all, if the others are called with the same tensor.
             gate: Of the call.
             x: [B, Q, in] or [B Q, in], as the layer got it.
-            down: [n r, in], the A's of all.
 
         Returns:
-            [B, A, r] in the dtype of `down`.
+            [B, A, r] in the dtype of the adapter.
         """
-        index, shared = self.layers.index(layer), gate.shared
-        if shared is not None and shared[0] is x and shared[1] is self:
-            return shared[2][index]
-        rows = gate.rows(x)[:, gate.start :].to(down.dtype)
-        rank = len(down) // len(self.layers)
-        if index:
-            return nn.functional.linear(rows, down[index * rank : (index + 1) * rank])
-        parts = nn.functional.linear(rows, down).split(rank, dim=-1)
-        gate.shared = x, self, parts
-        return parts[0]
+        parts = gate.found(x, self)
+        if parts is None:
+            own = layer.lora_A[ADAPTER].weight
+            is_first = self.layers[0] is layer
+            down = self.together() if is_first else own
+            rows = gate.rows(x)[:, gate.start :].to(own.dtype)
+            parts = nn.functional.linear(rows, down).split(len(own), dim=-1)
+            if not is_first:
+                return parts[0]
+            gate.shared = x, self, parts
+        return parts[self.layers.index(layer)]
+
+    def add(self, layer: Any, gate: Gate, x: torch.Tensor, result: torch.Tensor) -> bool:
+        """Adds s B A x to the auxiliary rows of `result` in place, without gradients and in few kernels.
+
+        Returns:
+            Whether it could: weights that are offloaded, or whose changes nobody counts, are not packed.
+        """
+        parts, base = gate.found(x, self), gate.rows(result)
+        if parts is None:
+            packed = self.packed(result.dtype)
+            if packed is None:
+                return False
+            rows = gate.rows(x)[:, gate.start :].to(result.dtype)
+            down, ups = packed
+            # rows as columns: the part of every adapter is whole in memory
+            low = torch.bmm(down.expand(len(rows), -1, -1), rows.mT)
+            parts = list(zip(low.split(len(down) // len(ups), dim=1), ups))
+            gate.shared = x, self, parts
+        low, up = parts[self.layers.index(layer)]
+        if len(base) == 1:
+            base[0, gate.start :].addmm_(low[0].t(), up)
+        else:
+            base[:, gate.start :].baddbmm_(low.mT, up.expand(len(base), -1, -1))
+        return True
 
     def together(self) -> torch.Tensor:
         """The A's of all, [n r, in], with gradients."""
         downs = [layer.lora_A[ADAPTER].weight for layer in self.layers]
         return downs[0] if len(downs) == 1 else torch.cat(downs)
 
-    def packed(self, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """What decoding multiplies by: the A's of all [n r, in], and each s B [out, r].
+    def packed(self, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
+        """What decoding multiplies by: the A's of all [n r, in], and each s B, transposed: [r, out].
 
-        Kept until a weight changes; `forget` where that does not show (weights that are set through `.data`).
+        Kept until a weight changes; `forget` where that does not show (weights that are set through `.data`). None
+        where weights are offloaded, or their changes not counted.
         """
-        halves = [(layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight) for layer in self.layers]
-        scales = tuple(layer.scaling[ADAPTER] for layer in self.layers)
-        marks = (
-            dtype,
-            scales,
-            *((id(half), half._version, half.dtype, half.device) for pair in halves for half in pair),
-        )
-        if self._packed is None or self._packed[0] != marks:
-            down = torch.cat([down for down, _ in halves]).to(dtype)
-            ups = [(up * scale).to(dtype) for (_, up), scale in zip(halves, scales)]
-            self._packed = marks, down, ups
-        return self._packed[1:]
+        halves = self.halves
+        if any(half.is_meta or half.is_inference() for half in halves):
+            return None
+        marks = (dtype, halves[0].dtype, halves[0].device, *(half._version for half in halves))
+        known, same = self._packed, False
+        if known is not None and known[0] == marks:  # it holds the weights, so that no other can be taken for one
+            same = all(mine is half for mine, half in zip(known[1], halves))
+        if not same:
+            down = torch.cat(halves[::2]).to(dtype)
+            scales = (layer.scaling[ADAPTER] for layer in self.layers)
+            ups = [(up * scale).to(dtype).t() for up, scale in zip(halves[1::2], scales)]
+            self._packed = marks, halves, down, ups
+        return self._packed[2:]
 
     def forget(self) -> None:
         """Packs anew in the next call."""
@@ -149,22 +175,14 @@ def _tell(layers: list[Any]) -> None:
 
 def with_adapter(layer: Any, gate: Gate, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """`result` = W x with s B (A x) added on auxiliary rows; the others are passed on as they are."""
-    base, start, siblings, halves = gate.rows(result), gate.start, layer.siblings, layer.siblings.halves
+    siblings, start = layer.siblings, gate.start
     is_learning = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    if not is_learning and not any(half.is_meta or half.is_inference() for half in halves):
-        # fewest kernels: sums are made in place
-        down, ups = siblings.packed(result.dtype)
-        low = siblings.low(layer, gate, x, down)
-        up = ups[siblings.layers.index(layer)].t()
-        if len(base) == 1:
-            base[0, start:].addmm_(low[0], up)
-        else:
-            base[:, start:].baddbmm_(low, up.expand(len(base), -1, -1))
+    if not is_learning and siblings.add(layer, gate, x, result):
         return result
-    down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
-    if any(half.is_meta for half in halves):  # offloaded: weights arrive with the call of their own layer
+    base, down, up = gate.rows(result), layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+    if any(half.is_meta for half in siblings.halves):  # offloaded: weights arrive with the call of their own layer
         added = up(down(gate.rows(x)[:, start:].to(torch.promote_types(x.dtype, torch.float32))))
     else:
-        added = nn.functional.linear(siblings.low(layer, gate, x, siblings.together()), up.weight)
+        added = nn.functional.linear(siblings.low(layer, gate, x), up.weight)
     added = base[:, start:].add(added.to(result.dtype), alpha=layer.scaling[ADAPTER])
     return (added if start == 0 else torch.cat([base[:, :start], added], dim=1)).view(result.shape)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,12 @@ class Gate:
 
     start: int
     length: int
-    shared: tuple[torch.Tensor, Any, tuple[torch.Tensor, ...]] | None = None
+    shared: tuple[torch.Tensor, Any, Any] | None = None
+
+    def found(self, x: torch.Tensor, owner: Any) -> Any:
+        """What `owner` computed of x, if that was the last; None otherwise."""
+        shared = self.shared
+        return shared[2] if shared is not None and shared[0] is x and shared[1] is owner else None
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """A view of x, [B, Q, d] or [B Q, d], with an axis of rows: [B, Q, d].
@@ -41,22 +46,23 @@ class Gate:
         return x.unflatten(0, (-1, self.length))
 
 
-_GATE: ContextVar[Gate | None] = ContextVar("gate of a forward", default=None)
+_OF_THREAD = threading.local()  # no ContextVar: torch.compile cannot read one
 
 
 def current_gate() -> Gate | None:
     """The gate of the forward that is running in this thread; None where it is closed."""
-    return _GATE.get()
+    return getattr(_OF_THREAD, "gate", None)
 
 
 @contextmanager
 def opened(gate: Gate | None) -> Iterator[None]:
     """Opens a gate, or closes it (None), for the layers that are called inside."""
-    token = _GATE.set(gate)
+    before = current_gate()
+    _OF_THREAD.gate = gate
     try:
         yield
     finally:
-        _GATE.reset(token)
+        _OF_THREAD.gate = before
 
 
 class KeepsGate:

@@ -19,6 +19,7 @@ from ..beginning import check_checkpoint, check_ids
 from ..running_means import RunningMeansMixin
 from .completions import Sequences
 from .options import PTPOptions
+from .refusals import check_arguments
 from .slots import SlotReader
 from .tasks import Task, TaskMaker
 from .teacher import Teacher
@@ -76,6 +77,7 @@ class PTPTrainer(RunningMeansMixin, Trainer):
         if kwargs.get("data_collator") is None:
             kwargs["data_collator"] = self._own_collator(kwargs.get("processing_class"))
         super().__init__(model, _with_rate(args), **kwargs)
+        check_arguments(self)
         self.model_accepts_loss_kwargs = True  # sums are divided by the counts of a whole update
         if teacher is not None:
             teacher = teacher.to(self.args.device).requires_grad_(False).eval()
@@ -215,7 +217,7 @@ class PTPTrainer(RunningMeansMixin, Trainer):
 def _with_rate(args: Any) -> Any:
     """Arguments with a learning rate that adapters learn at, where none was chosen."""
     args = TrainingArguments("tmp_trainer") if args is None else args
-    if args.learning_rate != TrainingArguments.learning_rate:
+    if args.learning_rate != type(args).learning_rate:
         return args
     args = copy.copy(args)
     args.learning_rate = LEARNING_RATE

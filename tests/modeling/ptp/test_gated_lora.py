@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tokenahead.modeling.ptp.gated_lora import ADAPTER, gate_linears
 from tokenahead.modeling.ptp.gates import Gate
@@ -86,3 +86,43 @@ def test_transposed_layers_of_gpt2():
 def test_models_without_linear_layers_are_refused():
     with pytest.raises(ValueError, match="no linear layers"):
         gate_linears(nn.Sequential(nn.ReLU()), rank=2, alpha=2)
+
+
+def test_compiled_calls_find_their_gates():
+    """The gate of a call is read while its graph is made; calls of the same shape share a graph."""
+    model, x, graphs = two_layers(), torch.randn(2, 7, 6), []
+
+    def backend(graph: torch.fx.GraphModule, _: list) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        expected, closed = opened(model, x, 4, 7), model(x)
+        for repeated in range(3):
+            torch.testing.assert_close(opened(compiled, x, 4, 7), expected)
+            torch.testing.assert_close(compiled(x), closed)
+            if repeated == 1:
+                made = len(graphs)
+    assert len(graphs) == made <= 3  # open gates, closed ones, and a thread that has opened none yet
+
+
+def test_adapters_that_read_the_same_input_share_a_product(monkeypatch):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    gate_linears(model, rank=2, alpha=2, skip=model.lm_head)
+    products, multiply = [], torch.bmm
+
+    def counted(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        products.append(tuple(left.shape[1:]))
+        return multiply(left, right)
+
+    with torch.no_grad(), opened_gate(Gate(2, 5)):
+        model.model(torch.randint(0, 11, (1, 5)))  # packs
+        monkeypatch.setattr(torch, "bmm", counted)
+        model.model(torch.randint(0, 11, (1, 5)))
+    assert products == [(6, 16), (2, 16), (4, 16), (2, 24)]  # q, k, v; o; gate, up; down

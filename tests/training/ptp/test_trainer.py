@@ -56,7 +56,7 @@ def task(model, tmp_path, rows, is_training=True, **options):
 def test_every_loss_and_source_trains_the_student_alone(variant, loss, sequences, tmp_path):
     model = student(variant, sampling=FOLDED)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    own = trainer(model, tmp_path, loss=loss, sequences=sequences, completions=3)
+    own = trainer(model, tmp_path, loss=loss, sequences=sequences, completions=3, greedy_share=0.5)
     own.train()
     assert own.state.log_history[0]["loss"] > 0
     for name, parameter in model.named_parameters():

@@ -1,0 +1,101 @@
+"""A student from a backbone in one command: the backbone writes texts, and slots learn what uniforms pick in them.
+
+    python -m tokenahead.training.ptp.distil --backbone FOLDER --text prompts.txt --output student
+
+A run that was cut off and is started again goes on where it stopped: with the next shard of texts, or with the last
+checkpoint. Teacher text is what slots will be asked to draft; with text of others they learn less (PTP paper, Table 4).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from ...modeling.ptp.model import PTPForCausalLM
+from .data import write_texts
+from .options import PTPOptions
+from .trainer import PTPTrainer
+
+
+def distil(
+    backbone: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    folder: str | os.PathLike,
+    *,
+    student: dict[str, Any] | None = None,
+    options: PTPOptions | None = None,
+    arguments: TrainingArguments | None = None,
+    **texts: Any,
+) -> PTPForCausalLM:
+    """Writes texts with a backbone, and trains a student of it on them; both go on where they were cut off.
+
+    Args:
+        backbone: Stays as it is.
+        prompts: Ids that the texts begin with; none may be empty.
+        folder: Gets `texts/`, `checkpoints/` and `student/`.
+        student: Arguments of `PTPForCausalLM.from_backbone`.
+        options: Of `PTPTrainer`; None: `"kl"` for slots that predict laws, `"ce"` for those that predict tokens.
+        arguments: Of the training; None: one epoch, a checkpoint every 500 steps. Their folder is not used.
+        **texts: Of `write_texts`: `max_new_tokens`, `per_prompt`, `batch_size`, `shard_size`, `seed`.
+
+    Returns:
+        The student, as it lies in `folder/student`.
+
+    Raises:
+        ValueError: A folder that was begun with other settings.
+    """
+    folder = Path(folder)
+    model = PTPForCausalLM.from_backbone(backbone, **(student or {}))
+    written = write_texts(model, prompts, folder / "texts", **texts)
+    checkpoints = str(folder / "checkpoints")
+    if arguments is None:
+        arguments = TrainingArguments(checkpoints, num_train_epochs=1, save_steps=500, save_total_limit=1, report_to=[])
+    arguments = copy.copy(arguments)
+    arguments.output_dir = checkpoints
+    options = options or PTPOptions(loss="ce" if model.config.predicts_tokens else "kl")
+    trainer = PTPTrainer(model, arguments, options=options, train_dataset=written)
+    last = get_last_checkpoint(checkpoints) if Path(checkpoints).is_dir() else None
+    trainer.train(resume_from_checkpoint=last)
+    model.save_pretrained(folder / "student")
+    return model.eval()
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The command; see the module."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backbone", required=True, help="folder or name of a causal language model")
+    parser.add_argument("--text", type=Path, required=True, help="a file; its pieces are prompts")
+    parser.add_argument("--output", type=Path, required=True, help="folder of texts, checkpoints and student")
+    parser.add_argument("--variant", choices=("one_hot", "categorical"), default="categorical")
+    parser.add_argument("--slots", type=int, default=8, help="N")
+    parser.add_argument("--prompt-tokens", type=int, default=32, help="length of a prompt")
+    parser.add_argument("--new-tokens", type=int, default=256, help="that the backbone writes behind each")
+    parser.add_argument("--max-prompts", type=int, default=4096)
+    parser.add_argument("--max-steps", type=int, default=-1, help="of training; by default one epoch")
+    parser.add_argument("--batch-size", type=int, default=8)
+    given = parser.parse_args(words)
+    tokenizer = AutoTokenizer.from_pretrained(given.backbone)
+    ids = tokenizer(given.text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
+    size = given.prompt_tokens
+    prompts = [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)][: given.max_prompts]
+    if not prompts:
+        parser.error(f"{given.text} has {len(ids)} tokens, less than a prompt of {size}")
+    arguments = TrainingArguments(
+        str(given.output), num_train_epochs=1, max_steps=given.max_steps, save_steps=500, save_total_limit=1,
+        per_device_train_batch_size=given.batch_size, report_to=[],
+    )  # fmt: skip
+    backbone = AutoModelForCausalLM.from_pretrained(given.backbone).eval()
+    how = {"variant": given.variant, "num_slots": given.slots}
+    distil(backbone, prompts, given.output, student=how, arguments=arguments, max_new_tokens=given.new_tokens)
+    tokenizer.save_pretrained(given.output / "student")
+
+
+if __name__ == "__main__":
+    main()

@@ -8,17 +8,22 @@ FOLDERS = ("configuration", "modeling", "generation", "training", "model_cards")
 SUFFIXES = (".py", ".jinja", "py.typed")
 
 
+def is_ours(name: str) -> bool:
+    """Whether a file of this path belongs into the wheel: code, templates, and all of the model in the box."""
+    return name.endswith(SUFFIXES) or "model_cards/box/" in name
+
+
 def of_wheel(path: Path) -> dict[str, bytes]:
     """Names and contents of the package's files in a wheel."""
     with ZipFile(path) as wheel:
-        return {name: wheel.read(name) for name in wheel.namelist() if name.endswith(SUFFIXES)}
+        return {name: wheel.read(name) for name in wheel.namelist() if is_ours(name)}
 
 
 def of_checkout(root: Path) -> dict[str, bytes]:
     """The same of a checkout, whether or not it has the links in tokenahead/."""
     files = [path for path in (root / "tokenahead").iterdir() if path.name.endswith(SUFFIXES)]
     own = {f"tokenahead/{path.name}": path.read_bytes() for path in files}
-    paths = [path for folder in FOLDERS for path in (root / folder).rglob("*") if path.name.endswith(SUFFIXES)]
+    paths = [path for folder in FOLDERS for path in (root / folder).rglob("*") if is_ours(path.as_posix())]
     return own | {f"tokenahead/{path.relative_to(root).as_posix()}": path.read_bytes() for path in paths}
 
 

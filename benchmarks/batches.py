@@ -17,6 +17,7 @@ import cProfile
 import pstats
 import statistics
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,7 +97,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     loop.time = SimpleNamespace(perf_counter=time.process_time)  # the adaptive length must not see the load either
-    model, text = load(arguments), open(torch.__file__, "rb").read()
+    model, text = load(arguments), Path(torch.__file__).read_bytes()
     table = Table("batch", "processors", "forward", "mode", "tokens per call", "tokens/s over plain", title="batches")
     for batch in arguments.batch:
         inputs = ragged_prompts(batch, arguments.prompt_length, text)

@@ -48,7 +48,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "lk of the 32 likeliest": dict(kept=True, loss_divergence="lk", loss_top_k=32, **TAUGHT),
     "heads only": dict(),
     "joint": dict(train="all", drafter_lr_multiplier=4.0),
-    "joint with lora, warm-up": dict(train="lora", head_warmup=0.2, drafter_lr_multiplier=4.0),
+    "joint with lora": dict(train="lora", drafter_lr_multiplier=4.0),
     "stage 2, k = 0": dict(first="heads only"),
     "stage 2, k = 1": dict(first="heads only", draft_layers=1),
     "stage 2, k = 2": dict(first="heads only", draft_layers=2),

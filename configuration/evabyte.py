@@ -38,7 +38,10 @@ class EvaByteConfig(PreTrainedConfig):
 
     model_type = "evabyte"
     sub_configs = {"mtp_head": MTPHeadConfig}
-    keys_to_ignore_at_inference = ["past_key_values", "hidden_states", "head_losses", "backbone_loss"]
+    keys_to_ignore_at_inference = [
+        *("past_key_values", "hidden_states", "head_losses", "backbone_loss"),
+        *("acceptances", "missing_mass", "head_squares"),
+    ]
 
     vocab_size: int = 320
     hidden_size: int = 4096

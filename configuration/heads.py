@@ -100,7 +100,10 @@ class MTPHeadConfig(PreTrainedConfig):
 
     model_type = "mtp_heads"
     base_config_key = "mtp_head"
-    keys_to_ignore_at_inference = ["past_key_values", "hidden_states", "head_losses"]
+    keys_to_ignore_at_inference = [
+        *("past_key_values", "hidden_states", "head_losses", "backbone_loss"),
+        *("acceptances", "missing_mass", "head_squares"),
+    ]
 
     head_type: str = "ff"
     window: int | None = None

@@ -115,11 +115,13 @@ class Verdict:
         tokens: [B, k + 1] int64; the first `accepted` are the kept drafts, the next is the added token, the rest is
             arbitrary.
         places: [B, k + 1] int64, `columns` of a tree; None: the first nodes of a chain are kept.
+        faults: [B] bool, rows whose added token was drawn from scores that are no law; None: not looked at.
     """
 
     accepted: torch.Tensor
     tokens: torch.Tensor
     places: torch.Tensor | None = None
+    faults: torch.Tensor | None = None
 
     @cached_property
     def columns(self) -> torch.Tensor:

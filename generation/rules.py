@@ -111,7 +111,12 @@ def law_of(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _reached_faults(law: torch.Tensor, verdict: Verdict) -> torch.Tensor:
-    """Rows [B] bool in which a place on the kept path has no law; softmax makes NaN of all its entries there."""
+    """Rows [B] bool in which a place on the kept path has no law; softmax makes NaN of all its entries there.
+
+    A drawn chain keeps no draft whose law is none, so that its verdict knows from the added token's race.
+    """
+    if verdict.faults is not None:
+        return verdict.faults
     if verdict.places is not None:
         return law[..., 0].gather(1, verdict.places).isnan().any(1)
     return law[..., 0].cumsum(1).gather(1, verdict.accepted[:, None])[:, 0].isnan()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from ..modeling.indices import line
-from ..modeling.sampling import pick, race
+from ..modeling.sampling import pick, race, winner
 from .contract import DraftTree, Verdict
 from .tree_verification import check_rule, follow, tree_acceptance, verify_drawn_tree
 
@@ -130,21 +130,57 @@ def verify(
     Raises:
         ValueError: An unknown rule.
     """
+    accepted, added, _ = _verify(draft, q, p, rule, generator, uniforms, tests)
+    return accepted, added
+
+
+def _verify(
+    draft: torch.Tensor,
+    q: torch.Tensor | None,
+    p: torch.Tensor,
+    rule: str,
+    generator: torch.Generator | None,
+    uniforms: torch.Tensor | None = None,
+    tests: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`verify`, and how fast the added token's race was won [B] (NaN: its law was none); None where none was run.
+
+    Every operation counts here, since on an accelerator each is a launch; `token_acceptance` and `block_acceptance` say
+    the same in the words of the papers.
+    """
     check_rule(rule)
     if draft.shape[1] == 0:
-        return draft.new_zeros(len(draft)), _add(p[:, 0], None if uniforms is None else uniforms[:, 0], generator)
+        return draft.new_zeros(len(draft)), *_add(p[:, 0], None if uniforms is None else uniforms[:, 0], generator)
     if tests is None:
         tests = torch.rand(draft.shape, dtype=p.dtype, device=p.device, generator=generator)
+    batch = line(len(draft), p.device)
     if rule == "token":
-        surplus = (p[:, :-1] - q).clamp_(min=0)
         accepted = (tests < _ratios(draft, q, p)).long().cumprod(1).sum(1)
+        law = p[batch, accepted]
+        mass = (law - torch.nn.functional.pad(q, (0, 0, 0, 1))[batch, accepted]).clamp_(min=0)
     else:
-        weight = _block_weights(draft, q, p)
-        surplus = (weight[:, :-1, None] * p[:, :-1] - q).clamp_(min=0)
-        kept = tests < _block_accept(weight, surplus)
-        accepted = (kept * line(draft.shape[1] + 1, p.device)[1:]).amax(1)
-    chosen = None if uniforms is None else uniforms.gather(1, accepted[:, None])[:, 0]
-    return accepted, _add(_row_after(accepted, surplus, p), chosen, generator)
+        accepted, surplus = _block_accepted(draft, q, p, tests)
+        law, mass = p[batch, accepted], surplus[batch, accepted]
+    # a trace of p decides where rounding left no surplus; it is far below the precision of what it is added to
+    mass = torch.add(mass, law, alpha=_TRACE)
+    return accepted, *_add(mass, None if uniforms is None else uniforms.gather(1, accepted[:, None])[:, 0], generator)
+
+
+def _block_accepted(
+    draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accepted drafts [B] of block verification for uniforms [B, m], and max(0, P_i p_{i+1} - q_{i+1}), [B, m + 1, v].
+
+    With q_{m+1} = 0, h_i = Z_i / (Z_i + 1 - P_i) holds for i = m, too. Prefix i is kept where its uniform is at least
+    1 - h_i, which needs no division, so that P_i = 1 and Z_i = 0 (the laws are equal) are no special case.
+    """
+    weight = _block_weights(draft, q, p)
+    surplus = weight[..., None] * p
+    surplus[:, :-1].sub_(q)
+    surplus.clamp_(min=0)
+    gap = 1 - weight[:, 1:]
+    kept = gap <= uniform * (surplus.sum(-1)[:, 1:] + gap)
+    return (kept * line(draft.shape[1] + 1, p.device)[1:]).amax(1), surplus
 
 
 def verify_chain(
@@ -161,9 +197,9 @@ def verify_chain(
     Raises:
         ValueError: An unknown rule.
     """
-    accepted, added = verify(tree.tokens, tree.laws, p, rule, generator)
+    accepted, added, speed = _verify(tree.tokens, tree.laws, p, rule, generator)
     tokens = torch.nn.functional.pad(tree.tokens, (0, 1)).scatter_(1, accepted[:, None], added[:, None])
-    return Verdict(accepted, tokens)
+    return Verdict(accepted, tokens, faults=None if speed is None else speed.isnan())
 
 
 def verify_sampled(
@@ -215,11 +251,13 @@ def verify_tree_greedy(tree: DraftTree, scores: torch.Tensor) -> tuple[torch.Ten
     return verdict.nodes, verdict.accepted, verdict.added
 
 
-def _add(mass: torch.Tensor, uniforms: torch.Tensor | None, generator: torch.Generator | None) -> torch.Tensor:
-    """A token [B] from unnormalised laws [B, v]."""
+def _add(
+    mass: torch.Tensor, uniforms: torch.Tensor | None, generator: torch.Generator | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A token [B] from unnormalised laws [B, v], and the speed of its race."""
     if uniforms is None:
-        return race(mass, generator)
-    return pick(uniforms.double(), mass.double() / mass.double().sum(-1, keepdim=True))
+        return winner(mass, generator)
+    return pick(uniforms.double(), mass.double() / mass.double().sum(-1, keepdim=True)), None
 
 
 def _ratios(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
@@ -250,16 +288,6 @@ def _residuals(q: torch.Tensor, p: torch.Tensor, weight: torch.Tensor) -> torch.
     """Normalised max(0, weight p - q) for all rows, [B, m + 1, v]; the last row is p's."""
     rows = _normalised((weight[:, :-1] * p[:, :-1] - q).clamp(min=0), p[:, :-1])
     return torch.cat([rows, p[:, -1:]], dim=1)
-
-
-def _row_after(accepted: torch.Tensor, surplus: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Unnormalised law of the added token [B, v]: the surplus after a rejection, p's last row after none.
-
-    A trace of p itself decides where rounding left no surplus; it is far below the precision of what it is added to.
-    """
-    batch = line(len(accepted), p.device)
-    mass = torch.cat([surplus, p[:, -1:]], dim=1)
-    return torch.add(mass[batch, accepted], p[batch, accepted], alpha=_TRACE)
 
 
 def _normalised(mass: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:

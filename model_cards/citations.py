@@ -21,7 +21,7 @@ PAPERS = {
     ),
     "gloeckle": _entry(
         "gloeckle2024better",
-        "Better & Faster Large Language Models via Multi-token Prediction",
+        "Better \\& Faster Large Language Models via Multi-token Prediction",
         "Fabian Gloeckle, Badr Youbi Idrissi, Baptiste Rozi{\\`e}re, David Lopez-Paz, Gabriel Synnaeve",
         "2404.19737",
         2024,

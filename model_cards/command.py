@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import EntryNotFoundError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -22,9 +20,8 @@ from ..configuration.mtp_families import FAMILIES, count_modules
 from ..modeling import DeepSeekMTP
 from ..modeling.remote_code import CODE_FOLDER
 from ..training.byte_text import is_byte_level
-from ..training.evaluation import GREEDY, compare_decoding, sampled
+from ..training.evaluation import MODES, Measurement, environment, hardware
 from ..training.results import MeasuredResults
-from ..training.threads import describe_threads
 from .card import render_card, write_card
 from .facts import hub_id
 
@@ -164,7 +161,7 @@ def _load(request: CardRequest, needs_backbone: bool) -> tuple[PreTrainedModel, 
     else:
         model = AutoModel.from_pretrained(request.model, config=config, dtype=request.dtype)
     model = model.eval()
-    if not hasattr(model, "attach"):
+    if not hasattr(model, "on_attach"):
         return model, model, AutoTokenizer.from_pretrained(request.model) if needs_backbone else None
     name = request.backbone or getattr(config, "base_model_name_or_path", None)
     if not needs_backbone:
@@ -178,25 +175,18 @@ def _load(request: CardRequest, needs_backbone: bool) -> tuple[PreTrainedModel, 
 def _measured(
     request: CardRequest, model: PreTrainedModel, generator: Any, tokenizer: Tokenizer, prompts: list[str]
 ) -> MeasuredResults:
-    modes = (GREEDY, sampled(0.7), sampled(1.0))
-    found = [compare_decoding(generator, tokenizer, prompts, mode, request.new_tokens) for mode in modes]
-    shown = f"{len(prompts)} prompts of one's own, at most {request.new_tokens} new tokens each; batch 1"
-    processor = platform.processor() or platform.machine() or "unknown processor"
+    (found,) = Measurement(prompts, request.new_tokens).compare({"": generator}, tokenizer, MODES).values()
     return MeasuredResults(
         results=[comparison.result for comparison in found],
         dataset_name=request.measure.name,
-        dataset_description=f"{shown}; {describe_threads()}.",
-        hardware=torch.cuda.get_device_name() if model.device.type == "cuda" else processor,
+        dataset_description=f"{len(prompts)} prompts, at most {request.new_tokens} new tokens each, one at a time.",
+        hardware=torch.cuda.get_device_name() if model.device.type == "cuda" else hardware(),
         dtype=str(model.dtype).removeprefix("torch."),
         command=_command(request),
         library_version=__version__,
         unit="byte" if is_byte_level(tokenizer) else "token",
         accepted_by_position=found[0].accepted_by_position,
-        extra={
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "Python": platform.python_version(),
-        },
+        environment=environment(),
     )
 
 

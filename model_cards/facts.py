@@ -86,7 +86,7 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: s
         raise TypeError(f"config_or_model is a {type(config).__name__}; it must be a model or its config")
     kind, window, drafting = _drafting(config, model)
     found = _class(config) if model is None else type(model)
-    heads_only = hasattr(found, "attach")
+    heads_only = hasattr(found, "on_attach")  # a whole model may draft for another one, too
     travels = issubclass(found, TravellingMixin) and bool(remote_code)
     needs = [f"'transformers=={TRANSFORMERS}.*'", *(["peft"] if kind == "uniforms" else [])]
     return ModelFacts(

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from huggingface_hub import CommitInfo, HfApi, ModelCard
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..training.files import replace_text
 from .card import local_pictures, render_card
@@ -19,6 +19,9 @@ from .hub import check_same_model, check_token, reachable
 # the names under which transformers saves weights: an upload adds files and removes none, and a loader that finds
 # one file of an earlier push beside the shards of this one would take the old weights
 _WEIGHTS = ["model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json"]
+
+_BLANK, _MANY = "[More Information Needed]", 10
+"""What transformers writes into the card of a first push, a tokenizer's for example, and how often at least."""
 
 
 def push_to_hub(
@@ -155,17 +158,17 @@ def push_model(
 def _card_of_push(
     api: HfApi, repo_id: str, model: PreTrainedModel, remote_code: str | None, tags: list[str]
 ) -> ModelCard | None:
-    """A new card, the one of the repository with further tags, or None where that stays as it is."""
-    if not api.file_exists(repo_id, "README.md"):
+    """A new card (also for an unfilled form), the one that is there with further tags, or None where that stays."""
+    there = ModelCard.load(repo_id, token=api.token) if api.file_exists(repo_id, "README.md") else None
+    if there is None or there.text.count(_BLANK) >= _MANY:
         travels = "bundle" if remote_code == "auto" else remote_code
         try:
             return render_card(model, None, repo_id=repo_id, metadata={"tags": tags}, remote_code=travels)
         except TypeError:  # a backbone alone, or a class of a user: nothing of ours to describe
             return None
-    card = ModelCard.load(repo_id, token=api.token)
-    new = [tag for tag in tags if tag not in (card.data.tags or [])]
-    card.data.tags = [*(card.data.tags or []), *new]
-    return card if new else None
+    new = [tag for tag in tags if tag not in (there.data.tags or [])]
+    there.data.tags = [*(there.data.tags or []), *new]
+    return there if new else None
 
 
 def _check_files(files: Sequence[str | Path]) -> dict[str, Path]:
@@ -216,12 +219,15 @@ def _save(
 
 @contextmanager
 def _without_local_names(model: PreTrainedModel) -> Iterator[None]:
-    """Has the config of a drafter name its backbone only where the Hub knows that name."""
-    name = getattr(model.config, "base_model_name_or_path", None)
-    if name is not None:
-        model.config.base_model_name_or_path = hub_id(name)
+    """Has a config name the backbone that it was made for only where the Hub knows that name."""
+    inner = getattr(model.config, "backbone_config", None)
+    inner = vars(inner) if isinstance(inner, PreTrainedConfig) else inner or {}
+    places = [(vars(model.config), "base_model_name_or_path"), (inner, "_name_or_path")]
+    kept = [(place, name, place[name]) for place, name in places if place.get(name)]
+    for place, name, value in kept:
+        place[name] = hub_id(value)
     try:
         yield
     finally:
-        if name is not None:
-            model.config.base_model_name_or_path = name
+        for place, name, value in kept:
+            place[name] = value

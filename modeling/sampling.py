@@ -18,6 +18,12 @@ def race(weights: torch.Tensor, generator: torch.Generator | None = None) -> tor
     return _speeds(weights, generator).argmax(-1)
 
 
+def winner(weights: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `race` returns, and the winner's speed [...]: NaN where a weight is."""
+    best = _speeds(weights, generator).max(-1)
+    return best.indices, best.values
+
+
 def race_order(weights: torch.Tensor, count: int, generator: torch.Generator | None = None) -> torch.Tensor:
     """The first `count` of the race that `race` takes the winner of: draws without replacement, in order.
 

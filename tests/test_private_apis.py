@@ -69,6 +69,7 @@ FUNCTIONS = [
     (Trainer, "_push_from_checkpoint", "checkpoint_folder"),
     (torch.nn.Module, "_apply", "fn recurse"),
     (peft.LoraConfig, "_register_custom_module", "mapping"),
+    (torch.nn.Module, "_apply", "fn recurse"),
 ]
 """Functions that we override or call: where they are found, their names, and their first parameters in order."""
 
@@ -89,6 +90,7 @@ ATTRIBUTES = [
     (torch, "_standard_gamma"),
     (trl.SFTTrainer, "_tag_names"),
     (torch.Tensor, "_version"),
+    (torch.nn.Linear(1, 1), "_apply"),
     (torch.nn.Linear(1, 1), "_forward_hooks"),
 ]
 """Class attributes, properties and what a module offers."""
@@ -96,6 +98,7 @@ ATTRIBUTES = [
 WRITTEN_IN_SOURCE = [
     (GenerationMixin, "_pad_token_tensor"),
     (PreTrainedConfig, "_name_or_path"),
+    (PreTrainedModel, "_gradient_checkpointing_func"),
     (PreTrainedModel, "_is_hf_initialized"),
     (PrefixConstrainedLogitsProcessor, "_prefix_allowed_tokens_fn"),
     (PreTrainedModel, "_gradient_checkpointing_func"),
@@ -105,6 +108,7 @@ WRITTEN_IN_SOURCE = [
     (inspect.getmodule(PreTrainedTokenizer), "_added_tokens_encoder"),
     (transformers.core_model_loading, "_weight_conversions"),
     (transformers.utils.hub, "_raise_exceptions_for_connection_errors"),
+    (PreTrainedModel, "_gradient_checkpointing_func"),
     (transformers.integrations.peft, "_hf_peft_config_loaded"),
     (transformers.utils.hub, "_raise_exceptions_for_missing_entries"),
     (transformers.utils.output_capturing, "_output_capturing_hooks_installed"),

@@ -4,10 +4,13 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    "AcceptanceCallback": "acceptance_callback",
+    "MTPDPOTrainer": "dpo",
     "MTPLossWeightSchedule": "loss_weight",
     "MTPSFTTrainer": "sft",
     "MTPTrainer": "trainer",
     "PTPOptions": "ptp.options",
+    "PTPSFTTrainer": "sft",
     "PTPTrainer": "ptp.trainer",
     "TrainingStrategy": "strategy",
     "cache_features": "features",

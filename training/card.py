@@ -12,6 +12,7 @@ from transformers.modelcard import extract_hyperparameters_from_trainer, make_ma
 from transformers.utils import logging
 
 from .. import __version__
+from ..modeling.heads.joint import JointMTPModel
 from ..modeling.remote_code import CODE_FOLDER
 
 logger = logging.get_logger(__name__)
@@ -58,6 +59,7 @@ class TrainerCardMixin:
         from ..model_cards.facts import hub_id
 
         model = self.accelerator.unwrap_model(self.model)
+        model = model.heads if isinstance(model, JointMTPModel) else model
         named = _listed(dataset) or _listed(dataset_name)
         described = [f"{name} ({args})" for name, args in zip(named, _listed(dataset_args))] or named
         data_ids = [name for name in _listed(dataset_tags) or self._data_names() if hub_id(name)]

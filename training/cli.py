@@ -1,4 +1,4 @@
-"""The command line: `tokenahead demo`, `generate`, `card`, `train`, `evaluate`, `analyze`. Errors are one line, no traceback.
+"""The command line: `tokenahead demo`, `generate`, `card`, `train`, `evaluate`, `analyze`. Errors are one line.
 
 Knows arguments and messages; what the commands do is written elsewhere.
 """

@@ -36,7 +36,7 @@ def prepare(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
     """
     _set_losses(model, strategy)
     _set_draft_layers(model, strategy)
-    if hasattr(model, "attach"):
+    if hasattr(model, "on_attach"):
         return model if strategy.train == "drafter" else _joined(model, strategy)
     if strategy.train != "lora":
         model.train_only(strategy.train)
@@ -62,7 +62,7 @@ def drafter_of(model: nn.Module) -> nn.Module:
     for name in ("heads", "mtp"):
         if hasattr(owner, name):
             return getattr(owner, name)
-    return owner if hasattr(owner, "attach") else owner.head
+    return owner if hasattr(owner, "on_attach") else owner.head
 
 
 def head_of(model: nn.Module) -> nn.Module:

@@ -21,7 +21,7 @@ with needs_extra("train", "MTPSFTTrainer"):
     from trl import SFTConfig, SFTTrainer
 
 
-class _SFTHabits:
+class _SFTHabits(SFTTrainer):
     """What TRL's trainer does beside its loss: settings that it must not take here, and its count of tokens."""
 
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:

@@ -97,11 +97,21 @@ class MTPTrainer(RunningMeansMixin, Trainer):
                 "context and sequence parallelism cut sequences, and a window cannot reach into the next piece; "
                 "set cp_size and sp_size to 1"
             )
+        if self._zero_stage == 3:
+            raise ValueError(
+                "zero_stage=3 of DeepSpeed leaves no parameter whole outside its module's forward, and heads read the "
+                "backbone's unembedding there: use stage 1 or 2, or FSDP2 (examples/accelerate/fsdp2.yaml)"
+            )
         if self.label_smoother is not None:
             raise ValueError(
                 f"label_smoothing_factor={self.args.label_smoothing_factor} would replace the model's own loss, "
                 "and no head but the first would learn; set it to 0"
             )
+
+    @property
+    def _zero_stage(self) -> int | None:
+        """Of DeepSpeed, where it is used."""
+        return self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else None
 
     @property
     def _owner(self) -> nn.Module:

@@ -26,6 +26,8 @@ class ModuleLossOptions:
             by the main model's number of targets (DeepSeek-V3's report divides all by T).
         unroll_steps: Depths to train; beyond D the last module goes on from its own output, as when it is reused for
             longer drafts. None: D.
+        decay: Depth k weighs decay^(k-1), scaled so that all depths together still weigh lambda; below 1, near tokens
+            count more, for a draft ends with its first wrong token (FastMTP).
         detach_trunk: The modules' losses do not train the main model's layers.
         detach_head: They do not train the head.
         detach_embedding: They do not train the embeddings.
@@ -41,6 +43,7 @@ class ModuleLossOptions:
     weight: float = 0.3
     normalization: str = "mean"
     unroll_steps: int | None = None
+    decay: float = 1.0
     detach_trunk: bool = False
     detach_head: bool = False
     detach_embedding: bool = False
@@ -63,6 +66,8 @@ class ModuleLossOptions:
             raise ValueError(f"normalization={self.normalization!r} is unknown; choose 'mean' or 'paper'")
         if self.unroll_steps is not None and self.unroll_steps < 1:
             raise ValueError(f"unroll_steps={self.unroll_steps} must be at least 1, or None for one step per module")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay={self.decay} of the depths' weights must lie in (0, 1]")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any] | None) -> ModuleLossOptions:
@@ -88,8 +93,8 @@ def depth_weights(counts: torch.Tensor, options: ModuleLossOptions) -> torch.Ten
     """
     if options.normalization == "paper":
         counts = counts[:1].expand(len(counts))
-    share = options.weight / max(len(counts) - 1, 1)
-    weights = torch.tensor([1.0] + [share] * (len(counts) - 1), device=counts.device)
+    shares = [options.decay**k for k in range(len(counts) - 1)]
+    weights = torch.tensor([1.0] + [options.weight * share / sum(shares) for share in shares], device=counts.device)
     return weights / counts.clamp(min=1)
 
 

@@ -32,7 +32,7 @@ from .routing import router_loss
 from .saving import OfficialFolderMixin
 from .unroll import teacher_forced
 
-_NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits"]
+_NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits", "acceptances", "missing_mass"]
 
 
 class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTPGenerationMixin, PreTrainedModel):

@@ -120,10 +120,25 @@ class LayerHead(nn.Module):
         init.copy_(self.mix, start)
 
     def start_from(self, backbone: PreTrainedModel) -> None:
-        """Every layer starts as the backbone's last one."""
-        weights = trunk(backbone).layers[-1].state_dict()
+        """Every layer starts as the backbone's last one, as its adapters, if it has any, make it."""
+        weights = _merged(trunk(backbone).layers[-1])
         for layer in self.layers:
             layer.load_state_dict(weights)
+
+
+def _merged(layer: nn.Module) -> dict[str, torch.Tensor]:
+    """A layer's weights, by the names that they have without adapters of peft."""
+    adapted = {name: module for name, module in layer.named_modules() if hasattr(module, "get_base_layer")}
+    weights = {
+        name.replace(".base_layer.", "."): value
+        for name, value in layer.state_dict().items()
+        if not any(name.startswith(f"{own}.") and ".base_layer." not in name for own in adapted)
+    }
+    for name, module in adapted.items():
+        for adapter in [] if module.disable_adapters else module.active_adapters:
+            key = f"{name}.weight"
+            weights[key] = weights[key] + module.get_delta_weight(adapter).to(weights[key])
+    return weights
 
 
 def hidden_layers(config: MTPHeadConfig) -> list[int]:

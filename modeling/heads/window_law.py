@@ -117,7 +117,7 @@ class FactorisedLaw(WindowLaw):
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Every position at once."""
-        return choose(FactorisedLaw(self.leaf_logits[..., :length, :, :]).log_leaves.exp())
+        return choose(self.leaf_logits[..., :length, 0, :].softmax(-1))
 
     def greedy(self, length: int | None = None) -> torch.Tensor:
         """Argmax of every leaf; no normalisation needed."""

@@ -66,7 +66,9 @@ def token_positions(documents: torch.Tensor) -> torch.Tensor:
     return (token_mask(documents)[:, 0].sum(-1) - 1).clamp(min=0)
 
 
-def packed_positions(documents: torch.Tensor, starts: torch.Tensor, slots: int, offset: int) -> torch.Tensor:
+def packed_positions(
+    documents: torch.Tensor, starts: torch.Tensor, slots: int, offset: int, own: torch.Tensor | None = None
+) -> torch.Tensor:
     """Positions that go with `packed_mask`.
 
     Args:
@@ -75,11 +77,12 @@ def packed_positions(documents: torch.Tensor, starts: torch.Tensor, slots: int, 
         slots: L.
         offset: Position of slot 0, less that of the token at the start: -1 for one-hot slots, which stand where the
             backbone would predict their token, and 0 for categorical ones, which stand for the token itself.
+        own: [B, T] int64, positions of the tokens; None: their places in their documents.
 
     Returns:
         [B, T + C L] int64.
     """
-    own = token_positions(documents)
+    own = token_positions(documents) if own is None else own
     order = torch.arange(slots, device=documents.device) + offset
     behind = (own.gather(1, starts)[..., None] + order).flatten(1)
     return torch.cat([own, behind], dim=1).clamp(min=0)

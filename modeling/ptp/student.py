@@ -26,7 +26,7 @@ class PTPStudent(StrictLoadingMixin, ParallelSpeculator, Attachable, PreTrainedM
 
     An attached student passes as `assistant_model`: `backbone.generate(..., assistant_model=student)` writes the
     backbone's own text, with the options of `ParallelGenerationMixin`. Behind it stands a `PTPForCausalLM` over the
-    backbone's own tensors, `student.model`, which trainers take: what it learns is the student's.
+    backbone's own tensors, `student.whole`, which trainers take: what it learns is the student's.
 
     Args:
         config: Configuration, with the backbone's inside.
@@ -36,15 +36,17 @@ class PTPStudent(StrictLoadingMixin, ParallelSpeculator, Attachable, PreTrainedM
 
     Example:
         >>> student = PTPStudent.from_backbone(backbone, num_slots=8)
-        >>> PTPTrainer(student.model, options, train_dataset=data).train()
+        >>> PTPTrainer(student.whole, options, train_dataset=data).train()
         >>> student.save_pretrained("student")
         >>> student = PTPStudent.from_pretrained("student").attach(backbone)
         >>> out = backbone.generate(**inputs, assistant_model=student, do_sample=True, seed=7)
     """
 
     config_class = PTPStudentConfig
+    remote_classes = {"AutoModel": "PTPStudent"}
     base_model_prefix = ""
     main_input_name = "input_ids"
+    remote_classes = {"AutoModel": "PTPStudent"}
     supports_gradient_checkpointing = True
     _supports_sdpa = True
 
@@ -87,7 +89,7 @@ class PTPStudent(StrictLoadingMixin, ParallelSpeculator, Attachable, PreTrainedM
         return student.train(model.training)
 
     @property
-    def model(self) -> PTPForCausalLM:
+    def whole(self) -> PTPForCausalLM:
         """The attached backbone and this student as one model; made anew where the backbone's tensors were replaced.
 
         Raises:
@@ -101,7 +103,7 @@ class PTPStudent(StrictLoadingMixin, ParallelSpeculator, Attachable, PreTrainedM
 
     def runner(self, backbone: PreTrainedModel) -> PTPForCausalLM:
         """What runs forwards with slots in them: on tokens it is the backbone."""
-        return self.model
+        return self.whole
 
     def _joined(self, backbone: PreTrainedModel) -> PTPForCausalLM:
         model = PTPForCausalLM.from_backbone(backbone, **self.config.options)
@@ -142,7 +144,7 @@ class PTPStudent(StrictLoadingMixin, ParallelSpeculator, Attachable, PreTrainedM
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`PTPForCausalLM.forward` of the attached backbone with this student."""
-        return self.model(*args, **kwargs)
+        return self.whole(*args, **kwargs)
 
     @property
     def generation_config(self) -> GenerationConfig:

@@ -9,7 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.laws import chi_square, golden
-from tokenahead.generation.verification import block_acceptance, token_acceptance, verify, verify_greedy
+from tokenahead.generation import verification
+from tokenahead.generation.verification import block_acceptance, token_acceptance, verify
 
 RULES = {"token": token_acceptance, "block": block_acceptance}
 V = 3
@@ -264,11 +265,12 @@ def test_excluded_tokens_are_never_emitted_in_float32(rule, noise):
         assert accepted.float().mean() > 3.9
 
 
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
 @pytest.mark.parametrize("rule", RULES)
-def test_an_excluded_draft_is_refused_by_the_smallest_uniform(rule, monkeypatch):
+def test_an_excluded_draft_is_refused_by_every_uniform(rule, uniform, monkeypatch):
     p = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
     q = torch.tensor([[[1.0, 0.0]]])
-    monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.zeros(shape, dtype=options["dtype"]))
+    monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.full(shape, uniform, dtype=options["dtype"]))
     accepted, added = verify(torch.tensor([[0]]), q, p, rule)
     assert (accepted.item(), added.item()) == (0, 1)
 
@@ -279,7 +281,8 @@ def test_a_residual_of_rounding_noise_emits_no_excluded_token(rule, monkeypatch)
     q = torch.tensor([0.0, 0.9, 0.0, 0.1])
     p = torch.tensor([0.0, 0.9, 1e-45, 0.09999999])
     rows = [torch.stack(laws)[None].expand(2000, -1, -1) for laws in ([q], [p, p])]
-    monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.full(shape, 1 - 2**-24, dtype=options["dtype"]))
+    refusing = 0.0 if rule == "block" else 1 - 2**-24
+    monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.full(shape, refusing, dtype=options["dtype"]))
     accepted, added = verify(torch.full((2000, 1), 3), *rows, rule)
     assert (accepted == 0).all() and (p[added] > 0).all()
 
@@ -292,6 +295,19 @@ def test_float32_agrees_with_float64_on_long_drafts(rule):
     exact, single = (accepted_law(rule, RULES[rule](draft, q.to(d), p.to(d))[0]) for d in (q.dtype, torch.float32))
     assert 2 < float((exact @ torch.arange(16, dtype=torch.float64)).mean()) < 13
     assert (exact - single).abs().sum(1).max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["random", "zeros in both", "greedy draft"])
+def test_block_keeps_a_prefix_exactly_with_its_probability(kind):
+    """`verify` asks without a division what `block_acceptance` says in the words of the paper."""
+    _, draft, q, p = draws(world(kind, 4, 9), 500)
+    accept, _ = block_acceptance(draft, q, p)
+    for uniform in torch.linspace(0, 1, 41, dtype=torch.float64)[:-1]:
+        u = uniform.expand(draft.shape)
+        near = ((1 - accept) - u).abs().amin(1) < 1e-12
+        kept = ((1 - accept) <= u) * torch.arange(1, 5)
+        found = verification._block_accepted(draft, q, p, u)[0]
+        assert torch.equal(found[~near], kept.amax(1)[~near]) and near.double().mean() < 0.9
 
 
 def test_verify_refuses_an_unknown_rule():
@@ -364,34 +380,3 @@ def test_block_follows_its_recursion(case):
         want.append(mass if i + 1 == len(draft) else mass / rest if rest > 0 else 1.0)
     accept = block_acceptance(*case)[0][0]
     torch.testing.assert_close(accept, torch.tensor(want, dtype=torch.float64), rtol=0, atol=1e-9)
-
-
-def greedy_tokens(draft: torch.Tensor, scores: torch.Tensor) -> list[list[int]]:
-    accepted, best = verify_greedy(draft, scores)
-    assert best.shape == scores.shape[:2] and best.dtype == accepted.dtype == torch.long
-    return [row[: count + 1].tolist() for row, count in zip(best, accepted)]
-
-
-def test_greedy_keeps_what_the_target_would_choose():
-    scores = torch.full((5, 4, 6), -1.0)
-    scores.scatter_(2, torch.tensor([1, 2, 3, 4]).expand(5, 4)[..., None], 1.0)
-    draft = torch.tensor([[1, 2, 3], [1, 2, 0], [1, 0, 3], [0, 2, 3], [5, 5, 5]])
-    assert greedy_tokens(draft, scores) == [[1, 2, 3, 4], [1, 2, 3], [1, 2], [1], [1]]
-
-
-def test_greedy_with_nothing_drafted_adds_the_argmax():
-    scores = torch.tensor([[[0.0, 2.0, 1.0]], [[3.0, float("-inf"), 1.0]]])
-    assert greedy_tokens(torch.empty(2, 0, dtype=torch.long), scores) == [[1], [0]]
-
-
-def test_greedy_is_sequential_decoding_row_by_row():
-    """Whatever is drafted, the emitted tokens are those of an argmax at a time along the draft."""
-    scores = torch.randn(2000, 5, 3)
-    draft = torch.randint(0, 3, (2000, 4))
-    emitted = greedy_tokens(draft, scores)
-    assert {len(tokens) for tokens in emitted} == {1, 2, 3, 4, 5}
-    for tokens, drafted, rows in zip(emitted, draft.tolist(), scores):
-        want = [int(rows[0].argmax())]
-        while len(want) < 5 and want[-1] == drafted[len(want) - 1]:
-            want.append(int(rows[len(want)].argmax()))
-        assert tokens == want

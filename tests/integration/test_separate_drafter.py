@@ -9,6 +9,7 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 from tests.laws import chi_square
 from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, backbone, ids, student
+from tokenahead import PTPStudent
 from tokenahead.modeling.sampling import pick
 
 
@@ -120,6 +121,16 @@ def test_backbones_of_different_families():
     small = student("one_hot", backbone(seed=4).double()).eval()
     small.attach(large)
     assert torch.equal(write(large, assistant_model=small), write(large))
+
+
+@pytest.mark.parametrize("variant", ["one_hot", "categorical"])
+def test_slots_that_read_states_and_a_greedy_wish(variant):
+    large = backbone(seed=2).double()
+    small = student(variant, copy.deepcopy(large), reads_state=True, greedy=True).eval()
+    small.attach(large)
+    assert torch.equal(write(large, assistant_model=small), write(large))
+    apart = PTPStudent.from_model(copy.deepcopy(small)).attach(large)
+    assert torch.equal(write(large, assistant_model=apart), write(large))
 
 
 def test_what_is_refused():

@@ -58,18 +58,18 @@ def test_other_backbones(family):
 def test_what_the_model_learns_is_the_students(tmp_path):
     base = backbone(seed=2)
     apart = PTPStudent.from_backbone(base, num_slots=3, lora_rank=2)
-    assert isinstance(apart.model, PTPForCausalLM)
-    optimizer = torch.optim.SGD([p for p in apart.model.parameters() if p.requires_grad], lr=0.1)
+    assert isinstance(apart.whole, PTPForCausalLM)
+    optimizer = torch.optim.SGD([p for p in apart.whole.parameters() if p.requires_grad], lr=0.1)
     tokens, uniforms = ids(2, 5), torch.rand(2, 3)
     for _ in range(2):
-        apart.model(tokens, uniforms=uniforms).logits[:, 5:].logsumexp(-1).sum().backward()
+        apart.whole(tokens, uniforms=uniforms).logits[:, 5:].logsumexp(-1).sum().backward()
         optimizer.step()
     assert all(parameter.grad is not None for parameter in apart.parameters())
     assert all(parameter.grad is None for parameter in base.parameters())
     apart.save_pretrained(tmp_path)
     again = PTPStudent.from_pretrained(tmp_path).attach(copy.deepcopy(base))
     with torch.no_grad():
-        assert torch.equal(again(tokens, uniforms=uniforms).logits, apart.model(tokens, uniforms=uniforms).logits)
+        assert torch.equal(again(tokens, uniforms=uniforms).logits, apart.whole(tokens, uniforms=uniforms).logits)
 
 
 def test_the_student_follows_a_backbone_that_changes():

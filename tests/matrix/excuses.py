@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from peft import LoraConfig, get_peft_model
 
 from tests.matrix.models import NAMES, Entry
@@ -61,6 +62,13 @@ def refuses_lora(entry: Entry) -> None:
     assert torch.equal(model.generate(**entry.inputs(3), max_new_tokens=16, do_sample=False), entry.text())
 
 
+def refuses_offloaded(entry: Entry) -> None:
+    """At `attach`, by name."""
+    model = cpu_offload(copy.deepcopy(entry.model), execution_device="cpu")
+    with pytest.raises(ValueError, match="weights of LlamaForCausalLM are offloaded"):
+        copy.deepcopy(entry.drafter).attach(model)
+
+
 _PLAINLY = {
     "guidance": Excuse(
         "guidance feeds a second text, which counts its calls",
@@ -75,5 +83,6 @@ _PLAINLY = {
 _GATED = Excuse("its own adapters are gated, and LoRA would wrap them", refuses_lora)
 EXCUSES: dict[tuple[str, str], Excuse] = {
     **{(name, habit): excuse for habit, excuse in _PLAINLY.items() for name in NAMES},
-    **{(name, "peft"): _GATED for name in NAMES if name.startswith("ptp")},
+    **{(name, "peft"): _GATED for name in ("ptp-one_hot", "ptp-categorical")},
+    ("ptp-student-llama", "offloaded"): Excuse("a student's adapters join layers that are there", refuses_offloaded),
 }

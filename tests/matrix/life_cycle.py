@@ -22,6 +22,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from tests.matrix.habits import DICT, HABITS, as_plain, habit
 from tests.matrix.models import Entry
 from tokenahead import AssistantDrafter
+from tokenahead.generation.drafters.parallel_assistant import ParallelAssistant
 from tokenahead.modeling.remote_code import TravellingMixin
 
 __all__ = ["HABITS"]
@@ -73,6 +74,8 @@ def same(twin: Entry, entry: Entry) -> None:
 
 def reloaded(thing: Any, folder: Path, **options: Any) -> Any:
     """A model, a folder of heads, an assistant: saved and loaded; what has no weights is copied."""
+    if isinstance(thing, ParallelAssistant):
+        return ParallelAssistant(reloaded(thing.model, folder, **options))
     if isinstance(thing, AssistantDrafter):
         return AssistantDrafter(reloaded(thing.model, folder, **options), thing.num_tokens)
     if not isinstance(thing, nn.Module):

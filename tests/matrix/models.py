@@ -17,7 +17,8 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from tests.models import left_padded, trained_model
 from tests.ptp_models import backbone as small_backbone
 from tests.ptp_models import student
-from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, EvaByteTokenizer, MTPHeads, NgramDrafter
+from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, EvaByteTokenizer, MTPHeads, NgramDrafter, PTPStudent
+from tokenahead.generation.drafters.parallel_assistant import ParallelAssistant
 
 DEEPSEEK = Path(__file__).parents[1] / "data" / "deepseek_mtp" / "dsv3_d2_trained"
 NEW_TOKENS = 16
@@ -163,6 +164,23 @@ def ptp(variant: str) -> Entry:
     return Entry(f"ptp-{variant}", model, tokenizer=character_tokenizer(model.config.get_text_config().vocab_size))
 
 
+def ptp_student() -> Entry:
+    """A student apart from its backbone."""
+    model = small_backbone(seed=2)
+    return _attached("ptp-student-llama", model, PTPStudent.from_model(student("one_hot", model)).eval())
+
+
+def ptp_assistant() -> Entry:
+    """A model with parallel token prediction, disturbed, drafts for another."""
+    model = small_backbone(seed=2)
+    small = student("categorical", copy.deepcopy(model)).eval()
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for parameter in small.backbone.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    return _attached("ptp-assistant-llama", model, ParallelAssistant(small))
+
+
 def assistant() -> Entry:
     """A disturbed copy drafts for the model."""
     model = backbone("llama")
@@ -191,6 +209,8 @@ _MAKE: dict[str, Callable[[], Entry]] = {
         "ngram-tree-llama", backbone("llama"), NgramDrafter(num_tokens=3, branches=3)
     ),
     "assistant-llama": assistant,
+    "ptp-student-llama": ptp_student,
+    "ptp-assistant-llama": ptp_assistant,
 }
 NAMES = list(_MAKE)
 

@@ -129,16 +129,23 @@ def refusals(folder: Path) -> dict:
     }
 
 
+def needs_peft(name: str) -> bool:
+    """Whether the code of a case imports peft."""
+    return name.startswith("ptp")
+
+
 def main(folder: Path) -> None:
     sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
     expected = pickle.loads((folder / "expected.pickle").read_bytes())
     found = {"refusals": attempt(lambda: refusals(folder))}
-    found["drafters"] = attempt(lambda: load_drafters(folder, expected["drafters"]))
     found["tokenizer"] = attempt(lambda: load_tokenizer(folder / "both", expected["tokenizer"]))
-    for name in sorted(expected["models"], key=lambda name: name.startswith("ptp")):
-        if name.startswith("ptp"):
+    apart = {name: case for name, case in expected["drafters"].items() if not needs_peft(name)}
+    found["without peft"] = attempt(lambda: load_drafters(folder, apart))
+    for name in sorted(expected["models"], key=needs_peft):
+        if needs_peft(name):
             HIDDEN.difference_update({"peft", "accelerate"})
         found[name] = attempt(lambda name=name: load_model(folder / name, expected["models"][name]))
+    found["drafters"] = attempt(lambda: load_drafters(folder, expected["drafters"]))
     found["imported"] = sorted(set(sys.modules) & {*HIDDEN, "scipy", "sklearn", "pandas"})
     (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
 

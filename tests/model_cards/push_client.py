@@ -63,7 +63,9 @@ def push_heads(tokenizer: EvaByteTokenizer) -> None:
 
 def refused_pushes(model: EvaByteForMTPC, tokenizer: EvaByteTokenizer) -> dict:
     """Pushes that would lose something, and what stood there before and after."""
-    heads = MTPHeads(MTPHeadConfig(window=2, hidden_size=32, vocab_size=320, base_model_name_or_path="/home/a/base"))
+    layer = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2, "_name_or_path": "/home/a/base"}
+    config = {"window": 2, "hidden_size": 32, "vocab_size": 320, "base_model_name_or_path": "/home/a/base"}
+    heads = MTPHeads(MTPHeadConfig(**config, head_type="layer", backbone_config=layer))
     wider = EvaByteForMTPC(EvaByteConfig(**model.config.to_dict() | {"hidden_size": 64}))
     HfApi().create_repo("me/weights")
     HfApi().upload_file(repo_id="me/weights", path_in_repo="adapter.safetensors", path_or_fileobj=b"theirs")
@@ -132,8 +134,8 @@ def main(folder: Path) -> None:
     push_to_hub(model, None, plain_card, "me/shards")
     push_to_hub(model, None, plain_card, "me/private", private=True)
 
+    tokenizer.push_to_hub("me/plain")  # whose card is a form that nobody filled in
     model.push_to_hub("me/plain")
-    tokenizer.push_to_hub("me/plain")
     model.push_to_hub("me/toy")
     found["card_kept"] = head("me/toy") == first
 

@@ -18,6 +18,7 @@ ENTRIES = {
     "modeling.heads.attached": "modeling_heads_attached",
     "modeling.eagle.model": "modeling_eagle",
     "modeling.ptp.model": "modeling_ptp",
+    "modeling.ptp.student": "modeling_ptp_student",
     "modeling.deepseek.model": "modeling_deepseek",
 }
 
@@ -26,7 +27,7 @@ ENTRIES = {
 def test_every_file_is_there_and_transformers_sees_every_import(entry, tmp_path):
     made = bundle(entry)
     assert made.entry == ENTRIES[entry] and made is bundle(entry)
-    assert made.requires == (("peft",) if entry == "modeling.ptp.model" else ())
+    assert made.requires == (("peft",) if entry.startswith("modeling.ptp.") else ())
     for name, text in made.files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
         relative = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and node.level]

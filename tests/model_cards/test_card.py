@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from tests.families import family_model
 from tests.ptp_models import student
-from tokenahead import EagleHead, EagleHeadConfig, EvaByteForMTPC, MTPHeadConfig
+from tokenahead import EagleHead, EagleHeadConfig, EvaByteForMTPC, MTPHeadConfig, PTPStudent
 from tokenahead.model_cards import card as card_module
 from tokenahead.model_cards import render_card, write_card
 
@@ -51,6 +51,20 @@ def test_measured_table_and_what_measured_it(model, results):
     assert "Nothing has been measured" not in card.text
 
 
+def test_spread_expectation_and_repetition_are_shown_and_loops_claim_no_speed(model, results, row):
+    kept = {"per_prompt": [3.0, 5.0], "expected_tokens_per_call": 3.5, "accepted_by_position": [0.5, 0.25, 0.125]}
+    looping = dataclasses.replace(results.results[1], repeated_share=0.75)
+    rows = [dataclasses.replace(row, repeated_share=0.125, **kept), looping]
+    card = render_card(model, dataclasses.replace(results, results=rows, environment={"torch": "2.13", "threads": 2}))
+    assert table_row(card, "greedy")[5:] == ["2.50", "yes", "3.00 to 5.00", "3.50", "12 %"]
+    assert table_row(card, r"sampled, a \| b")[5:] == ["not claimed", "not compared", "-", "-", "75 %"]
+    assert table_row(card, "Accepted, greedy") == ["50 %", "25 %", "12 %"]
+    assert "torch 2.13; threads 2\n" in card.text
+    assert [e.metric_name for e in card.data.eval_results if e.metric_type == "speed_up"] == [
+        "Speed-up over one byte at a time, greedy"
+    ]
+
+
 @pytest.mark.parametrize(("variant", "drafted"), [("one_hot", 2), ("categorical", 3)])
 def test_parallel_prediction_says_what_its_slots_were_learned_for(variant, drafted, results):
     model = student(variant, sampling={"top_p": 0.9})
@@ -63,6 +77,17 @@ def test_parallel_prediction_says_what_its_slots_were_learned_for(variant, draft
     for shown in ('PTPForCausalLM.from_pretrained("me/parallel")', "seed=7", "learned for one law"):
         assert shown in card.text
     assert table_row(render_card(model.config, None), "Class") == ["`PTPForCausalLM` (`model_type` `ptp`)"]
+
+
+def test_a_student_apart_says_what_it_is_attached_to(results):
+    apart = PTPStudent.from_model(student())
+    for described in (apart, apart.config):
+        card = render_card(described, results, repo_id="me/adapters", base_model="them/backbone")
+        assert table_row(card, "Class") == ["`PTPStudent` (`model_type` `ptp_student`)"]
+        for shown in ('PTPStudent.from_pretrained("me/adapters").attach(backbone)', "Alone it writes nothing"):
+            assert shown in card.text
+    whole = render_card(student(), results, repo_id="me/parallel").text
+    assert "Alone it writes nothing" not in whole  # a whole model may be attached to a larger one, too
 
 
 def test_difference_is_shown(model, results, row):

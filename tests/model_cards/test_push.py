@@ -58,6 +58,7 @@ def test_plain_push_keeps_the_card(pushed):
 def test_plain_push_of_model_and_tokenizer(pushed):
     files = pushed.hub.repositories["me/plain"].files
     assert {"README.md", "config.json", WEIGHTS, "tokenizer_config.json"} <= files.keys()
+    assert b'EvaByteForMTPC.from_pretrained("me/plain")' in files["README.md"].data
 
 
 @pytest.mark.parametrize("repo", ["me/toy", "me/plain"])

@@ -11,14 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.every_model import every_model, llama, moved_heads, prompt_for
 from tests.families import family_model
-from tests.model_cards.clean_client import spoken
-from tokenahead import EagleHead, EvaByteTokenizer
+from tests.model_cards.clean_client import needs_peft, spoken
+from tokenahead import EagleHead, EvaByteTokenizer, PTPStudent
 
 MODELS = ("evabyte_ff", "evabyte_btree", "deepseek", "deepseek_llama", "mimo", "ptp_one_hot", "ptp_categorical")
-DRAFTERS = ("heads", "heads_hydra", "eagle")
+DRAFTERS = ("heads", "heads_hydra", "eagle", "ptp_student")
 TEXT = "def main("
 
 
@@ -32,6 +33,16 @@ def save_models(folder: Path) -> dict:
     return found
 
 
+def moved_student(backbone: torch.nn.Module) -> PTPStudent:
+    """A student that has left its start."""
+    student = PTPStudent.from_backbone(backbone, num_slots=3)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return student.eval()
+
+
 def save_drafters(folder: Path) -> dict:
     backbone = llama()
     backbone.save_pretrained(folder / "backbone")
@@ -39,6 +50,7 @@ def save_drafters(folder: Path) -> dict:
         "heads": moved_heads(backbone),
         "heads_hydra": moved_heads(backbone, leaf=None, head_type="hydra"),
         "eagle": EagleHead.from_backbone(backbone, aux_layers=[0, 1, 2]).eval(),
+        "ptp_student": moved_student(backbone),
     }
     found = {}
     for name, drafter in drafters.items():
@@ -93,6 +105,7 @@ def test_drafter_attaches_and_says_the_same(loaded, name):
     assert isinstance(loaded["drafters"], dict), loaded["drafters"]
     assert all(loaded["drafters"][name].values()), loaded["drafters"][name]
     assert loaded["drafters"]["detached"]
+    assert needs_peft(name) or all(loaded["without peft"][name].values())
 
 
 def test_tokenizer_and_pipeline(loaded):

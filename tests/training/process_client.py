@@ -1,6 +1,6 @@
 """Run by several processes: every kind of model takes a few steps, and losses and weights are written down.
 
-    torchrun --nproc-per-node 2 -m tests.training.process_client FOLDER
+torchrun --nproc-per-node 2 -m tests.training.process_client FOLDER
 """
 
 import json

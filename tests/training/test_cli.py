@@ -1,6 +1,7 @@
 """The command line: what is printed where, exit statuses, errors of one line."""
 
 import io
+import shutil
 import sys
 
 import pytest
@@ -68,7 +69,7 @@ def test_version(capsys):
         (["generate", "--model", "m", "x", "--top-p", "0"], "--top-p: '0' must be a number above 0 and at most 1"),
         (["generate", "--model", "m", "x", "--top-p", "1.1"], "--top-p: '1.1' must be"),
         (["dance"], "'dance'"),
-        ([], "{demo,generate,train,evaluate,analyze}"),
+        ([], "{demo,generate,card,train,evaluate,analyze}"),
     ],
 )
 def test_wrong_arguments_are_named_in_one_line(capsys, arguments, named):
@@ -162,8 +163,7 @@ def test_a_folder_that_lacks_tensors(capsys, tmp_path):
 
 
 def test_weights_that_are_cut_short(capsys, folder, tmp_path):
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
@@ -177,8 +177,7 @@ def test_heads_without_a_backbone(capsys, tmp_path):
 
 
 def test_a_config_that_contradicts_itself(capsys, folder, tmp_path):
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"chunk_size": 4', '"chunk_size": 5'))
     code, line = error_of(capsys, "generate", "--model", tmp_path, "x")

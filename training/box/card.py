@@ -40,17 +40,18 @@ def write_box_card(folder: Path) -> Path:
         license="apache-2.0",
         model_name="The model in the box",
         picture=ACCEPTANCE_PICTURE,
-        training_description="\n".join(_description(reports, manifest, lines)),
-        metadata={"language": ["code"], "tags": ["evabyte", "byte-level", "python"]},
+        remote_code=None,
+        language="code",
+        training_data="\n".join(_text(manifest)),
+        training_description="\n".join((_ABOUT, *_log(lines))),
+        training_results="\n".join(_comparison(reports)),
+        out_of_scope="Writing code that anyone runs: it has seen a few dozen megabytes and understands nothing.",
+        metadata={"tags": ["byte-level", "python"]},
     )
     return write_card(folder, card, overwrite=True)
 
 
-def _description(reports: Sequence[HeadReport], manifest: dict[str, Any], lines: list[dict[str, Any]]) -> Iterator[str]:
-    yield _ABOUT
-    yield from ("", "### Training of the backbone and of the heads", "")
-    yield from _log(lines)
-    yield from ("", "### Text", "")
+def _text(manifest: dict[str, Any]) -> Iterator[str]:
     yield "Permissively licensed source that was installed on the machine that trained; tests, tables, generated files"
     yield "and files that resemble another were left out. No package is both learned from and held out."
     yield from ("", "| part | package | version | licence | files | bytes |", "|---|---|---|---|---:|---:|")
@@ -58,7 +59,9 @@ def _description(reports: Sequence[HeadReport], manifest: dict[str, Any], lines:
         for source in manifest[part]:
             cells = (source[key] for key in ("package", "version", "licence"))
             yield f"| {title} | " + " | ".join(map(_cell, cells)) + f" | {source['files']:,} | {source['size']:,} |"
-    yield from ("", "### The heads compared", "")
+
+
+def _comparison(reports: Sequence[HeadReport]) -> Iterator[str]:
     yield "One backbone, the same processor time for every head. `expected` is teacher-forced on held-out text, for"
     yield "drafts of 15 bytes: for T = 1 along the text itself, else along what the backbone writes behind it. The rest"
     yield "was generated, by turns with plain decoding; the range is that over prompts. `by processor` is the speed-up"
@@ -68,7 +71,12 @@ def _description(reports: Sequence[HeadReport], manifest: dict[str, Any], lines:
     yield from ("", f"![Bytes per call against latency]({SPEED_PICTURE})")
 
 
+_SCALE = """- For scale: an earlier run of this recipe that saw 3.5 MB, with 10 s for each head, reached 1.66 bits per
+  byte, and FF 2.41, CP 2.49, HMM 2.56, BTree 2.47 expected bytes per call at T = 1."""
+
+
 def _log(lines: list[dict[str, Any]]) -> Iterator[str]:
+    yield ""
     last = {line["stage"]: line for line in lines}
     plan = next((line["plan"] for line in lines if "plan" in line), {})
     backbone = last["backbone"]
@@ -83,6 +91,7 @@ def _log(lines: list[dict[str, Any]]) -> Iterator[str]:
         yield (
             "- Bits per byte on held-out text on the way: " + ", ".join(f"{b:.3f} at {s} s" for s, b in held_out) + "."
         )
+    yield _SCALE
     if plan:
         yield f"- Plan: `{json.dumps(plan)}`."
 

@@ -24,8 +24,10 @@ def first_screen(reports: Sequence[HeadReport]) -> str:
 def _lines(reports: Sequence[HeadReport]) -> Iterator[str]:
     first = reports[0].measured
     load = first.environment.get("load average, 1 min", "unknown")
-    yield f"Measured by `{first.command}` on {first.hardware} (load {load} before), with the model in"
-    yield f"the box, which knows held-out Python source to {first.bits_per_byte:.2f} bits per byte:"
+    yield f"The model in the box writes Python source; held-out ones cost it {first.bits_per_byte:.2f} bits per byte."
+    yield f"Measured on {first.hardware}, load {load} before, by"
+    yield ""
+    yield f"    {first.command}"
     yield ""
     columns = "decoding", "head", "bytes per call (range over prompts)", "expected on held-out text"
     yield "| " + " | ".join((*columns, "bytes/s", "plain", "speed-up")) + " |"

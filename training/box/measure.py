@@ -28,12 +28,14 @@ from ..evaluation import (
 )
 from ..evaluation.bits import window_bits
 from ..results import DecodingResult, MeasuredResults
-from .excerpts import Excerpt, excerpt_prompts, excerpt_windows, load_excerpts
+from .excerpts import EXCERPT, Excerpt, excerpt_prompts, excerpt_windows, load_excerpts
 from .folder import EXCERPTS, load_heads
 
 _EXPECTED_SHARE = 0.25  # of the time
 _BATCH_SHARE = 0.35  # of the time for decoding, where batches are measured, too
 _TEXTS_AT_ONCE = 4
+_BATCH_BYTES = 64  # per completion in batches, at most
+_ADAPTIVE = {"num_assistant_tokens_schedule": "adaptive"}  # in batches, where a drafted byte costs more than alone
 _PREFIX = 320  # ids of the held-out prefixes behind which the backbone writes
 
 
@@ -135,9 +137,11 @@ class BoxMeasurement:
     def _decode(self, box: Box, prompts: list[str], batch_size: int, seconds: float) -> dict[str, list[Comparison]]:
         words = "decoding by turns" if batch_size == 1 else f"decoding {batch_size} prompts at once"
         self.on_step(words)
-        measurement = Measurement(prompts, self.new_bytes, batch_size, seconds, self.seed)
+        new_bytes = self.new_bytes if batch_size == 1 else min(self.new_bytes, _BATCH_BYTES)
+        measurement = Measurement(prompts, new_bytes, batch_size, seconds, self.seed)
+        modes = [replace(mode, options=mode.options | _ADAPTIVE) for mode in MODES] if batch_size > 1 else MODES
         return measurement.compare(
-            box.models, box.tokenizer, MODES, lambda done: self.on_step(f"{words}, {done} prompts done")
+            box.models, box.tokenizer, modes, lambda done: self.on_step(f"{words}, {done} prompts done")
         )
 
     def _measured(
@@ -150,8 +154,9 @@ class BoxMeasurement:
             results=rows,
             dataset_name="held-out Python packages",
             dataset_description=f"Source of {', '.join(packages)}, of which nothing was trained on: {prompts} prompts "
-            f"of up to {_PREFIX} bytes, each completed with {self.new_bytes} bytes; {len(bits)} excerpts for the "
-            "figures that are computed along a text.",
+            f"of up to {_PREFIX} bytes, each completed with {self.new_bytes} bytes (in batches with at most "
+            f"{_BATCH_BYTES}, and drafts as long as pays: the schedule `adaptive`); {len(bits)} excerpts of "
+            f"{EXCERPT:,} bytes for the figures that are computed along a text.",
             hardware=hardware(),
             dtype=str(model.dtype).removeprefix("torch."),
             command=self.command,

@@ -9,6 +9,7 @@ import torch
 
 from ...modeling.heads.losses import IGNORE
 from ...modeling.ptp.features import place_between
+from ...modeling.ptp.masks import token_positions
 from ...modeling.sampling import interval
 from .columns import at_columns
 from .losses import target_law
@@ -23,17 +24,20 @@ class Sequences:
         tokens: [B, T] int64.
         documents: [B, T] int64, 0 for padding, else the number of the document that a token belongs to.
         scored: [B, T] bool, tokens that may be targets.
+        given: [B, T] int64, their positions; None: their places in their documents.
     """
 
     tokens: torch.Tensor
     documents: torch.Tensor
     scored: torch.Tensor
+    given: torch.Tensor | None = None
 
     @classmethod
     def of(cls, inputs: Mapping[str, torch.Tensor]) -> Sequences:
         """Reads `input_ids`, and where given `attention_mask`, `labels` (-100: no target) and `position_ids`.
 
-        Packed documents are told apart by position ids that start anew at 0, or by numbers in the attention mask.
+        Packed documents are told apart by position ids that do not go on by one, or by numbers in the attention mask;
+        a document may begin at any position.
 
         Raises:
             ValueError: Sequences of one token, which have nothing to complete.
@@ -43,17 +47,31 @@ class Sequences:
             raise ValueError(f"input_ids has {tokens.shape[1]} column; completions need a context and a target, so 2")
         documents = inputs.get("attention_mask")
         documents = torch.ones_like(tokens) if documents is None else documents.long()
-        if inputs.get("position_ids") is not None:
-            documents = (inputs["position_ids"] == 0).long().cumsum(1) * (documents > 0)
+        given = inputs.get("position_ids")
+        if given is not None:
+            given = given.expand_as(tokens)
+            documents = _documents_of(given, documents > 0)
         labels = inputs.get("labels")
         scored = documents > 0
-        return cls(tokens, documents, scored if labels is None else scored & (labels != IGNORE))
+        return cls(tokens, documents, scored if labels is None else scored & (labels != IGNORE), given)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Of every token, [B, T] int64."""
+        return token_positions(self.documents) if self.given is None else self.given.clamp(min=0)
 
     @property
     def startable(self) -> torch.Tensor:
         """Columns that a completion may start at: a target with context in its document, [B, T] bool."""
         before = torch.nn.functional.pad(self.documents[:, :-1], (1, 0))
         return self.scored & (self.documents == before)
+
+
+def _documents_of(positions: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Numbers of documents [B, T], 0 for padding: one begins where positions do not go on by one, or behind padding."""
+    goes_on = (positions[:, 1:] == positions[:, :-1] + 1) & real[:, :-1]
+    begins = torch.nn.functional.pad(~goes_on, (1, 0), value=True) & real
+    return begins.long().cumsum(1) * real
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...modeling.ptp.features import place
-from ...modeling.ptp.masks import packed_mask, packed_positions, stepwise_mask, token_mask, token_positions
+from ...modeling.ptp.masks import packed_mask, packed_positions, stepwise_mask, token_mask
 from .columns import at_columns
 from .completions import Sequences
 from .scores import Scores
@@ -66,7 +66,7 @@ class PackedRows:
         outputs = self.model(
             input_ids=self.sequences.tokens,
             attention_mask=token_mask(self.sequences.documents),
-            position_ids=token_positions(self.sequences.documents),
+            position_ids=self.sequences.positions,
             use_cache=True,
             read=_states_and_head,
         )
@@ -162,7 +162,7 @@ class PackedRows:
         outputs = self.model(
             input_ids=self.sequences.tokens[:, :0] if tokens is None else tokens,
             attention_mask=stepwise_mask(self.sequences.documents, starts, step),
-            position_ids=at_columns(token_positions(self.sequences.documents), starts) + step,
+            position_ids=at_columns(self.sequences.positions, starts) + step,
             past_key_values=self.cache,
             use_cache=True,
             read=_states_and_head,
@@ -173,7 +173,8 @@ class PackedRows:
 
     def _layout(self, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         documents = self.sequences.documents
-        return packed_mask(documents, self.starts, slots), packed_positions(documents, self.starts, slots, self.offset)
+        positions = packed_positions(documents, self.starts, slots, self.offset, self.sequences.positions)
+        return packed_mask(documents, self.starts, slots), positions
 
     def _behind(
         self,

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from ...configuration.ptp import PTPConfig
-from ...modeling.ptp.masks import additive_mask, packed_mask, packed_positions, token_mask, token_positions
+from ...modeling.ptp.masks import additive_mask, packed_mask, packed_positions, token_mask
 from ...modeling.sampling import pick
 from .columns import at_columns
 from .completions import Completions, Sequences, before_eos, completion_tokens, draw_starts, token_intervals
@@ -46,7 +46,7 @@ class Teacher:
     def of_sequences(self, sequences: Sequences) -> Scores:
         """Scores [B, T] of a batch."""
         documents = sequences.documents
-        return Scores.of_logits(self.logits(sequences.tokens, token_mask(documents), token_positions(documents)))
+        return Scores.of_logits(self.logits(sequences.tokens, token_mask(documents), sequences.positions))
 
     def pieces(
         self, sequences: Sequences, scores: Scores, starts: torch.Tensor, exists: torch.Tensor, length: int
@@ -74,7 +74,7 @@ class Teacher:
         """Scores [B, C, K] of completions [B, C, K]."""
         documents, length = sequences.documents, sequences.tokens.shape[1]
         mask = packed_mask(documents, starts, tokens.shape[2])
-        positions = packed_positions(documents, starts, tokens.shape[2], offset=0)
+        positions = packed_positions(documents, starts, tokens.shape[2], 0, sequences.positions)
         logits = self.logits(torch.cat([sequences.tokens, tokens.flatten(1)], dim=1), mask, positions)
         own = logits[:, length:].unflatten(1, tokens.shape[1:])
         return Scores.of_logits(torch.cat([at_columns(logits, starts - 1)[:, :, None], own[:, :, :-1]], dim=2))

@@ -19,6 +19,7 @@ from ..beginning import check_checkpoint, check_ids
 from ..running_means import RunningMeansMixin
 from .completions import Sequences
 from .options import PTPOptions
+from .refusals import check_arguments
 from .slots import SlotReader
 from .tasks import Task, TaskMaker
 from .teacher import Teacher
@@ -76,6 +77,7 @@ class PTPTrainer(RunningMeansMixin, Trainer):
         if kwargs.get("data_collator") is None:
             kwargs["data_collator"] = self._own_collator(kwargs.get("processing_class"))
         super().__init__(model, _with_rate(args), **kwargs)
+        check_arguments(self)
         self.model_accepts_loss_kwargs = True  # sums are divided by the counts of a whole update
         if teacher is not None:
             teacher = teacher.to(self.args.device).requires_grad_(False).eval()
@@ -113,6 +115,11 @@ class PTPTrainer(RunningMeansMixin, Trainer):
         if self.state.global_step == 0 and not totals[0]:
             self._refuse_barren_data()
         return [{**batch, _TASK: task} for batch, task in zip(batches, tasks)], totals
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """As in `Trainer`; a checkpoint of another model is refused."""
+        check_checkpoint(resume_from_checkpoint, self._owner)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _refuse_barren_data(self) -> None:
         others = islice(self.get_train_dataloader(), _BATCHES_TO_SEARCH)
@@ -163,11 +170,6 @@ class PTPTrainer(RunningMeansMixin, Trainer):
         """Whether tokens and slots share a forward: where the backbone learns, or activations are not kept."""
         owner = self._owner
         return owner.trains_backbone or owner.is_activation_checkpointing or self.options.base_weight > 0
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """As in `Trainer`; a checkpoint of another model is refused."""
-        check_checkpoint(resume_from_checkpoint, self._owner)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _task(self, model: nn.Module, inputs: Inputs, is_training: bool) -> Task:
         """What the slots are to learn in this batch."""

@@ -142,6 +142,14 @@ def test_paper_divides_every_depth_by_the_main_model_s_targets():
     torch.testing.assert_close(mean, heads[0] + 0.15 * heads[1:].sum())
 
 
+def test_near_depths_may_weigh_more():
+    model, ids = family_model("llama"), random_ids(2)
+    model.loss_options.unroll_steps, model.loss_options.decay = 3, 0.5
+    out = model(ids, labels=ids)
+    shares = torch.tensor([4.0, 2.0, 1.0]) / 7
+    torch.testing.assert_close(out.loss, out.head_losses[0] + 0.3 * (shares * out.head_losses[1:]).sum())
+
+
 def test_options_are_checked_and_kept_in_the_folder(tmp_path):
     from tokenahead import DeepSeekMTP
 
@@ -151,8 +159,10 @@ def test_options_are_checked_and_kept_in_the_folder(tmp_path):
         ModuleLossOptions(weight=-1)
     with pytest.raises(ValueError, match="unroll_steps=0 must be at least 1"):
         ModuleLossOptions(unroll_steps=0)
+    with pytest.raises(ValueError, match="decay=1.5 of the depths"):
+        ModuleLossOptions(decay=1.5)
     model = family_model("llama")
-    model.loss_options = ModuleLossOptions(weight=0.1, unroll_steps=3)
+    model.loss_options = ModuleLossOptions(weight=0.1, unroll_steps=3, decay=0.5)
     model.save_pretrained(tmp_path)
     assert DeepSeekMTP.from_pretrained(tmp_path).loss_options == model.loss_options
 

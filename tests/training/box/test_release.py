@@ -16,7 +16,7 @@ from tokenahead.training.box import first_screen as screen
 from tokenahead.training.box import release
 from tokenahead.training.box import text as box_text
 from tokenahead.training.box.excerpts import EXCERPT, cut_excerpts, excerpt_windows, load_excerpts
-from tokenahead.training.box.folder import FIGURES, BoxDamagedError, box_folder, check_box
+from tokenahead.training.box.folder import DRAFTED, FIGURES, BoxDamagedError, box_folder, check_box
 from tokenahead.training.box.measure import Box, BoxMeasurement
 from tokenahead.training.box.run import BoxRun, Plan
 from tokenahead.training.box.text import HELD_OUT, Source, pack
@@ -95,7 +95,7 @@ def test_figures_come_with_their_circumstances(box: Path) -> None:
         assert all(row.identical is True for row in report.measured.results if not row.do_sample)
         assert {"torch", "transformers", "python", "processor", "threads"} <= set(report.measured.environment)
         assert report.measured.bits_per_byte > 0
-    assert [report.measured.extra["Drafted bytes"] for report in reports] == [6, 4]
+    assert [report.measured.extra["Drafted bytes"] for report in reports] == [DRAFTED, 4]
 
 
 def test_expected_bits_are_those_of_the_excerpts(box: Path) -> None:

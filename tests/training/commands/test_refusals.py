@@ -64,7 +64,7 @@ USER = {"role": "user", "content": "hi"}
 ROWS = {
     "no rows": ([], "empty"),
     "a chat without an assistant": ([{"messages": [USER]}] * 3, "row 0 of the train data has no assistant turn"),
-    "ids outside the vocabulary": ([{"input_ids": [70, 71]}, {"input_ids": [70, 999]}] * 3, "input_ids of the train data hold 999"),
+    "ids outside the vocabulary": ([{"input_ids": [70, 999]}] * 3, "input_ids of the train data hold 999"),
     "labels outside the vocabulary": (
         [{"input_ids": [70, 71], "labels": [-5, 71]}] * 3, "labels of the train data hold -5"
     ),

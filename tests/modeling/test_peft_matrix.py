@@ -1,0 +1,140 @@
+"""peft on every head type: adapters on attention, on all linear maps, and beside a drafter that learns as a whole."""
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from tests.every_model import every_model, llama, moved_heads, prompt_for, same_texts, texts
+from tests.models import tiny_model
+from tokenahead import EagleHead, MTPHeads
+from tokenahead.configuration.heads import HEAD_TYPES
+
+OWNERS = {
+    **{f"evabyte_{kind}": kind for kind in ("ff", "cp", "hmm", "btree")},
+    "deepseek": None,
+    "deepseek_llama": None,
+}
+"""Models with a drafter within, and the type of their head."""
+WAYS = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "all linear": {"target_modules": "all-linear"},
+    "modules to save": {"target_modules": ["q_proj"]},
+}
+
+
+RANKED = {kind: {"rank": 2} for kind in ("cp", "hmm", "btree")}
+
+
+def make(name: str) -> torch.nn.Module:
+    kind = OWNERS[name]
+    if kind in (None, "ff"):
+        return every_model(name)
+    return tiny_model(mtp_head={"head_type": kind, "window": 4, "rank": 2})
+
+
+def config_for(name: str, way: str) -> LoraConfig:
+    drafter = "mtp" if OWNERS[name] is None else "lm_head" if OWNERS[name] == "ff" else "mtp_head"
+    saved = [drafter] if way == "modules to save" else None
+    return LoraConfig(r=2, init_lora_weights=False, modules_to_save=saved, **WAYS[way])
+
+
+def moved(model: torch.nn.Module) -> torch.nn.Module:
+    """The same with everything that learns away from its start."""
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", OWNERS)
+def test_save_load_merge_and_generate(name, way, tmp_path):
+    """Greedy texts with drafts are those without, adapted, loaded again and merged; sampled ones are the same, too."""
+    model = moved(get_peft_model(make(name), config_for(name, way))).eval()
+    ids = prompt_for(model)
+    model.train()(ids, labels=ids).loss.backward()
+    learned = {key for key, value in model.named_parameters() if value.grad is not None and value.grad.any()}
+    assert any("lora_" in key for key in learned)
+    assert any("modules_to_save" in key for key in learned) == (way == "modules to save")
+    expected = texts(model.eval())
+    assert torch.equal(texts(model, use_mtp=False)[0], expected[0])
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(make(name), tmp_path).eval()
+    assert same_texts(again, expected)
+    merged = again.merge_and_unload()
+    assert torch.equal(texts(merged)[0], expected[0]) and torch.equal(texts(merged, use_mtp=False)[0], expected[0])
+
+
+@pytest.mark.parametrize("kind", HEAD_TYPES)
+def test_heads_apart_serve_an_adapted_and_a_merged_backbone(kind, tmp_path):
+    """Adapters belong to the backbone, heads to a folder of their own: both are saved, loaded, merged and generate."""
+    options = RANKED.get(kind, {})
+    leaf = {"leaf": "shared" if kind in ("ff", *RANKED) else None}
+    base = moved(get_peft_model(llama(), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))).eval()
+    heads = moved_heads(base, head_type=kind, **leaf, **options)
+    ids, how = prompt_for(base)[:1], {"max_new_tokens": 9, "do_sample": False}
+    expected = base.generate(ids, **how)
+    assert torch.equal(base.generate(ids, assistant_model=heads, **how), expected)
+    heads(ids, labels=ids).loss.backward()
+    assert all(parameter.grad is None for parameter in base.parameters())
+    base.save_pretrained(tmp_path / "adapters")
+    heads.save_pretrained(tmp_path / "heads")
+    again = PeftModel.from_pretrained(llama(), tmp_path / "adapters").eval()
+    loaded = MTPHeads.from_pretrained(tmp_path / "heads").attach(again)
+    assert torch.equal(again.generate(ids, assistant_model=loaded, **how), expected)
+    loaded.detach()
+    merged = again.merge_and_unload()
+    loaded.attach(merged)
+    found = merged.generate(ids, assistant_model=loaded, **how)
+    assert torch.equal(found, merged.generate(ids, **how))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "layer"])
+def test_heads_apart_may_be_adapted_themselves(kind, tmp_path):
+    """Where a head consists of linear maps, peft adapts them; what it saves is the adapters alone."""
+    base = llama()
+    heads = MTPHeads.from_backbone(base, window=3, head_type=kind)
+    plain = {key: value.clone() for key, value in heads.state_dict().items()}
+    model = get_peft_model(heads, LoraConfig(r=2, init_lora_weights=False, target_modules="all-linear"))
+    ids = prompt_for(base)
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert any(value.grad is not None and value.grad.any() for key, value in model.named_parameters() if "lora_" in key)
+    model.save_pretrained(tmp_path)
+    fresh = MTPHeads(heads.config)
+    fresh.load_state_dict(plain)
+    again = PeftModel.from_pretrained(fresh.attach(base), tmp_path).eval()
+    torch.testing.assert_close(again(ids, labels=ids).loss, loss)
+    merged = again.merge_and_unload()
+    torch.testing.assert_close(merged(ids, labels=ids).loss, loss, rtol=1e-5, atol=1e-5)
+    how = {"max_new_tokens": 9, "do_sample": False}
+    assert torch.equal(base.generate(ids[:1], assistant_model=merged, **how), base.generate(ids[:1], **how))
+
+
+@pytest.mark.parametrize("kind", ["ff", "cp", "hmm", "btree"])
+def test_heads_of_tensors_are_no_targets(kind):
+    heads = MTPHeads.from_backbone(llama(), window=3, head_type=kind, leaf="full", **RANKED.get(kind, {}))
+    with pytest.raises(ValueError, match="not found|not supported|no modules"):
+        get_peft_model(heads, LoraConfig(r=2, target_modules=["leaf"]))
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_an_eagle_head_is_adapted_saved_and_merged(version, tmp_path):
+    base = llama(num_hidden_layers=4)
+    head = EagleHead.from_backbone(base, version=version)
+    plain = {key: value.clone() for key, value in head.state_dict().items()}
+    model = get_peft_model(head, LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "v_proj"]))
+    ids = prompt_for(base, 12)
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert any(value.grad is not None and value.grad.any() for key, value in model.named_parameters() if "lora_" in key)
+    model.save_pretrained(tmp_path)
+    fresh = EagleHead(head.config)
+    fresh.load_state_dict(plain)
+    again = PeftModel.from_pretrained(fresh.attach(base), tmp_path).eval()
+    torch.testing.assert_close(again(ids, labels=ids).loss, loss)
+    merged = again.merge_and_unload()
+    how = {"max_new_tokens": 9, "do_sample": False}
+    assert torch.equal(base.generate(ids[:1], assistant_model=merged, **how), base.generate(ids[:1], **how))

@@ -1,0 +1,87 @@
+"""AcceptanceCallback: acceptance among the metrics, for the best checkpoint and early stopping; training is untouched."""
+
+import pytest
+import torch
+from transformers import EarlyStoppingCallback, Trainer
+
+from tests.every_model import llama
+from tests.training.conftest import ragged_rows, small_model, trainer_for
+from tokenahead import MTPHeads
+from tokenahead.training.acceptance_callback import AcceptanceCallback
+from tokenahead.training.evaluation.drafts import measure_drafts
+
+SHORT = dict(prompts=2, prompt_tokens=6, new_tokens=8)
+
+
+def batch_of(rows):
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def heads():
+    torch.manual_seed(0)
+    return MTPHeads.from_backbone(llama(vocab_size=320), window=3, leaf="full")
+
+
+def test_metrics_are_those_of_the_data_whatever_the_batch_size(tmp_path):
+    model, rows = small_model(), ragged_rows()
+    expected = measure_drafts(model, batch_of(rows)).expected_accepted()
+    for size in (1, 3, 8):
+        trainer = trainer_for(model, tmp_path, rows, per_device_eval_batch_size=size)
+        trainer.add_callback(AcceptanceCallback(rows=None, generate_every=0))
+        metrics = trainer.evaluate()
+        assert metrics["eval_expected_accepted"] == pytest.approx(expected, rel=1e-6)
+        shares = [metrics[f"eval_accepted_{place}"] for place in (1, 2, 3)]
+        assert sum(shares) == pytest.approx(expected) and "eval_generated_accepted" not in metrics
+        assert trainer.state.log_history[-1]["eval_expected_accepted"] == metrics["eval_expected_accepted"]
+
+
+@pytest.mark.parametrize("make", [small_model, heads])
+def test_texts_are_generated_now_and_then(make, tmp_path):
+    trainer = trainer_for(make(), tmp_path, ragged_rows())
+    trainer.add_callback(AcceptanceCallback(generate_every=2, **SHORT))
+    found = [trainer.evaluate() for _ in range(4)]
+    assert ["eval_generated_accepted" in metrics for metrics in found] == [True, False, True, False]
+    assert found[0]["eval_generated_accepted"] == found[2]["eval_generated_accepted"] >= 0
+    assert 1 <= found[0]["eval_generated_tokens_per_call"] <= 4
+
+
+def test_training_sees_the_same_random_numbers(tmp_path):
+    weights = []
+    for callbacks in ([], [AcceptanceCallback(generate_every=1, **SHORT)]):
+        model = heads()
+        options = dict(max_steps=4, eval_strategy="steps", eval_steps=1, learning_rate=1e-2)
+        trainer = trainer_for(model, tmp_path, ragged_rows(), **options)
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        trainer.train()
+        weights.append(model.head.weight.detach().clone())
+    assert torch.equal(*weights)
+
+
+def test_it_chooses_the_best_checkpoint_and_stops_early(tmp_path):
+    """A learning rate of 0: nothing gets better after the first evaluation."""
+    model = heads()
+    options = dict(
+        max_steps=6, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, learning_rate=0.0,
+        load_best_model_at_end=True, metric_for_best_model="expected_accepted", greater_is_better=True,
+    )  # fmt: skip
+    trainer = trainer_for(model, tmp_path, ragged_rows(), **options)
+    trainer.add_callback(EarlyStoppingCallback(2))  # before ours, which must not matter
+    trainer.add_callback(AcceptanceCallback(generate_every=0))
+    trainer.train()
+    assert trainer.state.global_step == 3 and trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    assert trainer.state.best_metric == pytest.approx(trainer.evaluate()["eval_expected_accepted"])
+
+
+def test_a_plain_trainer_gets_them_too(tmp_path):
+    trainer = trainer_for(small_model(), tmp_path, ragged_rows(), Trainer)
+    AcceptanceCallback(generate_every=0).bind(trainer)
+    metrics = trainer.evaluate()
+    assert metrics["eval_expected_accepted"] > 0
+    assert trainer.state.log_history[-1]["eval_expected_accepted"] == metrics["eval_expected_accepted"]
+
+
+@pytest.mark.parametrize("options", [{"rows": 0}, {"generate_every": -1}, {"new_tokens": 0}])
+def test_numbers_out_of_range_are_refused(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}="):
+        AcceptanceCallback(**options)

@@ -1,0 +1,53 @@
+"""DPO of a model that drafts for itself: its preferences move, and its drafter keeps up."""
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+from trl import DPOConfig
+
+from tests.every_model import llama
+from tests.families import family_model
+from tests.models import tiny_model
+from tokenahead import EvaByteTokenizer, MTPHeads
+from tokenahead.training import MTPDPOTrainer
+
+PAIRS = {"prompt": ["say: "] * 4, "chosen": ["hello world"] * 4, "rejected": ["go away now"] * 4}
+
+
+def trainer_of(model, folder, **options):
+    config = DPOConfig(
+        str(folder), use_cpu=True, bf16=False, report_to="none", save_strategy="no", max_steps=8, logging_steps=1,
+        learning_rate=3e-3, per_device_train_batch_size=4, gradient_checkpointing=False, max_length=64, beta=0.5,
+        lr_scheduler_type="constant", disable_tqdm=True,
+    )  # fmt: skip
+    data = Dataset.from_dict(PAIRS)
+    given = dict(train_dataset=data, processing_class=EvaByteTokenizer())
+    return MTPDPOTrainer(model, copy.deepcopy(model), config, **given, **options)
+
+
+@pytest.mark.parametrize(
+    "make", [tiny_model, lambda: family_model("llama", vocab_size=320)], ids=["evabyte", "modules"]
+)
+def test_preferences_and_drafter_learn_together(make, tmp_path):
+    trainer = trainer_of(make(), tmp_path, drafter_weight=1.0)
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "drafter_loss" in entry]
+    assert entries[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-5)
+    assert entries[-1]["rewards/margins"] > 0.1 and entries[-1]["drafter_loss"] < entries[0]["drafter_loss"] - 0.1
+
+
+def test_without_the_term_the_drafter_stays_behind(tmp_path):
+    model = tiny_model()
+    before = model.lm_head.weight[320:].detach().clone()
+    trainer_of(model, tmp_path, drafter_weight=0.0).train()
+    assert torch.equal(model.lm_head.weight[320:], before) and not torch.equal(model.lm_head.weight[:320], before[:320])
+
+
+def test_what_does_not_draft_for_itself_is_refused(tmp_path):
+    for model in (MTPHeads.from_backbone(llama(vocab_size=320)), llama(vocab_size=320)):
+        with pytest.raises(TypeError, match="trains a model that drafts for itself"):
+            MTPDPOTrainer(model)
+    with pytest.raises(ValueError, match="drafter_weight=-1"):
+        MTPDPOTrainer(tiny_model(), drafter_weight=-1.0)

@@ -29,8 +29,8 @@ class PTPConfig(PreTrainedConfig):
         projection_bias: Whether a linear projection has a bias.
         informative: False hides the uniforms from the slots, which all read 1/2: independent prediction, the baseline
             without parallel sampling.
-        greedy: Slots have an embedding for the wish for the most likely token, which greedy decoding drafts with. Without
-            it they are asked for the median (u = 1/2), which is often another token.
+        greedy: Slots have an embedding for the wish for the most likely token, with which greedy decoding drafts.
+            Without it they are asked for the median (u = 1/2), which is often another token.
         reads_state: Slots read the last verified hidden state of the backbone beside their uniform.
         num_slots: N, the slots that a draft is learned for.
         lora_rank: Rank of the gated adapters.

@@ -45,7 +45,8 @@ def backbone(config: PreTrainedConfig | None = None, seed: int = 0) -> torch.nn.
 def student(variant: str = "one_hot", base: torch.nn.Module | None = None, **options) -> PTPForCausalLM:
     """A student of three slots whose adapters do something."""
     base = backbone() if base is None else base
-    model = PTPForCausalLM.from_backbone(base, variant, **({"num_slots": 3, "lora_rank": 2, "features": "bits"} | options))
+    small = {"num_slots": 3, "lora_rank": 2, "features": "bits"}
+    model = PTPForCausalLM.from_backbone(base, variant, **small | options)
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

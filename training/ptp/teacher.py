@@ -80,7 +80,7 @@ class Teacher:
         return Scores.of_logits(torch.cat([at_columns(logits, starts - 1)[:, :, None], own[:, :, :-1]], dim=2))
 
     def most_likely(self, sequences: Sequences, starts: torch.Tensor, length: int) -> tuple[torch.Tensor, Scores]:
-        """Greedy completions [B, C, K] and their scores, a forward per token; `PackedRows` needs less, with its cache."""
+        """Greedy completions [B, C, K] and their scores, a forward per token; `PackedRows` has a cache."""
         tokens = torch.zeros(*starts.shape, length, dtype=torch.long, device=starts.device)
         for step in range(length):
             scores = self._of_completions(sequences, starts, tokens)

@@ -14,6 +14,7 @@ def gradients(model, tmp_path, rows, size, **options) -> tuple[float, list[torch
     own = trainer(model, tmp_path, rows, **options)
     batches = [own.data_collator(rows[start : start + size]) for start in range(0, len(rows), size)]
     own.model_wrapped = model
+    own._initial_global_step = 0  # as `train` sets it
     batches, totals = own.get_batch_samples(iter(batches), len(batches), torch.device("cpu"))
     model.zero_grad()
     losses = [own.compute_loss(model, batch, num_items_in_batch=totals) for batch in batches]

@@ -2,7 +2,8 @@
 
     python benchmarks/trainer_overhead.py --threads 1
 
-Each turn trains the same number of steps with each trainer; the median over turns of the ratio of processor times counts.
+Each turn trains the same number of steps with each trainer; what counts is the median over turns of the ratio of
+processor times.
 """
 
 from __future__ import annotations

@@ -90,7 +90,6 @@ ATTRIBUTES = [
     (torch, "_standard_gamma"),
     (trl.SFTTrainer, "_tag_names"),
     (torch.Tensor, "_version"),
-    (torch.nn.Linear(1, 1), "_apply"),
     (torch.nn.Linear(1, 1), "_forward_hooks"),
 ]
 """Class attributes, properties and what a module offers."""
@@ -101,17 +100,17 @@ WRITTEN_IN_SOURCE = [
     (PreTrainedModel, "_gradient_checkpointing_func"),
     (PreTrainedModel, "_is_hf_initialized"),
     (PrefixConstrainedLogitsProcessor, "_prefix_allowed_tokens_fn"),
-    (PreTrainedModel, "_gradient_checkpointing_func"),
     (Trainer, "_created_lr_scheduler"),
     (Trainer, "_initial_global_step"),
     (accelerate.hooks, "_hf_hook"),
     (inspect.getmodule(PreTrainedTokenizer), "_added_tokens_encoder"),
     (transformers.core_model_loading, "_weight_conversions"),
     (transformers.utils.hub, "_raise_exceptions_for_connection_errors"),
-    (PreTrainedModel, "_gradient_checkpointing_func"),
     (transformers.integrations.peft, "_hf_peft_config_loaded"),
     (transformers.utils.hub, "_raise_exceptions_for_missing_entries"),
     (transformers.utils.output_capturing, "_output_capturing_hooks_installed"),
+    (trl.SFTTrainer, "_metrics"),
+    (trl.SFTTrainer, "_total_train_tokens"),
 ]
 """Attributes that objects get at run time, and keyword arguments: words in the source of their owners."""
 

@@ -1,4 +1,4 @@
-"""A smaller model with parallel token prediction as a drafter of a larger one (PTP paper, 3.3.1): one call per draft."""
+"""A smaller model with parallel token prediction drafts for a larger one (PTP paper, 3.3.1): one call per draft."""
 
 from __future__ import annotations
 

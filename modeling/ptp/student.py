@@ -46,7 +46,6 @@ class PTPStudent(StrictLoadingMixin, ParallelSpeculator, Attachable, PreTrainedM
     remote_classes = {"AutoModel": "PTPStudent"}
     base_model_prefix = ""
     main_input_name = "input_ids"
-    remote_classes = {"AutoModel": "PTPStudent"}
     supports_gradient_checkpointing = True
     _supports_sdpa = True
 

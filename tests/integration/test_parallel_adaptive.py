@@ -7,6 +7,8 @@ from tests.ptp_models import VOCABULARY, backbone, ids, student
 from tokenahead.generation import schedule as schedules
 from tokenahead.generation.drafters.slots import split_budget
 
+_COUPLED = {"do_sample": True, "verification": "coupled"}
+
 
 @pytest.fixture
 def clock(monkeypatch):
@@ -33,8 +35,7 @@ def forwards(model, clock, **options):
 
 
 @pytest.mark.parametrize("variant", ["one_hot", "categorical"])
-@pytest.mark.parametrize("options", [{"do_sample": True, "seed": 1, "verification": "coupled"}, {"best_of": 2, "do_sample": True,
-                                     "verification": "coupled"}, {}])  # fmt: skip
+@pytest.mark.parametrize("options", [_COUPLED | {"seed": 1}, _COUPLED | {"best_of": 2}, {}])
 def test_no_slots_where_none_pay(variant, options, clock, monkeypatch):
     model = student(variant, backbone(seed=2).double()).eval()
     model.backbone.config.max_position_embeddings = 512

@@ -81,7 +81,9 @@ def test_an_equal_model_never_misses_the_first_token():
         assert len({tuple(accepted) for accepted in told.rows_accepted}) > 1
 
 
-@pytest.mark.parametrize(("variant", "rule"), [("one_hot", "block"), ("categorical", "block"), ("categorical", "token")])
+@pytest.mark.parametrize(
+    ("variant", "rule"), [("one_hot", "block"), ("categorical", "block"), ("categorical", "token")]
+)
 def test_a_row_depends_on_its_seed_and_prompt_alone(variant, rule):
     large, small = pair(variant)
     small.attach(large)

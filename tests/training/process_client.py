@@ -41,7 +41,7 @@ MAKERS = {
 
 
 def run(name: str, folder: Path, processes: int, size: int) -> None:
-    """Three steps of one model, with `size` rows per process and micro-batch; files `NAME.json` and `NAME.safetensors`."""
+    """Three steps of one model, `size` rows per process and micro-batch; files `NAME.json` and `NAME.safetensors`."""
     torch.manual_seed(0)
     model = MAKERS[name]()
     rows = ragged_rows(2 * ROWS, 24, vocab_size=model.config.get_text_config().vocab_size)

@@ -1,4 +1,4 @@
-"""AcceptanceCallback: acceptance among the metrics, for the best checkpoint and early stopping; training is untouched."""
+"""AcceptanceCallback: acceptance among the metrics, for best checkpoints and early stopping; training is untouched."""
 
 import pytest
 import torch

@@ -69,7 +69,6 @@ FUNCTIONS = [
     (Trainer, "_push_from_checkpoint", "checkpoint_folder"),
     (torch.nn.Module, "_apply", "fn recurse"),
     (peft.LoraConfig, "_register_custom_module", "mapping"),
-    (torch.nn.Module, "_apply", "fn recurse"),
 ]
 """Functions that we override or call: where they are found, their names, and their first parameters in order."""
 

@@ -14,6 +14,7 @@ from datasets import Dataset, load_from_disk
 
 from ...modeling import EvaByteForMTPC
 from ..demo.recipe import has_fast_bfloat16
+from .folder import load_box
 from .heads import States, backbone_states, head_step, kept_states, window_nll
 from .loop import Batch, Loop, Schedule
 from .model import backbone_loss, backbone_optimizer, box_config, can_compile, held_out_bits
@@ -40,6 +41,8 @@ class Plan:
         ranks: Rank of each head.
         head_rate: Peak learning rate of the heads (AdamW).
         head_rows: Packed rows whose hidden states the heads learn from.
+        start: Folder of an earlier box of the same sizes, whose backbone and FF heads this training begins with: so it
+            goes on on a machine where the earlier run's folder is not. None: fresh weights.
     """
 
     hours: float
@@ -55,6 +58,7 @@ class Plan:
     ranks: dict[str, int] = field(default_factory=lambda: {"ff": 1, "cp": 4, "hmm": 4, "btree": 4})
     head_rate: float = 3e-3
     head_rows: int = 1024
+    start: str | None = None
 
 
 class BoxRun:
@@ -149,6 +153,8 @@ class BoxRun:
     def train_backbone(self) -> EvaByteForMTPC:
         """Trains the backbone with its FF heads."""
         plan, model = self.plan, self.new_model()
+        if plan.start is not None:
+            model.load_state_dict(load_box("ff", plan.start)[0].state_dict())
         sample = self.held_out_windows(64, 1024)
 
         def evaluate() -> dict[str, float]:

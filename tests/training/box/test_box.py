@@ -154,22 +154,33 @@ def test_a_damaged_box_is_refused(box: Path, tmp_path: Path, damage: str) -> Non
         load_box("ff", copy)
 
 
+def small_run(folder: Path, **fields: object) -> BoxRun:
+    """A run of seconds on a tiny text that is packed already."""
+    plan = {
+        "hours": 1e-3,
+        "hidden_size": 32,
+        "layers": 1,
+        "attention_heads": 2,
+        "intermediate_size": 48,
+        "phases": ((1.0, 64, 1),),
+        "compile_step": False,
+        "ranks": {"ff": 1, "btree": 2},
+        "head_rows": 4,
+    }
+    pack(text(), folder / "text" / "train")
+    pack(text(), folder / "text" / "held_out")
+    (folder / "text" / "manifest.json").write_text("{}")
+    return BoxRun(folder, Plan(**(plan | fields)))
+
+
+def test_a_training_may_begin_with_an_earlier_box(box: Path, tmp_path: Path) -> None:
+    run = small_run(tmp_path, hours=1e-4, matrix_rate=0.0, rate=0.0, start=str(box))  # nothing is learned
+    trained, boxed = run.train_backbone().state_dict(), load_box("ff", box)[0].state_dict()
+    assert all(torch.equal(weight, boxed[name]) for name, weight in trained.items())
+
+
 def test_a_run_from_states_to_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Plan(
-        hours=1e-3,
-        hidden_size=32,
-        layers=1,
-        attention_heads=2,
-        intermediate_size=48,
-        phases=((1.0, 64, 1),),
-        compile_step=False,
-        ranks={"ff": 1, "btree": 2},
-        head_rows=4,
-    )
-    pack(text(), tmp_path / "text" / "train")
-    pack(text(), tmp_path / "text" / "held_out")
-    (tmp_path / "text" / "manifest.json").write_text("{}")
-    BoxRun(tmp_path, plan).run()
+    small_run(tmp_path).run()
     with (tmp_path / "log.jsonl").open("a") as log:  # a head that has begun and has nothing to show yet
         log.write(json.dumps({"stage": "head-cp", "step": 0, "before": {}}) + "\n")
     stages = {json.loads(line)["stage"] for line in BoxRun.load(tmp_path).log_lines()}

@@ -144,6 +144,7 @@ class _Drafted:
 
     def __init__(self, backbone: PreTrainedModel, drafter: PreTrainedModel) -> None:
         self.backbone, self.drafter, self.device = backbone, drafter, backbone.device
+        self.generation_config = backbone.generation_config
 
     def generate(self, *args: Any, use_mtp: bool | None = None, **kwargs: Any) -> Any:
         """With the drafter, unless `use_mtp` is False."""

@@ -29,7 +29,8 @@ class TimeBudget:
         seconds: The budget.
         first: Share of the peak learning rate at the start, after a short rise from a tenth of it.
         last: Share of the peak learning rate at the end; between the two it falls in a straight line.
-        clock: What tells the time; `time.process_time` leaves out what other programs take.
+        clock: What tells the time, by default `time.perf_counter`; `time.process_time` leaves out what other programs
+            take.
 
     Raises:
         ValueError: A budget that is not positive.
@@ -40,11 +41,12 @@ class TimeBudget:
         seconds: float,
         first: float = 1.0,
         last: float = 0.0,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         if not seconds > 0:
             raise ValueError(f"seconds={seconds} must be above 0")
-        self.seconds, self.first, self.last, self.clock = seconds, first, last, clock
+        self.seconds, self.first, self.last = seconds, first, last
+        self.clock = time.perf_counter if clock is None else clock
         self._started: float | None = None
 
     def start(self) -> None:

@@ -21,8 +21,11 @@ with needs_extra("train", "MTPSFTTrainer"):
     from trl import SFTConfig, SFTTrainer
 
 
-class _SFTHabits(SFTTrainer):
-    """What TRL's trainer does beside its loss: settings that it must not take here, and its count of tokens."""
+class _SFTHabits:
+    """What TRL's trainer does beside its loss: settings that it must not take here, and its count of tokens.
+
+    Not derived from `SFTTrainer`, which would then come before our trainers' own habits, the card among them.
+    """
 
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
         _check_settings(args)

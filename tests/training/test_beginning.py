@@ -92,7 +92,7 @@ PAIRS = {
     "another model": (lambda: heads(3), eagle, "model_type='mtp_heads' there, model_type='eagle_head' here"),
     "another window": (lambda: heads(3), lambda: heads(4), "window=3 there, window=4 here"),
     "other modules": (lambda: modules(2), lambda: modules(1), "num_nextn_predict_layers=2 there"),
-    "another student": (student, lambda: student(lora_rank=2), "lora_rank=16 there, lora_rank=2 here"),
+    "another student": (student, lambda: student(lora_rank=2), "lora_rank=64 there, lora_rank=2 here"),
 }
 
 

@@ -21,6 +21,17 @@ class _WideLinear(nn.Linear):
         return nn.functional.linear(features.to(dtype), self.weight.to(dtype), bias).to(self.weight.dtype)
 
 
+class _Wish(nn.Embedding):
+    """The one embedding of the wish for the most likely token.
+
+    Its own forward reads the row: where weights are offloaded, they arrive with the call of the module that has them.
+    """
+
+    def forward(self, uniforms: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+        """`embeds` [B, A, H], and the wish in their place where uniforms [B, A] are `GREEDY`."""
+        return torch.where((uniforms < 0)[..., None], self.weight[0], embeds)
+
+
 class UniformEmbedding(nn.Module):
     """Embeds uniforms: features, then a projection.
 
@@ -39,7 +50,7 @@ class UniformEmbedding(nn.Module):
             self.projection = nn.Sequential(
                 _WideLinear(self.dim, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
             )
-        self.greedy = nn.Embedding(1, hidden_size) if config.greedy else None
+        self.greedy = _Wish(1, hidden_size) if config.greedy else None
         self.state = _WideLinear(hidden_size, hidden_size, bias=False) if config.reads_state else None
         self.gap = nn.Embedding(config.num_slots + 2, hidden_size) if config.reads_state else None
 
@@ -60,7 +71,7 @@ class UniformEmbedding(nn.Module):
         with torch.autocast(uniforms.device.type, enabled=False):
             embeds = self.projection(uniform_features(uniforms, self.kind, self.dim))
             if self.greedy is not None:
-                embeds = torch.where((uniforms < 0)[..., None], self.greedy.weight[0], embeds)
+                embeds = self.greedy(uniforms, embeds)
             if self.state is not None:
                 gaps = gaps.clamp(0, self.gap.num_embeddings - 1)
                 embeds = embeds + torch.where((gaps > 0)[..., None], self.state(states), 0.0) + self.gap(gaps)

@@ -72,6 +72,11 @@ def main() -> None:
     processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else int(sys.argv[2])
     for name in MAKERS:
         run(name, folder, processes, size=2)
+    if torch.distributed.is_initialized():
+        # The threads of gloo must not outlive the interpreter: where the machine is busy, a group that is left to the
+        # destructors at exit may end the process with SIGABRT, after all its work is done.
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -41,6 +41,11 @@ def main(argv: Sequence[str]) -> int:
     logging.disable_progress_bar()
     settings = read_settings(argv, "train")
     train(settings)
+    if torch.distributed.is_initialized():
+        # Threads of a process group that is left to the destructors at exit may abort a process whose work is done,
+        # and torchrun would call the run failed.
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -43,8 +44,9 @@ class PTPTrainer(RunningMeansMixin, Trainer):
     `num_correct_greedy`, the same of the completions that are most likely.
 
     Gradients are exact under accumulation and on several ranks: sums are divided by the counts of the whole update.
-    `eval_loss` is the same every time, whatever the size of batches, and no generator notices an evaluation. Where
-    `TrainingArguments` has its default learning rate, it is 2e-3 here.
+    `eval_loss` is the same every time, whatever the size of batches, and no generator notices an evaluation. What a
+    step draws follows from the seed, the step and the rank alone: a resumed run learns what an uninterrupted one does.
+    Where `TrainingArguments` has its default learning rate, it is 2e-3 here.
 
     Args:
         model: A `PTPForCausalLM`.
@@ -105,7 +107,8 @@ class PTPTrainer(RunningMeansMixin, Trainer):
             return batches, None
         if self.state.global_step == self._initial_global_step:
             check_ids(batches, self._owner.config.vocab_size)
-        tasks = [self._task(self.model_wrapped, self._prepare_inputs(batch), True) for batch in batches]
+        with self._drawing(f"{self.args.seed} {self.state.global_step} {self.args.process_index}"):
+            tasks = [self._task(self.model_wrapped, self._prepare_inputs(batch), True) for batch in batches]
         if len(tasks) > 1:
             for task in tasks:
                 task.rows.cache = None  # one cache at a time: the context is read again
@@ -181,10 +184,20 @@ class PTPTrainer(RunningMeansMixin, Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As in `Trainer`; the same every time, and the global generator does not notice."""
+        with self._drawing(self.args.seed):
+            return super().evaluation_loop(*args, **kwargs)
+
+    @contextmanager
+    def _drawing(self, seed: int | str) -> Iterator[None]:
+        """Random numbers that follow from a seed alone; the global generator is the same behind it as before.
+
+        `Trainer` restores the generators of a checkpoint only after `get_batch_samples`: what is drawn there must not
+        depend on them, nor move them, or a resumed run would learn other tasks than one that was never stopped.
+        """
         device = self.args.device
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-            torch.manual_seed(self.args.seed)
-            return super().evaluation_loop(*args, **kwargs)
+            torch.manual_seed(seed if isinstance(seed, int) else random.Random(seed).getrandbits(63))
+            yield
 
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None

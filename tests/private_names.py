@@ -87,10 +87,14 @@ def overridden() -> Iterator[tuple[str, str]]:
 
 
 def own_names() -> set[str]:
-    """Private names that a module or a class of ours defines, and no library class above it."""
+    """Private names that a module or a class of ours defines, and no library class above it.
+
+    Nor one above a class that takes it in: a mixin sets attributes of the class that it is mixed into.
+    """
     own = {name for module in modules() for name in vars(module) if is_private(name)}
     for kind in classes():
-        own |= attributes(kind) - {name for base in library_bases(kind) for name in attributes(base)}
+        heirs = [heir for heir in classes() if kind in heir.__mro__]
+        own |= attributes(kind) - {name for heir in heirs for base in library_bases(heir) for name in attributes(base)}
     return own
 
 

@@ -1,7 +1,6 @@
 """Trainers, losses, data, evaluation, the demo and the command line. What is named here is loaded when it is used."""
 
-from importlib import import_module
-from typing import Any
+from .lazy import lazy_names
 
 _HOMES = {
     "AcceptanceCallback": "acceptance_callback",
@@ -17,17 +16,8 @@ _HOMES = {
     "regenerate": "regeneration",
 }
 __all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    """Imports a trainer's module only when the trainer is asked for: TRL's needs an extra.
-
-    Raises:
-        AttributeError: Nothing of this name is offered here.
-    """
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+# trainers are imported only when they are asked for: TRL's needs an extra
+__getattr__ = lazy_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -91,6 +91,18 @@ def test_heads_apart_serve_an_adapted_and_a_merged_backbone(kind, tmp_path):
     assert torch.equal(found, merged.generate(ids, **how))
 
 
+def learned_and_reloaded(model, fresh, plain, base, ids, folder):
+    """Loss of an adapted drafter whose adapters get gradients, and the same drafter with its adapters read back."""
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert any(value.grad is not None and value.grad.any() for key, value in model.named_parameters() if "lora_" in key)
+    model.save_pretrained(folder)
+    fresh.load_state_dict(plain)
+    again = PeftModel.from_pretrained(fresh.attach(base), folder).eval()
+    torch.testing.assert_close(again(ids, labels=ids).loss, loss)
+    return loss, again
+
+
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "layer"])
 def test_heads_apart_may_be_adapted_themselves(kind, tmp_path):
     """Where a head consists of linear maps, peft adapts them; what it saves is the adapters alone."""
@@ -99,14 +111,7 @@ def test_heads_apart_may_be_adapted_themselves(kind, tmp_path):
     plain = {key: value.clone() for key, value in heads.state_dict().items()}
     model = get_peft_model(heads, LoraConfig(r=2, init_lora_weights=False, target_modules="all-linear"))
     ids = prompt_for(base)
-    loss = model(ids, labels=ids).loss
-    loss.backward()
-    assert any(value.grad is not None and value.grad.any() for key, value in model.named_parameters() if "lora_" in key)
-    model.save_pretrained(tmp_path)
-    fresh = MTPHeads(heads.config)
-    fresh.load_state_dict(plain)
-    again = PeftModel.from_pretrained(fresh.attach(base), tmp_path).eval()
-    torch.testing.assert_close(again(ids, labels=ids).loss, loss)
+    loss, again = learned_and_reloaded(model, MTPHeads(heads.config), plain, base, ids, tmp_path)
     merged = again.merge_and_unload()
     torch.testing.assert_close(merged(ids, labels=ids).loss, loss, rtol=1e-5, atol=1e-5)
     how = {"max_new_tokens": 9, "do_sample": False}
@@ -127,14 +132,7 @@ def test_an_eagle_head_is_adapted_saved_and_merged(version, tmp_path):
     plain = {key: value.clone() for key, value in head.state_dict().items()}
     model = get_peft_model(head, LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "v_proj"]))
     ids = prompt_for(base, 12)
-    loss = model(ids, labels=ids).loss
-    loss.backward()
-    assert any(value.grad is not None and value.grad.any() for key, value in model.named_parameters() if "lora_" in key)
-    model.save_pretrained(tmp_path)
-    fresh = EagleHead(head.config)
-    fresh.load_state_dict(plain)
-    again = PeftModel.from_pretrained(fresh.attach(base), tmp_path).eval()
-    torch.testing.assert_close(again(ids, labels=ids).loss, loss)
+    _, again = learned_and_reloaded(model, EagleHead(head.config), plain, base, ids, tmp_path)
     merged = again.merge_and_unload()
     how = {"max_new_tokens": 9, "do_sample": False}
     assert torch.equal(base.generate(ids[:1], assistant_model=merged, **how), base.generate(ids[:1], **how))

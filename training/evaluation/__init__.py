@@ -1,7 +1,6 @@
 """Everything that is measured, in one place: for the demo, cards, benchmarks, the box. Names load when used."""
 
-from importlib import import_module
-from typing import Any
+from ..lazy import lazy_names
 
 _HOMES = {
     "Comparison": "decoding",
@@ -25,17 +24,8 @@ _HOMES = {
     "write_reports": "reports",
 }
 __all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    """Imports what is asked for: the metrics need `evaluate`, the other figures do not.
-
-    Raises:
-        AttributeError: Nothing of this name is offered here.
-    """
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+# imported only when asked for: the metrics need `evaluate`, the other figures do not
+__getattr__ = lazy_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -35,6 +35,8 @@ class Case:
         drafts: Of every prompt, (length of the text, draft) for every draft made here.
         prompts: The prompts.
         new_tokens: Tokens to write after each.
+        sampling: For each prompt, what vLLM's `SamplingParams` takes; none: all are greedy.
+        is_alone: Whether every prompt is asked alone, too.
     """
 
     name: str
@@ -43,6 +45,8 @@ class Case:
     drafts: list[list[tuple[int, list[int]]]]
     prompts: list[list[int]] = field(default_factory=lambda: PROMPTS)
     new_tokens: int = NEW_TOKENS
+    sampling: list[dict[str, Any]] = field(default_factory=list)
+    is_alone: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """For the engine's process."""

@@ -2,7 +2,8 @@
 
 The text that they learn: the next token is one of two permutations of the last token; which one, the parity of the
 token before it says. So a drafter needs the hidden state and the newest token, and a mistake in either shows. The two
-differ by the last bit of what they permute, so that no two places in the text have the same successor: it seldom repeats.
+permutations differ by the last bit of what they permute, so no two places in the text have the same successor, and it
+seldom repeats itself.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def train(model: nn.Module, steps: int, rate: float = 3e-3) -> nn.Module:
 
 @torch.no_grad()
 def unsettle(drafter: nn.Module, share: float = 0.5) -> nn.Module:
-    """Adds noise to every matrix that learned, `share` of its spread: some drafts are rejected, and compared as well."""
+    """Adds noise to every matrix that learned, `share` of its spread, so that rejected drafts are compared as well."""
     generator = torch.Generator().manual_seed(0)
     for parameter in drafter.parameters():
         if parameter.requires_grad and parameter.dim() > 1:

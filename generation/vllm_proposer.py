@@ -266,8 +266,8 @@ def _rows(sampled: list[list[int]], counts: list[int]) -> list[int]:
 def _mend_sampler(device: torch.device) -> None:
     """Replaces what vLLM's rejection sampler expands temperatures with, where it does not give them back.
 
-    The CPU kernel of 0.32 writes into an int64 copy that is dropped (`vllm.utils.cpu_triton_utils._expand_kernel_impl`):
-    the sampler goes on with memory that nobody has written, for temperatures, `top_k` and `top_p`.
+    The CPU kernel of 0.32 (`vllm.utils.cpu_triton_utils._expand_kernel_impl`) writes into an int64 copy, which is
+    dropped: the sampler goes on with memory that nobody has written, for temperatures, `top_k` and `top_p`.
     """
     sampler = importlib.import_module(_SAMPLER)
     original = getattr(sampler, _EXPAND, None)

@@ -19,6 +19,7 @@ from ...modeling.heads.losses import IGNORE
 from ..beginning import check_checkpoint, check_ids
 from ..running_means import RunningMeansMixin
 from .completions import Sequences
+from .mask_slots import MaskReader
 from .options import PTPOptions
 from .refusals import check_arguments
 from .slots import SlotReader
@@ -36,7 +37,8 @@ class PTPTrainer(RunningMeansMixin, Trainer):
     """transformers' Trainer for parallel token prediction.
 
     Every step draws random starts in the sequences, finds uniforms that pick the tokens behind them under the law that
-    decoding verifies (`model.config.sampling`), and teaches the slots to predict the tokens from the uniforms.
+    decoding verifies (`model.config.sampling`), and teaches the slots to predict the tokens from the uniforms. Slots of
+    masks (`variant="mask"`) read no uniforms; beside their tokens they learn the backbone's states (`MaskReader`).
 
     The data are dictionaries with `input_ids` and, where wanted, `attention_mask`, `labels` (-100: never a target) and
     `position_ids` (packed documents start anew at 0). The log carries `num_correct`: how many
@@ -154,7 +156,8 @@ class PTPTrainer(RunningMeansMixin, Trainer):
         own = self._counts(task)
         totals = own if num_items_in_batch is None else num_items_in_batch
         targets = _next_tokens(task.sequences) if self.options.base_weight else None
-        reader = SlotReader(task, self.options, self._owner.config, totals, targets)
+        given = task, self.options, self._owner.config, totals, targets
+        reader = SlotReader(*given) if self._owner.config.reads_uniforms else MaskReader(self._owner, *given)
         if self._learns_in_one_pass:
             task.rows.cache = None
             loss, sums, hits = task.rows.everything(task.inputs, reader)
@@ -247,6 +250,10 @@ def _check(model: nn.Module, options: PTPOptions, teacher: nn.Module | None) -> 
     if not hasattr(model, "uniform_embedding"):
         raise TypeError(f"PTPTrainer trains a PTPForCausalLM, not {type(model).__name__}; see from_backbone")
     variant = model.config.variant
+    if options.sequences == "student" and not model.config.reads_uniforms:
+        raise ValueError(
+            "sequences='student' is for slots that read uniforms; masks learn 'dataset' or 'teacher' texts"
+        )
     if options.method == "inverse":
         if variant != "categorical" or not model.config.informative:
             raise ValueError(f"method='inverse' needs variant='categorical', not {variant!r}, and informative uniforms")

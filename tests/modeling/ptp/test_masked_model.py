@@ -53,7 +53,7 @@ def test_one_mask_behind_every_prefix_is_two_rows_by_hand():
         output_hidden_states=-1,
     )
     states, embed, head = out.hidden_states[-1][0, 7:], model.get_input_embeddings(), model.get_output_embeddings()
-    weights = {name: value for name, value in model.sampler.named_parameters()}
+    weights = dict(model.sampler.named_parameters())
     for place, start in enumerate(starts[0].tolist()):
         cache = model(tokens[:, :start], use_cache=True).past_key_values
         row = model.mask_embedding.weight[None]

@@ -48,6 +48,10 @@ class Task:
     with_law: bool
     anchors: torch.Tensor | None = None
 
+    def release(self) -> None:
+        """Lets go of the cache, where it may not wait: one at a time, and the context is read again."""
+        self.rows.cache = None
+
     @property
     def before(self) -> torch.Tensor:
         """The tokens before those that slots should predict, [B, C, L] int64, where there are such."""

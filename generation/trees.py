@@ -176,11 +176,13 @@ def ranked_tree(choices: Sequence[Sequence[int]], log_probs: torch.Tensor, expan
         expand: Returns the same [B, k, V] for the frontier, which is the nodes that have children.
 
     Raises:
-        ValueError: A path whose parent is missing, or that is there twice.
+        ValueError: A path whose parent is missing, or that is there twice; a rank beyond the vocabulary.
     """
     parents, levels = _plan(tuple(tuple(path) for path in choices), log_probs.device)
     batch, scores, tokens = len(log_probs), log_probs[:, None], []
     for number, level in enumerate(levels):
+        if level.width > scores.shape[-1]:
+            raise ValueError(f"rank {level.width - 1} of the draft tree is beyond {scores.shape[-1]} tokens")
         tokens.append(scores.topk(level.width).indices.flatten(1)[:, level.slots])
         if number + 1 < len(levels):
             scores = expand(tokens[-1][:, level.inner], level.before.expand(batch, -1))

@@ -10,6 +10,7 @@ from .drafters.protocol import Drafter, DraftOptions
 from .growth import tree_options
 from .options import CallOptions
 from .rules import GreedyRule, Rule, SampledRule
+from .tree_choice import DEEPEST
 
 
 class Speculator(Protocol):
@@ -87,12 +88,22 @@ class SpeculatorMixin:
             )
         self.prepare_tree(options, config)
 
+    @property
+    def tree_choices(self) -> dict[bool, dict[str, int]]:
+        """The trees that `draft_tree="auto"` chose, of greedy (False) and of sampled text; empty it to choose anew."""
+        return self.__dict__.setdefault("_tree_choices", {})
+
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> None:
-        """Checks and completes `draft_tree`.
+        """Checks and completes `draft_tree`; `"auto"` is what was chosen before, or stays until the prompt is known.
 
         Raises:
             ValueError: A tree that cannot be, or that is deeper than the drafter.
         """
+        if options.draft_tree == "auto":
+            options.draft_tree = self.tree_choices.get(bool(config.do_sample), "auto")
+        if options.draft_tree == "auto":
+            options.num_assistant_tokens = options.num_assistant_tokens or self.longest_draft() or DEEPEST
+            return
         options.draft_tree, longest = tree_options(options.draft_tree, self.longest_draft())
         options.num_assistant_tokens = min(options.num_assistant_tokens or longest, longest)
 

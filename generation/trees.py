@@ -108,7 +108,7 @@ def drawn_tree(
     """
     _check_size(depth, top_k, total_tokens)
     width = min(top_k, law.shape[-1])
-    sizes = _level_sizes(depth + 1, width, total_tokens - 1)
+    sizes = level_sizes(depth + 1, width, total_tokens - 1)
     rows = line(len(law), law.device)[:, None]
     laws = law.new_zeros(len(law), sum(sizes) + 1, law.shape[1])
     q, value, place, start = law[:, None], torch.zeros_like(law[:, :1]), torch.zeros_like(rows), 1
@@ -145,7 +145,7 @@ def _draw_children(
     return drawn.flatten(1).gather(1, slots), reached.gather(1, slots), parent
 
 
-def _level_sizes(levels: int, width: int, size: int) -> list[int]:
+def level_sizes(levels: int, width: int, size: int) -> list[int]:
     """Nodes per level: an even share of what is left, or as many as the level before can have."""
     sizes, room = [], width
     for level in range(levels):

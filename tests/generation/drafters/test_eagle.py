@@ -211,7 +211,7 @@ def test_a_conversation_goes_on_with_its_cache(trained_pair):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("auto", "draft_tree='auto' must be a dict of depth, top_k, total_tokens"),
+        ("wide", "draft_tree='wide' must be a dict of depth, top_k, total_tokens"),
         ({"width": 3}, "must be a dict of depth"),
         ({"depth": 2, "choices": [(0,)]}, "or of choices alone"),
         ({"choices": []}, "at least one rank"),

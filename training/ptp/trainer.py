@@ -18,6 +18,7 @@ from ...configuration.ptp import SAMPLING
 from ...modeling.heads.losses import IGNORE
 from ..beginning import check_checkpoint, check_ids
 from ..running_means import RunningMeansMixin
+from ..sharding import WholeModelMixin, check_shards
 from .completions import Sequences
 from .options import PTPOptions
 from .refusals import check_arguments
@@ -32,7 +33,7 @@ _BATCHES_TO_SEARCH = 1000  # for something to learn, where the first update has 
 Inputs = dict[str, Any]
 
 
-class PTPTrainer(RunningMeansMixin, Trainer):
+class PTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
     """transformers' Trainer for parallel token prediction.
 
     Every step draws random starts in the sequences, finds uniforms that pick the tokens behind them under the law that
@@ -80,6 +81,7 @@ class PTPTrainer(RunningMeansMixin, Trainer):
             kwargs["data_collator"] = self._own_collator(kwargs.get("processing_class"))
         super().__init__(model, _with_rate(args), **kwargs)
         check_arguments(self)
+        check_shards(self)
         self.model_accepts_loss_kwargs = True  # sums are divided by the counts of a whole update
         if teacher is not None:
             teacher = teacher.to(self.args.device).requires_grad_(False).eval()

@@ -46,6 +46,7 @@ MAKERS = {
     "circuit": circuit,
     "heads": lambda: MTPHeads.from_backbone(llama(), window=3, leaf="full"),
     "joint": lambda: MTPHeads.from_backbone(llama(), window=3),
+    "joint_layers": lambda: MTPHeads.from_backbone(llama(), window=3, head_type="layer"),
     "draft_layers": lambda: MTPHeads.from_backbone(llama(), window=3, draft_layers=1),
     "modules": lambda: family_model("llama", num_nextn_predict_layers=2),
     "eagle": lambda: EagleHead.from_backbone(llama(num_hidden_layers=4)),
@@ -69,7 +70,7 @@ def make_trainer(name: str, folder: Path, processes: int, size: int, **options):
     given = dict(train_dataset=rows, eval_dataset=rows[:HELD_OUT])
     if name == "parallel":
         return PTPTrainer(model, arguments, **given)
-    if name == "joint":
+    if name.startswith("joint"):
         given["strategy"] = TrainingStrategy(train="all")
     return MTPTrainer(model, arguments, callbacks=[AcceptanceCallback(rows=None, generate_every=0)], **given)
 

@@ -28,7 +28,7 @@ LAUNCHERS = {
 PLAIN = {
     name: list(LAUNCHERS)[number % 2] for number, name in enumerate(process_client.MAKERS)
 }  # both launchers start the same processes: each has half of the models
-SHARDED = ["evabyte", "heads", "joint", "modules", "eagle", "parallel"]
+SHARDED = ["evabyte", "heads", "joint", "joint_layers", "modules", "eagle", "parallel"]
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +96,9 @@ def test_shards_do_what_one_process_does(name, two, alone):
         assert theirs == pytest.approx({key: mine[key] for key in theirs}, rel=1e-6, abs=1e-6)
     _same(load_file(two["fsdp2"] / f"{name}.safetensors"), weights)
     whole = process_client.MAKERS[name]()
-    if name == "joint":
+    if name.startswith("joint"):
         whole = JointMTPModel(whole)
-        whole.load_checkpoint(two["fsdp2"] / "joint_whole")
+        whole.load_checkpoint(two["fsdp2"] / f"{name}_whole")
     else:
         whole = type(whole).from_pretrained(two["fsdp2"] / f"{name}_whole")
     _same(dict(whole.state_dict()), weights)

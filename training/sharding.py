@@ -1,4 +1,4 @@
-"""Models whose parameters are sharded over processes: what is saved of them, and which shards heads cannot live with."""
+"""Models whose parameters are sharded over processes: what is saved of them, and which shards heads cannot take."""
 
 from __future__ import annotations
 

@@ -211,7 +211,9 @@ class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
         optimizer = super().create_optimizer(*args, **kwargs)
         factor = 1.0 if self.strategy is None else self.strategy.drafter_lr_multiplier
         if made and factor != 1.0:
-            drafter = {id(parameter) for parameter in drafter_of(self._owner).parameters()}
+            owner = self._owner  # whose draft layers may lie beside its head
+            parts = [drafter_of(owner), *filter(None, [getattr(owner, "draft_layers", None)])]
+            drafter = {id(parameter) for part in parts for parameter in part.parameters()}
             _split_groups(optimizer, drafter, factor)
         return optimizer
 

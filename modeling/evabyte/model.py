@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
@@ -27,12 +26,12 @@ from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..outputs import MTPOutput
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
-from .draft_layers import EvaDraftLayers
+from .draft_layers import DraftLayersMixin, EvaDraftLayers, with_layer
 
 _APART = ("hidden_size", "vocab_size", "base_model_name_or_path")  # fields of heads that have no owner
 
 
-class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel):
+class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel):
     """EvaByte that predicts several bytes per call and emits exactly what one byte at a time would give.
 
     Official checkpoints load unchanged. `generate` speculates by default; `use_mtp=False` decodes byte by byte.
@@ -150,39 +149,6 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         if self.config.mtp_head.leaf == "full":
             head.copy_leaves(self.lm_head)
 
-    def add_draft_layers(self, count: int, rank: int = 8, alpha: float | None = None) -> EvaByteForMTPC:
-        """Puts draft layers below the head (MtPC's stage 2); they start as the backbone's, which is frozen from now on.
-
-        Args:
-            count: k, so many of the backbone's last layers; 0 takes them away.
-            rank: Of their adapters.
-            alpha: Scale times rank; None: twice the rank.
-
-        Raises:
-            ValueError: More layers than the backbone has.
-        """
-        old, changes = self.config.mtp_head, {"draft_layers": count, "draft_lora_rank": rank, "draft_lora_alpha": alpha}
-        self.config.mtp_head = MTPHeadConfig.from_dict(old.to_dict() | changes)
-        try:
-            self.draft_layers = self._layers(old)
-        except Exception:
-            self.config.mtp_head = old
-            raise
-        if self.draft_layers is not None:
-            self.train_only("drafter")
-        return self
-
-    def _layers(self, old: MTPHeadConfig) -> EvaDraftLayers | None:
-        """The draft layers that the config asks for: those that are there, where nothing about them changes."""
-        if not self.config.mtp_head.draft_layers:
-            return None
-        if self.draft_layers is not None and old.draft_options() == self.config.mtp_head.draft_options():
-            return self.draft_layers
-        layers = EvaDraftLayers(self.config)
-        for module in layers.modules():
-            init_head(module, self.config.initializer_range)
-        return layers.to(self.lm_head.weight)
-
     def _circuit(self) -> nn.Module | None:
         config = self.config.mtp_head
         if config.family.rows_of_lm_head:
@@ -231,30 +197,6 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         self.model.requires_grad_(part == "all")
         self.lm_head.requires_grad_(part == "all" or self.mtp_head is None)
         self.lm_head.target_frozen = part != "all" and self.mtp_head is None
-
-    @property
-    def hidden_layers(self) -> list[int]:
-        """The states that the head, or its draft layers, read, as `output_hidden_states` counts them, and the last."""
-        return [-1] if self.draft_layers is None else [-1 - self.config.mtp_head.draft_layers, -1]
-
-    def features(
-        self,
-        hidden_states: Sequence[torch.Tensor | None],
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """What the law of every position is made from, [B, L, D]: the last states, or those of the draft layers.
-
-        Args:
-            hidden_states: The backbone's, of which `hidden_layers` are read.
-            attention_mask: [B, L], 0 for padding.
-            position_ids: [B or 1, L]; only to mark packed documents.
-        """
-        if self.draft_layers is None:
-            return hidden_states[-1]
-        run = self.draft_layers.bind(self.model)
-        states = hidden_states[self.hidden_layers[0]].detach()
-        return run(states, attention_mask=attention_mask, position_ids=position_ids)
 
     def law_of_features(self, features: torch.Tensor) -> WindowLaw:
         """Law of the next `window` tokens given `features` [..., D]."""
@@ -308,7 +250,7 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         shift_labels, balance = kwargs.pop("shift_labels", None), kwargs.pop("balance", None)
         learns = labels is not None or shift_labels is not None
         if learns and self.draft_layers is not None:
-            kwargs["output_hidden_states"] = _with(self.hidden_layers[0], kwargs.get("output_hidden_states"))
+            kwargs["output_hidden_states"] = with_layer(self.hidden_layers[0], kwargs.get("output_hidden_states"))
         outputs = self.model(
             input_ids,
             attention_mask,
@@ -389,10 +331,3 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
     def _new_cache(self) -> EvaByteCache:
         """The cache that `generate` starts with."""
         return EvaByteCache(self.config)
-
-
-def _with(layer: int, wanted: bool | int | list[int] | None) -> bool | list[int]:
-    """What is asked of the backbone's states, and one of them besides."""
-    if wanted is True:
-        return True
-    return [layer, *([] if wanted is None or wanted is False else [wanted] if isinstance(wanted, int) else wanted)]

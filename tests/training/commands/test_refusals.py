@@ -43,7 +43,7 @@ WRONG = {
         {"eval_strategy": "steps", "eval_steps": 2, "acceptance": {"row": 3}}, "acceptance: "
     ),
     "patience for nothing": ({"early_stopping_patience": 2}, "early_stopping_patience needs eval_strategy"),
-    "DeepSpeed where it is not installed": ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "pip install deepspeed"),
+    "DeepSpeed that is not installed": ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "pip install deepspeed"),
     "a column that is missing": ({"dataset_text_field": "body"}, "have the columns text; needed are 'body'"),
 }  # fmt: skip
 

@@ -86,10 +86,16 @@ class RowLengthTarget:
     Args:
         model: The backbone.
         cache: Its cache.
+        mask: [B, columns of the prompt], 0 for padding; None where there is none.
+
+    Attributes:
+        mask: The same.
+        kept: What the last `keep` left.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: Cache) -> None:
-        self.model, self.cache = model, cache
+    def __init__(self, model: PreTrainedModel, cache: Cache, mask: torch.Tensor | None = None) -> None:
+        self.model, self.cache, self.mask = model, cache, mask
+        self.kept: Kept | None = None
 
     def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> Fed:
         """See `Target`.
@@ -106,6 +112,7 @@ class RowLengthTarget:
 
     def keep(self, kept: Kept, verdict: Verdict, tree: DraftTree) -> None:
         """See `Target`."""
+        self.kept = kept
         self.cache.keep_last(tree.tokens.shape[1] + 1, kept)
 
     def align(self, columns: int) -> None:

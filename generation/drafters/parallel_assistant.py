@@ -46,10 +46,6 @@ class ParallelAssistant(ParallelSpeculator, AssistantDrafter):
         """The drafting model's."""
         return self.model.slot_law(states, before)
 
-    def stands_for(self, model: Any) -> bool:
-        """The drafting model itself."""
-        return model is self.model
-
     @property
     def window(self) -> int:
         """The longest draft and one: a slot drafts a token each; before laws goes what the last token predicts."""

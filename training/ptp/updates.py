@@ -16,6 +16,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from ...modeling.heads.losses import IGNORE
 from ..beginning import check_checkpoint, check_ids
 from ..running_means import RunningMeansMixin
+from ..sharding import WholeModelMixin, check_shards
 from .completions import Sequences
 from .refusals import check_arguments
 
@@ -25,7 +26,7 @@ _BATCHES_TO_SEARCH = 1000  # for something to learn, where the first update has 
 Inputs = dict[str, Any]
 
 
-class UpdateTrainer(RunningMeansMixin, Trainer):
+class UpdateTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
     """What trainers of rows behind tokens share.
 
     Gradients are exact under accumulation and on several ranks: sums are divided by the counts of the whole update.
@@ -42,6 +43,7 @@ class UpdateTrainer(RunningMeansMixin, Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_arguments(self)
+        check_shards(self)
         self.model_accepts_loss_kwargs = True  # sums are divided by the counts of a whole update
 
     def _task(self, model: nn.Module, inputs: Inputs, is_training: bool) -> Any:

@@ -9,10 +9,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from tests.models import left_padded
-from tokenahead import MTPHeads
+from tokenahead import EagleHead, MTPHeads
 from tokenahead.training.commands.settings import read_settings
 from tokenahead.training.commands.train import train
 from tokenahead.training.preparation import drafter_of
+from tokenahead.training.regeneration import regenerate
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "train"
 STEPS = 4
@@ -54,13 +55,13 @@ def logged(trainer, name):
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-def check_lossless(backbone, heads):
+def check_lossless(backbone, heads, drafts):
     """Greedy text of a ragged batch is the backbone's own, with drafts that were looked at."""
     prompts = [torch.tensor(list(text.encode())) + 64 for text in ("import os", "def f(x):\n    ret", "x")]
     options = dict(max_new_tokens=16, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
     plain = backbone.generate(**left_padded(prompts), **options)
     out = backbone.generate(**left_padded(prompts), assistant_model=heads, **options)
-    assert torch.equal(out.sequences, plain.sequences) and len(out.speculation.rows_drafts[0][0]) == heads.window - 1
+    assert torch.equal(out.sequences, plain.sequences) and len(out.speculation.rows_drafts[0][0]) == drafts
 
 
 def test_medusa_2(run, folders, tmp_path):
@@ -89,7 +90,7 @@ def test_medusa_2(run, folders, tmp_path):
     ).eval()
     ids = torch.arange(70, 90)[None]
     torch.testing.assert_close(trained(ids).logits, model.backbone.eval()(ids).logits)
-    check_lossless(trained, MTPHeads.from_pretrained(tmp_path / "run").attach(trained))
+    check_lossless(trained, MTPHeads.from_pretrained(tmp_path / "run").attach(trained), drafts=5)
 
 
 def test_hydra_plus_plus(run, folders, tmp_path):
@@ -104,4 +105,22 @@ def test_hydra_plus_plus(run, folders, tmp_path):
     assert len(losses) == len(kept) == STEPS and losses[-1] < losses[0]
     heads = MTPHeads.from_pretrained(tmp_path / "run")
     assert (heads.config.loss_target, heads.config.arch, heads.config.num_blocks) == ("teacher", "prefix-mlp", 4)
-    check_lossless(backbone, heads.attach(backbone))
+    check_lossless(backbone, heads.attach(backbone), drafts=4)
+
+
+def test_an_eagle_head_learns_text_that_its_backbone_wrote(folders, settings_of, tmp_path):
+    """From the folder of `regenerate`: the backbone's law, and its words, on completions alone."""
+    backbone = AutoModelForCausalLM.from_pretrained(folders / "llama").eval()
+    prompts = torch.randint(70, 200, (12, 6), generator=torch.Generator().manual_seed(0))
+    regenerate(backbone, prompts, tmp_path / "text", max_new_tokens=20, batch_size=4, do_sample=True, top_k=0)
+    settings = settings_of(
+        dataset_name=str(tmp_path / "text"), drafter="eagle", eval_strategy="steps", eval_steps=4, acceptance=False,
+        loss_options={"steps": 2, "divergence": "lk"}, strategy={"loss_label_weight": 0.2},
+    )  # fmt: skip
+    trainer = train(settings)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch["labels"][:, :6].eq(-100).all() and batch["labels"][:, 6:].equal(batch["input_ids"][:, 6:])
+    assert len(trainer.train_dataset) == 9 and len(logged(trainer, "acceptance_step_2")) == 4
+    head = EagleHead.from_pretrained(tmp_path / "run")
+    assert (head.loss_options.label_weight, head.loss_options.divergence, head.loss_options.steps) == (0.2, "lk", 2)
+    check_lossless(backbone, head.attach(backbone), drafts=5)

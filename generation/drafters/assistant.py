@@ -162,7 +162,9 @@ class AssistantChain:
         drafted = verdict.tokens.shape[1] - 1
         if drafted == 0:
             return
-        counts = [count + self.lag if count else 0 for count in self.view.kept.counts]
-        fed_tokens = torch.zeros(len(counts), drafted + self.lag, dtype=torch.long, device=verdict.tokens.device)
-        self.target.keep(Kept(counts, fed_tokens.device), verdict, DraftTree.chain(fed_tokens))
+        kept = self.view.kept
+        if self.lag:
+            kept = Kept([count + self.lag if count else 0 for count in kept.counts], kept.device)
+        fed_tokens = torch.zeros(len(kept.counts), drafted + self.lag, dtype=torch.long, device=verdict.tokens.device)
+        self.target.keep(kept, verdict, DraftTree.chain(fed_tokens))
         self.lag = 0

@@ -67,7 +67,7 @@ class DraftOptions:
         verification: Name of the rule; None for the default.
         threshold: See `CallOptions`.
         schedule: See `CallOptions`.
-        draft_tree: See `CallOptions`.
+        draft_tree: Complete options of a tree of drafts (`growth.tree_options`); None for a chain.
         processing: The target's logits processors.
         max_length: Tokens of the longest text, prompt included.
         prompt: [B, L] int64.
@@ -82,7 +82,7 @@ class DraftOptions:
     verification: str | None
     threshold: float
     schedule: str
-    draft_tree: dict[str, int] | str | None
+    draft_tree: dict[str, Any] | None
     processing: Processing
     max_length: int
     prompt: torch.Tensor

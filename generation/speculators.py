@@ -99,6 +99,10 @@ class SpeculatorMixin:
         Raises:
             ValueError: A tree that cannot be, or that is deeper than the drafter.
         """
+        if self.longest_draft() == 0:
+            raise ValueError(
+                f"draft_tree={options.draft_tree!r}: this {type(self).__name__} drafts nothing; leave it out"
+            )
         if options.draft_tree == "auto":
             options.draft_tree = self.tree_choices.get(bool(config.do_sample), "auto")
         if options.draft_tree == "auto":

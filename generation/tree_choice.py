@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from .contract import DraftTree, Verdict
+from .options import CallOptions
 from .rules import Rule
 from .trees import level_sizes
 
@@ -27,11 +29,55 @@ _RANKS, _WIDEST = 8, 60
 _TOP_K, _TOTALS = (1, 2, 3, 4, 6, 8), (3, 4, 6, 8, 12, 16, 24, 32, 48, 60)
 _SHARED_TRIALS = 4.0
 _TOKENS, _FEW_TOKENS = 40, 12
+_LEAST_ROOM = 8
+"""Tokens that must fit behind the prompt: less text teaches nothing, and a tree of the usual size is drafted."""
 
 Rates = Sequence[Sequence[float]]
 """[depth][rank], how often the child of that rank is kept below a kept path."""
 Decode = Callable[[dict[str, int], int], "Trial"]
 """From a tree and a number of tokens to what decoding them with it showed."""
+
+
+def choose_tree(
+    generate: Callable[..., Any],
+    speculator: Any,
+    options: CallOptions,
+    config: GenerationConfig,
+    prompt: torch.Tensor,
+    positions: int | None,
+    common: dict[str, Any],
+) -> None:
+    """Settles `draft_tree="auto"` by trials on this prompt, which leave no trace but the drafter's memory.
+
+    Args:
+        generate: From a speculator, positional and keyword arguments to what the backbone generates with its drafts.
+        speculator: Drafts.
+        options: Of the call; `draft_tree` is completed.
+        config: Of the call.
+        prompt: [B, L] int64.
+        positions: The most tokens that the backbone reads; None: any number.
+        common: Further keyword arguments of trials.
+    """
+    room = (positions or 1 << 30) - prompt.shape[1]
+    if room < _LEAST_ROOM:
+        options.draft_tree = {}
+        speculator.prepare_tree(options, config)
+        return
+    do_sample = bool(config.do_sample)
+    names = ("do_sample", "temperature", "top_k", "top_p") if do_sample else ("do_sample",)
+    common = common | {name: getattr(config, name) for name in names}
+    common |= {"num_assistant_tokens_schedule": "constant", "return_dict_in_generate": True}
+
+    def decode(tree: dict[str, int], tokens: int) -> Trial:
+        watched = Watched(speculator)
+        trial = {"draft_tree": tree, "verification": options.verification, "max_new_tokens": min(tokens, room)}
+        out = generate(watched, (prompt,), common | trial)
+        return watched.rule.trial(out.speculation.rows_accepted)
+
+    with torch.random.fork_rng([prompt.device] if prompt.is_cuda else []):
+        chosen = measured_tree(decode, speculator.longest_draft() or DEEPEST, do_sample)
+    speculator.tree_choices[do_sample] = chosen
+    speculator.prepare_tree(options, config)
 
 
 @dataclass

@@ -15,27 +15,24 @@ module before. A level of nodes that meets a module for the first time brings al
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from ..contract import line
 from ..growth import Ancestry, taken
-
-if TYPE_CHECKING:
-    from ..tokens import TokenRows
-    from .modules import ModuleDrafter
+from ..tokens import TokenRows
 
 
 class ModuleGrowth:
     """Grows a tree behind the columns of one cycle.
 
     Args:
-        drafter: Whose cache and states it starts from; at least D of its columns are not settled.
+        drafter: The `ModuleDrafter` whose cache and states it starts from; at least D of its columns are not settled.
         tokens: The rows.
     """
 
-    def __init__(self, drafter: ModuleDrafter, tokens: TokenRows) -> None:
+    def __init__(self, drafter: Any, tokens: TokenRows) -> None:
         self.drafter, self.ancestry = drafter, Ancestry()
         vocabulary, self.vocab_size = drafter.vocabulary, drafter.model.config.get_text_config().vocab_size
         self.draft_ids = None if vocabulary is None else vocabulary.on(tokens.ids.device)

@@ -28,7 +28,7 @@ DEEPEST = 8
 _RANKS, _WIDEST = 8, 60
 _TOP_K, _TOTALS = (1, 2, 3, 4, 6, 8), (3, 4, 6, 8, 12, 16, 24, 32, 48, 60)
 _SHARED_TRIALS = 4.0
-_TOKENS, _FEW_TOKENS = 40, 12
+_TOKENS, _FEW_TOKENS, _FEWEST = 40, 12, 2
 _LEAST_ROOM = 8
 """Tokens that must fit behind the prompt: less text teaches nothing, and a tree of the usual size is drafted."""
 
@@ -59,14 +59,10 @@ def choose_tree(
         common: Further keyword arguments of trials.
     """
     room = (positions or 1 << 30) - prompt.shape[1]
-    if room < _LEAST_ROOM:
-        options.draft_tree = {}
-        speculator.prepare_tree(options, config)
-        return
     do_sample = bool(config.do_sample)
     names = ("do_sample", "temperature", "top_k", "top_p") if do_sample else ("do_sample",)
-    common = common | {name: getattr(config, name) for name in names}
-    common |= {"num_assistant_tokens_schedule": "constant", "return_dict_in_generate": True}
+    common = common | {name: value for name in names if (value := getattr(config, name)) is not None}
+    common |= {"num_assistant_tokens_schedule": "constant", "num_return_sequences": 1, "return_dict_in_generate": True}
 
     def decode(tree: dict[str, int], tokens: int) -> Trial:
         watched = Watched(speculator)
@@ -75,8 +71,11 @@ def choose_tree(
         return watched.rule.trial(out.speculation.rows_accepted)
 
     with torch.random.fork_rng([prompt.device] if prompt.is_cuda else []):
-        chosen = measured_tree(decode, speculator.longest_draft() or DEEPEST, do_sample)
-    speculator.tree_choices[do_sample] = chosen
+        longest = speculator.longest_draft() or DEEPEST
+        chosen = measured_tree(decode, longest, do_sample) if room >= _LEAST_ROOM else None
+    if chosen is not None:
+        speculator.tree_choices[do_sample] = chosen
+    options.draft_tree = chosen or {}
     speculator.prepare_tree(options, config)
 
 
@@ -98,8 +97,8 @@ class Trial:
         return statistics.median(self.seconds) if self.seconds else 0.0
 
 
-def measured_tree(decode: Decode, longest: int, is_drawn: bool) -> dict[str, int]:
-    """The best tree by trials.
+def measured_tree(decode: Decode, longest: int, is_drawn: bool) -> dict[str, int] | None:
+    """The best tree by trials; None where the text ends too soon to tell.
 
     Args:
         decode: Runs a trial.
@@ -108,6 +107,8 @@ def measured_tree(decode: Decode, longest: int, is_drawn: bool) -> dict[str, int
     """
     depth = min(longest, DEEPEST) - 1
     wide = decode({"depth": depth, "top_k": _RANKS, "total_tokens": _WIDEST}, _TOKENS)
+    if len(wide.seconds) < _FEWEST:
+        return None
     cycles = {_WIDEST: wide.cycle}
     for total in (16, depth + 2):
         top_k = 4 if total == 16 else 1

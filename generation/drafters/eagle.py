@@ -122,7 +122,7 @@ class EagleDrafter:
             token, law = self._choose(self.head.draft_logits(features)[:, 0])
             drafts.append(token)
             laws.append(law)
-            if step + 1 == length or self._is_unsure(token, law):
+            if step + 1 == length or self.options.is_unsure(token, law):
                 break
             mask = nn.functional.pad(self.mask, (0, step + 1), value=True)[:, None, None] if self.is_padded else None
             features = self._run(features, token[:, None], self.counts[:, None] + step, mask)
@@ -134,11 +134,6 @@ class EagleDrafter:
             return self.draft_ids[logits.argmax(-1)], None
         law = draft_law(self, logits, self.options)
         return (race(law) if self.options.do_sample else law.argmax(-1)), law
-
-    def _is_unsure(self, token: torch.Tensor, law: torch.Tensor | None) -> bool:
-        """Asked of a token that is drafted in any case, so that the drafts kept still follow their laws."""
-        threshold = self.options.threshold
-        return threshold > 0 and bool((law.gather(-1, token[:, None]) < threshold).all())
 
 
 class _Growth:

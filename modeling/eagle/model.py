@@ -53,7 +53,6 @@ class EagleHead(EagleLearningMixin, EagleFolderMixin, Attachable, NoGenerationMi
     remote_classes = {"AutoModel": "EagleHead"}
     base_model_prefix = ""
     main_input_name = "input_ids"
-    _no_split_modules = ["EagleLayer"]
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     drafts_trees = True
@@ -67,6 +66,7 @@ class EagleHead(EagleLearningMixin, EagleFolderMixin, Attachable, NoGenerationMi
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)
         self.layers = build_layers(config)
+        self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers})  # those that are there
         self.rotary_emb = LlamaRotaryEmbedding(config)
         if config.version == 1:
             self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)

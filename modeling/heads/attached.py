@@ -133,6 +133,9 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         if any(hasattr(module, "gradient_checkpointing") for module in self.modules()):
             super()._set_gradient_checkpointing(enable, *args, **kwargs)
 
+    def get_input_embeddings(self) -> None:
+        """None: heads have no embeddings of their own (FSDP2 asks, to shard them apart)."""
+
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> None:
         """Heads have no embeddings, and those that were made for one vocabulary fit no other.
 

@@ -161,7 +161,7 @@ def test_a_frozen_backbone_stays_as_it_is_and_a_teacher_shows_acceptances(tmp_pa
         (eagle, dict(train="all"), "train='all': a EagleHead is trained on a frozen backbone"),
         (eagle, dict(loss_weight=0.3), "loss_weight=0.3: a EagleHead"),
         (eagle, dict(loss_top_k=4), "loss_top_k=4 means nothing for a EagleHead"),
-        (modules, dict(draft_layers=1), "draft_layers=1: MTPHeads have them, a DeepSeekMTP has not"),
+        (modules, dict(draft_layers=1), "draft_layers=1: heads have them, a DeepSeekMTP has not"),
         (modules, dict(loss_balance="rms"), "loss_balance='rms' means nothing for a DeepSeekMTP"),
         (heads, dict(draft_layers=1, train="all"), "draft_layers=1 leaves the backbone as it is"),
         (heads, dict(train="lora", lora_targets=["wq"]), "lora_targets holds 'wq', but the linear modules are"),

@@ -91,7 +91,7 @@ class SpeculatorMixin:
     @property
     def tree_choices(self) -> dict[bool, dict[str, int]]:
         """The trees that `draft_tree="auto"` chose, of greedy (False) and of sampled text; empty it to choose anew."""
-        return self.__dict__.setdefault("_tree_choices", {})
+        return self.__dict__.setdefault("chosen_trees", {})
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> None:
         """Checks and completes `draft_tree`; `"auto"` is what was chosen before, or stays until the prompt is known.

@@ -81,7 +81,7 @@ class ModuleDrafter:
             ids = torch.cat([ids[:, 1:], token[:, None]], dim=1)
             drafts.append(token)
             laws.append(law)
-            if not late and self._is_unsure(token, law):
+            if not late and self.options.is_unsure(token, law):
                 break
         self._settle(len(drafts))
         draft = torch.stack(drafts[:length], 1)
@@ -122,11 +122,6 @@ class ModuleDrafter:
     def coverage(self, tokens: torch.Tensor) -> float | None:
         """The share of tokens [N] that could be drafted; None where all can."""
         return None if self.vocabulary is None else self.vocabulary.coverage(tokens)
-
-    def _is_unsure(self, token: torch.Tensor, law: torch.Tensor | None) -> bool:
-        """Asked of a token that is drafted in any case, so that the drafts kept still follow their laws."""
-        threshold = self.options.threshold
-        return threshold > 0 and bool((law.gather(-1, token[:, None]) < threshold).all())
 
     def _settle(self, steps: int) -> None:
         """Leaves only those columns in the modules' cache whose tokens are verified, in all modules alike."""

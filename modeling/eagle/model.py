@@ -18,9 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from ...configuration import EagleHeadConfig
 from ...generation.attachment import Attachable, NoGenerationMixin, adopt_special_ids, unwrap
-from ...generation.drafters.eagle import EagleDrafter, tree_options
+from ...generation.drafters.eagle import EagleDrafter
 from ...generation.drafters.protocol import DraftOptions
-from ...generation.options import CallOptions
 from ..heads.backbone_parts import backbone_parts, frozen
 from .folders import EagleFolderMixin
 from .layers import build_layers
@@ -165,13 +164,6 @@ class EagleHead(EagleLearningMixin, EagleFolderMixin, Attachable, NoGenerationMi
     def default_draft(self) -> int:
         """What the published chains of these heads have."""
         return _CHAIN
-
-    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
-        """Checks and completes `draft_tree`, whose longest path is then the draft's length."""
-        super().prepare_call(options, config)
-        if options.draft_tree is not None:
-            options.draft_tree, longest = tree_options(options.draft_tree)
-            options.num_assistant_tokens = min(options.num_assistant_tokens or longest, longest)
 
     def make_drafter(self, options: DraftOptions) -> EagleDrafter:
         """Drafts of the head, for one call of `generate`."""

@@ -56,6 +56,7 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
+    drafts_trees = True
 
     def __init__(self, config: MTPHeadConfig) -> None:
         super().__init__(config)

@@ -152,18 +152,22 @@ class JointMTPModel(PreTrainedModel):
         Raises:
             ValueError: A folder of other heads, or of another backbone.
         """
-        folder = Path(folder)
-        _load(self.heads, folder, "heads")
-        adapters = folder / BACKBONE / "adapter_model.safetensors"
-        if adapters.exists():
-            from peft import set_peft_model_state_dict
-
-            set_peft_model_state_dict(self.backbone, load_file(adapters), adapter_name="default")
-        else:
-            _load(self.backbone, folder / BACKBONE, "backbone")
+        load_trained(self.heads, Path(folder), "heads")
+        load_trained(self.backbone, Path(folder) / BACKBONE, "backbone")
 
 
-def _load(model: PreTrainedModel, folder: Path, what: str) -> None:
+def load_trained(model: PreTrainedModel, folder: Path, what: str) -> None:
+    """Takes over what the `save_pretrained` of a model, or of one that carries adapters of peft, wrote.
+
+    Raises:
+        ValueError: A folder of another model; `what` it should be is said.
+    """
+    adapters = folder / "adapter_model.safetensors"
+    if adapters.exists():
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(model, load_file(adapters), adapter_name="default")
+        return
     state = {
         name: tensor for file in sorted(folder.glob("model*.safetensors")) for name, tensor in load_file(file).items()
     }

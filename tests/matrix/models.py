@@ -204,6 +204,7 @@ _MAKE: dict[str, Callable[[], Entry]] = {
     "deepseek-modules": deepseek,
     "ptp-one_hot": lambda: ptp("one_hot"),
     "ptp-categorical": lambda: ptp("categorical"),
+    "ptp-mask": lambda: ptp("mask"),
     "ngram-llama": lambda: _attached("ngram-llama", backbone("llama"), NgramDrafter(num_tokens=5)),
     "ngram-tree-llama": lambda: _attached(
         "ngram-tree-llama", backbone("llama"), NgramDrafter(num_tokens=3, branches=3)

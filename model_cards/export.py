@@ -36,7 +36,7 @@ _NATIVE = """; with --compilation-config '{"custom_ops": ["none"]}', for its rot
 _NOTES = {
     "deepseek_v3": _NATIVE,
     "glm4_moe_lite": _NATIVE,
-    "ernie4_5_moe": " but for one in eight: its module has rotary positions of another kind there",
+    "ernie4_5_moe": " but for one in eight (k = 3): its module has rotary positions of another kind there",
 }
 _PARTS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 # fields of official files that transformers' classes no longer read, but engines do

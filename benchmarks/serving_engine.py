@@ -22,7 +22,11 @@ _LENGTHS: dict[str, int] = {}
 
 def listen() -> None:
     """Notes every draft, whoever makes it, and where in its request's text it stands."""
+    from vllm.model_executor.models import registry
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    # vLLM looks at a class in a process of its own, so that CUDA stays as it is: ten seconds for each one
+    registry._run_in_subprocess = lambda look: look()
 
     original = GPUModelRunner.propose_draft_token_ids
 

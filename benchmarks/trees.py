@@ -101,12 +101,29 @@ def trained(backbone: PreTrainedModel, corpus: Corpus, arguments: argparse.Names
     return head
 
 
-def counted(backbone: PreTrainedModel, prompts: dict[str, torch.Tensor], new: int, **options: Any) -> dict[str, float]:
-    """Tokens per call and its standard error, over all cycles of all rows."""
+def counted(
+    backbone: PreTrainedModel,
+    prompts: dict[str, torch.Tensor],
+    new: int,
+    notes: dict[str, list[torch.Tensor]] | None = None,
+    **options: Any,
+) -> dict[str, float]:
+    """Tokens per call and its standard error, over all cycles of all rows; means of notes [B] of these cycles, too."""
     torch.manual_seed(0)
     out = backbone.generate(**prompts, max_new_tokens=new, pad_token_id=0, return_dict_in_generate=True, **options)
     kept = torch.tensor([count + 1.0 for row in out.speculation.rows_accepted for count in row])
-    return {"tokens per call": float(kept.mean()), "error": float(kept.std() / len(kept) ** 0.5), "cycles": len(kept)}
+    figures = {
+        "tokens per call": float(kept.mean()),
+        "error": float(kept.std() / len(kept) ** 0.5),
+        "cycles": len(kept),
+    }
+    counts = [len(row) for row in out.speculation.rows_accepted]  # rows that have ended are judged, but do not count
+    for rule, known in (notes or {}).items():
+        found = [
+            1 + note[row] for number, note in enumerate(known) for row, count in enumerate(counts) if number < count
+        ]
+        figures[f"expected, {rule}"] = float(torch.stack(found).mean())
+    return figures
 
 
 def measure(head: EagleHead, prompts: dict[str, torch.Tensor], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -130,10 +147,8 @@ def measure(head: EagleHead, prompts: dict[str, torch.Tensor], arguments: argpar
             for rule, name in {"token": "drawn tree, recursion", "block": "drawn tree, traversal"}.items():
                 notes: dict[str, list[torch.Tensor]] = {"token": [], "block": []}
                 head.make_rule = lambda options, drafter: Paired(rule, notes)  # noqa: B023
-                rows[name] = counted(backbone, prompts, new, draft_tree=tree, **common, **how)
+                rows[name] = counted(backbone, prompts, new, notes, draft_tree=tree, **common, **how)
                 del head.make_rule
-                both = {f"expected, {key}": float(1 + torch.cat(values).mean()) for key, values in notes.items()}
-                rows[name] |= both
         figures[f"T = {heat:g}"] = rows
         print(json.dumps({f"T = {heat:g}": rows}), flush=True)
     return figures

@@ -7,7 +7,7 @@ call is left behind, and two calls at a time do not meet.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from .options import OWN, CallOptions, obstacle
 from .processing import counts_calls
 from .speculators import Speculator, SpeculatorMixin
 from .targets import can_go_back, full_history, is_repackable
-from .tree_choice import DEEPEST, Trial, Watched, measured_tree
+from .tree_choice import choose_tree
 
 logger = logging.get_logger(__name__)
 
@@ -288,7 +288,11 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
             _tell(f"{type(counting).__name__}, which counts its calls", call.options)
             return self._sample(*common, **model_kwargs)
         if call.options.draft_tree == "auto":
-            _choose_tree(call, generation_config, input_ids, model_kwargs.get("attention_mask"), synced_gpus)
+            choose_tree(
+                partial(speculate, call.backbone), call.speculator, call.options, generation_config, input_ids,
+                getattr(self.config.get_text_config(), "max_position_embeddings", None),
+                {"attention_mask": model_kwargs.get("attention_mask"), "synced_gpus": synced_gpus},
+            )  # fmt: skip
         options = DraftOptions.of_call(
             call.options, call.backbone, call.speculates, generation_config, logits_processor, input_ids
         )
@@ -314,39 +318,6 @@ def candidate_generator(
     options = CallOptions(num_assistant_tokens=number)
     made = DraftOptions.of_call(options, backbone, True, config, processors, input_ids)
     return CandidateAdapter(speculator.make_drafter(made), made, model_kwargs.get("attention_mask"))
-
-
-def _choose_tree(
-    call: _Call, config: GenerationConfig, prompt: torch.Tensor, mask: torch.Tensor | None, synced_gpus: bool
-) -> None:
-    """Settles `draft_tree="auto"` by trials on this prompt [B, L], which leave no trace but the drafter's memory."""
-    speculator, longest = call.speculator, call.speculator.longest_draft()
-    limit = getattr(call.backbone.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
-    if (room := limit - prompt.shape[1]) < 8:  # too little text to learn from
-        call.options.draft_tree = {}
-    else:
-        sampling = (
-            {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")} if config.do_sample else {}
-        )
-        common = sampling | {
-            "attention_mask": torch.ones_like(prompt) if mask is None else mask[:, : prompt.shape[1]],
-            "do_sample": config.do_sample,
-            "verification": call.options.verification,
-            "num_assistant_tokens_schedule": "constant",
-            "return_dict_in_generate": True,
-            "synced_gpus": synced_gpus,
-        }
-
-        def decode(tree: dict[str, int], tokens: int) -> Trial:
-            watched = Watched(speculator)
-            options = common | {"draft_tree": tree, "max_new_tokens": min(tokens, room)}
-            out = speculate(call.backbone, watched, (prompt,), options)
-            return watched.rule.trial(out.speculation.rows_accepted)
-
-        with torch.random.fork_rng([prompt.device] if prompt.is_cuda else []):
-            chosen = measured_tree(decode, longest or DEEPEST, bool(config.do_sample))
-        speculator.tree_choices[bool(config.do_sample)] = chosen
-    speculator.prepare_tree(call.options, config)
 
 
 def _tell(reason: str, options: CallOptions) -> None:

@@ -91,7 +91,7 @@ class SpeculatorMixin:
     @property
     def tree_choices(self) -> dict[bool, dict[str, int]]:
         """The trees that `draft_tree="auto"` chose, of greedy (False) and of sampled text; empty it to choose anew."""
-        return self.__dict__.setdefault("_tree_choices", {})
+        return self.__dict__.setdefault("chosen_trees", {})
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> None:
         """Checks and completes `draft_tree`; `"auto"` is what was chosen before, or stays until the prompt is known.
@@ -99,6 +99,10 @@ class SpeculatorMixin:
         Raises:
             ValueError: A tree that cannot be, or that is deeper than the drafter.
         """
+        if self.longest_draft() == 0:
+            raise ValueError(
+                f"draft_tree={options.draft_tree!r}: this {type(self).__name__} drafts nothing; leave it out"
+            )
         if options.draft_tree == "auto":
             options.draft_tree = self.tree_choices.get(bool(config.do_sample), "auto")
         if options.draft_tree == "auto":

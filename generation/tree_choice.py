@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from .contract import DraftTree, Verdict
+from .options import CallOptions
 from .rules import Rule
 from .trees import level_sizes
 
@@ -26,12 +28,55 @@ DEEPEST = 8
 _RANKS, _WIDEST = 8, 60
 _TOP_K, _TOTALS = (1, 2, 3, 4, 6, 8), (3, 4, 6, 8, 12, 16, 24, 32, 48, 60)
 _SHARED_TRIALS = 4.0
-_TOKENS, _FEW_TOKENS = 40, 12
+_TOKENS, _FEW_TOKENS, _FEWEST = 40, 12, 2
+_LEAST_ROOM = 8
+"""Tokens that must fit behind the prompt: less text teaches nothing, and a tree of the usual size is drafted."""
 
 Rates = Sequence[Sequence[float]]
 """[depth][rank], how often the child of that rank is kept below a kept path."""
 Decode = Callable[[dict[str, int], int], "Trial"]
 """From a tree and a number of tokens to what decoding them with it showed."""
+
+
+def choose_tree(
+    generate: Callable[..., Any],
+    speculator: Any,
+    options: CallOptions,
+    config: GenerationConfig,
+    prompt: torch.Tensor,
+    positions: int | None,
+    common: dict[str, Any],
+) -> None:
+    """Settles `draft_tree="auto"` by trials on this prompt, which leave no trace but the drafter's memory.
+
+    Args:
+        generate: From a speculator, positional and keyword arguments to what the backbone generates with its drafts.
+        speculator: Drafts.
+        options: Of the call; `draft_tree` is completed.
+        config: Of the call.
+        prompt: [B, L] int64.
+        positions: The most tokens that the backbone reads; None: any number.
+        common: Further keyword arguments of trials.
+    """
+    room = (positions or 1 << 30) - prompt.shape[1]
+    do_sample = bool(config.do_sample)
+    names = ("do_sample", "temperature", "top_k", "top_p") if do_sample else ("do_sample",)
+    common = common | {name: value for name in names if (value := getattr(config, name)) is not None}
+    common |= {"num_assistant_tokens_schedule": "constant", "num_return_sequences": 1, "return_dict_in_generate": True}
+
+    def decode(tree: dict[str, int], tokens: int) -> Trial:
+        watched = Watched(speculator)
+        trial = {"draft_tree": tree, "verification": options.verification, "max_new_tokens": min(tokens, room)}
+        out = generate(watched, (prompt,), common | trial)
+        return watched.rule.trial(out.speculation.rows_accepted)
+
+    with torch.random.fork_rng([prompt.device] if prompt.is_cuda else []):
+        longest = speculator.longest_draft() or DEEPEST
+        chosen = measured_tree(decode, longest, do_sample) if room >= _LEAST_ROOM else None
+    if chosen is not None:
+        speculator.tree_choices[do_sample] = chosen
+    options.draft_tree = chosen or {}
+    speculator.prepare_tree(options, config)
 
 
 @dataclass
@@ -52,8 +97,8 @@ class Trial:
         return statistics.median(self.seconds) if self.seconds else 0.0
 
 
-def measured_tree(decode: Decode, longest: int, is_drawn: bool) -> dict[str, int]:
-    """The best tree by trials.
+def measured_tree(decode: Decode, longest: int, is_drawn: bool) -> dict[str, int] | None:
+    """The best tree by trials; None where the text ends too soon to tell.
 
     Args:
         decode: Runs a trial.
@@ -62,6 +107,8 @@ def measured_tree(decode: Decode, longest: int, is_drawn: bool) -> dict[str, int
     """
     depth = min(longest, DEEPEST) - 1
     wide = decode({"depth": depth, "top_k": _RANKS, "total_tokens": _WIDEST}, _TOKENS)
+    if len(wide.seconds) < _FEWEST:
+        return None
     cycles = {_WIDEST: wide.cycle}
     for total in (16, depth + 2):
         top_k = 4 if total == 16 else 1

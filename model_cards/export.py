@@ -32,8 +32,12 @@ ENGINES = {
 }
 """The families whose modules each engine has code for."""
 _RUN = "run in vLLM 0.32.0 on CPUs: greedy text equal, drafts as here"
-_INTERLEAVED = ("deepseek_v3", "glm4_moe_lite")
-_NATIVE = """ with --compilation-config '{"custom_ops": ["none"]}' (its rotary kernel for CPUs is wrong for them)"""
+_NATIVE = """; with --compilation-config '{"custom_ops": ["none"]}', for its rotary kernel for CPUs is wrong here"""
+_NOTES = {
+    "deepseek_v3": _NATIVE,
+    "glm4_moe_lite": _NATIVE,
+    "ernie4_5_moe": " but for one in eight: its module has rotary positions of another kind there",
+}
 _PARTS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 # fields of official files that transformers' classes no longer read, but engines do
 _FIELDS = {"deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}}
@@ -162,8 +166,7 @@ def _checked(model: DeepSeekMTP, engine: str) -> list[str]:
     if not _is_like_last(model):
         found = ["config.json and the names of every module's own parts were read back; its block was not compared"]
     if model_type in MEASURED.get(engine, ()):
-        native = _NATIVE if model_type in _INTERLEAVED else ""
-        return [*found, f"folders of this family were {_RUN}{native}"]
+        return [*found, f"folders of this family were {_RUN}{_NOTES.get(model_type, '')}"]
     place = "names of its tensors" if family.names else "layout"
     return [*found, f"the {place} follow {engine}'s loader, which was read and not run"]
 

@@ -82,6 +82,7 @@ class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
                 raise ValueError("strategy is applied to a model: pass model=, not model_init=")
             model = prepare(model, strategy)
         self.strategy, self.balance = strategy, None
+        self._unwrapped: tuple[nn.Module, nn.Module] | None = None
         super().__init__(model, *args, **kwargs)
         for callback in [] if strategy is None else callbacks_of(self.model, strategy):
             self.add_callback(callback)
@@ -107,8 +108,10 @@ class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
 
     @property
     def _owner(self) -> nn.Module:
-        """The model itself, without what distribution wraps around it."""
-        return self.accelerator.unwrap_model(self.model)
+        """The model itself, without what distribution wraps around it; looked for once, which takes a millisecond."""
+        if self._unwrapped is None or self._unwrapped[0] is not self.model:
+            self._unwrapped = self.model, self.accelerator.unwrap_model(self.model)
+        return self._unwrapped[1]
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that decay; a tensor with frozen rows is none of them."""

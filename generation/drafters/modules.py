@@ -15,11 +15,15 @@ from torch import nn
 
 from ...modeling.sampling import race
 from ..contract import DraftTree, Verdict, line
+from ..growth import grow
 from ..targets import Fed, shift_cache, shift_mask, shift_source, shifted
 from ..tokens import TokenRows
+from .module_trees import ModuleGrowth
 from .protocol import DraftOptions, View
 
 _LAG = 64  # columns that may be left to be computed by the modules that a short draft did not need
+_TREE_KINDS = ("full_attention", "sliding_attention")
+"""Ways to attend in which a mask says what each row sees."""
 
 
 class ModuleDrafter:
@@ -30,6 +34,9 @@ class ModuleDrafter:
     Args:
         model: Offers `mtp.step`, `num_modules`, and its embeddings in and out.
         options: Of the call.
+
+    Raises:
+        ValueError: A tree is asked for, and modules attend in a way that takes none.
     """
 
     hidden_layers = -1
@@ -41,6 +48,12 @@ class ModuleDrafter:
         self.cache, self.cached = model.mtp.new_cache(), 0
         self.states = self.mask = self.view = None
         self.is_padded = False
+        others = {module.kind for module in model.mtp} - set(_TREE_KINDS)
+        if options.draft_tree is not None and others:
+            raise ValueError(
+                f"draft_tree: modules of {type(model).__name__} with {', '.join(sorted(others))} draft chains only, "
+                "for a tree's nodes have no mask there; leave it out"
+            )
 
     def begin(self, outputs: Any, view: View) -> None:
         """Takes the prompt's states [B, L, D]; what an earlier call left in the backbone's cache is not looked at."""
@@ -64,10 +77,14 @@ class ModuleDrafter:
         self.states = self.states[:, -wanted:]
 
     def propose(self, tokens: TokenRows, length: int) -> DraftTree:
-        """A chain of up to `length` tokens behind every row."""
+        """A chain or a tree behind every row, with paths of at most `length` tokens."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         pending = self.mask.shape[1] - self.cached
+        if self.options.draft_tree is not None and pending >= self.depth:  # else the prompt is too short
+            tree = grow(ModuleGrowth(self, tokens), self.options, length)
+            self._settle(self.depth)
+            return tree
         hidden, ids, mask = self.states[:, -pending:], tokens.newest(pending), self.mask
         positions = self.view.counts[:, None] - pending + line(pending, ids.device)
         late = pending > _LAG
@@ -99,13 +116,47 @@ class ModuleDrafter:
             past_key_values=self.cache,
         )
 
+    def _nodes(
+        self, k: int, states: torch.Tensor, ids: torch.Tensor, distances: torch.Tensor, seen: torch.Tensor
+    ) -> torch.Tensor:
+        """Module k over nodes of a tree, which see its settled columns and some nodes: [B, R, H].
+
+        Args:
+            k: From 1 to D.
+            states: [B, R, H].
+            ids: [B, R] int64.
+            distances: [n] int64, how far nodes lie behind the backbone's last column; the last R are these.
+            seen: [B, R, n] bool.
+        """
+        count, settled = ids.shape[1], self.mask[:, : self.mask.shape[1] - k + 1]
+        places = self.view.counts[:, None] - 1 + distances
+        visible = torch.cat([settled[:, None].expand(-1, count, -1), seen], dim=2)
+        if self.model.mtp[k - 1].kind == "sliding_attention":
+            old = self.view.counts[:, None] - self.mask.shape[1] + line(settled.shape[1], ids.device)
+            away = places[:, -count:, None] - torch.cat([old, places], dim=1)[:, None]
+            visible = visible & (away < self.model.config.get_text_config().sliding_window)
+        mask = torch.zeros_like(visible, dtype=states.dtype)
+        mask = mask.masked_fill_(~visible, torch.finfo(states.dtype).min)
+        return self.model.mtp.step(
+            k,
+            states,
+            self.model.get_input_embeddings()(ids),
+            position_ids=places[:, -count:].clamp(min=0),
+            attention_mask=mask[:, None],
+            past_key_values=self.cache,
+        )
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [.., v] of the tokens that may be drafted."""
+        if self.vocabulary is None:
+            return self.model.readout(hidden)
+        return self.vocabulary.logits(self.model.readout, hidden)
+
     def _choose(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A token [B] from states [B, D], and the law it was drawn from (its own, where greedy; None if not needed)."""
         is_plain = not self.options.do_sample and not self.options.threshold
-        if self.vocabulary is None:
-            logits = self.model.readout(hidden)
-        else:
-            logits = self.vocabulary.logits(self.model.readout, hidden)
+        logits = self._logits(hidden)
+        if self.vocabulary is not None:
             if is_plain:
                 return self.vocabulary.on(logits.device)[logits.argmax(-1)], None
             logits = self.vocabulary.spread(logits, self.model.config.vocab_size)

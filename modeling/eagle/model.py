@@ -24,7 +24,7 @@ from ..heads.backbone_parts import backbone_parts, frozen
 from .folders import EagleFolderMixin
 from .layers import build_layers
 from .learning import EagleLearningMixin
-from .losses import EagleLossOptions
+from .loss_options import EagleLossOptions
 from .retrofit import backbone_config, resolved_aux_layers
 
 _CHAIN = 5

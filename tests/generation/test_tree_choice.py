@@ -92,11 +92,12 @@ def test_trials_are_few_and_of_the_drafters_depth():
 
     def decode(tree, tokens):
         asked.append((tree, tokens))
-        return Trial([([0, 0, 0], False)] * 9, [0.1])
+        return Trial([([0, 0, 0], False)] * 9, [0.1, 0.2])
 
     assert measured_tree(decode, 3, True)["depth"] <= 2
     assert len(asked) == 4 and sum(tokens for _, tokens in asked) < 100
     assert {tree["depth"] for tree, _ in asked} == {0, 2}
+    assert measured_tree(lambda *_: Trial([([0, 0, 0], False)], []), 3, True) is None
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -130,6 +131,17 @@ def test_eagle_heads_choose_too_and_write_the_backbones_text():
     options = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=10, do_sample=False)
     got = model.generate(prompt, assistant_model=head, draft_tree="auto", num_assistant_tokens=3, **options)
     assert torch.equal(got, model.generate(prompt, **options)) and set(head.tree_choices) == {False}
+
+
+def test_a_text_that_ends_at_once_is_not_remembered():
+    model = backbone()
+    heads = train_heads(model, steps=2)
+    prompt = torch.randint(2, 48, (1, 6))
+    options = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False)
+    plain = model.generate(prompt, **options)
+    model.generation_config.eos_token_id = int(plain[0, 6])
+    got = model.generate(prompt, assistant_model=heads, draft_tree="auto", pad_token_id=0, **options)
+    assert got.tolist() == plain[:, :7].tolist() and heads.tree_choices == {}
 
 
 def test_near_the_end_of_the_positions_nothing_is_measured():

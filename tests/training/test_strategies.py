@@ -55,6 +55,7 @@ CASES = {
     "modules, joint, tv": (modules, dict(train="all", loss_target="teacher", loss_divergence="tv", loss_top_k=30)),
     "modules with adapters": (modules, dict(train="lora", lora_rank=2, drafter_lr_multiplier=2.0)),
     "eagle 3, lk": (lambda: eagle(steps=3), dict(loss_divergence="lk")),
+    "eagle 3, and labels": (lambda: eagle(steps=2), dict(loss_label_weight=0.3)),
     "eagle 1": (lambda: eagle(1), {}),
     "hass": (lambda: eagle(1, objective="hass", steps=2), {}),
 }

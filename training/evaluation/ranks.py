@@ -32,6 +32,7 @@ def rank_accuracies(model: Any, batches: Iterable[Batch], ranks: int = 10, tempe
     Raises:
         ValueError: No position of the batches is a target.
     """
+    was_training = model.training
     model.eval()
     hits, counts = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for batch in batches:
@@ -43,6 +44,7 @@ def rank_accuracies(model: Any, batches: Iterable[Batch], ranks: int = 10, tempe
                 found = (laws.target.argmax(-1, keepdim=True) == proposed).double()
             hits = hits + (found * laws.scored[..., None]).sum(0).cpu()
             counts = counts + laws.scored.sum(0).double().cpu()
+    model.train(was_training)
     if not hits.dim():
         raise ValueError("rank_accuracies: no position of the batches is a target; give labels that are not all -100")
     return hits / counts.clamp(min=1)[:, None]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.training.commands import kill_client
 from tokenahead.training.commands.train import train
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,6 +49,11 @@ def killed():
     yield run
     server.stdin.close()
     assert server.wait() == 0
+
+
+@pytest.fixture(autouse=True)
+def _bare(monkeypatch):
+    kill_client.leave_out_pictures_and_cards(monkeypatch.setattr)
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)

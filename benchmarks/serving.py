@@ -65,7 +65,7 @@ def compare(case: Case, found: dict[str, Any]) -> dict[str, Any]:
     for prompt, text, ours, theirs in zip(case.prompts, case.texts, case.drafts, found["drafts"]):
         theirs, whole = dict(theirs), prompt + text
         for length, draft in ours:
-            if len(theirs.get(length, ())) == len(draft):
+            if draft and len(theirs.get(length, ())) == len(draft):
                 places += 1
                 equal += theirs[length] == draft
                 rejected += theirs[length] == draft != whole[length : length + len(draft)]

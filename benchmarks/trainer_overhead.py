@@ -91,8 +91,9 @@ def main() -> None:
             turns.append((found[Trainer], found[MTPTrainer]))
     plain, times = ratio(turns)
     halves = sorted(ratio(turns[start::2])[1] for start in (0, 1))
+    plain *= 1e3
     print(
-        f"Trainer {1e3 * plain:.2f} ms per step; MTPTrainer {times:.4f} times that, {1e3 * plain * (times - 1):+.2f} ms "
+        f"Trainer {plain:.2f} ms per step; MTPTrainer {times:.4f} times that, {plain * (times - 1):+.2f} ms "
         f"(halves of the turns: {halves[0]:.4f}, {halves[1]:.4f}); {len(turns) * arguments.steps} steps of each"
     )
 

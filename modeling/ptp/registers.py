@@ -50,6 +50,7 @@ class RegisterModel(PreTrainedModel):
         super().__init__(backbone.config)
         backbone.config._attn_implementation = attention  # putting it into a model resets it
         self.backbone = backbone
+        self._no_split_modules = plain._no_split_modules
         table = plain.get_input_embeddings().weight.detach()
         mean = table.to(torch.promote_types(table.dtype, torch.float32)).mean(0, keepdim=True)
         self.register = nn.Parameter(mean)
@@ -102,12 +103,19 @@ class RegisterModel(PreTrainedModel):
         )
         return outputs.logits
 
-    def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
-        """Writes the plain model and, beside it, the register."""
-        kwargs.pop("state_dict", None)
-        self.backbone.save_pretrained(save_directory, *args, **kwargs)
-        if kwargs.get("is_main_process", True):
-            save_file({"register": self.register.detach().cpu()}, Path(save_directory) / REGISTER)
+    def save_pretrained(
+        self,
+        save_directory: str | PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Writes the plain model and, beside it, the register; `state_dict` holds tensors that had to be gathered."""
+        state = self.state_dict() if state_dict is None else state_dict
+        own = {key.removeprefix("backbone."): value for key, value in state.items() if key.startswith("backbone.")}
+        self.backbone.save_pretrained(save_directory, is_main_process=is_main_process, state_dict=own, **kwargs)
+        if is_main_process:
+            save_file({"register": state["register"].detach().cpu()}, Path(save_directory) / REGISTER)
 
     def load_checkpoint(self, folder: str | PathLike) -> None:
         """Takes over what `save_pretrained` wrote, into this very model.

@@ -52,7 +52,7 @@ class _Told(ModuleGrowth):
 def _options(draft_tree, num_tokens):
     return SimpleNamespace(
         num_tokens=num_tokens, do_sample=False, threshold=0.0, extra={}, draft_tree=draft_tree,
-        processing=Processing(LogitsProcessorList([])),
+        processing=Processing(LogitsProcessorList([])), is_unsure=lambda token, law: False,
     )  # fmt: skip
 
 

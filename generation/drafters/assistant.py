@@ -12,6 +12,7 @@ from ..attachment import Attachable
 from ..contract import DraftTree, Verdict, line
 from ..targets import Fed, RepackedTarget
 from ..tokens import Kept, TokenRows
+from ..windows import hold
 from .protocol import DraftOptions, View
 
 
@@ -19,7 +20,7 @@ class AssistantDrafter(Attachable):
     """Lets a smaller model draft for a larger one; sampled drafts come with their laws.
 
     Args:
-        model: A causal language model of transformers whose layers keep their whole history.
+        model: A causal language model of transformers with attention in every layer.
         num_tokens: Tokens to draft, unless `num_assistant_tokens` says otherwise.
 
     Raises:
@@ -93,7 +94,7 @@ class AssistantChain:
         mask = view.mask[:, -self.options.prompt.shape[1] : -1]
         if mask.shape[1] < prompt.shape[1]:  # the call continues from a cache: there is nothing to read of it
             prompt = prompt[:, prompt.shape[1] - mask.shape[1] :]
-        cache, device = DynamicCache(), self.model.device
+        cache, device = DynamicCache(config=self.model.config), self.model.device
         if prompt.shape[1]:
             positions = (mask.cumsum(1) - 1).clamp(min=0)
             self.model(
@@ -114,6 +115,7 @@ class AssistantChain:
         block = tokens.newest(2 + self.lag)
         positions = behind.counts[:, None] + line(block.shape[1], block.device)
         mask = behind.mask
+        hold(behind.cache)
         drafts, laws = [], []
         for _ in range(length):
             mask = torch.nn.functional.pad(mask, (0, block.shape[1]), value=True)

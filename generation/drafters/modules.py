@@ -15,11 +15,14 @@ from torch import nn
 
 from ...modeling.sampling import race
 from ..contract import DraftTree, Verdict, line
-from ..targets import Fed, shift_cache, shift_mask, shift_source, shifted
+from ..targets import Fed, crop_layer, shift_cache, shift_mask, shift_source, shifted
 from ..tokens import TokenRows
+from ..windows import hold, restrict
 from .protocol import DraftOptions, View
 
-_LAG = 64  # columns that may be left to be computed by the modules that a short draft did not need
+_LAG = 64
+"""Columns that may be left to be computed by the modules that a short draft did not need; by so many, and those of a
+block, rows may move to the right meanwhile, so that layers with an attention window keep them to spare."""
 
 
 class ModuleDrafter:
@@ -39,6 +42,7 @@ class ModuleDrafter:
         self.num_tokens = options.num_tokens
         self.vocabulary = options.extra.get("draft_vocabulary", model.draft_vocabulary)
         self.cache, self.cached = model.mtp.new_cache(), 0
+        hold(self.cache)
         self.states = self.mask = self.view = None
         self.is_padded = False
 
@@ -133,4 +137,5 @@ class ModuleDrafter:
         if steps >= self.depth:
             self.cached = max(self.cached, self.mask.shape[1] - self.depth + 1)
         for layer in self.cache.layers:
-            layer.crop(min(0, self.cached - layer.get_seq_length()))
+            crop_layer(layer, min(0, self.cached - layer.get_seq_length()))
+        restrict(self.cache, spare=_LAG + self.num_tokens + 1)

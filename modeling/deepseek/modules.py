@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicIndexedLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -148,8 +148,14 @@ class MTPModules(nn.Module):
         return self[-1]
 
     def new_cache(self) -> Cache:
-        """An empty cache for all modules; one that forgets nothing, a sliding window being a matter of the mask."""
-        return new_cache(self[0].kind)
+        """An empty cache for all modules; layers with a sliding window forget what is older."""
+        is_bounded = [module.kind == "sliding_attention" for module in self]
+        if not any(is_bounded):
+            return new_cache(self[0].kind)
+        window = self.config.sliding_window
+        return Cache(
+            layers=[DynamicSlidingWindowLayer(window) if bounded else DynamicLayer() for bounded in is_bounded]
+        )
 
     def mask(
         self,

@@ -74,13 +74,14 @@ class ModuleDrafter:
         pending = self.mask.shape[1] - self.cached
         hidden, ids, mask = self.states[:, -pending:], tokens.newest(pending), self.mask
         positions = self.view.counts[:, None] - pending + line(pending, ids.device)
-        late = pending > _LAG
+        late, options = pending > _LAG, None
         drafts, laws = [], []
         for k in range(1, max(length, self.depth if late else 1) + 1):
             if k > self.depth:  # the last module goes on, one new column at a time
                 hidden, ids, positions = hidden[:, -1:], ids[:, -1:], positions[:, -1:] + 1
-                mask = nn.functional.pad(mask, (0, 1), value=True)
-            hidden = self._step(k, hidden, ids, positions, mask)
+                mask, options = nn.functional.pad(mask, (0, 1), value=True), None
+            options = options or self._options(k, hidden, positions, mask)
+            hidden = self.model.mtp.step(k, hidden, self.model.get_input_embeddings()(ids), **options)
             token, law = self._choose(hidden[:, -1])
             ids = torch.cat([ids[:, 1:], token[:, None]], dim=1)
             drafts.append(token)
@@ -91,17 +92,20 @@ class ModuleDrafter:
         draft = torch.stack(drafts[:length], 1)
         return DraftTree.chain(draft, torch.stack(laws[:length], 1) if self.options.do_sample else None)
 
-    def _step(
-        self, k: int, hidden: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
-    ) -> torch.Tensor:
-        return self.model.mtp.step(
-            k,
-            hidden,
-            self.model.get_input_embeddings()(ids),
-            position_ids=positions.clamp(min=0) if self.is_padded else positions,
-            attention_mask=mask if self.is_padded else None,
-            past_key_values=self.cache,
-        )
+    def _options(self, k: int, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+        """What `step` takes beside states and embeddings; made once for all modules that attend alike.
+
+        They have the same columns before and behind them, and so the same mask and the same rotary embedding.
+        """
+        options: dict[str, Any] = {
+            "position_ids": positions.clamp(min=0) if self.is_padded else positions,
+            "attention_mask": mask if self.is_padded else None,
+            "past_key_values": self.cache,
+        }
+        modules = self.model.mtp
+        if k < self.depth and len({module.kind for module in modules}) == 1:
+            options["prepared"] = modules.options(k - 1, hidden, **options)
+        return options
 
     def _choose(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A token [B] from states [B, D], and the law it was drawn from (its own, where greedy; None if not needed)."""

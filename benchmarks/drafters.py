@@ -6,8 +6,8 @@
 
 Heads and EAGLE heads learn from features of the frozen backbone that are kept on disk; modules, PTP and the small model
 run whole models. Time is the processor's. Tokens per call are those of greedy and of sampled text (T = 1). Speed-ups
-are ratios to plain decoding of the same prompts by turns. Kernels are operators that are no views, per cycle, counted
-on the processor. Drafts are chains as long as the window of heads (`--draft`).
+are ratios to plain decoding of the same prompts by turns. Kernels, syncs and copies per cycle are counted on the
+processor (`counting.py`). Drafts are chains as long as the window of heads (`--draft`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from byte_llama import CONFIG
 from byte_llama import train as train_model
+from counting import per_cycle
 from strategies import LENGTH, ROWS, train
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tokenahead import (
@@ -95,19 +95,7 @@ MAKERS: dict[str, tuple[Callable[..., Any], float]] = {
     "ptp": (slots, 3e-3),
 }
 UNTRAINED = ("n-gram", "small model")
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators that are no views: on an accelerator, kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Counts one and runs it."""
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
+ALWAYS = {"pad_token_id": 0, "return_dict_in_generate": True}
 
 
 def measure(
@@ -115,27 +103,33 @@ def measure(
 ) -> dict[str, float]:
     """Greedy and sampled text of prompts, with drafts and without, by turns."""
     figures: dict[str, float] = {}
+    model = options.pop("model", backbone)
+    ways = {"plain": {"use_mtp": False} if model is not backbone else {}, "drafts": options}
     for mode, how in {"greedy": dict(do_sample=False), "sampled": dict(do_sample=True, top_k=0)}.items():
-        seconds, calls, kernels = {"plain": 0.0, "drafts": 0.0}, 0, {"plain": 0, "drafts": 0}
+        seconds, calls = {"plain": 0.0, "drafts": 0.0}, 0
         for number, prompt in enumerate(prompts):
-            base = dict(**prompt, **how, max_new_tokens=new_tokens, pad_token_id=0, return_dict_in_generate=True)
-            for kind, extra in {"plain": {"use_mtp": False} if "model" in options else {}, "drafts": options}.items():
-                given = {name: value for name, value in extra.items() if name != "model"}
-                model = options.get("model", backbone)
+            for kind, extra in ways.items():
                 torch.manual_seed(number)
                 started = time.process_time()
-                found = model.generate(**base, **given)
+                found = model.generate(**prompt, **how, **ALWAYS, max_new_tokens=new_tokens, **extra)
                 seconds[kind] += time.process_time() - started
                 calls += found.speculation.backbone_calls if kind == "drafts" else 0
-                if number == 0:
-                    with Operators() as counted:
-                        found = model.generate(**base, **given)
-                    cycles = found.speculation.backbone_calls if kind == "drafts" else new_tokens
-                    kernels[kind] = counted.count / cycles
+        counts = {kind: _counts(model, {**prompts[0], **how, **ALWAYS, **extra}) for kind, extra in ways.items()}
         figures[f"tokens per call, {mode}"] = len(prompts) * new_tokens / calls
         figures[f"speed-up, {mode}"] = seconds["plain"] / seconds["drafts"]
-        figures[f"kernels per cycle over plain, {mode}"] = kernels["drafts"] - kernels["plain"]
+        figures[f"kernels per cycle over plain, {mode}"] = counts["drafts"]["kernels"] - counts["plain"]["kernels"]
+        figures |= {f"{name} per cycle, {mode}": counts["drafts"][name] for name in ("syncs", "copies")}
     return figures
+
+
+def _counts(model: PreTrainedModel, options: dict[str, Any]) -> dict[str, float]:
+    """Kernels, syncs and copies per cycle."""
+
+    def decode(new_tokens: int) -> Any:
+        torch.manual_seed(0)
+        return model.generate(**options, max_new_tokens=new_tokens)
+
+    return per_cycle(decode)
 
 
 def trained(
@@ -240,17 +234,20 @@ def main() -> None:
 
 def table(results: dict[str, Any]) -> None:
     """The figures as a table in Markdown, the best first."""
-    print("| drafter | tokens per call, greedy / T = 1 | speed-up | kernels over plain | parameters | steps |")
-    print("|---|---|---|---|---|---|")
-    best = sorted(results.items(), key=lambda item: -item[1]["tokens per call, greedy"])
-    for name, row in best:
-        pairs = (
-            f"{row[f'{what}, greedy']:.2f} / {row[f'{what}, sampled']:.2f}" for what in ("tokens per call", "speed-up")
-        )
-        kernels = (
-            f"{row['kernels per cycle over plain, greedy']:.0f} / {row['kernels per cycle over plain, sampled']:.0f}"
-        )
-        print(f"| {name} | {' | '.join(pairs)} | {kernels} | {row['parameters'] / 1e6:.2f} M | {row.get('steps', 0)} |")
+    columns = "drafter", "tokens per call, greedy / T = 1", "speed-up", "kernels over plain", "syncs", "copies"
+    print("| " + " | ".join((*columns, "parameters", "steps")) + " |")
+    print("|---" * (len(columns) + 2) + "|")
+    for name, row in sorted(results.items(), key=lambda item: -item[1]["tokens per call, greedy"]):
+        cells = [_pair(row, what, digits) for what, digits in _SHOWN.items()]
+        print("| " + " | ".join((name, *cells, f"{row['parameters'] / 1e6:.2f} M", f"{row.get('steps', 0)}")) + " |")
+
+
+_SHOWN = {"tokens per call": 2, "speed-up": 2, "kernels per cycle over plain": 0, "syncs per cycle": 2,
+          "copies per cycle": 2}  # fmt: skip
+
+
+def _pair(row: dict[str, Any], what: str, digits: int) -> str:
+    return " / ".join(f"{row[f'{what}, {mode}']:.{digits}f}" for mode in ("greedy", "sampled"))
 
 
 if __name__ == "__main__":

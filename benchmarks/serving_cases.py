@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from serving_models import backbone, text, train, with_modules
+from serving_models import VOCABULARY, backbone, text, train, unsettle, with_modules
 from transformers import PreTrainedModel
 
 from tokenahead import DeepSeekMTP, EagleHead, MTPHeads
@@ -35,6 +35,8 @@ class Case:
         drafts: Of every prompt, (length of the text, draft) for every draft made here.
         prompts: The prompts.
         new_tokens: Tokens to write after each.
+        sampling: For each prompt, what vLLM's `SamplingParams` takes; none: all are greedy.
+        is_alone: Whether every prompt is asked alone, too.
     """
 
     name: str
@@ -43,6 +45,8 @@ class Case:
     drafts: list[list[tuple[int, list[int]]]]
     prompts: list[list[int]] = field(default_factory=lambda: PROMPTS)
     new_tokens: int = NEW_TOKENS
+    sampling: list[dict[str, Any]] = field(default_factory=list)
+    is_alone: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """For the engine's process."""
@@ -116,7 +120,7 @@ class Builder:
     def heads(self, family: str, label: str, custom: bool, layers: int = 2, **options: Any) -> Case:
         """Heads beside a backbone: in Medusa's layout, or in our own for `HeadProposer`."""
         base = self.backbone(family, layers)
-        heads = train(MTPHeads.from_backbone(base, window=WINDOW, **options), self.steps)
+        heads = unsettle(train(MTPHeads.from_backbone(base, window=WINDOW, **options), self.steps))
         folder = self.folder / f"{family}_{label}_{custom}".replace(" ", "_")
         if custom:
             heads.save_pretrained(folder)
@@ -134,20 +138,24 @@ class Builder:
         heads.detach()
         return Case(f"{family} {label} ({kind})", engine, *found)
 
-    def eagle(self, version: int, count: int, layers: int = 4) -> Case:
+    def eagle(self, version: int, label: str = "", layers: int = 4, **options: Any) -> Callable[[int], Case]:
         """A trained EAGLE head."""
         base = self.backbone("llama", layers)
         torch.manual_seed(0)
-        options = {"aux_layers": [1, 2, 3]} if version == 3 else {}  # three states that differ
-        head = train(EagleHead.from_backbone(base, version=version, **options), self.steps)
-        folder = self.folder / f"eagle{version}"
+        options |= {"aux_layers": [1, 2, 3]} if version == 3 else {}  # three states that differ
+        head = unsettle(train(EagleHead.from_backbone(base, version=version, **options), self.steps)).detach()
+        folder = self.folder / f"eagle{version}{label.replace(' ', '_')}"
         head.export(folder, layout="vllm")
         method = "eagle" if version == 1 else "eagle3"
-        speculative = {"method": method, "model": str(folder), "num_speculative_tokens": count}
-        engine = {"model": str(self.folder / f"llama_{layers}"), "speculative_config": speculative}
-        found = expected(base, count, assistant_model=head)
-        head.detach()
-        return Case(f"EAGLE-{version} k={count}", engine, *found)
+
+        def case(count: int) -> Case:
+            speculative = {"method": method, "model": str(folder), "num_speculative_tokens": count}
+            engine = {"model": str(self.folder / f"llama_{layers}"), "speculative_config": speculative}
+            found = expected(base, count, assistant_model=head.attach(base))
+            head.detach()
+            return Case(f"EAGLE-{version}{label} k={count}", engine, *found)
+
+        return case
 
 
 def cases(builder: Builder) -> dict[str, Callable[[], list[Case]]]:
@@ -177,5 +185,10 @@ def cases(builder: Builder) -> dict[str, Callable[[], list[Case]]]:
         builder.heads("qwen3", "btree full", True, head_type="btree", rank=4, leaf="full"),
         builder.heads("gemma2", "cp", True, head_type="cp", rank=4),
     ]
-    groups["eagle"] = lambda: [builder.eagle(version, count) for version in (1, 3) for count in (1, 3)]
+    most = torch.arange(VOCABULARY)[torch.arange(VOCABULARY) % 8 > 0]
+    groups["eagle"] = lambda: [
+        *both(builder.eagle(1)),
+        *both(builder.eagle(3)),
+        builder.eagle(3, " of 112 tokens", draft_ids=most)(3),
+    ]
     return groups

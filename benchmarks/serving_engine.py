@@ -22,7 +22,11 @@ _LENGTHS: dict[str, int] = {}
 
 def listen() -> None:
     """Notes every draft, whoever makes it, and where in its request's text it stands."""
+    from vllm.model_executor.models import registry
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    # vLLM looks at a class in a process of its own, so that CUDA stays as it is: ten seconds for each one
+    registry._run_in_subprocess = lambda look: look()
 
     original = GPUModelRunner.propose_draft_token_ids
 
@@ -41,25 +45,27 @@ def listen() -> None:
 
 
 def serve(case: dict[str, Any]) -> dict[str, Any]:
-    """Texts of every prompt alone and of all together; drafts and counts of the former."""
+    """Texts of every prompt alone (unless that is not asked) and of all together; drafts and counts of the former."""
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     began = time.process_time()
     common = dict(skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=8)
-    llm = LLM(**common, disable_log_stats=False, **case["engine"])
+    llm = LLM(**common | case["engine"], disable_log_stats=False)
     prompts = [{"prompt_token_ids": ids} for ids in case["prompts"]]
-    asked = case.get("sampling", {"temperature": 0})
-    params = SamplingParams(max_tokens=case["new_tokens"], detokenize=False, ignore_eos=True, **asked)
+    asked = case.get("sampling") or [{"temperature": 0}] * len(prompts)
+    common = dict(max_tokens=case["new_tokens"], detokenize=False, ignore_eos=True)
+    params = [SamplingParams(**common, **options) for options in asked]
     del DRAFTS[:]
     _LENGTHS.clear()
     alone, drafts = [], []
-    for prompt in prompts:
+    for prompt, wanted in zip(prompts, params) if case.get("is_alone", True) else ():
         start = len(DRAFTS)
-        alone += _texts(llm.generate([prompt], params, use_tqdm=False))
+        alone += _texts(llm.generate([prompt], wanted, use_tqdm=False))
         drafts.append([(length, draft) for _, length, draft in DRAFTS[start:]])
     counts = _counts(llm)
     together = _texts(llm.generate(prompts, params, use_tqdm=False))
+    counts = counts if case.get("is_alone", True) else _counts(llm)
     del llm
     gc.collect()
     cleanup_dist_env_and_memory()

@@ -1,7 +1,9 @@
 """Tiny models for `benchmarks/serving.py`, large enough for vLLM's CPU kernels, trained until their drafts are right.
 
 The text that they learn: the next token is one of two permutations of the last token; which one, the parity of the
-token before it says. So a drafter needs the hidden state and the newest token, and a mistake in either shows.
+token before it says. So a drafter needs the hidden state and the newest token, and a mistake in either shows. The two
+permutations differ by the last bit of what they permute, so no two places in the text have the same successor, and it
+seldom repeats itself.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def text(rows: int, length: int, seed: int, noise: float = 0.0) -> torch.Tensor:
     """Token ids [rows, length] of the text; a share `noise` of the tokens is drawn uniformly."""
     generator = torch.Generator().manual_seed(0)
-    tables = torch.stack([torch.randperm(VOCABULARY, generator=generator) for _ in range(2)])
+    table = torch.randperm(VOCABULARY, generator=generator)
+    tables = torch.stack([table, table[torch.arange(VOCABULARY) ^ 1]])
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCABULARY, (rows, length), generator=generator)
     random = torch.rand(rows, length, generator=generator) < noise
@@ -84,6 +87,16 @@ def train(model: nn.Module, steps: int, rate: float = 3e-3) -> nn.Module:
     return model.eval()
 
 
+@torch.no_grad()
+def unsettle(drafter: nn.Module, share: float = 0.5) -> nn.Module:
+    """Adds noise to every matrix that learned, `share` of its spread, so that rejected drafts are compared as well."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in drafter.parameters():
+        if parameter.requires_grad and parameter.dim() > 1:
+            parameter += share * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return drafter
+
+
 def config(name: str, modules: int = 0, **changes: Any) -> Any:
     """A tiny configuration."""
     found = AutoConfig.for_model(name, **(_COMMON | FAMILIES[name] | changes))
@@ -92,10 +105,11 @@ def config(name: str, modules: int = 0, **changes: Any) -> Any:
 
 
 def with_modules(name: str, steps: int) -> DeepSeekMTP:
-    """A trained model with one module."""
+    """A trained model with one module, which is then unsettled."""
     torch.manual_seed(0)
-    model = DeepSeekMTP(config(name, 1))
-    return train(model, steps)
+    model = train(DeepSeekMTP(config(name, 1)), steps)
+    unsettle(model.mtp)
+    return model
 
 
 def backbone(name: str, steps: int, **changes: Any) -> PreTrainedModel:

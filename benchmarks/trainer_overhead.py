@@ -1,9 +1,11 @@
 """What MTPTrainer costs per step beside a plain Trainer, on the same model and rows, by turns in one process.
 
-    python benchmarks/trainer_overhead.py --threads 1
+    python benchmarks/trainer_overhead.py                      # a step of a quarter of a second
+    python benchmarks/trainer_overhead.py --width 32 --length 32 --rows 1    # next to no model: the trainers alone
 
-Each turn trains the same number of steps with each trainer; what counts is the median over turns of the ratio of
-processor times.
+Short turns of both, in the order A B B A, so that a load that comes and goes meets both. The processor time of every
+step is noted, and compared are first deciles over steps: a crowded machine makes steps longer, never shorter. The
+spread is that of halves of the turns.
 """
 
 from __future__ import annotations
@@ -15,53 +17,84 @@ import time
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from tokenahead import MTPHeads
 from tokenahead.training import MTPTrainer
 
+WARM_UP = 2  # steps of a turn that set things up
+
 
 class Clock(TrainerCallback):
-    """Processor seconds from the end of the first step, which sets things up, to the end of the last."""
+    """Processor seconds of every step, from the end of the one before."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Reads the clock."""
-        if state.global_step == 1:
-            self.started = time.process_time()
-        self.seconds = time.process_time() - self.started
+        self.ends.append(time.process_time())
+
+    @property
+    def steps(self) -> list[float]:
+        """Without the first ones."""
+        return [end - start for start, end in zip(self.ends[WARM_UP - 1 :], self.ends[WARM_UP:])]
 
 
-def seconds_of(kind: type[Trainer], heads: MTPHeads, rows: list[dict[str, torch.Tensor]], steps: int) -> float:
-    """Processor seconds per step."""
+def turn(kind: type[Trainer], heads: MTPHeads, rows: list[dict[str, torch.Tensor]], steps: int) -> list[float]:
+    """Processor seconds of the steps of one turn."""
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            folder, max_steps=steps + 1, per_device_train_batch_size=4, report_to="none", disable_tqdm=True,
+            folder, max_steps=steps + WARM_UP, per_device_train_batch_size=4, report_to="none", disable_tqdm=True,
             save_strategy="no", logging_steps=10, use_cpu=True, dataloader_pin_memory=False, learning_rate=0.0,
         )  # fmt: skip
-        kind(heads, arguments, train_dataset=rows, callbacks=[clock]).train()
-    return clock.seconds / steps
+        trainer = kind(heads, arguments, train_dataset=rows, callbacks=[clock])
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return clock.steps
+
+
+def ratio(turns: list[tuple[list[float], list[float]]]) -> tuple[float, float]:
+    """A step of a plain Trainer in seconds (first decile), and how many times longer ours is."""
+    plain, ours = (statistics.quantiles([step for pair in turns for step in pair[side]], n=10)[0] for side in (0, 1))
+    return plain, ours / plain
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=64)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     sizes = dict(hidden_size=arguments.width, intermediate_size=3 * arguments.width, num_attention_heads=8)
     backbone = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=6, vocab_size=4096))
     heads = MTPHeads.from_backbone(backbone, window=4)
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 4096, (64, 256))]
-    ratios = []
-    for turn in range(arguments.turns + 1):
-        plain, ours = (seconds_of(kind, heads, rows, arguments.steps) for kind in (Trainer, MTPTrainer))
-        if turn:  # the first turn warms everything up
-            ratios.append(ours / plain)
-    print(f"per step, MTPTrainer / Trainer: median {statistics.median(ratios):.4f}, {[round(r, 4) for r in ratios]}")
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 4096, (arguments.rows, arguments.length))]
+    turns = []
+    for number in range(arguments.turns + 1):
+        order = (Trainer, MTPTrainer) if number % 2 else (MTPTrainer, Trainer)
+        found = {kind: turn(kind, heads, rows, arguments.steps) for kind in order}
+        if number:  # the first turns warm everything up
+            turns.append((found[Trainer], found[MTPTrainer]))
+    plain, times = ratio(turns)
+    halves = sorted(ratio(turns[start::2])[1] for start in (0, 1))
+    print(
+        f"Trainer {1e3 * plain:.2f} ms per step; MTPTrainer {times:.4f} times that, {1e3 * plain * (times - 1):+.2f} ms "
+        f"(halves of the turns: {halves[0]:.4f}, {halves[1]:.4f}); {len(turns) * arguments.steps} steps of each"
+    )
 
 
 if __name__ == "__main__":

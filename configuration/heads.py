@@ -197,7 +197,12 @@ class MTPHeadConfig(PreTrainedConfig):
 
     def options(self) -> dict[str, Any]:
         """The fields that describe the law, for a model's own `config.json`."""
-        return {name: getattr(self, name) for name in self.family.written()}
+        return {name: getattr(self, name) for name in self.family.written()} | self.draft_options()
+
+    def draft_options(self) -> dict[str, Any]:
+        """The fields of draft layers; empty where there are none."""
+        names = ("draft_layers", "draft_lora_rank", "draft_lora_alpha")
+        return {name: getattr(self, name) for name in names} if self.draft_layers else {}
 
     def same_parameters(self, other: "MTPHeadConfig") -> bool:
         """Whether a checkpoint of `other` holds the parameters of this head, which for `"ff"` any window does."""

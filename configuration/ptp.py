@@ -6,8 +6,11 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, PreTrainedConfig
 
-VARIANTS = ("one_hot", "categorical")
-"""What an auxiliary slot predicts: the token that its own uniform picks (O-PTP), or the law of the next one (C-PTP)."""
+VARIANTS = ("one_hot", "categorical", "mask")
+"""What an auxiliary slot predicts: the token that its own uniform picks (O-PTP), the law of the next one (C-PTP), or,
+from a mask token in place of a uniform, the law of the next one given the token before it (masked prediction)."""
+SAMPLERS = ("mlp", "none")
+"""What makes the laws of mask slots sequential."""
 FEATURE_DIMS = {"bits": 32, "arithmetic": 24, "threshold": 32, "scalar": 1, "interpolate": 3}
 """Features of a uniform, and how many there are if nothing else is said."""
 PROJECTIONS = ("linear", "mlp")
@@ -22,7 +25,8 @@ class PTPConfig(PreTrainedConfig):
 
     Args:
         backbone_config: Configuration of the causal language model.
-        variant: `"one_hot"` or `"categorical"`.
+        variant: `"one_hot"`, `"categorical"` or `"mask"` (Samragh et al. 2025, arXiv 2507.11851): slots read learned
+            mask tokens and no uniforms, so that the fields of uniforms (`features` to `reads_state`) are idle.
         features: Features of a uniform (`uniform_features`).
         feature_dim: How many; None takes `FEATURE_DIMS`.
         projection: `"linear"` or `"mlp"`, from features to an embedding.
@@ -36,6 +40,8 @@ class PTPConfig(PreTrainedConfig):
         lora_rank: Rank of the gated adapters.
         lora_alpha: Their scale is alpha / rank.
         sampling: `temperature`, `top_k` and `top_p` of the target law that the drafts are learned for.
+        sampler: Of `"mask"`: `"mlp"`, with which a slot's law knows the token drafted before it, or `"none"`.
+        lcm_weight: Of `"mask"`: weight of latent consistency matching in training.
 
     Raises:
         StrictDataclassError: A value out of range.
@@ -57,6 +63,8 @@ class PTPConfig(PreTrainedConfig):
     lora_rank: int = 16
     lora_alpha: float | int = 16
     sampling: dict | None = None
+    sampler: str = "mlp"
+    lcm_weight: float | int = 1.0
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -69,7 +77,12 @@ class PTPConfig(PreTrainedConfig):
 
     def validate_architecture(self) -> None:
         """Refuses contradictory values; the message names the field and what would be right."""
-        choices = {"variant": VARIANTS, "features": tuple(FEATURE_DIMS), "projection": PROJECTIONS}
+        choices = {
+            "variant": VARIANTS,
+            "features": tuple(FEATURE_DIMS),
+            "projection": PROJECTIONS,
+            "sampler": SAMPLERS,
+        }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}")
@@ -80,6 +93,13 @@ class PTPConfig(PreTrainedConfig):
         for name in ("num_slots", "lora_rank", "feature_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.lcm_weight < 0:
+            raise ValueError(f"lcm_weight={self.lcm_weight} must not be negative")
+        if not self.reads_uniforms and (self.greedy or self.reads_state or not self.informative):
+            raise ValueError(
+                "variant='mask' reads mask tokens alone, and its most likely tokens need no wish: leave greedy=, "
+                "reads_state= and informative= out"
+            )
         if unknown := set(self.sampling) - set(SAMPLING):
             raise ValueError(f"sampling has unknown fields {sorted(unknown)}; it takes {', '.join(SAMPLING)}")
 
@@ -91,6 +111,16 @@ class PTPConfig(PreTrainedConfig):
     def vocab_size(self) -> int:
         """The backbone's."""
         return self.backbone_config.vocab_size
+
+    @property
+    def reads_uniforms(self) -> bool:
+        """Whether slots read uniforms; else each reads the mask of its place."""
+        return self.variant != "mask"
+
+    @property
+    def has_sampler(self) -> bool:
+        """Whether the law of a slot is given by its state and the token before it, not by its state alone."""
+        return self.variant == "mask" and self.sampler == "mlp"
 
     @property
     def predicts_tokens(self) -> bool:

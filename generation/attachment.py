@@ -82,6 +82,7 @@ class Attachable(SpeculatorMixin):
             )
         if not self._backbones:
             self._backbones.append(backbone)
+            self.tree_choices.clear()  # which trees pay depends on the backbone
             self.on_attach(backbone)
             Route.of(backbone).drafters.append(self)
         return self

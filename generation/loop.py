@@ -114,10 +114,11 @@ class SpeculativeLoop:
         self.drafter.begin(outputs, self.target)
 
     def _target(self, cache: Cache) -> Target:
+        mask = self.model_kwargs.get("attention_mask")
         if hasattr(cache, "keep_last"):
-            return RowLengthTarget(self.model, cache)
+            return RowLengthTarget(self.model, cache, mask)
         kind = RepackedTarget if is_repackable(cache) else EvenTarget
-        return kind(self.model, cache, self.tokens.ends, self.model_kwargs.get("attention_mask"))
+        return kind(self.model, cache, self.tokens.ends, mask)
 
     def _cycle(self) -> None:
         started = time.perf_counter()

@@ -7,7 +7,7 @@ call is left behind, and two calls at a time do not meet.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from .options import OWN, CallOptions, obstacle
 from .processing import counts_calls
 from .speculators import Speculator, SpeculatorMixin
 from .targets import can_go_back, is_repackable
+from .tree_choice import choose_tree
 
 logger = logging.get_logger(__name__)
 
@@ -282,6 +283,12 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
                 _refuse_source(f"{type(counting).__name__}, which counts its calls", call.options)
             _tell(f"{type(counting).__name__}, which counts its calls", call.options)
             return self._sample(*common, **model_kwargs)
+        if call.options.draft_tree == "auto":
+            choose_tree(
+                partial(speculate, call.backbone), call.speculator, call.options, generation_config, input_ids,
+                getattr(self.config.get_text_config(), "max_position_embeddings", None),
+                {"attention_mask": model_kwargs.get("attention_mask"), "synced_gpus": synced_gpus},
+            )  # fmt: skip
         options = DraftOptions.of_call(
             call.options, call.backbone, call.speculates, generation_config, logits_processor, input_ids
         )

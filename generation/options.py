@@ -23,7 +23,7 @@ class CallOptions:
         num_assistant_tokens: Tokens to draft; None for the default.
         schedule: How that number changes in the course of the call.
         threshold: A draft ends with a token that its own law gave less probability; 0: never.
-        draft_tree: Options of a tree of drafts; None for a chain.
+        draft_tree: Options of a tree of drafts, or its rank paths, or `"auto"`; None for a chain.
         extra: Options of one kind of drafter only: `uniforms`, `seed`, `slot_budget`, `best_of` of parallel token
             prediction, `draft_vocabulary` of sequential modules.
         needs_our_loop: Our loop decodes even where nothing is drafted: tokens come from given uniforms.
@@ -34,7 +34,7 @@ class CallOptions:
     num_assistant_tokens: int | None = None
     schedule: str = "constant"
     threshold: float = 0.0
-    draft_tree: dict[str, int] | str | None = None
+    draft_tree: dict[str, Any] | list[tuple[int, ...]] | str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     needs_our_loop: bool = False
 

@@ -25,7 +25,9 @@ class ParallelGenerationMixin(ParallelSpeculator, MTPGenerationMixin):
     - `seed`: an int, of which row i reads stream i, or one int per row. It repeats a run under every rule, and a row's
       text depends on its seed and its prompt alone: not on the rows beside it, not on `max_new_tokens`. With
       `verification="coupled"` it does not depend on `use_mtp` either;
-    - `slot_budget`: auxiliary slots per forward, split over the possible acceptance counts (3 N by default);
+    - `slot_budget`: auxiliary slots per forward, split over the possible acceptance counts (3 N by default); or
+      `"quadratic"`: N behind every draft, so that each count leaves a whole new draft; or `"linear"`: N behind the last
+      draft alone, so that a plain step follows a rejection (both of masked prediction, arXiv 2507.11851);
     - `temperature`, `top_k`, `top_p`: where none is set, those that the drafts were learned for
       (`config.sampling`), not transformers' own;
     - `best_of`: M vectors of uniforms to draft from in every cycle, of which the most central is kept: more drafts are

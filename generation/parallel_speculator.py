@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ..configuration.ptp import SAMPLING, PTPConfig
+from ..modeling.heads.window_law import WindowLaw
 from .drafters.best_of import BestOfDrafter, CentralRule
 from .drafters.parallel import ParallelDrafter
 from .drafters.protocol import Drafter, DraftOptions
@@ -18,21 +20,23 @@ from .speculators import SpeculatorMixin
 from .uniforms import Uniforms
 
 logger = logging.get_logger(__name__)
+_LAYOUTS = ("quadratic", "linear")
 
 
 class ParallelSpeculator(SpeculatorMixin):
     """Drafts from uniforms; see `ParallelGenerationMixin` for the options of a call.
 
-    A class that uses it offers `config`, a `PTPConfig`.
+    A class that uses it offers `config`, a `PTPConfig`, and `slot_law` (`PTPForCausalLM.slot_law`).
     """
 
     config: PTPConfig
+    slot_law: Callable[[torch.Tensor, torch.Tensor], WindowLaw]
     rules = ("coupled", "block", "token")
 
     @property
     def window(self) -> int:
         """The longest draft and one: N slots draft N - 1 tokens (one-hot, slot 0 repeats the target's pick) or N."""
-        return self.config.num_slots + (self.config.variant == "categorical")
+        return self.config.num_slots + (not self.config.predicts_first)
 
     def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
         """Temperature, top-k and top-p that the drafts were learned for, where a call samples and sets none of them."""
@@ -53,12 +57,10 @@ class ParallelSpeculator(SpeculatorMixin):
             )
         default = "coupled" if self.config.predicts_tokens or "uniforms" in extra else "block"
         options.verification = options.verification or default
-        least = 1 + self.config.predicts_first
-        if extra.get("slot_budget", least) < least:
-            raise ValueError(
-                f"slot_budget={extra['slot_budget']} must be at least {least}; to decode plainly use use_mtp=False"
-            )
+        _check_budget(extra.get("slot_budget", _LAYOUTS[0]), 1 + self.config.predicts_first)
         _check_best_of(extra.get("best_of", 1), config, options)
+        if extra.get("best_of", 1) > 1 and not self.config.reads_uniforms:
+            raise ValueError(f"best_of={extra['best_of']}: masks read no uniforms to choose among; leave it out")
         _check_uniforms(config, options)
         _check_seed(config, options)
         extra.setdefault("slot_budget", 3 * self.config.num_slots)
@@ -70,7 +72,7 @@ class ParallelSpeculator(SpeculatorMixin):
         many, uniforms = options.extra.get("best_of", 1) if options.drafts else 1, make_uniforms(options)
         if many > 1:
             return BestOfDrafter(self.config, options, uniforms, many=many)
-        return ParallelDrafter(self.config, options, uniforms)
+        return ParallelDrafter(self.config, options, uniforms, law=self.slot_law)
 
     def make_rule(self, options: DraftOptions, drafter: Drafter) -> Rule:
         """Greedy, coupled, or a speculative rule with uniforms of its own."""
@@ -110,6 +112,14 @@ def make_uniforms(options: DraftOptions) -> Uniforms:
         raise ValueError(f"uniforms have shape {tuple(table.shape)}; give one per new token, {shape}")
     table = None if table is None else table.to(prompt.device)
     return Uniforms(shape[0], prompt.device, table, extra.get("seed"), stay)
+
+
+def _check_budget(budget: Any, least: int) -> None:
+    """Refuses a number of slots that drafts nothing, and names of layouts that there are not."""
+    if budget not in _LAYOUTS and (isinstance(budget, bool) or not isinstance(budget, int)):
+        raise ValueError(f"slot_budget={budget!r} must be a whole number, {' or '.join(map(repr, _LAYOUTS))}")
+    if budget not in _LAYOUTS and budget < least:
+        raise ValueError(f"slot_budget={budget} must be at least {least}; to decode plainly use use_mtp=False")
 
 
 def _check_best_of(many: int, config: GenerationConfig, options: CallOptions) -> None:

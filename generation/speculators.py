@@ -7,8 +7,10 @@ from typing import Any, Protocol
 from transformers import GenerationConfig
 
 from .drafters.protocol import Drafter, DraftOptions
+from .growth import tree_options
 from .options import CallOptions
 from .rules import GreedyRule, Rule, SampledRule
+from .tree_choice import DEEPEST
 
 
 class Speculator(Protocol):
@@ -46,6 +48,8 @@ class SpeculatorMixin:
     """What most speculators share: token and block verification, greedy and sampled."""
 
     rules: tuple[str, ...] = ("block", "token")
+    drafts_trees = False
+    """Whether it takes `draft_tree`."""
 
     def longest_draft(self) -> int | None:
         """window - 1: the first token of a window is the ordinary next token."""
@@ -68,18 +72,44 @@ class SpeculatorMixin:
         return {}
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
-        """Refuses options of other kinds of drafters.
+        """Refuses options of other kinds of drafters, and completes a tree, whose longest path is the draft's length.
 
         Raises:
-            ValueError: An option that this kind does not have.
+            ValueError: An option that this kind does not have, or a tree that cannot be.
         """
         for name in options.extra:
             kind = "sequential modules" if name == "draft_vocabulary" else "parallel token prediction"
             raise ValueError(f"{name}= is an option of {kind}, and {type(self).__name__} has none")
-        if options.draft_tree is not None and not getattr(self, "drafts_trees", False):
+        if options.draft_tree is None:
+            return
+        if not self.drafts_trees:
             raise ValueError(
                 f"draft_tree={options.draft_tree!r}: {type(self).__name__} drafts chains only; leave it out"
             )
+        self.prepare_tree(options, config)
+
+    @property
+    def tree_choices(self) -> dict[bool, dict[str, int]]:
+        """The trees that `draft_tree="auto"` chose, of greedy (False) and of sampled text; empty it to choose anew."""
+        return self.__dict__.setdefault("chosen_trees", {})
+
+    def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> None:
+        """Checks and completes `draft_tree`; `"auto"` is what was chosen before, or stays until the prompt is known.
+
+        Raises:
+            ValueError: A tree that cannot be, or that is deeper than the drafter.
+        """
+        if self.longest_draft() == 0:
+            raise ValueError(
+                f"draft_tree={options.draft_tree!r}: this {type(self).__name__} drafts nothing; leave it out"
+            )
+        if options.draft_tree == "auto":
+            options.draft_tree = self.tree_choices.get(bool(config.do_sample), "auto")
+        if options.draft_tree == "auto":
+            options.num_assistant_tokens = options.num_assistant_tokens or self.longest_draft() or DEEPEST
+            return
+        options.draft_tree, longest = tree_options(options.draft_tree, self.longest_draft())
+        options.num_assistant_tokens = min(options.num_assistant_tokens or longest, longest)
 
     def make_rule(self, options: DraftOptions, drafter: Drafter) -> Rule:
         """Greedy where the call is, else the rule that was asked for."""

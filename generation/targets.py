@@ -44,11 +44,13 @@ class Fed:
         logits: [B, F, v] of b and the nodes.
         hidden_states: Per layer [B, F, D] or None; those that were asked for.
         riders: [B, A, v] logits of the rows that rode along.
+        rider_states: Their `hidden_states`.
     """
 
     logits: torch.Tensor
     hidden_states: tuple[torch.Tensor | None, ...] | None = None
     riders: torch.Tensor | None = None
+    rider_states: tuple[torch.Tensor | None, ...] | None = None
 
     def along(self, verdict: Verdict, tree: DraftTree) -> Fed:
         """The same along the kept path only, [B, k + 1, ...]; a chain's path is its beginning."""
@@ -59,7 +61,9 @@ class Fed:
             None if state is None else state.gather(1, take.to(state.device).expand(-1, -1, state.shape[-1]))
             for state in self.hidden_states
         )
-        return Fed(self.logits.gather(1, take.expand(-1, -1, self.logits.shape[-1])), states, self.riders)
+        return Fed(
+            self.logits.gather(1, take.expand(-1, -1, self.logits.shape[-1])), states, self.riders, self.rider_states
+        )
 
 
 class Target(Protocol):
@@ -83,10 +87,16 @@ class RowLengthTarget:
     Args:
         model: The backbone.
         cache: Its cache.
+        mask: [B, columns of the prompt], 0 for padding; None where there is none.
+
+    Attributes:
+        mask: The same.
+        kept: What the last `keep` left.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: Cache) -> None:
-        self.model, self.cache = model, cache
+    def __init__(self, model: PreTrainedModel, cache: Cache, mask: torch.Tensor | None = None) -> None:
+        self.model, self.cache, self.mask = model, cache, mask
+        self.kept: Kept | None = None
 
     def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> Fed:
         """See `Target`.
@@ -103,6 +113,7 @@ class RowLengthTarget:
 
     def keep(self, kept: Kept, verdict: Verdict, tree: DraftTree) -> None:
         """See `Target`."""
+        self.kept = kept
         self.cache.keep_last(tree.tokens.shape[1] + 1, kept)
 
     def align(self, columns: int) -> None:
@@ -175,10 +186,12 @@ class RepackedTarget:
         if riders is None:
             return Fed(outputs.logits, outputs.hidden_states)
         crop(self.cache, fed - positions.shape[1])
-        states = outputs.hidden_states and tuple(
-            None if state is None else state[:, :fed] for state in outputs.hidden_states
+        layers = outputs.hidden_states
+        states, behind = (
+            layers and tuple(None if state is None else state[:, part] for state in layers)
+            for part in (slice(fed), slice(fed, None))
         )
-        return Fed(outputs.logits[:, :fed], states, outputs.logits[:, fed:])
+        return Fed(outputs.logits[:, :fed], states, outputs.logits[:, fed:], behind)
 
     def _mask(self, fed: int, tree: DraftTree) -> Any:
         """None or [B, W + F] for a chain, whose order the backbone knows; else what each row sees, dense."""

@@ -108,7 +108,7 @@ def drawn_tree(
     """
     _check_size(depth, top_k, total_tokens)
     width = min(top_k, law.shape[-1])
-    sizes = _level_sizes(depth + 1, width, total_tokens - 1)
+    sizes = level_sizes(depth + 1, width, total_tokens - 1)
     rows = line(len(law), law.device)[:, None]
     laws = law.new_zeros(len(law), sum(sizes) + 1, law.shape[1])
     q, value, place, start = law[:, None], torch.zeros_like(law[:, :1]), torch.zeros_like(rows), 1
@@ -145,7 +145,7 @@ def _draw_children(
     return drawn.flatten(1).gather(1, slots), reached.gather(1, slots), parent
 
 
-def _level_sizes(levels: int, width: int, size: int) -> list[int]:
+def level_sizes(levels: int, width: int, size: int) -> list[int]:
     """Nodes per level: an even share of what is left, or as many as the level before can have."""
     sizes, room = [], width
     for level in range(levels):
@@ -176,11 +176,13 @@ def ranked_tree(choices: Sequence[Sequence[int]], log_probs: torch.Tensor, expan
         expand: Returns the same [B, k, V] for the frontier, which is the nodes that have children.
 
     Raises:
-        ValueError: A path whose parent is missing, or that is there twice.
+        ValueError: A path whose parent is missing, or that is there twice; a rank beyond the vocabulary.
     """
     parents, levels = _plan(tuple(tuple(path) for path in choices), log_probs.device)
     batch, scores, tokens = len(log_probs), log_probs[:, None], []
     for number, level in enumerate(levels):
+        if level.width > scores.shape[-1]:
+            raise ValueError(f"rank {level.width - 1} of the draft tree is beyond {scores.shape[-1]} tokens")
         tokens.append(scores.topk(level.width).indices.flatten(1)[:, level.slots])
         if number + 1 < len(levels):
             scores = expand(tokens[-1][:, level.inner], level.before.expand(batch, -1))

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 OPTION = "tokenahead_heads"
 """The entry of vLLM's `additional_config` that names the folder of the heads."""
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
+_SAMPLER, _EXPAND = "vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"
 _ARGUMENTS = ("sample_hidden_states", "spec_decode_metadata", "sampling_metadata")
 _ARE_PROBABILISTIC = "probabilistic"
 
@@ -55,6 +56,9 @@ class HeadProposer:
     Greedy requests get the argmax of each exact conditional, as in this library. Sampled requests get it too, and vLLM
     takes it as certain, which is lossless; with `"draft_sample_method": "probabilistic"` their drafts are drawn from
     the conditionals at the request's temperature, and vLLM judges them by these laws, which accepts more.
+
+    On CPUs vLLM 0.32 loses the temperatures of requests with drafts, whoever drafts, and sampled text is not the
+    backbone's. That is tried when the engine starts, and the one function of vLLM that is wrong is replaced there.
 
     With tensor parallelism, heads that share the backbone's unembedding ask the backbone itself for logits, which
     gathers the shards; engines that gather on one rank only are refused. More than one device was not tried.
@@ -135,6 +139,7 @@ class HeadProposer:
         dtype = self.vllm_config.model_config.dtype
         self.head = head.to(weight.device, dtype).requires_grad_(False).eval()
         self.parts = BackboneParts(_unembedding(target_model), _absent("embeddings"), _absent("final norm"))
+        _mend_sampler(weight.device)
         shards = self.vllm_config.parallel_config.tensor_parallel_size
         if shards > 1:
             logger.warning("HeadProposer: tensor_parallel_size=%d was read in vLLM's source, not tried", shards)
@@ -256,6 +261,31 @@ def _rows(sampled: list[list[int]], counts: list[int]) -> list[int]:
             rows.append(offset + len(tokens) - 1)
         offset += 1 + (counts[index] if counts else 0)
     return rows
+
+
+def _mend_sampler(device: torch.device) -> None:
+    """Replaces what vLLM's rejection sampler expands temperatures with, where it does not give them back.
+
+    The CPU kernel of 0.32 (`vllm.utils.cpu_triton_utils._expand_kernel_impl`) writes into an int64 copy, which is
+    dropped: the sampler goes on with memory that nobody has written, for temperatures, `top_k` and `top_p`.
+    """
+    sampler = importlib.import_module(_SAMPLER)
+    original = getattr(sampler, _EXPAND, None)
+    if original is None:  # another version, which does it otherwise
+        return
+    ends = torch.tensor([1, 3], dtype=torch.int32, device=device)
+    values = torch.rand(2, device=device)  # drawn: memory that was freed may hold what an earlier trial has left
+    if not torch.equal(original(values, ends, 3), values[[0, 1, 1]]):
+        setattr(sampler, _EXPAND, _expand)
+        logger.warning("HeadProposer: %s.%s loses temperatures on %s; replaced", _SAMPLER, _EXPAND, device)
+
+
+def _expand(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Values [requests] as values [tokens], one for every drafted token; names as in vLLM."""
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
 
 def _warped(temperature: torch.Tensor) -> Any:

@@ -63,6 +63,13 @@ PAPERS = {
         "2512.21323",
         2025,
     ),
+    "mask": _entry(
+        "samragh2025future",
+        "Your LLM Knows the Future: Uncovering Its Multi-Token Prediction Potential",
+        "Mohammad Samragh, Arnav Kundu, David Harrison, Kumari Nishu, Devang Naik, Minsik Cho, Mehrdad Farajtabar",
+        "2507.11851",
+        2025,
+    ),
 }
 """BibTeX entries by what a drafter is."""
 OF_HEADS = {

@@ -16,8 +16,9 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from ..configuration.mtp_families import family_of, num_layers
 from ..modeling import DeepSeekMTP, EagleHead, MTPHeads
 from ..modeling.deepseek.checkpoint_files import tensor_dtypes
+from ..modeling.deepseek.draft_vocabulary import FILE as DRAFT_VOCABULARY
 from ..training.files import replace_text
-from .draft_folder import LAYOUTS, check_retrofit, overrides, save_retrofit
+from .draft_folder import check_retrofit, overrides, save_retrofit
 from .drafter_folders import write_drafter
 
 MEASURED = {"vllm": ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3")}
@@ -30,6 +31,13 @@ ENGINES = {
     "sglang": ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3"),
 }
 """The families whose modules each engine has code for."""
+_RUN = "run in vLLM 0.32.0 on CPUs: greedy text equal, drafts as here"
+_NATIVE = """; with --compilation-config '{"custom_ops": ["none"]}', for its rotary kernel for CPUs is wrong here"""
+_NOTES = {
+    "deepseek_v3": _NATIVE,
+    "glm4_moe_lite": _NATIVE,
+    "ernie4_5_moe": " but for one in eight: its module has rotary positions of another kind there",
+}
 _PARTS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 # fields of official files that transformers' classes no longer read, but engines do
 _FIELDS = {"deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}}
@@ -106,7 +114,7 @@ def export(
         return ExportReport(Path(folder), engine, found.num_tensors, found.command, found.warnings, found.checked)
     warnings = _check_model(model, engine)
     if family_of(model.config).retrofit:
-        return _export_retrofit(model, Path(folder), tokenizer, **options)
+        return _export_retrofit(model, Path(folder), tokenizer, warnings, **options)
     folder, before = Path(folder), model.shared_copies
     model.shared_copies = bool(family_of(model.config).copies) if copies is None else copies
     try:
@@ -139,11 +147,15 @@ def _check_model(model: DeepSeekMTP, engine: str) -> list[str]:
         raise ValueError(f"SGLang loads exactly one module of {model_type!r}, and this model has {count}; train one")
     if model_type == "ernie4_5_moe" and count > 1:
         raise ValueError(f"vLLM knows the names of ERNIE's module 0 only, and this model has {count}; train one")
+    warnings = []
+    if model.draft_vocabulary is not None:
+        warnings.append(f"{engine} drafts the whole vocabulary: it does not read {DRAFT_VOCABULARY}")
     if count == 1:
-        return []
+        return warnings
     return [
+        *warnings,
         f"vLLM's model runner V1 drafts with module 0 alone, again and again, and V2 with all {count} (read in its "
-        "source, not run): for V1 train one module for reuse (unroll_steps)"
+        "source, not run): for V1 train one module for reuse (unroll_steps)",
     ]
 
 
@@ -154,13 +166,13 @@ def _checked(model: DeepSeekMTP, engine: str) -> list[str]:
     if not _is_like_last(model):
         found = ["config.json and the names of every module's own parts were read back; its block was not compared"]
     if model_type in MEASURED.get(engine, ()):
-        return [*found, "folders of this family were run in vLLM 0.32.0: greedy text equal, drafts as here"]
+        return [*found, f"folders of this family were {_RUN}{_NOTES.get(model_type, '')}"]
     place = "names of its tensors" if family.names else "layout"
     return [*found, f"the {place} follow {engine}'s loader, which was read and not run"]
 
 
 def _export_retrofit(
-    model: DeepSeekMTP, folder: Path, tokenizer: PreTrainedTokenizerBase | None, **options: Any
+    model: DeepSeekMTP, folder: Path, tokenizer: PreTrainedTokenizerBase | None, warnings: list[str], **options: Any
 ) -> ExportReport:
     backbone, draft = save_retrofit(model, folder, **options)
     for place in (backbone, draft) if tokenizer is not None else ():
@@ -173,12 +185,11 @@ def _export_retrofit(
         f"vllm serve {backbone} --hf-overrides '{json.dumps(overrides(model))}' "
         f"--speculative-config '{json.dumps(speculative)}'"
     )
-    layout = LAYOUTS[model.config.model_type]
     checked = [
         "both folders were read back: the backbone has no tensor of the module, the draft folder has nothing else",
-        f"the {layout} layout was run in vLLM 0.32.0 with Llama, Qwen2 and Qwen3: greedy text equal, drafts as here",
+        f"retrofits of this family were {_RUN}",
     ]
-    return ExportReport(folder, "vllm", len(names), command, [], checked)
+    return ExportReport(folder, "vllm", len(names), command, warnings, checked)
 
 
 def _layer(name: str) -> int:

@@ -17,6 +17,7 @@ _CHAIN = 5  # tokens that an EAGLE head drafts where nobody asks for a number
 _SLOTS = {
     "one_hot": "parallel token prediction; a slot predicts the token that its own uniform picks",
     "categorical": "parallel token prediction; a slot predicts the law of the token behind its own",
+    "mask": "masked prediction; a slot, made of a mask token, predicts the law of the token behind its own",
 }
 
 _SIZES = {
@@ -120,12 +121,14 @@ def _drafting(config: PreTrainedConfig, model: PreTrainedModel | None) -> tuple[
 
 
 def _slots(config: PreTrainedConfig) -> tuple[str, int, list[tuple[str, str]]]:
-    window = config.num_slots + (config.variant == "categorical")
+    window = config.num_slots + (not config.predicts_first)
     law = ", ".join(f"{name} {value}" for name, value in config.sampling.items())
     rows = [
         ("Drafts", f"`{config.variant}`: {_SLOTS[config.variant]}"),
         ("Slots", f"{config.num_slots}: {window - 1} drafted beside the next token"),
-        ("Uniforms as", f"`{config.features}`, {config.feature_dim} features"),
+        ("Uniforms as", f"`{config.features}`, {config.feature_dim} features")
+        if config.reads_uniforms
+        else ("Sampler head", f"`{config.sampler}`"),
         ("Learned for", law),
     ]
     return "uniforms", window, rows
@@ -145,7 +148,7 @@ def _citations(kind: str, config: PreTrainedConfig) -> list[str]:
     if kind == "heads":
         head = getattr(config, "mtp_head", config)
         return [PAPERS[name] for name in [OF_HEADS.get(head.head_type)] if name]
-    return [PAPERS[kind]]
+    return [PAPERS["mask" if getattr(config, "variant", None) == "mask" else kind]]
 
 
 def _head(config: PreTrainedConfig) -> tuple[str, int, list[tuple[str, str]]]:

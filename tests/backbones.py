@@ -12,6 +12,7 @@ from transformers import (
     MistralConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen3Config,
 )
 
 from tests.models import left_padded
@@ -34,6 +35,10 @@ def _mistral(vocabulary):
     return MistralConfig(vocab_size=vocabulary, sliding_window=ATTENTION_WINDOW, **_SIZES, **_IDS)
 
 
+def _qwen3(vocabulary):
+    return Qwen3Config(vocab_size=vocabulary, **_SIZES, **_IDS)
+
+
 def _gemma3(vocabulary):
     kinds = ["sliding_attention", "full_attention"]
     return Gemma3TextConfig(
@@ -47,7 +52,7 @@ def _gpt2(vocabulary):
     return GPT2Config(vocab_size=vocabulary, **sizes, **_IDS)
 
 
-CONFIGS = {"llama": _llama, "mistral": _mistral, "gemma3": _gemma3, "gpt2": _gpt2}
+CONFIGS = {"llama": _llama, "qwen3": _qwen3, "mistral": _mistral, "gemma3": _gemma3, "gpt2": _gpt2}
 
 
 def backbone(name: str = "llama", vocabulary: int = 48, seed: int = 1) -> PreTrainedModel:
@@ -108,12 +113,14 @@ def check_greedy(model: PreTrainedModel, drafter, batch: list[torch.Tensor], new
     return alone
 
 
-def train_heads(model: PreTrainedModel, window: int = 4, steps: int = 60, **options) -> MTPHeads:
+def train_heads(
+    model: PreTrainedModel, window: int = 4, steps: int = 60, leaf: str | None = "full", **options
+) -> MTPHeads:
     """Attached heads that learned text which the model wrote greedily."""
     vocabulary = model.config.get_text_config().vocab_size
     starts = torch.randint(2, vocabulary, (24, 3), generator=torch.Generator().manual_seed(3))
     text = model.generate(starts, attention_mask=torch.ones_like(starts), max_new_tokens=40, do_sample=False)
-    heads = MTPHeads.from_backbone(model, window=window, leaf="full", **options)
+    heads = MTPHeads.from_backbone(model, window=window, leaf=leaf, **options)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-2)
     for _ in range(steps):
         optimizer.zero_grad()

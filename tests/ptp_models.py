@@ -58,3 +58,13 @@ def student(variant: str = "one_hot", base: torch.nn.Module | None = None, **opt
 def ids(*shape: int, seed: int = 0) -> torch.Tensor:
     """Random ids."""
     return torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Places:
+    """Draws of a training step that depend on columns alone, however rows are batched."""
+
+    def keys(self, documents):
+        return torch.linspace(0.9, 0.1, documents.shape[1]).expand(documents.shape)
+
+    def shares(self, starts, length):
+        return ((starts[..., None] + torch.arange(length)) * 0.37).frac().double()

@@ -67,6 +67,7 @@ FUNCTIONS = [
     (Trainer, "_load_from_checkpoint", "resume_from_checkpoint model"),
     (Trainer, "_prepare_inputs", "inputs"),
     (Trainer, "_push_from_checkpoint", "checkpoint_folder"),
+    (Trainer, "_set_signature_columns_if_needed", ""),
     (torch.nn.Module, "_apply", "fn recurse"),
     (peft.LoraConfig, "_register_custom_module", "mapping"),
 ]
@@ -101,6 +102,7 @@ WRITTEN_IN_SOURCE = [
     (PrefixConstrainedLogitsProcessor, "_prefix_allowed_tokens_fn"),
     (Trainer, "_created_lr_scheduler"),
     (Trainer, "_initial_global_step"),
+    (Trainer, "_signature_columns"),
     (accelerate.hooks, "_hf_hook"),
     (inspect.getmodule(PreTrainedTokenizer), "_added_tokens_encoder"),
     (transformers.core_model_loading, "_weight_conversions"),

@@ -8,6 +8,8 @@ _HOMES = {
     "MTPLossWeightSchedule": "loss_weight",
     "MTPSFTTrainer": "sft",
     "MTPTrainer": "trainer",
+    "MuToROptions": "ptp.mutor",
+    "MuToRTrainer": "ptp.mutor",
     "PTPOptions": "ptp.options",
     "PTPSFTTrainer": "sft",
     "PTPTrainer": "ptp.trainer",

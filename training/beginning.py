@@ -17,7 +17,7 @@ logger = logging.get_logger(__name__)
 
 _BATCHES_TO_SEARCH = 1000  # for a target, where the first update has none
 _OF_BACKBONES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_nextn_predict_layers")
-_OF_DRAFTERS = ("version", "draft_vocab_size", "variant", "features", "num_slots", "lora_rank")
+_OF_DRAFTERS = ("version", "draft_vocab_size", "variant", "sampler", "features", "num_slots", "lora_rank")
 
 
 def check_depths(

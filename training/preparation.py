@@ -147,15 +147,17 @@ def _discounted(config: Any, gamma: float) -> list[float] | None:
 
 def _set_draft_layers(model: nn.Module, strategy: TrainingStrategy) -> None:
     if strategy.draft_layers is None:
+        if strategy.train == "lora" and getattr(model, "draft_layers", None) is not None:
+            raise ValueError("train='lora' changes the backbone, and draft layers take it as it is; choose 'drafter'")
         return
     if not hasattr(model, "add_draft_layers"):
-        raise ValueError(f"draft_layers={strategy.draft_layers}: MTPHeads have them, a {type(model).__name__} has not")
+        raise ValueError(f"draft_layers={strategy.draft_layers}: heads have them, a {type(model).__name__} has not")
     if strategy.train != "drafter":
         raise ValueError(
             f"draft_layers={strategy.draft_layers} leaves the backbone as it is, train={strategy.train!r} does not; "
             "choose train='drafter'"
         )
-    if strategy.draft_layers != model.config.draft_layers:
+    if strategy.draft_layers != getattr(model.config, "mtp_head", model.config).draft_layers:
         model.add_draft_layers(strategy.draft_layers, strategy.draft_lora_rank)
 
 

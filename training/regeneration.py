@@ -53,6 +53,11 @@ class RegeneratedText(Dataset):
         return {"input_ids": ids, "labels": labels}
 
 
+def holds_text(folder: str | Path) -> bool:
+    """Whether `regenerate` wrote a folder."""
+    return (Path(folder) / _PLAN).is_file() and (Path(folder) / _TEXT).is_file()
+
+
 def regenerate(
     backbone: PreTrainedModel,
     prompts: Sequence[Sequence[int] | torch.Tensor],

@@ -19,13 +19,14 @@ from .balance import LossBalance
 from .beginning import check_checkpoint, check_depths, check_ids
 from .preparation import callbacks_of, drafter_of, prepare
 from .running_means import RunningMeansMixin
+from .sharding import WholeModelMixin, check_shards
 from .strategy import TrainingStrategy
 
 Inputs = dict[str, Any]
 _ABSENT = object()
 
 
-class MTPTrainer(RunningMeansMixin, Trainer):
+class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
     """transformers' Trainer for a model with multi-token heads, or for heads apart from their backbone.
 
     What differs from `Trainer`:
@@ -81,6 +82,7 @@ class MTPTrainer(RunningMeansMixin, Trainer):
                 raise ValueError("strategy is applied to a model: pass model=, not model_init=")
             model = prepare(model, strategy)
         self.strategy, self.balance = strategy, None
+        self._unwrapped: tuple[nn.Module, nn.Module] | None = None
         super().__init__(model, *args, **kwargs)
         for callback in [] if strategy is None else callbacks_of(self.model, strategy):
             self.add_callback(callback)
@@ -97,11 +99,7 @@ class MTPTrainer(RunningMeansMixin, Trainer):
                 "context and sequence parallelism cut sequences, and a window cannot reach into the next piece; "
                 "set cp_size and sp_size to 1"
             )
-        if self._zero_stage == 3:
-            raise ValueError(
-                "zero_stage=3 of DeepSpeed leaves no parameter whole outside its module's forward, and heads read the "
-                "backbone's unembedding there: use stage 1 or 2, or FSDP2 (examples/accelerate/fsdp2.yaml)"
-            )
+        check_shards(self)
         if self.label_smoother is not None:
             raise ValueError(
                 f"label_smoothing_factor={self.args.label_smoothing_factor} would replace the model's own loss, "
@@ -109,14 +107,11 @@ class MTPTrainer(RunningMeansMixin, Trainer):
             )
 
     @property
-    def _zero_stage(self) -> int | None:
-        """Of DeepSpeed, where it is used."""
-        return self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else None
-
-    @property
     def _owner(self) -> nn.Module:
-        """The model itself, without what distribution wraps around it."""
-        return self.accelerator.unwrap_model(self.model)
+        """The model itself, without what distribution wraps around it; looked for once, which takes a millisecond."""
+        if self._unwrapped is None or self._unwrapped[0] is not self.model:
+            self._unwrapped = self.model, self.accelerator.unwrap_model(self.model)
+        return self._unwrapped[1]
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that decay; a tensor with frozen rows is none of them."""
@@ -182,14 +177,14 @@ class MTPTrainer(RunningMeansMixin, Trainer):
         check_checkpoint(resume_from_checkpoint, self._owner)
         if self.balance is not None:
             self.balance.load(resume_from_checkpoint)
-        if hasattr(self._owner, "load_checkpoint"):
+        if hasattr(self._owner, "load_checkpoint") and not self.is_fsdp_enabled:
             self._owner.load_checkpoint(resume_from_checkpoint)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         """As in `Trainer`; see `_load_from_checkpoint`."""
-        if hasattr(self._owner, "load_checkpoint"):
+        if hasattr(self._owner, "load_checkpoint") and not self.is_fsdp_enabled:
             self._owner.load_checkpoint(self.state.best_model_checkpoint)
         else:
             super()._load_best_model()
@@ -219,7 +214,9 @@ class MTPTrainer(RunningMeansMixin, Trainer):
         optimizer = super().create_optimizer(*args, **kwargs)
         factor = 1.0 if self.strategy is None else self.strategy.drafter_lr_multiplier
         if made and factor != 1.0:
-            drafter = {id(parameter) for parameter in drafter_of(self._owner).parameters()}
+            owner = self._owner  # whose draft layers may lie beside its head
+            parts = [drafter_of(owner), *filter(None, [getattr(owner, "draft_layers", None)])]
+            drafter = {id(parameter) for part in parts for parameter in part.parameters()}
             _split_groups(optimizer, drafter, factor)
         return optimizer
 

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from ...modeling.sampling import race
+from ...modeling.gemma4 import borrows_states, load_assistant
 from ..attachment import Attachable
 from ..contract import DraftTree, Verdict, line
 from ..targets import Fed, RepackedTarget
 from ..tokens import Kept, TokenRows
 from ..windows import hold
-from .protocol import DraftOptions, View
+from .gemma4 import Gemma4Chain, check_lender
+from .protocol import Drafter, DraftOptions, View
 
 
 class AssistantDrafter(Attachable):
     """Lets a smaller model draft for a larger one; sampled drafts come with their laws.
 
     Args:
-        model: A causal language model of transformers with attention in every layer.
+        model: A causal language model of transformers with attention in every layer; or an assistant of Gemma 4
+            (`gemma4_assistant`), which reads the backbone's own keys and values.
         num_tokens: Tokens to draft, unless `num_assistant_tokens` says otherwise.
 
     Raises:
@@ -28,7 +31,7 @@ class AssistantDrafter(Attachable):
 
     Example:
         >>> drafter = AssistantDrafter(small).attach(large)
-        >>> out = large.generate(**inputs, assistant_model=drafter)
+        >>> out = large.generate(**inputs, assistant_model=drafter)  # or assistant_model=small
     """
 
     def __init__(self, model: PreTrainedModel, num_tokens: int = 5) -> None:
@@ -37,17 +40,38 @@ class AssistantDrafter(Attachable):
         self._backbones = []
         self.model, self.num_tokens = model, num_tokens
 
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | PathLike, *, num_tokens: int | None = None, **kwargs: Any
+    ) -> AssistantDrafter:
+        """Loads a drafting model, not attached yet.
+
+        Args:
+            folder: A folder or a repository of the Hub; of Gemma 4's assistants, too, which `AutoModelForCausalLM` of
+                transformers 5.23.0 cannot build.
+            num_tokens: Tokens to draft; None for the class's default.
+            **kwargs: Of transformers' `from_pretrained`: `dtype`, `device_map`, `revision`, ...
+        """
+        model = load_assistant(folder, **kwargs)
+        return cls(model) if num_tokens is None else cls(model, num_tokens)
+
+    def stands_for(self, model: Any) -> bool:
+        """The drafting model itself, once it is attached."""
+        return model is self.model
+
     @property
     def config(self) -> PreTrainedConfig:
         """The backbone's, whose vocabulary and special ids are the drafter's own."""
         return self.backbone.config
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuses another vocabulary, and assistants that cannot forget rejected drafts.
+        """Refuses another vocabulary, assistants that cannot forget rejected drafts, and states that do not fit.
 
         Raises:
             ValueError: The two do not fit.
         """
+        if borrows_states(self.model.config):
+            check_lender(self.model, backbone)
         own, theirs = (model.config.get_text_config().vocab_size for model in (self.model, backbone))
         if own != theirs:
             raise ValueError(
@@ -68,9 +92,10 @@ class AssistantDrafter(Attachable):
         """`num_tokens`."""
         return self.num_tokens
 
-    def make_drafter(self, options: DraftOptions) -> AssistantChain:
+    def make_drafter(self, options: DraftOptions) -> Drafter:
         """One call's chains."""
-        return AssistantChain(self.model, options)
+        chain = Gemma4Chain if borrows_states(self.model.config) else AssistantChain
+        return chain(self.model, options)
 
 
 class AssistantChain:
@@ -127,7 +152,7 @@ class AssistantChain:
                 use_cache=True,
                 logits_to_keep=1,
             ).logits[:, -1]
-            token, law = self._choose(logits.to(tokens.ids.device, torch.float32))
+            token, law = self.options.choose(logits.to(tokens.ids.device))
             drafts.append(token)
             laws.append(law)
             block, positions = token[:, None], positions[:, -1:] + 1
@@ -139,13 +164,9 @@ class AssistantChain:
         drafted = verdict.tokens.shape[1] - 1
         if drafted == 0:
             return
-        counts = [count + self.lag if count else 0 for count in self.view.kept.counts]
-        fed_tokens = torch.zeros(len(counts), drafted + self.lag, dtype=torch.long, device=verdict.tokens.device)
-        self.target.keep(Kept(counts, fed_tokens.device), verdict, DraftTree.chain(fed_tokens))
+        kept = self.view.kept
+        if self.lag:
+            kept = Kept([count + self.lag if count else 0 for count in kept.counts], kept.device)
+        fed_tokens = torch.zeros(len(kept.counts), drafted + self.lag, dtype=torch.long, device=verdict.tokens.device)
+        self.target.keep(kept, verdict, DraftTree.chain(fed_tokens))
         self.lag = 0
-
-    def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not self.options.do_sample:
-            return logits.argmax(-1), None
-        law = self.options.processing.warp(logits.softmax(-1))
-        return race(law), law

@@ -41,7 +41,7 @@ class AttendingHeadDrafter(HeadDrafter):
         Raises:
             ValueError: A backbone whose cache shows no columns.
         """
-        if not hasattr(view, "mask"):
+        if not hasattr(view, "shifts"):
             raise ValueError("heads that attend need a backbone on transformers' own caches; use heads that do not")
         rows = outputs.hidden_states[-1].shape[1]
         self.view, self.is_padded, self.mask = view, view.is_padded, view.mask[:, :0]

@@ -21,37 +21,10 @@ from transformers import DynamicCache
 
 from ...modeling.sampling import race
 from ..contract import DraftTree, Verdict, line
+from ..growth import Ancestry, draft_law, grow, taken
 from ..targets import Fed, HiddenLayers, shift_cache
 from ..tokens import TokenRows
-from ..trees import drawn_tree, dynamic_tree, ranked_tree
 from .protocol import DraftOptions, View
-
-_DEFAULTS = {"depth": 5, "top_k": 10, "total_tokens": 60}
-"""A tree where `draft_tree` leaves something open (EAGLE-2's evaluation)."""
-
-
-def tree_options(given: Any) -> tuple[dict[str, Any], int]:
-    """The complete options of a tree of drafts, and the length of its longest path.
-
-    Args:
-        given: `draft_tree`: any of `depth`, `top_k`, `total_tokens` (b included); or `choices`, the rank paths of a
-            tree of fixed shape.
-
-    Raises:
-        ValueError: Other keys, or a value out of range.
-    """
-    if not isinstance(given, dict) or not (given.keys() <= _DEFAULTS.keys() or given.keys() == {"choices"}):
-        raise ValueError(f"draft_tree={given!r} must be a dict of {', '.join(_DEFAULTS)}, or of choices alone")
-    if "choices" in given:
-        choices = [tuple(path) for path in given["choices"]]
-        if not choices or not all(choices):
-            raise ValueError(f"draft_tree={given!r}: choices must be paths of at least one rank each")
-        return {"choices": choices}, max(map(len, choices))
-    options = _DEFAULTS | given
-    for name, least in (("depth", 0), ("top_k", 1), ("total_tokens", 2)):
-        if not isinstance(options[name], int) or options[name] < least:
-            raise ValueError(f"{name}={options[name]!r} of draft_tree must be a whole number of at least {least}")
-    return options, options["depth"] + 1
 
 
 @dataclass
@@ -76,13 +49,13 @@ class EagleDrafter:
 
     Args:
         head: The `EagleHead`, attached.
-        options: Of the call; `draft_tree` is complete (`tree_options`).
+        options: Of the call; `draft_tree` is complete (`growth.tree_options`).
     """
 
     def __init__(self, head: Any, options: DraftOptions) -> None:
         self.head, self.options, self.num_tokens = head, options, options.num_tokens
         self.hidden_layers: HiddenLayers = head.hidden_layers
-        self.draft_ids = head.draft_ids
+        self.draft_ids, self.vocab_size = head.draft_ids, head.config.vocab_size
         self.cache, self.pairs = DynamicCache(), []
         self.view: View | None = None
         self.is_padded = False
@@ -116,7 +89,8 @@ class EagleDrafter:
             self._settle(pairs)
         self.pairs = []
         settled = self.mask.shape[1]
-        tree = self._chain(length) if self.options.draft_tree is None else self._tree(length)
+        is_chain = self.options.draft_tree is None
+        tree = self._chain(length) if is_chain else grow(_Growth(self), self.options, length)
         for layer in self.cache.layers:
             layer.crop(settled - layer.get_seq_length())
         return tree
@@ -148,7 +122,7 @@ class EagleDrafter:
             token, law = self._choose(self.head.draft_logits(features)[:, 0])
             drafts.append(token)
             laws.append(law)
-            if step + 1 == length or self._is_unsure(token, law):
+            if step + 1 == length or self.options.is_unsure(token, law):
                 break
             mask = nn.functional.pad(self.mask, (0, step + 1), value=True)[:, None, None] if self.is_padded else None
             features = self._run(features, token[:, None], self.counts[:, None] + step, mask)
@@ -158,38 +132,8 @@ class EagleDrafter:
         """A token [B] from logits [B, Vd], and the law it was drawn from (greedy: its own, or None if not needed)."""
         if not self.options.do_sample and not self.options.threshold:
             return self.draft_ids[logits.argmax(-1)], None
-        law = self._law(logits)
+        law = draft_law(self, logits, self.options)
         return (race(law) if self.options.do_sample else law.argmax(-1)), law
-
-    def _is_unsure(self, token: torch.Tensor, law: torch.Tensor | None) -> bool:
-        """Asked of a token that is drafted in any case, so that the drafts kept still follow their laws."""
-        threshold = self.options.threshold
-        return threshold > 0 and bool((law.gather(-1, token[:, None]) < threshold).all())
-
-    def _law(self, logits: torch.Tensor) -> torch.Tensor:
-        """Probabilities over the whole vocabulary [..., V] from logits [..., Vd], warped where sampled."""
-        law = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-        if law.shape[-1] < self.head.config.vocab_size:
-            whole = law.new_zeros(*law.shape[:-1], self.head.config.vocab_size)
-            law = whole.index_copy_(-1, self.draft_ids, law)
-        return self.options.processing.warp(law) if self.options.do_sample else law
-
-    def _tree(self, length: int) -> DraftTree:
-        """A tree whose paths have at most `length` tokens: of draws where it can be, else of the likeliest tokens."""
-        options, logits = dict(self.options.draft_tree), self.head.draft_logits(self.features)[:, 0]
-        grow = _Growth(self)
-        if "choices" in options:
-            choices = [path for path in options["choices"] if len(path) <= length]
-            tree = ranked_tree(choices, logits, lambda tokens, parents: grow(self.draft_ids[tokens], parents))
-        else:
-            options["depth"] = min(options["depth"], length - 1)
-            if self.options.do_sample:
-                return drawn_tree(self._law(logits), lambda *frontier: self._law(grow(*frontier)), **options)
-            tree = dynamic_tree(
-                _log_law(logits), lambda tokens, parents: _log_law(grow(self.draft_ids[tokens], parents)), **options
-            )
-        tree.tokens = self.draft_ids[tree.tokens]
-        return tree
 
 
 class _Growth:
@@ -201,19 +145,19 @@ class _Growth:
 
     def __init__(self, drafter: EagleDrafter) -> None:
         self.drafter, self.features = drafter, drafter.features
-        self.ancestors: torch.Tensor | None = None
-        self.level = 0
+        self.draft_ids, self.vocab_size = drafter.draft_ids, drafter.vocab_size
+        self.ancestry, self.level = Ancestry(), 0
 
-    def __call__(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-        """Logits [B, k, Vd] behind nodes with token ids [B, k], whose parents are places in the frontier before."""
+    def first(self) -> torch.Tensor:
+        """See `Growth`."""
+        return self.drafter.head.draft_logits(self.features)[:, 0]
+
+    def behind(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+        """See `Growth`."""
         drafter, size = self.drafter, tokens.shape[1]
-        itself = torch.eye(size, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
-        if self.ancestors is None:
-            features, self.ancestors = self.features.expand(-1, size, -1), itself
-        else:
-            features = _taken(self.features, parents)
-            self.ancestors = torch.cat([_taken(self.ancestors, parents), itself], dim=-1)
-        visible = torch.cat([drafter.mask[:, None].expand(-1, size, -1), self.ancestors], dim=-1)[:, None]
+        features = taken(self.features, parents) if self.level else self.features.expand(-1, size, -1)
+        settled = drafter.mask[:, None].expand(-1, size, -1)
+        visible = torch.cat([settled, self.ancestry.extend(parents)], dim=-1)[:, None]
         positions = (drafter.counts[:, None] + self.level).expand(-1, size)
         self.features, self.level = drafter._run(features, tokens, positions, visible), self.level + 1
         return drafter.head.draft_logits(self.features)
@@ -227,13 +171,3 @@ def _causal(mask: torch.Tensor, rows: int) -> torch.Tensor:
     columns = line(mask.shape[1], mask.device)
     own = columns[-rows:, None]
     return ((mask[:, None] & (columns <= own)) | (columns == own))[:, None]
-
-
-def _taken(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Entries of states [B, n, w] at places [B, k]: [B, k, w]."""
-    return states.gather(1, places[..., None].expand(-1, -1, states.shape[-1]))
-
-
-def _log_law(logits: torch.Tensor) -> torch.Tensor:
-    """What ranks nodes: the head's raw law, in float32 at least (in half precision ties are common)."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

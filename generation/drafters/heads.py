@@ -11,6 +11,7 @@ from ...modeling.heads.window_law import WindowLaw
 from ...modeling.indices import same_place
 from ...modeling.sampling import race
 from ..contract import DraftTree, Verdict, line
+from ..growth import grow, taken
 from ..targets import Fed, HiddenLayers
 from ..tokens import TokenRows
 from .protocol import DraftOptions, View
@@ -49,18 +50,21 @@ class HeadDrafter:
         self.hidden = self.read(outputs.hidden_states)[:, -1]
 
     def propose(self, tokens: TokenRows, length: int) -> DraftTree:
-        """A chain behind every row.
+        """A chain or a tree behind every row, with paths of at most `length` tokens.
 
         Raises:
             ValueError: The head's logits are not numbers (looked at once per call of `generate`).
         """
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
-        law = self.law(self.hidden)
+        last, is_tree = same_place(tokens.last(), self.hidden.device), self.options.draft_tree is not None
+        law = self.law(self.hidden[:, None] if is_tree else self.hidden)
         if self._unchecked:
             _refuse_nan(law)
             self._unchecked = False
-        law = law.condition(same_place(tokens.last(), self.hidden.device))
+        if is_tree:
+            return grow(WindowGrowth(law, last), self.options, length)
+        law = law.condition(last)
         if not self.options.do_sample:
             return DraftTree.chain(law.greedy(length))
         if not self.options.processing.pointwise:  # nothing to warp: one ancestral sample
@@ -75,6 +79,31 @@ class HeadDrafter:
     def _choose(self, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q = self.options.processing.warp(probs)
         return race(q), q
+
+
+class WindowGrowth:
+    """Grows a tree by the exact conditionals of a window law.
+
+    Where positions are independent, all nodes of a level have the same children; else every path has its own.
+
+    Args:
+        law: Of the tokens from b on, with axes [B, 1].
+        last: [B] int64, b.
+    """
+
+    draft_ids, vocab_size = None, 0
+
+    def __init__(self, law: WindowLaw, last: torch.Tensor) -> None:
+        self.law, self.paths = law.condition(last[:, None]), last[:, None, None][..., :0]
+
+    def first(self) -> torch.Tensor:
+        """See `Growth`."""
+        return self.law.next_log_probs(self.paths)[:, 0]
+
+    def behind(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+        """See `Growth`."""
+        self.paths = torch.cat([taken(self.paths, parents.clamp(min=0)), tokens[..., None]], dim=-1)
+        return self.law.next_log_probs(self.paths)
 
 
 def _last(hidden_states: tuple[torch.Tensor | None, ...]) -> torch.Tensor:

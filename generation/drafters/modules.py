@@ -15,14 +15,18 @@ from torch import nn
 
 from ...modeling.sampling import race
 from ..contract import DraftTree, Verdict, line
+from ..growth import grow
 from ..targets import Fed, crop_layer, shift_cache, shift_mask, shift_source, shifted
 from ..tokens import TokenRows
 from ..windows import hold, restrict
+from .module_trees import ModuleGrowth
 from .protocol import DraftOptions, View
 
 _LAG = 64
 """Columns that may be left to be computed by the modules that a short draft did not need; by so many, and those of a
 block, rows may move to the right meanwhile, so that layers with an attention window keep them to spare."""
+_TREE_KINDS = ("full_attention", "sliding_attention")
+"""Ways to attend in which a mask says what each row sees."""
 
 
 class ModuleDrafter:
@@ -33,6 +37,9 @@ class ModuleDrafter:
     Args:
         model: Offers `mtp.step`, `num_modules`, and its embeddings in and out.
         options: Of the call.
+
+    Raises:
+        ValueError: A tree is asked for, and modules attend in a way that takes none.
     """
 
     hidden_layers = -1
@@ -41,10 +48,17 @@ class ModuleDrafter:
         self.model, self.options, self.depth = model, options, model.num_modules
         self.num_tokens = options.num_tokens
         self.vocabulary = options.extra.get("draft_vocabulary", model.draft_vocabulary)
-        self.cache, self.cached = model.mtp.new_cache(), 0
+        # nodes of a tree stand side by side, and would push columns out of a window that are still within it
+        self.cache, self.cached = model.mtp.new_cache(forgets=options.draft_tree is None), 0
         hold(self.cache)
         self.states = self.mask = self.view = None
         self.is_padded = False
+        others = {module.kind for module in model.mtp} - set(_TREE_KINDS)
+        if options.draft_tree is not None and others:
+            raise ValueError(
+                f"draft_tree: modules of {type(model).__name__} with {', '.join(sorted(others))} draft chains only, "
+                "for a tree's nodes have no mask there; leave it out"
+            )
 
     def begin(self, outputs: Any, view: View) -> None:
         """Takes the prompt's states [B, L, D]; what an earlier call left in the backbone's cache is not looked at."""
@@ -68,52 +82,103 @@ class ModuleDrafter:
         self.states = self.states[:, -wanted:]
 
     def propose(self, tokens: TokenRows, length: int) -> DraftTree:
-        """A chain of up to `length` tokens behind every row."""
+        """A chain or a tree behind every row, with paths of at most `length` tokens."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         pending = self.mask.shape[1] - self.cached
+        if self.options.draft_tree is not None and pending >= self.depth:  # else the prompt is too short
+            tree = grow(ModuleGrowth(self, tokens), self.options, length)
+            self._settle(self.depth)
+            return tree
         hidden, ids, mask = self.states[:, -pending:], tokens.newest(pending), self.mask
         positions = self.view.counts[:, None] - pending + line(pending, ids.device)
-        late, options = pending > _LAG, None
+        late, prepared = pending > _LAG, self._prepared(hidden, positions, mask)
         drafts, laws = [], []
         for k in range(1, max(length, self.depth if late else 1) + 1):
             if k > self.depth:  # the last module goes on, one new column at a time
                 hidden, ids, positions = hidden[:, -1:], ids[:, -1:], positions[:, -1:] + 1
-                mask, options = nn.functional.pad(mask, (0, 1), value=True), None
-            options = options or self._options(k, hidden, positions, mask)
-            hidden = self.model.mtp.step(k, hidden, self.model.get_input_embeddings()(ids), **options)
+                mask, prepared = nn.functional.pad(mask, (0, 1), value=True), None
+            hidden = self._step(k, hidden, ids, positions, mask, prepared)
             token, law = self._choose(hidden[:, -1])
             ids = torch.cat([ids[:, 1:], token[:, None]], dim=1)
             drafts.append(token)
             laws.append(law)
-            if not late and self._is_unsure(token, law):
+            if not late and self.options.is_unsure(token, law):
                 break
         self._settle(len(drafts))
         draft = torch.stack(drafts[:length], 1)
         return DraftTree.chain(draft, torch.stack(laws[:length], 1) if self.options.do_sample else None)
 
-    def _options(self, k: int, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
-        """What `step` takes beside states and embeddings; made once for all modules that attend alike.
+    def _step(
+        self,
+        k: int,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        prepared: dict[str, Any] | None = None,
+    ) -> torch.Tensor:
+        embeddings = self.model.get_input_embeddings()(ids)
+        return self.model.mtp.step(k, hidden, embeddings, **self._inputs(positions, mask), prepared=prepared)
 
-        They have the same columns before and behind them, and so the same mask and the same rotary embedding.
-        """
-        options: dict[str, Any] = {
+    def _inputs(self, positions: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+        return {
             "position_ids": positions.clamp(min=0) if self.is_padded else positions,
             "attention_mask": mask if self.is_padded else None,
             "past_key_values": self.cache,
         }
+
+    def _prepared(self, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> dict[str, Any] | None:
+        """The mask and the rotary embedding of all modules, which have the same columns before and behind them.
+
+        None where there is one module, or where they attend differently.
+        """
         modules = self.model.mtp
-        if k < self.depth and len({module.kind for module in modules}) == 1:
-            options["prepared"] = modules.options(k - 1, hidden, **options)
-        return options
+        if self.depth == 1 or len({module.kind for module in modules}) > 1:
+            return None
+        return modules.options(0, hidden, **self._inputs(positions, mask))
+
+    def _nodes(
+        self, k: int, states: torch.Tensor, ids: torch.Tensor, distances: torch.Tensor, seen: torch.Tensor
+    ) -> torch.Tensor:
+        """Module k over nodes of a tree, which see its settled columns and some nodes: [B, R, H].
+
+        Args:
+            k: From 1 to D.
+            states: [B, R, H].
+            ids: [B, R] int64.
+            distances: [n] int64, how far nodes lie behind the backbone's last column; the last R are these.
+            seen: [B, R, n] bool.
+        """
+        count, settled = ids.shape[1], self.mask[:, : self.mask.shape[1] - k + 1]
+        places = self.view.counts[:, None] - 1 + distances
+        visible = torch.cat([settled[:, None].expand(-1, count, -1), seen], dim=2)
+        if self.model.mtp[k - 1].kind == "sliding_attention":
+            old = self.view.counts[:, None] - self.mask.shape[1] + line(settled.shape[1], ids.device)
+            away = places[:, -count:, None] - torch.cat([old, places], dim=1)[:, None]
+            visible = visible & (away < self.model.config.get_text_config().sliding_window)
+        mask = torch.zeros_like(visible, dtype=states.dtype)
+        mask = mask.masked_fill_(~visible, torch.finfo(states.dtype).min)
+        return self.model.mtp.step(
+            k,
+            states,
+            self.model.get_input_embeddings()(ids),
+            position_ids=places[:, -count:].clamp(min=0),
+            attention_mask=mask[:, None],
+            past_key_values=self.cache,
+        )
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [.., v] of the tokens that may be drafted."""
+        if self.vocabulary is None:
+            return self.model.readout(hidden)
+        return self.vocabulary.logits(self.model.readout, hidden)
 
     def _choose(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A token [B] from states [B, D], and the law it was drawn from (its own, where greedy; None if not needed)."""
         is_plain = not self.options.do_sample and not self.options.threshold
-        if self.vocabulary is None:
-            logits = self.model.readout(hidden)
-        else:
-            logits = self.vocabulary.logits(self.model.readout, hidden)
+        logits = self._logits(hidden)
+        if self.vocabulary is not None:
             if is_plain:
                 return self.vocabulary.on(logits.device)[logits.argmax(-1)], None
             logits = self.vocabulary.spread(logits, self.model.config.vocab_size)
@@ -130,11 +195,6 @@ class ModuleDrafter:
     def coverage(self, tokens: torch.Tensor) -> float | None:
         """The share of tokens [N] that could be drafted; None where all can."""
         return None if self.vocabulary is None else self.vocabulary.coverage(tokens)
-
-    def _is_unsure(self, token: torch.Tensor, law: torch.Tensor | None) -> bool:
-        """Asked of a token that is drafted in any case, so that the drafts kept still follow their laws."""
-        threshold = self.options.threshold
-        return threshold > 0 and bool((law.gather(-1, token[:, None]) < threshold).all())
 
     def _settle(self, steps: int) -> None:
         """Leaves only those columns in the modules' cache whose tokens are verified, in all modules alike."""

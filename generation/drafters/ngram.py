@@ -57,16 +57,13 @@ class NgramDrafter(Attachable):
         """`num_tokens`."""
         return self.num_tokens
 
-    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
+    def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> None:
         """Checks `draft_tree={"top_k": branches}`, which goes before `branches`.
 
         Raises:
-            ValueError: Another tree, or an option that this kind does not have.
+            ValueError: Another tree.
         """
-        super().prepare_call(options, config)
         wanted = options.draft_tree
-        if wanted is None:
-            return
         count = wanted.get("top_k") if isinstance(wanted, dict) and len(wanted) == 1 else None
         if not isinstance(count, int) or count < 1:
             raise ValueError(

@@ -4,15 +4,20 @@ Behind b and the drafts ride auxiliary slots, one uniform each: a group of them 
 accepted. The uniform of an output position belongs to that position, so where the target picks with the uniforms that
 the drafts were made from, the text is that of sequential inverse-CDF decoding, whatever the student drafts (PTP paper,
 Theorem 1 and Algorithm 1; here all accepted drafts bring one more token).
+
+Slots may be masks, too (masked prediction, arXiv 2507.11851): they read no uniforms, which then only pick the drafts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ...modeling.heads.window_law import WindowLaw
+from ...modeling.indices import same_place
 from ...modeling.ptp.embedding import GREEDY
 from ...modeling.sampling import pick
 from ..contract import DraftTree, Verdict, line
@@ -29,7 +34,7 @@ class Riders:
     """Rows that ride along in a forward behind b and the nodes.
 
     Attributes:
-        inputs: What the backbone takes beside ids: the slots' `uniforms`.
+        inputs: What the backbone takes beside ids: the slots' `uniforms`, or `masks`.
         positions: [F + A] int64, how far every row of the forward stands behind b.
         mask: [F + A, F + A] bool, what the rows see of each other.
         last_position: Last entry of the backbone's table of positions; None where there is none.
@@ -46,9 +51,11 @@ class ParallelDrafter:
 
     Args:
         config: A `PTPConfig`.
-        options: Of the call; `extra["slot_budget"]` slots ride in every forward.
+        options: Of the call; `extra["slot_budget"]` says how many slots ride in every forward.
         uniforms: Of the output positions.
         many: Vectors of uniforms to draft from.
+        law: The law of a group of slots, from their states and the token before (`PTPForCausalLM.slot_law`); read where
+            the config has a sampler head.
 
     Attributes:
         is_repeatable: Whether the text of a row may depend on its own seed and prompt alone: the rule judges drafts by
@@ -58,8 +65,15 @@ class ParallelDrafter:
     hidden_layers = None
     lead = 1
 
-    def __init__(self, config: Any, options: DraftOptions, uniforms: Uniforms, many: int = 1) -> None:
-        self.many = many
+    def __init__(
+        self,
+        config: Any,
+        options: DraftOptions,
+        uniforms: Uniforms,
+        many: int = 1,
+        law: Callable[[torch.Tensor, torch.Tensor], WindowLaw] | None = None,
+    ) -> None:
+        self.many, self.law = many, law if config.has_sampler else None
         self.config, self.options, self.uniforms = config, options, uniforms
         self.is_one_hot = config.variant == "one_hot"
         self.num_tokens = options.num_tokens
@@ -70,16 +84,17 @@ class ParallelDrafter:
         self.gives_laws = options.do_sample and not uniforms.stay
         self.rates = AcceptanceRates(self.num_tokens)
         self.is_repeatable = options.do_sample and "seed" in options.extra and (many > 1 or not uniforms.stay)
+        self.some_lack_drafts = self.is_repeatable or many > 1
         self.layout: SlotLayout | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.view: View | None = None
-        self.hidden_layers = -1 if config.reads_state else None
+        self.hidden_layers = -1 if config.reads_state or self.law is not None else None
         self.state: torch.Tensor | None = None
 
     def begin(self, outputs: Any, view: View) -> None:
         """Nothing is drafted by the prompt's own pass."""
         self.view = view
-        if self.hidden_layers is not None:
+        if self.config.reads_state:
             self.state = outputs.hidden_states[-1][:, -1:]
 
     def propose(self, tokens: TokenRows, length: int) -> DraftTree:
@@ -95,21 +110,40 @@ class ParallelDrafter:
         self.layout = None
         if not self.options.drafts or length < 1:  # nothing is asked for: a plain forward
             return None
-        longest = min(self.longest_group, length + self.is_one_hot)
-        budget = max(self.options.extra["slot_budget"] * length // self.num_tokens, 1 + self.is_one_hot)
-        # rounded, so that layouts repeat from cycle to cycle
-        survival = tuple(max(round(share, 1), 0.05) for share in self.rates.survival())
-        sizes = split_budget(budget, drafted, longest, survival, self.is_one_hot)
+        sizes = self._sizes(drafted, length)
         self.layout = layout = SlotLayout.of(sizes, tokens.ids.device, branches, self.many)
-        inputs = {"uniforms": self.asked(self._of_slots(layout))}
-        if self.state is not None:  # of the token before b; d drafts behind b stand before group d
-            inputs |= {"slot_states": self.state, "slot_gaps": layout.group + 1}
-        positions, fed = layout.order, 1 + branches * drafted
+        fed = 1 + branches * drafted
+        inputs = self._inputs(layout)
+        if self.law is not None:  # nobody asks for the slots' logits
+            inputs |= {"logits_to_keep": line(fed, tokens.ids.device)}
+        positions = layout.order
         if not self.is_one_hot:
             positions = positions + (line(len(positions), positions.device) >= fed)
         table = self.config.learned_positions
         # what is drafted beyond a table of positions is beyond the text
         return Riders(inputs, positions, layout.new, None if table is None else table - 1)
+
+    def _sizes(self, drafted: int, length: int) -> list[int]:
+        """Slots per group 0..m: a budget is split by what is accepted; names say what the paper of masks does."""
+        longest = min(self.longest_group, length + self.is_one_hot)
+        budget = self.options.extra["slot_budget"]
+        if budget == "quadratic":
+            return [longest] * (drafted + 1)
+        if budget == "linear":
+            return [longest * self.some_lack_drafts] * min(drafted, 1) + [0] * (drafted - 1) + [longest]
+        budget = max(budget * length // self.num_tokens, 1 + self.is_one_hot)
+        # rounded, so that layouts repeat from cycle to cycle
+        survival = tuple(max(round(share, 1), 0.05) for share in self.rates.survival())
+        return split_budget(budget, drafted, longest, survival, self.is_one_hot)
+
+    def _inputs(self, layout: SlotLayout) -> dict[str, torch.Tensor]:
+        """What the slots read."""
+        if not self.config.reads_uniforms:
+            return {"masks": layout.place[None]}
+        inputs = {"uniforms": self.asked(self._of_slots(layout))}
+        if self.state is not None:  # of the token before b; d drafts behind b stand before group d
+            inputs |= {"slot_states": self.state, "slot_gaps": layout.group + 1}
+        return inputs
 
     def asked(self, uniforms: torch.Tensor) -> torch.Tensor:
         """What slots read where these are the uniforms of their positions: greedy decoding has no use for them."""
@@ -132,16 +166,27 @@ class ParallelDrafter:
         index, exists = self.layout.of_group(verdict.accepted)
         index, first = index[:, 0], int(self.is_one_hot)  # a one-hot slot 0 predicts what the target picks itself
         index, exists = index[:, first:], exists[:, first:]
-        if index.shape[1] == 0:
+        if index.shape[1] == 0 or not self._found_drafts():
             return
         rows = line(len(index), index.device)[:, None]
         start = verdict.accepted[:, None] + 1  # the target picks the token before
         uniforms = self.uniforms.current.gather(1, start + line(index.shape[1], index.device))
-        self.pending = self._drafts(fed.riders[rows, index], uniforms, exists)
+        slots = fed.riders if self.law is None else same_place(fed.rider_states[-1], index.device)
+        self.pending = self._drafts(slots[rows, index], uniforms, exists, verdict.added)
+
+    def _found_drafts(self) -> bool:
+        """Whether any open row stands at a group that has slots; notes whether some row does not.
+
+        A run with a seed goes on as if some did: a draft is judged by its length, which other rows must not tell.
+        """
+        sizes, kept = self.layout.sizes, self.view.kept.counts
+        found = [sizes[min(count, len(sizes)) - 1] > self.is_one_hot for count in kept if count]
+        self.some_lack_drafts = self.is_repeatable or not all(found)
+        return self.is_repeatable or any(found)
 
     def _keep_state(self, fed: Fed, verdict: Verdict) -> None:
         """The state of the last token that was kept, [B, 1, D]: the next b stands behind it."""
-        if self.hidden_layers is not None:
+        if self.config.reads_state:
             rows = line(len(verdict.accepted), verdict.accepted.device)
             self.state = fed.hidden_states[-1][rows, verdict.accepted][:, None]
 
@@ -152,17 +197,30 @@ class ParallelDrafter:
         self.rates.update(drafted, [count - 1 for count in self.view.kept.counts if count])
 
     def _drafts(
-        self, logits: torch.Tensor, uniforms: torch.Tensor, exists: torch.Tensor
+        self, slots: torch.Tensor, uniforms: torch.Tensor, exists: torch.Tensor, before: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens, and their laws where a rule asks for them; a place that a row lacks holds token 0, for certain."""
-        probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-        if self.config.predicts_tokens or not self.options.do_sample:
-            draft = probs.argmax(-1)
+        """Tokens, and their laws where a rule asks for them; a place that a row lacks holds token 0, for certain.
+
+        Args:
+            slots: [..., L, v] logits of the slots; or [..., L, D] their states, which a sampler head makes a law of.
+            uniforms: [..., L], what picks.
+            exists: [..., L] bool.
+            before: [...] int64, the token before, for a sampler head.
+        """
+        if self.law is None:
+            draft, probs = self._pick(slots.to(torch.promote_types(slots.dtype, torch.float32)).softmax(-1), uniforms)
         else:
-            probs = probs if self.warps is None else self.warps.warp(probs)
-            draft = pick(uniforms, probs)
+            steps = iter(uniforms.unbind(-1))
+            draft, probs = self.law(slots, before).draft(lambda probs: self._pick(probs, next(steps)))
         draft = draft.masked_fill(~exists, 0)
         if not self.gives_laws:
             return draft, None
         certain = torch.nn.functional.one_hot(draft, probs.shape[-1]).to(probs)
         return draft, certain if self.config.predicts_tokens else torch.where(exists[..., None], probs, certain)
+
+    def _pick(self, probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [...] from probabilities [..., v], and the laws that they were picked from."""
+        if self.config.predicts_tokens or not self.options.do_sample:
+            return probs.argmax(-1), probs
+        probs = probs if self.warps is None else self.warps.warp(probs)
+        return pick(uniforms, probs), probs

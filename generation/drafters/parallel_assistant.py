@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from ...modeling.heads.window_law import WindowLaw
 from ...modeling.sampling import pick
 from ..contract import DraftTree, Verdict, line
 from ..options import CallOptions
@@ -41,9 +42,9 @@ class ParallelAssistant(ParallelSpeculator, AssistantDrafter):
         """The drafting model's."""
         return self.model.config
 
-    def stands_for(self, model: Any) -> bool:
-        """The drafting model itself."""
-        return model is self.model
+    def slot_law(self, states: torch.Tensor, before: torch.Tensor) -> WindowLaw:
+        """The drafting model's."""
+        return self.model.slot_law(states, before)
 
     @property
     def window(self) -> int:
@@ -89,7 +90,7 @@ class SeparateDrafter(ParallelDrafter):
     lead = 0
 
     def __init__(self, model: PreTrainedModel, options: DraftOptions, uniforms: Uniforms) -> None:
-        super().__init__(model.config, options, uniforms)
+        super().__init__(model.config, options, uniforms, law=model.slot_law)
         self.hidden_layers = None  # slots read states of their own model
         self.chain = AssistantChain(model, options)
         self.unfed: list[int] = []
@@ -112,31 +113,43 @@ class SeparateDrafter(ParallelDrafter):
         else:  # the rule must not use again what the draft has used
             drawn = self.uniforms.fresh(length)
             self.uniforms.draw(tokens, length + 1)
-        logits = self._read(tokens, drawn, length).to(tokens.ids.device)
-        return DraftTree.chain(*self._chosen(logits, drawn))
+        first, slots = (part.to(tokens.ids.device) for part in self._read(tokens, drawn, length))
+        return DraftTree.chain(*self._chosen(first, slots, drawn))
 
     def advance(self, fed: Fed, verdict: Verdict) -> None:
         """Counts what was kept; a row that has ended goes on with the others."""
         kept = self.view.kept
         self.unfed = [unfed + (count or kept.longest) for unfed, count in zip(self.unfed, kept.counts)]
 
-    def _chosen(self, logits: torch.Tensor, drawn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens and laws of a draft; where slots give laws, the first one is the drafting model's own."""
-        exists = torch.ones_like(drawn, dtype=torch.bool)
-        tokens, laws = self._drafts(logits, drawn, exists)
-        if self.is_one_hot or not self.options.do_sample:
-            return tokens, laws
-        law = self.options.processing.warp(logits[:, 0].float().softmax(-1))
-        tokens = torch.cat([pick(drawn[:, 0], law)[:, None], tokens[:, 1:]], dim=1)
-        return tokens, None if laws is None else torch.cat([law[:, None].to(laws.dtype), laws[:, 1:]], dim=1)
+    def _chosen(
+        self, first: torch.Tensor, slots: torch.Tensor, drawn: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens and laws of a draft; where slots give laws, the first one is the drafting model's own.
 
-    def _read(self, tokens: TokenRows, drawn: torch.Tensor, length: int) -> torch.Tensor:
-        """Feeds what is new, and slots behind it: logits of the drafts [B, length, v]."""
+        Args:
+            first: [B, v] logits of the last token.
+            slots: [B, A, v] logits of the slots, or [B, A, D] their states (`_drafts`).
+            drawn: [B, length], what picks; there is a slot less where the first token is no slot's.
+        """
+        exists = torch.ones_like(drawn, dtype=torch.bool)
+        if self.is_one_hot:
+            return self._drafts(slots, drawn, exists)
+        law = first.to(torch.promote_types(first.dtype, torch.float32)).softmax(-1)
+        law = self.options.processing.warp(law) if self.options.do_sample else law
+        token = pick(drawn[:, 0], law) if self.options.do_sample else law.argmax(-1)
+        laws = law[:, None] if self.gives_laws else None
+        if slots.shape[1] == 0:
+            return token[:, None], laws
+        tokens, others = self._drafts(slots, drawn[:, 1:], exists[:, 1:], token)
+        laws = laws if laws is None else torch.cat([laws.to(others.dtype), others], dim=1)
+        return torch.cat([token[:, None], tokens], dim=1), laws
+
+    def _read(self, tokens: TokenRows, drawn: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Feeds what is new, and slots behind it: logits [B, v] of the last token; logits or states of the slots."""
         own, model = self.chain.target, self.chain.model
         gaps = torch.tensor(self.unfed, device=drawn.device)[:, None] if self.config.reads_state else None
         fed = self._even()
         slots = length if self.is_one_hot else length - 1
-        asked = self.asked(drawn[:, :slots])
         places = own.counts[:, None] + line(fed + slots, drawn.device)
         real = places[:, :fed] >= 0
         is_slot = (line(fed + slots, drawn.device) >= fed).long()
@@ -146,17 +159,15 @@ class SeparateDrafter(ParallelDrafter):
         own.mask = torch.cat([own.mask, real], dim=1)
         seen = torch.nn.functional.pad(own.mask, (0, slots), value=True)
         device = model.device
-        inputs = {"uniforms": asked.to(device)} if slots else {}
-        if slots and gaps is not None:
-            inputs |= self._state_inputs(gaps.expand(-1, slots).to(device))
+        inputs = self._slot_inputs(drawn[:, :slots], gaps, device) if slots else {}
         outputs = model(
             tokens.newest(fed).to(device),
             attention_mask=seen.long().to(device) if own.is_padded else None,
             position_ids=positions.to(device),
             past_key_values=own.cache,
             use_cache=True,
-            logits_to_keep=length,
-            output_hidden_states=-1 if self.config.reads_state else None,
+            logits_to_keep=slots + 1,
+            output_hidden_states=None if self.law is None and not self.config.reads_state else -1,
             **inputs,
         )
         if self.config.reads_state:
@@ -164,7 +175,17 @@ class SeparateDrafter(ParallelDrafter):
         if slots:
             crop(own.cache, -slots)
         own.counts, self.unfed = own.counts + fed, [0] * len(self.unfed)
-        return outputs.logits
+        behind = outputs.logits[:, 1:] if self.law is None else outputs.hidden_states[-1][:, fed:]
+        return outputs.logits[:, 0], behind
+
+    def _slot_inputs(
+        self, drawn: torch.Tensor, gaps: torch.Tensor | None, device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """What slots [B, A] read, on a device."""
+        if not self.config.reads_uniforms:
+            return {"masks": line(drawn.shape[1], device)[None]}
+        inputs = {"uniforms": self.asked(drawn).to(device)}
+        return inputs if gaps is None else inputs | self._state_inputs(gaps.expand(drawn.shape).to(device))
 
     def _state_inputs(self, gaps: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state of the last token of the call before, and the tokens [B, A] since; not known in the first one."""

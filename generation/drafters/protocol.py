@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
+from ...modeling.sampling import race
 from ..contract import DraftTree, Verdict
 from ..options import CallOptions
 from ..processing import Processing
@@ -66,7 +67,7 @@ class DraftOptions:
         verification: Name of the rule; None for the default.
         threshold: See `CallOptions`.
         schedule: See `CallOptions`.
-        draft_tree: See `CallOptions`.
+        draft_tree: Complete options of a tree of drafts (`growth.tree_options`); None for a chain.
         processing: The target's logits processors.
         max_length: Tokens of the longest text, prompt included.
         prompt: [B, L] int64.
@@ -81,7 +82,7 @@ class DraftOptions:
     verification: str | None
     threshold: float
     schedule: str
-    draft_tree: dict[str, int] | str | None
+    draft_tree: dict[str, Any] | None
     processing: Processing
     max_length: int
     prompt: torch.Tensor
@@ -116,3 +117,28 @@ class DraftOptions:
             sampling={name: getattr(config, name) for name in ("temperature", "top_k", "top_p")},
             extra=options.extra,
         )
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A token of a chain, and the law that it was drawn from.
+
+        Args:
+            logits: [B, V] of the drafter.
+
+        Returns:
+            Tokens [B], and laws [B, V] in float32 at least: warped where drawn, raw where greedy with a threshold, None
+            where greedy without one.
+        """
+        if not self.do_sample and not self.threshold:
+            return logits.argmax(-1), None
+        law = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+        if not self.do_sample:
+            return law.argmax(-1), law
+        law = self.processing.warp(law)
+        return race(law), law
+
+    def is_unsure(self, token: torch.Tensor, law: torch.Tensor | None) -> bool:
+        """Whether all rows gave their tokens [B] less than the threshold; then a draft ends.
+
+        Asked of tokens that are drafted in any case, so that the drafts kept still follow their laws.
+        """
+        return self.threshold > 0 and bool((law.gather(-1, token[:, None]) < self.threshold).all())

@@ -66,6 +66,7 @@ class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTP
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+    drafts_trees = True
 
     def __init__(self, config: PreTrainedConfig, parts: tuple[PreTrainedModel, MTPModules] | None = None) -> None:
         main, modules = parts or build(config)

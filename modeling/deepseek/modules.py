@@ -148,9 +148,9 @@ class MTPModules(nn.Module):
         """The module of depth D, which goes on beyond it."""
         return self[-1]
 
-    def new_cache(self) -> Cache:
-        """An empty cache for all modules; layers with a sliding window forget what is older."""
-        is_bounded = [module.kind == "sliding_attention" for module in self]
+    def new_cache(self, forgets: bool = True) -> Cache:
+        """An empty cache for all modules; layers with a sliding window forget what is older, if they may."""
+        is_bounded = [module.kind == "sliding_attention" and forgets for module in self]
         if not any(is_bounded):
             return new_cache(self[0].kind)
         window = self.config.sliding_window

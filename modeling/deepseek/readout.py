@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..sharding import call
+
 
 class Readout:
     """The head and what a family does to its logits: z = factor W h / divisor, and then cap tanh(z / cap).
@@ -36,7 +38,7 @@ class Readout:
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of states [..., H] that went through their norm."""
-        return self.finish(self.main.get_output_embeddings()(states))
+        return self.finish(call(self.main.get_output_embeddings(), states))
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
         """What the family does to logits that leave the head, of all tokens or of some."""

@@ -12,7 +12,7 @@ backward; logits exist for one chunk of rows at a time. Neither grows with the n
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,74 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from ..heads.chunks import LOGITS_PER_CHUNK
-from ..heads.divergences import DIVERGENCES, acceptance, divergence
+from ..heads.divergences import acceptance, divergence
 from ..heads.losses import IGNORE
+from .loss_options import EagleLossOptions
 
-OBJECTIVES = {1: ("eagle1", "hass"), 3: ("ttt",)}
-"""Objectives of each version, the default first."""
-_STEPS = {"eagle1": 1, "hass": 3, "ttt": 7}
 _BLOCK = 128
 """Rows of a sequence that go through the later steps together."""
 _LAW_WEIGHT = 0.1
 """Weight of the law's cross-entropy beside the regression of features (EAGLE-1, section 4.2)."""
-
-
-@dataclass
-class EagleLossOptions:
-    """How the loss of a head is made.
-
-    Attributes:
-        objective: Version 3: `"ttt"`, training-time test. Version 1: `"eagle1"`, or `"hass"`. None: the first of these.
-        steps: Steps of drafting that are trained; None: 7 for `"ttt"`, 3 for `"hass"`, 1 for `"eagle1"`.
-        decay: `"ttt"`: step i weighs decay^i. `"hass"` adds its steps up.
-        topk: `"hass"`: so many of the backbone's likeliest tokens are counted once more ...
-        topk_weight: ... with this weight.
-        noise: Version 1, while training: features get uniform noise of this width, times 512 / length (official: 0.2).
-        divergence: How far the head's law is from the backbone's: `"cross_entropy"` (the papers'), `"kl"`,
-            `"reverse_kl"`, `"tv"`, or the acceptance itself, `"lk"` and `"lk_kl"` (see `heads.divergences`).
-    """
-
-    objective: str | None = None
-    steps: int | None = None
-    decay: float = 0.8
-    topk: int = 10
-    topk_weight: float = 1.0
-    noise: float = 0.0
-    divergence: str = "cross_entropy"
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any] | None) -> EagleLossOptions:
-        """Options from a config.json; fields that are not known are left out."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in (values or {}).items() if name in known})
-
-    def changed(self) -> dict[str, Any] | None:
-        """The options that differ from the defaults; None if none does."""
-        defaults = asdict(EagleLossOptions())
-        return {name: value for name, value in asdict(self).items() if value != defaults[name]} or None
-
-    def resolved(self, version: int) -> EagleLossOptions:
-        """The same with nothing left open.
-
-        Raises:
-            ValueError: A value out of range, or an objective of the other version.
-        """
-        objective = self.objective or OBJECTIVES[version][0]
-        if objective not in OBJECTIVES[version]:
-            allowed = " or ".join(map(repr, OBJECTIVES[version]))
-            raise ValueError(f"objective={objective!r}: a head of version {version} is trained with {allowed}")
-        steps = _STEPS[objective] if self.steps is None else self.steps
-        if steps < 1 or (objective == "eagle1" and steps > 1):
-            allowed = "1" if objective == "eagle1" else "at least 1"
-            raise ValueError(f"steps={steps} must be {allowed} for {objective!r}")
-        for name in ("decay", "topk_weight", "noise"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
-        if self.divergence not in DIVERGENCES:
-            raise ValueError(f"divergence={self.divergence!r} is unknown; choose one of {', '.join(DIVERGENCES)}")
-        if self.topk < 1:
-            raise ValueError(f"topk={self.topk} must be at least 1")
-        return EagleLossOptions(**(asdict(self) | {"objective": objective, "steps": steps}))
 
 
 @dataclass
@@ -140,6 +80,13 @@ class TrainingBatch:
         """`values` [B, L, ..] `by` tokens after rows start .. stop - 1; beyond the end the last one is repeated."""
         last = values.shape[1] - 1
         return values[:, torch.arange(start + by, stop + by, device=values.device).clamp(max=last)]
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Tokens in every token's document, [B, L]; of padding any number above 0."""
+        numbers = self.documents.clamp(min=0)
+        sizes = torch.zeros_like(numbers).scatter_add(1, numbers, (self.documents >= 0).long())
+        return sizes.gather(1, numbers).clamp(min=1)
 
     def counted(self, step: int) -> torch.Tensor:
         """Rows of a step that count, [B, num_rows] bool."""
@@ -194,8 +141,8 @@ def eagle_loss(
         nothing = features.new_zeros(options.steps)
         return EagleLoss(features.sum() * 0.0, nothing, nothing, nothing)
     if options.noise and head.training:
-        noise = (torch.rand_like(features) - 0.5) * options.noise * 512 / features.shape[1]
-        features = features + noise
+        width = options.noise * 512 / batch.lengths[..., None]
+        features = features + (torch.rand_like(features) - 0.5) * width.to(features)
     unrolled = _Unrolled(head, batch, options)
     sums, counts = unrolled.sums(features), unrolled.counts
     loss = pooled_loss(sums[:, 0], counts if num_items is None else num_items, options)
@@ -299,19 +246,24 @@ class _Unrolled:
         """Sums of a step's terms over the rows of a block that count, and over a document's first rows, [2, 3]."""
         stop = start + features.shape[1]
         states = self.batch.ahead(self.batch.states, start, stop, 1 + step)
+        labels = self.batch.ahead(self.batch.labels, start, stop, 2 + step)
         counted = self.counted[step][:, start:stop]
         chosen = torch.stack([counted, counted & self.first[:, start:stop]]).flatten(1).float()
         size = max(1, LOGITS_PER_CHUNK // self.head.config.vocab_size)
-        parts = zip(features.flatten(0, 1).split(size), states.flatten(0, 1).split(size), chosen.split(size, dim=1))
+        rows = [values.flatten(0, 1).split(size) for values in (features, states, labels)]
+        parts = zip(*rows, chosen.split(size, dim=1))
         return sum(checkpoint(self._summed, *part, use_reentrant=False) for part in parts)
 
-    def _summed(self, features: torch.Tensor, states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def _summed(
+        self, features: torch.Tensor, states: torch.Tensor, labels: torch.Tensor, chosen: torch.Tensor
+    ) -> torch.Tensor:
         terms = cross_entropy_terms if self.options.objective == "ttt" else regression_terms
-        return chosen @ terms(self.head, features, states.to(features.device), self.options)
+        states, labels = states.to(features.device), labels.to(features.device).clamp(min=0)
+        return chosen @ terms(self.head, features, states, labels, self.options)
 
 
 def cross_entropy_terms(
-    head: Any, features: torch.Tensor, states: torch.Tensor, options: EagleLossOptions
+    head: Any, features: torch.Tensor, states: torch.Tensor, labels: torch.Tensor, options: EagleLossOptions
 ) -> torch.Tensor:
     """EAGLE-3's term of rows: -sum_x p(x) log q(x), with p renormalised over the draft vocabulary.
 
@@ -322,10 +274,11 @@ def cross_entropy_terms(
         head: The head.
         features: What rows returned, [N, d].
         states: The backbone's last hidden states before the predicted tokens, [N, D].
-        options: `divergence` is read.
+        labels: [N] ids of the predicted tokens.
+        options: `divergence` and `label_weight` are read.
 
     Returns:
-        [N, 3] float32: the loss, the same, and the acceptance, detached.
+        [N, 3] float32: the loss, the law's part of it, and the acceptance, detached.
     """
     with torch.no_grad():
         logits, ids = head.backbone_logits(states).float(), head.draft_ids
@@ -336,11 +289,11 @@ def cross_entropy_terms(
     if options.divergence in ("cross_entropy", "kl", "reverse_kl"):
         law = law.log_softmax(-1)
     term = torch.where(drafted, divergence(options.divergence, law, log_law), 0.0)
-    return torch.stack([term, term, kept], dim=-1)
+    return torch.stack([_mixed(term, head, log_law, labels, options), term, kept], dim=-1)
 
 
 def regression_terms(
-    head: Any, features: torch.Tensor, states: torch.Tensor, options: EagleLossOptions
+    head: Any, features: torch.Tensor, states: torch.Tensor, labels: torch.Tensor, options: EagleLossOptions
 ) -> torch.Tensor:
     """Terms of EAGLE-1 and HASS: smooth L1 distance of features, and of the laws made from them.
 
@@ -348,7 +301,8 @@ def regression_terms(
         head: The head.
         features: What rows returned, [N, d].
         states: The backbone's last hidden states in their place, [N, d].
-        options: `objective`, `divergence`, `topk` and `topk_weight` are read.
+        labels: [N] ids of the predicted tokens.
+        options: `objective`, `divergence`, `label_weight`, `topk` and `topk_weight` are read.
 
     Returns:
         [N, 3] float32: the loss; for EAGLE-1 the distance of laws alone, for HASS the loss; the acceptance, detached.
@@ -359,9 +313,23 @@ def regression_terms(
     kept = acceptance(law, log_law.detach())
     distance = nn.functional.smooth_l1_loss(features.float(), states.float(), reduction="none").mean(-1)
     apart = divergence(options.divergence, law, log_law)
-    loss = distance + _LAW_WEIGHT * apart
+    loss = distance + _LAW_WEIGHT * _mixed(apart, head, log_law, labels, options)
     if options.objective == "eagle1":
         return torch.stack([loss, apart, kept], dim=-1)
     best, ids = law.exp().topk(min(options.topk, law.shape[-1]), dim=-1)
     loss = loss - options.topk_weight * (best * log_law.gather(-1, ids)).sum(-1)
     return torch.stack([loss, loss, kept], dim=-1)
+
+
+def _mixed(
+    apart: torch.Tensor, head: Any, log_law: torch.Tensor, labels: torch.Tensor, options: EagleLossOptions
+) -> torch.Tensor:
+    """(1 - w) D(p, q) - w log q(label), [N]; a label that is not drafted adds nothing, as such rows of the law do."""
+    share, ids = options.label_weight, head.draft_ids
+    if not share:
+        return apart
+    places = torch.full((head.config.vocab_size,), -1, device=ids.device)
+    places[ids] = torch.arange(len(ids), device=ids.device)
+    place = places[labels]
+    likelihood = log_law.gather(-1, place.clamp(min=0)[:, None])[:, 0]
+    return (1 - share) * apart - share * torch.where(place >= 0, likelihood, 0.0)

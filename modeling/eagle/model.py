@@ -18,14 +18,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from ...configuration import EagleHeadConfig
 from ...generation.attachment import Attachable, NoGenerationMixin, adopt_special_ids, unwrap
-from ...generation.drafters.eagle import EagleDrafter, tree_options
+from ...generation.drafters.eagle import EagleDrafter
 from ...generation.drafters.protocol import DraftOptions
-from ...generation.options import CallOptions
 from ..heads.backbone_parts import backbone_parts, frozen
 from .folders import EagleFolderMixin
 from .layers import build_layers
 from .learning import EagleLearningMixin
-from .losses import EagleLossOptions
+from .loss_options import EagleLossOptions
 from .retrofit import backbone_config, resolved_aux_layers
 
 _CHAIN = 5
@@ -54,7 +53,6 @@ class EagleHead(EagleLearningMixin, EagleFolderMixin, Attachable, NoGenerationMi
     remote_classes = {"AutoModel": "EagleHead"}
     base_model_prefix = ""
     main_input_name = "input_ids"
-    _no_split_modules = ["EagleLayer"]
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     drafts_trees = True
@@ -68,6 +66,7 @@ class EagleHead(EagleLearningMixin, EagleFolderMixin, Attachable, NoGenerationMi
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)
         self.layers = build_layers(config)
+        self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers})  # those that are there
         self.rotary_emb = LlamaRotaryEmbedding(config)
         if config.version == 1:
             self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
@@ -165,13 +164,6 @@ class EagleHead(EagleLearningMixin, EagleFolderMixin, Attachable, NoGenerationMi
     def default_draft(self) -> int:
         """What the published chains of these heads have."""
         return _CHAIN
-
-    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
-        """Checks and completes `draft_tree`, whose longest path is then the draft's length."""
-        super().prepare_call(options, config)
-        if options.draft_tree is not None:
-            options.draft_tree, longest = tree_options(options.draft_tree)
-            options.num_assistant_tokens = min(options.num_assistant_tokens or longest, longest)
 
     def make_drafter(self, options: DraftOptions) -> EagleDrafter:
         """Drafts of the head, for one call of `generate`."""

@@ -6,6 +6,7 @@ mixes that in.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from .attention import EvaAttention, States
 from .block import EvaBlock
 from .cache import EvaByteCache, EvaCacheLayer, EvaRows
 from .rows import Rows
+
+Layer = Callable[..., torch.Tensor]
+"""Called as `EvaByteDecoderLayer` is."""
 
 
 class EvaByteRMSNorm(nn.Module):
@@ -154,6 +158,26 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         run = self._run if cache is None else torch.compiler.disable(self._run)
         return run(hidden, attention_mask, position_ids, cache, output_hidden_states)
 
+    def continue_from(
+        self,
+        hidden: torch.Tensor,
+        layers: Sequence[Layer],
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: EvaByteCache | None = None,
+    ) -> torch.Tensor:
+        """Last hidden states [B, L, D], after the final norm, of other `layers` on their input `hidden` [B, L, D].
+
+        Args:
+            hidden: What the first of the layers reads.
+            layers: Called as the backbone's own are.
+            attention_mask: See `forward`.
+            position_ids: See `forward`.
+            cache: Keys and values of these layers alone; extended.
+        """
+        run = self._run if cache is None else torch.compiler.disable(self._run)
+        return run(hidden, attention_mask, position_ids, cache, False, layers).last_hidden_state
+
     def _run(
         self,
         hidden: torch.Tensor,
@@ -161,6 +185,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         position_ids: torch.Tensor | None,
         cache: EvaByteCache | None,
         output_hidden_states: bool | int | list[int] | None,
+        layers: Sequence[Layer] | None = None,
     ) -> BaseModelOutputWithPast:
         """The forward from embeddings [B, L, D] on."""
         rows = _rows(hidden, attention_mask, position_ids if cache is None else None)
@@ -170,7 +195,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         block = plan.begin(counts, hidden.shape[1], hidden.device)
         block.with_mask(hidden.dtype, explicit=self.config._attn_implementation == "eager")
         keep = _Keep(self.config, output_hidden_states, rows)
-        hidden = self._run_layers(hidden, block, cache, keep)
+        hidden = self._run_layers(hidden, block, cache, keep, self.layers if layers is None else layers)
         plan.finish(block, counts)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden if rows is None else rows.restore(hidden),
@@ -179,10 +204,10 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         )
 
     def _run_layers(
-        self, hidden: torch.Tensor, block: EvaBlock, cache: EvaByteCache | None, keep: _Keep
+        self, hidden: torch.Tensor, block: EvaBlock, cache: EvaByteCache | None, keep: _Keep, layers: Sequence[Layer]
     ) -> torch.Tensor:
         rotary = self.rotary_emb(hidden, block.positions())
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(layers):
             keep(hidden)
             hidden = layer(hidden, rotary, block, cache=None if cache is None else cache.layers[index])
         hidden = self.norm(hidden)

@@ -12,6 +12,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
 from ...configuration.options import check_options
+from ...generation.drafters.draft_layers import DraftLayersDrafter
 from ...generation.drafters.heads import HeadDrafter
 from ...generation.drafters.protocol import DraftOptions
 from ...generation.mixins import MTPGenerationMixin
@@ -25,12 +26,12 @@ from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..outputs import MTPOutput
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
+from .draft_layers import DraftLayersMixin, EvaDraftLayers, with_layer
 
-# fields of heads that have no owner
-_APART = ("hidden_size", "vocab_size", "base_model_name_or_path", "draft_layers", "draft_lora_rank", "draft_lora_alpha")
+_APART = ("hidden_size", "vocab_size", "base_model_name_or_path")  # fields of heads that have no owner
 
 
-class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel):
+class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel):
     """EvaByte that predicts several bytes per call and emits exactly what one byte at a time would give.
 
     Official checkpoints load unchanged. `generate` speculates by default; `use_mtp=False` decodes byte by byte.
@@ -53,7 +54,10 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         self.model = EvaByteModel(config)
         self.lm_head = FFHead(config.hidden_size, config.vocab_size, config.num_pred_heads)
         self.mtp_head = self._circuit()
+        self.draft_layers = EvaDraftLayers(config) if config.mtp_head.draft_layers else None
         self.post_init()
+        if self.draft_layers is not None:
+            self.train_only("drafter")
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
@@ -85,13 +89,19 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
                 "or start a new head from its FF heads with set_head(...)"
             )
         in_rows = wanted.family.rows_of_lm_head
-        config.mtp_head = wanted if not in_rows and wanted.same_parameters(stored) else stored
+        is_stored = not in_rows and wanted.same_parameters(stored)
+        adds_layers = is_stored and wanted.draft_options() != stored.draft_options()
+        config.mtp_head = wanted if is_stored and not adds_layers else stored
         if config.mtp_head.family.rows_of_lm_head:
             config.mtp_head.window = min(config.mtp_head.window, config.num_pred_heads)
         loaded = super().from_pretrained(name, *args, config=config, **(hub | dtypes | kwargs))
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        if config.mtp_head is not wanted:
+        if adds_layers:
+            model.add_draft_layers(wanted.draft_layers, wanted.draft_lora_rank, wanted.draft_lora_alpha)
+        elif config.mtp_head is not wanted:
             model.set_head(**wanted.options())
+        if model.draft_layers is not None:
+            model.train_only("drafter")  # loading makes every parameter anew
         return loaded
 
     @property
@@ -111,7 +121,7 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         state of position i equal to FF head i, so that its law is that of the FF heads, and with random sum weights.
 
         Args:
-            **options: Fields of `MTPHeadConfig`; the window stays as it is unless given.
+            **options: Fields of `MTPHeadConfig`; the window and draft layers stay as they are unless given.
 
         Raises:
             TypeError: An option that is no field of `MTPHeadConfig`.
@@ -120,13 +130,15 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         """
         check_options(options, MTPHeadConfig, "set_head", _APART)
         old = self.config.mtp_head
-        self.config.mtp_head = MTPHeadConfig(**({"window": old.window, "gamma": old.gamma} | options))
+        kept = {"window": old.window, "gamma": old.gamma} | old.draft_options()
+        self.config.mtp_head = MTPHeadConfig(**(kept | options))
         try:
             self.config.validate()
-            head = self._circuit()
+            head, layers = self._circuit(), self._layers(old)
         except Exception:
             self.config.mtp_head = old
             raise
+        self.draft_layers = layers
         self.mtp_head = None if head is None else head.to(self.lm_head.weight)
         if head is None:
             self.lm_head.extend(self.window, self.config.initializer_range)
@@ -176,17 +188,29 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         FF heads share a tensor with the next-byte head; its rows get no gradient, and `MTPTrainer` no weight decay.
 
         Raises:
-            ValueError: An unknown part.
+            ValueError: An unknown part, or all of a model with draft layers, which take the backbone as it is.
         """
         if part not in ("all", "drafter", "heads"):
             raise ValueError(f"train_only({part!r}): choose 'all' or 'drafter'")
+        if part == "all" and self.draft_layers is not None:
+            raise ValueError("train_only('all'): draft layers leave the backbone as it is; choose 'drafter'")
         self.model.requires_grad_(part == "all")
         self.lm_head.requires_grad_(part == "all" or self.mtp_head is None)
         self.lm_head.target_frozen = part != "all" and self.mtp_head is None
 
+    def law_of_features(self, features: torch.Tensor) -> WindowLaw:
+        """Law of the next `window` tokens given `features` [..., D]."""
+        return window_law(self.head, self.config.mtp_head, features, self.backbone_parts())
+
     def window_law(self, hidden_states: torch.Tensor) -> WindowLaw:
-        """Law of the next `window` tokens given last hidden states [..., D]."""
-        return window_law(self.head, self.config.mtp_head, hidden_states, self.backbone_parts())
+        """Law of the next `window` tokens given last hidden states [..., D].
+
+        Raises:
+            ValueError: A model with draft layers, whose law reads other states; use `features` and `law_of_features`.
+        """
+        if self.draft_layers is not None:
+            raise ValueError("window_law of last states: draft layers read others; use law_of_features(features(...))")
+        return self.law_of_features(hidden_states)
 
     @can_return_tuple
     def forward(
@@ -224,6 +248,9 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
             `logits` [B, L, V] in float32 where the config has `fp32_logits`, and the rest of `MTPOutput`.
         """
         shift_labels, balance = kwargs.pop("shift_labels", None), kwargs.pop("balance", None)
+        learns = labels is not None or shift_labels is not None
+        if learns and self.draft_layers is not None:
+            kwargs["output_hidden_states"] = with_layer(self.hidden_layers[0], kwargs.get("output_hidden_states"))
         outputs = self.model(
             input_ids,
             attention_mask,
@@ -239,9 +266,11 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         logits = self.lm_head(kept, None if return_all_pred_logits else 1)
         logits = logits if return_all_pred_logits and self.config.num_pred_heads > 1 else logits[..., 0, :]
         found = {}
-        if labels is not None or shift_labels is not None:
+        if learns:
             targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
-            found = self._loss(hidden, targets, input_ids, num_items_in_batch, balance)
+            states = outputs.hidden_states if self.draft_layers is not None else (hidden,)
+            features = self.features(states, attention_mask, position_ids)
+            found = self._loss(features, hidden, targets, input_ids, num_items_in_batch, balance)
         return MTPOutput(
             logits=logits.float() if self.config.fp32_logits else logits,
             past_key_values=outputs.past_key_values,
@@ -251,6 +280,7 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
 
     def _loss(
         self,
+        features: torch.Tensor,
         hidden: torch.Tensor,
         targets: torch.Tensor,
         input_ids: torch.Tensor | None,
@@ -261,7 +291,7 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
         tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
         parts, config = self.backbone_parts(), self.config.mtp_head
         found = head_loss(
-            self.head, config, hidden, targets, tokens, counts, parts, hidden, self._loss_scale(hidden), balance
+            self.head, config, features, targets, tokens, counts, parts, hidden, self._loss_scale(hidden), balance
         )
         shown = dict(acceptances=found.acceptances, missing_mass=found.missing, head_squares=found.squares)
         if self.mtp_head is None or not self.lm_head.weight.requires_grad:
@@ -293,7 +323,10 @@ class EvaByteForMTPC(StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedMo
 
     def make_drafter(self, options: DraftOptions) -> HeadDrafter:
         """Drafts of the head, for one call of `generate`."""
-        return HeadDrafter(self.window_law, options)
+        if self.draft_layers is None:
+            return HeadDrafter(self.window_law, options)
+        run, layer = self.draft_layers.bind(self.model), self.hidden_layers[0]
+        return DraftLayersDrafter(self.law_of_features, options, layer, run, self._new_cache())
 
     def _new_cache(self) -> EvaByteCache:
         """The cache that `generate` starts with."""

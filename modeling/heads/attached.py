@@ -56,6 +56,7 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
+    drafts_trees = True
 
     def __init__(self, config: MTPHeadConfig) -> None:
         super().__init__(config)
@@ -131,6 +132,9 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         """Layers of a head keep no activations; most heads have none, and their loss is chunked anyway."""
         if any(hasattr(module, "gradient_checkpointing") for module in self.modules()):
             super()._set_gradient_checkpointing(enable, *args, **kwargs)
+
+    def get_input_embeddings(self) -> None:
+        """None: heads have no embeddings of their own (FSDP2 asks, to shard them apart)."""
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> None:
         """Heads have no embeddings, and those that were made for one vocabulary fit no other.

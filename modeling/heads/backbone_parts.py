@@ -11,6 +11,8 @@ from torch import nn
 from torch.func import functional_call
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..sharding import call_frozen, is_unit
+
 
 @dataclass(frozen=True)
 class BackboneParts:
@@ -69,6 +71,8 @@ def frozen(module: nn.Module, *args: Any) -> Any:
     The module itself is called, never its weight read: hooks of accelerate (offloaded weights) and other classes of
     linear maps (quantised ones) do their work.
     """
+    if is_unit(module):
+        return call_frozen(module, *args)
     if not torch.is_grad_enabled():
         return module(*args)
     trained = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..sharding import gather
+
 LOGITS_PER_CHUNK = 2**24
 """Logits that exist at a time: 64 MiB of float32 (and a few copies on the way back)."""
 Terms = Callable[..., torch.Tensor]
@@ -114,6 +116,7 @@ def chunked_sums(
     Returns:
         A scalar, the weighted sum of all sums; and, detached, the sums of each part, [n].
     """
+    gather(module.modules())
     states = [part.hidden_states for part in parts]
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     task = _Task(terms, module, parts, max(1, LOGITS_PER_CHUNK // logits_per_position), torch.is_grad_enabled())

@@ -72,6 +72,14 @@ class LatentLaw(WindowLaw):
         total = logsumexp(weights, -1)[..., None]
         return mixed - torch.where(total.isfinite(), total, torch.zeros_like(total))
 
+    def next_log_probs(self, prefix: torch.Tensor) -> torch.Tensor:
+        """One mixture of leaves: what comes behind the prefix is looked at by none of the weights that are needed."""
+        position = prefix.shape[-1]
+        tokens = torch.nn.functional.pad(prefix, (0, self.window - position))
+        weights = _safe(self.owner_weights(self.evidence(tokens))[..., position, :]).softmax(-1)
+        leaf = self.leaf_logits[..., position, :, :].softmax(-1)
+        return (weights[..., None, :] @ leaf)[..., 0, :].log()
+
     def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
         """States first, then all tokens at once."""
         states = self.sample_owners(generator)[..., None, None]

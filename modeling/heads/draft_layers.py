@@ -21,6 +21,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, Cache, PreTrainedModel
 from transformers import initialization as init
+from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from ...configuration import MTPHeadConfig
@@ -58,49 +59,31 @@ class Adapter(nn.Module):
         init.zeros_(self.lora_B)
 
 
-class DraftLayers(nn.Module):
-    """Adapters for every linear map of a backbone's last k layers.
+class LayerAdapters(nn.Module):
+    """Low-rank adapters for every linear map of some layers whose weights are borrowed.
 
     Args:
-        config: Head options: `backbone_config`, `draft_layers`, `draft_lora_rank`, `draft_lora_alpha`.
-
-    Raises:
-        ValueError: More layers than the backbone has, or an architecture whose layers cannot stand alone.
+        shells: The layers without weights, as modules to call.
+        config: Head options: `draft_lora_rank`, `draft_lora_alpha`.
     """
 
-    def __init__(self, config: MTPHeadConfig) -> None:
+    def __init__(self, shells: Sequence[nn.Module], config: MTPHeadConfig) -> None:
         super().__init__()
-        count, backbone = config.draft_layers, read_config(config.backbone_config)
-        with torch.device("meta"):
-            body = AutoModel.from_config(deepcopy(backbone))
-        check_layers(backbone, body)
-        if count > len(body.layers):
-            raise ValueError(f"draft_layers={count}: the backbone has {len(body.layers)} layers")
-        self.config, self.gradient_checkpointing = body.config, False
-        self.kinds = [layer_kind(body.config, index) for index in range(-count, 0)]
-        self.shells = [list(body.layers[-count:])]  # in a list: they hold no weights and are never saved
-        wanted = inspect.signature(type(self.shells[0][0]).forward).parameters
-        self.cache_name = "layer_past" if "layer_past" in wanted else "past_key_values"
-        for slot, shell in enumerate(self.shells[0]):
-            for module in shell.modules():
-                if hasattr(module, "layer_idx"):
-                    module.layer_idx = slot  # the layer's place in the drafter's own cache
+        self.shells, self.gradient_checkpointing = [list(shells)], False  # in a list: no submodules, never saved
         rank = config.draft_lora_rank
         scale = (2 * rank if config.draft_lora_alpha is None else config.draft_lora_alpha) / rank
         self.adapters = nn.ModuleList(
             nn.ModuleDict({_key(name): Adapter(module.weight.shape, rank, scale) for name, module in _linears(shell)})
-            for shell in self.shells[0]
+            for shell in shells
         )
-        self.rotary = type(body.rotary_emb)(body.config)
 
-    def bind(self, backbone: PreTrainedModel) -> BoundLayers:
-        """The layers as they stand now, for a step of training or a call of `generate`.
+    def weights(self, layers: Sequence[nn.Module]) -> list[Weights]:
+        """By layer, the weights of the backbone's `layers` with what the adapters add at the moment.
 
         Raises:
-            ValueError: A backbone whose weights are no plain matrices (quantised, offloaded, wrapped by peft).
+            ValueError: Weights that are no plain matrices (quantised, offloaded, wrapped by peft).
         """
-        layers = trunk(backbone).layers[-len(self.adapters) :]
-        return BoundLayers(self, [self._weights(*pair) for pair in zip(layers, self.adapters)], backbone)
+        return [self._weights(*pair) for pair in zip(layers, self.adapters)]
 
     def _weights(self, layer: nn.Module, adapters: nn.ModuleDict) -> Weights:
         weights = {name: p.detach() for name, p in (*layer.named_parameters(), *layer.named_buffers())}
@@ -115,6 +98,56 @@ class DraftLayers(nn.Module):
                 )
             weights[name] = adapter.added_to(weight)
         return weights
+
+    def run(self, slot: int, weights: Weights, states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        """One layer on states [B, T, d]; without a cache its activations may be computed again in backward."""
+        shell = self.shells[0][slot]
+
+        def layer(states: torch.Tensor) -> torch.Tensor:
+            output = functional_call(shell, weights, (states, *args), options)
+            return output[0] if isinstance(output, tuple) else output
+
+        cached = any(isinstance(value, Cache | CacheLayerMixin) for value in options.values())
+        saves = self.gradient_checkpointing and torch.is_grad_enabled() and not cached
+        return checkpoint(layer, states, use_reentrant=False) if saves else layer(states)
+
+
+class DraftLayers(LayerAdapters):
+    """The adapters of a backbone's last k layers, for heads apart from it.
+
+    Args:
+        config: Head options: `backbone_config`, `draft_layers`, `draft_lora_rank`, `draft_lora_alpha`.
+
+    Raises:
+        ValueError: More layers than the backbone has, or an architecture whose layers cannot stand alone.
+    """
+
+    def __init__(self, config: MTPHeadConfig) -> None:
+        count, backbone = config.draft_layers, read_config(config.backbone_config)
+        with torch.device("meta"):
+            body = AutoModel.from_config(deepcopy(backbone))
+        check_layers(backbone, body)
+        if count > len(body.layers):
+            raise ValueError(f"draft_layers={count}: the backbone has {len(body.layers)} layers")
+        super().__init__(body.layers[-count:], config)
+        self.config = body.config
+        self.kinds = [layer_kind(body.config, index) for index in range(-count, 0)]
+        wanted = inspect.signature(type(self.shells[0][0]).forward).parameters
+        self.cache_name = "layer_past" if "layer_past" in wanted else "past_key_values"
+        for slot, shell in enumerate(self.shells[0]):
+            for module in shell.modules():
+                if hasattr(module, "layer_idx"):
+                    module.layer_idx = slot  # the layer's place in the drafter's own cache
+        self.rotary = type(body.rotary_emb)(body.config)
+
+    def bind(self, backbone: PreTrainedModel) -> BoundLayers:
+        """The layers as they stand now, for a step of training or a call of `generate`.
+
+        Raises:
+            ValueError: A backbone whose weights are no plain matrices (quantised, offloaded, wrapped by peft).
+        """
+        layers = trunk(backbone).layers[-len(self.adapters) :]
+        return BoundLayers(self, self.weights(layers), backbone)
 
 
 class BoundLayers:
@@ -150,17 +183,9 @@ class BoundLayers:
         own = self.layers
         dtype = next(iter(self.weights[0].values())).dtype
         states = states.detach().to(dtype)
-        for slot, (shell, weights) in enumerate(zip(own.shells[0], self.weights)):
+        for slot, weights in enumerate(self.weights):
             options = self._options(slot, states, attention_mask, position_ids, cache)
-
-            def run(
-                states: torch.Tensor, shell: Any = shell, weights: Weights = weights, options: Any = options
-            ) -> Any:
-                output = functional_call(shell, weights, (states,), options)
-                return output[0] if isinstance(output, tuple) else output
-
-            saves = own.gradient_checkpointing and torch.is_grad_enabled() and cache is None
-            states = checkpoint(run, states, use_reentrant=False) if saves else run(states)
+            states = own.run(slot, weights, states, **options)
         return self.norm(states)
 
     def _options(

@@ -49,6 +49,7 @@ class JointMTPModel(PreTrainedModel):
         if heads.draft_layers is not None:
             raise ValueError("draft layers leave the backbone as it is: train heads with draft_layers on a frozen one")
         self.heads, self.backbone = heads, heads.backbone
+        self._no_split_modules = self.backbone._no_split_modules
         self.loss_type = "ForCausalLM"
 
     @property
@@ -85,9 +86,6 @@ class JointMTPModel(PreTrainedModel):
     def get_output_embeddings(self) -> nn.Module:
         """The backbone's."""
         return self.backbone.get_output_embeddings()
-
-    def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
-        super()._set_gradient_checkpointing(enable, *args, **kwargs)
 
     @can_return_tuple
     def forward(
@@ -135,11 +133,18 @@ class JointMTPModel(PreTrainedModel):
         """As `MTPHeads.pooled_loss`, without the backbone's own loss."""
         return self.heads.pooled_loss(sums, counts, self._first)
 
-    def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
-        """Writes the heads' folder and, in it, the backbone's."""
-        kwargs.pop("state_dict", None)
-        self.heads.save_pretrained(save_directory, *args, **kwargs)
-        self.backbone.save_pretrained(Path(save_directory) / BACKBONE, *args, **kwargs)
+    def save_pretrained(
+        self,
+        save_directory: str | PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Writes the heads' folder and, in it, the backbone's; `state_dict` holds tensors that had to be gathered."""
+        state = self.state_dict() if state_dict is None else state_dict
+        for name, folder in (("heads", Path(save_directory)), ("backbone", Path(save_directory) / BACKBONE)):
+            own = {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
+            getattr(self, name).save_pretrained(folder, is_main_process, own, **kwargs)
 
     def load_checkpoint(self, folder: str | PathLike) -> None:
         """Takes over what `save_pretrained` wrote, into this very model.
@@ -147,18 +152,22 @@ class JointMTPModel(PreTrainedModel):
         Raises:
             ValueError: A folder of other heads, or of another backbone.
         """
-        folder = Path(folder)
-        _load(self.heads, folder, "heads")
-        adapters = folder / BACKBONE / "adapter_model.safetensors"
-        if adapters.exists():
-            from peft import set_peft_model_state_dict
-
-            set_peft_model_state_dict(self.backbone, load_file(adapters), adapter_name="default")
-        else:
-            _load(self.backbone, folder / BACKBONE, "backbone")
+        load_trained(self.heads, Path(folder), "heads")
+        load_trained(self.backbone, Path(folder) / BACKBONE, "backbone")
 
 
-def _load(model: PreTrainedModel, folder: Path, what: str) -> None:
+def load_trained(model: PreTrainedModel, folder: Path, what: str) -> None:
+    """Takes over what the `save_pretrained` of a model, or of one that carries adapters of peft, wrote.
+
+    Raises:
+        ValueError: A folder of another model; `what` it should be is said.
+    """
+    adapters = folder / "adapter_model.safetensors"
+    if adapters.exists():
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(model, load_file(adapters), adapter_name="default")
+        return
     state = {
         name: tensor for file in sorted(folder.glob("model*.safetensors")) for name, tensor in load_file(file).items()
     }

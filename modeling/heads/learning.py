@@ -9,6 +9,7 @@ import torch
 from transformers.utils.generic import can_return_tuple
 
 from ..outputs import MTPOutput
+from ..sharding import is_unit
 from .losses import IGNORE, check_targets, counts_of_update, depth_targets, depth_weights, head_loss
 
 States = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
@@ -160,6 +161,7 @@ class LearningMixin:
         """Whether heads can learn one after the other: layers that read the same states, from labels."""
         config = self.config
         plain = config.loss_target == "labels" and config.loss_balance == "none"
+        plain = plain and not any(map(is_unit, self.head.modules()))
         return config.head_type == "layer" and config.mix == "none" and plain
 
     def loss_scale(self, first: float = 1.0) -> torch.Tensor:

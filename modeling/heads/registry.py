@@ -15,6 +15,7 @@ from torch import nn
 from transformers import Cache, PreTrainedConfig
 
 from ...configuration import MTPHeadConfig
+from ..sharding import call
 from . import hydra, layer
 from .backbone_parts import BackboneParts
 from .circuit_families import circuit_from_logits
@@ -55,19 +56,19 @@ def _build_independent(config: MTPHeadConfig, hidden_size: int, vocab_size: int)
 def _independent_law(
     head: nn.Module, config: MTPHeadConfig, features: torch.Tensor, backbone: BackboneParts | None
 ) -> WindowLaw:
-    return FactorisedLaw(_exact(head(features, config.window, backbone).unsqueeze(-2)))
+    return FactorisedLaw(_exact(call(head, features, config.window, backbone).unsqueeze(-2)))
 
 
 def _factorised_law(
     head: nn.Module, config: MTPHeadConfig, features: torch.Tensor, backbone: BackboneParts | None
 ) -> WindowLaw:
-    return FactorisedLaw(_exact(head(features, backbone)["leaf_logits"]))
+    return FactorisedLaw(_exact(call(head, features, backbone)["leaf_logits"]))
 
 
 def _circuit_law(
     head: nn.Module, config: MTPHeadConfig, features: torch.Tensor, backbone: BackboneParts | None
 ) -> WindowLaw:
-    parameters = head(features, backbone)
+    parameters = call(head, features, backbone)
     dtype = _exact(parameters["leaf_logits"][..., :0]).dtype
     return circuit_from_logits(config.head_type, dtype=dtype, **parameters)
 

@@ -47,6 +47,10 @@ class SequentialLaw(WindowLaw):
         steps = [self._logits(prefix[..., : bound + i, :]) for i in range(self.window)]
         return normalised_logits(torch.stack(torch.broadcast_tensors(*steps), -2))
 
+    def next_log_probs(self, prefix: torch.Tensor) -> torch.Tensor:
+        """The logits of the next conditional."""
+        return self._logits(self._extended(prefix))
+
     def token_log_probs(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
         """The conditionals at the tokens.
 

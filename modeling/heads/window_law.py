@@ -34,6 +34,13 @@ class WindowLaw(ABC):
         """log q(X_i = . | x_1..x_{i-1}) for tokens [..., n]: [..., n, v]."""
 
     @abstractmethod
+    def next_log_probs(self, prefix: torch.Tensor) -> torch.Tensor:
+        """log q(X_{j+1} = . | x_1..x_j) for prefixes [..., j], j < n: [..., v], up to a constant of each prefix.
+
+        Many prefixes of one law broadcast: a law with axes [B, 1] takes prefixes [B, k, j].
+        """
+
+    @abstractmethod
     def condition(self, first: torch.Tensor) -> WindowLaw:
         """The law of x_2..x_n given x_1 = `first` [...], in the same family."""
 
@@ -106,6 +113,11 @@ class FactorisedLaw(WindowLaw):
     def conditional_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
         """log leaf_i, whatever the tokens."""
         return self.log_leaves.expand(*tokens.shape, -1)
+
+    def next_log_probs(self, prefix: torch.Tensor) -> torch.Tensor:
+        """The logits of leaf_{j+1}, whatever the prefix."""
+        leaf = self.leaf_logits[..., prefix.shape[-1], 0, :]
+        return leaf.expand(*torch.broadcast_shapes(prefix.shape[:-1], leaf.shape[:-1]), -1)
 
     def condition(self, first: torch.Tensor) -> FactorisedLaw:
         """Independence: the other positions as they are."""

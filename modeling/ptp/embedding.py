@@ -1,4 +1,7 @@
-"""What a slot reads: the embedding of its uniform, of the wish for the most likely token, and of the last state."""
+"""What a slot reads: the embedding of its uniform, of the wish for the most likely token, and of the last state.
+
+Or a mask, and which parts of a model make slots.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ from torch import nn
 
 from ...configuration.ptp import PTPConfig
 from .features import uniform_features
+from .sampler import Sampler
 
+SLOT_PARTS = ("uniform_embedding", "mask_embedding", "sampler")
+"""Names of the modules beside the adapters; each variant has some of them."""
 GREEDY = -1.0
 """In place of a uniform: the slot is asked for the most likely token."""
 
@@ -76,3 +82,12 @@ class UniformEmbedding(nn.Module):
                 gaps = gaps.clamp(0, self.gap.num_embeddings - 1)
                 embeds = embeds + torch.where((gaps > 0)[..., None], self.state(states), 0.0) + self.gap(gaps)
         return embeds
+
+
+def slot_parts(config: PTPConfig, hidden_size: int) -> dict[str, nn.Module | None]:
+    """New modules by the names of `SLOT_PARTS`; None where a variant has none."""
+    return {
+        "uniform_embedding": UniformEmbedding(config, hidden_size) if config.reads_uniforms else None,
+        "mask_embedding": None if config.reads_uniforms else nn.Embedding(config.num_slots, hidden_size),
+        "sampler": Sampler(hidden_size) if config.has_sampler else None,
+    }

@@ -67,7 +67,11 @@ def token_positions(documents: torch.Tensor) -> torch.Tensor:
 
 
 def packed_positions(
-    documents: torch.Tensor, starts: torch.Tensor, slots: int, offset: int, own: torch.Tensor | None = None
+    documents: torch.Tensor,
+    starts: torch.Tensor,
+    slots: int,
+    offset: int | torch.Tensor,
+    own: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Positions that go with `packed_mask`.
 
@@ -76,7 +80,8 @@ def packed_positions(
         starts: [B, C] int64.
         slots: L.
         offset: Position of slot 0, less that of the token at the start: -1 for one-hot slots, which stand where the
-            backbone would predict their token, and 0 for categorical ones, which stand for the token itself.
+            backbone would predict their token, and 0 for categorical ones, which stand for the token itself; or one for
+            each sequence, [B, 1, 1].
         own: [B, T] int64, positions of the tokens; None: their places in their documents.
 
     Returns:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import signature
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration.options import check_options
@@ -18,27 +17,33 @@ from ...generation.parallel_mixin import ParallelGenerationMixin
 from ..checkpointing import caches_kept
 from ..copies import PicklableMixin
 from ..heads.losses import check_targets, depth_targets
+from ..heads.sequential_law import SequentialLaw
+from ..heads.window_law import FactorisedLaw, WindowLaw
 from ..indices import kept_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..merging import merged_copy
 from ..outputs import PTPOutput, states_asked_for
-from .embedding import GREEDY, UniformEmbedding
+from .backbones import check_config, check_logits, check_model
+from .embedding import SLOT_PARTS, slot_parts
 from .gated_lora import ADAPTER, gate_linears
 from .gates import Gate, keep_gates, opened
+from .inputs import check_masks, check_positions, check_uniforms, has_slots
 from .masks import additive_mask
 
 _EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative", "greedy", "reads_state"}
-_RECOMMENDED = {"features": "arithmetic", "projection": "mlp", "lora_rank": 64, "lora_alpha": 64}
+_RECOMMENDED = {"lora_rank": 64, "lora_alpha": 64}
+_OF_UNIFORMS = {"features": "arithmetic", "projection": "mlp"}
 
 
 class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin, PreTrainedModel):
-    """A causal language model that also predicts blocks of tokens from uniforms (PTP).
+    """A causal language model that also predicts blocks of tokens from uniforms (PTP), or from mask tokens.
 
-    Behind the tokens of a forward may stand auxiliary rows, one uniform each. Gated adapters act on them alone: on
-    ordinary tokens the model is the backbone, bit for bit. `variant="one_hot"` (O-PTP): slot k, behind a context of s
-    tokens, reads u_{s+k} and predicts the token that this uniform picks, at position s + k - 1.
+    Behind the tokens of a forward may stand auxiliary rows, one uniform (or mask) each. Gated adapters act on them
+    alone: on ordinary tokens the model is the backbone, bit for bit. `variant="one_hot"` (O-PTP): slot k, behind a
+    context of s tokens, reads u_{s+k} and predicts the token that this uniform picks, at position s + k - 1.
     `"categorical"` (C-PTP): slot k reads u_{s+k} in place of token s + k and predicts the law of token s + k + 1, at
-    position s + k.
+    position s + k. `"mask"` (masked prediction, Samragh et al. 2025): as `"categorical"`, but slot k reads the learned
+    mask k and no uniform, and a sampler head makes the law of its token from its state and the token before.
 
     Args:
         config: Configuration, with the backbone's inside.
@@ -57,20 +62,22 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _keep_in_fp32_modules_strict = {"lora_A", "lora_B", "uniform_embedding"}  # bfloat16 would round their steps away
+    _keep_in_fp32_modules_strict = {"lora_A", "lora_B", *SLOT_PARTS}  # bfloat16 would round their steps away
 
     def __init__(self, config: PTPConfig, backbone: PreTrainedModel | None = None) -> None:
         if config.backbone_config is None:
             raise ValueError("PTPConfig needs a backbone_config")
-        _check_backbone(config.backbone_config)
+        check_config(config.backbone_config)
+        check_logits(config.backbone_config)
         attention = None if backbone is None else backbone.config._attn_implementation
         super().__init__(config)
         self.loss_type = "ForCausalLM"
         self.backbone = backbone or AutoModelForCausalLM.from_config(config.backbone_config)
         if attention is not None:  # putting it into a model resets it as well
             self.backbone.config._attn_implementation = attention
-        _check_model(self.backbone)
-        self.uniform_embedding = UniformEmbedding(config, config.backbone_config.hidden_size)
+        check_model(self.backbone)
+        for name, part in slot_parts(config, config.backbone_config.hidden_size).items():
+            setattr(self, name, part)
         head = self.backbone.get_output_embeddings()
         gate_linears(self.backbone, config.lora_rank, config.lora_alpha, skip=head)
         self.post_init()
@@ -83,7 +90,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
             ValueError: A folder of another architecture, another embedding of uniforms than the checkpoint has, missing
                 tensors, wrong shapes.
         """
-        asked = {name: kwargs.pop(name) for name in _EMBEDDING & kwargs.keys()}
+        asked = {name: kwargs.pop(name) for name in (_EMBEDDING | {"sampler"}) & kwargs.keys()}
         if asked:  # the same shapes would not tell
             place = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
             cls.check_model_type(pretrained_model_name_or_path, **place)
@@ -100,14 +107,14 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
     def from_backbone(
         cls, model_or_path: PreTrainedModel | str | PathLike, variant: str = "one_hot", **options: Any
     ) -> PTPForCausalLM:
-        """Adds gated adapters and an embedding of uniforms to a model; they alone are trained.
+        """Adds gated adapters and an embedding of uniforms (or masks) to a model; they alone are trained.
 
         The given model stays as it is: `backbone` is a copy of it that shares its tensors, so that only training the
         backbone (`train_only("all")`) would show in it. Adapters of peft that it carries are merged into the copy.
 
         Args:
             model_or_path: A causal language model of transformers, a PeftModel, or where to load one.
-            variant: `"one_hot"` or `"categorical"`.
+            variant: `"one_hot"`, `"categorical"` or `"mask"`.
             **options: Further fields of `PTPConfig`. What is left out is what learns fast: `features="arithmetic"`,
                 `projection="mlp"`, `lora_rank=64`, `greedy=True`; `sampling` is by default what the model's generation
                 config sets.
@@ -122,11 +129,11 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         attention = base.config._attn_implementation
         sampling = {name: getattr(base.generation_config, name, None) for name in SAMPLING}
         options = {"sampling": {name: value for name, value in sampling.items() if value is not None}} | options
-        options = _recommended(options)
-        config = PTPConfig(backbone_config=base.config, variant=variant, **options)
+        config = PTPConfig(backbone_config=base.config, **_recommended({"variant": variant} | options))
         base.config._attn_implementation = attention  # a config that takes in another one resets it
         model = cls(config, base)
-        model.uniform_embedding.to(device=base.device, dtype=torch.promote_types(base.dtype, torch.float32))
+        for part in model.slot_parts():
+            part.to(device=base.device, dtype=torch.promote_types(base.dtype, torch.float32))
         model.generation_config = base.generation_config
         model.train_only("drafter")
         return model.eval()
@@ -149,7 +156,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         return model.eval()
 
     def train_only(self, part: str) -> None:
-        """Chooses what is trained: `"all"`, or `"drafter"` (also `"student"`): adapters and embedding of uniforms.
+        """Chooses what is trained: `"all"`, or `"drafter"` (also `"student"`): adapters, and what makes slots.
 
         Raises:
             ValueError: An unknown part.
@@ -158,7 +165,31 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
             raise ValueError(f"train_only({part!r}): choose 'all' or 'drafter'")
         for name, parameter in self.backbone.named_parameters():
             parameter.requires_grad_(part == "all" or f".{ADAPTER}." in name)
-        self.uniform_embedding.requires_grad_(True)
+        for part in self.slot_parts():
+            part.requires_grad_(True)
+
+    def slot_parts(self) -> list[nn.Module]:
+        """What makes slots, beside the adapters: the embedding of uniforms; or masks, and their sampler head."""
+        return [part for name in SLOT_PARTS if (part := getattr(self, name)) is not None]
+
+    def slot_law(self, states: torch.Tensor, before: torch.Tensor) -> WindowLaw:
+        """The law of the tokens that a group of slots predicts.
+
+        Args:
+            states: [..., L, D] of the slots, after the final norm.
+            before: [...] int64, the token before those that they predict; a sampler head reads it.
+
+        Returns:
+            A law of L tokens: sequential where there is a sampler head, else independent.
+        """
+        head, embed = self.get_output_embeddings(), self.get_input_embeddings()
+        if not self.config.has_sampler:
+            return FactorisedLaw(head(states)[..., None, :])
+
+        def next_logits(known: torch.Tensor) -> torch.Tensor:
+            return head(self.sampler(states[..., known.shape[-2] - 1, :], known[..., -1, :]))
+
+        return SequentialLaw(next_logits, embed, states.shape[-2], embed(before)[..., None, :])
 
     @property
     def trains_backbone(self) -> bool:
@@ -196,6 +227,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         slot_states: torch.Tensor | None = None,
         slot_gaps: torch.Tensor | None = None,
         read: Callable[[torch.Tensor, nn.Module], Any] | None = None,
+        masks: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> PTPOutput:
         """Logits of the tokens (the backbone's own) and of the auxiliary rows behind them.
@@ -216,6 +248,8 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
             slot_gaps: [A] or [B, A] int64, see `UniformEmbedding`.
             read: In place of logits: what to make of the last hidden states [B, T + A, D] and the head. Losses over
                 large vocabularies are made in pieces there, inside of what distribution wraps around this forward.
+            masks: [B or 1, A] int64 in [0, num_slots), the mask that each auxiliary row reads, in place of `uniforms`;
+                with `variant="mask"`.
             **kwargs: For the backbone without its head; `shift_labels` [B, T], the target of every token, in place of
                 `labels`; `num_items_in_batch`, targets over all micro-batches (from the Trainer).
 
@@ -223,7 +257,8 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
             `logits` [B, T + A, V]; or `read`, what the function of that name gave.
 
         Raises:
-            ValueError: Both or none of ids and embeddings, uniforms outside [0, 1), positions beyond a table of
+            ValueError: Both or none of ids and embeddings, uniforms outside [0, 1), masks that there are not, uniforms
+                for masks or the other way round, positions beyond a table of
                 learned ones, labels that are no token ids or without logits of all tokens.
         """
         loss_options = {name: kwargs.pop(name, None) for name in ("shift_labels", "num_items_in_batch")}
@@ -231,15 +266,16 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         tokens = embeds.shape[1]
-        if uniforms is not None:
-            slots = self._embedded(uniforms, slot_states, slot_gaps)
-            embeds = torch.cat([embeds, slots.to(embeds.dtype)], dim=1)
+        is_slotted = has_slots(self.config, uniforms, masks)
+        if is_slotted:
+            slots = self._embedded(uniforms, masks, slot_states, slot_gaps)
+            embeds = torch.cat([embeds, slots.to(embeds.dtype).expand(len(embeds), -1, -1)], dim=1)
         if position_ids is None:
             position_ids = self._positions(embeds, tokens, attention_mask, past_key_values)
-        _check_positions(self.config, position_ids)
+        check_positions(self.config, position_ids)
         if self.is_activation_checkpointing:
             keep_gates(self.backbone)
-        with caches_kept(self), opened(None if uniforms is None else Gate(tokens, embeds.shape[1])):
+        with caches_kept(self), opened(Gate(tokens, embeds.shape[1]) if is_slotted else None):
             outputs = self.backbone.get_decoder()(
                 inputs_embeds=embeds,
                 attention_mask=_as_mask(attention_mask, embeds),
@@ -260,9 +296,18 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
             read=read and read(hidden, head),
         )
 
-    def _embedded(self, uniforms: torch.Tensor, states: torch.Tensor | None, gaps: torch.Tensor | None) -> torch.Tensor:
-        """What auxiliary rows read, [B, A, D]."""
-        _check_uniforms(uniforms, self.config.greedy)
+    def _embedded(
+        self,
+        uniforms: torch.Tensor | None,
+        masks: torch.Tensor | None,
+        states: torch.Tensor | None,
+        gaps: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What auxiliary rows read, [B or 1, A, D]."""
+        if masks is not None:
+            check_masks(masks, self.config.num_slots)
+            return self.mask_embedding(masks)
+        check_uniforms(uniforms, self.config.greedy)
         if not self.config.informative:
             uniforms = torch.full_like(uniforms, 0.5)
         if self.config.reads_state and (states is None or gaps is None):
@@ -308,58 +353,11 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         return torch.cat([own, behind], dim=1).clamp(min=0)
 
 
-def _check_backbone(config: PreTrainedConfig) -> None:
-    kinds = set(getattr(config, "layer_types", None) or [])
-    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    if sliding and kinds != {"full_attention"}:
-        raise ValueError(
-            f"{config.model_type}: sliding_window={config.sliding_window}; auxiliary rows need a backbone with full "
-            "attention in every layer"
-        )
-    if kinds - {"full_attention"}:
-        raise ValueError(f"{config.model_type}: layers of types {sorted(kinds)}; only full attention can be verified")
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, name, None) not in (None, 1.0):
-            raise ValueError(f"{config.model_type}: {name}={getattr(config, name)}; logits must be lm_head's own")
-
-
-def _check_model(backbone: PreTrainedModel) -> None:
-    name = backbone.config.model_type
-    if getattr(backbone, "_is_stateful", False):
-        raise ValueError(f"{name}: a recurrent state cannot be cropped; only full attention can be verified")
-    if "position_ids" not in signature(backbone.get_decoder().forward).parameters:
-        raise ValueError(f"{name}: its forward takes no position_ids, and auxiliary rows need their own positions")
-    if backbone.config._attn_implementation not in ("eager", "sdpa"):
-        raise ValueError(
-            f"{name}: attn_implementation={backbone.config._attn_implementation!r} takes no dense masks; load it with "
-            "'sdpa' or 'eager'"
-        )
-
-
-def _check_positions(config: PTPConfig, position_ids: torch.Tensor) -> None:
-    """Learned positions end with their table."""
-    limit = config.learned_positions
-    if limit is not None and position_ids.numel() and int(position_ids.max()) >= limit:
-        raise ValueError(
-            f"position {int(position_ids.max())} is beyond the {limit} learned positions of "
-            f"{config.backbone_config.model_type} (max_position_embeddings); auxiliary rows need room too"
-        )
-
-
-def _check_uniforms(uniforms: torch.Tensor, may_be_greedy: bool) -> None:
-    if not uniforms.is_floating_point() or uniforms.dtype in (torch.float16, torch.bfloat16):
-        raise ValueError(f"uniforms have dtype {uniforms.dtype}; give float32 or float64, fewer bits say too little")
-    if uniforms.device.type != "cpu":
-        return  # to look at their values the host would wait for an accelerator in every forward
-    valid = (uniforms >= 0) & (uniforms < 1)
-    if not bool((valid | (uniforms == GREEDY) if may_be_greedy else valid).all()):
-        low, high = float(uniforms.min()), float(uniforms.max())
-        raise ValueError(f"uniforms must lie in [0, 1), but they lie between {low} and {high}")
-
-
 def _recommended(options: dict[str, Any]) -> dict[str, Any]:
     """What a new student has where nothing is said; an alpha goes with its rank."""
-    chosen = _RECOMMENDED | {"greedy": options.get("informative", True)} | options
+    chosen = _RECOMMENDED | options
+    if options["variant"] != "mask":
+        chosen = _OF_UNIFORMS | {"greedy": options.get("informative", True)} | chosen
     if "lora_rank" in options and "lora_alpha" not in options:
         chosen["lora_alpha"] = options["lora_rank"]
     if "features" in options and options["features"] != "arithmetic" and "projection" not in options:

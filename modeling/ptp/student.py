@@ -11,18 +11,18 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from ...configuration.ptp import PTPConfig, PTPStudentConfig
 from ...generation.attachment import Attachable, adopt_special_ids, unwrap
 from ...generation.parallel_speculator import ParallelSpeculator
+from ..heads.window_law import WindowLaw
 from ..loading import StrictLoadingMixin
 from ..merging import adapter_marks
-from .embedding import UniformEmbedding
+from .embedding import SLOT_PARTS, slot_parts
 from .gated_lora import ADAPTER
 from .model import PTPForCausalLM
 
 _SAME = ("model_type", "hidden_size", "vocab_size", "num_hidden_layers")
-_SHARED = ("uniform_embedding",)
 
 
 class PTPStudent(StrictLoadingMixin, ParallelSpeculator, Attachable, PreTrainedModel):
-    """Gated adapters and an embedding of uniforms for a backbone that stays as it is.
+    """Gated adapters and an embedding of uniforms, or masks, for a backbone that stays as it is.
 
     An attached student passes as `assistant_model`: `backbone.generate(..., assistant_model=student)` writes the
     backbone's own text, with the options of `ParallelGenerationMixin`. Behind it stands a `PTPForCausalLM` over the
@@ -57,7 +57,8 @@ class PTPStudent(StrictLoadingMixin, ParallelSpeculator, Attachable, PreTrainedM
         with torch.device("meta"):  # to learn which layers are adapted
             whole = PTPForCausalLM(PTPConfig(backbone_config=_copy(config.backbone_config), **config.options))
         self.adapters = _adapters_like(whole.backbone)
-        self.uniform_embedding = UniformEmbedding(config, config.backbone_config.hidden_size)
+        for name, part in slot_parts(config, config.backbone_config.hidden_size).items():
+            setattr(self, name, part)
         self.post_init()
 
     @classmethod
@@ -66,7 +67,7 @@ class PTPStudent(StrictLoadingMixin, ParallelSpeculator, Attachable, PreTrainedM
 
         Args:
             backbone: A causal language model of transformers; of a PeftModel, the model within.
-            variant: `"one_hot"` or `"categorical"`.
+            variant: `"one_hot"`, `"categorical"` or `"mask"`.
             **options: See `PTPForCausalLM.from_backbone`.
         """
         return cls.from_model(PTPForCausalLM.from_backbone(backbone, variant, **options)).attach(backbone)
@@ -83,7 +84,7 @@ class PTPStudent(StrictLoadingMixin, ParallelSpeculator, Attachable, PreTrainedM
         for name, own in _layers(student.adapters):
             layer = model.backbone.get_submodule(name)
             own.lora_A[ADAPTER], own.lora_B[ADAPTER] = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
-        for name in _SHARED:
+        for name in SLOT_PARTS:
             setattr(student, name, getattr(model, name))
         return student.train(model.training)
 
@@ -104,12 +105,16 @@ class PTPStudent(StrictLoadingMixin, ParallelSpeculator, Attachable, PreTrainedM
         """What runs forwards with slots in them: on tokens it is the backbone."""
         return self.whole
 
+    def slot_law(self, states: torch.Tensor, before: torch.Tensor) -> WindowLaw:
+        """`PTPForCausalLM.slot_law`."""
+        return self.whole.slot_law(states, before)
+
     def _joined(self, backbone: PreTrainedModel) -> PTPForCausalLM:
         model = PTPForCausalLM.from_backbone(backbone, **self.config.options)
         for name, own in _layers(self.adapters):
             layer = model.backbone.get_submodule(name)
             layer.lora_A[ADAPTER], layer.lora_B[ADAPTER] = own.lora_A[ADAPTER], own.lora_B[ADAPTER]
-        for name in _SHARED:
+        for name in SLOT_PARTS:
             setattr(model, name, getattr(self, name))
         model.train_only("drafter")
         return model.train(self.training)

@@ -50,8 +50,13 @@ def runner_class(monkeypatch):
     kind = type("GPUModelRunner", (Runner,), dict(vars(Runner)))
     module = ModuleType("vllm.v1.worker.gpu_model_runner")
     module.GPUModelRunner = kind
-    for name in ("vllm", "vllm.v1", "vllm.v1.worker"):
+    sampler = ModuleType("vllm.v1.sample.rejection_sampler")
+    sampler.expand_batch_to_tokens = lambda values, ends, size: values.repeat_interleave(
+        ends.diff(prepend=ends.new_zeros(1)), output_size=size
+    )
+    for name in ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.v1.sample"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, sampler.__name__, sampler)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return kind
 
@@ -169,6 +174,23 @@ def test_sampled_drafts_come_with_the_laws_they_were_drawn_from(kind, runner_cla
     sampling.all_greedy = True
     runner.propose_draft_token_ids(None, sampled, sampling, None, states, None, None, None, None)
     assert runner._draft_probs is None
+
+
+def test_a_sampler_that_loses_temperatures_is_mended(runner_class, tmp_path, caplog):
+    """As on CPUs in 0.32, whose kernel writes into a copy; a sampler that is right is left as it is."""
+    base, _ = saved("cp", tmp_path)
+    sampler = sys.modules["vllm.v1.sample.rejection_sampler"]
+    right = sampler.expand_batch_to_tokens
+    HeadProposer(configuration(base, tmp_path)).load_model(served(base))
+    assert sampler.expand_batch_to_tokens is right and not caplog.text
+    sampler.expand_batch_to_tokens = lambda values, ends, size: values.new_empty(size)
+    HeadProposer(configuration(base, tmp_path)).load_model(served(base))
+    assert "expand_batch_to_tokens loses temperatures on cpu; replaced" in caplog.text
+    ends = torch.tensor([2, 2, 5, 6], dtype=torch.int32)
+    heat = sampler.expand_batch_to_tokens(torch.tensor([0.5, 0.7, 0, 2]), ends, 6, replace_from=0, replace_to=1)
+    assert heat.tolist() == [0.5, 0.5, 1, 1, 1, 2]
+    top_k = sampler.expand_batch_to_tokens(torch.tensor([3, 4, 5, 6], dtype=torch.int32), ends, 6)
+    assert top_k.tolist() == [3, 3, 5, 5, 5, 6] and top_k.dtype == torch.int32
 
 
 def test_other_drafters_are_left_alone_and_the_runner_is_wrapped_once(runner_class):

@@ -132,7 +132,7 @@ def test_modules_with_a_window_hold_no_more_either(lag, monkeypatch):
     monkeypatch.setattr(modules, "_LAG", lag)
     model = family_model("mistral", 4, vocab_size=3, num_nextn_predict_layers=2)
     generator, made, make = torch.Generator().manual_seed(1), [], model.mtp.new_cache
-    monkeypatch.setattr(model.mtp, "new_cache", lambda: made.append(make()) or made[-1])
+    monkeypatch.setattr(model.mtp, "new_cache", lambda forgets: made.append(make(forgets)) or made[-1])
     inputs = left_padded([torch.randint(0, 3, (length,), generator=generator) for length in (9, 5, 1, 12)])
     options = OPTIONS | {"max_new_tokens": NEW}
     plain = model.generate(**inputs, use_mtp=False, **options)
@@ -140,7 +140,7 @@ def test_modules_with_a_window_hold_no_more_either(lag, monkeypatch):
     assert torch.equal(ours.sequences, plain.sequences)
     assert columns(ours.past_key_values) == columns(plain.past_key_values)
     assert made[0].get_seq_length() > NEW and 0 < max(columns(made[0])) <= WINDOW - 1 + lag + 4
-    monkeypatch.setattr(model.mtp, "new_cache", DynamicCache)
+    monkeypatch.setattr(model.mtp, "new_cache", lambda forgets: make(False))
     whole = model.generate(**inputs, num_assistant_tokens=3, **options).speculation
     assert ours.speculation.rows_drafts == whole.rows_drafts
     assert set().union(*whole.rows_accepted) == {0, 1, 2, 3}

@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import LlamaConfig, LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from tests.ptp_models import backbone, student
 from tokenahead.generation.processing import Processing
 from tokenahead.generation.verification import block_acceptance, token_acceptance
 from tokenahead.modeling.heads.circuit_families import circuit_from_logits
@@ -23,6 +24,8 @@ DRAFTS = torch.tensor(list(itertools.product(range(V), repeat=WINDOW - 1)))
 def law_of(kind, seed):
     """A random law of the next tokens after a kept one, as a batch over all drafts."""
     generator = torch.Generator().manual_seed(seed)
+    if kind == "mask":
+        return mask_law(generator)
     normal = lambda *shape: 1.5 * torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
     rank = 1 if kind == "ff" else RANK
     parameters = {"leaf_logits": normal(WINDOW, rank, V)}
@@ -31,6 +34,18 @@ def law_of(kind, seed):
     parameters |= {"node_logits": normal(WINDOW - 2, rank, rank)} if kind == "btree" else {}
     parameters = {key: value.expand(len(DRAFTS), *value.shape) for key, value in parameters.items()}
     return circuit_from_logits(kind, **parameters).condition(torch.full((len(DRAFTS),), 1))
+
+
+@torch.no_grad()
+def mask_law(generator):
+    """The law of a group of three masks behind a kept token, by a random sampler head."""
+    config = LlamaConfig(vocab_size=V, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+                         bos_token_id=None, eos_token_id=None, pad_token_id=None)  # fmt: skip
+    model = student("mask", backbone(config).double(), num_slots=WINDOW - 1).requires_grad_(False)
+    for parameter in (*model.sampler.parameters(), model.get_output_embeddings().weight):
+        parameter.normal_(generator=generator)
+    states = torch.randn(WINDOW - 1, 8, generator=generator, dtype=torch.float64)
+    return model.slot_law(states.expand(len(DRAFTS), -1, -1), torch.full((len(DRAFTS),), 1))
 
 
 def target_rows(processing, seed):
@@ -84,7 +99,7 @@ def emitted(rule, q, p):
 
 @pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("kind", ["ff", "cp", "hmm", "btree"])
+@pytest.mark.parametrize("kind", ["ff", "cp", "hmm", "btree", "mask"])
 def test_the_emitted_law_is_the_targets(kind, rule, warp):
     processing = Processing(LogitsProcessorList(WARPS[warp]))
     for seed in range(2):

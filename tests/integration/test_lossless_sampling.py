@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import GenerationMixin
 
+from tests.every_model import llama
 from tests.laws import continuation_law
 from tests.laws import continuation_p_value as p_value
 from tests.models import tiny_model
@@ -62,3 +63,31 @@ def test_sampled_law_in_the_assisted_loop_of_transformers(name, monkeypatch):
         run = lambda: target.generate(PROMPT, do_sample=True, max_new_tokens=LENGTH, **extra, **options)  # noqa: E731, B023
         samples = torch.cat([run() for _ in range(draws)])[:, PROMPT.shape[1] :]
         assert p_value(samples, law) > 0.001
+
+
+def _shaken(drafter, seed=6):
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in drafter.draft_layers.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return drafter
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("owner", ["evabyte", "heads"])
+def test_sampled_law_of_draft_lora(owner, rule):
+    """The drafter reads other states than the verifier; EvaByte's windows of 8 are crossed while it drafts."""
+    options = {"temperature": 0.8, "top_k": 4}
+    if owner == "evabyte":
+        target, extra = model(), {}
+        _shaken(target.add_draft_layers(2))
+    else:
+        target = llama(vocab_size=VOCAB, initializer_range=0.3)
+        extra = {"assistant_model": _shaken(MTPHeads.from_backbone(target, window=4, draft_layers=1))}
+    out = target.generate(
+        PROMPT, do_sample=True, max_new_tokens=LENGTH + 2, num_return_sequences=DRAWS // 2, verification=rule,
+        return_dict_in_generate=True, **options, **extra,
+    )  # fmt: skip
+    assert {count for row in out.speculation.accepted for count in row} >= {0, 1, 2}
+    samples = out.sequences[:, PROMPT.shape[1] : PROMPT.shape[1] + LENGTH]
+    assert p_value(samples, continuation_law(target, PROMPT, LENGTH, **options)) > 0.001

@@ -8,7 +8,8 @@ from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, backbone, ids, student
 
 RULES = [("one_hot", "coupled", 1), ("one_hot", "block", 1), ("one_hot", "coupled", 2), ("categorical", None, 1),
-         ("categorical", "token", 1), ("categorical", "coupled", 1), ("categorical", "coupled", 3)]  # fmt: skip
+         ("categorical", "token", 1), ("categorical", "coupled", 1), ("categorical", "coupled", 3),
+         ("mask", None, 1), ("mask", "coupled", 1)]  # fmt: skip
 
 
 def model_of(variant):

@@ -30,7 +30,7 @@ def write(model, lengths=(5, 1, 9, 2), **options):
     return model.generate(**batch, **how)
 
 
-@pytest.mark.parametrize("variant", ["one_hot", "categorical"])
+@pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
 def test_greedy_text_is_the_larger_models(variant):
     large, small = pair(variant)
     want = write(large)
@@ -48,7 +48,7 @@ def test_greedy_text_is_the_larger_models(variant):
     assert "generate" not in vars(large)
 
 
-@pytest.mark.parametrize("variant", ["one_hot", "categorical"])
+@pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.7, "top_k": 6}])
 def test_the_same_uniforms_pick_the_same_tokens(variant, how):
     large, small = pair(variant)

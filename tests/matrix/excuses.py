@@ -83,6 +83,6 @@ _PLAINLY = {
 _GATED = Excuse("its own adapters are gated, and LoRA would wrap them", refuses_lora)
 EXCUSES: dict[tuple[str, str], Excuse] = {
     **{(name, habit): excuse for habit, excuse in _PLAINLY.items() for name in NAMES},
-    **{(name, "peft"): _GATED for name in ("ptp-one_hot", "ptp-categorical")},
+    **{(name, "peft"): _GATED for name in ("ptp-one_hot", "ptp-categorical", "ptp-mask")},
     ("ptp-student-llama", "offloaded"): Excuse("a student's adapters join layers that are there", refuses_offloaded),
 }

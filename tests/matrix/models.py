@@ -158,9 +158,9 @@ def deepseek() -> Entry:
     return Entry("deepseek-modules", model, tokenizer=character_tokenizer(model.config.vocab_size))
 
 
-def ptp(variant: str) -> Entry:
+def ptp(variant: str, seed: int = 2) -> Entry:
     """A student whose adapters do something."""
-    model = student(variant, small_backbone(seed=2)).eval()
+    model = student(variant, small_backbone(seed=seed)).eval()
     return Entry(f"ptp-{variant}", model, tokenizer=character_tokenizer(model.config.get_text_config().vocab_size))
 
 
@@ -204,6 +204,7 @@ _MAKE: dict[str, Callable[[], Entry]] = {
     "deepseek-modules": deepseek,
     "ptp-one_hot": lambda: ptp("one_hot"),
     "ptp-categorical": lambda: ptp("categorical"),
+    "ptp-mask": lambda: ptp("mask", seed=6),  # a sampler head at random, and some of its drafts are right
     "ngram-llama": lambda: _attached("ngram-llama", backbone("llama"), NgramDrafter(num_tokens=5)),
     "ngram-tree-llama": lambda: _attached(
         "ngram-tree-llama", backbone("llama"), NgramDrafter(num_tokens=3, branches=3)

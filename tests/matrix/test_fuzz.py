@@ -23,6 +23,7 @@ MODELS = [
     "deepseek-modules",
     "ptp-one_hot",
     "ptp-categorical",
+    "ptp-mask",
     "ngram-tree-llama",
     "assistant-llama",
 ]
@@ -81,7 +82,7 @@ def drafts(name: str) -> st.SearchStrategy:
         "split": st.integers(1, 19),
     }
     if name.startswith("ptp"):
-        optional["slot_budget"] = st.integers(2, 12)
+        optional["slot_budget"] = st.integers(2, 12) | st.sampled_from(["linear", "quadratic"])
     if name.startswith("ngram"):
         optional["draft_tree"] = st.fixed_dictionaries({"top_k": st.integers(1, 4)})
     return st.fixed_dictionaries({}, optional=optional)

@@ -65,11 +65,14 @@ def test_spread_expectation_and_repetition_are_shown_and_loops_claim_no_speed(mo
     ]
 
 
-@pytest.mark.parametrize(("variant", "drafted"), [("one_hot", 2), ("categorical", 3)])
+@pytest.mark.parametrize(("variant", "drafted"), [("one_hot", 2), ("categorical", 3), ("mask", 3)])
 def test_parallel_prediction_says_what_its_slots_were_learned_for(variant, drafted, results):
     model = student(variant, sampling={"top_p": 0.9})
     card = render_card(model, results, repo_id="me/parallel")
-    assert table_row(card, "Drafts")[0].startswith(f"`{variant}`: parallel token prediction")
+    assert table_row(card, "Drafts")[0].startswith(
+        f"`{variant}`: {'masked' if variant == 'mask' else 'parallel token'} prediction"
+    )
+    assert ("| Sampler head |" in card.text) == (variant == "mask")
     assert table_row(card, "Slots") == [f"3: {drafted} drafted beside the next token"]
     assert table_row(card, "Learned for") == ["temperature 1.0, top_k 0, top_p 0.9"]
     assert table_row(card, "Width") == ["16"]  # the backbone's
@@ -141,9 +144,9 @@ SECTIONS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["model", "eagle", "ptp", "modules"])
+@pytest.mark.parametrize("kind", ["model", "eagle", "ptp", "mask", "modules"])
 def test_parts_of_the_annotated_template(kind, model, results):
-    found = {"model": model, "ptp": student(), "modules": family_model("llama")}
+    found = {"model": model, "ptp": student(), "mask": student("mask"), "modules": family_model("llama")}
     found["eagle"] = EagleHead(EagleHeadConfig(hidden_size=16, num_attention_heads=2, vocab_size=64))
     hyperparameters = {"learning_rate": 0.001}
     texts = {"training_data": "Novels.", "training_description": "Slowly.", "out_of_scope": "- Poems."}
@@ -153,9 +156,10 @@ def test_parts_of_the_annotated_template(kind, model, results):
     for shown in ("Novels.", "Slowly.", "- Poems.", "learning_rate: 0.001", "@article{"):
         assert shown in card.text
     assert (card.data.language, table_row(card, "Language(s)")) == ("en", ["en"])
-    paper = {"model": "2404.19737", "eagle": "2503.01840", "ptp": "2512.21323", "modules": "2412.19437"}[kind]
+    papers = {"model": "2404.19737", "eagle": "2503.01840", "ptp": "2512.21323", "modules": "2412.19437"}
+    paper = (papers | {"mask": "2507.11851"})[kind]
     assert f"arXiv:{paper}" in card.text
-    assert ("peft" in card.text) == (kind == "ptp") and ("AutoModel.from" in card.text) == (kind == "eagle")
+    assert ("peft" in card.text) == (kind in ("ptp", "mask")) and ("AutoModel.from" in card.text) == (kind == "eagle")
 
 
 @pytest.mark.parametrize(

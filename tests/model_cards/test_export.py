@@ -81,7 +81,8 @@ def test_a_retrofit_is_a_backbone_and_a_module_of_hy3(name, tmp_path):
     assert config["qk_norm"] is (name == "qwen3") and config["first_k_dense_replace"] == 3
     overrides = {"num_nextn_predict_layers": 1, "first_k_dense_replace": 3, "qk_norm": name == "qwen3"}
     assert f"vllm serve {tmp_path}/backbone --hf-overrides '{json.dumps(overrides)}'" in report.command
-    assert f'"method": "mtp", "model": "{tmp_path}/draft"' in report.command and "was run in vLLM" in str(report)
+    assert f'"method": "mtp", "model": "{tmp_path}/draft"' in report.command
+    assert "retrofits of this family were run in vLLM 0.32.0" in str(report)
 
 
 def test_a_retrofit_with_biases_is_a_module_of_mimo(tmp_path):
@@ -134,6 +135,16 @@ def test_more_modules_than_an_engine_runs(tmp_path):
         export(family_model("ernie4_5_moe", num_nextn_predict_layers=2), tmp_path)
     with pytest.raises(ValueError, match="exactly one module"):
         export(model, tmp_path, "sglang")
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "llama"])
+def test_a_draft_vocabulary_stays_here(name, tmp_path):
+    model = family_model(name)
+    model.set_draft_vocabulary(range(8))
+    report = export(model, tmp_path)
+    assert report.warnings == ["vllm drafts the whole vocabulary: it does not read draft_vocabulary.json"]
+    model.set_draft_vocabulary(None)
+    assert export(model, tmp_path).warnings == []
 
 
 def test_refusals(tmp_path):

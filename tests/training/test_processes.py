@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,39 +13,102 @@ from safetensors.torch import load_file
 
 from tests.training import process_client
 from tests.training.conftest import ragged_rows, small_model, trainer_for
-from tokenahead.training.trainer import MTPTrainer
+from tokenahead.modeling.heads.joint import JointMTPModel
+from tokenahead.training import sharding
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+EXAMPLES = ROOT / "examples" / "accelerate"
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "accelerate": ["accelerate.commands.launch", "--config_file", str(EXAMPLES / "cpus.yaml")],
+    "fsdp2": ["accelerate.commands.launch", "--config_file", str(EXAMPLES / "fsdp2.yaml")],
+}
+PLAIN = {
+    name: list(LAUNCHERS)[number % 2] for number, name in enumerate(process_client.MAKERS)
+}  # both launchers start the same processes: each has half of the models
+SHARDED = ["evabyte", "heads", "joint", "joint_layers", "modules", "eagle", "parallel"]
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """What two processes have written."""
-    folder = tmp_path_factory.mktemp("two")
+    """What two processes have written, by launcher."""
+    names = {launcher: [name for name in PLAIN if PLAIN[name] == launcher] for launcher in LAUNCHERS}
+    names["fsdp2"] = SHARDED
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    client = ["-m", "tests.training.process_client", str(folder), "2"]
-    done = subprocess.run([sys.executable, *words, *client], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder
+    folders = {launcher: tmp_path_factory.mktemp(launcher) for launcher in LAUNCHERS}
+    started = {}
+    for launcher, words in LAUNCHERS.items():
+        port = ["--main_process_port", "0"] if launcher != "torchrun" else []
+        client = ["-m", "tests.training.process_client", str(folders[launcher]), *names[launcher]]
+        started[launcher] = subprocess.Popen(
+            [sys.executable, "-m", *words, *port, *client], cwd=ROOT, env=environment, text=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        )  # fmt: skip
+    for launcher, process in started.items():
+        errors = process.communicate()[1]
+        assert process.returncode == 0, f"{launcher}: {errors[-3000:]}"
+    return folders
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process writes, by model."""
+    folder = tmp_path_factory.mktemp("one")
+
+    def run(name):
+        if not (folder / f"{name}.json").exists():
+            process_client.run(name, folder, 1, 2)
+        return _history(folder, name), load_file(folder / f"{name}.safetensors")
+
+    return run
+
+
+def _history(folder: Path, name: str) -> list[dict[str, float]]:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6, msg=lambda text, k=key: f"{k}: {text}")
 
 
 @pytest.mark.parametrize("name", process_client.MAKERS)
-def test_two_processes_do_what_one_does(name, two, tmp_path):
+def test_two_processes_do_what_one_does(name, two, alone):
     """The held-out rows are no multiple of what both take at once: none counts twice in losses and acceptance."""
-    process_client.run(name, tmp_path, 1, 2)
-    one, other = (json.loads((folder / f"{name}.json").read_text()) for folder in (tmp_path, two))
-    assert len(one) == len(other) and any("eval_loss" in entry for entry in one)
-    for mine, theirs in zip(one, other):
+    history, weights = alone(name)
+    other = _history(two[PLAIN[name]], name)
+    steps = [entry["loss"] for entry in history if "loss" in entry]
+    assert len(steps) == 3 and all(steps) and any("eval_loss" in entry for entry in history)
+    assert len(history) == len(other)
+    for mine, theirs in zip(history, other):
         assert theirs == pytest.approx(mine, rel=1e-6, abs=1e-6)
-    weights, others = (load_file(folder / f"{name}.safetensors") for folder in (tmp_path, two))
-    for key, value in weights.items():
-        torch.testing.assert_close(others[key], value, rtol=0, atol=1e-6, msg=lambda text, k=key: f"{k}: {text}")
+    _same(load_file(two[PLAIN[name]] / f"{name}.safetensors"), weights)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_shards_do_what_one_process_does(name, two, alone):
+    """Two steps, a sharded checkpoint, a third step after resuming from it; the folder at the end is whole."""
+    history, weights = alone(name)
+    for mine, theirs in zip(history, _history(two["fsdp2"], name), strict=True):
+        assert theirs == pytest.approx({key: mine[key] for key in theirs}, rel=1e-6, abs=1e-6)
+    _same(load_file(two["fsdp2"] / f"{name}.safetensors"), weights)
+    whole = process_client.MAKERS[name]()
+    if name.startswith("joint"):
+        whole = JointMTPModel(whole)
+        whole.load_checkpoint(two["fsdp2"] / f"{name}_whole")
+    else:
+        whole = type(whole).from_pretrained(two["fsdp2"] / f"{name}_whole")
+    _same(dict(whole.state_dict()), weights)
 
 
 def test_a_sharding_that_heads_cannot_follow_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(MTPTrainer, "_zero_stage", 3)
+    """What DeepSpeed is asked for is known before it does anything; here nobody asks for it really."""
+    plugin = SimpleNamespace(zero_stage=3)
+    monkeypatch.setattr(sharding, "plugin_of_deepspeed", lambda trainer: plugin)
     with pytest.raises(ValueError, match="zero_stage=3 of DeepSpeed"):
         trainer_for(small_model(), tmp_path, ragged_rows())
-    monkeypatch.setattr(MTPTrainer, "_zero_stage", 2)
+    plugin.zero_stage = 2
     trainer_for(small_model(), tmp_path, ragged_rows())

@@ -55,6 +55,7 @@ CASES = {
     "modules, joint, tv": (modules, dict(train="all", loss_target="teacher", loss_divergence="tv", loss_top_k=30)),
     "modules with adapters": (modules, dict(train="lora", lora_rank=2, drafter_lr_multiplier=2.0)),
     "eagle 3, lk": (lambda: eagle(steps=3), dict(loss_divergence="lk")),
+    "eagle 3, and labels": (lambda: eagle(steps=2), dict(loss_label_weight=0.3)),
     "eagle 1": (lambda: eagle(1), {}),
     "hass": (lambda: eagle(1, objective="hass", steps=2), {}),
 }
@@ -161,7 +162,7 @@ def test_a_frozen_backbone_stays_as_it_is_and_a_teacher_shows_acceptances(tmp_pa
         (eagle, dict(train="all"), "train='all': a EagleHead is trained on a frozen backbone"),
         (eagle, dict(loss_weight=0.3), "loss_weight=0.3: a EagleHead"),
         (eagle, dict(loss_top_k=4), "loss_top_k=4 means nothing for a EagleHead"),
-        (modules, dict(draft_layers=1), "draft_layers=1: MTPHeads have them, a DeepSeekMTP has not"),
+        (modules, dict(draft_layers=1), "draft_layers=1: heads have them, a DeepSeekMTP has not"),
         (modules, dict(loss_balance="rms"), "loss_balance='rms' means nothing for a DeepSeekMTP"),
         (heads, dict(draft_layers=1, train="all"), "draft_layers=1 leaves the backbone as it is"),
         (heads, dict(train="lora", lora_targets=["wq"]), "lora_targets holds 'wq', but the linear modules are"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from ...configuration import EvaByteConfig
 from ...model_cards.card import render_card, write_card
 from ..evaluation import HeadReport, read_reports
 from ..results import DecodingResult
-from .folder import EXCERPTS, FIGURES
+from .folder import EXCERPTS, FIGURES, LOG
 
 SPEED_PICTURE, ACCEPTANCE_PICTURE = "speed.png", "acceptance.png"
 """Names of the pictures."""
@@ -19,7 +20,7 @@ _ABOUT = f"""The small byte-level model that comes with tokenahead: it learned P
 bytes ahead. It shows what multi-token prediction does and is no assistant: it writes code that looks right and is not.
 The folder itself holds the backbone with its FF heads; the circuits lie beside it, one file each:
 `tokenahead.training.box.load_box("btree")` loads the model with another head, `tokenahead demo` measures all of them on
-the held-out text in `{EXCERPTS}`. All figures are in `{FIGURES}`, the log of the training in `training.jsonl`."""
+the held-out text in `{EXCERPTS}`. All figures are in `{FIGURES}`, the log of the training in `{LOG}`."""
 
 
 def write_box_card(folder: Path) -> Path:
@@ -33,7 +34,7 @@ def write_box_card(folder: Path) -> Path:
     """
     reports = read_reports(folder / FIGURES)
     manifest = json.loads((folder / "manifest.json").read_text())
-    lines = [json.loads(line) for line in (folder / "training.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
     card = render_card(
         EvaByteConfig.from_pretrained(folder),
         next(report for report in reports if report.head_type == "ff").measured,
@@ -76,24 +77,41 @@ _SCALE = """- For scale: an earlier run of this recipe that saw 3.5 MB, with 10 
 
 
 def _log(lines: list[dict[str, Any]]) -> Iterator[str]:
+    runs = list(_runs(lines))
+    totals = _totals(runs)
+    backbone = totals.pop("backbone")
     yield ""
-    last = {line["stage"]: line for line in lines}
-    plan = next((line["plan"] for line in lines if "plan" in line), {})
-    backbone = last["backbone"]
     yield f"- Backbone, with FF heads: {backbone['bytes']:,} bytes in {backbone['seconds']:,} s on the clock of one"
     yield f"  core beside other work, {backbone['step']:,} steps; Muon for the matrices, AdamW for the rest."
-    for stage, line in last.items():
-        if stage.startswith("head-"):
-            yield f"- {stage[5:]} head alone, on the frozen backbone's states: {line['step']:,} steps in"
-            yield f"  {line['seconds']} s of processor time."
-    held_out = [(line["seconds"], line["held_out"]["bits_per_byte"]) for line in lines if "held_out" in line]
+    for stage, total in totals.items():
+        yield f"- {stage.removeprefix('head-')} head alone, on the frozen backbone's states: {total['step']:,} steps in"
+        yield f"  {total['seconds']:,} s of processor time."
+    held_out = [(line["seconds"], line["held_out"]["bits_per_byte"]) for line in runs[0] if "held_out" in line]
     if held_out:
         yield (
             "- Bits per byte on held-out text on the way: " + ", ".join(f"{b:.3f} at {s} s" for s, b in held_out) + "."
         )
     yield _SCALE
-    if plan:
-        yield f"- Plan: `{json.dumps(plan)}`."
+    for line in lines:
+        if "plan" in line:
+            yield f"- Plan: `{json.dumps(line['plan'])}`."
+
+
+def _runs(lines: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The lines of one run after the other: a training that began with an earlier box has that box's lines first."""
+    starts = [index for index, line in enumerate(lines) if "plan" in line and index] + [len(lines)]
+    for start, end in pairwise([0, *starts]):
+        yield lines[start:end]
+
+
+def _totals(runs: list[list[dict[str, Any]]]) -> dict[str, dict[str, int]]:
+    """Bytes (or states), seconds and steps of every stage, over all runs."""
+    totals: dict[str, dict[str, int]] = {}
+    for run in runs:
+        for stage, line in {line["stage"]: line for line in run}.items():
+            total = totals.setdefault(stage, {"bytes": 0, "seconds": 0, "step": 0})
+            totals[stage] = {name: before + line[name] for name, before in total.items()}
+    return totals
 
 
 def heads_table(reports: Sequence[HeadReport]) -> Iterator[str]:

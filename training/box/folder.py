@@ -23,6 +23,8 @@ CHECKSUMS = "SHA256SUMS"
 """Name of the file of checksums, in the format of `sha256sum`."""
 FIGURES = "figures.json"
 """Name of the file of measured figures."""
+LOG = "training.jsonl"
+"""Name of the log of the training."""
 EXCERPTS = "held_out.json"
 """Name of the file of held-out text."""
 DRAFTED = 8

@@ -134,7 +134,7 @@ class Loop:
         done, whole = self.position.seconds, self.schedule.seconds
         if self.schedule.steps is not None:
             done, whole = self.position.step, self.schedule.steps
-        return min(1.0, done / whole)
+        return min(1.0, done / whole) if whole else 1.0
 
     def run(self) -> bool:
         """Trains to the end of the budget, from the checkpoint if there is one.
@@ -144,6 +144,8 @@ class Loop:
         """
         self._resume()
         if self.progress >= 1.0:
+            if not self.checkpoint.exists():  # nothing was to be done: what the stage began with is its result
+                self.save()
             return False
         saved = evaluated = self.position.seconds
         while self.progress < 1.0:

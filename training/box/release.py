@@ -21,7 +21,7 @@ from ..evaluation import write_reports
 from ..evaluation.bits import window_bits
 from .card import ACCEPTANCE_PICTURE, SPEED_PICTURE, write_box_card
 from .excerpts import cut_excerpts, save_excerpts
-from .folder import DRAFTED, EXCERPTS, FIGURES, save_box, seal_box
+from .folder import DRAFTED, EXCERPTS, FIGURES, LOG, save_box, seal_box
 from .measure import Box, BoxMeasurement
 from .run import BoxRun
 from .text import held_out_files, windows
@@ -52,7 +52,7 @@ def release_box(run: Path, output: Path, seconds: float = 180.0, drafts: dict[st
         rows = load_from_disk(str(run / "text" / "held_out")).with_format("numpy")
         sample = windows(rows[list(range(0, len(rows), -(-len(rows) // _WINDOWS)))]["ids"], 1024)
         bits = window_bits(models["ff"], sample)
-        (scratch / "training.jsonl").write_text("".join(trained.log_lines()))
+        (scratch / LOG).write_text("".join(trained.log_lines()))
         (scratch / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
         write_excerpts(scratch, manifest)
         seal_box(scratch)

@@ -14,13 +14,11 @@ from datasets import Dataset, load_from_disk
 
 from ...modeling import EvaByteForMTPC
 from ..demo.recipe import has_fast_bfloat16
-from .folder import load_box
+from .folder import LOG, load_box
 from .heads import States, backbone_states, head_step, kept_states, window_nll
 from .loop import Batch, Loop, Schedule
 from .model import backbone_loss, backbone_optimizer, box_config, can_compile, held_out_bits
 from .text import RowOrder, collect, pack, windows
-
-_BACKBONE_SHARE = 0.79
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,7 @@ class Plan:
 
     Attributes:
         hours: Time for the backbone and all heads.
+        backbone_share: Part of it for the backbone; 0 where only the heads of `start` learn on.
         hidden_size: Width of the backbone.
         layers: Its depth.
         attention_heads: Its attention heads.
@@ -41,11 +40,12 @@ class Plan:
         ranks: Rank of each head.
         head_rate: Peak learning rate of the heads (AdamW).
         head_rows: Packed rows whose hidden states the heads learn from.
-        start: Folder of an earlier box of the same sizes, whose backbone and FF heads this training begins with: so it
-            goes on on a machine where the earlier run's folder is not. None: fresh weights.
+        start: Folder of an earlier box of the same sizes and ranks, whose backbone and heads this training begins with:
+            so it goes on on a machine where the earlier run's folder is not. None: fresh weights.
     """
 
     hours: float
+    backbone_share: float = 0.79
     hidden_size: int = 256
     layers: int = 4
     attention_heads: int = 4
@@ -93,10 +93,10 @@ class BoxRun:
         return {kind: model.eval() for kind, model in models.items()}
 
     def log_lines(self) -> list[str]:
-        """The log without the steps that came after the last checkpoint and were lost."""
-        last: dict[str, int] = {}
+        """The log behind that of its start, without steps that came after the last checkpoint and were lost."""
+        start, last = self.plan.start, {}
         lines = (self.folder / "log.jsonl").read_text().splitlines(keepends=True)
-        kept = []
+        kept = [] if start is None else (Path(start) / LOG).read_text().splitlines(keepends=True)
         for line in map(json.loads, lines):
             stage = line["stage"]
             if stage not in last:
@@ -169,7 +169,7 @@ class BoxRun:
             loss=backbone_loss(model, plan.compile_step and can_compile()),
             batches=self._text_batches(),
             schedule=Schedule(
-                seconds=3600 * plan.hours * _BACKBONE_SHARE,
+                seconds=3600 * plan.hours * plan.backbone_share,
                 phases=plan.phases,
                 amp=self.amp,
             ),
@@ -177,7 +177,8 @@ class BoxRun:
         )
         is_new = not loop.checkpoint.exists()
         if is_new:
-            loop.write({"plan": asdict(plan), "parameters": model.num_parameters(), "started": time.strftime("%F %T")})
+            told = asdict(plan) | {"start": plan.start and Path(plan.start).name}  # a log is published: no local path
+            loop.write({"plan": told, "parameters": model.num_parameters(), "started": time.strftime("%F %T")})
         if loop.run():
             loop.write({"held_out": evaluate()})
         return model.eval()
@@ -201,7 +202,7 @@ class BoxRun:
         return kept_states(self.folder / f"states-{name}.safetensors", make)
 
     def train_heads(self, backbone: EvaByteForMTPC) -> dict[str, EvaByteForMTPC]:
-        """Trains every head on the frozen backbone, each from its FF heads and for the same time."""
+        """Trains every head on the frozen backbone for the same time, from its FF heads or from the start's own."""
         states = self.states(backbone, "train", self.plan.head_rows)
         held_out = self.states(backbone, "held_out", 32)
         return {kind: self.train_head(backbone, kind, states, held_out) for kind in self.plan.ranks}
@@ -212,6 +213,8 @@ class BoxRun:
         torch.manual_seed(plan.seed)
         if kind != "ff":
             model.set_head(head_type=kind, rank=plan.ranks[kind], gamma=0.9)
+            if plan.start is not None:
+                model.head.load_state_dict(load_box(kind, plan.start)[0].head.state_dict())
         model.train_only("heads")
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         loop = Loop(
@@ -222,7 +225,7 @@ class BoxRun:
             loss=head_step(model, plan.compile_step and can_compile()),
             batches=states.batch,
             schedule=Schedule(
-                seconds=3600 * plan.hours * (1 - _BACKBONE_SHARE) / len(plan.ranks),
+                seconds=3600 * plan.hours * (1 - plan.backbone_share) / len(plan.ranks),
                 phases=((1.0, 1, 1),),
                 log_every=50,
                 save_every=60.0,

@@ -21,7 +21,6 @@ import torch
 from transformers import set_seed
 from transformers.utils import logging
 
-from ...modeling.heads.attached import MTPHeads
 from ...modeling.heads.losses import IGNORE, depth_targets
 from ..analysis import layer_divergences, marginal_log_probs, next_token_spread
 from ..evaluation import environment
@@ -187,15 +186,10 @@ def _of_drafter(model: Any, whole: torch.Tensor, column: int, ahead: torch.Tenso
 
 def _summed_out(model: Any, prefix: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor | None:
     """The drafter's losses of tokens 1, 2, .. with the ones between unknown; None where it cannot sum them out."""
-    if isinstance(model, MTPHeads):
-        if model.family.sequential if hasattr(model.family, "sequential") else model.config.family.sequential:
-            return None
-        law = model.law(prefix)
-    elif hasattr(model, "window_law"):
-        states = model(prefix, use_cache=False, output_hidden_states=-1, logits_to_keep=1).hidden_states
-        law = model.window_law(states[-1])
-    else:
+    head = getattr(model.config, "mtp_head", model.config)
+    if not hasattr(model, "law") or head.family.sequential:
         return None
+    law = model.law(prefix)
     count = min(model.window, len(ahead))
     tokens = torch.nn.functional.pad(ahead[:count], (0, model.window - count))
     losses = []

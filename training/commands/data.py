@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...modeling.heads.losses import IGNORE
 from ..extras import needs_extra
+from ..regeneration import RegeneratedText, holds_text
 from .settings import Settings
 
 with needs_extra("train", "reading data"):
@@ -33,7 +34,8 @@ def load_data(
     """Training data, and data to evaluate on.
 
     `dataset_name` is a file (JSON, JSON lines, Parquet, CSV, Arrow, or text with a row per line), a folder of such
-    files or of `Dataset.save_to_disk`, or a name on the Hub; `datasets` is a mixture of them, as in TRL.
+    files, of `Dataset.save_to_disk` or of `regenerate` (whose completions alone are scored), or a name on the Hub;
+    `datasets` is a mixture of them, as in TRL.
 
     Args:
         settings: Of the run.
@@ -87,6 +89,8 @@ def _loaded(settings: Settings) -> Any:
         return load_dataset(_BUILDERS[path.suffix], data_files={"train": str(path)}, **options)
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         return load_from_disk(name)
+    if holds_text(path):
+        return _regenerated(path)
     if not path.is_dir() and name.startswith((".", "/", "~")):
         raise FileNotFoundError(f"dataset_name={name}: no such file or folder")
     try:
@@ -95,6 +99,11 @@ def _loaded(settings: Settings) -> Any:
         raise FileNotFoundError(
             f"dataset_name={name}: no such file or folder, and the Hub gave none: {error}"
         ) from error
+
+
+def _regenerated(folder: Path) -> Dataset:
+    rows = [{name: ids.tolist() for name, ids in row.items()} for row in RegeneratedText(folder)]
+    return Dataset.from_list(rows)
 
 
 def _split(data: dict[str, Any], name: str, setting: str, hint: str = "") -> Any:

@@ -15,7 +15,7 @@ from ...configuration.mtp_families import FAMILIES, count_modules
 from ...generation.attachment import Attachable
 from ...modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, EvaByteTokenizer, MTPHeads, PTPForCausalLM
 from ...modeling.deepseek.losses import ModuleLossOptions
-from ...modeling.eagle.losses import EagleLossOptions
+from ...modeling.eagle.loss_options import EagleLossOptions
 from ..completion import load_config
 from ..ptp.options import PTPOptions
 from .settings import DrafterArguments, Settings

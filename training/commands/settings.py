@@ -6,6 +6,7 @@ import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -106,6 +107,11 @@ class TrainConfig(SFTConfig):
     disable_tqdm: bool | None = field(default=True, metadata={"help": "tokenahead draws a bar of its own."})
 
     def __post_init__(self) -> None:
+        if self.deepspeed and find_spec("deepspeed") is None:
+            raise ValueError(
+                f"deepspeed={self.deepspeed!r} needs the package DeepSpeed, which no extra of tokenahead brings: pip "
+                "install deepspeed, or shard with FSDP2 (examples/accelerate/fsdp2.yaml)"
+            )
         if self.bf16 is None and not self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
             self.bf16 = False
         super().__post_init__()

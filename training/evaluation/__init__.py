@@ -18,6 +18,7 @@ _HOMES = {
     "environment": "machine",
     "hardware": "machine",
     "load_metric": "metrics",
+    "rank_accuracies": "ranks",
     "read_reports": "reports",
     "repeated_share": "figures",
     "sampled": "modes",

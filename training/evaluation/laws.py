@@ -88,8 +88,11 @@ def _of_heads(model: Any, batch: Batch) -> Iterator[DraftedLaws]:
         features = model.features(states, given.get("attention_mask"), given.get("position_ids"))
         law_of, unembed = model.law_of_features, backbone_parts(model.backbone).unembed
     else:
-        states = model(**given, use_cache=False, output_hidden_states=-1, logits_to_keep=1).hidden_states
-        features, law_of, unembed = states[-1], model.window_law, backbone_parts(model).unembed
+        states = model(
+            **given, use_cache=False, output_hidden_states=model.hidden_layers, logits_to_keep=1
+        ).hidden_states
+        features = model.features(states, given.get("attention_mask"), given.get("position_ids"))
+        law_of, unembed = model.law_of_features, backbone_parts(model).unembed
     targets, window = _targets(batch, model.window), model.window
     tokens = torch.where(targets == IGNORE, tokens_ahead(batch["input_ids"], window, 0), targets)
 

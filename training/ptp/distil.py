@@ -18,6 +18,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from ...configuration.ptp import VARIANTS
 from ...modeling.ptp.model import PTPForCausalLM
 from .data import write_texts
 from .options import PTPOptions
@@ -73,7 +74,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--backbone", required=True, help="folder or name of a causal language model")
     parser.add_argument("--text", type=Path, required=True, help="a file; its pieces are prompts")
     parser.add_argument("--output", type=Path, required=True, help="folder of texts, checkpoints and student")
-    parser.add_argument("--variant", choices=("one_hot", "categorical"), default="categorical")
+    parser.add_argument("--variant", choices=VARIANTS, default="categorical")
     parser.add_argument("--slots", type=int, default=8, help="N")
     parser.add_argument("--prompt-tokens", type=int, default=32, help="length of a prompt")
     parser.add_argument("--new-tokens", type=int, default=256, help="that the backbone writes behind each")

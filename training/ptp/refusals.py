@@ -1,27 +1,40 @@
-"""What a Trainer can be asked for and `PTPTrainer` cannot do: said at the door."""
+"""What a Trainer can be asked for and these trainers cannot do: said at the door."""
 
 from __future__ import annotations
 
-from transformers import Trainer
+from typing import Any
+
+from transformers import TrainingArguments
 
 
-def check_arguments(trainer: Trainer) -> None:
-    """Refuses arguments that would be ignored, or would spoil what the slots learn from.
+def check_arguments(trainer: Any) -> None:
+    """Refuses arguments that would be ignored.
+
+    Args:
+        trainer: An `UpdateTrainer`.
 
     Raises:
         ValueError: There is one; the message says what to do instead.
     """
+    name, means = type(trainer).__name__, trainer._mean_names()
     if trainer.compute_metrics is not None:
         raise ValueError(
-            "compute_metrics= would be given logits of texts, and a step of PTPTrainer has those of slots alone; the "
-            "log carries num_correct and eval_num_correct, and evaluate(...) returns them"
+            f"compute_metrics= would be given logits of texts, and a step of {name} has those of rows behind them; the "
+            f"log carries {means[0]} and eval_{means[0]}, and evaluate(...) returns them"
         )
-    args = trainer.args
-    if args.label_smoothing_factor:
+    if trainer.args.label_smoothing_factor:
         raise ValueError(
-            f"label_smoothing_factor={args.label_smoothing_factor} is for losses of labels: a slot learns the law or "
-            "the token that decoding verifies; set it to 0"
+            f"label_smoothing_factor={trainer.args.label_smoothing_factor} is for losses of labels alone, and {name} "
+            "has one of its own; set it to 0"
         )
+
+
+def check_noise(args: TrainingArguments) -> None:
+    """Refuses noise where a law is learned from the backbone itself.
+
+    Raises:
+        ValueError: NEFTune.
+    """
     if args.neftune_noise_alpha:
         raise ValueError(
             f"neftune_noise_alpha={args.neftune_noise_alpha} would add noise to the embeddings that the teacher reads, "

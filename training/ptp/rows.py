@@ -27,15 +27,19 @@ class SlotInputs:
         uniforms: [B, C, L] float32.
         states: [B, C, D] last verified hidden states, or None.
         gaps: [B, C] int64, tokens between a state's own and its completion; 0 where there is none.
+        are_masks: Slots read the masks of their places, and no uniforms.
     """
 
     uniforms: torch.Tensor
     states: torch.Tensor | None = None
     gaps: torch.Tensor | None = None
+    are_masks: bool = False
 
     def flat(self) -> dict[str, torch.Tensor]:
         """Arguments of `PTPForCausalLM.forward`, all slots in a row."""
-        slots = self.uniforms.shape[2]
+        completions, slots = self.uniforms.shape[1:]
+        if self.are_masks:
+            return {"masks": torch.arange(slots, device=self.uniforms.device).repeat(completions)[None]}
         if self.states is None:
             return {"uniforms": self.uniforms.flatten(1)}
         return {
@@ -195,7 +199,7 @@ class PackedRows:
             **inputs,
         )
         if not keep:
-            self.cache.crop(-inputs["uniforms"].shape[1])
+            self.cache.crop(-positions.shape[1])
         return outputs.read if read else outputs.logits
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,9 +45,7 @@ class SlotReader:
         self._head, self._hits = head, []
         task, totals = self.task, self.totals.clamp(min=torch.finfo(torch.float32).tiny).float()
         slots = hidden[:, hidden.shape[1] - task.tokens[0].numel() :].unflatten(1, task.tokens.shape[1:])
-        weights, scores, size = slot_weights(task.valid, self.options.gamma), task.scores, self.config.vocab_size
-        given = [task.tokens[..., None], weights[..., None], task.uniforms[..., None], scores and scores.states]
-        loss, (slot_sum,) = chunked_sums(self._terms, head, [Part(slots, given, 1 / totals[:1])], size)
+        loss, slot_sum = self._of_slots(slots, totals[:1])
         base_sum = torch.zeros_like(slot_sum)
         if self.next_tokens is not None:
             before = hidden[:, : self.next_tokens.shape[1]]
@@ -55,10 +54,31 @@ class SlotReader:
             def own(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
                 return _next_token_losses(head(states), targets[:, 0])[:, None]
 
-            base, (base_sum,) = chunked_sums(own, head, [part], size)
+            base, (base_sum,) = chunked_sums(own, head, [part], self.config.vocab_size)
             loss = loss + base
         hits = torch.cat(self._hits).view(task.tokens.shape)
         return loss, torch.cat([slot_sum, base_sum]), hits
+
+    def _of_slots(self, slots: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of slots [B, C, L, D], and its sum [1], which `total` [1] divides."""
+        return self._compared(slots, total, drafts=True)
+
+    def _compared(
+        self, states: torch.Tensor, total: torch.Tensor, drafts: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of rows [B, C, L, D] that predict the slots' tokens, and its sum [1].
+
+        Args:
+            states: What the head reads.
+            total: [1], divides the sum.
+            drafts: Whether these rows draft; it is noted whether they are right.
+        """
+        task = self.task
+        weights, scores = slot_weights(task.valid, self.options.gamma), task.scores
+        given = [task.tokens[..., None], weights[..., None], task.uniforms[..., None], scores and scores.states]
+        terms = partial(self._terms, drafts=drafts)
+        loss, (summed,) = chunked_sums(terms, self._head, [Part(states, given, 1 / total)], self.config.vocab_size)
+        return loss, summed
 
     def _terms(
         self,
@@ -67,15 +87,17 @@ class SlotReader:
         weights: torch.Tensor,
         uniforms: torch.Tensor,
         teacher: torch.Tensor | None,
+        drafts: bool,
     ) -> torch.Tensor:
-        """Weighed losses of slots, [n, 1]; notes whether their drafts are right."""
+        """Weighed losses of slots, [n, 1]."""
         tokens, weights = tokens[:, 0], weights[:, 0]
         logits, law = self._head(states), None
         if teacher is not None:
             with torch.no_grad():
                 law = target_law(self.task.completions.scores.logits(teacher), **self.config.sampling)
-        with torch.no_grad():
-            self._hits.append(self._drafts(logits.detach(), uniforms[:, 0]) == tokens)
+        if drafts:
+            with torch.no_grad():
+                self._hits.append(self._drafts(logits.detach(), uniforms[:, 0]) == tokens)
         losses = slot_losses(logits, tokens, law, self.options.loss)
         return (losses.masked_fill(weights == 0, 0.0) * weights)[:, None]
 

@@ -34,6 +34,8 @@ class Task:
         reached: [B, C, K] bool, tokens that uniforms say something of.
         first: The token of a completion that slot 0 predicts: its own (0), or the one behind it.
         with_law: Whether targets are laws; else they are certain.
+        anchors: [B, C, L, D], the backbone's states of the ordinary rows that predict the same tokens as the slots; for
+            masks.
     """
 
     sequences: Sequences
@@ -44,6 +46,16 @@ class Task:
     reached: torch.Tensor
     first: int
     with_law: bool
+    anchors: torch.Tensor | None = None
+
+    def release(self) -> None:
+        """Lets go of the cache, where it may not wait: one at a time, and the context is read again."""
+        self.rows.cache = None
+
+    @property
+    def before(self) -> torch.Tensor:
+        """The tokens before those that slots should predict, [B, C, L] int64, where there are such."""
+        return self.completions.tokens[..., : -self.first]
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -105,6 +117,7 @@ class TaskMaker:
         starts, exists = draw_starts(sequences.startable, options.completions, keys)
         rows = PackedRows(model, sequences, starts, self.is_one_hot)
         needs_states = self.config.reads_state or options.sequences == "student" or options.method == "inverse"
+        needs_states = needs_states or not self.config.reads_uniforms
         own = rows.read() if self.is_own or reads or needs_states else None
         shares = draws.shares(starts, self.length)
         known_states = self._states(sequences, own, starts, draws)
@@ -114,7 +127,11 @@ class TaskMaker:
             completions = self._completions(rows, own, exists, known_states)
             u, reached = completions.place(shares)
             completions, u, reached = self._with_greedy(rows, own, exists, completions, u, reached)
-        return self._put(sequences, rows, completions, u, reached, known_states)
+        task = self._put(sequences, rows, completions, u, reached, known_states)
+        if not self.config.reads_uniforms:
+            columns = starts[..., None] + torch.arange(self.config.num_slots, device=starts.device)
+            task.anchors = at_columns(own.states, columns.clamp(max=sequences.tokens.shape[1] - 1))
+        return task
 
     def _completions(
         self, rows: PackedRows, own: Scores | None, exists: torch.Tensor, states: tuple[Any, Any]
@@ -183,7 +200,7 @@ class TaskMaker:
     ) -> Task:
         """A categorical slot predicts the token behind its own; a one-hot one its own, for certain."""
         with_law = self.options.loss != "ce" and not self.config.predicts_tokens
-        inputs = SlotInputs(u[..., : self.config.num_slots], *states)
+        inputs = SlotInputs(u[..., : self.config.num_slots], *states, are_masks=not self.config.reads_uniforms)
         return Task(sequences, rows, inputs, completions, u, reached, int(not self.is_one_hot), with_law)
 
 

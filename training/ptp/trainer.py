@@ -3,50 +3,39 @@
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
-from transformers.trainer_utils import EvalLoopOutput
+from transformers import DataCollatorForSeq2Seq, TrainingArguments
 
 from ...configuration.ptp import SAMPLING
-from ...modeling.heads.losses import IGNORE
-from ..beginning import check_checkpoint, check_ids
-from ..running_means import RunningMeansMixin
-from .completions import Sequences
+from .mask_slots import MaskReader
 from .options import PTPOptions
-from .refusals import check_arguments
+from .refusals import check_noise
 from .slots import SlotReader
 from .tasks import Task, TaskMaker
 from .teacher import Teacher
+from .updates import Inputs, UpdateTrainer, at_rest, next_tokens, pad_rows
 
 LEARNING_RATE = 2e-3
 """Of `PTPTrainer`, where `TrainingArguments` has its default: at 5e-5 a student hardly learns."""
-_TASK = "ptp_task"
-_BATCHES_TO_SEARCH = 1000  # for something to learn, where the first update has nothing
-Inputs = dict[str, Any]
 
 
-class PTPTrainer(RunningMeansMixin, Trainer):
+class PTPTrainer(UpdateTrainer):
     """transformers' Trainer for parallel token prediction.
 
     Every step draws random starts in the sequences, finds uniforms that pick the tokens behind them under the law that
-    decoding verifies (`model.config.sampling`), and teaches the slots to predict the tokens from the uniforms.
+    decoding verifies (`model.config.sampling`), and teaches the slots to predict the tokens from the uniforms. Slots of
+    masks (`variant="mask"`) read no uniforms; beside their tokens they learn the backbone's states (`MaskReader`).
 
     The data are dictionaries with `input_ids` and, where wanted, `attention_mask`, `labels` (-100: never a target) and
     `position_ids` (packed documents start anew at 0). The log carries `num_correct`: how many
     slots of a completion are right before the first wrong one, on average (PTP paper, Eq. 16); and
     `num_correct_greedy`, the same of the completions that are most likely.
 
-    Gradients are exact under accumulation and on several ranks: sums are divided by the counts of the whole update.
-    `eval_loss` is the same every time, whatever the size of batches, and no generator notices an evaluation. What a
-    step draws follows from the seed, the step and the rank alone: a resumed run learns what an uninterrupted one does.
-    Where `TrainingArguments` has its default learning rate, it is 2e-3 here.
+    Gradients, evaluation and resumed runs are exact, see `UpdateTrainer`. Where `TrainingArguments` has its default
+    learning rate, it is 2e-3 here.
 
     Args:
         model: A `PTPForCausalLM`.
@@ -79,94 +68,37 @@ class PTPTrainer(RunningMeansMixin, Trainer):
         if kwargs.get("data_collator") is None:
             kwargs["data_collator"] = self._own_collator(kwargs.get("processing_class"))
         super().__init__(model, _with_rate(args), **kwargs)
-        check_arguments(self)
-        self.model_accepts_loss_kwargs = True  # sums are divided by the counts of a whole update
+        check_noise(self.args)
         if teacher is not None:
             teacher = teacher.to(self.args.device).requires_grad_(False).eval()
         self._external = None if teacher is None else Teacher(teacher, model.config.sampling)
 
     def _own_collator(self, tokenizer: Any) -> Any:
         """What makes batches where no collator is given; None leaves it to `Trainer`."""
-        return _pad if tokenizer is None else DataCollatorForSeq2Seq(tokenizer)
+        return pad_rows if tokenizer is None else DataCollatorForSeq2Seq(tokenizer)
 
     @property
     def _maker(self) -> TaskMaker:
         teacher = self._external or Teacher(self._owner, self._owner.config.sampling)
         return TaskMaker(self._owner.config, self.options, teacher, self._external is None)
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Inputs], num_batches: int, device: torch.device
-    ) -> tuple[list[Inputs], torch.Tensor | None]:
-        """The micro-batches of an update with their tasks, and what all their sums are divided by, on all ranks.
-
-        Raises:
-            ValueError: Before the first step, where nothing in the training data can be learned, or ids are none.
-        """
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if not batches:
-            return batches, None
-        if self.state.global_step == self._initial_global_step:
-            check_ids(batches, self._owner.config.vocab_size)
-        with self._drawing(f"{self.args.seed} {self.state.global_step} {self.args.process_index}"):
-            tasks = [self._task(self.model_wrapped, self._prepare_inputs(batch), True) for batch in batches]
-        if len(tasks) > 1:
-            for task in tasks:
-                task.rows.cache = None  # one cache at a time: the context is read again
-        totals = sum(self._counts(task) for task in tasks)
-        if self.args.world_size > 1:
-            totals = self.accelerator.gather(totals[None]).sum(0)
-        if self.state.global_step == 0 and not totals[0]:
-            self._refuse_barren_data()
-        return [{**batch, _TASK: task} for batch, task in zip(batches, tasks)], totals
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """As in `Trainer`; a checkpoint of another model is refused."""
-        check_checkpoint(resume_from_checkpoint, self._owner)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _refuse_barren_data(self) -> None:
-        others = islice(self.get_train_dataloader(), _BATCHES_TO_SEARCH)
-        if not any(Sequences.of(batch).startable.any() for batch in others):
-            raise ValueError(
-                "train_dataset has nothing to complete: its labels are -100 everywhere, or no row is longer than one "
-                "token"
-            )
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The mean loss of the slots of an update, as far as this batch adds to it, and the backbone's own.
-
-        Args:
-            model: The model, perhaps wrapped.
-            inputs: A batch.
-            return_outputs: Return slots, too: `tokens`, `valid` and `hits` [B, C, L].
-            num_items_in_batch: [2], from `get_batch_samples`; None: this batch is all.
-
-        Returns:
-            The loss, and the outputs where asked for.
-        """
-        task = inputs.get(_TASK) or self._task(model, inputs, model.training)
-        own = self._counts(task)
-        totals = own if num_items_in_batch is None else num_items_in_batch
-        targets = _next_tokens(task.sequences) if self.options.base_weight else None
-        reader = SlotReader(task, self.options, self._owner.config, totals, targets)
+    def _learn(
+        self, model: nn.Module, task: Task, totals: torch.Tensor, counts: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """See `UpdateTrainer`; the outputs are those of slots: `tokens`, `valid` and `hits` [B, C, L]."""
+        targets = next_tokens(task.sequences) if self.options.base_weight else None
+        given = task, self.options, self._owner.config, totals, targets
+        reader = SlotReader(*given) if self._owner.config.reads_uniforms else MaskReader(self._owner, *given)
         if self._learns_in_one_pass:
-            task.rows.cache = None
+            task.release()
             loss, sums, hits = task.rows.everything(task.inputs, reader)
         else:
             if task.rows.cache is None:
-                with _at_rest(model):
+                with at_rest(model):
                     task.rows.read()
             loss, sums, hits = task.rows.slots(task.inputs, reader)
-        self._note(task, sums, own, hits, model.training)
-        if num_items_in_batch is not None:
-            loss = loss * self.args.world_size  # ranks average their gradients
-        return (loss, {"tokens": task.tokens, "valid": task.valid, "hits": hits}) if return_outputs else loss
+        self._note(task, sums, counts, hits, model.training)
+        return loss, {"tokens": task.tokens, "valid": task.valid, "hits": hits}
 
     @property
     def _learns_in_one_pass(self) -> bool:
@@ -176,36 +108,11 @@ class PTPTrainer(RunningMeansMixin, Trainer):
 
     def _task(self, model: nn.Module, inputs: Inputs, is_training: bool) -> Task:
         """What the slots are to learn in this batch."""
-        with _at_rest(model):
+        with at_rest(model):
             return self._maker.task(model, inputs, is_training, reads=not self._learns_in_one_pass)
 
     def _counts(self, task: Task) -> torch.Tensor:
-        return task.counts(self.options.gamma, _next_tokens(task.sequences) if self.options.base_weight else None)
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """As in `Trainer`; the same every time, and the global generator does not notice."""
-        with self._drawing(self.args.seed):
-            return super().evaluation_loop(*args, **kwargs)
-
-    @contextmanager
-    def _drawing(self, seed: int | str) -> Iterator[None]:
-        """Random numbers that follow from a seed alone; the global generator is the same behind it as before.
-
-        `Trainer` restores the generators of a checkpoint only after `get_batch_samples`: what is drawn there must not
-        depend on them, nor move them, or a resumed run would learn other tasks than one that was never stopped.
-        """
-        device = self.args.device
-        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-            torch.manual_seed(seed if isinstance(seed, int) else random.Random(seed).getrandbits(63))
-            yield
-
-    def prediction_step(
-        self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[torch.Tensor, None, None]:
-        """The loss of an evaluation batch; its uniforms lie evenly in their intervals."""
-        with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, self._prepare_inputs(self._without_repeated_rows(inputs)))
-        return loss.detach(), None, None
+        return task.counts(self.options.gamma, next_tokens(task.sequences) if self.options.base_weight else None)
 
     def _note(
         self, task: Task, sums: torch.Tensor, counts: torch.Tensor, hits: torch.Tensor, is_training: bool
@@ -237,16 +144,15 @@ def _with_rate(args: Any) -> Any:
     return args
 
 
-def _next_tokens(sequences: Sequences) -> torch.Tensor:
-    """Targets of the backbone's own loss, [B, T - 1]."""
-    return sequences.tokens[:, 1:].masked_fill(~sequences.startable[:, 1:], IGNORE)
-
-
 def _check(model: nn.Module, options: PTPOptions, teacher: nn.Module | None) -> None:
     """Refuses what cannot be learned; the message says what would do."""
     if not hasattr(model, "uniform_embedding"):
         raise TypeError(f"PTPTrainer trains a PTPForCausalLM, not {type(model).__name__}; see from_backbone")
     variant = model.config.variant
+    if options.sequences == "student" and not model.config.reads_uniforms:
+        raise ValueError(
+            "sequences='student' is for slots that read uniforms; masks learn 'dataset' or 'teacher' texts"
+        )
     if options.method == "inverse":
         if variant != "categorical" or not model.config.informative:
             raise ValueError(f"method='inverse' needs variant='categorical', not {variant!r}, and informative uniforms")
@@ -264,28 +170,3 @@ def _check(model: nn.Module, options: PTPOptions, teacher: nn.Module | None) -> 
     size = getattr(getattr(teacher, "config", None), "vocab_size", model.config.vocab_size)
     if size != model.config.vocab_size:
         raise ValueError(f"the teacher has a vocabulary of {size} tokens, the student of {model.config.vocab_size}")
-
-
-def _pad(rows: list[Inputs]) -> dict[str, torch.Tensor]:
-    """Pads on the right to the longest row; labels with -100, everything else with 0."""
-    longest = max(len(row["input_ids"]) for row in rows)
-    batch = {}
-    for name in rows[0]:
-        columns = [torch.as_tensor(row[name]) for row in rows]
-        fill = IGNORE if name == "labels" else 0
-        batch[name] = torch.stack([nn.functional.pad(c, (0, longest - len(c)), value=fill) for c in columns])
-    if "attention_mask" not in batch:
-        lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-        batch["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
-    return batch
-
-
-@contextmanager
-def _at_rest(model: nn.Module) -> Iterator[None]:
-    """Without dropout: the law of the teacher is that of decoding."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)

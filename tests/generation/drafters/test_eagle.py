@@ -9,7 +9,8 @@ from transformers import GenerationMixin, MistralConfig, Qwen3Config
 from tests.eagle_models import tiny_backbone
 from tests.models import left_padded
 from tokenahead import EagleHead
-from tokenahead.generation.drafters.eagle import EagleDrafter, tree_options
+from tokenahead.generation.drafters.eagle import EagleDrafter
+from tokenahead.generation.growth import tree_options
 
 GREEDY = dict(max_new_tokens=30, do_sample=False, pad_token_id=0)
 CHOICES = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
@@ -210,7 +211,7 @@ def test_a_conversation_goes_on_with_its_cache(trained_pair):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("auto", "draft_tree='auto' must be a dict of depth, top_k, total_tokens"),
+        ("wide", "draft_tree='wide' must be a dict of depth, top_k, total_tokens"),
         ({"width": 3}, "must be a dict of depth"),
         ({"depth": 2, "choices": [(0,)]}, "or of choices alone"),
         ({"choices": []}, "at least one rank"),
@@ -230,4 +231,4 @@ def test_trees_are_checked_at_the_door(given, message):
 def test_a_tree_is_completed():
     assert tree_options({"depth": 3}) == ({"depth": 3, "top_k": 10, "total_tokens": 60}, 4)
     for count in itertools.islice(itertools.count(1), 3):
-        assert tree_options({"choices": [[0] * count]})[1] == count
+        assert tree_options([[0] * length for length in range(1, count + 1)])[1] == count

@@ -7,7 +7,7 @@ from transformers import Trainer, TrainingArguments
 from tests.eagle_models import CASES, golden_case, tiny_backbone
 from tokenahead import EagleHead
 from tokenahead.modeling.eagle import losses
-from tokenahead.modeling.eagle.losses import EagleLossOptions
+from tokenahead.modeling.eagle.loss_options import EagleLossOptions
 
 IDS = torch.randint(2, 64, (2, 20), generator=torch.Generator().manual_seed(5))
 
@@ -124,6 +124,49 @@ def test_noise_is_for_training_alone():
     assert not torch.equal(head.train()(IDS, labels=IDS).loss, quiet)
 
 
+@pytest.mark.parametrize(("version", "options"), OBJECTIVES[1:], ids=["eagle1", "hass"])
+def test_noise_is_as_wide_as_the_text_is_short(version, options, monkeypatch):
+    """Whatever padding stands beside a text, and whatever texts are packed into its row."""
+    monkeypatch.setattr(torch, "rand_like", torch.ones_like)
+    head = head_and_batch(version, loss_options={"noise": 0.2} | options).train()
+    short, long = IDS[:1, :9], IDS[1:, :11]
+    alone = [head(ids, labels=ids).head_losses * (ids.shape[1] - 2) for ids in (short, long)]
+    padded = torch.nn.functional.pad(short, (0, 11))
+    mask = (torch.arange(20) < 9).long()[None]
+    torch.testing.assert_close(head(padded, attention_mask=mask, labels=padded).head_losses * 7, alone[0])
+    packed, positions = torch.cat([short, long], 1), torch.cat([torch.arange(9), torch.arange(11)])[None]
+    labels = packed.clone()
+    labels[:, 9] = -100
+    found = head(packed, position_ids=positions, labels=labels).head_losses
+    torch.testing.assert_close(found * 16, sum(alone))
+
+
+@pytest.mark.parametrize(("version", "options"), OBJECTIVES, ids=["ttt", "eagle1", "hass"])
+def test_labels_are_mixed_in(version, options):
+    """(1 - w) of the law's distance and w of the labels' negative log-likelihood; the papers' part is shown alone."""
+    head = head_and_batch(version, loss_options=options)
+    found = []
+    for share in (0.0, 1.0, 0.3):
+        head.loss_options.label_weight = share
+        found.append(head(IDS, labels=IDS))
+    laws, labels, mixed = (out.loss for out in found)
+    torch.testing.assert_close(mixed, 0.7 * laws + 0.3 * labels)
+    assert not torch.allclose(laws, labels)
+    if version == 3 or not options:
+        torch.testing.assert_close(found[2].step_losses, found[0].step_losses)
+
+
+def test_a_label_that_is_not_drafted_adds_nothing():
+    base, common = tiny_backbone(), IDS[:, 2:].unique()[::2]
+    head = EagleHead.from_backbone(base, draft_ids=common, loss_options={"steps": 1, "label_weight": 1.0})
+    features = head.rows(head.fuse(base(IDS, output_hidden_states=True).hidden_states)[:, :-2], IDS[:, 1:-1])
+    log_law, drafted = head.draft_logits(features).log_softmax(-1), torch.isin(IDS[:, 2:], common)
+    places = torch.searchsorted(common, IDS[:, 2:]).clamp(max=len(common) - 1)
+    likelihood = log_law.gather(-1, places[..., None])[..., 0][drafted]
+    assert 0 < drafted.sum() < drafted.numel()
+    torch.testing.assert_close(head(IDS, labels=IDS).loss, -likelihood.sum() / drafted.numel())
+
+
 def test_training_lowers_the_loss_of_every_step():
     head = head_and_batch(loss_options={"steps": 4})
     optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=3e-3)
@@ -151,6 +194,7 @@ def test_texts_too_short_for_a_pair_have_no_loss():
         (3, {"steps": 0}, "steps=0 must be at least 1"),
         (3, {"decay": -0.1}, "decay=-0.1"),
         (1, {"objective": "hass", "topk": 0}, "topk=0"),
+        (3, {"label_weight": 1.5}, "label_weight=1.5 must lie between 0 and 1"),
     ],
 )
 def test_options_are_checked(version, options, message):

@@ -13,7 +13,8 @@ import torch
 from datasets import load_from_disk
 
 from tokenahead.modeling import EvaByteForMTPC
-from tokenahead.training.box.folder import DRAFTED, BoxDamagedError, load_box, load_heads, save_box, seal_box
+from tokenahead.training.box.card import _log
+from tokenahead.training.box.folder import DRAFTED, LOG, BoxDamagedError, load_box, load_heads, save_box, seal_box
 from tokenahead.training.box.loop import Batch, Loop, Schedule
 from tokenahead.training.box.model import backbone_loss, backbone_optimizer, box_config
 from tokenahead.training.box.run import BoxRun, Plan
@@ -177,6 +178,19 @@ def test_a_training_may_begin_with_an_earlier_box(box: Path, tmp_path: Path) -> 
     run = small_run(tmp_path, hours=1e-4, matrix_rate=0.0, rate=0.0, start=str(box))  # nothing is learned
     trained, boxed = run.train_backbone().state_dict(), load_box("ff", box)[0].state_dict()
     assert all(torch.equal(weight, boxed[name]) for name, weight in trained.items())
+
+
+def test_heads_alone_go_on_from_an_earlier_box_and_the_log_tells_both(box: Path, tmp_path: Path) -> None:
+    run = small_run(tmp_path, hours=1e-4, backbone_share=0, head_rate=0.0, start=str(box))
+    (box / LOG).write_text(json.dumps({"stage": "backbone", "step": 7, "seconds": 3, "bytes": 99, "plan": {}}) + "\n")
+    run.run()
+    for kind, model in BoxRun.load(tmp_path).trained_models().items():
+        boxed = load_box(kind, box)[0].state_dict()
+        assert all(torch.equal(weight, boxed[name]) for name, weight in model.state_dict().items())
+    lines = [json.loads(line) for line in run.log_lines()]
+    assert lines[0]["bytes"] == 99 and lines[1]["plan"]["start"] == box.name
+    told = " ".join(_log(lines))
+    assert "99 bytes in 3 s" in told and "btree head alone" in told and str(box.parent) not in told
 
 
 def test_a_run_from_states_to_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from tokenahead.training.commands.settings import read_settings
+from tokenahead.training.strategy import TrainingStrategy
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 FILES = sorted((EXAMPLES / "train").glob("*.yaml"))
@@ -19,7 +20,7 @@ def test_every_file_is_understood(file, tmp_path):
     given = yaml.safe_load(file.read_text())
     assert settings.drafter.drafter == given["drafter"] and settings.drafter.drafter_options == given["drafter_options"]
     assert settings.training.learning_rate == given["learning_rate"] and settings.training.output_dir == str(tmp_path)
-    assert settings.drafter.training_strategy().train == "drafter"
+    assert settings.drafter.training_strategy() == TrainingStrategy(**given.get("strategy", {}))
 
 
 def test_there_is_a_file_for_every_drafter():

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import yaml
@@ -42,12 +43,14 @@ WRONG = {
         {"eval_strategy": "steps", "eval_steps": 2, "acceptance": {"row": 3}}, "acceptance: "
     ),
     "patience for nothing": ({"early_stopping_patience": 2}, "early_stopping_patience needs eval_strategy"),
+    "DeepSpeed that is not installed": ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "pip install deepspeed"),
     "a column that is missing": ({"dataset_text_field": "body"}, "have the columns text; needed are 'body'"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_settings_are_named(changes, message, settings_of, tmp_path, capsys):
+def test_wrong_settings_are_named(changes, message, settings_of, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # as where it is not installed
     settings_of(drafter="heads")
     file = tmp_path / "config.yaml"
     values = yaml.safe_load(file.read_text()) | changes

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ptp_models import VOCABULARY, backbone, ids, student
+from tests.ptp_models import VOCABULARY, Places, backbone, ids, student
 from tests.training.ptp.test_trainer import FOLDED, texts, trainer
 from tokenahead.modeling.heads import chunks
 from tokenahead.training.ptp import scores
@@ -38,16 +38,6 @@ def test_micro_batches_give_the_gradient_of_the_whole(base_weight, tmp_path):
     assert cut[0] == pytest.approx(whole[0], rel=1e-6)
     for one, other in zip(whole[1], cut[1], strict=True):
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-7)
-
-
-class Places:
-    """Draws that depend on columns alone."""
-
-    def keys(self, documents):
-        return torch.linspace(0.9, 0.1, documents.shape[1]).expand(documents.shape)
-
-    def shares(self, starts, length):
-        return ((starts[..., None] + torch.arange(length)) * 0.37).frac().double()
 
 
 def test_evaluation_repeats_itself_and_leaves_the_generator_alone(tmp_path):

@@ -1,0 +1,137 @@
+"""MtPC's draft LoRA for EvaByte's own heads: its last k layers once more, with adapters and a cache of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...configuration import EvaByteConfig, MTPHeadConfig
+from ..heads.draft_layers import LayerAdapters
+from ..heads.registry import init_head
+from ..heads.window_law import WindowLaw
+from .backbone import EvaByteDecoderLayer, EvaByteModel
+
+
+class EvaDraftLayers(LayerAdapters):
+    """Adapters for every linear map of EvaByte's last k layers.
+
+    Args:
+        config: Of the model; `mtp_head.draft_layers` is k.
+
+    Raises:
+        ValueError: More layers than the backbone has.
+    """
+
+    def __init__(self, config: EvaByteConfig) -> None:
+        count = config.mtp_head.draft_layers
+        if count > config.num_hidden_layers:
+            raise ValueError(f"draft_layers={count}: the backbone has {config.num_hidden_layers} layers")
+        with torch.device("meta"):
+            shells = [EvaByteDecoderLayer(config, slot) for slot in range(count)]
+        super().__init__(shells, config.mtp_head)
+
+    def bind(self, body: EvaByteModel) -> Callable[..., torch.Tensor]:
+        """The layers as they stand now: `EvaByteModel.continue_from` with them, for a step or a call of `generate`.
+
+        Raises:
+            ValueError: See `LayerAdapters.weights`.
+        """
+        weights = self.weights(body.layers[-len(self.adapters) :])
+        return partial(body.continue_from, layers=[partial(self.run, slot, own) for slot, own in enumerate(weights)])
+
+
+class DraftLayersMixin:
+    """What `EvaByteForMTPC` has to do with draft layers.
+
+    Attributes:
+        draft_layers: None where there are none.
+    """
+
+    draft_layers: EvaDraftLayers | None
+
+    def add_draft_layers(self, count: int, rank: int = 8, alpha: float | None = None) -> Any:
+        """Puts draft layers below the head (MtPC's stage 2); they start as the backbone's, which is frozen from now on.
+
+        Args:
+            count: k, so many of the backbone's last layers; 0 takes them away.
+            rank: Of their adapters.
+            alpha: Scale times rank; None: twice the rank.
+
+        Raises:
+            ValueError: More layers than the backbone has.
+        """
+        old, changes = self.config.mtp_head, {"draft_layers": count, "draft_lora_rank": rank, "draft_lora_alpha": alpha}
+        self.config.mtp_head = MTPHeadConfig.from_dict(old.to_dict() | changes)
+        try:
+            self.draft_layers = self._layers(old)
+        except Exception:
+            self.config.mtp_head = old
+            raise
+        if self.draft_layers is not None:
+            self.train_only("drafter")
+        return self
+
+    def _layers(self, old: MTPHeadConfig) -> EvaDraftLayers | None:
+        """The draft layers that the config asks for: those that are there, where nothing about them changes."""
+        if not self.config.mtp_head.draft_layers:
+            return None
+        if self.draft_layers is not None and old.draft_options() == self.config.mtp_head.draft_options():
+            return self.draft_layers
+        layers = EvaDraftLayers(self.config)
+        for module in layers.modules():
+            init_head(module, self.config.initializer_range)
+        return layers.to(self.lm_head.weight)
+
+    @property
+    def hidden_layers(self) -> list[int]:
+        """The states that the head, or its draft layers, read, as `output_hidden_states` counts them, and the last."""
+        return [-1] if self.draft_layers is None else [-1 - self.config.mtp_head.draft_layers, -1]
+
+    def features(
+        self,
+        hidden_states: Sequence[torch.Tensor | None],
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What the law of every position is made from, [B, L, D]: the last states, or those of the draft layers.
+
+        Args:
+            hidden_states: The backbone's, of which `hidden_layers` are read.
+            attention_mask: [B, L], 0 for padding.
+            position_ids: [B or 1, L]; only to mark packed documents.
+        """
+        if self.draft_layers is None:
+            return hidden_states[-1]
+        run = self.draft_layers.bind(self.model)
+        states = hidden_states[self.hidden_layers[0]].detach()
+        return run(states, attention_mask=attention_mask, position_ids=position_ids)
+
+    def law(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> WindowLaw:
+        """Laws of the next `window` tokens behind every position of a text: runs the backbone.
+
+        Args:
+            input_ids: [B, L] int64.
+            attention_mask: [B, L], 0 for padding.
+            position_ids: [B or 1, L]; only to mark packed documents.
+
+        Returns:
+            A law whose tensors have leading axes [B, L].
+        """
+        wanted = {"use_cache": False, "output_hidden_states": self.hidden_layers}
+        states = self.model(input_ids, attention_mask, position_ids, **wanted).hidden_states
+        return self.law_of_features(self.features(states, attention_mask, position_ids))
+
+
+def with_layer(layer: int, wanted: bool | int | list[int] | None) -> bool | list[int]:
+    """What is asked of the backbone's states, and one of them besides."""
+    if wanted is True:
+        return True
+    return [layer, *([] if wanted is None or wanted is False else [wanted] if isinstance(wanted, int) else wanted)]

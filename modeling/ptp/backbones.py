@@ -1,0 +1,53 @@
+"""Which models can carry rows behind their tokens: full attention with dense masks, and positions that are chosen."""
+
+from __future__ import annotations
+
+from inspect import signature
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Refuses a model by its configuration.
+
+    Raises:
+        ValueError: Sliding windows, or layers of other kinds than full attention.
+    """
+    kinds = set(getattr(config, "layer_types", None) or [])
+    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    if sliding and kinds != {"full_attention"}:
+        raise ValueError(
+            f"{config.model_type}: sliding_window={config.sliding_window}; auxiliary rows need a backbone with full "
+            "attention in every layer"
+        )
+    if kinds - {"full_attention"}:
+        raise ValueError(f"{config.model_type}: layers of types {sorted(kinds)}; only full attention can be verified")
+
+
+def check_logits(config: PreTrainedConfig) -> None:
+    """Refuses a model whose logits are not its head's own.
+
+    Raises:
+        ValueError: Logits that are scaled or capped.
+    """
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(config, name, None) not in (None, 1.0):
+            raise ValueError(f"{config.model_type}: {name}={getattr(config, name)}; logits must be lm_head's own")
+
+
+def check_model(backbone: PreTrainedModel) -> None:
+    """Refuses a model by what it is.
+
+    Raises:
+        ValueError: A recurrent state, positions that cannot be chosen, attention without dense masks.
+    """
+    name = backbone.config.model_type
+    if getattr(backbone, "_is_stateful", False):
+        raise ValueError(f"{name}: a recurrent state cannot be cropped; only full attention can be verified")
+    if "position_ids" not in signature(backbone.get_decoder().forward).parameters:
+        raise ValueError(f"{name}: its forward takes no position_ids, and auxiliary rows need their own positions")
+    if backbone.config._attn_implementation not in ("eager", "sdpa"):
+        raise ValueError(
+            f"{name}: attn_implementation={backbone.config._attn_implementation!r} takes no dense masks; load it with "
+            "'sdpa' or 'eager'"
+        )

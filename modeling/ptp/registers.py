@@ -1,0 +1,120 @@
+"""A causal language model that reads registers behind its tokens while it learns (MuToR, arXiv 2505.10518)."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...generation.attachment import unwrap
+from ..heads.joint import load_trained
+from .backbones import check_config, check_model
+from .masks import additive_mask, packed_mask, packed_positions
+
+REGISTER = "register.safetensors"
+"""File of the register, beside the model's own."""
+
+
+class RegisterModel(PreTrainedModel):
+    """A model and the one embedding that all its registers have; the model itself stays plain.
+
+    A register behind token t sees the tokens up to t and itself. Its position, t + d - 1, is what tells it to predict
+    token t + d. Tokens never see registers: their logits are the model's own.
+
+    `save_pretrained(folder)` writes the plain model (or its adapters alone, where it has any), and
+    `folder/register.safetensors`, which nothing but further training needs.
+
+    Args:
+        backbone: A causal language model of transformers, or a PeftModel.
+
+    Raises:
+        ValueError: A model that cannot carry rows behind its tokens (sliding windows, recurrent states, positions that
+            cannot be chosen, attention without dense masks).
+    """
+
+    config_class = None
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+
+    def __init__(self, backbone: PreTrainedModel) -> None:
+        plain, attention = unwrap(backbone), backbone.config._attn_implementation
+        check_config(backbone.config)
+        check_model(plain)
+        super().__init__(backbone.config)
+        backbone.config._attn_implementation = attention  # putting it into a model resets it
+        self.backbone = backbone
+        table = plain.get_input_embeddings().weight.detach()
+        mean = table.to(torch.promote_types(table.dtype, torch.float32)).mean(0, keepdim=True)
+        self.register = nn.Parameter(mean)
+
+    @property
+    def generation_config(self) -> Any:
+        """The backbone's."""
+        return self.backbone.generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        """Ignored."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The backbone's."""
+        return self.backbone.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The backbone's."""
+        return self.backbone.get_output_embeddings()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        starts: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits of tokens and of the registers behind them.
+
+        Args:
+            input_ids: [B, T] int64.
+            attention_mask: [B, T] int64, 0 for padding, else the number of a document.
+            position_ids: [B, T] int64.
+            starts: [B, R] int64, the columns behind those that registers stand behind: t + 1.
+            offsets: [B] int64, d of every sequence.
+
+        Returns:
+            [B, T + R, V].
+        """
+        embeds = self.get_input_embeddings()(input_ids)
+        registers = self.register.to(embeds.dtype).expand(*starts.shape, -1)
+        positions = packed_positions(attention_mask, starts, 1, offsets[:, None, None] - 2, position_ids)
+        outputs = self.backbone(
+            inputs_embeds=torch.cat([embeds, registers], dim=1),
+            attention_mask=additive_mask(packed_mask(attention_mask, starts, 1), embeds.dtype),
+            position_ids=positions,
+            use_cache=False,
+        )
+        return outputs.logits
+
+    def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
+        """Writes the plain model and, beside it, the register."""
+        kwargs.pop("state_dict", None)
+        self.backbone.save_pretrained(save_directory, *args, **kwargs)
+        if kwargs.get("is_main_process", True):
+            save_file({"register": self.register.detach().cpu()}, Path(save_directory) / REGISTER)
+
+    def load_checkpoint(self, folder: str | PathLike) -> None:
+        """Takes over what `save_pretrained` wrote, into this very model.
+
+        Raises:
+            ValueError: A folder of another model.
+        """
+        load_trained(self.backbone, Path(folder), "weights")
+        with torch.no_grad():
+            self.register.copy_(load_file(Path(folder) / REGISTER)["register"])

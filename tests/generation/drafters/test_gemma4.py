@@ -1,0 +1,215 @@
+"""Gemma 4's assistants: drafts are those of transformers' own forward on verified rows, and cost nobody their text."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    LogitsProcessorList,
+)
+
+from tests.backbones import backbone, check_greedy, plain_continuations, prompts
+from tests.gemma4_models import WINDOW, assistant, gemma4, read, trained_pair
+from tests.laws import continuation_law, continuation_p_value
+from tests.models import left_padded
+from tests.no_sync import NoSync
+from tokenahead import AssistantDrafter
+from tokenahead.generation.drafters.protocol import DraftOptions
+from tokenahead.generation.options import CallOptions
+from tokenahead.generation.targets import RepackedTarget
+from tokenahead.generation.tokens import TokenRows
+
+DRAFT = 3
+
+
+@pytest.fixture(params=[dict(), dict(is_sharing=False), dict(has_clusters=True)], ids=["small", "large", "clusters"])
+def pair(request):
+    model, small = trained_pair(**request.param)
+    drafter = AssistantDrafter(small, DRAFT).attach(model)
+    yield model, drafter
+    drafter.detach()
+
+
+@pytest.fixture
+def plain_pair():
+    model, small = trained_pair()
+    drafter = AssistantDrafter(small, DRAFT).attach(model)
+    yield model, drafter
+    drafter.detach()
+
+
+def test_greedy_alone_and_in_ragged_batches(pair):
+    model, drafter = pair
+    assert check_greedy(model, drafter, prompts(8), new=14) == set(range(DRAFT + 1))
+
+
+def test_drafts_are_made_from_verified_rows_alone(pair):
+    """Every draft of every row of a ragged batch is made again by transformers from that row's own finished text."""
+    model, drafter = pair
+    batch, new, seen = prompts(4), 24, set()
+    out = model.generate(
+        **left_padded(batch), max_new_tokens=new, do_sample=False, assistant_model=drafter.model,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    for row, prompt in enumerate(batch):
+        text, place = torch.cat([prompt, out.sequences[row, -new:]])[None], len(prompt)
+        for draft, accepted in zip(out.speculation.rows_drafts[row], out.speculation.rows_accepted[row]):
+            if draft:
+                expected = read(drafter.model, model, text, place, len(draft)).argmax(-1)[0].tolist()
+                assert draft == expected
+            place, seen = place + accepted + 1, seen | {accepted}
+    assert seen == set(range(DRAFT + 1)) and place > 2 * WINDOW
+
+
+WARPED = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
+
+
+@pytest.mark.parametrize(
+    ("clusters", "rule", "processors"),
+    [(False, "block", {}), (False, "token", WARPED), (True, "block", WARPED), (True, "token", {})],
+    ids=["block", "token-warped", "clusters-block-warped", "clusters-token"],
+)
+def test_sampled_law_of_ragged_rows(clusters, rule, processors):
+    """Two prompts of different lengths in one batch, in turn; each has its own law."""
+    model, small = trained_pair(8, has_clusters=clusters)
+    drafter, options = AssistantDrafter(small, DRAFT).attach(model), {"top_k": 0} | processors
+    batch = [torch.tensor([1, 3, 2, 4, 3, 2, 2, 4]), torch.tensor([4, 1, 3])]
+    assert len(batch[0]) > WINDOW
+    out = model.generate(
+        **left_padded(batch * 1_200), do_sample=True, max_new_tokens=6, assistant_model=drafter, verification=rule,
+        return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    drafter.detach()
+    assert {count for row in out.speculation.rows_accepted for count in row} == set(range(DRAFT + 1))
+    for row, prompt in enumerate(batch):
+        law = continuation_law(model, prompt[None], 2, **options)
+        assert continuation_p_value(out.sequences[row::2, 8:10], law) > 0.001
+
+
+def first_draft(model, small, batch, do_sample):
+    """The draft behind a batch, as the loop asks for it, without a wait for the device."""
+    inputs, cache = left_padded(batch), DynamicCache(config=model.config)
+    places = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        outputs = model(**inputs, position_ids=places, past_key_values=cache, output_hidden_states=-1)
+    prompt = inputs["input_ids"]
+    target = RepackedTarget(model, cache, prompt[:, 0], inputs["attention_mask"])
+    config, _ = model._prepare_generation_config(None, do_sample=do_sample, max_length=40)
+    options = CallOptions(num_assistant_tokens=DRAFT)
+    made = DraftOptions.of_call(options, model, True, config, LogitsProcessorList(), prompt)
+    chain = AssistantDrafter(small).make_drafter(made)
+    chain.begin(outputs, target)
+    tokens = TokenRows(torch.cat([prompt, outputs.logits[:, -1:].argmax(-1)], dim=1))
+    with torch.no_grad(), NoSync():
+        return tokens, chain.propose(tokens, DRAFT)
+
+
+def test_laws_are_those_of_transformers_own_forward():
+    """For rows of a ragged batch as for each row alone, though no step looks at the mask or waits for the device."""
+    model, small = trained_pair()
+    batch = prompts(5)
+    tokens, tree = first_draft(model, small, batch, do_sample=True)
+    assert tree.laws.shape == (5, DRAFT, 48) and len(batch[-1]) > WINDOW
+    for row, prompt in enumerate(batch):
+        text = torch.cat([prompt, tokens.last()[row, None], tree.tokens[row]])[None]
+        expected = read(small, model, text, len(prompt), DRAFT, guided=True).softmax(-1)
+        torch.testing.assert_close(tree.laws[row], expected[0], atol=1e-5, rtol=1e-4)
+
+
+def test_a_threshold_ends_drafts(plain_pair):
+    model, drafter = plain_pair
+    prompt = prompts(4)[3][None]
+    common = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False)
+    out = model.generate(
+        prompt, assistant_model=drafter, assistant_confidence_threshold=0.5, return_dict_in_generate=True, **common
+    )
+    assert torch.equal(out.sequences, model.generate(prompt, **common))
+    assert len({len(draft) for draft in out.speculation.rows_drafts[0][:8]}) > 1
+
+
+def test_transformers_own_loop_takes_the_drafts(plain_pair):
+    """Through `CandidateAdapter`, past our route."""
+    model, drafter = plain_pair
+    batch = prompts(5)
+    for prompt, text in zip(batch, plain_continuations(model, batch, 12)):
+        out = type(model).generate(
+            model, prompt[None], attention_mask=torch.ones_like(prompt)[None], max_new_tokens=12, do_sample=False,
+            assistant_model=drafter,
+        )  # fmt: skip
+        assert out[0, len(prompt) :].tolist() == text.tolist()
+
+
+def test_backbones_that_see_and_hear():
+    """Public Gemma 4 models are loaded as a whole; the text model within lends its states."""
+    text, small = trained_pair()
+    whole = Gemma4ForConditionalGeneration(Gemma4Config(text_config=text.config)).eval()
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    drafter, prompt = AssistantDrafter(small, DRAFT).attach(whole), prompts(4)[3][None]
+    options = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    out = whole.generate(prompt, assistant_model=drafter, return_dict_in_generate=True, **options)
+    assert torch.equal(out.sequences, text.generate(prompt, **options)) and sum(out.speculation.accepted) > 0
+
+
+@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
+def test_copies_are_detached_and_may_be_attached(plain_pair, twin_of):
+    model, drafter = plain_pair
+    twin, prompt = twin_of(drafter), prompts(4)[3][None]
+    options = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
+    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
+        model.generate(prompt, assistant_model=twin, **options)
+    out = model.generate(prompt, assistant_model=twin.attach(model), **options)
+    assert torch.equal(out, model.generate(prompt, **options))
+    twin.detach()
+
+
+@pytest.mark.parametrize("clusters", [False, True], ids=["plain", "clusters"])
+def test_folders(clusters, tmp_path):
+    small = assistant(has_clusters=clusters)
+    small.save_pretrained(tmp_path)
+    drafter = AssistantDrafter.from_pretrained(tmp_path, num_tokens=2, dtype=torch.float64)
+    assert drafter.num_tokens == 2 and drafter.model.dtype == torch.float64
+    loaded = drafter.model.state_dict()
+    assert all(torch.equal(value.to(loaded[name].dtype), loaded[name]) for name, value in small.state_dict().items())
+    drafter.model.float().save_pretrained(tmp_path / "again")
+    first, second = ((folder / "config.json").read_text().splitlines() for folder in (tmp_path, tmp_path / "again"))
+    assert all('"dtype"' in line for line in set(first) ^ set(second))
+
+
+def test_other_folders_are_loaded_as_ever(tmp_path):
+    model = backbone()
+    model.save_pretrained(tmp_path)
+    drafter, prompt = AssistantDrafter.from_pretrained(tmp_path).attach(model), prompts(4)[3][None]
+    options = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
+    out = model.generate(prompt, assistant_model=drafter.model, return_dict_in_generate=True, **options)
+    assert torch.equal(out.sequences, model.generate(prompt, **options)) and out.speculation.accepted == [5, 4]
+
+
+def test_why_we_build_them_ourselves(tmp_path):
+    """Once this fails, transformers builds them, and the configurations of `modeling.gemma4` may go."""
+    assistant().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="layer types producing a cache"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "small", "message"),
+    [
+        (backbone, assistant, "of a Gemma 4 backbone, and LlamaForCausalLM has model_type='llama'"),
+        (gemma4, lambda: assistant(40), "vocab_size: the assistant Gemma4AssistantForCausalLM has 40 ids, but"),
+        (gemma4, lambda: assistant(backbone_width=24), "backbone_hidden_size=24 .* has hidden_size=32"),
+        (gemma4, lambda: assistant(global_head_dim=8), r"layer 1 .* full_attention .* \(2, 8\), .* has \(2, 16\)"),
+        (gemma4, lambda: assistant(num_key_value_heads=4), r"layer 0 .* sliding_.* \(4, 8\), .* has \(2, 8\)"),
+        (lambda: gemma4(layer_types=["full_attention"] * 4), assistant, "layer 0 .* has None"),
+    ],
+    ids=["family", "vocabulary", "width", "head width", "heads", "kinds"],
+)
+def test_backbones_that_it_was_not_made_for(model, small, message):
+    model = model()
+    with pytest.raises(ValueError, match=message):
+        AssistantDrafter(small()).attach(model)
+    assert "generate" not in vars(model)

@@ -1,0 +1,220 @@
+"""Trees of drafts from window laws: what follows a path, greedy equality, the law of sampled text, and refusals."""
+
+import contextlib
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LogitsProcessorList
+
+from tests.backbones import backbone, check_greedy, prompts, train_heads
+from tests.laws import continuation_law, continuation_p_value
+from tests.modeling.heads.backbones import shaken
+from tests.no_sync import NoSync
+from tests.tree_worlds import WARPS, V, World, emitted_law, first_of_length
+from tokenahead import EvaByteForMTPC, MTPHeads
+from tokenahead.generation import trees as growth
+from tokenahead.generation.drafters.heads import WindowGrowth
+from tokenahead.generation.processing import Processing
+
+KINDS = {
+    "ff": dict(leaf="full"),
+    "cp": dict(head_type="cp", rank=3, leaf="full"),
+    "hmm": dict(head_type="hmm", rank=3, leaf="full"),
+    "btree": dict(head_type="btree", rank=3, leaf="full"),
+    "medusa": dict(head_type="medusa", leaf=None),
+    "hydra": dict(head_type="hydra", leaf=None),
+    "hydra++": dict(head_type="hydra", arch="prefix-mlp", leaf=None),
+    "layer": dict(head_type="layer", leaf=None),
+}
+TREE = dict(draft_tree=dict(top_k=3, total_tokens=12))
+CHOICES = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)]
+
+
+def tiny(kind, vocabulary=V, dtype=torch.float64):
+    """Heads with noise on every weight, on a random backbone of few tokens."""
+    torch.manual_seed(4)
+    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    config = LlamaConfig(vocab_size=vocabulary, initializer_range=0.4, pad_token_id=0, eos_token_id=None, **sizes)
+    base = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    return shaken(MTPHeads.from_backbone(base, window=4, **KINDS[kind]), 0.3).eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_follows_a_path_is_the_exact_conditional(kind):
+    heads = tiny(kind, vocabulary=5)
+    states = heads.law(torch.randint(5, (3, 6))).condition(torch.randint(5, (3, 6)))
+    paths = torch.randint(5, (3, 6, 3))
+    want = states.conditional_log_probs(paths)
+    for length in range(3):
+        found = states.next_log_probs(paths[..., :length]).log_softmax(-1)
+        torch.testing.assert_close(found, want[..., length, :], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["ff", "btree", "hydra"])
+def test_every_node_has_the_law_of_its_own_path(kind):
+    heads = tiny(kind, vocabulary=5)
+    features = heads.features(heads._run_backbone(torch.randint(5, (2, 6)), None, None).hidden_states)[:, -1]
+    last, law = torch.tensor([3, 1]), heads.law_of_features(features[:, None])
+    grown = WindowGrowth(law, last)
+    first = torch.tensor([[0, 4, 2], [1, 2, 3]])
+    parents, second = torch.tensor([[2, 2, 0], [1, 0, 1]]), torch.tensor([[1, 3, 3], [0, 0, 4]])
+    grown.first(), grown.behind(first, torch.full_like(first, -1))
+    got = grown.behind(second, parents).log_softmax(-1)
+    for row, node in itertools.product(range(2), range(3)):
+        path = [int(last[row]), int(first[row, parents[row, node]]), int(second[row, node])]
+        alone = heads.law_of_features(features[row])
+        for token in path:
+            alone = alone.condition(torch.tensor(token))
+        want = alone.conditional_log_probs(torch.zeros(1, dtype=torch.long))[0]
+        torch.testing.assert_close(got[row, node], want, atol=1e-12, rtol=0)
+
+
+class _BehindPrompts(World):
+    """A backbone behind two prompts, as a table."""
+
+    def __init__(self, model, texts, processing):
+        numbers = [list(path) for length in range(3) for path in itertools.product(range(V), repeat=length)]
+        rows = [[model(torch.tensor([[*text, *path]])).logits[0, -1] for path in numbers] for text in texts.tolist()]
+        self.p = processing.warp(torch.stack([torch.stack(row) for row in rows]).softmax(-1))
+        self.depth = 2
+        assert self.p.shape == (2, first_of_length(3), V)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("warp", WARPS)
+@pytest.mark.parametrize("kind", ["ff", "hydra", "btree"])
+def test_text_from_drawn_trees_has_the_backbones_law(kind, warp, rule, monkeypatch):
+    """Every way to draw a tree from the heads: two of three tokens for b, then three children for the two."""
+    heads, processing = tiny(kind), Processing(LogitsProcessorList(WARPS[warp]))
+    texts = torch.tensor([[0, 2, 1, 1], [2, 2, 0, 1]])
+    pairs = torch.tensor(list(itertools.permutations(range(V), 2)))
+    draws = torch.tensor(list(itertools.product(range(len(pairs)), repeat=3))).repeat(2, 1)
+    kept, used = [pairs[draws[:, :1]], pairs[draws[:, 1:]]], []
+
+    def dictate(q, count, generator):
+        used.append(q)
+        return kept[len(used) - 1]
+
+    monkeypatch.setattr(growth, "race_order", dictate)
+    options = SimpleNamespace(
+        num_tokens=3, do_sample=True, processing=processing, draft_tree=dict(depth=1, top_k=2, total_tokens=6)
+    )
+    drafter, row = heads.make_drafter(options), torch.arange(2).repeat_interleave(len(draws) // 2)
+    states = heads._run_backbone(texts[:, :-1], None, None).hidden_states
+    drafter.hidden = heads.features(states)[row, -1]
+    tree = drafter.propose(SimpleNamespace(last=lambda: texts[row, -1]), 3)
+    assert tree.tokens.shape[1] == 5 and tree.laws.dtype == torch.float64 and len(used) == 2
+    chance = torch.ones(len(draws), dtype=torch.float64)
+    for q, drawn in zip(used, kept):
+        first, second = q.gather(-1, drawn).unbind(-1)
+        left = q.scatter(-1, drawn[..., :1], 0).sum(-1)
+        alone = left == 0  # nothing is left: any one of the others comes second, which is no draw
+        chance *= torch.where(alone, 0.5 * first, first * second / left.masked_fill(alone, 1)).prod(1)
+    torch.testing.assert_close(chance.view(2, -1).sum(1), torch.ones(2, dtype=torch.float64))
+    world = _BehindPrompts(heads.backbone, texts, processing)
+    assert (emitted_law(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *itertools.product(["ff", "btree", "hydra"], ["llama", "mistral"]),
+        *itertools.product(["btree", "hydra"], ["qwen3"]),
+        ("layer", "mistral"),
+    ],
+)
+def test_greedy_text_is_the_backbones_own_alone_and_in_ragged_batches(kind, name):
+    model = backbone(name)
+    heads = train_heads(model, steps=30, **KINDS[kind])
+    assert check_greedy(model, heads, prompts(12), new=20, **TREE) == {0, 1, 2, 3}
+
+
+def test_a_fixed_shape_is_drafted_and_keeps_paths_of_every_length():
+    model = backbone()
+    heads = train_heads(model, steps=30, **KINDS["cp"])
+    assert check_greedy(model, heads, prompts(12), new=20, draft_tree=CHOICES) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tree_keeps_more_than_a_chain(kind):
+    model, counts = backbone(), {}
+    heads, batch = train_heads(model, steps=15, **KINDS[kind]), torch.randint(2, 48, (16, 5))
+    for name, options in {"chain": {}, "tree": TREE}.items():
+        out = model.generate(
+            batch, attention_mask=torch.ones_like(batch), assistant_model=heads, do_sample=False, max_new_tokens=24,
+            return_dict_in_generate=True, **options,
+        )  # fmt: skip
+        rows = out.speculation.rows_accepted
+        counts[name] = sum(map(sum, rows)) / sum(map(len, rows))
+    assert counts["tree"] > counts["chain"] > 0
+
+
+@pytest.mark.parametrize("drafting", [TREE, dict(draft_tree=CHOICES)], ids=["drawn", "fixed"])
+@pytest.mark.parametrize("kind", ["ff", "btree", "hydra"])
+def test_sampled_text_has_the_backbones_law(kind, drafting):
+    model, prompt = backbone(vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
+    heads, options = train_heads(model, steps=20, **KINDS[kind]), dict(top_k=0, temperature=1.0)
+    if "choices" not in drafting["draft_tree"]:
+        drafting = dict(drafting, verification="token" if kind == "ff" else "block")
+    torch.manual_seed(3)
+    out = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=True, max_new_tokens=6, num_return_sequences=4_000,
+        assistant_model=heads, return_dict_in_generate=True, **options, **drafting,
+    )  # fmt: skip
+    assert {count for row in out.speculation.rows_accepted for count in row} == {0, 1, 2, 3}
+    law = continuation_law(model, prompt, 3, **options)
+    assert continuation_p_value(out.sequences[:, 8:11], law) > 0.001
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_growing_never_makes_the_host_wait(kind, do_sample):
+    heads = tiny(kind, vocabulary=20, dtype=torch.float32)
+    states = heads._run_backbone(torch.randint(20, (2, 6)), None, None).hidden_states
+    last = torch.tensor([3, 7])
+    for mode in (contextlib.nullcontext(), NoSync()):  # index tensors are made once, in the first round
+        for tree in (dict(depth=2, top_k=3, total_tokens=12), dict(choices=CHOICES)):
+            options = SimpleNamespace(
+                num_tokens=3, do_sample=do_sample, processing=Processing(LogitsProcessorList([])), draft_tree=tree
+            )
+            drafter = heads.make_drafter(options)
+            drafter.hidden, drafter._unchecked = heads.features(states)[:, -1], False
+            with mode, torch.no_grad():
+                drafter.propose(SimpleNamespace(last=lambda: last), 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"depth": 3}, "paths of 4 tokens, and this drafter drafts 3 .* depth=2 or less"),
+        ([(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)], "paths of 4 tokens, .* shorter paths"),
+        ([(0, 0)], "so must its parent"),
+        ([(0,), (70,)], "rank 70 .* 48"),
+        ([], "at least one rank"),
+        ([0, 1], "at least one rank"),
+        ("wide", "draft_tree='wide' must be a dict of depth"),
+    ],
+    ids=str,
+)
+def test_trees_are_checked_at_the_door(given, message):
+    model = backbone()
+    heads = MTPHeads.from_backbone(model, window=4)
+    with pytest.raises(ValueError, match=message):
+        model.generate(torch.tensor([[3, 4]]), assistant_model=heads, draft_tree=given, max_new_tokens=6)
+
+
+def test_backbones_that_take_chains_only_say_so():
+    from tests.models import tiny_model
+
+    base = tiny_model()
+    prompt = torch.tensor([[70, 71]])
+    assert isinstance(base, EvaByteForMTPC)
+    with pytest.raises(ValueError, match="EvaByteForMTPC drafts chains only"):
+        base.generate(prompt, draft_tree=dict(depth=1), max_new_tokens=4)
+    heads = MTPHeads.from_backbone(base, window=3)
+    with pytest.raises(ValueError, match="takes chains, and no trees of drafts"):
+        base.generate(prompt, assistant_model=heads, draft_tree=dict(depth=1), max_new_tokens=4)
+    heads.detach()

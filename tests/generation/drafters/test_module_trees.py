@@ -1,0 +1,181 @@
+"""Trees of sequential modules: every node has the law of its own chain, and the text is the backbone's."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+
+from tests.families import family_model
+from tests.integration.test_lossless_modules import CHECKPOINT, enumerate_outcomes, greedy, prompts
+from tests.laws import chi_square
+from tests.models import left_padded
+from tokenahead import DeepSeekMTP
+from tokenahead.generation import growth
+from tokenahead.generation.drafters import modules
+from tokenahead.generation.drafters.module_trees import ModuleGrowth
+from tokenahead.generation.processing import Processing
+from tokenahead.generation.tokens import TokenRows
+
+TREE = dict(draft_tree=dict(depth=3, top_k=3, total_tokens=14))
+
+
+def trained():
+    model = DeepSeekMTP.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return trained()
+
+
+class _Told(ModuleGrowth):
+    """Grows along a tree that is given, and keeps what followed each node."""
+
+    def __init__(self, drafter, tokens) -> None:
+        super().__init__(drafter, tokens)
+        self.after = []
+
+    def first(self):
+        self.after.append(super().first()[:, None])
+        return self.after[0][:, 0]
+
+    def behind(self, tokens, parents):
+        self.after.append(super().behind(tokens, parents))
+        return self.after[-1]
+
+
+def _options(draft_tree, num_tokens):
+    return SimpleNamespace(
+        num_tokens=num_tokens, do_sample=False, threshold=0.0, extra={}, draft_tree=draft_tree,
+        processing=Processing(LogitsProcessorList([])),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "mistral"])
+def test_every_node_is_followed_by_what_a_chain_through_it_says(family, count, monkeypatch):
+    """Levels 1 to 4 of a tree against the chain drafter told to go along each path; D = 1, 2 and 3."""
+    model = family_model(family, num_nextn_predict_layers=count).eval()
+    ids = torch.randint(3, 90, (2, 11), generator=torch.Generator().manual_seed(count))
+    real = torch.ones(2, 10, dtype=torch.bool)
+    real[1, :3] = False
+    outputs = model(
+        ids[:, :-1], attention_mask=real.long(), position_ids=(real.cumsum(1) - 1).clamp(min=0), use_cache=False,
+        output_hidden_states=-1, output_mtp_logits=False,
+    )  # fmt: skip
+    view = SimpleNamespace(mask=real, counts=real.sum(1), is_padded=True, shifts=None)
+    rows = TokenRows(ids)
+
+    def drafter(draft_tree):
+        made = modules.ModuleDrafter(model, _options(draft_tree, 5))
+        made.begin(outputs, view)
+        return made
+
+    tree = _Told(drafter({}), rows)
+    tree.first()
+    generator, levels = torch.Generator().manual_seed(8), []
+    for level in range(4):
+        tokens = torch.randint(3, 90, (2, 3), generator=generator)
+        parents = torch.randint(3, (2, 3), generator=generator) if level else torch.full((2, 3), -1)
+        levels.append((tokens, parents))
+        tree.behind(tokens, parents)
+    for level, node in itertools.product(range(4), range(3)):
+        paths = []
+        for row in range(2):
+            place, path = node, []
+            for tokens, parents in reversed(levels[: level + 1]):
+                path.insert(0, int(tokens[row, place]))
+                place = int(parents[row, place])
+            paths.append(path)
+        told, seen = iter(torch.tensor(paths).t()), []
+
+        def choose(self, hidden, told=told, seen=seen):
+            seen.append(self._logits(hidden))
+            return next(told, seen[-1].argmax(-1)), None
+
+        monkeypatch.setattr(modules.ModuleDrafter, "_choose", choose)
+        drafter(None).propose(rows, level + 2)
+        torch.testing.assert_close(tree.after[0][:, 0], seen[0], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(tree.after[level + 1][:, node], seen[level + 1], atol=1e-5, rtol=1e-4)
+
+
+def test_greedy_text_is_the_backbones_own_alone_and_in_ragged_batches(model):
+    batch, alone, ragged = prompts(12), set(), set()
+    expected = [greedy(model, [p], use_mtp=False).sequences[0, len(p) :] for p in batch]
+    for prompt, want in zip(batch, expected):
+        out = greedy(model, [prompt], **TREE)
+        assert torch.equal(out.sequences[0, len(prompt) :], want)
+        alone |= set(out.speculation.accepted)
+    for start in range(0, len(batch), 4):
+        out = greedy(model, batch[start : start + 4], **TREE)
+        assert torch.equal(out.sequences[:, -24:], torch.stack(expected[start : start + 4]))
+        ragged |= set().union(*out.speculation.accepted)
+    assert alone == ragged == set(range(5))
+
+
+def test_between_cycles_it_knows_verified_tokens_only(model, monkeypatch):
+    """Laws of a cycle's first token in a ragged batch are those of a fresh drafter on the row alone."""
+    batch, seen = prompts(8)[4:], []
+    grow = growth.grow
+
+    def watched(grown, options, length):
+        first = grown.first
+
+        def noted():
+            logits = first()
+            for row, end in enumerate(grown.rows.lengths):
+                if end < grown.rows.prompt_length + 24:
+                    start = grown.rows.prompt_length - len(batch[row])
+                    text = grown.rows.ids[row : row + 1, start:end]
+                    chain = model(text, use_cache=False, output_mtp_logits=True).mtp_logits[0]
+                    seen.append(float((chain[0, end - start - 2] - logits[row]).abs().max()))
+            return logits
+
+        grown.first = noted
+        return grow(grown, options, length)
+
+    monkeypatch.setattr(modules, "grow", watched)
+    greedy(model, batch, **TREE)
+    assert len(seen) > 8 and max(seen) < 1e-3
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_samples_follow_the_target(model, rule):
+    prompt, warp = torch.arange(30, 42)[None], {"do_sample": True, "temperature": 2.0, "top_k": 3}
+    outcomes, law = enumerate_outcomes(model, prompt)
+    torch.manual_seed(11)
+    rows = prompt.expand(1500, -1)
+    tree = dict(depth=2, top_k=2, total_tokens=8)
+    out = model.generate(
+        rows, attention_mask=torch.ones_like(rows), max_new_tokens=4, draft_tree=tree, verification=rule, **warp
+    )[:, -4:]
+    cells = (out[:, None] == outcomes).all(-1)
+    assert cells.any(1).all()
+    assert chi_square(cells.long().argmax(1), law) > 0.001
+
+
+def test_a_smaller_draft_vocabulary_and_fixed_shapes(model):
+    batch = prompts(8)[4:]
+    want = greedy(model, batch, use_mtp=False).sequences
+    vocabulary = list(range(2, 128, 2))
+    choices = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]
+    for tree in (TREE["draft_tree"], choices, "auto"):
+        out = greedy(model, batch, draft_tree=tree, draft_vocabulary=vocabulary)
+        assert torch.equal(out.sequences, want)
+        assert all(token in vocabulary for row in out.speculation.rows_drafts for draft in row for token in draft[:4])
+    inputs = left_padded(batch)
+    model.generate(
+        **inputs, do_sample=True, draft_tree=TREE["draft_tree"], draft_vocabulary=vocabulary, max_new_tokens=9
+    )
+
+
+def test_what_takes_chains_only_says_so():
+    model = family_model("glm_moe_dsa", num_nextn_predict_layers=1).eval()
+    with pytest.raises(ValueError, match="indexed_attention draft chains only"):
+        model.generate(torch.tensor([[5, 6, 7]]), draft_tree=TREE["draft_tree"], max_new_tokens=4)

@@ -1,0 +1,98 @@
+"""Masked prediction writes the backbone's own text, by linear and by quadratic decoding."""
+
+import pytest
+import torch
+
+from tests.laws import chi_square
+from tests.models import left_padded
+from tests.ptp_models import backbone, ids, student
+
+BUDGETS = ["quadratic", "linear", 2, None]
+
+
+def masked(**options):
+    """A model of three masks in float64."""
+    return student("mask", backbone(seed=2).double(), **options).eval()
+
+
+def write(model, lengths=(5, 1, 9, 2), **options):
+    batch = left_padded([ids(n, seed=n) for n in lengths])
+    how = {"max_new_tokens": 18, "pad_token_id": 0, "return_dict_in_generate": True} | options
+    how = {name: value for name, value in how.items() if value is not None}
+    return model.generate(**batch, **how)
+
+
+@pytest.mark.parametrize("sampler", ["mlp", "none"])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_greedy_text_is_plain_greedy_text(budget, sampler):
+    model = masked(sampler=sampler)
+    want = write(model, use_mtp=False).sequences
+    out = write(model, slot_budget=budget)
+    assert torch.equal(out.sequences, want)
+    assert {0, 1} <= set().union(*out.speculation.rows_accepted)
+    for row, length in enumerate((5, 1, 9, 2)):
+        alone = write(model, (length,), slot_budget=budget)
+        assert torch.equal(alone.sequences[0, length:], want[row, 9:])
+    assert torch.equal(write(model, slot_budget=budget, num_assistant_tokens_schedule="adaptive").sequences, want)
+
+
+def drafts(model, **options):
+    """Cycles of one row: tokens drafted, and how many of them were accepted."""
+    how = {"do_sample": True, "temperature": 3.0, "top_k": 3, "verification": "coupled", "seed": 1}
+    said = write(model, (5,), max_new_tokens=60, **how, **options).speculation
+    return [(len(draft), count) for draft, count in zip(said.rows_drafts[0], said.rows_accepted[0])]
+
+
+def test_quadratic_decoding_always_has_a_whole_draft():
+    cycles = drafts(masked(), slot_budget="quadratic")
+    assert cycles[0] == (0, 0) and {count for _, count in cycles} >= {0, 1, 2}
+    assert {drafted for drafted, _ in cycles[1:-4]} == {3}
+
+
+def test_linear_decoding_takes_a_plain_step_after_a_rejection():
+    for size in (1, 3):
+        cycles = drafts(masked(num_slots=size), slot_budget="linear")[:-4]  # the last ones are cut to the text's end
+        for (drafted, accepted), (following, _) in zip(cycles, cycles[1:]):
+            assert following == (size if accepted == drafted else 0)
+        assert set(cycles) >= {(0, 0), (size, 0), (size, 1)}
+
+
+@pytest.mark.parametrize(("rule", "budget"), [("block", "quadratic"), ("token", "linear"), ("coupled", None)])
+def test_sampled_text_has_the_law_of_the_backbone(rule, budget):
+    torch.manual_seed(5)
+    model, prompt = masked(), torch.tensor([[1, 2, 3]])
+    outcomes, law = prompt, torch.ones(1, dtype=torch.float64)
+    for _ in range(5):  # three tokens are possible at each place: 243 outcomes
+        with torch.no_grad():
+            values, tokens = model(outcomes).logits[:, -1].topk(3)
+        law = (law[:, None] * (values.double() / 3).softmax(-1)).flatten()
+        outcomes = torch.cat([outcomes.repeat_interleave(3, 0), tokens.flatten()[:, None]], dim=1)
+    rows = prompt.expand(3000, -1)
+    options = {"do_sample": True, "temperature": 3.0, "top_k": 3, "verification": rule}
+    options |= {} if budget is None else {"slot_budget": budget}
+    inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows), "pad_token_id": 0}
+    out = model.generate(**inputs, max_new_tokens=5, return_dict_in_generate=True, **options)
+    found = (out.sequences[:, None, 3:] == outcomes[:, 3:]).all(-1)
+    assert found.any(1).all() and chi_square(found.long().argmax(1), law) > 0.001
+    assert {1, 2} <= set().union(*out.speculation.rows_accepted)
+
+
+def test_the_same_uniforms_pick_the_same_tokens():
+    model, uniforms = masked(), torch.rand(4, 18, generator=torch.Generator().manual_seed(3))
+    how = {"do_sample": True, "top_k": 0, "verification": "coupled", "uniforms": uniforms}
+    want = write(model, use_mtp=False, **how).sequences
+    for budget in BUDGETS:
+        assert torch.equal(write(model, slot_budget=budget, **how).sequences, want)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slot_budget": "cubic"}, "slot_budget='cubic' must be a whole number, 'quadratic' or 'linear'"),
+        ({"slot_budget": 0}, "slot_budget=0 must be at least 1"),
+        ({"best_of": 2, "do_sample": True, "verification": "coupled"}, "masks read no uniforms to choose among"),
+    ],
+)
+def test_bad_input_to_generate(options, message):
+    with pytest.raises(ValueError, match=message):
+        write(masked(), **options)

@@ -1,0 +1,166 @@
+"""MuToR (Gerontopoulos et al. 2025, arXiv 2505.10518): registers between tokens let a model look further ahead.
+
+They are thrown away when the training is over: what is left is a plain model, of the same size and speed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DataCollatorForSeq2Seq
+
+from ...modeling.heads.losses import IGNORE
+from ...modeling.ptp.registers import RegisterModel
+from ..beginning import check_checkpoint
+from .columns import at_columns
+from .completions import Sequences, draw_starts
+from .draws import FixedDraws, RandomDraws
+from .updates import Inputs, UpdateTrainer, next_tokens, pad_rows
+
+
+@dataclass(frozen=True)
+class MuToROptions:
+    """Options of `MuToRTrainer`.
+
+    Args:
+        max_offset: d_max; the registers of a sequence all look d tokens ahead, d being drawn from 1..d_max.
+        weight: a, of the registers' loss; that of the tokens weighs 1 - a.
+
+    Raises:
+        ValueError: A value out of range.
+    """
+
+    max_offset: int = 4
+    weight: float = 0.3
+
+    def __post_init__(self) -> None:
+        if self.max_offset < 1:
+            raise ValueError(f"max_offset={self.max_offset} must be at least 1")
+        if not 0 <= self.weight < 1:
+            raise ValueError(f"weight={self.weight} must lie in [0, 1)")
+
+
+@dataclass
+class Registers:
+    """A batch with its registers.
+
+    Attributes:
+        sequences: The batch.
+        offsets: [B] int64, how far the registers of each sequence look ahead.
+        starts: [B, R] int64, the columns behind those that they stand behind.
+        targets: [B, R] int64, the tokens that they predict; -100 where a row has fewer registers.
+    """
+
+    sequences: Sequences
+    offsets: torch.Tensor
+    starts: torch.Tensor
+    targets: torch.Tensor
+
+    @classmethod
+    def behind(cls, sequences: Sequences, offsets: torch.Tensor) -> Registers:
+        """One register before every target that has a target d - 1 tokens further in its document.
+
+        Args:
+            sequences: The batch.
+            offsets: [B] int64, d.
+        """
+        tokens, documents = sequences.tokens, sequences.documents
+        columns = torch.arange(tokens.shape[1], device=tokens.device)
+        seen = columns + offsets[:, None] - 1  # from column t + 1: the token t + d
+        inside, seen = seen < tokens.shape[1], seen.clamp(max=tokens.shape[1] - 1)
+        known = inside & at_columns(sequences.scored, seen) & (at_columns(documents, seen) == documents)
+        wanted = sequences.startable & known
+        most = max(1, int(wanted.sum(1).max()))
+        starts, exists = draw_starts(wanted, most, (1.0 - columns / len(columns)).expand(tokens.shape))
+        ahead = (starts + offsets[:, None] - 1).clamp(max=tokens.shape[1] - 1)
+        return cls(sequences, offsets, starts, at_columns(tokens, ahead).masked_fill(~exists, IGNORE))
+
+    def release(self) -> None:
+        """Nothing is kept."""
+
+
+class MuToRTrainer(UpdateTrainer):
+    """transformers' Trainer with registers: the loss is (1 - a) that of the next tokens and a that of the registers.
+
+    A register stands behind every token before a target (labels of -100 get none), and predicts the token d ahead of
+    its own place, d being drawn for every sequence. Tokens never see registers, so that their loss is the plain one.
+    The model stays a plain model of transformers, or a PeftModel, and is trained in place: checkpoints and
+    `save_model` write it as ever, with `register.safetensors` beside it, which only a resumed training reads.
+
+    The data are as for `PTPTrainer`; packed documents are told apart. The log carries `next_token_loss` and
+    `register_loss`. In evaluation d follows from the length of a row.
+
+    Args:
+        model: A causal language model with full attention; what of it learns is what requires gradients.
+        args: `TrainingArguments`.
+        options: Offsets and weight.
+        **kwargs: For `Trainer`.
+
+    Raises:
+        ValueError: A model that cannot carry registers (`RegisterModel`), or arguments that would be ignored.
+
+    Example:
+        >>> MuToRTrainer(model, TrainingArguments("out"), train_dataset=data).train()
+        >>> model.generate(**inputs)  # no registers here
+    """
+
+    def __init__(
+        self, model: nn.Module, args: Any = None, *, options: MuToROptions | None = None, **kwargs: Any
+    ) -> None:
+        self.options, self._owner = options or MuToROptions(), RegisterModel(model)
+        if kwargs.get("data_collator") is None:
+            tokenizer = kwargs.get("processing_class")
+            kwargs["data_collator"] = pad_rows if tokenizer is None else DataCollatorForSeq2Seq(tokenizer)
+        super().__init__(self._owner, args, **kwargs)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """The columns of data, which are not the arguments of `RegisterModel.forward`."""
+        self._signature_columns = ["input_ids", "attention_mask", "position_ids", "labels"]
+
+    def _task(self, model: nn.Module, inputs: Inputs, is_training: bool) -> Registers:
+        sequences = Sequences.of(inputs)
+        draws = RandomDraws(1.0) if is_training else FixedDraws(sequences.documents)
+        last = torch.full_like(sequences.tokens[:, :1], sequences.tokens.shape[1] - 1)
+        return Registers.behind(sequences, draws.gaps(last, self.options.max_offset)[:, 0])
+
+    def _counts(self, task: Registers) -> torch.Tensor:
+        """Targets of tokens and of registers, [2]."""
+        found = next_tokens(task.sequences), task.targets
+        return torch.stack([(targets != IGNORE).sum().double() for targets in found])
+
+    def _learn(
+        self, model: nn.Module, task: Registers, totals: torch.Tensor, counts: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """See `UpdateTrainer`; the outputs are the `logits` of tokens and of registers behind them."""
+        sequences, a = task.sequences, self.options.weight
+        logits = model(sequences.tokens, sequences.documents, sequences.positions, task.starts, task.offsets)
+        length, following = sequences.tokens.shape[1], next_tokens(sequences)
+        parts = (logits[:, : length - 1], following), (logits[:, length:], task.targets)
+        sums = torch.stack([_summed(*part) for part in parts])
+        weights = torch.tensor([1 - a, a], device=sums.device)
+        self._means[model.training].add(sums.detach(), counts.to(sums))
+        return (weights * (sums / totals.clamp(min=1).to(sums))).sum(), {"logits": logits}
+
+    def _mean_names(self) -> list[str]:
+        return ["next_token_loss", "register_loss"]
+
+    def _pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> float:
+        tokens, registers = (sums / counts.clamp(min=1)).tolist()
+        return (1 - self.options.weight) * tokens + self.options.weight * registers
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Takes over the model and its register."""
+        check_checkpoint(resume_from_checkpoint, self._owner.backbone)
+        self._owner.load_checkpoint(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self._owner.load_checkpoint(self.state.best_model_checkpoint)
+
+
+def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of logits [B, n, v], summed over targets [B, n]."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+    return nn.functional.cross_entropy(wide, targets.flatten(), ignore_index=IGNORE, reduction="sum")

@@ -51,7 +51,7 @@ def test_greedy_alone_and_in_ragged_batches(pair):
 def test_drafts_are_made_from_verified_rows_alone(pair):
     """Every draft of every row of a ragged batch is made again by transformers from that row's own finished text."""
     model, drafter = pair
-    batch, new, seen = prompts(4), 24, set()
+    batch, new, seen = prompts(8), 30, set()
     out = model.generate(
         **left_padded(batch), max_new_tokens=new, do_sample=False, assistant_model=drafter.model,
         return_dict_in_generate=True,

@@ -185,6 +185,7 @@ FAMILIES: dict[str, MTPFamily] = {
     "granite": _RETROFIT,
     "granitemoe": _RETROFIT,
     "hunyuan_v1_dense": _RETROFIT,
+    "hunyuan_v1_moe": _RETROFIT,
     "kimi_linear": MTPFamily(copies=(), block=(_FULL,), retrofit=True),
     "llama": _RETROFIT,
     "minimax_m2": _RETROFIT,
@@ -207,20 +208,49 @@ FAMILIES: dict[str, MTPFamily] = {
 """Families by `model_type`."""
 
 _STREAMS = "its modules read several streams of hidden states (hyper-connections), not one"
-_OWN_HEAD = "its modules have heads of their own and pass on states from before the norm"
+_OWN_HEAD = (
+    "each of its modules has a head of its own (shared_head.output), while here all share the main model's, and passes "
+    "on its state from before shared_head.norm, not from behind it"
+)
+_CONVOLUTIONS = (
+    "its modules keep short convolutions, which cannot go back behind a rejected draft, and share one norm (chain_norm)"
+)
+_UNSEEN = (
+    "transformers drops the tensors of its modules ({}) and has no class for them, and no file or description of their "
+    "layout has been seen: a guess would draft noise"
+)
+_NORM = "its decoder keeps its final norm under a name of its own ({}), and a module starts with a copy of that norm"
 REFUSED: dict[str, str] = {
     "deepseek_v4": _STREAMS,
-    "dots3_note": "how its modules are made has not been read",
+    "dots3_note": _UNSEEN.format("model.mtp.*"),
+    "dots3_note_text": _UNSEEN.format("model.mtp.*"),
     "glm5_next": _STREAMS,
+    "glm5_next_text": _STREAMS,
     "hy_v4": _STREAMS,
-    "inkling": "its modules keep short convolutions, which cannot go back behind a rejected draft, and share one norm",
-    "minimax_m3_vl": "how its modules are made has not been read",
+    "inkling_mm_model": _CONVOLUTIONS,
+    "inkling_text": _CONVOLUTIONS,
+    "minimax_m3_vl": _UNSEEN.format("mtp.*"),
+    "minimax_m3_vl_text": _UNSEEN.format("mtp.*"),
     "qwen4_exp": _STREAMS,
     "qwen4_exp_text": _STREAMS,
     "step3p5": _OWN_HEAD,
     "step3p7": _OWN_HEAD,
 }
 """Families with modules that are not supported, and why."""
+UNMADE: dict[str, str] = {
+    "exaone4_5": _UNSEEN.format("mtp.*"),
+    "falcon_h1": _NORM.format("final_layernorm"),
+    "gemma3n_text": "its layers read several streams of hidden states (AltUp), and a module hands over one",
+    "glm_ocr": "transformers has no causal language model for its text alone, whose layers a module could have",
+    "glm_ocr_text": "transformers has no causal language model for its text alone, whose layers a module could have",
+    "lfm2": _NORM.format("embedding_norm"),
+    "llama4_text": "its class does not show its decoder (`get_decoder` gives the model with its head)",
+    "minicpm3": "its layers scale their residuals by the number of layers, which differs in a folder that has modules",
+    "olmo": "its norms have no weights, and the norms of a module are made of them",
+    "phi": _NORM.format("final_layernorm"),
+}
+"""Families that have been tried or looked for, and of which modules can be neither read nor made; their layers are fine
+for other drafters."""
 
 
 def family_of(config: Any) -> MTPFamily:
@@ -233,8 +263,8 @@ def family_of(config: Any) -> MTPFamily:
         ValueError: A family that cannot be supported (by name), or that is not known.
     """
     model_type = config.model_type
-    if model_type in REFUSED:
-        raise ValueError(f"DeepSeekMTP does not support model_type={model_type!r}: {REFUSED[model_type]}")
+    if reason := REFUSED.get(model_type) or UNMADE.get(model_type):
+        raise ValueError(f"DeepSeekMTP does not support model_type={model_type!r}: {reason}")
     if model_type not in FAMILIES:
         raise ValueError(f"DeepSeekMTP does not know model_type={model_type!r}; it knows {', '.join(sorted(FAMILIES))}")
     return FAMILIES[model_type]

@@ -30,7 +30,7 @@ from .loop import SpeculativeLoop
 from .options import OWN, CallOptions, obstacle
 from .processing import counts_calls
 from .speculators import Speculator, SpeculatorMixin
-from .targets import can_go_back, full_history, is_repackable
+from .targets import can_go_back, is_repackable
 from .tree_choice import choose_tree
 
 logger = logging.get_logger(__name__)
@@ -167,7 +167,7 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
             return "a StaticCache"
         if not hasattr(self, "_new_cache"):
             if cache is not None and not is_repackable(cache) and not hasattr(cache, "keep_last"):
-                return f"past_key_values with layers that forget ({type(cache).__name__})"
+                return f"past_key_values with layers that cannot go back ({type(cache).__name__})"
             if not can_go_back(self._current.backbone) or not self._supports_default_dynamic_cache():
                 return f"the recurrent states of {type(self).__name__}, which cannot go back behind a rejected draft"
         own = self._current.speculator.obstacle(config, model_kwargs)
@@ -213,10 +213,7 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Starts with the model's own kind of cache, or else with one that forgets nothing.
-
-        A sliding window is then a matter of the mask.
-        """
+        """Starts with the model's own kind of cache, or else with the one that transformers would take."""
         new_cache, call = getattr(self, "_new_cache", None), self._current
         fresh = generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None
         if new_cache and fresh:
@@ -229,7 +226,6 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
             model_kwargs["past_key_values"] = new_cache()
         elif fresh and call is not None and call.is_ours and generation_config.cache_implementation != "offloaded":
             generation_config.cache_implementation = None
-            model_kwargs["past_key_values"] = full_history(self.config)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
     def _prefill(

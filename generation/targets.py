@@ -3,7 +3,7 @@
 Two kinds of caches: one that knows every row's length itself, and transformers' own, whose columns all rows share. In
 the latter, rows that keep different numbers of tokens are repacked after verification: every row's tokens are
 right-aligned again, and its left padding grows. No hole is left between tokens, so that distances between columns
-stay distances between tokens (a sliding window relies on it).
+stay distances between tokens. Layers with an attention window rely on it; what they hold meanwhile, `windows` says.
 
     columns of the cache     before           + block of 4, kept 4 and 2         repacked
     row 0                    . a b c          . a b c d e f g                    . a b c d e f g
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils
+from transformers import Cache, DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
@@ -31,6 +31,7 @@ from transformers.cache_utils import (
 from .contract import DraftTree, Verdict, line
 from .replay import Replay, is_recurrent
 from .tokens import Kept
+from .windows import held_columns, hold, release, window_layers
 
 HiddenLayers = int | list[int] | bool | None
 
@@ -171,6 +172,7 @@ class RepackedTarget:
         positions = self.counts[:, None] + places
         if riders is not None and riders.last_position is not None:
             positions = positions.clamp(max=riders.last_position)
+        hold(self.cache)
         outputs = self.model(
             block,
             past_key_values=self.cache,
@@ -196,7 +198,7 @@ class RepackedTarget:
         if tree.riders is not None:
             return dense_mask(self.mask, tree.riders.mask, self.model)
         if not tree.is_chain:
-            return tree_mask(self.mask, self.counts, tree, self.model)
+            return tree_mask(self.mask, tree, self.model, held_columns(self.cache))
         return torch.nn.functional.pad(self.mask, (0, fed), value=True) if self.is_padded else None
 
     def keep(self, kept: Kept, verdict: Verdict, tree: DraftTree) -> None:
@@ -209,19 +211,24 @@ class RepackedTarget:
             fed = min(fed, kept.longest)
         crop(self.cache, kept.longest - fed)
         self.mask = torch.nn.functional.pad(self.mask, (0, kept.longest), value=True)
-        if kept.is_even:
-            self.counts, self.shifts = self.counts + kept.longest, None
-            return
-        self.counts, self.shifts = self.counts + kept.on_device, kept.longest - kept.on_device
-        self.moved = self.shifts if self.moved is None else self.moved + self.shifts
-        self.is_padded = True
-        self.mask = shift_cache(self.cache, self.shifts, self.mask)
+        self.counts, self.shifts = self.counts + (kept.longest if kept.is_even else kept.on_device), None
+        if not kept.is_even:
+            self.shifts = kept.longest - kept.on_device
+            self.moved = self.shifts if self.moved is None else self.moved + self.shifts
+            self.is_padded = True
+            self.mask = shift_cache(self.cache, self.shifts, self.mask)
+        release(self.cache)
 
     def align(self, columns: int) -> None:
-        """See `Target`; columns behind a row's end hold arbitrary values, as padding does."""
+        """See `Target`; columns behind a row's end hold arbitrary values, as padding does.
+
+        The first columns, which are padding in all rows by now, are dropped and not the last ones, so that a layer with
+        an attention window keeps as many columns as it needs.
+        """
         if self.moved is not None:
-            shift_cache(self.cache, -self.moved, self.mask)
-            crop(self.cache, min(0, columns - self.mask.shape[1]))
+            surplus = self.mask.shape[1] - columns
+            drop_first(self.cache, columns)
+            shift_cache(self.cache, surplus - self.moved, self.mask[:, surplus:])
 
 
 class EvenTarget(RepackedTarget):
@@ -234,6 +241,7 @@ class EvenTarget(RepackedTarget):
         """See `Target`; all rows keep b."""
         self.kept, self.counts = kept, self.counts + 1
         self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=True)
+        release(self.cache)
 
     def align(self, columns: int) -> None:
         """Nothing was moved."""
@@ -242,10 +250,28 @@ class EvenTarget(RepackedTarget):
 def crop(cache: Cache, columns: int) -> None:
     """Takes the last `-columns` columns from all layers that have columns: a recurrent state has none."""
     for layer in cache.layers:
-        if isinstance(layer, LinearAttentionAndFullAttentionLayer):
-            DynamicLayer.crop(layer, columns)
-        elif isinstance(layer, DynamicLayer):
-            layer.crop(columns)
+        crop_layer(layer, columns)
+
+
+def crop_layer(layer: Any, columns: int) -> None:
+    """`crop` of one layer; with an attention window it holds all that it held before (see `windows.release`)."""
+    is_bounded = isinstance(layer, DynamicSlidingWindowLayer)
+    if is_bounded or isinstance(layer, LinearAttentionAndFullAttentionLayer):
+        DynamicLayer.crop(layer, columns)
+    elif isinstance(layer, DynamicLayer):
+        layer.crop(columns)
+    if is_bounded and layer.is_initialized:
+        layer.cumulative_length += columns
+
+
+def drop_first(cache: Cache, columns: int) -> None:
+    """Leaves the last `columns` columns, and of layers with an attention window those of them that they hold."""
+    for layer, name, dim in _states_with_columns(cache):
+        states = getattr(layer, name)
+        width = min(columns, states.shape[dim])
+        setattr(layer, name, states.narrow(dim, states.shape[dim] - width, width))
+    for layer in window_layers(cache):
+        layer.cumulative_length = columns
 
 
 def compact(cache: Cache, columns: torch.Tensor, fed: int) -> None:
@@ -255,13 +281,16 @@ def compact(cache: Cache, columns: torch.Tensor, fed: int) -> None:
         start = states.shape[dim] - fed
         old, new = states.split([start, fed], dim=dim)
         setattr(layer, name, torch.cat([old, shifted(new, columns, dim)], dim=dim))
+    for layer in window_layers(cache):
+        layer.cumulative_length += columns.shape[1] - fed
 
 
 def shift_cache(cache: Cache, shifts: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Moves the columns of row b by `shifts[b]` [B] to the right, in every layer; returns the mask [B, W] moved."""
     source = shift_source(shifts, mask.shape[1])
     for layer, name, dim in _states_with_columns(cache):
-        setattr(layer, name, shifted(getattr(layer, name), source, dim))
+        states = getattr(layer, name)
+        setattr(layer, name, shifted(states, source[:, : states.shape[dim]], dim))
     return shift_mask(mask, source)
 
 
@@ -294,31 +323,40 @@ def shift_mask(mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return mask.gather(1, source.clamp(0, source.shape[1] - 1)) & (source >= 0)
 
 
-def tree_mask(cached: torch.Tensor, counts: torch.Tensor, tree: DraftTree, model: PreTrainedModel) -> Any:
+def tree_mask(cached: torch.Tensor, tree: DraftTree, model: PreTrainedModel, held: int | None = None) -> Any:
     """What b and the nodes see: all real columns of the cache, their ancestors and themselves.
 
     Args:
         cached: [B, W] bool, the real columns of the cache.
-        counts: [B] real tokens.
         tree: The draft.
-        model: The backbone; where its layers have sliding windows, distances are those of positions.
+        model: The backbone; where its layers have attention windows, distances are those of columns, as in its own
+            masks.
+        held: The last columns of the cache that such layers still hold; None: all.
 
     Returns:
         [B, 1, F, W + F] in the backbone's dtype, as `dense_mask`; by kind of layer where there are several.
     """
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    full = dense_mask(cached, tree.mask(), model)
-    if window is None or kinds == {"full_attention"}:
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    full, near = dense_mask(cached, tree.mask(), model), _near(model.config.get_text_config(), kinds, cached, tree)
+    if near is None:
         return full
-    old = line(cached.shape[1], cached.device) - (cached.shape[1] - counts[:, None])
-    new = counts[:, None] + tree.positions()
-    near = new[:, :, None] - torch.cat([old, new], dim=1)[:, None] < window
-    sliding = full.masked_fill(~near[:, None], torch.finfo(full.dtype).min)
-    if len(kinds) < 2:
-        return sliding
-    return {"full_attention": full, "sliding_attention": sliding}
+    first = 0 if held is None else cached.shape[1] - held
+    bounded = full.masked_fill(~near[:, None], torch.finfo(full.dtype).min)[..., first:]
+    kind = "chunked_attention" if "chunked_attention" in kinds else "sliding_attention"
+    return bounded if len(kinds) < 2 else {"full_attention": full, kind: bounded}
+
+
+def _near(config: Any, kinds: set[str], cached: torch.Tensor, tree: DraftTree) -> torch.Tensor | None:
+    """Which columns each place has within its attention window, [B, F, W + F]; None: all of them."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    is_chunked, width = "chunked_attention" in kinds, cached.shape[1]
+    if not is_chunked and (window is None or kinds == {"full_attention"}):
+        return None
+    columns = torch.cat([line(width, cached.device).expand(len(cached), -1), width + tree.positions()], dim=1)
+    if not is_chunked:
+        return columns[:, width:, None] - columns[:, None] < window
+    chunks = (columns - (cached.cumsum(1) == 0).sum(1)[:, None]) // config.attention_chunk_size  # from the first token
+    return chunks[:, width:, None] == chunks[:, None]
 
 
 def dense_mask(cached: torch.Tensor, new: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
@@ -341,19 +379,19 @@ def dense_mask(cached: torch.Tensor, new: torch.Tensor, model: PreTrainedModel) 
 
 
 _EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
-_FULL = (DynamicLayer, DynamicIndexedLayer, _EMPTY, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+_KINDS = (
+    DynamicLayer,
+    DynamicIndexedLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    _EMPTY,
+)
 
 
 def is_repackable(cache: Cache | None) -> bool:
-    """Whether rows of this cache may keep different numbers of tokens: its layers forget no columns."""
-    return cache is None or all(type(layer) in _FULL for layer in cache.layers)
-
-
-def full_history(config: PreTrainedConfig) -> Cache:
-    """An empty cache of the kinds of layers that a model wants, but none that forgets columns."""
-    cache = DynamicCache(config=config)
-    cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
-    return cache
+    """Whether rows of this cache may keep different numbers of tokens: its layers can go back."""
+    return cache is None or all(type(layer) in _KINDS for layer in cache.layers)
 
 
 def can_go_back(model: PreTrainedModel) -> bool:
@@ -364,6 +402,6 @@ def can_go_back(model: PreTrainedModel) -> bool:
     """
     if not type(model)._is_stateful:
         return True
-    cache = full_history(model.config)
+    cache = DynamicCache(config=model.config)
     has_columns = any(isinstance(layer, DynamicLayer) for layer in cache.layers)
     return has_columns and is_recurrent(cache) and is_repackable(cache)

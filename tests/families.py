@@ -121,6 +121,7 @@ _BACKBONES = {
     "granite": dict(logits_scaling=4.0, embedding_multiplier=3.0),
     "granitemoe": _SPARSE | dict(logits_scaling=4.0),
     "hunyuan_v1_dense": dict(head_dim=8),
+    "hunyuan_v1_moe": dict(head_dim=8, num_experts=4, moe_topk=2),
     "minimax_m2": _SPARSE | dict(head_dim=8),
     "ministral3": dict(head_dim=8),
     "mixtral": _SPARSE | dict(sliding_window=6, head_dim=8),

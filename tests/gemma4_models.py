@@ -4,6 +4,7 @@ from functools import cache
 
 import torch
 from transformers import (
+    DynamicCache,
     Gemma4AssistantConfig,
     Gemma4AssistantForCausalLM,
     Gemma4ForCausalLM,
@@ -11,7 +12,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tokenahead.generation.targets import full_history
 from tokenahead.modeling.gemma4 import buildable
 
 KINDS = ["sliding_attention", "full_attention"]
@@ -61,7 +61,7 @@ def read(
     Only what is before the last of these tokens is lent. A guided draft is that of the text, another one the likeliest.
     """
     with torch.no_grad():
-        out = backbone(text[:, :place], past_key_values=full_history(backbone.config), output_hidden_states=True)
+        out = backbone(text[:, :place], past_key_values=DynamicCache(config=backbone.config), output_hidden_states=True)
     state, lent, token = out.hidden_states[-1][:, -1:], {}, text[:, place, None]
     config = backbone.config
     for layer in range(config.num_hidden_layers - config.num_kv_shared_layers):

@@ -149,7 +149,7 @@ class _Branches:
         counts = self.past.sum(1)
         outputs = self.model(
             torch.cat([self.last, tree.tokens], 1),
-            attention_mask=tree_mask(self.past, counts, tree, self.model),
+            attention_mask=tree_mask(self.past, tree, self.model),
             position_ids=counts[:, None] + tree.positions(),
             past_key_values=self.cache,
             use_cache=True,

@@ -13,6 +13,7 @@ from ..attachment import Attachable
 from ..contract import DraftTree, Verdict, line
 from ..targets import Fed, RepackedTarget
 from ..tokens import Kept, TokenRows
+from ..windows import hold
 from .gemma4 import Gemma4Chain, check_lender
 from .protocol import Drafter, DraftOptions, View
 
@@ -21,7 +22,7 @@ class AssistantDrafter(Attachable):
     """Lets a smaller model draft for a larger one; sampled drafts come with their laws.
 
     Args:
-        model: A causal language model of transformers whose layers keep their whole history; or an assistant of Gemma 4
+        model: A causal language model of transformers with attention in every layer; or an assistant of Gemma 4
             (`gemma4_assistant`), which reads the backbone's own keys and values.
         num_tokens: Tokens to draft, unless `num_assistant_tokens` says otherwise.
 
@@ -118,7 +119,7 @@ class AssistantChain:
         mask = view.mask[:, -self.options.prompt.shape[1] : -1]
         if mask.shape[1] < prompt.shape[1]:  # the call continues from a cache: there is nothing to read of it
             prompt = prompt[:, prompt.shape[1] - mask.shape[1] :]
-        cache, device = DynamicCache(), self.model.device
+        cache, device = DynamicCache(config=self.model.config), self.model.device
         if prompt.shape[1]:
             positions = (mask.cumsum(1) - 1).clamp(min=0)
             self.model(
@@ -139,6 +140,7 @@ class AssistantChain:
         block = tokens.newest(2 + self.lag)
         positions = behind.counts[:, None] + line(block.shape[1], block.device)
         mask = behind.mask
+        hold(behind.cache)
         drafts, laws = [], []
         for _ in range(length):
             mask = torch.nn.functional.pad(mask, (0, block.shape[1]), value=True)

@@ -16,12 +16,15 @@ from torch import nn
 from ...modeling.sampling import race
 from ..contract import DraftTree, Verdict, line
 from ..growth import grow
-from ..targets import Fed, shift_cache, shift_mask, shift_source, shifted
+from ..targets import Fed, crop_layer, shift_cache, shift_mask, shift_source, shifted
 from ..tokens import TokenRows
+from ..windows import hold, restrict
 from .module_trees import ModuleGrowth
 from .protocol import DraftOptions, View
 
-_LAG = 64  # columns that may be left to be computed by the modules that a short draft did not need
+_LAG = 64
+"""Columns that may be left to be computed by the modules that a short draft did not need; by so many, and those of a
+block, rows may move to the right meanwhile, so that layers with an attention window keep them to spare."""
 _TREE_KINDS = ("full_attention", "sliding_attention")
 """Ways to attend in which a mask says what each row sees."""
 
@@ -45,7 +48,9 @@ class ModuleDrafter:
         self.model, self.options, self.depth = model, options, model.num_modules
         self.num_tokens = options.num_tokens
         self.vocabulary = options.extra.get("draft_vocabulary", model.draft_vocabulary)
-        self.cache, self.cached = model.mtp.new_cache(), 0
+        # nodes of a tree stand side by side, and would push columns out of a window that are still within it
+        self.cache, self.cached = model.mtp.new_cache(forgets=options.draft_tree is None), 0
+        hold(self.cache)
         self.states = self.mask = self.view = None
         self.is_padded = False
         others = {module.kind for module in model.mtp} - set(_TREE_KINDS)
@@ -87,13 +92,13 @@ class ModuleDrafter:
             return tree
         hidden, ids, mask = self.states[:, -pending:], tokens.newest(pending), self.mask
         positions = self.view.counts[:, None] - pending + line(pending, ids.device)
-        late = pending > _LAG
+        late, prepared = pending > _LAG, self._prepared(hidden, positions, mask)
         drafts, laws = [], []
         for k in range(1, max(length, self.depth if late else 1) + 1):
             if k > self.depth:  # the last module goes on, one new column at a time
                 hidden, ids, positions = hidden[:, -1:], ids[:, -1:], positions[:, -1:] + 1
-                mask = nn.functional.pad(mask, (0, 1), value=True)
-            hidden = self._step(k, hidden, ids, positions, mask)
+                mask, prepared = nn.functional.pad(mask, (0, 1), value=True), None
+            hidden = self._step(k, hidden, ids, positions, mask, prepared)
             token, law = self._choose(hidden[:, -1])
             ids = torch.cat([ids[:, 1:], token[:, None]], dim=1)
             drafts.append(token)
@@ -105,16 +110,33 @@ class ModuleDrafter:
         return DraftTree.chain(draft, torch.stack(laws[:length], 1) if self.options.do_sample else None)
 
     def _step(
-        self, k: int, hidden: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
+        self,
+        k: int,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        prepared: dict[str, Any] | None = None,
     ) -> torch.Tensor:
-        return self.model.mtp.step(
-            k,
-            hidden,
-            self.model.get_input_embeddings()(ids),
-            position_ids=positions.clamp(min=0) if self.is_padded else positions,
-            attention_mask=mask if self.is_padded else None,
-            past_key_values=self.cache,
-        )
+        embeddings = self.model.get_input_embeddings()(ids)
+        return self.model.mtp.step(k, hidden, embeddings, **self._inputs(positions, mask), prepared=prepared)
+
+    def _inputs(self, positions: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+        return {
+            "position_ids": positions.clamp(min=0) if self.is_padded else positions,
+            "attention_mask": mask if self.is_padded else None,
+            "past_key_values": self.cache,
+        }
+
+    def _prepared(self, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> dict[str, Any] | None:
+        """The mask and the rotary embedding of all modules, which have the same columns before and behind them.
+
+        None where there is one module, or where they attend differently.
+        """
+        modules = self.model.mtp
+        if self.depth == 1 or len({module.kind for module in modules}) > 1:
+            return None
+        return modules.options(0, hidden, **self._inputs(positions, mask))
 
     def _nodes(
         self, k: int, states: torch.Tensor, ids: torch.Tensor, distances: torch.Tensor, seen: torch.Tensor
@@ -179,4 +201,5 @@ class ModuleDrafter:
         if steps >= self.depth:
             self.cached = max(self.cached, self.mask.shape[1] - self.depth + 1)
         for layer in self.cache.layers:
-            layer.crop(min(0, self.cached - layer.get_seq_length()))
+            crop_layer(layer, min(0, self.cached - layer.get_seq_length()))
+        restrict(self.cache, spare=_LAG + self.num_tokens + 1)

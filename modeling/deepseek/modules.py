@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicIndexedLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -147,9 +148,15 @@ class MTPModules(nn.Module):
         """The module of depth D, which goes on beyond it."""
         return self[-1]
 
-    def new_cache(self) -> Cache:
-        """An empty cache for all modules; one that forgets nothing, a sliding window being a matter of the mask."""
-        return new_cache(self[0].kind)
+    def new_cache(self, forgets: bool = True) -> Cache:
+        """An empty cache for all modules; layers with a sliding window forget what is older, if they may."""
+        is_bounded = [module.kind == "sliding_attention" and forgets for module in self]
+        if not any(is_bounded):
+            return new_cache(self[0].kind)
+        window = self.config.sliding_window
+        return Cache(
+            layers=[DynamicSlidingWindowLayer(window) if bounded else DynamicLayer() for bounded in is_bounded]
+        )
 
     def mask(
         self,
@@ -188,6 +195,7 @@ class MTPModules(nn.Module):
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        prepared: dict[str, Any] | None = None,
     ) -> torch.Tensor:
         """One depth of the chain.
 
@@ -198,12 +206,13 @@ class MTPModules(nn.Module):
             position_ids: [B or 1, R]; a constant shift changes nothing.
             attention_mask: [B, past + R], 0 for padding, or a finished mask [B, 1, R, past + R].
             past_key_values: The modules' own cache; module k has slot k - 1.
+            prepared: What `options` made of the same positions, mask and columns for a module that attends alike.
 
         Returns:
             h^k, [B, R, H], after the module's norm.
         """
         index = min(k, self.count) - 1
-        options = self.options(index, hidden_states, position_ids, attention_mask, past_key_values)
+        options = prepared or self.options(index, hidden_states, position_ids, attention_mask, past_key_values)
         with caches_kept(self):
             return self[index](hidden_states, inputs_embeds, **options)
 
@@ -232,9 +241,14 @@ class MTPModules(nn.Module):
         """The rotary embedding of position_ids [B or 1, R], as module `index` takes it."""
         if self.rotary_emb is None:
             return None
-        by_kind = "layer_type" in inspect.signature(self.rotary_emb.forward).parameters
-        kind = (self[index].kind,) if by_kind else ()
+        kind = (self[index].kind,) if _knows_kinds(type(self.rotary_emb)) else ()
         return self.rotary_emb(states, position_ids, *kind)
+
+
+@cache
+def _knows_kinds(rotary: type[nn.Module]) -> bool:
+    """Whether a rotary embedding is asked by kind of layer."""
+    return "layer_type" in inspect.signature(rotary.forward).parameters
 
 
 def layer_kind(config: PreTrainedConfig, index: int) -> str:

@@ -9,7 +9,7 @@ from tests.models import left_padded
 from tokenahead.generation.contract import DraftTree
 from tokenahead.generation.drafters.ngram import NgramDrafter
 from tokenahead.generation.replay import Replay, is_recurrent
-from tokenahead.generation.targets import RepackedTarget, full_history
+from tokenahead.generation.targets import RepackedTarget
 
 
 def recurrent_model(name, **changes):
@@ -100,7 +100,7 @@ def test_drafters_of_any_kind_speculate_on_recurrent_backbones(name, caplog):
 
 def test_trees_are_refused_by_name():
     model, tree = recurrent_model("qwen3_next"), DraftTree(torch.ones(1, 2, dtype=torch.long), torch.full((1, 2), -1))
-    cache = full_history(model.config)
+    cache = DynamicCache(config=model.config)
     model(random_ids(1, 5), past_key_values=cache, use_cache=True)
     target = RepackedTarget(model, cache, torch.zeros(1, dtype=torch.long))
     with pytest.raises(ValueError, match="Qwen3NextForCausalLM has recurrent layers, which take chains"):

@@ -117,7 +117,7 @@ def test_rows_are_shifted_to_the_right_and_back():
 
 def test_masks_by_hand():
     model = backbone("gemma3")
-    cached, counts = torch.tensor([[False, True, True, True, True, True, True, True]]), torch.tensor([7])
+    cached = torch.tensor([[False, True, True, True, True, True, True, True]])
     draft = DraftTree(torch.tensor([[3, 4, 5]]), torch.tensor([[-1, -1, 1]]))
     seen = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
     full = torch.tensor([[0, *[1] * 7, *own] for own in seen]).bool()
@@ -125,6 +125,6 @@ def test_masks_by_hand():
     for place, distance in enumerate([0, 1, 1, 2]):  # from b; a window of 6 sees itself and 5 before
         near[place, : 8 - (ATTENTION_WINDOW - 1 - distance)] = False
     assert torch.equal(dense_mask(cached, draft.mask(), model) == 0, full[None, None])
-    both = tree_mask(cached, counts, draft, model)
+    both = tree_mask(cached, draft, model)
     assert torch.equal(both["full_attention"] == 0, full[None, None])
     assert torch.equal(both["sliding_attention"] == 0, near[None, None])

@@ -5,7 +5,13 @@ import pickle
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma4Config, Gemma4ForConditionalGeneration, LogitsProcessorList
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    LogitsProcessorList,
+)
 
 from tests.backbones import backbone, check_greedy, plain_continuations, prompts
 from tests.gemma4_models import WINDOW, assistant, gemma4, read, trained_pair
@@ -15,7 +21,7 @@ from tests.no_sync import NoSync
 from tokenahead import AssistantDrafter
 from tokenahead.generation.drafters.protocol import DraftOptions
 from tokenahead.generation.options import CallOptions
-from tokenahead.generation.targets import RepackedTarget, full_history
+from tokenahead.generation.targets import RepackedTarget
 from tokenahead.generation.tokens import TokenRows
 
 DRAFT = 3
@@ -45,7 +51,7 @@ def test_greedy_alone_and_in_ragged_batches(pair):
 def test_drafts_are_made_from_verified_rows_alone(pair):
     """Every draft of every row of a ragged batch is made again by transformers from that row's own finished text."""
     model, drafter = pair
-    batch, new, seen = prompts(4), 24, set()
+    batch, new, seen = prompts(8), 30, set()
     out = model.generate(
         **left_padded(batch), max_new_tokens=new, do_sample=False, assistant_model=drafter.model,
         return_dict_in_generate=True,
@@ -87,7 +93,7 @@ def test_sampled_law_of_ragged_rows(clusters, rule, processors):
 
 def first_draft(model, small, batch, do_sample):
     """The draft behind a batch, as the loop asks for it, without a wait for the device."""
-    inputs, cache = left_padded(batch), full_history(model.config)
+    inputs, cache = left_padded(batch), DynamicCache(config=model.config)
     places = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
         outputs = model(**inputs, position_ids=places, past_key_values=cache, output_hidden_states=-1)

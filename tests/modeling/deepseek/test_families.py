@@ -18,7 +18,7 @@ from tests.families import (
     shake,
 )
 from tokenahead import DeepSeekMTP
-from tokenahead.configuration.mtp_families import FAMILIES, REFUSED
+from tokenahead.configuration.mtp_families import FAMILIES, REFUSED, UNMADE, family_of
 from tokenahead.modeling.deepseek.checkpoint import main_class
 
 
@@ -170,6 +170,28 @@ def test_stateful_classes_are_replayed_or_refused_by_name():
     }
     assert stateful & set(FAMILIES) == set(RECURRENT)
     assert {"deepseek_v4", "glm5_next", "qwen4_exp_text"} <= set(REFUSED) and not set(REFUSED) & set(FAMILIES)
+
+
+def test_whatever_is_refused_is_refused_by_name_and_with_the_reason_of_its_own():
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    refused = REFUSED | UNMADE
+    assert not set(refused) & set(FAMILIES) and not set(REFUSED) & set(UNMADE)
+    words = {
+        "deepseek_v4": "hyper-connections", "dots3_note_text": r"model\.mtp\.\*", "exaone4_5": r"mtp\.\*",
+        "falcon_h1": "final_layernorm", "gemma3n_text": "AltUp", "glm5_next_text": "hyper-connections",
+        "glm_ocr_text": "no causal language model", "hy_v4": "hyper-connections", "inkling_text": "short convolutions",
+        "lfm2": "embedding_norm", "llama4_text": "get_decoder", "minimax_m3_vl_text": r"\(mtp\.\*\)",
+        "minicpm3": "residuals", "olmo": "no weights", "phi": "final_layernorm", "qwen4_exp_text": "hyper-connections",
+        "step3p5": r"shared_head\.output", "step3p7": r"before shared_head\.norm",
+    }  # fmt: skip
+    whole = {"dots3_note", "glm5_next", "glm_ocr", "inkling_mm_model", "minimax_m3_vl", "qwen4_exp"}
+    assert set(refused) == set(words) | whole  # with their text alone, these are refused for the same reason
+    for name in refused:
+        assert name in CONFIG_MAPPING, "transformers makes no configuration of it, so that nobody could see the reason"
+        reason = words.get(name, "")
+        with pytest.raises(ValueError, match=f"does not support model_type='{name}': .*{reason}"):
+            family_of(AutoConfig.for_model(name))
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "mellum", "longcat_flash"])

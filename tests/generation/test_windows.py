@@ -1,0 +1,162 @@
+"""Layers with an attention window hold the window and the block while drafts are judged, and nothing older."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from tests.families import family_config, family_model, shake
+from tests.models import left_padded
+from tests.tree_drafters import DEPTH, KnowingTrees, _Call
+from tokenahead.generation.contract import DraftTree
+from tokenahead.generation.drafters import modules
+from tokenahead.generation.drafters.assistant import AssistantDrafter
+
+WINDOW, NEW, NODES, VOCABULARY = 6, 40, 7, 24
+NAMES = ["mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text"]
+OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True}
+CHUNKED = dict(
+    hidden_size=32, intermediate_size=48, intermediate_size_mlp=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, num_local_experts=2, no_rope_layers=[1, 0], attention_chunk_size=WINDOW,
+    layer_types=["chunked_attention", "full_attention"], pad_token_id=None, bos_token_id=None,
+)  # fmt: skip
+
+
+class Chains(KnowingTrees):
+    """Certain chains that go on rightly for a random while."""
+
+    drafts_trees = False
+
+    def make_drafter(self, options):
+        return _Chain(self, options)
+
+
+class _Chain(_Call):
+    def propose(self, tokens, length):
+        owner = self.owner
+        rows = [(text[end : end + length] + [0] * length)[:length] for text, end in zip(owner.texts, tokens.lengths)]
+        for row in rows:
+            for place in range(owner.random.randrange(length + 1), length):
+                row[place] = (row[place] + 1) % owner.vocabulary
+        return DraftTree.chain(torch.tensor(rows, dtype=torch.long).view(len(rows), length))
+
+
+def backbone(name):
+    torch.manual_seed(3)
+    if name == "llama4_text":
+        config = AutoConfig.for_model(name, vocab_size=VOCABULARY, **CHUNKED)
+    else:
+        config = family_config(name, vocab_size=VOCABULARY)
+    return shake(AutoModelForCausalLM.from_config(config)).eval()
+
+
+def prompts(lengths=(3, 9, 1, 14)):
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def columns(cache):
+    """Columns that layers with an attention window hold."""
+    return [layer.keys.shape[-2] for layer in cache.layers if type(layer) is DynamicSlidingWindowLayer]
+
+
+def watched(model):
+    """Columns that such layers hold, and that texts have, after every call of a model; both grow meanwhile."""
+    held, seen = [], []
+
+    def look(_, args, kwargs, outputs):
+        held.extend(columns(outputs.past_key_values))
+        seen.append(outputs.past_key_values.get_seq_length())
+
+    model.register_forward_hook(look, with_kwargs=True)
+    return held, seen
+
+
+@pytest.mark.parametrize("kind", [Chains, KnowingTrees])
+@pytest.mark.parametrize("name", NAMES)
+def test_caches_stay_flat_and_texts_plain_alone_and_in_ragged_batches(name, kind):
+    model, texts = backbone(name), prompts()
+    inputs, drafter = left_padded(texts), kind(VOCABULARY, NODES).attach(model)
+    plain = model.generate(**inputs, max_new_tokens=NEW, **OPTIONS).sequences
+    drafter.texts = plain.tolist()
+    held, seen = watched(model)
+    ragged = model.generate(**inputs, max_new_tokens=NEW, assistant_model=drafter, **OPTIONS)
+    assert torch.equal(ragged.sequences, plain)
+    assert set().union(*ragged.speculation.rows_accepted) == set(range(DEPTH + 1))
+    counts = set()
+    for text, written in zip(texts, plain):
+        drafter.texts = [[*text.tolist(), *written[-NEW:].tolist()]]
+        alone = model.generate(text[None], max_new_tokens=NEW, assistant_model=drafter, **OPTIONS)
+        assert alone.sequences[0].tolist() == drafter.texts[0]
+        counts |= set(alone.speculation.accepted)
+    assert counts == set(range(DEPTH + 1))
+    assert 0 < max(held) <= WINDOW - 1 + 1 + (DEPTH if kind is Chains else NODES) and max(seen) > 8 * WINDOW
+
+
+@pytest.mark.parametrize("kind", [Chains, KnowingTrees])
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "llama4_text"])
+def test_generation_continues_behind_rows_that_ended_early(name, kind):
+    """Also on a cache that the user made, and by plain decoding, which then forgets as ever."""
+    model, texts = backbone(name), prompts()
+    inputs, drafter = left_padded(texts), kind(VOCABULARY, NODES).attach(model)
+    options = OPTIONS | {"max_new_tokens": 24}
+    free = model.generate(**inputs, **options).sequences
+    options["eos_token_id"] = int(free[1, -14])  # the second row ends early, and others may
+    plain = model.generate(**inputs, **options)
+    drafter.texts, given = free.tolist(), DynamicCache(config=model.config)
+    ours = model.generate(**inputs, assistant_model=drafter, past_key_values=given, **options)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert len({len(row) for row in ours.speculation.rows_accepted}) > 1
+    assert ours.past_key_values is given and set(columns(given)) == {WINDOW - 1}
+    new = plain.sequences[:, inputs["input_ids"].shape[1] :] == options["eos_token_id"]
+    real = new.cumsum(1) - new.long() == 0  # up to the first eos
+    more = torch.randint(1, VOCABULARY, (4, 3), generator=torch.Generator().manual_seed(4))
+    turn = {
+        "input_ids": torch.cat([plain.sequences, more], dim=1),
+        "attention_mask": torch.cat([inputs["attention_mask"], real.long(), torch.ones_like(more)], dim=1),
+    }
+    options = OPTIONS | {"max_new_tokens": 12}
+    expected = model.generate(**turn, past_key_values=plain.past_key_values, **options).sequences
+    drafter.texts, other = expected.tolist(), copy.deepcopy(given)
+    again = model.generate(**turn, past_key_values=given, assistant_model=drafter, **options)
+    assert torch.equal(again.sequences, expected)
+    assert torch.equal(model.generate(**turn, past_key_values=other, **options).sequences, expected)
+    assert set(columns(other)) == set(columns(given)) == {WINDOW - 1}
+
+
+@pytest.mark.parametrize("lag", [2, 64])
+def test_modules_with_a_window_hold_no_more_either(lag, monkeypatch):
+    """And row by row their drafts are those of a cache that forgets nothing."""
+    monkeypatch.setattr(modules, "_LAG", lag)
+    model = family_model("mistral", 4, vocab_size=3, num_nextn_predict_layers=2)
+    generator, made, make = torch.Generator().manual_seed(1), [], model.mtp.new_cache
+    monkeypatch.setattr(model.mtp, "new_cache", lambda forgets: made.append(make(forgets)) or made[-1])
+    inputs = left_padded([torch.randint(0, 3, (length,), generator=generator) for length in (9, 5, 1, 12)])
+    options = OPTIONS | {"max_new_tokens": NEW}
+    plain = model.generate(**inputs, use_mtp=False, **options)
+    ours = model.generate(**inputs, num_assistant_tokens=3, **options)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert columns(ours.past_key_values) == columns(plain.past_key_values)
+    assert made[0].get_seq_length() > NEW and 0 < max(columns(made[0])) <= WINDOW - 1 + lag + 4
+    monkeypatch.setattr(model.mtp, "new_cache", lambda forgets: make(False))
+    whole = model.generate(**inputs, num_assistant_tokens=3, **options).speculation
+    assert ours.speculation.rows_drafts == whole.rows_drafts
+    assert set().union(*whole.rows_accepted) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
+def test_assistants_forget_as_their_targets_do(name):
+    model, texts = backbone(name), prompts()
+    assistant = shake(copy.deepcopy(model), seed=1, size=0.02)
+    drafter = AssistantDrafter(assistant, num_tokens=3).attach(model)
+    inputs = left_padded(texts)
+    plain = model.generate(**inputs, max_new_tokens=NEW, **OPTIONS).sequences
+    held, seen = watched(assistant)
+    ours = model.generate(**inputs, max_new_tokens=NEW, assistant_model=drafter, **OPTIONS)
+    assert torch.equal(ours.sequences, plain)
+    assert set().union(*ours.speculation.rows_accepted) == {0, 1, 2, 3}
+    assert 0 < max(held) <= WINDOW - 1 + 4 + 2 and max(seen) > 8 * WINDOW
+    out = type(model).generate(model, texts[1][None], max_new_tokens=NEW, assistant_model=drafter, **OPTIONS)
+    assert torch.equal(out.sequences[0, -NEW:], plain[1, -NEW:])  # transformers' own loop

@@ -93,8 +93,10 @@ class PTPConfig(PreTrainedConfig):
         for name in ("num_slots", "lora_rank", "feature_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.lcm_weight < 0:
-            raise ValueError(f"lcm_weight={self.lcm_weight} must not be negative")
+        if not self.lcm_weight >= 0:
+            raise ValueError(f"lcm_weight={self.lcm_weight} must be a number of at least 0")
+        if self.reads_uniforms and (self.sampler != "mlp" or self.lcm_weight != 1):
+            raise ValueError(f"sampler= and lcm_weight= are for variant='mask', and {self.variant!r} has neither")
         if not self.reads_uniforms and (self.greedy or self.reads_state or not self.informative):
             raise ValueError(
                 "variant='mask' reads mask tokens alone, and its most likely tokens need no wish: leave greedy=, "

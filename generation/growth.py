@@ -110,19 +110,21 @@ def tree_options(given: Any, longest: int | None = None) -> tuple[dict[str, Any]
     if longest is not None and length > longest:
         instead = "shorter paths" if "choices" in given else f"depth={longest - 1} or less"
         raise ValueError(
-            f"draft_tree={given!r} has paths of {length} tokens, and this drafter drafts {longest} (window - 1): "
+            f"draft_tree={given!r} has paths of {length} tokens, and this drafter drafts at most {longest}: "
             f"choose {instead}"
         )
     return options, length
 
 
 def _fixed(given: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    try:
-        choices = [tuple(int(rank) for rank in path) for path in given["choices"]]
-    except TypeError:
-        choices = []
-    if not choices or not all(choices):
-        raise ValueError(f"draft_tree={given!r}: choices must be paths of at least one rank each")
+    choices = given["choices"]
+    is_list = isinstance(choices, (list, tuple)) and all(isinstance(path, (list, tuple)) and path for path in choices)
+    if not is_list or not choices or not all(type(rank) is int for path in choices for rank in path):
+        raise ValueError(
+            f"draft_tree: {choices!r} must be a list of paths of at least one rank each, whole numbers from 0 on, such "
+            "as [(0,), (1,), (0, 0)]"
+        )
+    choices = [tuple(path) for path in choices]
     static_tree(choices)  # refuses what is no tree
     return {"choices": choices}, max(map(len, choices))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from transformers import GenerationConfig
 
@@ -11,6 +12,9 @@ from .growth import tree_options
 from .options import CallOptions
 from .rules import GreedyRule, Rule, SampledRule
 from .tree_choice import DEEPEST
+
+_TREE_CHOICES: WeakKeyDictionary[Any, dict[bool, dict[str, int]]] = WeakKeyDictionary()
+"""By drafter: a copy or a pickle chooses its own trees, for another backbone or another machine may be below it."""
 
 
 class Speculator(Protocol):
@@ -80,7 +84,7 @@ class SpeculatorMixin:
         for name in options.extra:
             kind = "sequential modules" if name == "draft_vocabulary" else "parallel token prediction"
             raise ValueError(f"{name}= is an option of {kind}, and {type(self).__name__} has none")
-        if options.draft_tree is None:
+        if options.draft_tree is None or options.use_mtp is False:
             return
         if not self.drafts_trees:
             raise ValueError(
@@ -91,7 +95,7 @@ class SpeculatorMixin:
     @property
     def tree_choices(self) -> dict[bool, dict[str, int]]:
         """The trees that `draft_tree="auto"` chose, of greedy (False) and of sampled text; empty it to choose anew."""
-        return self.__dict__.setdefault("chosen_trees", {})
+        return _TREE_CHOICES.setdefault(self, {})
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> None:
         """Checks and completes `draft_tree`; `"auto"` is what was chosen before, or stays until the prompt is known.

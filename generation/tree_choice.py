@@ -8,6 +8,7 @@ texts unrepeatable.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import statistics
 import time
@@ -59,24 +60,38 @@ def choose_tree(
         common: Further keyword arguments of trials.
     """
     room = (positions or 1 << 30) - prompt.shape[1]
-    do_sample = bool(config.do_sample)
-    names = ("do_sample", "temperature", "top_k", "top_p") if do_sample else ("do_sample",)
-    common = common | {name: value for name in names if (value := getattr(config, name)) is not None}
-    common |= {"num_assistant_tokens_schedule": "constant", "num_return_sequences": 1, "return_dict_in_generate": True}
+    do_sample, longest = bool(config.do_sample), speculator.longest_draft() or DEEPEST
+    longest = min(longest, options.num_assistant_tokens or longest)
+    common = common | options.extra | {"verification": options.verification}
 
     def decode(tree: dict[str, int], tokens: int) -> Trial:
-        watched = Watched(speculator)
-        trial = {"draft_tree": tree, "verification": options.verification, "max_new_tokens": min(tokens, room)}
-        out = generate(watched, (prompt,), common | trial)
+        watched, trial = Watched(speculator), _trial_config(config, options.use_mtp, min(tokens, room))
+        out = generate(watched, (prompt,), common | {"generation_config": trial, "draft_tree": tree})
+        if watched.rule is None:  # something in the model's own config made it decode plainly
+            return Trial()
         return watched.rule.trial(out.speculation.rows_accepted)
 
+    # peers that call together have prompts of other lengths, and would disagree on whether there is room for trials;
+    # stop strings need the call's tokenizer
+    is_possible = room >= _LEAST_ROOM and not common.get("synced_gpus") and not config.stop_strings
     with torch.random.fork_rng([prompt.device] if prompt.is_cuda else []):
-        longest = speculator.longest_draft() or DEEPEST
-        chosen = measured_tree(decode, longest, do_sample) if room >= _LEAST_ROOM else None
+        chosen = measured_tree(decode, longest, do_sample) if is_possible else None
     if chosen is not None:
         speculator.tree_choices[do_sample] = chosen
     options.draft_tree = chosen or {}
     speculator.prepare_tree(options, config)
+
+
+def _trial_config(config: GenerationConfig, use_mtp: bool | None, tokens: int) -> GenerationConfig:
+    """The call's own config for so many tokens of one text per prompt."""
+    config = copy.deepcopy(config)
+    config.use_mtp = use_mtp
+    config.update(
+        max_new_tokens=tokens, max_length=None, min_length=0, min_new_tokens=None,
+        num_return_sequences=1, num_assistant_tokens_schedule="constant", num_assistant_tokens=None,
+        return_dict_in_generate=True, output_scores=False, output_logits=False, output_hidden_states=False,
+    )  # fmt: skip
+    return config
 
 
 @dataclass
@@ -86,10 +101,12 @@ class Trial:
     Attributes:
         kept: Of every verification and row, the ranks of the kept path's nodes, and whether its end had children.
         seconds: Of every cycle but the first.
+        size: Tokens of the largest block, which a small vocabulary or a short window may keep below what was asked for.
     """
 
     kept: list[tuple[list[int], bool]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    size: int | None = None
 
     @property
     def cycle(self) -> float:
@@ -109,12 +126,12 @@ def measured_tree(decode: Decode, longest: int, is_drawn: bool) -> dict[str, int
     wide = decode({"depth": depth, "top_k": _RANKS, "total_tokens": _WIDEST}, _TOKENS)
     if len(wide.seconds) < _FEWEST:
         return None
-    cycles = {_WIDEST: wide.cycle}
-    for total in (16, depth + 2):
-        top_k = 4 if total == 16 else 1
-        cycles[total] = decode({"depth": depth, "top_k": top_k, "total_tokens": total}, _FEW_TOKENS).cycle
+    medium = decode({"depth": depth, "top_k": 4, "total_tokens": 16}, _FEW_TOKENS)
+    chain = decode({"depth": depth, "top_k": 1, "total_tokens": depth + 2}, _FEW_TOKENS)
+    tried = {_WIDEST: wide, 16: medium, depth + 2: chain}
+    cycles = {trial.size or total: trial.cycle for total, trial in tried.items()}
     flat = decode({"depth": 0, "top_k": 2, "total_tokens": 3}, _FEW_TOKENS).cycle
-    level = max(cycles[depth + 2] - flat, 0.0) / max(depth, 1)
+    level = max(chain.cycle - flat, 0.0) / max(depth, 1)
     return best_tree(rates_of(wide.kept, depth + 1), CycleSeconds(cycles, depth, level), depth, is_drawn)
 
 
@@ -153,6 +170,8 @@ class CycleSeconds:
         """Seconds; larger blocks never take less."""
         sizes = sorted(self.cycles)
         times = list(itertools.accumulate((self.cycles[size] for size in sizes), max))
+        if len(sizes) == 1:  # every tree was as large as any other
+            return max(times[0] - (self.depth - depth) * self.level, 1e-9)
         place = min(max(sum(size < total for size in sizes), 1), len(sizes) - 1)
         low, high = sizes[place - 1], sizes[place]
         slope = (times[place] - times[place - 1]) / (high - low)
@@ -205,6 +224,7 @@ class WatchedRule:
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
         self.times: list[float] = []
+        self.size = 0
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -214,12 +234,14 @@ class WatchedRule:
         """See `Rule`."""
         verdict = self.rule.judge(tree, scores)
         self.times.append(time.perf_counter())
+        self.size = max(self.size, tree.tokens.shape[1] + 1)
         self.kept.append((tree.parents, verdict.nodes))
         return verdict
 
     def trial(self, rows_accepted: list[list[int]]) -> Trial:
         """What was seen of rows while they were open, for so many verifications as they have entries."""
-        trial = Trial(seconds=[later - earlier for earlier, later in itertools.pairwise(self.times)])
+        seconds = [later - earlier for earlier, later in itertools.pairwise(self.times)]
+        trial = Trial(seconds=seconds, size=self.size or None)
         for number, (parents, nodes) in enumerate(self.kept):
             for row, (above, path) in enumerate(zip(parents.tolist(), nodes.tolist())):
                 if number < len(rows_accepted[row]):

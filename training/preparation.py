@@ -152,13 +152,19 @@ def _set_draft_layers(model: nn.Module, strategy: TrainingStrategy) -> None:
         return
     if not hasattr(model, "add_draft_layers"):
         raise ValueError(f"draft_layers={strategy.draft_layers}: heads have them, a {type(model).__name__} has not")
-    if strategy.train != "drafter":
+    if strategy.draft_layers and strategy.train != "drafter":
         raise ValueError(
             f"draft_layers={strategy.draft_layers} leaves the backbone as it is, train={strategy.train!r} does not; "
             "choose train='drafter'"
         )
-    if strategy.draft_layers != getattr(model.config, "mtp_head", model.config).draft_layers:
-        model.add_draft_layers(strategy.draft_layers, strategy.draft_lora_rank)
+    config = getattr(model.config, "mtp_head", model.config)
+    rank = strategy.draft_lora_rank
+    if strategy.draft_layers != config.draft_layers:
+        model.add_draft_layers(strategy.draft_layers, rank or 8)
+    elif strategy.draft_layers and rank not in (None, config.draft_lora_rank):
+        raise ValueError(
+            f"draft_lora_rank={rank}: the draft layers that are there have rank {config.draft_lora_rank}; leave it out"
+        )
 
 
 def _joined(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:

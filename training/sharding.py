@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 _WHOLE = "FULL_STATE_DICT"
 
 
 class WholeModelMixin:
-    """`save_model` that always leaves a folder for `from_pretrained`; to be placed before `Trainer` among the bases."""
+    """Whole models are written, and read, also where their parameters are sharded; to be placed before `Trainer`.
+
+    `save_model` always leaves a folder for `from_pretrained`. A trainer's `_owner` that consists of several folders has
+    `load_checkpoint`, which reads them; a sharded checkpoint is read by the library.
+    """
+
+    _owner: Any
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As in `Trainer`; of a model that FSDP sharded, too, whatever `fsdp_state_dict_type` says of checkpoints."""
@@ -22,6 +30,20 @@ class WholeModelMixin:
             super().save_model(output_dir, _internal_call)
         finally:
             plugin.set_state_dict_type(of_checkpoints)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """As in `Trainer`, or by the model itself."""
+        if hasattr(self._owner, "load_checkpoint") and not self.is_fsdp_enabled:
+            self._owner.load_checkpoint(resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        """See `_load_from_checkpoint`."""
+        if hasattr(self._owner, "load_checkpoint") and not self.is_fsdp_enabled:
+            self._owner.load_checkpoint(self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
 
 
 def plugin_of_deepspeed(trainer: Any) -> Any:

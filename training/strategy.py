@@ -42,9 +42,9 @@ class TrainingStrategy:
         lora_alpha: Scale of the adapters times their rank; None: twice the rank.
         lora_dropout: Of the adapters.
         lora_targets: Names of modules; None: queries, keys and values, or peft's default of the architecture.
-        draft_layers: MtPC's draft LoRA: the drafter runs the backbone's last k layers with adapters of its own (heads
-            apart from their backbone); None: as the heads have it.
-        draft_lora_rank: Of these adapters.
+        draft_layers: MtPC's draft LoRA: the drafter runs the backbone's last k layers with adapters of its own
+            (`MTPHeads`, EvaByte); None: as the heads have it.
+        draft_lora_rank: Of these adapters; None: as they are, and 8 where they are new.
         loss_target: `"labels"`: the negative log-likelihood of the text; `"teacher"`: the backbone's own law.
         loss_divergence: How far the drafter is from that law: one of `DIVERGENCES`.
         loss_label_weight: Share of the likelihood mixed with it, 0 to 1.
@@ -73,7 +73,7 @@ class TrainingStrategy:
     lora_dropout: float = 0.0
     lora_targets: list[str] | None = field(default=None)
     draft_layers: int | None = None
-    draft_lora_rank: int = 8
+    draft_lora_rank: int | None = None
     loss_target: str | None = None
     loss_divergence: str | None = None
     loss_label_weight: float | None = None

@@ -177,17 +177,7 @@ class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
         check_checkpoint(resume_from_checkpoint, self._owner)
         if self.balance is not None:
             self.balance.load(resume_from_checkpoint)
-        if hasattr(self._owner, "load_checkpoint") and not self.is_fsdp_enabled:
-            self._owner.load_checkpoint(resume_from_checkpoint)
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        """As in `Trainer`; see `_load_from_checkpoint`."""
-        if hasattr(self._owner, "load_checkpoint") and not self.is_fsdp_enabled:
-            self._owner.load_checkpoint(self.state.best_model_checkpoint)
-        else:
-            super()._load_best_model()
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     @staticmethod
     def _noted(depths: int) -> list[tuple[str, int]]:

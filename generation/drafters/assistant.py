@@ -115,8 +115,9 @@ class AssistantChain:
 
     def begin(self, outputs: Any, view: View) -> None:
         """Reads the prompt, all but its last token."""
-        self.view, prompt = view, self.options.prompt[:, :-1]
-        mask = view.mask[:, -self.options.prompt.shape[1] : -1]
+        self.view, whole = view, self.options.prompt
+        prompt = whole[:, :-1]
+        mask = torch.ones_like(prompt) if view.mask is None else view.mask[:, -whole.shape[1] : -1]
         if mask.shape[1] < prompt.shape[1]:  # the call continues from a cache: there is nothing to read of it
             prompt = prompt[:, prompt.shape[1] - mask.shape[1] :]
         cache, device = DynamicCache(config=self.model.config), self.model.device
@@ -129,10 +130,10 @@ class AssistantChain:
                 past_key_values=cache,
                 use_cache=True,
             )
-        self.target = RepackedTarget(self.model, cache, prompt[:, 0] if prompt.shape[1] else view.counts, mask)
+        self.target = RepackedTarget(self.model, cache, whole[:, 0], mask)
 
     def propose(self, tokens: TokenRows, length: int) -> DraftTree:
-        """A chain of `length` tokens behind every row."""
+        """A chain of up to `length` tokens behind every row; it ends with a token of which no row was sure."""
         if length < 1:
             self.lag += 1
             return DraftTree.chain(tokens.ids[:, :0])
@@ -155,6 +156,8 @@ class AssistantChain:
             token, law = self.options.choose(logits.to(tokens.ids.device))
             drafts.append(token)
             laws.append(law)
+            if self.options.is_unsure(token, law):
+                break
             block, positions = token[:, None], positions[:, -1:] + 1
         q = torch.stack(laws, 1) if self.options.do_sample else None
         return DraftTree.chain(torch.stack(drafts, 1), q)

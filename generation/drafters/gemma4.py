@@ -107,14 +107,14 @@ class Gemma4Chain:
     def _lent(self) -> dict[str, Any]:
         """What all steps of a draft read: the backbone's keys and values, which of them exist, and the position.
 
-        A window is cut from the columns here, so that no mask is needed where no row is padded. As in transformers,
-        it holds the tokens at most `sliding_window` before the last verified one.
+        A window is cut from the columns here, so that no mask is needed where no row is padded. It holds what a layer
+        keeps between blocks, the last W - 1 verified tokens, whatever kind of cache the call was given.
         """
         own, device = self.model.config.get_text_config(), self.model.device
         states, masks = {}, {}
         for kind in set(own.layer_types):
             layer = self.cache.layers[self.layers[kind]]
-            first = -own.sliding_window - 1 if kind == "sliding_attention" else 0
+            first = 1 - own.sliding_window if kind == "sliding_attention" else 0
             states[kind] = tuple(part[:, :, first:].to(device, self.model.dtype) for part in (layer.keys, layer.values))
             seen = self.view.mask[:, -states[kind][0].shape[2] :]
             masks[kind] = self._mask(seen.to(device)) if self.view.is_padded else None

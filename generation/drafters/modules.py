@@ -77,8 +77,8 @@ class ModuleDrafter:
             self.mask = shift_mask(self.mask, shift_source(shifts, self.mask.shape[1]))
             if self.cached:
                 shift_cache(self.cache, shifts, self.mask[:, : self.cached])
-        # rows that fall behind need states of columns that were settled already
-        wanted = max(self.mask.shape[1] - self.cached, self.depth + self.num_tokens)
+        # rows that fall behind while columns are pending move right: what comes in from the left must be states, too
+        wanted = self.mask.shape[1] - self.cached + _LAG + self.num_tokens + 1
         self.states = self.states[:, -wanted:]
 
     def propose(self, tokens: TokenRows, length: int) -> DraftTree:

@@ -65,7 +65,7 @@ class NgramDrafter(Attachable):
         """
         wanted = options.draft_tree
         count = wanted.get("top_k") if isinstance(wanted, dict) and len(wanted) == 1 else None
-        if not isinstance(count, int) or count < 1:
+        if type(count) is not int or count < 1:
             raise ValueError(
                 f"draft_tree={wanted!r} of n-grams must be {{'top_k': branches}}, a whole number of at least 1"
             )

@@ -56,7 +56,8 @@ class DraftLayersMixin:
         """Puts draft layers below the head (MtPC's stage 2); they start as the backbone's, which is frozen from now on.
 
         Args:
-            count: k, so many of the backbone's last layers; 0 takes them away.
+            count: k, so many of the backbone's last layers; 0 takes them away, and the backbone stays frozen until
+                `train_only` says otherwise.
             rank: Of their adapters.
             alpha: Scale times rank; None: twice the rank.
 

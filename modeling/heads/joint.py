@@ -162,12 +162,14 @@ def load_trained(model: PreTrainedModel, folder: Path, what: str) -> None:
     Raises:
         ValueError: A folder of another model; `what` it should be is said.
     """
-    adapters = folder / "adapter_model.safetensors"
-    if adapters.exists():
-        from peft import set_peft_model_state_dict
+    for name in getattr(model, "peft_config", {}):
+        # peft writes the adapter "default" into the folder itself, and every other one into a folder of its name
+        adapters = (folder if name == "default" else folder / name) / "adapter_model.safetensors"
+        if adapters.exists():
+            from peft import set_peft_model_state_dict
 
-        set_peft_model_state_dict(model, load_file(adapters), adapter_name="default")
-        return
+            set_peft_model_state_dict(model, load_file(adapters), adapter_name=name)
+            return
     state = {
         name: tensor for file in sorted(folder.glob("model*.safetensors")) for name, tensor in load_file(file).items()
     }

@@ -42,6 +42,8 @@ def check_model(backbone: PreTrainedModel) -> None:
         ValueError: A recurrent state, positions that cannot be chosen, attention without dense masks.
     """
     name = backbone.config.model_type
+    if hasattr(backbone, "_new_cache"):
+        raise ValueError(f"{name}: its attention has a cache of its own and takes no dense masks, which rows need")
     if getattr(backbone, "_is_stateful", False):
         raise ValueError(f"{name}: a recurrent state cannot be cropped; only full attention can be verified")
     if "position_ids" not in signature(backbone.get_decoder().forward).parameters:

@@ -33,8 +33,8 @@ class RegisterModel(PreTrainedModel):
         backbone: A causal language model of transformers, or a PeftModel.
 
     Raises:
-        ValueError: A model that cannot carry rows behind its tokens (sliding windows, recurrent states, positions that
-            cannot be chosen, attention without dense masks).
+        ValueError: A model that owns a drafter, or that cannot carry rows behind its tokens (sliding windows, recurrent
+            states, positions that cannot be chosen, attention without dense masks).
     """
 
     config_class = None
@@ -45,6 +45,11 @@ class RegisterModel(PreTrainedModel):
 
     def __init__(self, backbone: PreTrainedModel) -> None:
         plain, attention = unwrap(backbone), backbone.config._attn_implementation
+        if hasattr(plain, "train_only"):
+            raise ValueError(
+                f"a {type(plain).__name__} owns a drafter, which would stay behind while the model learns with "
+                "registers; take a plain model of transformers"
+            )
         check_config(backbone.config)
         check_model(plain)
         super().__init__(backbone.config)

@@ -1,12 +1,14 @@
 """`draft_tree="auto"`: the tree with the most expected tokens per second, chosen once."""
 
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
 
 from tests.backbones import backbone, check_greedy, prompts, train_heads
-from tokenahead import EagleHead
+from tokenahead import EagleHead, MTPHeads
 from tokenahead.generation.tree_choice import (
     CycleSeconds,
     Trial,
@@ -98,6 +100,34 @@ def test_trials_are_few_and_of_the_drafters_depth():
     assert len(asked) == 4 and sum(tokens for _, tokens in asked) < 100
     assert {tree["depth"] for tree, _ in asked} == {0, 2}
     assert measured_tree(lambda *_: Trial([([0, 0, 0], False)], []), 3, True) is None
+
+
+@pytest.mark.parametrize(
+    ("own", "asked"), [({"use_mtp": False}, {"use_mtp": True}), ({"num_beams": 2}, {"num_beams": 1})]
+)
+def test_trials_are_those_of_the_call_and_not_of_the_models_own_config(own, asked):
+    model, prompt = backbone(), torch.randint(2, 48, (1, 5))
+    heads = MTPHeads.from_backbone(model, window=3)
+    model.generation_config.update(**own)
+    common = dict(max_new_tokens=6, do_sample=False, **asked)
+    text = model.generate(prompt, assistant_model=heads, draft_tree="auto", **common)
+    assert set(heads.tree_choices) == {False}
+    assert torch.equal(text, model.generate(prompt, **common | {"use_mtp": None}))
+
+
+def test_a_copy_chooses_its_own_tree():
+    model = backbone()
+    heads = MTPHeads.from_backbone(model, window=3)
+    heads.tree_choices[False] = {"depth": 1, "top_k": 1, "total_tokens": 3}
+    assert copy.deepcopy(heads).tree_choices == {} == pickle.loads(pickle.dumps(heads)).tree_choices
+
+
+@pytest.mark.parametrize("tree", [[["a"]], [[0.5]], [[True]], ["0"], [], [[]], {"choices": "ab"}])
+def test_paths_that_are_none_are_refused_as_they_were_given(tree):
+    model = backbone()
+    heads = MTPHeads.from_backbone(model, window=3)
+    with pytest.raises(ValueError, match="must be a list of paths"):
+        model.generate(torch.tensor([[3, 4]]), assistant_model=heads, draft_tree=tree, max_new_tokens=3)
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -51,6 +51,7 @@ MAKERS = {
     "modules": lambda: family_model("llama", num_nextn_predict_layers=2),
     "eagle": lambda: EagleHead.from_backbone(llama(num_hidden_layers=4)),
     "parallel": lambda: student(base=backbone()),
+    "masks": lambda: student("mask", base=backbone()),
 }
 
 
@@ -68,7 +69,7 @@ def make_trainer(name: str, folder: Path, processes: int, size: int, **options):
     )  # fmt: skip
     arguments = TrainingArguments(**(defaults | options))
     given = dict(train_dataset=rows, eval_dataset=rows[:HELD_OUT])
-    if name == "parallel":
+    if name in ("parallel", "masks"):
         return PTPTrainer(model, arguments, **given)
     if name.startswith("joint"):
         given["strategy"] = TrainingStrategy(train="all")

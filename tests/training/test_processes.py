@@ -28,7 +28,7 @@ LAUNCHERS = {
 PLAIN = {
     name: list(LAUNCHERS)[number % 2] for number, name in enumerate(process_client.MAKERS)
 }  # both launchers start the same processes: each has half of the models
-SHARDED = ["evabyte", "heads", "joint", "joint_layers", "modules", "eagle", "parallel"]
+SHARDED = ["evabyte", "heads", "joint", "joint_layers", "modules", "eagle", "parallel", "masks"]
 
 
 @pytest.fixture(scope="module")

@@ -165,6 +165,7 @@ def test_a_frozen_backbone_stays_as_it_is_and_a_teacher_shows_acceptances(tmp_pa
         (modules, dict(draft_layers=1), "draft_layers=1: heads have them, a DeepSeekMTP has not"),
         (modules, dict(loss_balance="rms"), "loss_balance='rms' means nothing for a DeepSeekMTP"),
         (heads, dict(draft_layers=1, train="all"), "draft_layers=1 leaves the backbone as it is"),
+        (lambda: heads(draft_layers=1), dict(draft_layers=1, draft_lora_rank=3), "draft_lora_rank=3: .* have rank 8"),
         (heads, dict(train="lora", lora_targets=["wq"]), "lora_targets holds 'wq', but the linear modules are"),
         (lambda: heads(head_type="layer"), dict(draft_layers=1), "decoder layers of its own"),
     ],
@@ -172,6 +173,10 @@ def test_a_frozen_backbone_stays_as_it_is_and_a_teacher_shows_acceptances(tmp_pa
 def test_what_a_model_cannot_follow_is_refused_by_name(make, fields, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         trainer_for(make(), tmp_path, ragged_rows(), strategy=TrainingStrategy(**fields))
+
+
+def test_no_draft_layers_go_with_a_backbone_that_learns(tmp_path):
+    trainer_for(heads(), tmp_path, ragged_rows(), strategy=TrainingStrategy(draft_layers=0, train="all"))
 
 
 @pytest.mark.parametrize(

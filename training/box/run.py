@@ -14,11 +14,15 @@ from datasets import Dataset, load_from_disk
 
 from ...modeling import EvaByteForMTPC
 from ..demo.recipe import has_fast_bfloat16
+from ..files import replace_text
 from .folder import LOG, load_box
 from .heads import States, backbone_states, head_step, kept_states, window_nll
 from .loop import Batch, Loop, Schedule
 from .model import backbone_loss, backbone_optimizer, box_config, can_compile, held_out_bits
 from .text import RowOrder, collect, pack, windows
+
+_EARLIER = "earlier.jsonl"
+"""The log of the box that a run began with, as it was then."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,9 @@ class Plan:
         head_rows: Packed rows whose hidden states the heads learn from.
         start: Folder of an earlier box of the same sizes and ranks, whose backbone and heads this training begins with:
             so it goes on on a machine where the earlier run's folder is not. None: fresh weights.
+
+    Raises:
+        ValueError: A share out of range.
     """
 
     hours: float
@@ -59,6 +66,13 @@ class Plan:
     head_rate: float = 3e-3
     head_rows: int = 1024
     start: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.backbone_share < 1 or (self.backbone_share == 0 and self.start is None):
+            raise ValueError(
+                f"backbone_share={self.backbone_share} must lie in [0, 1), and be above 0 where no start is given: "
+                "heads need a backbone that has learned"
+            )
 
 
 class BoxRun:
@@ -93,11 +107,12 @@ class BoxRun:
         return {kind: model.eval() for kind, model in models.items()}
 
     def log_lines(self) -> list[str]:
-        """The log behind that of its start, without steps that came after the last checkpoint and were lost."""
-        start, last = self.plan.start, {}
-        lines = (self.folder / "log.jsonl").read_text().splitlines(keepends=True)
-        kept = [] if start is None else (Path(start) / LOG).read_text().splitlines(keepends=True)
-        for line in map(json.loads, lines):
+        """The log behind that of its start, without what was lost: steps after a checkpoint, beginnings without one."""
+        before, last = self.folder / _EARLIER, {}
+        kept = before.read_text().splitlines(keepends=True) if before.exists() else []
+        lines = [json.loads(line) for line in (self.folder / "log.jsonl").read_text().splitlines()]
+        begins = max((index for index, line in enumerate(lines) if "plan" in line), default=0)
+        for line in lines[begins:]:
             stage = line["stage"]
             if stage not in last:
                 file = self.folder / f"{stage}.pt"
@@ -113,6 +128,9 @@ class BoxRun:
         """Does what is not done yet, up to the part named `until`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "plan.json").write_text(json.dumps(asdict(self.plan)))
+        earlier = self.folder / _EARLIER
+        if self.plan.start is not None and not earlier.exists():  # the box may be replaced by what comes of this run
+            replace_text(earlier, (Path(self.plan.start) / LOG).read_text())
         self.prepare_text()
         if until == "text":
             return

@@ -30,8 +30,10 @@ def rank_accuracies(model: Any, batches: Iterable[Batch], ranks: int = 10, tempe
         [m, R] float64, m depths; the first drafted token stands two tokens ahead.
 
     Raises:
-        ValueError: No position of the batches is a target.
+        ValueError: No position of the batches is a target, or a negative temperature.
     """
+    if not temperature >= 0:
+        raise ValueError(f"temperature={temperature} must be at least 0")
     was_training = model.training
     model.eval()
     hits, counts = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)

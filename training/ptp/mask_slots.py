@@ -26,14 +26,17 @@ class MaskReader(SlotReader):
         self.model = model
 
     def _of_slots(self, slots: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        sampler, anchors = self.model.sampler, self.task.anchors
-        parts = [self._compared(slots, total, drafts=sampler is None), self._matched(slots, total)]
-        if sampler is not None:
-            before = self.model.get_input_embeddings()(self.task.before)
-            parts.append(self._compared(sampler(slots, before), total, drafts=True))
-            parts.append(self._compared(sampler(anchors.to(slots), before), total))
+        # the sampler's rows are made first: a loss in chunks goes backward at once, and shards are given back then
+        sampled = [] if self.model.sampler is None else self._sampled(slots)
+        parts = [self._compared(slots, total, drafts=not sampled), self._matched(slots, total)]
+        parts += [self._compared(states, total, drafts=index == 0) for index, states in enumerate(sampled)]
         losses, sums = zip(*parts)
         return sum(losses), sum(sums)
+
+    def _sampled(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        """What the sampler head makes of masks, and of ordinary rows."""
+        before = self.model.get_input_embeddings()(self.task.before)
+        return [self.model.sampler(states, before) for states in (slots, self.task.anchors.to(slots))]
 
     def _matched(self, slots: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Latent consistency matching, and its sum [1]."""

@@ -37,8 +37,8 @@ class MuToROptions:
     weight: float = 0.3
 
     def __post_init__(self) -> None:
-        if self.max_offset < 1:
-            raise ValueError(f"max_offset={self.max_offset} must be at least 1")
+        if type(self.max_offset) is not int or self.max_offset < 1:
+            raise ValueError(f"max_offset={self.max_offset!r} must be a whole number of at least 1")
         if not 0 <= self.weight < 1:
             raise ValueError(f"weight={self.weight} must lie in [0, 1)")
 
@@ -154,10 +154,7 @@ class MuToRTrainer(UpdateTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Takes over the model and its register."""
         check_checkpoint(resume_from_checkpoint, self._owner.backbone)
-        self._owner.load_checkpoint(resume_from_checkpoint)
-
-    def _load_best_model(self) -> None:
-        self._owner.load_checkpoint(self.state.best_model_checkpoint)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
 
 def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

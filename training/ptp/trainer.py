@@ -10,6 +10,7 @@ from torch import nn
 from transformers import DataCollatorForSeq2Seq, TrainingArguments
 
 from ...configuration.ptp import SAMPLING
+from ...modeling import PTPForCausalLM, PTPStudent
 from .mask_slots import MaskReader
 from .options import PTPOptions
 from .refusals import check_noise
@@ -146,8 +147,9 @@ def _with_rate(args: Any) -> Any:
 
 def _check(model: nn.Module, options: PTPOptions, teacher: nn.Module | None) -> None:
     """Refuses what cannot be learned; the message says what would do."""
-    if not hasattr(model, "uniform_embedding"):
-        raise TypeError(f"PTPTrainer trains a PTPForCausalLM, not {type(model).__name__}; see from_backbone")
+    if not isinstance(model, PTPForCausalLM):
+        hint = "give it student.whole" if isinstance(model, PTPStudent) else "see PTPForCausalLM.from_backbone"
+        raise TypeError(f"PTPTrainer trains a PTPForCausalLM, not {type(model).__name__}; {hint}")
     variant = model.config.variant
     if options.sequences == "student" and not model.config.reads_uniforms:
         raise ValueError(

@@ -134,5 +134,8 @@ def test_what_does_not_go_together():
     for wrong in ({"greedy": True}, {"reads_state": True}, {"informative": False}):
         with pytest.raises(Exception, match="reads mask tokens alone"):
             PTPConfig(variant="mask", **wrong)
-    with pytest.raises(Exception, match="lcm_weight=-1 must not be negative"):
-        PTPConfig(lcm_weight=-1)
+    for wrong in (-1, float("nan")):
+        with pytest.raises(Exception, match=f"lcm_weight={wrong} must be a number of at least 0"):
+            PTPConfig(variant="mask", lcm_weight=wrong)
+    with pytest.raises(Exception, match="are for variant='mask'"):
+        PTPConfig(variant="one_hot", lcm_weight=3.0)

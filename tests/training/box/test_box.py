@@ -181,14 +181,22 @@ def test_a_training_may_begin_with_an_earlier_box(box: Path, tmp_path: Path) -> 
 
 
 def test_heads_alone_go_on_from_an_earlier_box_and_the_log_tells_both(box: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="backbone_share=0 must lie"):
+        Plan(hours=1, backbone_share=0)
     run = small_run(tmp_path, hours=1e-4, backbone_share=0, head_rate=0.0, start=str(box))
     (box / LOG).write_text(json.dumps({"stage": "backbone", "step": 7, "seconds": 3, "bytes": 99, "plan": {}}) + "\n")
     run.run()
     for kind, model in BoxRun.load(tmp_path).trained_models().items():
         boxed = load_box(kind, box)[0].state_dict()
         assert all(torch.equal(weight, boxed[name]) for name, weight in model.state_dict().items())
+    (box / LOG).write_text("what was released over the start")
+    log = (tmp_path / "log.jsonl").read_text()
+    killed = json.dumps({"stage": "backbone", "step": 0, "plan": {}}) + "\n"  # before there was a checkpoint
+    (tmp_path / "log.jsonl").write_text(killed + log)
     lines = [json.loads(line) for line in run.log_lines()]
-    assert lines[0]["bytes"] == 99 and lines[1]["plan"]["start"] == box.name
+    assert (
+        sum("plan" in line for line in lines) == 2 and lines[0]["bytes"] == 99 and lines[1]["plan"]["start"] == box.name
+    )
     told = " ".join(_log(lines))
     assert "99 bytes in 3 s" in told and "btree head alone" in told and str(box.parent) not in told
 

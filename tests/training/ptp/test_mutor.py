@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, TrainingArguments
 
 from tests.ptp_models import CONFIGS, VOCABULARY, backbone, ids
+from tests.training.conftest import small_model
+from tokenahead import PTPForCausalLM
 from tokenahead.modeling.ptp.masks import packed_mask, packed_positions
 from tokenahead.modeling.ptp.registers import REGISTER, RegisterModel
 from tokenahead.training import MuToROptions, MuToRTrainer
@@ -183,6 +185,16 @@ def test_adapters_of_peft_learn_without_a_gate(tmp_path):
     assert torch.equal(model.eval()(tokens).logits, again._owner.backbone.eval()(tokens).logits)
 
 
+def test_adapters_of_any_name_go_on(tmp_path):
+    def adapted():
+        return get_peft_model(backbone(), LoraConfig(r=2, target_modules=["q_proj"]), adapter_name="mine")
+
+    trainer(adapted(), tmp_path, steps=2, save_strategy="steps", save_steps=2).train()
+    resumed = trainer(adapted(), tmp_path, steps=2)
+    resumed._owner.load_checkpoint(tmp_path / "checkpoint-2")
+    assert any(p.abs().sum() > 0 for name, p in resumed._owner.backbone.named_parameters() if "lora_B.mine" in name)
+
+
 def test_micro_batches_and_evaluation_do_not_depend_on_how_they_are_cut(tmp_path):
     model, data = backbone().double(), [{"input_ids": ids(n, seed=n)} for n in (9, 3, 7, 2)]
     found = []
@@ -216,13 +228,17 @@ def test_registers_learn_to_look_ahead(tmp_path):
 
 
 def test_bad_input(tmp_path):
-    for wrong in ({"max_offset": 0}, {"weight": 1.0}, {"weight": -0.1}):
+    for wrong in ({"max_offset": 0}, {"max_offset": 2.5}, {"max_offset": True}, {"weight": 1.0}, {"weight": -0.1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             MuToROptions(**wrong)
     small = dict(vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
     sliding = AutoModelForCausalLM.from_config(MistralConfig(**small, num_key_value_heads=1, sliding_window=4))
     with pytest.raises(ValueError, match="sliding_window=4"):
         trainer(sliding, tmp_path)
+    with pytest.raises(ValueError, match="a EvaByteForMTPC owns a drafter"):
+        trainer(small_model(), tmp_path)
+    with pytest.raises(ValueError, match="evabyte: its attention has a cache of its own"):
+        PTPForCausalLM.from_backbone(small_model())
     data = [{"input_ids": ids(4), "labels": torch.full((4,), -100)}] * 4
     with pytest.raises(ValueError, match="labels are -100 everywhere"):
         trainer(backbone(), tmp_path, data).train()

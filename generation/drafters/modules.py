@@ -53,7 +53,7 @@ class ModuleDrafter:
         hold(self.cache)
         self.states = self.mask = self.view = None
         self.is_padded = False
-        others = {module.kind for module in model.mtp} - set(_TREE_KINDS)
+        others = set(model.mtp.kinds) - set(_TREE_KINDS)
         if options.draft_tree is not None and others:
             raise ValueError(
                 f"draft_tree: modules of {type(model).__name__} with {', '.join(sorted(others))} draft chains only, "
@@ -134,7 +134,7 @@ class ModuleDrafter:
         None where there is one module, or where they attend differently.
         """
         modules = self.model.mtp
-        if self.depth == 1 or len({module.kind for module in modules}) > 1:
+        if self.depth == 1 or len(set(modules.kinds)) > 1:
             return None
         return modules.options(0, hidden, **self._inputs(positions, mask))
 
@@ -153,7 +153,7 @@ class ModuleDrafter:
         count, settled = ids.shape[1], self.mask[:, : self.mask.shape[1] - k + 1]
         places = self.view.counts[:, None] - 1 + distances
         visible = torch.cat([settled[:, None].expand(-1, count, -1), seen], dim=2)
-        if self.model.mtp[k - 1].kind == "sliding_attention":
+        if self.model.mtp.kinds[k - 1] == "sliding_attention":
             old = self.view.counts[:, None] - self.mask.shape[1] + line(settled.shape[1], ids.device)
             away = places[:, -count:, None] - torch.cat([old, places], dim=1)[:, None]
             visible = visible & (away < self.model.config.get_text_config().sliding_window)

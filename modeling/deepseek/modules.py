@@ -148,11 +148,16 @@ class MTPModules(nn.Module):
         """The module of depth D, which goes on beyond it."""
         return self[-1]
 
+    @property
+    def kinds(self) -> list[str]:
+        """How each module attends, in the words of `layer_types`."""
+        return [module.kind for module in self]
+
     def new_cache(self, forgets: bool = True) -> Cache:
         """An empty cache for all modules; layers with a sliding window forget what is older, if they may."""
-        is_bounded = [module.kind == "sliding_attention" and forgets for module in self]
+        is_bounded = [kind == "sliding_attention" and forgets for kind in self.kinds]
         if not any(is_bounded):
-            return new_cache(self[0].kind)
+            return new_cache(self.kinds[0])
         window = self.config.sliding_window
         return Cache(
             layers=[DynamicSlidingWindowLayer(window) if bounded else DynamicLayer() for bounded in is_bounded]

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.backbones import ATTENTION_WINDOW, backbone, blurred, check_greedy, code, code_prompts, learn
 from tests.laws import continuation_law, continuation_p_value
 from tests.models import left_padded
+from tokenahead import EvaByteConfig, EvaByteForMTPC
 from tokenahead.generation.drafters.assistant import AssistantDrafter
 from tokenahead.generation.drafters.ngram import NgramDrafter
 
@@ -88,3 +90,24 @@ def test_sampled_law_of_ragged_rows():
     for row, prompt in enumerate(batch):
         law = continuation_law(model, prompt[None], 3, top_k=0)
         assert continuation_p_value(out[row::2, 8:11], law) > 0.001
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.9])
+def test_an_assistant_drafts_for_a_byte_model_with_a_cache_of_its_own(threshold):
+    """Its cache has a length per row and no columns, with padded rows and without; unsure drafts end early."""
+    torch.manual_seed(0)
+    shape = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    small = LlamaForCausalLM(LlamaConfig(**shape, eos_token_id=None, pad_token_id=0)).eval()
+    model = EvaByteForMTPC(EvaByteConfig(**shape, window_size=16, chunk_size=4, num_pred_heads=4)).eval()
+    drafter, ids = AssistantDrafter(small, 3).attach(model), torch.randint(3, 64, (2, 9))
+    padded = torch.ones_like(ids)
+    padded[0, :4] = 0
+    common = dict(max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
+    for inputs in (dict(input_ids=ids[:1]), dict(input_ids=ids, attention_mask=padded)):
+        out = model.generate(
+            **inputs, **common, assistant_model=drafter, assistant_confidence_threshold=threshold,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        assert torch.equal(out.sequences, model.generate(**inputs, **common, use_mtp=False))
+        longest = max(len(draft) for row in out.speculation.rows_drafts for draft in row)
+        assert longest == (1 if threshold else 3)

@@ -53,7 +53,7 @@ def test_a_crash_in_the_middle_leaves_nothing_or_what_was_there(kind, tmp_path, 
 def test_code_is_written_as_asked_and_leaves_no_trace_on_what_was_saved(kind, tmp_path):
     thing = made(kind)
     file = "tokenizer_config.json" if kind == "tokenizer" else "config.json"
-    for remote_code, least, most in (("auto", 2, 80), ("bundle", 2, 80), ("package", 1, 1), (None, 0, 0)):
+    for remote_code, least, most in (("auto", 2, 100), ("bundle", 2, 100), ("package", 1, 1), (None, 0, 0)):
         folder = tmp_path / str(remote_code)
         thing.save_pretrained(folder, remote_code=remote_code)
         names = json.loads((folder / file).read_text()).get("auto_map", {})

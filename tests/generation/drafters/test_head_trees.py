@@ -189,7 +189,7 @@ def test_growing_never_makes_the_host_wait(kind, do_sample):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"depth": 3}, "paths of 4 tokens, and this drafter drafts 3 .* depth=2 or less"),
+        ({"depth": 3}, "paths of 4 tokens, and this drafter drafts at most 3.*depth=2 or less"),
         ([(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)], "paths of 4 tokens, .* shorter paths"),
         ([(0, 0)], "so must its parent"),
         ([(0,), (70,)], "rank 70 .* 48"),

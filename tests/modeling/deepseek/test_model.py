@@ -236,7 +236,7 @@ def test_a_damaged_file_is_refused(saved):
 
 
 def test_families_that_are_not_held_are_refused_with_the_reason():
-    for name, reason in (("deepseek_v4", "streams of hidden states"), ("inkling", "short convolutions")):
+    for name, reason in (("deepseek_v4", "streams of hidden states"), ("inkling_text", "short convolutions")):
         with pytest.raises(ValueError, match=f"'{name}': its modules .*{reason}"):
             DeepSeekMTP(SimpleNamespace(model_type=name))
 

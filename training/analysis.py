@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..generation.contract import DraftTree
-from ..generation.targets import tree_mask
+from ..generation.masks import tree_mask
 from ..modeling.heads.backbone_parts import backbone_parts
 
 MOST_BRANCHES = 10**6

@@ -6,7 +6,8 @@ from transformers import DynamicCache
 
 from tests.backbones import ATTENTION_WINDOW, backbone
 from tokenahead.generation.contract import DraftTree, Verdict
-from tokenahead.generation.targets import RepackedTarget, compact, dense_mask, shift_cache, tree_mask
+from tokenahead.generation.masks import dense_mask, tree_mask
+from tokenahead.generation.targets import RepackedTarget, compact, shift_cache
 from tokenahead.generation.tokens import Kept
 
 NAMES = ["llama", "mistral", "gemma3", "gpt2"]

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from tests.models import left_padded
-from tokenahead import MTPHeads
+from tokenahead import EagleHead, MTPHeads
 
 _SIZES = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -117,16 +117,26 @@ def train_heads(
     model: PreTrainedModel, window: int = 4, steps: int = 60, leaf: str | None = "full", **options
 ) -> MTPHeads:
     """Attached heads that learned text which the model wrote greedily."""
+    return _taught(MTPHeads.from_backbone(model, window=window, leaf=leaf, **options), steps)
+
+
+def train_eagle(model: PreTrainedModel, version: int, steps: int = 40) -> EagleHead:
+    """An attached EAGLE head that learned such text, in three steps of drafting where it is EAGLE-3."""
+    options = dict(aux_layers=[0, 1, 2], loss_options={"steps": 3}) if version == 3 else {}
+    return _taught(EagleHead.from_backbone(model, version=version, **options), steps)
+
+
+def _taught(drafter, steps: int):
+    model = drafter.backbone
     vocabulary = model.config.get_text_config().vocab_size
     starts = torch.randint(2, vocabulary, (24, 3), generator=torch.Generator().manual_seed(3))
     text = model.generate(starts, attention_mask=torch.ones_like(starts), max_new_tokens=40, do_sample=False)
-    heads = MTPHeads.from_backbone(model, window=window, leaf=leaf, **options)
-    optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
     for _ in range(steps):
         optimizer.zero_grad()
-        heads(text, labels=text).loss.backward()
+        drafter(text, labels=text).loss.backward()
         optimizer.step()
-    return heads.eval()
+    return drafter.eval()
 
 
 def code(lines: int = 40) -> torch.Tensor:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from .contract import DraftTree
-from .drafters.protocol import DraftOptions
-from .trees import drawn_tree, dynamic_tree, ranked_tree, static_tree
+from .drafters.protocol import DraftOptions, draft_law
+from .trees import check_size, drawn_tree, dynamic_tree, ranked_tree, static_tree
 
 _DEFAULTS = {"depth": 5, "top_k": 10, "total_tokens": 60}
 """A tree where `draft_tree` leaves something open (EAGLE-2's evaluation)."""
@@ -55,37 +55,16 @@ def grow(growth: Growth, options: DraftOptions, length: int) -> DraftTree:
         return _spelled(growth, found)
     tree["depth"] = min(tree["depth"], length - 1)
     if options.do_sample:
+        columns = growth.draft_ids, growth.vocab_size
         return drawn_tree(
-            draft_law(growth, logits, options),
-            lambda tokens, parents: draft_law(growth, growth.behind(tokens, parents), options),
+            draft_law(logits, options, *columns),
+            lambda tokens, parents: draft_law(growth.behind(tokens, parents), options, *columns),
             **tree,
         )
     found = dynamic_tree(
         _log_law(logits), lambda tokens, parents: _log_law(growth.behind(_ids(growth, tokens), parents)), **tree
     )
     return _spelled(growth, found)
-
-
-def draft_law(growth: Any, logits: torch.Tensor, options: DraftOptions) -> torch.Tensor:
-    """Probabilities over the whole vocabulary [..., V] from a drafter's logits [..., v], warped where sampled.
-
-    Args:
-        growth: Whose `draft_ids` and `vocab_size` say what columns stand for.
-        logits: [..., v].
-        options: Of the call.
-    """
-    law = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-    is_part = growth.draft_ids is not None and law.shape[-1] < growth.vocab_size
-    if is_part:
-        whole = law.new_zeros(*law.shape[:-1], growth.vocab_size)
-        law = whole.index_copy_(-1, growth.draft_ids, law)
-    if not options.do_sample:
-        return law
-    warped = options.processing.warp(law)
-    if not is_part:
-        return warped
-    # processors may have left none of its tokens: any law will do then
-    return torch.where(warped.isnan().any(-1, keepdim=True), law, warped)
 
 
 def tree_options(given: Any, longest: int | None = None) -> tuple[dict[str, Any], int]:
@@ -132,10 +111,7 @@ def _fixed(given: dict[str, Any]) -> tuple[dict[str, Any], int]:
 def _dynamic(given: dict[str, Any], longest: int | None) -> tuple[dict[str, Any], int]:
     fitting = {} if longest is None else {"depth": max(min(_DEFAULTS["depth"], longest - 1), 0)}
     options = _DEFAULTS | fitting | given
-    for name, least in (("depth", 0), ("top_k", 1), ("total_tokens", 2)):
-        value = options[name]
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name}={value!r} of draft_tree must be a whole number of at least {least}")
+    check_size(**options)
     return options, options["depth"] + 1
 
 

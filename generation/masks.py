@@ -50,9 +50,7 @@ def _near(config: Any, kinds: set[str], cached: torch.Tensor, tree: DraftTree) -
 
 
 def dense_mask(cached: torch.Tensor, new: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
-    """What F new rows see of a cache and of each other, as the sum that attention adds.
-
-    Where nothing is seen stands the least finite number, so that rows that see nothing stay finite.
+    """What F new rows see of a cache and of each other, as the sum that attention adds (`added_to_scores`).
 
     Args:
         cached: [B, W] bool.
@@ -63,6 +61,12 @@ def dense_mask(cached: torch.Tensor, new: torch.Tensor, model: PreTrainedModel) 
         [B, 1, F, W + F].
     """
     new = new.expand(len(cached), -1, -1)
-    visible = torch.cat([cached[:, None].expand(-1, new.shape[1], -1), new], dim=2)[:, None]
-    dtype = model.dtype
-    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
+    return added_to_scores(torch.cat([cached[:, None].expand(-1, new.shape[1], -1), new], dim=2), model.dtype)
+
+
+def added_to_scores(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What rows see of columns, [B, F, W] bool, as the sum that attention adds [B, 1, F, W]; no host looks at it.
+
+    Where nothing is seen stands the least finite number, so that rows that see nothing stay finite.
+    """
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)[:, None]

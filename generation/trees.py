@@ -51,7 +51,7 @@ def dynamic_tree(log_probs: torch.Tensor, expand: Expand, *, depth: int, top_k: 
     Raises:
         ValueError: A size that leaves nothing to draft.
     """
-    _check_size(depth, top_k, total_tokens)
+    check_size(depth, top_k, total_tokens)
     width = min(top_k, log_probs.shape[-1])
     step, token = log_probs[:, None].float().topk(width)
     values, tokens, parents = [step[:, 0]], [token[:, 0]], [torch.full_like(token[:, 0], -1)]
@@ -106,7 +106,7 @@ def drawn_tree(
     Raises:
         ValueError: A size that leaves nothing to draft.
     """
-    _check_size(depth, top_k, total_tokens)
+    check_size(depth, top_k, total_tokens)
     width = min(top_k, law.shape[-1])
     sizes = level_sizes(depth + 1, width, total_tokens - 1)
     rows = line(len(law), law.device)[:, None]
@@ -161,10 +161,15 @@ def _best(values: torch.Tensor, count: int) -> torch.Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-def _check_size(depth: int, top_k: int, total_tokens: int) -> None:
+def check_size(depth: int, top_k: int, total_tokens: int) -> None:
+    """Refuses sizes of a dynamic tree that leave nothing to draft, or are none.
+
+    Raises:
+        ValueError: See above.
+    """
     for name, value, least in (("depth", depth, 0), ("top_k", top_k, 1), ("total_tokens", total_tokens, 2)):
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r} of the draft tree must be a whole number of at least {least}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name}={value!r} of draft_tree must be a whole number of at least {least}")
 
 
 def ranked_tree(choices: Sequence[Sequence[int]], log_probs: torch.Tensor, expand: Expand) -> DraftTree:

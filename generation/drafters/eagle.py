@@ -19,9 +19,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ...modeling.sampling import race
 from ..contract import DraftTree, Verdict, line
-from ..growth import Ancestry, draft_law, grow, taken
+from ..growth import Ancestry, grow, taken
 from ..targets import Fed, HiddenLayers, shift_cache
 from ..tokens import TokenRows
 from .protocol import DraftOptions, View
@@ -119,7 +118,8 @@ class EagleDrafter:
         """Up to `length` tokens one after the other; it ends with a token of which no row was sure."""
         features, drafts, laws = self.features, [], []
         for step in range(length):
-            token, law = self._choose(self.head.draft_logits(features)[:, 0])
+            logits = self.head.draft_logits(features)[:, 0]
+            token, law = self.options.choose(logits, self.draft_ids, self.vocab_size)
             drafts.append(token)
             laws.append(law)
             if step + 1 == length or self.options.is_unsure(token, law):
@@ -127,13 +127,6 @@ class EagleDrafter:
             mask = nn.functional.pad(self.mask, (0, step + 1), value=True)[:, None, None] if self.is_padded else None
             features = self._run(features, token[:, None], self.counts[:, None] + step, mask)
         return DraftTree.chain(torch.stack(drafts, 1), torch.stack(laws, 1) if self.options.do_sample else None)
-
-    def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A token [B] from logits [B, Vd], and the law it was drawn from (greedy: its own, or None if not needed)."""
-        if not self.options.do_sample and not self.options.threshold:
-            return self.draft_ids[logits.argmax(-1)], None
-        law = draft_law(self, logits, self.options)
-        return (race(law) if self.options.do_sample else law.argmax(-1)), law
 
 
 class _Growth:

@@ -20,6 +20,7 @@ import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from ..contract import DraftTree, Verdict, line
+from ..masks import added_to_scores
 from ..targets import Fed
 from ..tokens import TokenRows
 from .protocol import DraftOptions, View
@@ -117,14 +118,9 @@ class Gemma4Chain:
             first = 1 - own.sliding_window if kind == "sliding_attention" else 0
             states[kind] = tuple(part[:, :, first:].to(device, self.model.dtype) for part in (layer.keys, layer.values))
             seen = self.view.mask[:, -states[kind][0].shape[2] :]
-            masks[kind] = self._mask(seen.to(device)) if self.view.is_padded else None
+            masks[kind] = added_to_scores(seen[:, None].to(device), self.model.dtype) if self.view.is_padded else None
         position = self.view.counts[:, None].to(device)
         return {"shared_kv_states": states, "attention_mask": masks, "position_ids": position}
-
-    def _mask(self, seen: torch.Tensor) -> torch.Tensor:
-        """Columns that exist [B, W] as what attention adds to scores, [B, 1, 1, W]; made without asking the device."""
-        dtype = self.model.dtype
-        return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[:, None, None]
 
     def _step(
         self, token: torch.Tensor, state: torch.Tensor, lent: dict[str, Any]

@@ -34,8 +34,7 @@ class ModuleGrowth:
 
     def __init__(self, drafter: Any, tokens: TokenRows) -> None:
         self.drafter, self.ancestry = drafter, Ancestry()
-        vocabulary, self.vocab_size = drafter.vocabulary, drafter.model.config.get_text_config().vocab_size
-        self.draft_ids = None if vocabulary is None else vocabulary.on(tokens.ids.device)
+        self.draft_ids, self.vocab_size = drafter.draft_ids(tokens.ids.device), drafter.vocab_size
         self.rows = tokens
         self.tops: list[torch.Tensor] = []  # of every module its newest settled column
         self.nodes: list[torch.Tensor] = []  # by level: token ids,

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...modeling.sampling import race
 from ..contract import DraftTree, Verdict, line
 from ..growth import grow
+from ..masks import added_to_scores
 from ..targets import Fed, crop_layer, shift_cache, shift_mask, shift_source, shifted
 from ..tokens import TokenRows
 from ..windows import hold, restrict
@@ -48,6 +48,7 @@ class ModuleDrafter:
         self.model, self.options, self.depth = model, options, model.num_modules
         self.num_tokens = options.num_tokens
         self.vocabulary = options.extra.get("draft_vocabulary", model.draft_vocabulary)
+        self.vocab_size = model.config.get_text_config().vocab_size
         # nodes of a tree stand side by side, and would push columns out of a window that are still within it
         self.cache, self.cached = model.mtp.new_cache(forgets=options.draft_tree is None), 0
         hold(self.cache)
@@ -99,7 +100,8 @@ class ModuleDrafter:
                 hidden, ids, positions = hidden[:, -1:], ids[:, -1:], positions[:, -1:] + 1
                 mask, prepared = nn.functional.pad(mask, (0, 1), value=True), None
             hidden = self._step(k, hidden, ids, positions, mask, prepared)
-            token, law = self._choose(hidden[:, -1])
+            logits = self._logits(hidden[:, -1])
+            token, law = self.options.choose(logits, self.draft_ids(logits.device), self.vocab_size)
             ids = torch.cat([ids[:, 1:], token[:, None]], dim=1)
             drafts.append(token)
             laws.append(law)
@@ -157,14 +159,12 @@ class ModuleDrafter:
             old = self.view.counts[:, None] - self.mask.shape[1] + line(settled.shape[1], ids.device)
             away = places[:, -count:, None] - torch.cat([old, places], dim=1)[:, None]
             visible = visible & (away < self.model.config.get_text_config().sliding_window)
-        mask = torch.zeros_like(visible, dtype=states.dtype)
-        mask = mask.masked_fill_(~visible, torch.finfo(states.dtype).min)
         return self.model.mtp.step(
             k,
             states,
             self.model.get_input_embeddings()(ids),
             position_ids=places[:, -count:].clamp(min=0),
-            attention_mask=mask[:, None],
+            attention_mask=added_to_scores(visible, states.dtype),
             past_key_values=self.cache,
         )
 
@@ -174,23 +174,9 @@ class ModuleDrafter:
             return self.model.readout(hidden)
         return self.vocabulary.logits(self.model.readout, hidden)
 
-    def _choose(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A token [B] from states [B, D], and the law it was drawn from (its own, where greedy; None if not needed)."""
-        is_plain = not self.options.do_sample and not self.options.threshold
-        logits = self._logits(hidden)
-        if self.vocabulary is not None:
-            if is_plain:
-                return self.vocabulary.on(logits.device)[logits.argmax(-1)], None
-            logits = self.vocabulary.spread(logits, self.model.config.vocab_size)
-        if is_plain:
-            return logits.argmax(-1), None
-        law = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-        if not self.options.do_sample:
-            return law.argmax(-1), law
-        warped = self.options.processing.warp(law)
-        if self.vocabulary is not None:  # processors may have left none of its tokens: any law will do then
-            warped = torch.where(warped.isnan().any(-1, keepdim=True), law, warped)
-        return race(warped), warped
+    def draft_ids(self, device: torch.device) -> torch.Tensor | None:
+        """The token ids that columns of logits stand for; None: every token, in order."""
+        return None if self.vocabulary is None else self.vocabulary.on(device)
 
     def coverage(self, tokens: torch.Tensor) -> float | None:
         """The share of tokens [N] that could be drafted; None where all can."""

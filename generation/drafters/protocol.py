@@ -118,23 +118,25 @@ class DraftOptions:
             extra=options.extra,
         )
 
-    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def choose(
+        self, logits: torch.Tensor, draft_ids: torch.Tensor | None = None, vocab_size: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A token of a chain, and the law that it was drawn from.
 
         Args:
-            logits: [B, V] of the drafter.
+            logits: [B, v] of the drafter.
+            draft_ids: See `draft_law`.
+            vocab_size: See `draft_law`.
 
         Returns:
             Tokens [B], and laws [B, V] in float32 at least: warped where drawn, raw where greedy with a threshold, None
             where greedy without one.
         """
         if not self.do_sample and not self.threshold:
-            return logits.argmax(-1), None
-        law = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-        if not self.do_sample:
-            return law.argmax(-1), law
-        law = self.processing.warp(law)
-        return race(law), law
+            token = logits.argmax(-1)
+            return token if draft_ids is None else draft_ids[token], None
+        law = draft_law(logits, self, draft_ids, vocab_size)
+        return (race(law) if self.do_sample else law.argmax(-1)), law
 
     def is_unsure(self, token: torch.Tensor, law: torch.Tensor | None) -> bool:
         """Whether all rows gave their tokens [B] less than the threshold; then a draft ends.
@@ -142,3 +144,27 @@ class DraftOptions:
         Asked of tokens that are drafted in any case, so that the drafts kept still follow their laws.
         """
         return self.threshold > 0 and bool((law.gather(-1, token[:, None]) < self.threshold).all())
+
+
+def draft_law(
+    logits: torch.Tensor, options: DraftOptions, draft_ids: torch.Tensor | None = None, vocab_size: int = 0
+) -> torch.Tensor:
+    """Probabilities over the whole vocabulary [..., V] from a drafter's logits [..., v], warped where sampled.
+
+    Args:
+        logits: [..., v].
+        options: Of the call.
+        draft_ids: [v] int64, the token ids that columns of logits stand for; None: every token, in order.
+        vocab_size: V; not read where every token has a column.
+    """
+    law = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+    is_part = draft_ids is not None and law.shape[-1] < vocab_size
+    if is_part:
+        law = law.new_zeros(*law.shape[:-1], vocab_size).index_copy_(-1, draft_ids, law)
+    if not options.do_sample:
+        return law
+    warped = options.processing.warp(law)
+    if not is_part:
+        return warped
+    # processors may have left none of its tokens: any law will do then
+    return torch.where(warped.isnan().any(-1, keepdim=True), law, warped)

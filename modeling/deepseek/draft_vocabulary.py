@@ -82,11 +82,6 @@ class DraftVocabulary:
             self._rows = (key, weight.detach()[self.on(weight.device)])
         return self._rows[1]
 
-    def spread(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Logits [..., U] as logits [..., V], -inf outside of U."""
-        wide = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
-        return wide.index_copy(-1, self.on(logits.device), logits)
-
     def coverage(self, tokens: torch.Tensor) -> float:
         """The share of some tokens [N] that U holds; NaN of none."""
         return torch.isin(tokens, self.on(tokens.device)).double().mean().item()

@@ -1,4 +1,4 @@
-"""Greedy text on 200 prompts for every trained head, chain and tree, on three backbones: minutes, so `pytest -m slow`."""
+"""Greedy text on 200 prompts for every trained head, chain and tree, on three backbones: `pytest -m slow`."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def drafter(request, model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", DRAFTS)
-def test_greedy_text_is_the_backbones_own_and_paths_of_every_length_are_kept(model, drafter, kind, record_property):
+def test_greedy_text_is_the_backbones_own_and_paths_of_every_length_are_kept(model, drafter, kind):
     is_eagle = drafter.config.model_type == "eagle_head"
     options = DRAFTS[kind]["eagle" if is_eagle else "heads"]
     lengths = check_greedy(model, drafter, prompts(200), new=20, **options)

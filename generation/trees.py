@@ -91,9 +91,9 @@ def drawn_tree(
 
     Only what is known before a node's children are drawn may decide how many there are: dropping some afterwards by
     their probability would leave tokens that are no draws of their law, and the emitted text would be biased. So the
-    block's size is split over the levels beforehand, and on every level the children that would be best if they were
-    the likeliest ones, by the probability of their path, say how many each frontier node draws. Which nodes are in the
-    frontier, the likeliest paths of the level, may depend on all draws before.
+    block's size is split over the levels beforehand, and on every level the draws that are worth most, by the chance
+    that their path is kept (`_chance_kept`), say how many each frontier node makes. Which nodes are in the frontier,
+    those of the level that are worth most, may depend on all draws before.
 
     Args:
         law: [B, V] probabilities of the first token, as they are to be sampled (temperature, top-k, ... applied).
@@ -111,38 +111,56 @@ def drawn_tree(
     sizes = level_sizes(depth + 1, width, total_tokens - 1)
     rows = line(len(law), law.device)[:, None]
     laws = law.new_zeros(len(law), sum(sizes) + 1, law.shape[1])
-    q, value, place, start = law[:, None], torch.zeros_like(law[:, :1]), torch.zeros_like(rows), 1
+    q, worth, place, start = law[:, None], torch.ones_like(law[:, :1]), torch.zeros_like(rows), 1
     tokens, parents = [], []
     for level, size in enumerate(sizes):
         laws[rows, place] = q
-        token, value, parent = _draw_children(q, value, width, size, generator)
+        token, worth, parent = _draw_children(q, worth, width, size, generator)
         tokens.append(token)
         parents.append(place.gather(1, parent) - 1)
         if level + 1 < len(sizes):
-            best = _best(value, min(width, size))
+            best = _best(worth, min(width, size))
             q = expand(token.gather(1, best), parent.gather(1, best) if level else torch.full_like(best, -1))
-            value, place, start = value.gather(1, best), best + start, start + size
+            worth, place, start = worth.gather(1, best), best + start, start + size
     return DraftTree(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), laws, depth=len(sizes))
 
 
 def _draw_children(
-    q: torch.Tensor, value: torch.Tensor, width: int, size: int, generator: torch.Generator | None
+    q: torch.Tensor, worth: torch.Tensor, width: int, size: int, generator: torch.Generator | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, path values and parents (places in the frontier) of a level of `size` nodes, all [B, size].
+    """Tokens, chances that their paths are kept, and parents (places in the frontier) of a level, all [B, size].
 
     Args:
         q: [B, k, V] laws of the frontier.
-        value: [B, k] log-probabilities of its paths.
+        worth: [B, k] chances that its paths are kept.
         width: The most children per node.
         size: Children in all.
         generator: Source of randomness.
     """
     drawn = race_order(q, width, generator)
-    # a node's likeliest tokens stand for its draws; their values fall, so that the slots kept are its first draws
-    slots = _best((value[..., None] + q.topk(width).values.log()).flatten(1), size).sort(-1).values
-    parent = slots // width
-    reached = (value[..., None] + q.gather(-1, drawn).log()).flatten(1)
-    return drawn.flatten(1).gather(1, slots), reached.gather(1, slots), parent
+    # of what will be drawn only the law is known: the first draw has its own mean probability, the others next to none
+    mean = torch.nn.functional.pad(q.square().sum(-1, keepdim=True), (0, width - 1))
+    exists = (q > 0).sum(-1, keepdim=True) > line(width, q.device)
+    slots = _best((worth[..., None] * _chance_kept(mean) * exists).flatten(1), size).sort(-1).values
+    own = q.gather(-1, drawn)
+    left = (1 - own.cumsum(-1) + own).clamp(min=torch.finfo(q.dtype).eps)
+    reached = (worth[..., None] * _chance_kept((own / left).clamp(max=1)) * (own > 0)).flatten(1)
+    return drawn.flatten(1).gather(1, slots), reached.gather(1, slots), slots // width
+
+
+def _chance_kept(q: torch.Tensor) -> torch.Tensor:
+    """About how likely each of a node's draws is the one that is kept, [.., w], in the order in which they are drawn.
+
+    Where draft and target agree a draw is accepted however improbable it is, and what is left after a refusal agrees
+    less and less. Measured, the r-th draw is accepted with about (1 + q) / 2 r (docs/trees.md), so that the first is
+    worth a deep subtree, and the only one where the draft is sure. The text does not depend on it, only its speed.
+
+    Args:
+        q: [.., w] the probability of each draw given the draws before.
+    """
+    accepted = (1 + q) / (2 * (line(q.shape[-1], q.device) + 1))
+    refused = torch.nn.functional.pad((1 - accepted).cumprod(-1)[..., :-1], (1, 0), value=1.0)
+    return accepted * refused
 
 
 def level_sizes(levels: int, width: int, size: int) -> list[int]:

@@ -165,28 +165,36 @@ def test_impossible_sizes_are_refused(grow, options, message):
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("warp", WARPS)
-def test_text_from_drawn_trees_has_the_targets_law(warp, rule, monkeypatch):
-    """All draws of a tree whose shape depends on them: two of three tokens for b, then three children for the two."""
-    world, pairs = World(warp, 2), torch.tensor(list(itertools.permutations(range(V), 2)))
-    draws = torch.tensor(list(itertools.product(range(len(pairs)), repeat=3))).repeat(2, 1)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_text_from_drawn_trees_has_the_targets_law(depth, warp, rule, monkeypatch):
+    """All draws of trees whose shapes depend on them: two of three tokens for b, then three nodes below the two.
+
+    The three are children of the two, or two children and a grandchild of one of them.
+    """
+    world, pairs = World(warp, depth + 1, seed=4), torch.tensor(list(itertools.permutations(range(V), 2)))
+    draws = torch.tensor(list(itertools.product(range(len(pairs)), repeat=1 + 2 * depth))).repeat(2, 1)
     chance = torch.ones(len(draws), dtype=torch.float64)
-    kept, used = [pairs[draws[:, :1]], pairs[draws[:, 1:]]], []
+    kept = [pairs[draws[:, :1]], *(pairs[draws[:, 2 * level - 1 : 2 * level + 1]] for level in range(1, depth + 1))]
+    row, used, texts = torch.arange(2).repeat_interleave(len(draws) // 2)[:, None], [], [torch.zeros_like(draws[:, :1])]
 
     def dictate(q, count, generator):
         used.append(q)
         return kept[len(used) - 1]
 
-    row = torch.arange(2).repeat_interleave(len(draws) // 2)[:, None]
-    expand = lambda tokens, parents: world.q[row, 1 + tokens]  # noqa: E731
+    def expand(tokens, parents):
+        texts.append(V * texts[-1].gather(1, parents.clamp(min=0)) + 1 + tokens)
+        return world.q[row, texts[-1]]
+
     monkeypatch.setattr(growth, "race_order", dictate)
-    tree = drawn_tree(world.q[row[:, 0], 0], expand, depth=1, top_k=2, total_tokens=6)
-    assert len(used) == 2 and tree.tokens.shape[1] == 5
+    tree = drawn_tree(world.q[row[:, 0], 0], expand, depth=depth, top_k=2, total_tokens=6)
+    assert len(used) == depth + 1 and tree.tokens.shape[1] == 5
     for q, drawn in zip(used, kept):
         first, second = q.gather(-1, drawn).unbind(-1)
-        alone = first == 1  # nothing is left: any one of the others comes second, which is no draw
-        chance *= torch.where(alone, 0.5, first * second / (1 - first).masked_fill(alone, 1)).prod(1)
+        left = q.scatter(-1, drawn[..., :1], 0).sum(-1)
+        alone = left == 0  # nothing is left: any one of the others comes second, which is no draw
+        chance *= torch.where(alone, 0.5 * first, first * second / left.masked_fill(alone, 1)).prod(1)
     torch.testing.assert_close(chance.view(2, -1).sum(1), torch.ones(2, dtype=torch.float64))
-    assert (tree.parents[chance > 0].unique(dim=0)).shape[0] > 1 or warp == "top_k"
+    assert (tree.parents[chance > 0].unique(dim=0)).shape[0] > 1
     assert (emitted_law(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
 
 
@@ -213,13 +221,39 @@ def test_drawn_trees_are_trees_with_their_laws(depth, top_k, total):
     assert int(tree.positions().max()) == tree.depth
 
 
-def test_likely_paths_draw_more_children():
+def same_law_everywhere(law: torch.Tensor):
+    """The callback of a drafter that always thinks the same."""
+    return lambda tokens, parents: law[:, None].expand(-1, tokens.shape[1], -1)
+
+
+def test_first_draws_have_more_below_them_than_later_ones():
+    law = torch.full((1, 40), 1 / 40)
+    tree = drawn_tree(law, same_law_everywhere(law), depth=1, top_k=6, total_tokens=13)
+    assert tree.parents.tolist() == [[-1] * 6 + [0, 0, 0, 1, 2, 3]]
+
+
+def test_likely_draws_have_more_below_them_than_unlikely_ones():
     law = torch.tensor([[0.9, 0.06, 0.04]]).expand(400, 3)
-    expand = lambda tokens, parents: law[:, None].expand(-1, tokens.shape[1], 3)  # noqa: E731
-    tree = drawn_tree(law, expand, depth=1, top_k=2, total_tokens=5)
-    sure = (tree.tokens[:, :2] == 0).any(1)
-    children = tree.tokens[:, :2].gather(1, tree.parents[:, 2:])
-    assert sure.float().mean() > 0.9 and (children[sure] == 0).all()
+    tree = drawn_tree(law, same_law_everywhere(law), depth=1, top_k=2, total_tokens=5)
+    sure, children = tree.tokens[:, 0] == 0, (tree.parents[:, 2:] == 0).sum(1)
+    assert 0.8 < sure.float().mean() < 1
+    assert (children[sure] == 2).all() and (children[~sure] == 1).all()
+
+
+def test_tokens_that_cannot_be_drawn_have_no_place_where_others_can():
+    """Three tokens can come first and two behind each of them, which are all that the tree has room for."""
+    first, second = torch.tensor([[1 / 3, 1 / 3, 1 / 3, 0]]), torch.tensor([[0.5, 0.5, 0, 0]])
+    tree = drawn_tree(first, same_law_everywhere(second), depth=1, top_k=3, total_tokens=10)
+    assert tree.parents.tolist() == [[-1, -1, -1, 0, 0, 1, 1, 2, 2]]
+    assert tree.tokens.max() == 2 and tree.tokens[:, 3:].max() == 1
+
+
+@pytest.mark.parametrize("top_k", [2, 4])
+def test_a_sure_drafter_draws_long_paths(top_k):
+    """Chances of tokens that cannot be drawn stay 0 all along, and the first of equal places goes on."""
+    law = torch.nn.functional.one_hot(torch.tensor([3]), 9).double()
+    tree = drawn_tree(law, same_law_everywhere(law), depth=5, top_k=top_k, total_tokens=7)
+    assert tree.parents.tolist() == [[-1, 0, 1, 2, 3, 4]] and tree.tokens.unique().tolist() == [3]
 
 
 def test_draws_without_replacement_come_in_the_order_of_their_law():

@@ -3,12 +3,14 @@
     python benchmarks/byte_llama.py --minutes 5 --output demo-llama
     python benchmarks/trees.py demo-llama --seconds 240 --head demo-eagle3      # trains the head and keeps it
     python benchmarks/trees.py demo-llama --head demo-eagle3 --total 60 --depth 6 --top-k 10
+    python benchmarks/trees.py demo-llama --head demo-eagle3 --expected --temperatures 0.6 1     # far less noise
 
 The official rule of EAGLE-2 and 3 at a temperature drafts the likeliest tokens and verifies them as certain ones
 (q = 1); a drawn tree of the same budget holds draws from the head's warped laws, verified by recursive rejection or by
 traversal. Tokens per call are counted over the cycles of all rows, with their standard error. Traversal and recursion
 are besides compared on the very same drawn trees, by the exact expectation of what each would keep: no noise of draws.
-None of these figures depends on the machine.
+With `--expected`, all drafts are: behind 512 texts that the backbone wrote, the same for all, two drafts of each kind
+are drawn, and what both rules keep of them on average is calculated. None of these figures depends on the machine.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 
 import torch
 from strategies import LENGTH, train
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel, StoppingCriteriaList
 
 from tokenahead import EagleHead, EvaByteTokenizer
 from tokenahead.generation.contract import DraftTree
@@ -126,19 +128,47 @@ def counted(
     return figures
 
 
+def shapes(arguments: argparse.Namespace) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+    """The tree, and chains as deep and as large as it, by name."""
+    lengths = (arguments.depth + 1, arguments.total - 1)
+    tree = {"depth": arguments.depth, "top_k": arguments.top_k, "total_tokens": arguments.total}
+    return tree, {f"chain of {length}": {"num_assistant_tokens": length} for length in lengths}
+
+
+def first_drafts(head: EagleHead, texts: torch.Tensor, seed: int, **options: Any) -> dict[str, torch.Tensor]:
+    """Expected tokens per call of the first draft behind every text [B, L], by rule: [B] each."""
+    notes: dict[str, list[torch.Tensor]] = {"token": [], "block": []}
+    over = StoppingCriteriaList([lambda ids, *_, **__: (ids >= 0).all(1) & (ids.shape[1] > texts.shape[1] + 1)])
+    head.make_rule = lambda options, drafter: Paired("block", notes)
+    torch.manual_seed(seed)
+    head.backbone.generate(texts, assistant_model=head, max_new_tokens=40, stopping_criteria=over, **options)
+    del head.make_rule
+    return {rule: 1 + known[0] for rule, known in notes.items()}
+
+
+def expectations(head: EagleHead, prompts: torch.Tensor, arguments: argparse.Namespace) -> None:
+    """Prints what first drafts keep behind texts that the backbone wrote behind prompts [N, 64]."""
+    tree, chains = shapes(arguments)
+    for heat in arguments.temperatures:
+        how = {"do_sample": True, "temperature": heat, "top_k": 0, "pad_token_id": 0}
+        torch.manual_seed(1)
+        written = head.backbone.generate(prompts, max_new_tokens=96, **how)
+        texts = torch.cat([written[:, start : start + 96] for start in (0, 21, 42, 64)])
+        for name, options in (chains | {f"drawn tree {tree}": {"draft_tree": tree}}).items():
+            found = [first_drafts(head, texts, seed, **options, **how) for seed in (0, 1)]
+            means = {rule: round(float(torch.cat([part[rule] for part in found]).mean()), 3) for rule in found[0]}
+            print(json.dumps({"T": heat, "drafts": name} | means), flush=True)
+
+
 def measure(head: EagleHead, prompts: dict[str, torch.Tensor], arguments: argparse.Namespace) -> dict[str, Any]:
     """All ways to draft, at all temperatures."""
     backbone, new = head.backbone, arguments.new_tokens
-    tree = {"depth": arguments.depth, "top_k": arguments.top_k, "total_tokens": arguments.total}
     common = {"assistant_model": head}
-    chains = {
-        f"chain of {length}": common | {"num_assistant_tokens": length}
-        for length in (arguments.depth + 1, arguments.total - 1)
-    }
+    tree, chains = shapes(arguments)
     figures: dict[str, Any] = {}
     for heat in arguments.temperatures:
         how = dict(do_sample=False) if heat == 0 else dict(do_sample=True, temperature=heat, top_k=0)
-        rows = {name: counted(backbone, prompts, new, **options, **how) for name, options in chains.items()}
+        rows = {name: counted(backbone, prompts, new, **options, **common, **how) for name, options in chains.items()}
         with certain(head):
             rows["likeliest tokens (official, q = 1)"] = counted(
                 backbone, prompts, new, draft_tree=tree, **common, **how
@@ -180,12 +210,17 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--output", type=Path, default=Path("trees.json"))
+    parser.add_argument("--expected", action="store_true", help="calculate what first drafts keep; count nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     corpus, tokenizer = load_corpus(seed=0), EvaByteTokenizer(padding_side="left")
     backbone = LlamaForCausalLM.from_pretrained(arguments.backbone).eval()
     backbone.generation_config.eos_token_id = None
     head = trained(backbone, corpus, arguments).eval()
+    if arguments.expected:
+        texts = [tokenizer(text, return_tensors="pt")["input_ids"][0] for text in code_prompts(corpus.held_out, 384)]
+        expectations(head, torch.stack([text[-64:] for text in texts if len(text) >= 64][:128]), arguments)
+        return
     prompts = tokenizer(code_prompts(corpus.held_out, arguments.prompts), return_tensors="pt", padding=True)
     figures = measure(head, prompts, arguments)
     replace_text(arguments.output, json.dumps(figures, indent=1))

@@ -8,6 +8,9 @@
 the same cache length and the next-token head), medians of the same run. On random weights hardly any greedy draft is
 accepted. The overhead can still be measured there, and the speed-up with the adaptive length, which must not fall far
 below 1; tokens per call and the other speed-ups mean something for a trained model only.
+
+With one thread, times are those of the processor, so that other work on the machine meets them less; with more, of the
+clock on the wall.
 """
 
 from __future__ import annotations
@@ -44,13 +47,18 @@ def load(arguments: argparse.Namespace) -> EvaByteForMTPC:
     return model.eval()
 
 
+def now() -> float:
+    """Seconds: the processor's where one thread works, else the wall's."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
 def seconds_of(call: Callable[[], None], repeats: int) -> float:
     """Median seconds of `call`."""
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = now()
         call()
-        times.append(time.perf_counter() - start)
+        times.append(now() - start)
     return statistics.median(times)
 
 
@@ -71,9 +79,9 @@ def bare_forward(model: EvaByteForMTPC, prompt: torch.Tensor, repeats: int) -> f
 def decode(model: EvaByteForMTPC, prompt: torch.Tensor, **options: Any) -> tuple[float, object]:
     """Seconds and output of one `generate`."""
     torch.manual_seed(0)
-    start = time.perf_counter()
+    start = now()
     out = model.generate(prompt, return_dict_in_generate=True, pad_token_id=0, **options)
-    return time.perf_counter() - start, out
+    return now() - start, out
 
 
 def measure(model: EvaByteForMTPC, prompt: torch.Tensor, new_tokens: int, rounds: int) -> list[dict[str, object]]:

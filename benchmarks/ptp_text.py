@@ -175,8 +175,8 @@ def distil(
         sampling={"temperature": arguments.temperature}, **KINDS[kind],
     )  # fmt: skip
     loss = "ce" if model.config.predicts_tokens else "kl"
-    options = PTPOptions(loss=loss, completions=64)
-    steps = fit(PTPTrainer, model, corpus, kind, arguments.minutes[1], 4, (0.02, 1e-2), console, options=options)
+    options = PTPOptions(loss=loss, completions=32)
+    steps = fit(PTPTrainer, model, corpus, kind, arguments.minutes[1], 4, (0.04, 2e-2), console, options=options)
     print(f"{kind}: {steps} steps", flush=True)
     model.save_pretrained(folder)
     EvaByteTokenizer().save_pretrained(folder)

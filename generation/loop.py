@@ -26,7 +26,7 @@ from .contract import DraftTree, Verdict
 from .drafters.protocol import Drafter, DraftOptions
 from .records import Records
 from .rules import Rule
-from .schedule import AdaptiveSchedule, ConstantSchedule, DraftSchedule
+from .schedule import DraftSchedule
 from .statistics import GenerateSpeculativeOutput, Speculation
 from .stopping import Stopping
 from .targets import EvenTarget, Fed, HiddenLayers, RepackedTarget, RowLengthTarget, Target, is_repackable
@@ -43,6 +43,7 @@ class SpeculativeLoop:
         drafter: Proposes tokens.
         rule: Judges them.
         options: What was asked of this call.
+        schedule: How many tokens to draft.
         prompt: [B, L] int64.
         config: Prepared generation config.
         criteria: Prepared stopping criteria.
@@ -55,6 +56,7 @@ class SpeculativeLoop:
         drafter: Drafter,
         rule: Rule,
         options: DraftOptions,
+        schedule: DraftSchedule,
         prompt: torch.Tensor,
         config: GenerationConfig,
         criteria: StoppingCriteriaList,
@@ -66,10 +68,7 @@ class SpeculativeLoop:
         self.done = [False] * len(prompt)
         self.processing, self.records = options.processing, Records(config, len(prompt))
         self.stopping = Stopping(criteria, options.processing.pad, self.records.scores_of)
-        self.lead = getattr(drafter, "lead", 0)
-        self.schedule: DraftSchedule = ConstantSchedule(drafter.num_tokens)
-        if options.schedule == "adaptive":
-            self.schedule = AdaptiveSchedule(drafter.num_tokens, self.lead)
+        self.schedule, self.lead = schedule, getattr(drafter, "lead", 0)
         pad = getattr(config, "_pad_token_tensor", None)
         self.pad = 0 if pad is None else int(pad)
         self.statistics = Speculation(*([[] for _ in prompt] for _ in range(2)), rows_depths=[[] for _ in prompt])

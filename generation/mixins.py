@@ -29,7 +29,7 @@ from .drafters.protocol import DraftOptions
 from .loop import SpeculativeLoop
 from .options import OWN, CallOptions, obstacle
 from .processing import counts_calls
-from .speculators import Speculator, SpeculatorMixin
+from .speculators import Speculator, SpeculatorMixin, schedule_of
 from .targets import can_go_back, is_repackable
 from .tree_choice import choose_tree
 
@@ -294,10 +294,11 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
         )
         drafter = call.speculator.make_drafter(options)
         rule = call.speculator.make_rule(options, drafter)
-        loop = SpeculativeLoop(
-            self, drafter, rule, options, input_ids, generation_config, stopping_criteria, model_kwargs
-        )
-        return loop.run(streamer, synced_gpus)
+        with schedule_of(call.speculator, drafter, options) as schedule:
+            loop = SpeculativeLoop(
+                self, drafter, rule, options, schedule, input_ids, generation_config, stopping_criteria, model_kwargs
+            )
+            return loop.run(streamer, synced_gpus)
 
 
 def candidate_generator(

@@ -5,6 +5,7 @@ The choice looks at finished cycles only, never at the draft it is made for, so 
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect
 from collections import deque
 from typing import Protocol
@@ -140,6 +141,12 @@ class AdaptiveSchedule:
         self.cycles, self.warm, self.tried = 0, False, dict.fromkeys(range(longest + 1), -_PROBE_AGE)
         self.total = self.lost = 0.0
         self._probed, self._again = 0, 0
+
+    def resumed(self) -> AdaptiveSchedule:
+        """One for the next call, which begins with what was learned; the next text will correct it."""
+        schedule = copy.deepcopy(self)
+        schedule._again = 0
+        return schedule
 
     def length(self) -> int:
         """Full drafts at first (and a plain cycle, for its cost), then the best length by expectation."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -11,10 +13,13 @@ from .drafters.protocol import Drafter, DraftOptions
 from .growth import tree_options
 from .options import CallOptions
 from .rules import GreedyRule, Rule, SampledRule
+from .schedule import AdaptiveSchedule, ConstantSchedule, DraftSchedule
 from .tree_choice import DEEPEST
 
 _TREE_CHOICES: WeakKeyDictionary[Any, dict[bool, dict[str, int]]] = WeakKeyDictionary()
 """By drafter: a copy or a pickle chooses its own trees, for another backbone or another machine may be below it."""
+_SCHEDULES: WeakKeyDictionary[Any, dict[tuple[Any, ...], AdaptiveSchedule]] = WeakKeyDictionary()
+"""By drafter, and by what decides over a cycle's cost: what adaptive calls have learned."""
 
 
 class Speculator(Protocol):
@@ -97,6 +102,11 @@ class SpeculatorMixin:
         """The trees that `draft_tree="auto"` chose, of greedy (False) and of sampled text; empty it to choose anew."""
         return _TREE_CHOICES.setdefault(self, {})
 
+    @property
+    def schedules(self) -> dict[tuple[Any, ...], AdaptiveSchedule]:
+        """What calls with `num_assistant_tokens_schedule="adaptive"` have learned; empty it to begin anew."""
+        return _SCHEDULES.setdefault(self, {})
+
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> None:
         """Checks and completes `draft_tree`; `"auto"` is what was chosen before, or stays until the prompt is known.
 
@@ -118,3 +128,23 @@ class SpeculatorMixin:
     def make_rule(self, options: DraftOptions, drafter: Drafter) -> Rule:
         """Greedy where the call is, else the rule that was asked for."""
         return SampledRule(options.verification) if options.do_sample else GreedyRule()
+
+
+@contextmanager
+def schedule_of(speculator: SpeculatorMixin, drafter: Drafter, options: DraftOptions) -> Iterator[DraftSchedule]:
+    """How many tokens to draft in one call.
+
+    An adaptive length begins with what calls of the same kind have learned: short calls would otherwise pay for trials
+    of lengths that are known not to pay. Every call has a copy of its own, and what it learned is kept when it ends
+    well, so that calls in several threads do not meet.
+    """
+    lead = getattr(drafter, "lead", 0)
+    if options.schedule != "adaptive":
+        yield ConstantSchedule(drafter.num_tokens)
+        return
+    processors = tuple(type(processor).__name__ for processor in options.processing.processors)
+    kind = (len(options.prompt), options.do_sample, drafter.num_tokens, lead, str(options.draft_tree), processors)
+    known = speculator.schedules.get(kind)
+    schedule = AdaptiveSchedule(drafter.num_tokens, lead) if known is None else known.resumed()
+    yield schedule
+    speculator.schedules[kind] = schedule

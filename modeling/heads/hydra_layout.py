@@ -10,7 +10,7 @@ import torch
 
 from ...configuration import MTPHeadConfig
 from .hydra import prefix_config
-from .tensor_files import read_json, read_tensors, refuse_unknown, untied
+from .tensor_files import below, read_json, read_tensors, refuse_unknown, untied
 
 Tensors = dict[str, torch.Tensor]
 EMBEDDING = "input_embed_fn.weight"
@@ -85,10 +85,8 @@ def write(config: MTPHeadConfig, tensors: Tensors, embedding: torch.Tensor) -> t
         for place in range(config.num_blocks):
             written = 2 * place + 1 if prefix else place  # dropouts stand between the blocks
             ours = f"firsts.{k}." if place == 0 else f"blocks.{k}.{0 if config.tied_blocks else place - 1}."
-            parts = {name.removeprefix(ours): tensor for name, tensor in tensors.items() if name.startswith(ours)}
-            named |= {f"hydra_mlp.{k}.{written}.{part}": tensor for part, tensor in parts.items()}
-    of_layer = {name: tensor for name, tensor in tensors.items() if name.startswith("prefix.")}
-    named |= {_PREFIX + name.removeprefix("prefix."): tensor for name, tensor in of_layer.items()}
+            named |= {f"hydra_mlp.{k}.{written}.{part}": tensor for part, tensor in below(tensors, ours).items()}
+    named |= {_PREFIX + name: tensor for name, tensor in below(tensors, "prefix.").items()}
     if prefix:  # their loader is strict about what it does not use
         named |= {_UNUSED[0]: embedding, _UNUSED[1]: _frequencies(config.backbone_config["head_dim"])}
     fields = {

@@ -17,6 +17,7 @@ from ..deepseek.readout import Readout
 from ..outputs import MTPOutput
 from .attached import MTPHeads
 from .losses import IGNORE, counts_of_update, depth_targets
+from .tensor_files import below
 
 BACKBONE = "backbone"
 """Folder of the backbone, or of its adapters, within that of the heads."""
@@ -143,8 +144,7 @@ class JointMTPModel(PreTrainedModel):
         """Writes the heads' folder and, in it, the backbone's; `state_dict` holds tensors that had to be gathered."""
         state = self.state_dict() if state_dict is None else state_dict
         for name, folder in (("heads", Path(save_directory)), ("backbone", Path(save_directory) / BACKBONE)):
-            own = {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
-            getattr(self, name).save_pretrained(folder, is_main_process, own, **kwargs)
+            getattr(self, name).save_pretrained(folder, is_main_process, below(state, f"{name}."), **kwargs)
 
     def load_checkpoint(self, folder: str | PathLike) -> None:
         """Takes over what `save_pretrained` wrote, into this very model.

@@ -45,7 +45,12 @@ def _read_pickle(file: Path, prefix: str) -> dict[str, torch.Tensor]:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         raise ValueError(f"{file} holds more than tensors, and is not unpickled; save its state_dict alone") from error
-    return {name.removeprefix(prefix): tensor for name, tensor in loaded.items() if name.startswith(prefix)}
+    return below(loaded, prefix)
+
+
+def below(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """Those whose names begin with `prefix`, which is taken off."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def refuse_unknown(folder: Path, names: Iterable[str]) -> None:

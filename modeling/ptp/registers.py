@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ...generation.attachment import unwrap
 from ..heads.joint import load_trained
+from ..heads.tensor_files import below
 from .backbones import check_config, check_model
 from .masks import additive_mask, packed_mask, packed_positions
 
@@ -117,7 +118,7 @@ class RegisterModel(PreTrainedModel):
     ) -> None:
         """Writes the plain model and, beside it, the register; `state_dict` holds tensors that had to be gathered."""
         state = self.state_dict() if state_dict is None else state_dict
-        own = {key.removeprefix("backbone."): value for key, value in state.items() if key.startswith("backbone.")}
+        own = below(state, "backbone.")
         self.backbone.save_pretrained(save_directory, is_main_process=is_main_process, state_dict=own, **kwargs)
         if is_main_process:
             save_file({"register": state["register"].detach().cpu()}, Path(save_directory) / REGISTER)

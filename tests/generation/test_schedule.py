@@ -1,9 +1,11 @@
 """The adaptive draft length finds what pays, with costs and acceptance that the test dictates."""
 
+import copy
 import random
 
 import pytest
 import torch
+from transformers.generation.streamers import BaseStreamer
 
 from tokenahead.generation.schedule import AdaptiveSchedule, ConstantSchedule
 
@@ -83,6 +85,7 @@ def test_constant():
 def test_generate_adapts_and_stays_lossless(trained):
     prompt = torch.arange(100, 112)[None]
     options = dict(do_sample=False, max_new_tokens=60)
+    trained.schedules.clear()
     out = trained.generate(
         prompt,
         num_assistant_tokens_schedule="adaptive",
@@ -92,6 +95,36 @@ def test_generate_adapts_and_stays_lossless(trained):
     )
     assert torch.equal(out.sequences, trained.generate(prompt, use_mtp=False, **options))
     assert max(map(len, out.speculation.drafts)) <= 5 and [] in out.speculation.drafts
+
+
+def test_a_call_begins_with_what_calls_of_its_kind_have_learned(trained):
+    options = dict(do_sample=False, max_new_tokens=20, num_assistant_tokens_schedule="adaptive")
+    trained.schedules.clear()
+    trained.generate(torch.arange(100, 112)[None], **options)
+    ((kind, first),) = trained.schedules.items()
+    trained.generate(torch.arange(100, 112)[None], **options)
+    assert trained.schedules[kind].cycles > first.cycles and trained.schedules[kind] is not first
+    trained.generate(torch.arange(100, 112).expand(3, -1), **options)
+    assert len(trained.schedules) == 2  # the cost of a cycle depends on the batch
+    assert not copy.deepcopy(trained).schedules
+
+
+def test_a_call_that_fails_teaches_nothing(trained):
+    class Broken(BaseStreamer):
+        def put(self, value):
+            raise OSError("nobody listens")
+
+    options = dict(do_sample=False, max_new_tokens=20, num_assistant_tokens_schedule="adaptive")
+    trained.schedules.clear()
+    with pytest.raises(OSError, match="nobody listens"):
+        trained.generate(torch.arange(100, 112)[None], streamer=Broken(), **options)
+    assert not trained.schedules
+
+
+def test_a_trial_that_was_cut_off_is_not_gone_on_with():
+    schedule = AdaptiveSchedule(4, lead=1)
+    schedule._again = 1
+    assert schedule.resumed()._again == 0 and schedule._again == 1
 
 
 def test_plain_decoding_where_a_forward_makes_the_next_draft_and_none_is_ever_right():

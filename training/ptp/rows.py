@@ -40,13 +40,9 @@ class SlotInputs:
         completions, slots = self.uniforms.shape[1:]
         if self.are_masks:
             return {"masks": torch.arange(slots, device=self.uniforms.device).repeat(completions)[None]}
-        if self.states is None:
-            return {"uniforms": self.uniforms.flatten(1)}
-        return {
-            "uniforms": self.uniforms.flatten(1),
-            "slot_states": self.states.repeat_interleave(slots, dim=1),
-            "slot_gaps": self.gaps.repeat_interleave(slots, dim=1),
-        }
+        beside = {"slot_states": self.states, "slot_gaps": self.gaps}
+        repeated = {name: x.repeat_interleave(slots, dim=1) for name, x in beside.items() if x is not None}
+        return {"uniforms": self.uniforms.flatten(1)} | repeated
 
 
 class PackedRows:
@@ -109,7 +105,12 @@ class PackedRows:
 
     @torch.no_grad()
     def invert(
-        self, first: Scores, tokens: torch.Tensor, known: torch.Tensor, shares: torch.Tensor
+        self,
+        first: Scores,
+        tokens: torch.Tensor,
+        known: torch.Tensor,
+        shares: torch.Tensor,
+        beside: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Uniforms that make the student itself write the completions (PTP paper, Algorithm 3).
 
@@ -121,6 +122,7 @@ class PackedRows:
             tokens: [B, C, K] int64.
             known: [B, C, K] bool.
             shares: [B, C, K], where in the intervals.
+            beside: What slots read beside their uniforms, by the names of `SlotInputs`.
 
         Returns:
             u [B, C, K] float32, and reached [B, C, K] bool, as `Completions.place`.
@@ -133,7 +135,7 @@ class PackedRows:
         for step in range(count):
             found.append(scores.mapped(placed, tokens[..., step], shares[..., step]))
             if step < count - 1:
-                scores = self._next(step, self.starts, uniforms=found[-1][0])
+                scores = self._next(step, self.starts, slots=SlotInputs(found[-1][0][..., None], **beside))
         self.cache.crop(-(count - 1) * self.starts.shape[1])
         u, valid = (torch.stack(parts, dim=-1) for parts in zip(*found))
         return u, (valid & known).long().cumprod(-1).bool()
@@ -160,7 +162,7 @@ class PackedRows:
         return torch.stack(tokens, dim=-1), Scores(stacked, first.head, first.size)
 
     def _next(
-        self, step: int, starts: torch.Tensor, uniforms: torch.Tensor | None = None, tokens: torch.Tensor | None = None
+        self, step: int, starts: torch.Tensor, slots: SlotInputs | None = None, tokens: torch.Tensor | None = None
     ) -> Scores:
         """Scores [B, C] behind one more slot, or token, of C completions; it stays in the cache."""
         outputs = self.model(
@@ -170,7 +172,7 @@ class PackedRows:
             past_key_values=self.cache,
             use_cache=True,
             read=_states_and_head,
-            **({} if uniforms is None else {"uniforms": uniforms}),
+            **({} if slots is None else slots.flat()),
         )
         states, head = outputs.read
         return Scores(states, head, head.weight.shape[0])

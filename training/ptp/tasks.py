@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -120,26 +119,26 @@ class TaskMaker:
         needs_states = needs_states or not self.config.reads_uniforms
         own = rows.read() if self.is_own or reads or needs_states else None
         shares = draws.shares(starts, self.length)
-        known_states = self._states(sequences, own, starts, draws)
+        beside = self._beside(sequences, own, starts, draws)
         if options.method == "inverse":
-            completions, (u, reached) = _inverse(rows, sequences, own, exists, shares)
+            completions, (u, reached) = _inverse(rows, sequences, own, exists, shares, beside)
         else:
-            completions = self._completions(rows, own, exists, known_states)
+            completions = self._completions(rows, own, exists, beside)
             u, reached = completions.place(shares)
             completions, u, reached = self._with_greedy(rows, own, exists, completions, u, reached)
-        task = self._put(sequences, rows, completions, u, reached, known_states)
+        task = self._put(sequences, rows, completions, u, reached, beside)
         if not self.config.reads_uniforms:
             columns = starts[..., None] + torch.arange(self.config.num_slots, device=starts.device)
             task.anchors = at_columns(own.states, columns.clamp(max=sequences.tokens.shape[1] - 1))
         return task
 
     def _completions(
-        self, rows: PackedRows, own: Scores | None, exists: torch.Tensor, states: tuple[Any, Any]
+        self, rows: PackedRows, own: Scores | None, exists: torch.Tensor, beside: dict[str, torch.Tensor]
     ) -> Completions:
         sequences, starts = rows.sequences, rows.starts
         if self.options.sequences == "student":
             noise = torch.rand(*starts.shape, self.config.num_slots + 1, device=starts.device)
-            written = student_drafts(rows, own, self.config, SlotInputs(noise, *states))
+            written = student_drafts(rows, own, self.config, SlotInputs(noise, **beside))
             return self.teacher.drafts(sequences, starts, exists, written)
         scores = own if self.is_own else self.teacher.of_sequences(sequences)
         return self.teacher.pieces(sequences, scores, starts, exists, self.length)
@@ -177,17 +176,21 @@ class TaskMaker:
         places = [place for place in range(starts.shape[1]) if int((place + 1) * share) > int(place * share)]
         return torch.tensor(places, device=starts.device) if places else None
 
-    def _states(
+    def _beside(
         self, sequences: Sequences, own: Scores | None, starts: torch.Tensor, draws: RandomDraws | FixedDraws
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Last verified states [B, C, D] and gaps [B, C]: they stand before the token that was verified last."""
+    ) -> dict[str, torch.Tensor]:
+        """What slots read beside their uniforms, by the names of `SlotInputs`.
+
+        Last verified states [B, C, D], which stand before the token that was verified last, and gaps [B, C].
+        """
         if not self.config.reads_state:
-            return None, None
+            return {}
         gaps = draws.gaps(starts, self.config.num_slots + 1)
         columns = (starts - 1 - gaps).clamp(min=0)
         documents = sequences.documents
         same = at_columns(documents, columns) == at_columns(documents, starts)
-        return at_columns(own.states, columns), gaps * (same & (starts - 1 - gaps >= 0))
+        gaps = gaps * (same & (starts - 1 - gaps >= 0))
+        return {"states": at_columns(own.states, columns), "gaps": gaps}
 
     def _put(
         self,
@@ -196,18 +199,23 @@ class TaskMaker:
         completions: Completions,
         u: torch.Tensor,
         reached: torch.Tensor,
-        states: tuple[Any, Any],
+        beside: dict[str, torch.Tensor],
     ) -> Task:
         """A categorical slot predicts the token behind its own; a one-hot one its own, for certain."""
         with_law = self.options.loss != "ce" and not self.config.predicts_tokens
-        inputs = SlotInputs(u[..., : self.config.num_slots], *states, are_masks=not self.config.reads_uniforms)
+        inputs = SlotInputs(u[..., : self.config.num_slots], **beside, are_masks=not self.config.reads_uniforms)
         return Task(sequences, rows, inputs, completions, u, reached, int(not self.is_one_hot), with_law)
 
 
 def _inverse(
-    rows: PackedRows, sequences: Sequences, own: Scores, exists: torch.Tensor, shares: torch.Tensor
+    rows: PackedRows,
+    sequences: Sequences,
+    own: Scores,
+    exists: torch.Tensor,
+    shares: torch.Tensor,
+    beside: dict[str, torch.Tensor],
 ) -> tuple[Completions, tuple[torch.Tensor, torch.Tensor]]:
     _, tokens, known, scored = completion_tokens(sequences, rows.starts, exists, shares.shape[-1])
-    placed = rows.invert(own.at(rows.starts - 1), tokens, known, shares)
+    placed = rows.invert(own.at(rows.starts - 1), tokens, known, shares, beside)
     nowhere = torch.zeros_like(shares)
     return Completions(rows.starts, tokens, known, scored, nowhere, nowhere), placed

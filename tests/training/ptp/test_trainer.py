@@ -137,13 +137,15 @@ def test_checkpointed_activations_and_plain_ones_give_the_same_loss(tmp_path):
     torch.testing.assert_close(losses[0], losses[1])
 
 
-def test_inverse_training_finds_the_students_own_uniforms(tmp_path):
-    model = student("categorical", backbone().double())
-    rows = texts(backbone())
-    (batch, packed, completions, (u, reached)), _ = task(model, tmp_path, rows, method="inverse", completions=4)
+@pytest.mark.parametrize("reads_state", [False, True])
+def test_inverse_training_finds_the_students_own_uniforms(reads_state, tmp_path):
+    model = student("categorical", backbone().double(), reads_state=reads_state)
+    own = trainer(model, tmp_path, method="inverse", completions=4, greedy_share=0.0)
     with torch.no_grad():
-        law = packed.slots(SlotInputs(u[..., :-1])).softmax(-1)  # one forward confirms what was found step by step
-        first = at_columns(model(batch.tokens).logits, completions.starts - 1).softmax(-1)
+        found = own._task(model, own.data_collator(texts(backbone())), True)
+        u, reached, completions = found.u, found.reached, found.completions
+        law = found.rows.slots(found.inputs).softmax(-1)  # one forward confirms what was found step by step
+        first = at_columns(model(found.sequences.tokens).logits, completions.starts - 1).softmax(-1)
     assert reached.sum() > 40
     picked = torch.cat([pick(u[..., 0], first)[..., None], pick(u[..., 1:], law)], dim=-1)
     assert torch.equal(picked[reached], completions.tokens[reached])

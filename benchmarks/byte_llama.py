@@ -1,6 +1,7 @@
 """A small byte-level Llama that has learned the Python standard library's source: the backbone of other benchmarks.
 
     python benchmarks/byte_llama.py --minutes 5 --output demo-llama
+    python benchmarks/byte_llama.py --minutes 1 --width 64 --layers 3 --output small-llama
 
 Time is the processor's, so that a busy machine changes nothing but the wait.
 """
@@ -24,6 +25,12 @@ CONFIG = dict(
     vocab_size=320, hidden_size=128, intermediate_size=352, num_hidden_layers=6, num_attention_heads=4,
     max_position_embeddings=2048, initializer_range=0.04, bos_token_id=1, eos_token_id=None, pad_token_id=0,
 )  # fmt: skip
+
+
+def config_of(width: int, layers: int) -> LlamaConfig:
+    """Of another size, with heads of the same one."""
+    sizes = {"hidden_size": width, "intermediate_size": 11 * width // 4, "num_attention_heads": max(1, width // 32)}
+    return LlamaConfig(**CONFIG | sizes | {"num_hidden_layers": layers})
 
 
 def batches(text: SourceText, rows: int, length: int = 256, seed: int = 0) -> Iterator[dict[str, torch.Tensor]]:
@@ -69,12 +76,13 @@ def train(model: nn.Module, text: SourceText, seconds: float, rows: int = 4) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=5, help="of processor time")
+    parser.add_argument("--width", type=int, default=CONFIG["hidden_size"])
     parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
     parser.add_argument("--output", type=Path, default=Path("demo-llama"))
     arguments = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = LlamaForCausalLM(LlamaConfig(**CONFIG | {"num_hidden_layers": arguments.layers}))
+    model = LlamaForCausalLM(config_of(arguments.width, arguments.layers))
     steps = train(model, load_corpus(seed=0).train, 60 * arguments.minutes)
     model.save_pretrained(arguments.output)
     print(f"{steps} steps")

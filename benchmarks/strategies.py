@@ -2,12 +2,17 @@
 
     python benchmarks/byte_llama.py --minutes 6 --output demo-llama
     python benchmarks/strategies.py demo-llama --seconds 20 --output strategies.json
-    python benchmarks/strategies.py demo-llama --only "nll" "kl"      # some of them; figures are added to the file
+    python benchmarks/strategies.py demo-llama --only "nll" "kl" --seed 0      # some of them; the file takes more
+    python benchmarks/strategies.py demo-llama --only layer "layer, lora" "layer, weighted" --output layers.json
 
-Losses against each other on kept features (likelihood, KL, TV, LK); heads alone against joint training; and MtPC's two
-stages with draft LoRA on the last k layers (Table 3 of the paper in small). Tokens per call at T = 1 are expected ones,
-exact along held-out text for block verification; those of greedy text are counted. Speed-ups are ratios of processor
-time to plain decoding of the same backbone by turns.
+Losses against each other on kept features (likelihood, KL, TV, LK); heads alone against joint training; MtPC's two
+stages with draft LoRA on the last k layers (Table 3 of the paper in small); and layer heads on a frozen backbone, with
+LoRA, and on weighted states (Mehra et al. in small; benchmarks/marginal.py has their baseline). A seed decides how
+heads start and the order of the data; seeds go by turns.
+
+Tokens per call at T = 1 are expected ones under block verification, along texts that the backbone itself has drawn:
+along other text, which it finds less likely than its own, flat laws look better than they are. Those of greedy text are
+counted. Accuracies are those on held-out text. Speed-ups are ratios of processor time to plain decoding by turns.
 """
 
 from __future__ import annotations
@@ -17,7 +22,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +34,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel, PrinterCallback, Tra
 
 from tokenahead import EvaByteTokenizer, MTPHeads
 from tokenahead.training.callbacks import TimeBudget, TimeBudgetCallback
-from tokenahead.training.data import ByteWindows, code_prompts, load_corpus
+from tokenahead.training.data import ByteWindows, SourceText, code_prompts, load_corpus
 from tokenahead.training.evaluation.expected import TeacherForced
 from tokenahead.training.evaluation.modes import sampled
 from tokenahead.training.features import FeatureDataset, cache_features
@@ -37,6 +43,8 @@ from tokenahead.training.strategy import TrainingStrategy
 from tokenahead.training.trainer import MTPTrainer
 
 LENGTH, ROWS = 256, 4
+PLACES = torch.arange(32, LENGTH - 16, 4)
+"""Columns behind which laws are compared."""
 TAUGHT = dict(loss_target="teacher")
 STRATEGIES: dict[str, dict[str, Any]] = {
     "nll": dict(kept=True),
@@ -53,6 +61,13 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "stage 2, k = 1": dict(first="heads only", draft_layers=1),
     "stage 2, k = 2": dict(first="heads only", draft_layers=2),
 }
+LAYERS: dict[str, dict[str, Any]] = {
+    "layer": dict(),
+    "layer, lora": dict(train="lora", drafter_lr_multiplier=4.0),
+    "layer, weighted": dict(mix="weighted"),
+    "layer, lora, weighted": dict(train="lora", drafter_lr_multiplier=4.0, mix="weighted"),
+}
+"""With heads that are decoder layers, for depths 2 and 3."""
 
 
 def train(
@@ -102,56 +117,101 @@ def decode(backbone: PreTrainedModel, heads: MTPHeads, prompts: list[Any], new_t
 
 
 @torch.no_grad()
-def bits(backbone: PreTrainedModel, rows: list[dict[str, torch.Tensor]]) -> float:
+def bits(backbone: PreTrainedModel, ids: torch.Tensor) -> float:
     """Bits per byte of the backbone's own law."""
-    ids = torch.stack([row["input_ids"] for row in rows])
     return float(backbone(ids, labels=ids).loss) / 0.693147
 
 
 @torch.no_grad()
-def expected(heads: MTPHeads, rows: list[dict[str, torch.Tensor]]) -> list[float]:
-    """Probability that drafts are accepted up to position 1, 2, ..., at T = 1, block verification."""
-    ids = torch.stack([row["input_ids"] for row in rows])
+def acceptance(heads: MTPHeads, ids: torch.Tensor) -> dict[str, Any]:
+    """Expected acceptance at T = 1 under block verification, along texts that the backbone has drawn."""
+    features, logits, ahead = at_places(heads, ids)
+    at = TeacherForced(features, ids[:, ahead], logits[:, ahead[:, :-1]])
+    found = at.acceptance(SimpleNamespace(window_law=heads.law_of_features), sampled(1.0))
+    return {
+        "accepted up to": found.by_position,
+        "expected tokens per call": found.tokens_per_call,
+        "standard error": found.standard_error,
+    }
+
+
+@torch.no_grad()
+def accuracies(heads: MTPHeads, ids: torch.Tensor) -> list[float]:
+    """How often the likeliest token is the text's, at depths 1, 2, ..."""
+    features, _, ahead = at_places(heads, ids)
+    laws = heads.law_of_features(features).conditional_log_probs(ids[:, ahead])
+    return (laws.argmax(-1) == ids[:, ahead]).float().mean((0, 1)).tolist()
+
+
+def at_places(heads: MTPHeads, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Features [N, S, F] of heads at places of texts, all logits of the backbone, and columns [S, n] behind places."""
     outputs = heads.backbone(ids, output_hidden_states=heads.hidden_layers, use_cache=False)
-    features, places = heads.features(outputs.hidden_states), torch.arange(32, LENGTH - heads.window, 4)
-    ahead = places[:, None] + torch.arange(1, heads.window + 1)
-    at = TeacherForced(features[:, places], ids[:, ahead], outputs.logits[:, ahead[:, :-1]])
-    return at.acceptance(SimpleNamespace(window_law=heads.law_of_features), sampled(1.0)).by_position
+    ahead = PLACES[:, None] + torch.arange(1, heads.window + 1)
+    return heads.features(outputs.hidden_states)[:, PLACES], outputs.logits, ahead
 
 
-def run(arguments: argparse.Namespace, name: str, made: dict[str, Path], text: dict[str, Any]) -> dict[str, Any]:
-    """Trains and measures one strategy."""
-    fields = dict(STRATEGIES[name])
-    kept, first = fields.pop("kept", False), fields.pop("first", None)
-    backbone = LlamaForCausalLM.from_pretrained(arguments.backbone).eval()
+def drawn_texts(backbone: PreTrainedModel, held_out: torch.Tensor) -> torch.Tensor:
+    """Held-out beginnings that the backbone has gone on with, at T = 1."""
     torch.manual_seed(0)
-    heads = MTPHeads.from_backbone(backbone, arguments.window, head_type=arguments.head, rank=arguments.rank)
-    if first is not None:
-        heads.detach()
-        heads = MTPHeads.from_pretrained(made[first]).attach(backbone)
+    begun = held_out[:, : PLACES[0]]
+    ones = torch.ones_like(begun)
+    options = dict(attention_mask=ones, do_sample=True, top_k=0, pad_token_id=0)
+    return backbone.generate(begun, **options, max_new_tokens=LENGTH - begun.shape[1])
+
+
+def folder_of(arguments: argparse.Namespace, name: str, seed: int) -> Path:
+    """Where trained heads lie."""
+    return arguments.scratch / f"{name.replace(' ', '-')}-{seed}"
+
+
+def new_heads(backbone: PreTrainedModel, name: str, arguments: argparse.Namespace, **options: Any) -> MTPHeads:
+    """Heads as a strategy begins with them."""
+    if name in LAYERS:
+        return MTPHeads.from_backbone(backbone, 3, head_type="layer", **options)
+    return MTPHeads.from_backbone(backbone, arguments.window, head_type=arguments.head, rank=arguments.rank)
+
+
+def run(arguments: argparse.Namespace, name: str, seed: int, text: dict[str, Any]) -> dict[str, Any]:
+    """Trains and measures one strategy."""
+    fields = dict((STRATEGIES | LAYERS)[name])
+    kept, first = fields.pop("kept", False), fields.pop("first", None)
+    options = {"mix": fields.pop("mix")} if "mix" in fields else {}
+    backbone = LlamaForCausalLM.from_pretrained(arguments.backbone).eval()
+    torch.manual_seed(seed)
+    if first is None:
+        heads = new_heads(backbone, name, arguments, **options)
+    else:
+        heads = MTPHeads.from_pretrained(folder_of(arguments, first, seed)).attach(backbone)
     strategy, data = TrainingStrategy(**fields), text["train"]
     if kept:
-        data = cache_features(heads, text["part"], arguments.features)
+        data = cache_features(heads, text["part"], arguments.features, say=lambda said: None)
     joint = strategy.train != "drafter"
     started = time.process_time()
-    trainer = train(heads, strategy, data, arguments.seconds, 2e-3 / (4 if joint else 1))
+    trainer = train(heads, strategy, data, arguments.seconds, 2e-3 / (4 if joint else 1), seed)
     spent = time.process_time() - started
-    made[name] = arguments.scratch / name.replace(" ", "-")
     if not joint:
-        heads.save_pretrained(made[name])
+        heads.save_pretrained(folder_of(arguments, name, seed))
     steps = trainer.state.global_step
     figures = {"steps": steps, "seconds": spent, "ms per step": 1000 * spent / steps}
-    figures["accepted up to"] = expected(heads, text["held_out"])
-    figures["expected tokens per call"] = 1 + sum(figures["accepted up to"])
+    drawn = drawn_texts(backbone, text["held_out"]) if joint else text["drawn"]
+    figures |= acceptance(heads, drawn) | {"right": accuracies(heads, text["held_out"])}
     figures["bits per byte of the backbone"] = bits(backbone, text["held_out"])
     return figures | decode(backbone, heads, text["prompts"], arguments.new_tokens)
+
+
+def held_out_rows(text: SourceText, count: int = 32) -> torch.Tensor:
+    """Windows from all over held-out text."""
+    windows = ByteWindows(text, LENGTH)
+    every = max(1, len(windows) // count)
+    return torch.stack([windows[index]["input_ids"] for index in range(0, len(windows), every)][:count])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("backbone", type=Path)
     parser.add_argument("--seconds", type=float, default=20, help="of processor time, for each strategy")
-    parser.add_argument("--only", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    parser.add_argument("--only", nargs="+", choices=[*STRATEGIES, *LAYERS], default=list(STRATEGIES))
+    parser.add_argument("--seed", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--head", default="ff")
     parser.add_argument("--rank", type=int, default=1)
     parser.add_argument("--window", type=int, default=6)
@@ -164,36 +224,51 @@ def main() -> None:
     arguments.features = arguments.scratch / "features"
     torch.set_num_threads(1)
     corpus, tokenizer = load_corpus(seed=0), EvaByteTokenizer()
-    windows, held_out = ByteWindows(corpus.train, LENGTH), ByteWindows(corpus.held_out, LENGTH)
+    windows, held_out = ByteWindows(corpus.train, LENGTH), held_out_rows(corpus.held_out)
     chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(1))[: arguments.rows].tolist()
     text = {
         "train": windows,
         "part": [windows[index] for index in chosen],
-        "held_out": [held_out[index] for index in range(0, len(held_out), max(1, len(held_out) // 16))][:16],
+        "held_out": held_out,
+        "drawn": drawn_texts(LlamaForCausalLM.from_pretrained(arguments.backbone).eval(), held_out),
         "prompts": [tokenizer(p, return_tensors="pt") for p in code_prompts(corpus.held_out, arguments.prompts)],
     }
     results = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
-    made = {name: arguments.scratch / name.replace(" ", "-") for name in results}
-    for name in arguments.only:
-        if name in results:
+    for seed, name in product(arguments.seed, arguments.only):
+        found = results.setdefault(name, {})
+        if str(seed) in found:
             continue
-        results[name] = run(arguments, name, made, text)
+        found[str(seed)] = run(arguments, name, seed, text)
         replace_text(arguments.output, json.dumps(results, indent=1))
-        print(name, json.dumps(results[name]), file=sys.stderr, flush=True)
+        print(name, seed, json.dumps(found[str(seed)]), file=sys.stderr, flush=True)
     table(results, print)
 
 
 def table(results: dict[str, Any], say: Callable[[str], None]) -> None:
-    """The figures as a table in Markdown."""
-    say("| strategy | steps | accepted up to 1, 3, 5 | tokens per call, T = 1 / greedy | speed-up | bits per byte |")
-    say("|---|---|---|---|---|---|")
-    for name, row in results.items():
-        shown = ", ".join(f"{row['accepted up to'][place]:.3f}" for place in (0, 2, 4))
-        per_call = f"{row['expected tokens per call']:.3f} / {row['tokens per call, greedy']:.2f}"
-        speed = f"{row['speed-up, sampled']:.2f} / {row['speed-up, greedy']:.2f}"
-        say(
-            f"| {name} | {row['steps']} | {shown} | {per_call} | {speed} | {row['bits per byte of the backbone']:.3f} |"
-        )
+    """The figures as a table in Markdown: means over seeds, and behind them the largest less the smallest."""
+    columns = {
+        "steps": lambda row: (row["steps"],),
+        "accepted up to 1, 3, 5": lambda row: row["accepted up to"][::2],
+        "right at depths 2, 3": lambda row: row["right"][1:3],
+        "tokens per call, T = 1": lambda row: (row["expected tokens per call"],),
+        "greedy": lambda row: (row["tokens per call, greedy"],),
+        "speed-up, T = 1 / greedy": lambda row: (row["speed-up, sampled"], row["speed-up, greedy"]),
+        "bits per byte": lambda row: (row["bits per byte of the backbone"],),
+    }
+    say("| " + " | ".join(("strategy", "seeds", *columns)) + " |")
+    say("|---" * (len(columns) + 2) + "|")
+    for name, by_seed in results.items():
+        cells = (mean_and_spread(map(read, by_seed.values())) for read in columns.values())
+        say(f"| {name} | {len(by_seed)} | " + " | ".join(cells) + " |")
+
+
+def mean_and_spread(rows: Iterable[Iterable[float]]) -> str:
+    """Means of columns, each with its spread in brackets."""
+    cells = []
+    for column in zip(*rows):
+        digits = 0 if all(isinstance(value, int) for value in column) else 2 if max(column) > 9 else 3
+        cells.append(f"{sum(column) / len(column):.{digits}f} ({max(column) - min(column):.{digits}f})")
+    return ", ".join(cells)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from ..extras import needs_extra
 
 with needs_extra("demo", "pictures"):
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+
+from .panels import finish, from_zero, panels
 
 _LINES = {
     "marginal": ("backbone, tokens between summed out", "C0o-"),
@@ -25,18 +26,17 @@ def analysis_figure(found: dict[str, Any]) -> Figure:
         found: What `analyze` found.
     """
     has_layers = bool(found["layers"])
-    figure = Figure(figsize=(6.4 * (1 + has_layers), 4.4), layout="constrained")
-    axes = figure.subplots(1, 1 + has_layers, squeeze=False)[0]
+    figure, axes = panels(1 + has_layers)
     for name, (label, style) in _LINES.items():
         rows = [(row["depth"], row[name]) for row in found["depths"] if name in row]
         if rows:
             axes[0].plot(*zip(*rows), style, label=label)
-    axes[0].set(title="Loss of the token so far ahead", xlabel="tokens ahead", ylabel="nats", ylim=(0, None))
+    axes[0].set(title="Loss of the token so far ahead", xlabel="tokens ahead", ylabel="nats")
     axes[0].legend(loc="best", fontsize=8)
     if has_layers:
         axes[1].plot(range(1, len(found["layers"]) + 1), found["layers"], "C4o-")
-        axes[1].set(title="Divergence of a layer's law from the last", xlabel="layer", ylabel="nats", ylim=(0, None))
+        axes[1].set(title="Divergence of a layer's law from the last", xlabel="layer", ylabel="nats")
     for one in axes:
-        one.xaxis.set_major_locator(MaxNLocator(integer=True))
-        one.grid(alpha=0.3)
+        from_zero(one)
+    finish(axes)
     return figure

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import set_seed
 from transformers.utils import logging
 
 from ...modeling.heads.losses import IGNORE, depth_targets
@@ -27,8 +26,8 @@ from ..evaluation import environment
 from ..evaluation.laws import drafted_laws, has_laws
 from ..files import replace_picture, replace_text
 from .analysis_figure import analysis_figure
-from .evaluate import evaluator, named, settings_of_drafter
-from .models import Trainee, build
+from .evaluate import drafter_and_data, named
+from .models import Trainee
 from .settings import AnalysisArguments, Settings, read_settings
 
 FIGURES = "analysis.json"
@@ -67,12 +66,9 @@ def analyze(settings: Settings) -> dict[str, Any]:
         ValueError: A drafter without laws, or data that cannot be used.
     """
     asked: AnalysisArguments = settings.extra
-    settings = settings_of_drafter(settings)
-    set_seed(settings.training.seed)
-    trainee = build(settings)
+    settings, trainee, trainer = drafter_and_data(settings)
     if not has_laws(trainee.model):
         raise ValueError(f"a {type(trainee.model).__name__} drafts without laws that are known beforehand")
-    trainer = evaluator(settings, trainee)
     trainee.model.eval()
     trainee.backbone.eval()
     places = Places(asked.depth)

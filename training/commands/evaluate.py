@@ -81,10 +81,7 @@ def evaluate(settings: Settings) -> dict[str, Any]:
         ValueError: Settings or data that cannot be used.
     """
     asked: EvaluationArguments = settings.extra
-    settings = settings_of_drafter(settings)
-    set_seed(settings.training.seed)
-    trainee = build(settings)
-    trainer = evaluator(settings, trainee)
+    settings, trainee, trainer = drafter_and_data(settings)
     metrics = trainer.evaluate()
     measures = DraftMeasures()
     if has_laws(trainee.model):
@@ -105,6 +102,24 @@ def evaluate(settings: Settings) -> dict[str, Any]:
     }
     _write(Path(settings.training.output_dir), figures, _results(settings, trainee, comparisons, measures, asked))
     return figures
+
+
+def drafter_and_data(settings: Settings) -> tuple[Settings, Trainee, Any]:
+    """What a command that measures begins with.
+
+    Args:
+        settings: Of the run.
+
+    Returns:
+        The settings with the drafter that is meant (`settings_of_drafter`), that drafter, and its `evaluator`.
+
+    Raises:
+        ValueError: Settings or data that cannot be used.
+    """
+    settings = settings_of_drafter(settings)
+    set_seed(settings.training.seed)
+    trainee = build(settings)
+    return settings, trainee, evaluator(settings, trainee)
 
 
 def settings_of_drafter(settings: Settings) -> Settings:

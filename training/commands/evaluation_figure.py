@@ -9,39 +9,40 @@ from ..extras import needs_extra
 with needs_extra("demo", "pictures"):
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+
+from .panels import finish, from_zero, panels
 
 _MARKERS = "osD^v"
 
 
 def evaluation_figure(figures: dict[str, Any]) -> Figure:
-    """Loss and accuracy by depth on the left, where laws are known; acceptance by position in the draft on the right.
+    """Accuracy and loss by depth, where laws are known, each in a panel; acceptance by position in the draft at last.
 
     Args:
         figures: What `evaluate` found.
     """
     depths = figures["depths"]
-    figure = Figure(figsize=(6.4 * (1 + bool(depths)), 4.4), layout="constrained")
-    axes = figure.subplots(1, 1 + bool(depths), squeeze=False)[0]
+    figure, axes = panels(3 if depths else 1)
     if depths:
-        _draw_depths(axes[0], depths)
+        _draw_accuracies(axes[0], depths)
+        _draw_losses(axes[1], depths)
     _draw_acceptance(axes[-1], figures)
-    for one in axes:
-        one.xaxis.set_major_locator(MaxNLocator(integer=True))
-        one.grid(alpha=0.3)
+    finish(axes)
     return figure
 
 
-def _draw_depths(axes: Axes, depths: list[dict[str, float]]) -> None:
+def _draw_accuracies(axes: Axes, depths: list[dict[str, float]]) -> None:
     numbers = [row["depth"] for row in depths]
-    for marker, (name, label) in zip(_MARKERS, (("top_1", "among 1"), ("top_5", "among 5"))):
-        axes.plot(numbers, [100 * row[name] for row in depths], marker=marker, label=f"true token {label} (%)")
+    for marker, (name, label) in zip(_MARKERS, (("top_1", "the likeliest"), ("top_5", "among the 5 likeliest"))):
+        axes.plot(numbers, [100 * row[name] for row in depths], marker=marker, label=f"true token is {label}")
     axes.set(title="What a draft knows by depth", xlabel="tokens ahead", ylabel="accuracy (%)", ylim=(-4, 104))
-    losses = axes.twinx()
-    losses.plot(numbers, [row["loss"] for row in depths], color="C3", marker="^", linestyle="--", label="loss (nats)")
-    losses.set(ylabel="loss (nats)", ylim=(0, None))
-    lines = [*axes.get_lines(), *losses.get_lines()]
-    axes.legend(lines, [line.get_label() for line in lines], loc="best", fontsize=8)
+    axes.legend(loc="best", fontsize=8)
+
+
+def _draw_losses(axes: Axes, depths: list[dict[str, float]]) -> None:
+    axes.plot([row["depth"] for row in depths], [row["loss"] for row in depths], color="C3", marker="^")
+    axes.set(title="Loss by depth, tokens between known", xlabel="tokens ahead", ylabel="nats per token")
+    from_zero(axes)
 
 
 def _draw_acceptance(axes: Axes, figures: dict[str, Any]) -> None:
@@ -50,7 +51,7 @@ def _draw_acceptance(axes: Axes, figures: dict[str, Any]) -> None:
         axes.plot(range(1, len(shares) + 1), shares, marker=marker, label=f"generated, {row['name']}")
     if figures["depths"]:
         shares = [100 * row["accepted_block"] for row in figures["depths"]]
-        axes.plot(range(1, len(shares) + 1), shares, color="black", linestyle=":", label="expected along text, T=1")
+        axes.plot(range(1, len(shares) + 1), shares, "k.:", label="expected along text, T=1")
     axes.set(title="How far drafts are kept", xlabel="position in the draft", ylabel="kept up to here (%)")
     axes.set(ylim=(-4, 104))
     axes.legend(loc="best", fontsize=8)

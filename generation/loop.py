@@ -48,6 +48,7 @@ class SpeculativeLoop:
         config: Prepared generation config.
         criteria: Prepared stopping criteria.
         model_kwargs: Prepared keyword arguments of the model, the cache among them.
+        cache_is_given: Whether the cache is the caller's own, who may look into it after the call.
     """
 
     def __init__(
@@ -61,9 +62,11 @@ class SpeculativeLoop:
         config: GenerationConfig,
         criteria: StoppingCriteriaList,
         model_kwargs: dict[str, Any],
+        cache_is_given: bool = False,
     ) -> None:
         self.model, self.drafter, self.rule, self.options = model, drafter, rule, options
         self.config, self.model_kwargs = config, model_kwargs
+        self.cache_is_seen = cache_is_given or config.return_dict_in_generate
         self.tokens, self.streamed = TokenRows(prompt), prompt.shape[1]
         self.done = [False] * len(prompt)
         self.processing, self.records = options.processing, Records(config, len(prompt))
@@ -216,9 +219,10 @@ class SpeculativeLoop:
 
     def _output(self) -> GenerateSpeculativeOutput | torch.Tensor:
         sequences = self.tokens.columns(0, max(self.tokens.lengths), self.pad)
+        if self.cache_is_seen:  # it may cost a forward, which would be in vain elsewhere
+            self._align_cache()
         if not self.config.return_dict_in_generate:
             return sequences
-        self._align_cache()
         generated = [n - self.tokens.prompt_length for n in self.tokens.lengths]
         if coverage := getattr(self.drafter, "coverage", None):
             rows = zip(sequences[:, self.tokens.prompt_length :], generated)
@@ -237,7 +241,7 @@ class SpeculativeLoop:
         """Feeds the last token of rows that ended early, so that the next call may start at the last column."""
         longest = max(self.tokens.lengths)
         kept = Kept([int(n < longest) for n in self.tokens.lengths], self.tokens.ids.device)
-        if any(kept.counts):
+        if any(kept.counts) and self.target.goes_back:
             tree = DraftTree.chain(self.tokens.ids[:, :0])
             self.statistics.backbone_calls += 1
             self.target.forward(self.tokens.last()[:, None], tree, None)

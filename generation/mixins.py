@@ -47,13 +47,14 @@ class _Call:
         options: All options, once they were read.
         speculates: Whether drafts are made.
         is_ours: Whether our loop decodes; it may do so without drafts.
+        cache_is_given: Whether the cache is the caller's own.
     """
 
     def __init__(self, backbone: PreTrainedModel, speculator: Any, own: dict[str, Any]) -> None:
         self.backbone, self.speculator, self.own = backbone, speculator, own
         self.runner = backbone if speculator is None else speculator.runner(backbone)
         self.options: CallOptions | None = None
-        self.speculates = self.is_ours = False
+        self.speculates = self.is_ours = self.cache_is_given = False
 
 
 class _View:
@@ -215,7 +216,10 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
     ) -> None:
         """Starts with the model's own kind of cache, or else with the one that transformers would take."""
         new_cache, call = getattr(self, "_new_cache", None), self._current
-        fresh = generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None
+        is_given = model_kwargs.get("past_key_values") is not None
+        fresh = generation_config.use_cache is not False and not is_given
+        if call is not None:
+            call.cache_is_given = is_given
         if new_cache and fresh:
             if generation_config.cache_implementation is not None:
                 logger.warning_once(
@@ -296,8 +300,9 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
         rule = call.speculator.make_rule(options, drafter)
         with schedule_of(call.speculator, drafter, options) as schedule:
             loop = SpeculativeLoop(
-                self, drafter, rule, options, schedule, input_ids, generation_config, stopping_criteria, model_kwargs
-            )
+                self, drafter, rule, options, schedule, input_ids, generation_config, stopping_criteria, model_kwargs,
+                call.cache_is_given,
+            )  # fmt: skip
             return loop.run(streamer, synced_gpus)
 
 

@@ -68,9 +68,14 @@ class Fed:
 
 
 class Target(Protocol):
-    """What the loop needs of a model with a filled cache."""
+    """What the loop needs of a model with a filled cache.
+
+    Attributes:
+        goes_back: Whether rows keep different numbers of tokens; else all rows keep b, those that have ended, too.
+    """
 
     cache: Cache
+    goes_back: bool
 
     def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> Fed:
         """One backbone call on block [B, m + 1], b and the nodes, behind every row's prefix."""
@@ -94,6 +99,8 @@ class RowLengthTarget:
         mask: The same.
         kept: What the last `keep` left.
     """
+
+    goes_back = True
 
     def __init__(self, model: PreTrainedModel, cache: Cache, mask: torch.Tensor | None = None) -> None:
         self.model, self.cache, self.mask = model, cache, mask
@@ -137,6 +144,8 @@ class RepackedTarget:
         shifts: Columns by which the last `keep` moved each row to the right, [B]; None where it moved none.
         kept: What the last `keep` left.
     """
+
+    goes_back = True
 
     def __init__(
         self, model: PreTrainedModel, cache: Cache, like: torch.Tensor, mask: torch.Tensor | None = None
@@ -237,6 +246,8 @@ class EvenTarget(RepackedTarget):
 
     Rows that have ended go on reading what stands behind them, as in transformers' own loop; nobody looks at it.
     """
+
+    goes_back = False
 
     def keep(self, kept: Kept, verdict: Verdict, tree: DraftTree) -> None:
         """See `Target`; all rows keep b."""

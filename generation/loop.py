@@ -120,7 +120,7 @@ class SpeculativeLoop:
         if hasattr(cache, "keep_last"):
             return RowLengthTarget(self.model, cache, mask)
         kind = RepackedTarget if is_repackable(cache) else EvenTarget
-        return kind(self.model, cache, self.tokens.ends, mask)
+        return kind(self.model, cache, self.tokens.ends, mask, self.model_kwargs)
 
     def _cycle(self) -> None:
         started = time.perf_counter()

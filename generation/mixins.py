@@ -25,6 +25,7 @@ from transformers.utils import logging
 
 from ..modeling.checkpointing import caches_kept
 from .candidates import CandidateAdapter
+from .continuation import not_continued
 from .drafters.protocol import DraftOptions
 from .loop import SpeculativeLoop
 from .options import OWN, CallOptions, obstacle
@@ -34,6 +35,8 @@ from .targets import can_go_back, is_repackable
 from .tree_choice import choose_tree
 
 logger = logging.get_logger(__name__)
+_OF_THE_CALL = {"past_key_values", "use_cache", "input_ids"}
+"""Keyword arguments of the model that trials on the same prompt make for themselves."""
 
 
 class _Call:
@@ -282,16 +285,18 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
             )
         model_kwargs = {key: value for key, value in kwargs.items() if key not in ("tokenizer", "assistant_tokenizer")}
         counting = next((p for p in logits_processor if counts_calls(p)), None)
-        if counting is not None:
+        reason = None if counting is None else f"{type(counting).__name__}, which counts its calls"
+        if reason := reason or not_continued(model_kwargs, input_ids):
             if call.options.needs_our_loop:
-                _refuse_source(f"{type(counting).__name__}, which counts its calls", call.options)
-            _tell(f"{type(counting).__name__}, which counts its calls", call.options)
+                _refuse_source(reason, call.options)
+            _tell(reason, call.options)
             return self._sample(*common, **model_kwargs)
         if call.options.draft_tree == "auto":
             choose_tree(
                 partial(speculate, call.backbone), call.speculator, call.options, generation_config, input_ids,
                 getattr(self.config.get_text_config(), "max_position_embeddings", None),
-                {"attention_mask": model_kwargs.get("attention_mask"), "synced_gpus": synced_gpus},
+                {name: model_kwargs[name] for name in model_kwargs.keys() - _OF_THE_CALL}
+                | {"synced_gpus": synced_gpus},
             )  # fmt: skip
         options = DraftOptions.of_call(
             call.options, call.backbone, call.speculates, generation_config, logits_processor, input_ids

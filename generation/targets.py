@@ -28,6 +28,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from .continuation import Continuation
 from .contract import DraftTree, Verdict, line
 from .masks import dense_mask, tree_mask
 from .replay import Replay, is_recurrent
@@ -136,6 +137,7 @@ class RepackedTarget:
         cache: Its cache, with the prompt in it.
         like: A tensor [B] on the device of the tokens.
         mask: [B, columns of the cache], 0 for padding; None where there is none.
+        given: Prepared keyword arguments of the prefill, of which some go on behind it.
 
     Attributes:
         mask: [B, W] bool, the real tokens among the columns of the cache as it is laid out now.
@@ -148,13 +150,19 @@ class RepackedTarget:
     goes_back = True
 
     def __init__(
-        self, model: PreTrainedModel, cache: Cache, like: torch.Tensor, mask: torch.Tensor | None = None
+        self,
+        model: PreTrainedModel,
+        cache: Cache,
+        like: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        given: dict[str, Any] | None = None,
     ) -> None:
         self.model, self.cache = model, cache
         width = cache.get_seq_length()
         self.mask = torch.ones(len(like), width, dtype=torch.bool, device=like.device)
         self.mask = self.mask if mask is None else mask[:, :width].bool()
         self.counts = self.mask.sum(1)
+        self.continuation = Continuation(given or {}, self.counts)
         self.is_padded = mask is not None and not bool(self.mask.all())
         self.shifts: torch.Tensor | None = None
         self.moved: torch.Tensor | None = None
@@ -162,7 +170,7 @@ class RepackedTarget:
         self.replay = Replay(model.get_decoder(), cache) if is_recurrent(cache) else None
 
     def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> Fed:
-        """See `Target`; positions count real tokens. Riders leave the cache again at once.
+        """See `Target`; positions go on by real tokens. Riders leave the cache again at once.
 
         Raises:
             ValueError: A draft that is no chain, for a backbone with recurrent layers, which see all tokens in a row.
@@ -179,23 +187,20 @@ class RepackedTarget:
         fed, riders = block.shape[1], tree.riders
         inputs: dict[str, Any] = {} if riders is None else dict(riders.inputs)
         places = tree.positions() if riders is None else riders.positions
-        positions = self.counts[:, None] + places
-        if riders is not None and riders.last_position is not None:
-            positions = positions.clamp(max=riders.last_position)
+        inputs |= self.continuation.inputs(self.counts[:, None] + places, getattr(riders, "last_position", None))
         hold(self.cache)
         outputs = self.model(
             block,
             past_key_values=self.cache,
             use_cache=True,
             return_dict=True,
-            position_ids=positions,
             attention_mask=self._mask(fed, tree),
             output_hidden_states=hidden_layers,
             **inputs,
         )
         if riders is None:
             return Fed(outputs.logits, outputs.hidden_states)
-        crop(self.cache, fed - positions.shape[1])
+        crop(self.cache, fed - places.shape[-1])
         layers = outputs.hidden_states
         states, behind = (
             layers and tuple(None if state is None else state[:, part] for state in layers)

@@ -145,9 +145,11 @@ class RepackedTarget:
         is_padded: Whether any column is no real token.
         shifts: Columns by which the last `keep` moved each row to the right, [B]; None where it moved none.
         kept: What the last `keep` left.
+        last_position: Where the positions of rows that have ended stop; None: nowhere.
     """
 
     goes_back = True
+    last_position: int | None = None
 
     def __init__(
         self,
@@ -187,7 +189,8 @@ class RepackedTarget:
         fed, riders = block.shape[1], tree.riders
         inputs: dict[str, Any] = {} if riders is None else dict(riders.inputs)
         places = tree.positions() if riders is None else riders.positions
-        inputs |= self.continuation.inputs(self.counts[:, None] + places, getattr(riders, "last_position", None))
+        last = self.last_position if riders is None or riders.last_position is None else riders.last_position
+        inputs |= self.continuation.inputs(self.counts[:, None] + places, last)
         hold(self.cache)
         outputs = self.model(
             block,
@@ -215,6 +218,11 @@ class RepackedTarget:
         if not tree.is_chain:
             return tree_mask(self.mask, tree, self.model, held_columns(self.cache))
         return torch.nn.functional.pad(self.mask, (0, fed), value=True) if self.is_padded else None
+
+    def next_positions(self) -> list[int]:
+        """The position of the token behind every row's prefix; the host waits for it."""
+        positions = self.continuation.inputs(self.counts[:, None])["position_ids"]
+        return positions.reshape(-1, len(self.counts)).amax(0).tolist()
 
     def keep(self, kept: Kept, verdict: Verdict, tree: DraftTree) -> None:
         """See `Target`."""

@@ -6,6 +6,8 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, PreTrainedConfig
 
+from .positions import learned_positions
+
 VARIANTS = ("one_hot", "categorical", "mask")
 """What an auxiliary slot predicts: the token that its own uniform picks (O-PTP), the law of the next one (C-PTP), or,
 from a mask token in place of a uniform, the law of the next one given the token before it (masked prediction)."""
@@ -142,9 +144,7 @@ class PTPConfig(PreTrainedConfig):
     @property
     def learned_positions(self) -> int | None:
         """Size of the backbone's table of positions; None where positions are computed, and go on."""
-        if getattr(self.backbone_config, "rope_parameters", None) is not None:
-            return None
-        return getattr(self.backbone_config, "max_position_embeddings", None)
+        return learned_positions(self.backbone_config)
 
 
 @strict

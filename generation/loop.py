@@ -21,6 +21,7 @@ import torch
 from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from ..configuration.positions import learned_positions
 from ..modeling.indices import same_place
 from .contract import DraftTree, Verdict
 from .drafters.protocol import Drafter, DraftOptions
@@ -48,6 +49,7 @@ class SpeculativeLoop:
         config: Prepared generation config.
         criteria: Prepared stopping criteria.
         model_kwargs: Prepared keyword arguments of the model, the cache among them.
+        cache_is_given: Whether the cache is the caller's own, who may look into it after the call.
     """
 
     def __init__(
@@ -61,9 +63,11 @@ class SpeculativeLoop:
         config: GenerationConfig,
         criteria: StoppingCriteriaList,
         model_kwargs: dict[str, Any],
+        cache_is_given: bool = False,
     ) -> None:
         self.model, self.drafter, self.rule, self.options = model, drafter, rule, options
         self.config, self.model_kwargs = config, model_kwargs
+        self.cache_is_seen = cache_is_given or config.return_dict_in_generate
         self.tokens, self.streamed = TokenRows(prompt), prompt.shape[1]
         self.done = [False] * len(prompt)
         self.processing, self.records = options.processing, Records(config, len(prompt))
@@ -74,6 +78,8 @@ class SpeculativeLoop:
         self.statistics = Speculation(*([[] for _ in prompt] for _ in range(2)), rows_depths=[[] for _ in prompt])
         self.streamer: BaseStreamer | None = None
         self.target: Target | None = None
+        self.table = learned_positions(model.config.get_text_config())
+        self.starts: list[int] | None = None
 
     def run(self, streamer: BaseStreamer | None = None, synced_gpus: bool = False) -> Any:
         """Decodes until every row has ended.
@@ -103,6 +109,8 @@ class SpeculativeLoop:
         prompt = self.tokens.ids[:, : self.tokens.prompt_length]
         outputs = self.model._prefill(prompt, self.config, wanted)
         self.target = self._target(outputs.past_key_values)
+        if self.table is not None and isinstance(self.target, RepackedTarget):
+            self.starts = self.target.next_positions()
         self.statistics.backbone_calls += 1
         logits = same_place(outputs.logits[:, -1:], prompt.device, torch.float32)
         tree = DraftTree.chain(prompt[:, :0])
@@ -117,7 +125,7 @@ class SpeculativeLoop:
         if hasattr(cache, "keep_last"):
             return RowLengthTarget(self.model, cache, mask)
         kind = RepackedTarget if is_repackable(cache) else EvenTarget
-        return kind(self.model, cache, self.tokens.ends, mask)
+        return kind(self.model, cache, self.tokens.ends, mask, self.model_kwargs)
 
     def _cycle(self) -> None:
         started = time.perf_counter()
@@ -141,11 +149,26 @@ class SpeculativeLoop:
 
     def _length(self) -> int:
         """The longest path to draft now: the verdict adds one more token, and nothing is drafted beyond the text."""
+        ahead = self._places_ahead()
         if getattr(self.drafter, "is_repeatable", False):  # a draft that is cut short is judged otherwise
             return self.schedule.length()
         open_rows = [n for n, done in zip(self.tokens.lengths, self.done) if not done]
         room = max((self.stopping.room(n) for n in open_rows), default=1)
-        return max(min(self.schedule.length(), room - 1), 0)
+        return max(min(self.schedule.length(), room - 1, ahead), 0)
+
+    def _places_ahead(self) -> int:
+        """How many positions a table of them has behind b in every open row.
+
+        Rows that have ended are fed on beside the others, and repeat the last position. Open rows never do: beyond a
+        table there is no text, and the backbone says so.
+        """
+        if self.starts is None:
+            return 2**31
+        written = [n - self.tokens.prompt_length for n in self.tokens.lengths]
+        rows = [self.table - start - count for start, count in zip(self.starts, written)]
+        ahead = min((left for left, done in zip(rows, self.done) if not done), default=0)
+        self.target.last_position = self.table - 1 if ahead >= 0 and any(self.done) else None
+        return ahead
 
     def _settle(
         self, tree: DraftTree, verdict: Verdict, fed: Fed, scores: torch.Tensor, is_prefill: bool = False
@@ -216,9 +239,10 @@ class SpeculativeLoop:
 
     def _output(self) -> GenerateSpeculativeOutput | torch.Tensor:
         sequences = self.tokens.columns(0, max(self.tokens.lengths), self.pad)
+        if self.cache_is_seen:  # it may cost a forward, which would be in vain elsewhere
+            self._align_cache()
         if not self.config.return_dict_in_generate:
             return sequences
-        self._align_cache()
         generated = [n - self.tokens.prompt_length for n in self.tokens.lengths]
         if coverage := getattr(self.drafter, "coverage", None):
             rows = zip(sequences[:, self.tokens.prompt_length :], generated)
@@ -237,9 +261,10 @@ class SpeculativeLoop:
         """Feeds the last token of rows that ended early, so that the next call may start at the last column."""
         longest = max(self.tokens.lengths)
         kept = Kept([int(n < longest) for n in self.tokens.lengths], self.tokens.ids.device)
-        if any(kept.counts):
+        if any(kept.counts) and self.target.goes_back:
             tree = DraftTree.chain(self.tokens.ids[:, :0])
             self.statistics.backbone_calls += 1
+            self._places_ahead()
             self.target.forward(self.tokens.last()[:, None], tree, None)
             self.target.keep(kept, Verdict(self.tokens.ends, self.tokens.last()[:, None]), tree)
         self.target.align(longest - 1)

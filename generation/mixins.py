@@ -25,6 +25,7 @@ from transformers.utils import logging
 
 from ..modeling.checkpointing import caches_kept
 from .candidates import CandidateAdapter
+from .continuation import not_continued
 from .drafters.protocol import DraftOptions
 from .loop import SpeculativeLoop
 from .options import OWN, CallOptions, obstacle
@@ -34,6 +35,8 @@ from .targets import can_go_back, is_repackable
 from .tree_choice import choose_tree
 
 logger = logging.get_logger(__name__)
+_OF_THE_CALL = {"past_key_values", "use_cache", "input_ids"}
+"""Keyword arguments of the model that trials on the same prompt make for themselves."""
 
 
 class _Call:
@@ -47,13 +50,14 @@ class _Call:
         options: All options, once they were read.
         speculates: Whether drafts are made.
         is_ours: Whether our loop decodes; it may do so without drafts.
+        cache_is_given: Whether the cache is the caller's own.
     """
 
     def __init__(self, backbone: PreTrainedModel, speculator: Any, own: dict[str, Any]) -> None:
         self.backbone, self.speculator, self.own = backbone, speculator, own
         self.runner = backbone if speculator is None else speculator.runner(backbone)
         self.options: CallOptions | None = None
-        self.speculates = self.is_ours = False
+        self.speculates = self.is_ours = self.cache_is_given = False
 
 
 class _View:
@@ -215,7 +219,10 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
     ) -> None:
         """Starts with the model's own kind of cache, or else with the one that transformers would take."""
         new_cache, call = getattr(self, "_new_cache", None), self._current
-        fresh = generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None
+        is_given = model_kwargs.get("past_key_values") is not None
+        fresh = generation_config.use_cache is not False and not is_given
+        if call is not None:
+            call.cache_is_given = is_given
         if new_cache and fresh:
             if generation_config.cache_implementation is not None:
                 logger.warning_once(
@@ -278,16 +285,18 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
             )
         model_kwargs = {key: value for key, value in kwargs.items() if key not in ("tokenizer", "assistant_tokenizer")}
         counting = next((p for p in logits_processor if counts_calls(p)), None)
-        if counting is not None:
+        reason = None if counting is None else f"{type(counting).__name__}, which counts its calls"
+        if reason := reason or not_continued(model_kwargs, input_ids):
             if call.options.needs_our_loop:
-                _refuse_source(f"{type(counting).__name__}, which counts its calls", call.options)
-            _tell(f"{type(counting).__name__}, which counts its calls", call.options)
+                _refuse_source(reason, call.options)
+            _tell(reason, call.options)
             return self._sample(*common, **model_kwargs)
         if call.options.draft_tree == "auto":
             choose_tree(
                 partial(speculate, call.backbone), call.speculator, call.options, generation_config, input_ids,
                 getattr(self.config.get_text_config(), "max_position_embeddings", None),
-                {"attention_mask": model_kwargs.get("attention_mask"), "synced_gpus": synced_gpus},
+                {name: model_kwargs[name] for name in model_kwargs.keys() - _OF_THE_CALL}
+                | {"synced_gpus": synced_gpus},
             )  # fmt: skip
         options = DraftOptions.of_call(
             call.options, call.backbone, call.speculates, generation_config, logits_processor, input_ids
@@ -296,8 +305,9 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
         rule = call.speculator.make_rule(options, drafter)
         with schedule_of(call.speculator, drafter, options) as schedule:
             loop = SpeculativeLoop(
-                self, drafter, rule, options, schedule, input_ids, generation_config, stopping_criteria, model_kwargs
-            )
+                self, drafter, rule, options, schedule, input_ids, generation_config, stopping_criteria, model_kwargs,
+                call.cache_is_given,
+            )  # fmt: skip
             return loop.run(streamer, synced_gpus)
 
 

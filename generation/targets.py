@@ -28,6 +28,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from .continuation import Continuation
 from .contract import DraftTree, Verdict, line
 from .masks import dense_mask, tree_mask
 from .replay import Replay, is_recurrent
@@ -68,9 +69,14 @@ class Fed:
 
 
 class Target(Protocol):
-    """What the loop needs of a model with a filled cache."""
+    """What the loop needs of a model with a filled cache.
+
+    Attributes:
+        goes_back: Whether rows keep different numbers of tokens; else all rows keep b, those that have ended, too.
+    """
 
     cache: Cache
+    goes_back: bool
 
     def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> Fed:
         """One backbone call on block [B, m + 1], b and the nodes, behind every row's prefix."""
@@ -94,6 +100,8 @@ class RowLengthTarget:
         mask: The same.
         kept: What the last `keep` left.
     """
+
+    goes_back = True
 
     def __init__(self, model: PreTrainedModel, cache: Cache, mask: torch.Tensor | None = None) -> None:
         self.model, self.cache, self.mask = model, cache, mask
@@ -129,6 +137,7 @@ class RepackedTarget:
         cache: Its cache, with the prompt in it.
         like: A tensor [B] on the device of the tokens.
         mask: [B, columns of the cache], 0 for padding; None where there is none.
+        given: Prepared keyword arguments of the prefill, of which some go on behind it.
 
     Attributes:
         mask: [B, W] bool, the real tokens among the columns of the cache as it is laid out now.
@@ -136,16 +145,26 @@ class RepackedTarget:
         is_padded: Whether any column is no real token.
         shifts: Columns by which the last `keep` moved each row to the right, [B]; None where it moved none.
         kept: What the last `keep` left.
+        last_position: Where the positions of rows that have ended stop; None: nowhere.
     """
 
+    goes_back = True
+    last_position: int | None = None
+
     def __init__(
-        self, model: PreTrainedModel, cache: Cache, like: torch.Tensor, mask: torch.Tensor | None = None
+        self,
+        model: PreTrainedModel,
+        cache: Cache,
+        like: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        given: dict[str, Any] | None = None,
     ) -> None:
         self.model, self.cache = model, cache
         width = cache.get_seq_length()
         self.mask = torch.ones(len(like), width, dtype=torch.bool, device=like.device)
         self.mask = self.mask if mask is None else mask[:, :width].bool()
         self.counts = self.mask.sum(1)
+        self.continuation = Continuation(given or {}, self.counts)
         self.is_padded = mask is not None and not bool(self.mask.all())
         self.shifts: torch.Tensor | None = None
         self.moved: torch.Tensor | None = None
@@ -153,7 +172,7 @@ class RepackedTarget:
         self.replay = Replay(model.get_decoder(), cache) if is_recurrent(cache) else None
 
     def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> Fed:
-        """See `Target`; positions count real tokens. Riders leave the cache again at once.
+        """See `Target`; positions go on by real tokens. Riders leave the cache again at once.
 
         Raises:
             ValueError: A draft that is no chain, for a backbone with recurrent layers, which see all tokens in a row.
@@ -170,23 +189,21 @@ class RepackedTarget:
         fed, riders = block.shape[1], tree.riders
         inputs: dict[str, Any] = {} if riders is None else dict(riders.inputs)
         places = tree.positions() if riders is None else riders.positions
-        positions = self.counts[:, None] + places
-        if riders is not None and riders.last_position is not None:
-            positions = positions.clamp(max=riders.last_position)
+        last = self.last_position if riders is None or riders.last_position is None else riders.last_position
+        inputs |= self.continuation.inputs(self.counts[:, None] + places, last)
         hold(self.cache)
         outputs = self.model(
             block,
             past_key_values=self.cache,
             use_cache=True,
             return_dict=True,
-            position_ids=positions,
             attention_mask=self._mask(fed, tree),
             output_hidden_states=hidden_layers,
             **inputs,
         )
         if riders is None:
             return Fed(outputs.logits, outputs.hidden_states)
-        crop(self.cache, fed - positions.shape[1])
+        crop(self.cache, fed - places.shape[-1])
         layers = outputs.hidden_states
         states, behind = (
             layers and tuple(None if state is None else state[:, part] for state in layers)
@@ -201,6 +218,11 @@ class RepackedTarget:
         if not tree.is_chain:
             return tree_mask(self.mask, tree, self.model, held_columns(self.cache))
         return torch.nn.functional.pad(self.mask, (0, fed), value=True) if self.is_padded else None
+
+    def next_positions(self) -> list[int]:
+        """The position of the token behind every row's prefix; the host waits for it."""
+        positions = self.continuation.inputs(self.counts[:, None])["position_ids"]
+        return positions.reshape(-1, len(self.counts)).amax(0).tolist()
 
     def keep(self, kept: Kept, verdict: Verdict, tree: DraftTree) -> None:
         """See `Target`."""
@@ -237,6 +259,8 @@ class EvenTarget(RepackedTarget):
 
     Rows that have ended go on reading what stands behind them, as in transformers' own loop; nobody looks at it.
     """
+
+    goes_back = False
 
     def keep(self, kept: Kept, verdict: Verdict, tree: DraftTree) -> None:
         """See `Target`; all rows keep b."""

@@ -1,0 +1,69 @@
+"""What the backbone is told of single tokens beside their ids, behind the prompt: as transformers' own loop goes on.
+
+Positions go on from that of the prompt's last token. Mostly that is the number of real tokens in a row; behind an image
+it may be lower, and a caller may give positions of its own. Token types go on with the last one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.generation import utils
+
+_TYPES = {"token_type_ids": True, "mm_token_type_ids": False}
+"""Kinds of tokens, and whether the last one goes on; what is written is text, of kind 0, elsewhere."""
+_KNOWN = {"input_ids", "attention_mask", "position_ids", "labels", *_TYPES}
+_READ_ONCE = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
+"""What is read with the prompt alone: images and sound."""
+
+
+class Continuation:
+    """The inputs of a call's tokens behind its prompt.
+
+    Args:
+        given: Prepared keyword arguments of the prefill.
+        counts: [B] int64, the real tokens of every row's prompt.
+
+    Attributes:
+        start: What positions have beyond the number of real tokens before them, [B, 1] or [axes, B, 1]; None: nothing.
+    """
+
+    def __init__(self, given: dict[str, Any], counts: torch.Tensor) -> None:
+        self.start: torch.Tensor | None = None
+        if (positions := given.get("position_ids")) is not None:
+            start = positions[..., -1:].to(counts.device) + 1 - counts[:, None]
+            # looked at once, so that the usual call pays nothing in its cycles
+            self.start = start if positions.dim() > 2 or bool(start.any()) else None
+        self.types = {
+            name: types[:, -1:] if goes_on else torch.zeros_like(types[:, -1:])
+            for name, goes_on in _TYPES.items()
+            if (types := given.get(name)) is not None
+        }
+
+    def inputs(self, places: torch.Tensor, last_position: int | None = None) -> dict[str, torch.Tensor]:
+        """Keyword arguments of a forward.
+
+        Args:
+            places: [B, F] int64, the number of real tokens before each one that is fed.
+            last_position: Where positions end; those behind are given this one.
+        """
+        positions = places if self.start is None else places + self.start
+        if last_position is not None:
+            positions = positions.clamp(max=last_position)
+        fed = places.shape[1]
+        return {"position_ids": positions} | {name: types.expand(-1, fed) for name, types in self.types.items()}
+
+
+def not_continued(model_kwargs: dict[str, Any], prompt: torch.Tensor) -> str | None:
+    """The name of an input that says something of every token of a prompt [B, L], and that nobody knows how to go on.
+
+    Args:
+        model_kwargs: Prepared keyword arguments of the model.
+        prompt: [B, L] int64.
+    """
+    for name, value in model_kwargs.items():
+        is_tensor = isinstance(value, torch.Tensor) and value.dim() > 1 and name not in _KNOWN | _READ_ONCE
+        if is_tensor and tuple(value.shape[:2]) == tuple(prompt.shape):
+            return f"{name}="
+    return None

@@ -1,0 +1,163 @@
+"""Positions and token types that a call gives, or that an image makes, go on in drafts as in plain decoding."""
+
+from functools import wraps
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2VLConfig, Qwen2VLForConditionalGeneration, StaticCache
+
+from tests.backbones import prompts
+from tests.families import family_model
+from tests.models import left_padded, trained_model
+from tests.ptp_models import CONFIGS, student
+from tests.ptp_models import backbone as ptp_backbone
+from tokenahead import MTPHeads, NgramDrafter, PTPStudent
+
+GREEDY = dict(do_sample=False, max_new_tokens=24)
+IMAGE = 60
+VISION = dict(
+    depth=1, embed_dim=16, hidden_size=32, num_heads=2, mlp_ratio=2, patch_size=4, spatial_merge_size=2,
+    temporal_patch_size=2, in_channels=3, initializer_range=0.3,
+)  # fmt: skip
+TEXT = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, initializer_range=0.3, max_position_embeddings=512, bos_token_id=1, eos_token_id=None,
+    pad_token_id=0, rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2]),
+)  # fmt: skip
+
+
+def gpt2(kind=GPT2LMHeadModel, seed=0):
+    """Weights so large that texts differ by their positions and types."""
+    torch.manual_seed(seed)
+    model = kind(GPT2Config(vocab_size=48, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.3))
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model.eval()
+
+
+def given(batch, name):
+    """Inputs of every token that continue otherwise than by default, other ones in every row."""
+    rows, width = batch["input_ids"].shape
+    if name == "token_type_ids":
+        return {name: torch.arange(3, 3 + rows)[:, None] + torch.arange(width) % 2}
+    if name == "position_ids":
+        return {name: (batch["attention_mask"].cumsum(1) - 1).clamp(min=0) + 5 * torch.arange(1, rows + 1)[:, None]}
+    return {}
+
+
+@pytest.mark.parametrize("branches", [1, 3], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", ["none", "token_type_ids", "position_ids"])
+def test_inputs_of_single_tokens_go_on(name, branches):
+    model, batch = gpt2(), left_padded(prompts(4))
+    drafter = NgramDrafter(longest=1, num_tokens=4, branches=branches).attach(model)
+    options = batch | given(batch, name) | GREEDY
+    plain = model.generate(**options)
+    out = model.generate(**options, assistant_model=drafter, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, plain) and any(map(any, out.speculation.rows_accepted))
+    if name != "none":
+        assert not torch.equal(plain, model.generate(**batch, **GREEDY)), "or the case shows nothing"
+
+
+@pytest.mark.parametrize("name", ["token_type_ids", "position_ids"])
+def test_one_row_of_them_serves_all_rows_and_all_texts(name):
+    model = gpt2()
+    batch = {"input_ids": torch.stack([prompts(4)[3]] * 2), "attention_mask": torch.ones(2, 12, dtype=torch.long)}
+    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
+    more = {key: value[:1] for key, value in given(batch, name).items()}
+    plain = model.generate(**batch, **more, **GREEDY)
+    assert torch.equal(model.generate(**batch, **more, **GREEDY, assistant_model=drafter), plain)
+
+
+@pytest.mark.parametrize("branches", [1, 3], ids=["chain", "tree"])
+@pytest.mark.parametrize("rows", ["image", "image and text"])
+def test_positions_behind_an_image(rows, branches):
+    torch.manual_seed(1)
+    config = Qwen2VLConfig(
+        text_config=TEXT, vision_config=VISION, image_token_id=IMAGE, video_token_id=61, vision_start_token_id=62,
+        vision_end_token_id=63,
+    )  # fmt: skip
+    model = Qwen2VLForConditionalGeneration(config).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    texts = [torch.tensor([5, 6, 62, *[IMAGE] * 64, 63, 7, 8, 9, 10])]
+    texts += [torch.tensor([9, 8, 7, 6])] if rows == "image and text" else []
+    batch = left_padded(texts)
+    batch |= dict(
+        pixel_values=torch.randn(256, 3 * 2 * 4 * 4), image_grid_thw=torch.tensor([[1, 16, 16]]),
+        mm_token_type_ids=(batch["input_ids"] == IMAGE).int(),
+    )  # fmt: skip
+    drafter = NgramDrafter(longest=1, num_tokens=4, branches=branches).attach(model)
+    plain = model.generate(**batch, **GREEDY)
+    out = model.generate(**batch, **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, plain) and any(map(any, out.speculation.rows_accepted))
+
+
+def test_positions_of_models_with_modules():
+    model = family_model("deepseek_v3")
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    batch = left_padded(prompts(4))
+    options = batch | given(batch, "position_ids") | GREEDY
+    assert torch.equal(model.generate(**options), model.generate(**options, use_mtp=False))
+
+
+@pytest.mark.parametrize("name", ["token_type_ids", "position_ids"])
+def test_slots_that_ride_along(name):
+    model, batch = gpt2(), left_padded(prompts(4))
+    apart = PTPStudent.from_backbone(model, num_slots=3)
+    options = batch | given(batch, name) | GREEDY
+    plain = model.generate(**options)
+    assert torch.equal(model.generate(**options, assistant_model=apart), plain)
+
+
+def test_positions_of_a_model_with_slots_of_its_own():
+    model = student(base=ptp_backbone(CONFIGS["gpt2"]()))
+    batch = left_padded(prompts(3, vocabulary=11))
+    options = batch | given(batch, "position_ids") | GREEDY | {"pad_token_id": 0}
+    assert torch.equal(model.generate(**options), model.generate(**options, use_mtp=False))
+
+
+def test_one_token_at_a_time_on_a_static_cache():
+    model = student(base=ptp_backbone(CONFIGS["gpt2"]()))
+    batch = left_padded(prompts(3, vocabulary=11))
+    options = batch | given(batch, "position_ids") | dict(do_sample=True, max_new_tokens=12, pad_token_id=0, seed=3)
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    assert torch.equal(model.generate(**options), model.generate(**options, use_mtp=False, past_key_values=cache))
+
+
+def test_positions_that_a_model_does_not_read():
+    model, batch = trained_model(), left_padded([torch.arange(100, 109), torch.arange(120, 134)])
+    options = batch | given(batch, "position_ids") | GREEDY
+    assert torch.equal(model.generate(**options), model.generate(**options, use_mtp=False))
+
+
+def test_trials_of_trees_are_given_them_too(monkeypatch):
+    model, types = gpt2(), []
+    heads, batch = MTPHeads.from_backbone(model, window=3, leaf="full"), left_padded(prompts(4)[2:3])
+    forward = GPT2LMHeadModel.forward
+
+    @wraps(forward)
+    def watched(self, *args, **kwargs):
+        types.append(kwargs.get("token_type_ids"))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", watched)
+    options = batch | given(batch, "token_type_ids") | GREEDY
+    model.generate(**options, assistant_model=heads, draft_tree="auto")
+    assert len(types) > 24 and all(kinds is not None for kinds in types)
+
+
+class Coloured(GPT2LMHeadModel):
+    """Reads something of every token that this library has never heard of."""
+
+    def forward(
+        self, input_ids=None, past_key_values=None, attention_mask=None, position_ids=None, colours=None, **kwargs
+    ):
+        return super().forward(input_ids, past_key_values, attention_mask, position_ids=position_ids, **kwargs)
+
+
+def test_what_nobody_knows_how_to_go_on_decodes_plainly():
+    model, batch = gpt2(Coloured), left_padded(prompts(4))
+    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
+    options = batch | GREEDY | {"colours": torch.ones_like(batch["input_ids"])}
+    out = model.generate(**options, assistant_model=drafter, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, model.generate(**options)) and not hasattr(out, "speculation")
+    with pytest.raises(ValueError, match="use_mtp=True cannot be combined with colours="):
+        model.generate(**options, assistant_model=drafter, use_mtp=True)

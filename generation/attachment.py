@@ -82,7 +82,8 @@ class Attachable(SpeculatorMixin):
             )
         if not self._backbones:
             self._backbones.append(backbone)
-            self.tree_choices.clear()  # which trees pay depends on the backbone
+            for learned in (self.tree_choices, self.schedules):  # what pays depends on the backbone
+                learned.clear()
             self.on_attach(backbone)
             Route.of(backbone).drafters.append(self)
         return self

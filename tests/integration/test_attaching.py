@@ -150,3 +150,13 @@ def test_drafters_follow_dtype_and_device():
     assert heads.dtype == torch.bfloat16
     plain = model.generate(PROMPT, **OPTIONS)
     assert plain.shape == model.generate(PROMPT, assistant_model=heads, **OPTIONS).shape
+
+
+def test_what_was_learned_on_one_backbone_is_forgotten_on_the_next():
+    model = backbone()
+    drafter = MAKE["ngram"](model)
+    model.generate(PROMPT, assistant_model=drafter, num_assistant_tokens_schedule="adaptive", **OPTIONS)
+    drafter.tree_choices[False] = {"top_k": 2}
+    assert drafter.schedules
+    drafter.detach().attach(backbone(seed=2))
+    assert not drafter.schedules and not drafter.tree_choices

@@ -16,6 +16,7 @@ from transformers.generation import CandidateGenerator
 from .. import __version__
 from ..modeling.copies import drop_collectors
 from ..modeling.unwrapping import unwrap
+from .backbones import check_backbone
 from .mixins import candidate_generator, speculate
 from .speculators import SpeculatorMixin
 
@@ -75,8 +76,7 @@ class Attachable(SpeculatorMixin):
             RuntimeError: The drafter is attached to another model.
         """
         backbone = unwrap(backbone)
-        if backbone.config.is_encoder_decoder:
-            raise ValueError(f"{type(backbone).__name__} is an encoder-decoder; attach to a causal language model")
+        check_backbone(backbone)
         self.check_backbone(backbone)
         if self._backbones and self._backbones[0] is not backbone:
             raise RuntimeError(

@@ -24,6 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from ..modeling.checkpointing import caches_kept
+from .backbones import check_trees
 from .candidates import CandidateAdapter
 from .drafters.protocol import DraftOptions
 from .loop import SpeculativeLoop
@@ -142,6 +143,8 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
         _check_rule(options, call.speculator)
         call.speculator.prepare_call(options, config)
         call.speculates = self._decides_to_speculate(config, model_kwargs)
+        if call.speculates and options.draft_tree is not None:
+            check_trees(call.backbone)
         options.num_assistant_tokens = _draft_length(options.num_assistant_tokens, call.speculator)
         if options.needs_our_loop and (reason := obstacle(config, model_kwargs, of_drafts=False)):
             _refuse_source(reason, options)

@@ -137,7 +137,7 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
                 f"{type(self).__name__} in place; leave it out"
             )
         if call.speculator is None or config.prompt_lookup_num_tokens:
-            _refuse_unread(options, config)
+            _refuse_unread(call.own, config)
             config.use_mtp = False
             return config, model_kwargs
         _check_rule(options, call.speculator)
@@ -341,15 +341,16 @@ def _refuse_source(reason: str, options: CallOptions) -> None:
     raise ValueError(f"{name}= cannot be combined with {reason}; drop one of them")
 
 
-def _refuse_unread(options: CallOptions, config: GenerationConfig) -> None:
-    """Refuses options of our drafters where another one was asked for.
+def _refuse_unread(own: dict[str, Any], config: GenerationConfig) -> None:
+    """Refuses options of our drafters that a call gives where another one was asked for.
 
     Raises:
         ValueError: There is one.
     """
-    if options.extra:
+    given = next((name for name, value in own.items() if value is not None), None)
+    if given is not None:
         other = "prompt_lookup_num_tokens" if config.prompt_lookup_num_tokens else "assistant_model"
-        raise ValueError(f"{next(iter(options.extra))}= is not read by {other}, which drafts here; drop one of them")
+        raise ValueError(f"{given}= is not read by {other}, which drafts here; drop one of them")
 
 
 def _check_rule(options: CallOptions, speculator: Speculator) -> None:

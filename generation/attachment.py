@@ -15,6 +15,8 @@ from transformers.generation import CandidateGenerator
 
 from .. import __version__
 from ..modeling.copies import drop_collectors
+from ..modeling.unwrapping import unwrap
+from .backbones import check_backbone
 from .mixins import candidate_generator, speculate
 from .speculators import SpeculatorMixin
 
@@ -63,18 +65,18 @@ class Attachable(SpeculatorMixin):
         """Makes `backbone.generate` accept this drafter as `assistant_model`; nothing else about it changes.
 
         Args:
-            backbone: Any causal language model of transformers; of a PeftModel, the model within.
+            backbone: Any causal language model of transformers; of a PeftModel or a compiled model, the model within.
 
         Returns:
             The drafter itself.
 
         Raises:
+            TypeError: No model of transformers.
             ValueError: A backbone that does not fit.
             RuntimeError: The drafter is attached to another model.
         """
         backbone = unwrap(backbone)
-        if backbone.config.is_encoder_decoder:
-            raise ValueError(f"{type(backbone).__name__} is an encoder-decoder; attach to a causal language model")
+        check_backbone(backbone)
         self.check_backbone(backbone)
         if self._backbones and self._backbones[0] is not backbone:
             raise RuntimeError(
@@ -82,7 +84,8 @@ class Attachable(SpeculatorMixin):
             )
         if not self._backbones:
             self._backbones.append(backbone)
-            self.tree_choices.clear()  # which trees pay depends on the backbone
+            for learned in (self.tree_choices, self.schedules):  # what pays depends on the backbone
+                learned.clear()
             self.on_attach(backbone)
             Route.of(backbone).drafters.append(self)
         return self
@@ -228,12 +231,6 @@ def _nobody(model: Any) -> bool:
 def _is_drafter(assistant: Any) -> bool:
     """Whether it is an `Attachable`, of this copy of the code or of one that came with a folder."""
     return isinstance(assistant, Attachable) or all(hasattr(assistant, n) for n in ("make_drafter", "is_attached"))
-
-
-def unwrap(backbone: Any) -> PreTrainedModel:
-    """The model within a PeftModel, or the model itself."""
-    within = getattr(backbone, "get_base_model", None)
-    return within() if callable(within) and hasattr(backbone, "peft_config") else backbone
 
 
 def adopt_special_ids(config: Any, backbone: PreTrainedModel) -> None:

@@ -24,6 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from ..modeling.checkpointing import caches_kept
+from .backbones import check_trees
 from .candidates import CandidateAdapter
 from .continuation import not_continued
 from .drafters.protocol import DraftOptions
@@ -140,12 +141,14 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
                 f"{type(self).__name__} in place; leave it out"
             )
         if call.speculator is None or config.prompt_lookup_num_tokens:
-            _refuse_unread(options, config)
+            _refuse_unread(call.own, config)
             config.use_mtp = False
             return config, model_kwargs
         _check_rule(options, call.speculator)
         call.speculator.prepare_call(options, config)
         call.speculates = self._decides_to_speculate(config, model_kwargs)
+        if call.speculates and options.draft_tree is not None:
+            check_trees(call.backbone)
         options.num_assistant_tokens = _draft_length(options.num_assistant_tokens, call.speculator)
         if options.needs_our_loop and (reason := obstacle(config, model_kwargs, of_drafts=False)):
             _refuse_source(reason, options)
@@ -348,15 +351,16 @@ def _refuse_source(reason: str, options: CallOptions) -> None:
     raise ValueError(f"{name}= cannot be combined with {reason}; drop one of them")
 
 
-def _refuse_unread(options: CallOptions, config: GenerationConfig) -> None:
-    """Refuses options of our drafters where another one was asked for.
+def _refuse_unread(own: dict[str, Any], config: GenerationConfig) -> None:
+    """Refuses options of our drafters that a call gives where another one was asked for.
 
     Raises:
         ValueError: There is one.
     """
-    if options.extra:
+    given = next((name for name, value in own.items() if value is not None), None)
+    if given is not None:
         other = "prompt_lookup_num_tokens" if config.prompt_lookup_num_tokens else "assistant_model"
-        raise ValueError(f"{next(iter(options.extra))}= is not read by {other}, which drafts here; drop one of them")
+        raise ValueError(f"{given}= is not read by {other}, which drafts here; drop one of them")
 
 
 def _check_rule(options: CallOptions, speculator: Speculator) -> None:

@@ -125,5 +125,6 @@ _PLAIN = {
     "cache_implementation": lambda value: value in (None, "dynamic", "offloaded"),
     "guidance_scale": lambda value: value in (None, 1),
     "output_attentions": lambda value: not value,
+    "dola_layers": lambda value: value is None,
 }
 """Fields of a GenerationConfig, and which of their values leave room for speculation."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 _STATES = ("conv_states", "recurrent_states")
+_OF_THREAD = threading.local()  # no ContextVar: torch.compile cannot read one
 
 
 class Replay:
@@ -42,20 +44,28 @@ class Replay:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Remembers what `keep` needs of the one backbone call that is made inside."""
+        """Remembers what `keep` needs of the one backbone call that is made inside.
+
+        Calls of other threads run the same mixers, and with them the hooks of this one: they are not looked at.
+        """
         self.before = {index: _copies(self.cache.layers[index]) for index in self.mixers}
         hooks = [
             mixer.register_forward_pre_hook(self._remember(index), with_kwargs=True)
             for index, mixer in self.mixers.items()
         ]
+        _OF_THREAD.recording = self
         try:
             yield
         finally:
+            _OF_THREAD.recording = None
             for hook in hooks:
                 hook.remove()
 
     def _remember(self, index: int) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # a hook that its thread removes while another one is about to call it gets no keyword arguments any more
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+            if kwargs is None or getattr(_OF_THREAD, "recording", None) is not self:
+                return
             self.inputs[index] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
         return hook

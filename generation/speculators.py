@@ -89,7 +89,7 @@ class SpeculatorMixin:
         for name in options.extra:
             kind = "sequential modules" if name == "draft_vocabulary" else "parallel token prediction"
             raise ValueError(f"{name}= is an option of {kind}, and {type(self).__name__} has none")
-        if options.draft_tree is None or options.use_mtp is False:
+        if options.draft_tree is None:
             return
         if not self.drafts_trees:
             raise ValueError(

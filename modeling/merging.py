@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .copies import sharing_copy
+from .unwrapping import uncompiled, unwrap
 
 _TRACES = "peft_config", "_hf_peft_config_loaded"
 
@@ -25,14 +26,17 @@ def merged_copy(model: Any) -> PreTrainedModel:
     nor its names.
 
     Args:
-        model: A model of transformers, with adapters in it or not, or a PeftModel.
+        model: A model of transformers, with adapters in it or not, or a PeftModel; they may be compiled.
 
     Raises:
+        TypeError: No model of transformers.
         ValueError: Adapters that cannot be merged: learned prompts, copies of whole modules, quantised layers.
     """
-    if not carries_adapters(model):
-        return sharing_copy(model)
-    within = _within(model)
+    wrapped, within = uncompiled(model), unwrap(model)
+    if not carries_adapters(wrapped):
+        return sharing_copy(within)
+    if wrapped is not within:
+        _check_prompts(wrapped)
     _check(within)
     copy = sharing_copy(within, ignore_adapters=True)
     for name, layer in list(copy.named_modules()):
@@ -54,18 +58,10 @@ def adapter_marks(model: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def _within(model: Any) -> PreTrainedModel:
-    """The model of transformers in a PeftModel.
-
-    Raises:
-        ValueError: It has learned prompts, which are no part of that model.
-    """
-    unwrap = getattr(model, "get_base_model", None)
-    if not callable(unwrap) or not hasattr(model, "peft_config"):
-        return model
+def _check_prompts(model: Any) -> None:
+    """Refuses a PeftModel with learned prompts, which are no part of the model within."""
     if any(config.is_prompt_learning for config in model.peft_config.values()):
         raise ValueError(f"{type(model).__name__} has learned prompts, which cannot be merged; give the model within")
-    return unwrap()
 
 
 def _check(model: nn.Module) -> None:

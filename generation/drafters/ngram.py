@@ -57,6 +57,12 @@ class NgramDrafter(Attachable):
         """`num_tokens`."""
         return self.num_tokens
 
+    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
+        """See `SpeculatorMixin`; several branches are a tree, also where the call asks for none."""
+        if options.draft_tree is None and self.branches > 1:
+            options.draft_tree = {"top_k": self.branches}
+        super().prepare_call(options, config)
+
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> None:
         """Checks `draft_tree={"top_k": branches}`, which goes before `branches`.
 

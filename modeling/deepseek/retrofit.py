@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.mtp_families import MTPFamily, count_modules, family_of, num_layers, set_modules
 from ..copies import sharing_copy
+from ..unwrapping import uncompiled, unwrap
 from .checkpoint import PER_LAYER, extended_class, extended_config, final_norm, main_class, module_kinds
 from .modules import MTPModule, MTPModules, layer_kind
 from .probe import check_backbone
@@ -34,10 +35,11 @@ def retrofit(
         The configuration, and main model and modules.
 
     Raises:
-        TypeError: Options of `from_pretrained` together with a model that is loaded already.
+        TypeError: Options of `from_pretrained` together with a model that is loaded already, or no model.
         ValueError: A model that is not supported, that has modules or adapters of its own, or an option out of range.
     """
-    if options and isinstance(model_or_path, PreTrainedModel):
+    loads = isinstance(model_or_path, (str, PathLike))
+    if options and not loads:
         raise TypeError(
             f"DeepSeekMTP.from_backbone takes num_modules and eh_init, and with a path options of from_pretrained; "
             f"with a model it has no option {', '.join(map(repr, options))}"
@@ -46,8 +48,7 @@ def retrofit(
         raise ValueError(f"num_modules={num_modules} must be at least 1")
     if eh_init not in _SHARES:
         raise ValueError(f"eh_init={eh_init!r} is unknown; choose 'embedding', 'hidden' or 'both'")
-    loads = isinstance(model_or_path, (str, PathLike))
-    main = AutoModelForCausalLM.from_pretrained(model_or_path, **options) if loads else sharing_copy(model_or_path)
+    main = AutoModelForCausalLM.from_pretrained(model_or_path, **options) if loads else _copy(model_or_path)
     family = family_of(main.config)
     if type(main) is not main_class(main.config):
         raise ValueError(f"from_backbone needs a {main_class(main.config).__name__}, not a {type(main).__name__}")
@@ -65,6 +66,11 @@ def retrofit(
     _check_shapes(main, chain)
     check_backbone(main, chain, decoder.layers[twin])
     return main.config, (main, chain)
+
+
+def _copy(model: Any) -> PreTrainedModel:
+    unwrap(model)
+    return sharing_copy(uncompiled(model))  # which refuses a PeftModel by name
 
 
 def _twin(config: PreTrainedConfig) -> int:

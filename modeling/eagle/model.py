@@ -17,10 +17,11 @@ from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from ...configuration import EagleHeadConfig
-from ...generation.attachment import Attachable, NoGenerationMixin, adopt_special_ids, unwrap
+from ...generation.attachment import Attachable, NoGenerationMixin, adopt_special_ids
 from ...generation.drafters.eagle import EagleDrafter
 from ...generation.drafters.protocol import DraftOptions
 from ..heads.backbone_parts import backbone_parts, frozen
+from ..unwrapping import unwrap
 from .folders import EagleFolderMixin
 from .layers import build_layers
 from .learning import EagleLearningMixin

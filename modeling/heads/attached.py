@@ -16,11 +16,12 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import takers
 from ...configuration.options import check_options
-from ...generation.attachment import Attachable, adopt_special_ids, unwrap
+from ...generation.attachment import Attachable, adopt_special_ids
 from ...generation.drafters.attending import AttendingHeadDrafter
 from ...generation.drafters.heads import HeadDrafter
 from ...generation.drafters.protocol import DraftOptions
 from ..loading import StrictLoadingMixin
+from ..unwrapping import unwrap
 from .backbone_parts import BackboneParts, backbone_parts, compute_device
 from .draft_layers import BoundLayers, DraftLayers
 from .learning import LearningMixin, counted_positions

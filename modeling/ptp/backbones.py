@@ -48,8 +48,22 @@ def check_model(backbone: PreTrainedModel) -> None:
         raise ValueError(f"{name}: a recurrent state cannot be cropped; only full attention can be verified")
     if "position_ids" not in signature(backbone.get_decoder().forward).parameters:
         raise ValueError(f"{name}: its forward takes no position_ids, and auxiliary rows need their own positions")
-    if backbone.config._attn_implementation not in ("eager", "sdpa"):
+    check_attention(backbone.config, "auxiliary rows")
+
+
+def check_attention(config: PreTrainedConfig, rows: str) -> None:
+    """Refuses an implementation of attention that takes no masks of any shape.
+
+    Args:
+        config: Of the model.
+        rows: What needs them, in the user's words.
+
+    Raises:
+        ValueError: It is neither eager nor sdpa.
+    """
+    used = config.get_text_config()._attn_implementation
+    if used not in ("eager", "sdpa"):
         raise ValueError(
-            f"{name}: attn_implementation={backbone.config._attn_implementation!r} takes no dense masks; load it with "
+            f"{config.model_type}: attn_implementation={used!r} takes no dense masks, which {rows} need; load it with "
             "'sdpa' or 'eager'"
         )

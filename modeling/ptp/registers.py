@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...generation.attachment import unwrap
 from ..heads.joint import load_trained
 from ..heads.tensor_files import below
+from ..unwrapping import unwrap
 from .backbones import check_config, check_model
 from .masks import additive_mask, packed_mask, packed_positions
 

@@ -9,11 +9,12 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.ptp import PTPConfig, PTPStudentConfig
-from ...generation.attachment import Attachable, adopt_special_ids, unwrap
+from ...generation.attachment import Attachable, adopt_special_ids
 from ...generation.parallel_speculator import ParallelSpeculator
 from ..heads.window_law import WindowLaw
 from ..loading import StrictLoadingMixin
 from ..merging import adapter_marks
+from ..unwrapping import unwrap
 from .embedding import SLOT_PARTS, slot_parts
 from .gated_lora import ADAPTER
 from .model import PTPForCausalLM

@@ -1,5 +1,7 @@
 """Rollback of recurrent states: equal to never having seen the rejected tokens, row by row."""
 
+import threading
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
@@ -62,6 +64,34 @@ def test_states_stay_where_they_are_and_hooks_go():
     assert [state.data_ptr() for state in states(cache)] == addresses
     assert not any(module._forward_pre_hooks for module in model.modules()) and not replay.inputs
     assert sorted(replay.mixers) == [0, 2]
+
+
+@torch.no_grad()
+def test_another_thread_on_the_same_model_is_not_recorded():
+    model, prompt, block = recurrent_model("qwen3_next"), random_ids(2, 7), random_ids(2, 4, seed=1)
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    for cache in caches:
+        model(prompt, past_key_values=cache, use_cache=True)
+    replays = [Replay(model.get_decoder(), cache) for cache in caches]
+    with replays[0].record():
+        model(block, past_key_values=caches[0], use_cache=True)
+
+    def meanwhile():
+        cache = DynamicCache(config=model.config)
+        model(random_ids(1, 9, seed=2), past_key_values=cache, use_cache=True)
+        handles = [next(iter(mixer._forward_pre_hooks.values())) for mixer in replays[1].mixers.values()]
+        for hook in handles:  # torch forgets that a hook takes keyword arguments when another thread removes it
+            hook(None, (random_ids(1, 9),))
+
+    with replays[1].record():
+        model(block, past_key_values=caches[1], use_cache=True)
+        thread = threading.Thread(target=meanwhile)
+        thread.start()
+        thread.join()
+    for replay in replays:
+        replay.keep([3, 1])
+    for got, want in zip(states(caches[1]), states(caches[0])):
+        assert torch.equal(got, want)
 
 
 def test_a_cache_of_attention_is_not_recurrent():

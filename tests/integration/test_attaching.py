@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.backbones import backbone, blurred, word_tokenizer
-from tokenahead import MTPHeads
+from tokenahead import DeepSeekMTP, EagleHead, MTPHeads, PTPForCausalLM, PTPStudent
 from tokenahead.generation.drafters.assistant import AssistantDrafter
 from tokenahead.generation.drafters.ngram import NgramDrafter
 
@@ -21,6 +21,7 @@ MAKE = {
     "ngram": lambda model: NgramDrafter().attach(model),
     "assistant": lambda model: AssistantDrafter(blurred(model, 0.3)).attach(model),
 }
+ADAPTER = peft.LoraConfig(target_modules=["q_proj"], r=2)
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda thing: pickle.loads(pickle.dumps(thing))}
 kinds = pytest.mark.parametrize("kind", MAKE)
 copies = pytest.mark.parametrize("twin_of", COPIES.values(), ids=COPIES)
@@ -150,3 +151,47 @@ def test_drafters_follow_dtype_and_device():
     assert heads.dtype == torch.bfloat16
     plain = model.generate(PROMPT, **OPTIONS)
     assert plain.shape == model.generate(PROMPT, assistant_model=heads, **OPTIONS).shape
+
+
+def test_what_was_learned_on_one_backbone_is_forgotten_on_the_next():
+    model = backbone()
+    drafter = MAKE["ngram"](model)
+    model.generate(PROMPT, assistant_model=drafter, num_assistant_tokens_schedule="adaptive", **OPTIONS)
+    drafter.tree_choices[False] = {"top_k": 2}
+    assert drafter.schedules
+    drafter.detach().attach(backbone(seed=2))
+    assert not drafter.schedules and not drafter.tree_choices
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: peft.get_peft_model(model, ADAPTER)])
+def test_drafters_are_attached_to_the_model_within_a_compiled_one(wrap):
+    model = backbone()
+    compiled = torch.compile(wrap(model), backend="eager")
+    plain = model.generate(PROMPT, **OPTIONS)
+    drafters = [NgramDrafter().attach(compiled), MTPHeads.from_backbone(compiled)]
+    for drafter in drafters:
+        assert drafter.backbone is model
+        for caller in (compiled, model):
+            out = caller.generate(PROMPT, assistant_model=drafter, return_dict_in_generate=True, **OPTIONS)
+            assert torch.equal(out.sequences, plain) and out.speculation.backbone_calls > 1
+    for drafter in drafters:
+        drafter.detach()
+    assert "generate" not in vars(model) and torch.equal(compiled.generate(PROMPT, **OPTIONS), plain)
+    slots = PTPForCausalLM.from_backbone(compiled, num_slots=3)
+    assert torch.equal(slots.generate(PROMPT, **OPTIONS), plain)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda model: NgramDrafter().attach(model),
+        MTPHeads.from_backbone,
+        EagleHead.from_backbone,
+        PTPForCausalLM.from_backbone,
+        PTPStudent.from_backbone,
+        DeepSeekMTP.from_backbone,
+    ],
+)
+def test_what_is_no_model_of_transformers_is_refused_at_the_door(take):
+    with pytest.raises(TypeError, match=r"a Linear is no model of transformers .*; give a PreTrainedModel"):
+        take(torch.nn.Linear(2, 2))

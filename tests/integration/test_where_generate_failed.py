@@ -220,3 +220,32 @@ def test_a_cache_of_inference_mode_is_continued_outside(speculating):
             sequences, attention_mask=mask, past_key_values=begun.past_key_values, max_new_tokens=10
         )
         assert torch.equal(out, want)
+
+
+UNREAD = [{"draft_tree": {"depth": 1}}, {"verification": "token"}, {"verification": "nonsense"}, {"seed": 3}]
+
+
+@pytest.mark.parametrize("options", UNREAD, ids=str)
+def test_options_of_our_drafters_are_refused_beside_others(speculating, options):
+    message = f"{next(iter(options))}= is not read by prompt_lookup_num_tokens, which drafts here"
+    with pytest.raises(ValueError, match=message):
+        speculating.generate(PROMPT[:1], attention_mask=None, prompt_lookup_num_tokens=2, **options)
+    model = tiny_model()
+    with pytest.raises(ValueError, match=f"{next(iter(options))}= is not read by assistant_model"):
+        model.generate(PROMPT[:1], assistant_model=tiny_model(), max_new_tokens=4, **options)
+
+
+def test_a_saved_verification_does_not_hinder_other_drafters():
+    model = tiny_model()
+    model.generation_config.verification = "token"
+    assert model.generate(PROMPT[:1], prompt_lookup_num_tokens=2, max_new_tokens=4, do_sample=False).shape == (1, 11)
+
+
+def test_a_tree_is_checked_also_where_nothing_is_drafted(speculating):
+    with pytest.raises(ValueError, match="draft_tree='x'"):
+        speculating.generate(draft_tree="x", use_mtp=False)
+
+
+def test_layers_that_are_contrasted_are_not_forgotten(speculating):
+    with pytest.raises(ValueError, match="use_mtp=True cannot be combined with dola_layers='low'"):
+        speculating.generate(dola_layers="low", use_mtp=True)

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ...configuration import EagleHeadConfig
-from ..loading import StrictLoadingMixin
+from ..loading import StrictLoadingMixin, check_is_there
 from ..remote_code import check_choice
 from .export import check_layout, folder_config, folder_tensors
 from .loading import check_vocabulary, foreign_head, own_names, read_tensors
@@ -130,6 +130,7 @@ class EagleFolderMixin(StrictLoadingMixin):
 
 
 def _config_dict(name: Any, hub: dict[str, Any]) -> dict[str, Any]:
+    check_is_there(name)
     values, _ = PreTrainedConfig.get_config_dict(name, **hub)
     if not values:
         raise ValueError(f"{name}: no {CONFIG_NAME}")

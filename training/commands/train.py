@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..acceptance_callback import AcceptanceCallback
 from ..byte_text import is_byte_level
 from ..extras import needs_extra
 from ..sft import MTPSFTTrainer, PTPSFTTrainer
+from .best_metric import check_best_metric
 from .curves import draw_learning
 from .data import load_data
 from .models import Trainee, build, is_parallel, ptp_options
@@ -70,6 +72,7 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
     facts = facts_of(trainee, settings)
     resumed = checkpoint_to_resume(folder, settings.training.resume_from_checkpoint, facts)
     trainer = make_trainer(settings, trainee, callbacks)
+    check_best_metric(trainer)
     trainer.remove_callback(PrinterCallback)  # every entry is in the file of metrics, and the bar shows the last
     check_space(folder, checkpoint_bytes(trainer), _kept(settings, trainer))
     is_first, pushes = trainer.is_world_process_zero(), settings.training.push_to_hub
@@ -136,6 +139,9 @@ def _callbacks(settings: Settings, trainee: Trainee, with_evaluation: bool) -> l
     chosen: list[TrainerCallback] = [RunProgress(unit)]
     drafter = settings.drafter
     if with_evaluation and drafter.acceptance is not False:
+        options = list(signature(AcceptanceCallback).parameters)
+        if unknown := sorted({*(drafter.acceptance or {})} - {*options}):
+            raise ValueError(f"acceptance has no option {unknown[0]!r}; it has {', '.join(options)}")
         try:
             chosen.append(AcceptanceCallback(**(drafter.acceptance or {})))
         except TypeError as error:

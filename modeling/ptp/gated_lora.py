@@ -71,20 +71,21 @@ class Siblings:
         """
         parts, base = gate.found(x, self), gate.rows(result)
         if parts is None:
-            packed = self.packed(result.dtype)
+            # on processors, narrow products of this size take longer than wide ones
+            packed = self.packed(torch.float32 if result.device.type == "cpu" and _is_narrow(result) else result.dtype)
             if packed is None:
                 return False
-            rows = gate.rows(x)[:, gate.start :].to(result.dtype)
             down, ups = packed
-            # rows as columns: the part of every adapter is whole in memory
-            low = torch.bmm(down.expand(len(rows), -1, -1), rows.mT)
-            parts = list(zip(low.split(len(down) // len(ups), dim=1), ups))
+            low = nn.functional.linear(gate.rows(x)[:, gate.start :].to(down.dtype), down)
+            parts = list(zip(low.split(len(down) // len(ups), dim=-1), ups))
             gate.shared = x, self, parts
         low, up = parts[self.layers.index(layer)]
-        if len(base) == 1:
-            base[0, gate.start :].addmm_(low[0].t(), up)
+        if low.dtype != base.dtype:
+            base[:, gate.start :].add_(low @ up)
+        elif len(base) == 1:
+            base[0, gate.start :].addmm_(low[0], up)
         else:
-            base[:, gate.start :].baddbmm_(low.mT, up.expand(len(base), -1, -1))
+            base[:, gate.start :].baddbmm_(low, up.expand(len(base), -1, -1))
         return True
 
     def together(self) -> torch.Tensor:
@@ -108,7 +109,7 @@ class Siblings:
         if not same:
             down = torch.cat(halves[::2]).to(dtype)
             scales = (layer.scaling[ADAPTER] for layer in self.layers)
-            ups = [(up * scale).to(dtype).t() for up, scale in zip(halves[1::2], scales)]
+            ups = [(up * scale).to(dtype).t().contiguous() for up, scale in zip(halves[1::2], scales)]
             self._packed = marks, halves, down, ups
         return self._packed[2:]
 
@@ -165,6 +166,10 @@ def _join(parent: nn.Module, kind: type) -> None:
             layers = {name: layer for name, layer in layers.items() if name not in names}
     for layer in layers.values():
         _tell([layer])
+
+
+def _is_narrow(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def _tell(layers: list[Any]) -> None:

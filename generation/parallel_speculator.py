@@ -124,7 +124,7 @@ def _check_budget(budget: Any, least: int) -> None:
 
 def _check_best_of(many: int, config: GenerationConfig, options: CallOptions) -> None:
     """Refuses what best-of-M cannot be combined with."""
-    if not isinstance(many, int) or many < 1:
+    if isinstance(many, bool) or not isinstance(many, int) or many < 1:
         raise ValueError(f"best_of={many!r} must be a whole number of at least 1")
     if many == 1:
         return
@@ -155,6 +155,8 @@ def _check_uniforms(config: GenerationConfig, options: CallOptions) -> None:
         )
     if not uniforms.is_floating_point():
         raise ValueError(f"uniforms have dtype {uniforms.dtype}; give float32 or float64 in [0, 1)")
+    if not uniforms.numel():
+        raise ValueError(f"uniforms of shape {tuple(uniforms.shape)} hold none: pass a tensor [B, max_new_tokens]")
     low, high = float(uniforms.min()), float(uniforms.max())
     if not (low >= 0 and high < 1):
         raise ValueError(f"uniforms must lie in [0, 1), but they lie between {low} and {high}")

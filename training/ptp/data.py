@@ -17,6 +17,10 @@ from transformers.utils import logging
 
 from ...configuration.ptp import SAMPLING
 from ...modeling.heads.losses import IGNORE
+from ...modeling.ptp.gated_lora import ADAPTER
+from ..features import checksum
+from ..files import replace_text
+from ..regeneration import hash_of
 from .teacher import eos_ids, verified_sampling
 
 if TYPE_CHECKING:
@@ -57,7 +61,7 @@ def write_texts(
         All texts, with columns `input_ids` and `labels` (-100 on prompts).
 
     Raises:
-        ValueError: An empty prompt, or a folder that was begun with other settings or prompts.
+        ValueError: An empty prompt, or a folder that was begun with other settings, other prompts or another teacher.
     """
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
@@ -72,7 +76,8 @@ def write_texts(
         "seed": seed,
         "sampling": sampling,
         "prompts": len(prompts),
-        "prompt_tokens": sum(map(len, prompts)),
+        "prompt_ids": hash_of([torch.tensor(prompt) for prompt in prompts]),
+        "teacher": checksum(getattr(teacher, "backbone", teacher), skip=f".{ADAPTER}."),
     }
     _begin(folder, settings)
     shards = range(0, len(prompts), shard_size)
@@ -107,14 +112,14 @@ def _begin(folder: Path, settings: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "settings.json"
     if not file.is_file():
-        file.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        replace_text(file, json.dumps(settings, indent=1) + "\n")
         return
     begun = json.loads(file.read_text(encoding="utf-8"))
     for name, value in settings.items():
-        if begun.get(name) != value:
-            raise ValueError(
-                f"{folder} was begun with {name}={begun.get(name)!r}, not {value!r}; choose another folder"
-            )
+        if begun.get(name, value) != value:  # folders of older versions say less
+            shown = {"prompt_ids": "other prompts", "teacher": "another teacher"}
+            what = shown.get(name, f"{name}={begun[name]!r}, not {value!r}")
+            raise ValueError(f"{folder} was begun with {what}; choose another folder")
 
 
 @torch.no_grad()

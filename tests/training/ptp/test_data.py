@@ -65,6 +65,19 @@ def test_a_folder_keeps_its_settings(tmp_path):
         write_texts(backbone(), PROMPTS, tmp_path, seed=1, **SIZES)
     with pytest.raises(ValueError, match="was begun with prompts=5, not 4"):
         write_texts(backbone(), PROMPTS[:4], tmp_path, **SIZES)
+    others = [[token ^ 1 for token in prompt] for prompt in PROMPTS]  # as many, and as long
+    with pytest.raises(ValueError, match="was begun with other prompts"):
+        write_texts(backbone(), others, tmp_path, **SIZES)
+    taught = backbone()
+    torch.nn.init.normal_(taught.get_output_embeddings().weight)
+    with pytest.raises(ValueError, match="was begun with another teacher"):
+        write_texts(taught, PROMPTS, tmp_path, **SIZES)
+    student_of = student(base=backbone())  # its adapters write nothing
+    write_texts(student_of, PROMPTS, tmp_path / "student", **SIZES)
+    for name, parameter in student_of.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    write_texts(student_of, PROMPTS, tmp_path / "student", **SIZES)
 
 
 def test_bad_input(tmp_path):

@@ -23,7 +23,7 @@ from ..training.byte_text import is_byte_level
 from ..training.evaluation import MODES, Measurement, environment, hardware
 from ..training.results import MeasuredResults
 from .card import render_card, write_card
-from .facts import hub_id
+from .facts import describe, hub_id
 
 RESULTS = "results.json"
 """The file beside a card that holds the figures as they were measured."""
@@ -76,7 +76,8 @@ def make_card(request: CardRequest) -> Path:
     Raises:
         FileNotFoundError: No such folder, prompts or template.
         FileExistsError: A card that a person wrote, without `overwrite`.
-        ValueError: No prompts, a drafter without a backbone, a template with an unknown field.
+        ValueError: A model that does not draft; no prompts, a drafter without a backbone, a template with an unknown
+            field.
         OSError: What the Hub cannot give.
     """
     output = request.output or Path(request.model)
@@ -84,6 +85,10 @@ def make_card(request: CardRequest) -> Path:
         raise FileNotFoundError(f"{request.model}: no such folder; for a model of the Hub, name a folder with --output")
     prompts = [] if request.measure is None else read_prompts(request.measure)
     model, generator, tokenizer = _load(request, needs_backbone=bool(prompts))
+    try:
+        describe(model)
+    except TypeError as error:  # before it is measured
+        raise ValueError(f"{request.model}: {error}") from error
     known = _known(request.model)
     results = _measured(request, model, generator, tokenizer, prompts) if prompts else _earlier(output)
     card = render_card(

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from huggingface_hub import CommitInfo, HfApi, ModelCard
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..training.files import replace_text
 from .card import local_pictures, render_card
-from .facts import hub_id
 from .hub import check_same_model, check_token, reachable
+from .public_copy import hide_local_names
 
 # the names under which transformers saves weights: an upload adds files and removes none, and a loader that finds
 # one file of an earlier push beside the shards of this one would take the old weights
-_WEIGHTS = ["model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json"]
+WEIGHTS = ["model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json"]
 
 _BLANK, _MANY = "[More Information Needed]", 10
 """What transformers writes into the card of a first push, a tokenizer's for example, and how often at least."""
@@ -90,7 +89,7 @@ def push_to_hub(
                 repo_id=repo.repo_id,
                 folder_path=folder,
                 commit_message=commit_message or f"Upload {type(model).__name__}, tokenizer and card",
-                delete_patterns=_WEIGHTS,
+                delete_patterns=WEIGHTS,
             )
     return str(repo)
 
@@ -151,7 +150,7 @@ def push_model(
             commit_description=commit_description,
             revision=revision,
             create_pr=create_pr,
-            delete_patterns=_WEIGHTS,
+            delete_patterns=WEIGHTS,
         )
 
 
@@ -207,27 +206,11 @@ def _save(
 ) -> None:
     """Saves all that is to be uploaded into `folder`."""
     code = {} if remote_code == "auto" else {"remote_code": remote_code}
-    with _without_local_names(model):
-        model.save_pretrained(folder, **code, **options)
+    model.save_pretrained(folder, **code, **options)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder, **(code if hasattr(tokenizer, "code_for") else {}))
+    hide_local_names(folder)
     for name, source in sources.items():
         if (folder / name).exists():
             raise ValueError(f"files: {source} has the name of a file that the model itself saves; rename it")
         shutil.copyfile(source, folder / name)
-
-
-@contextmanager
-def _without_local_names(model: PreTrainedModel) -> Iterator[None]:
-    """Has a config name the backbone that it was made for only where the Hub knows that name."""
-    inner = getattr(model.config, "backbone_config", None)
-    inner = vars(inner) if isinstance(inner, PreTrainedConfig) else inner or {}
-    places = [(vars(model.config), "base_model_name_or_path"), (inner, "_name_or_path")]
-    kept = [(place, name, place[name]) for place, name in places if place.get(name)]
-    for place, name, value in kept:
-        place[name] = hub_id(value)
-    try:
-        yield
-    finally:
-        for place, name, value in kept:
-            place[name] = value

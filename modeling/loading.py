@@ -6,6 +6,7 @@ Knows no architecture.
 from __future__ import annotations
 
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
@@ -15,6 +16,18 @@ from .saving import SavingMixin
 
 HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 """Arguments of `from_pretrained` that say where files come from."""
+
+
+def check_is_there(name: str | PathLike) -> None:
+    """Refuses a path that leads nowhere, which the Hub could only call no name of its own.
+
+    Raises:
+        FileNotFoundError: What can only be a folder, and is none.
+    """
+    text = str(name)
+    is_path = text.startswith((".", "~")) or Path(text).is_absolute() or text.count("/") > 1
+    if is_path and not Path(text).exists():
+        raise FileNotFoundError(f"{text}: no such folder")
 
 
 class StrictLoadingMixin(SavingMixin):
@@ -65,6 +78,7 @@ class StrictLoadingMixin(SavingMixin):
         """
         if name is None or isinstance(config, PreTrainedConfig):
             return
+        check_is_there(name)
         found = PreTrainedConfig.get_config_dict(config or name, **hub)[0].get("model_type")
         expected = cls.config_class.model_type
         if found not in (None, expected):

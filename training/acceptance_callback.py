@@ -16,9 +16,10 @@ from transformers.utils import logging
 from ..generation.attachment import Attachable
 from ..modeling.heads.joint import JointMTPModel
 from .evaluation.drafts import DraftMeasures, measure_drafts
-from .evaluation.laws import has_laws
+from .evaluation.laws import has_laws, judged_drafts
 
 logger = logging.get_logger(__name__)
+_GENERATED = ("generated_accepted", "generated_tokens_per_call")
 
 
 class AcceptanceCallback(TrainerCallback):
@@ -78,6 +79,19 @@ class AcceptanceCallback(TrainerCallback):
         trainer.add_callback(self)
         return self
 
+    def metric_names(self, trainer: Trainer) -> list[str]:
+        """What every evaluation has, and may choose checkpoints by: names without `eval_`.
+
+        Args:
+            trainer: Whose model is meant.
+        """
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            return []
+        model = _model_of(trainer)
+        places = range(1, judged_drafts(model) + 1) if has_laws(model) else ()
+        expected = ["expected_accepted", *(f"accepted_{place}" for place in places)] if places else []
+        return expected + (list(_GENERATED) if self.generate_every == 1 else [])
+
     def on_evaluate(
         self,
         args: TrainingArguments,
@@ -108,9 +122,7 @@ class AcceptanceCallback(TrainerCallback):
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             logger.warning_once("AcceptanceCallback measures nothing under FSDP and DeepSpeed; evaluate afterwards")
             return {}
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        model = model.get_base_model() if hasattr(model, "peft_config") else model
-        model = model.heads if isinstance(model, JointMTPModel) else model
+        model = _model_of(trainer)
         found: dict[str, float] = {}
         devices = [] if model.device.type == "cpu" else [model.device]
         with torch.random.fork_rng(devices, device_type=model.device.type):
@@ -143,10 +155,7 @@ class AcceptanceCallback(TrainerCallback):
             written, calls = written + speculation.new_tokens, calls + speculation.backbone_calls
         if not accepted:
             return {}
-        return {
-            "generated_accepted": sum(accepted) / len(accepted),
-            "generated_tokens_per_call": written / max(calls, 1),
-        }
+        return dict(zip(_GENERATED, (sum(accepted) / len(accepted), written / max(calls, 1))))
 
 
 @torch.no_grad()
@@ -180,6 +189,13 @@ def sampled_speculation(model: Any, prompt: torch.Tensor, new_tokens: int) -> An
         model.train(was_training)
         backbone.train(was_learning)
     return output.speculation
+
+
+def _model_of(trainer: Trainer) -> Any:
+    """What drafts, without what distribution, peft and joint training wrap around it."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = model.get_base_model() if hasattr(model, "peft_config") else model
+    return model.heads if isinstance(model, JointMTPModel) else model
 
 
 def _first(data: Any, count: int | None) -> Any:

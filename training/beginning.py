@@ -64,6 +64,7 @@ def check_ids(batches: Sequence[dict[str, Any]], vocab_size: int) -> None:
         ValueError: An id outside 0..V - 1, or a label that is neither one nor -100.
     """
     for batch in batches:
+        check_lengths(batch)
         for name in ("input_ids", "labels", "shift_labels"):
             ids = batch.get(name)
             if not isinstance(ids, torch.Tensor) or not ids.numel():
@@ -77,6 +78,23 @@ def check_ids(batches: Sequence[dict[str, Any]], vocab_size: int) -> None:
                     f"{name} hold {int(ids[wrong][0])}, but the vocabulary has {vocab_size} tokens: ids go from 0 to "
                     f"{vocab_size - 1}{also}; was the text prepared with another tokenizer?"
                 )
+
+
+def check_lengths(batch: dict[str, Any]) -> None:
+    """Refuses labels that do not stand below their ids, one each.
+
+    Args:
+        batch: A micro-batch.
+
+    Raises:
+        ValueError: Labels of another shape.
+    """
+    ids, labels = batch.get("input_ids"), batch.get("labels")
+    if isinstance(ids, torch.Tensor) and isinstance(labels, torch.Tensor) and ids.shape != labels.shape:
+        raise ValueError(
+            f"labels have the shape {list(labels.shape)}, and input_ids {list(ids.shape)}: every row needs as many "
+            f"labels as ids, {IGNORE} where nothing is scored"
+        )
 
 
 def check_checkpoint(folder: str | Path, model: Any) -> None:

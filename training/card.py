@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from transformers.utils import logging
 
 from .. import __version__
 from ..modeling.heads.joint import JointMTPModel
-from ..modeling.remote_code import CODE_FOLDER
 
 logger = logging.get_logger(__name__)
 _FILE_READERS = {"csv", "json", "pandas", "parquet", "text", "generator"}  # what `datasets` calls files, not names
@@ -45,7 +43,7 @@ class TrainerCardMixin:
             finetuned_from: Hub id of the model that this one derives from; None takes it from the config.
             tasks: Not used: every model of this library writes text.
             dataset_tags: Hub ids of the data.
-            dataset: Names of the data, for people.
+            dataset: Names of the data, for people; of a file of this machine, its bare name is shown.
             dataset_args: Configurations of the data, in the order of `dataset`.
             dataset_name: As `dataset` (TRL's word).
 
@@ -60,9 +58,9 @@ class TrainerCardMixin:
 
         model = self.accelerator.unwrap_model(self.model)
         model = model.heads if isinstance(model, JointMTPModel) else model
-        named = _listed(dataset) or _listed(dataset_name)
-        described = [f"{name} ({args})" for name, args in zip(named, _listed(dataset_args))] or named
-        data_ids = [name for name in _listed(dataset_tags) or self._data_names() if hub_id(name)]
+        named = [_without_folders(name) for name in listed(dataset) or listed(dataset_name)]
+        described = [f"{name} ({args})" for name, args in zip(named, listed(dataset_args))] or named
+        data_ids = [name for name in listed(dataset_tags) or self._data_names() if hub_id(name)]
         try:
             card = render_card(
                 model,
@@ -76,23 +74,16 @@ class TrainerCardMixin:
                 training_description=self._recipe_text(model),
                 hyperparameters=extract_hyperparameters_from_trainer(self),
                 training_results=self._log_text(),
-                metadata={"tags": _listed(tags) + list(getattr(self, "_tag_names", ())), "datasets": data_ids or None},
+                metadata={"tags": listed(tags) + list(getattr(self, "_tag_names", ())), "datasets": data_ids or None},
             )
         except TypeError:  # a model around ours (peft's adapters), or one that drafts nothing: as the base class does
-            names = {"model_name": model_name, "tags": _listed(tags) or None}
+            names = {"model_name": model_name, "tags": listed(tags) or None}
             super().create_model_card(**names)
             return
         try:
             write_card(self.args.output_dir, card)
         except FileExistsError as error:
             logger.warning(str(error))
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Pushes while training: `Trainer` takes config and weights of a checkpoint, and leaves its code behind."""
-        code = Path(checkpoint_folder) / CODE_FOLDER
-        if self.is_world_process_zero() and code.is_dir():
-            shutil.copytree(code, Path(self.args.output_dir) / CODE_FOLDER, dirs_exist_ok=True)
-        super()._push_from_checkpoint(checkpoint_folder)
 
     def _data_names(self) -> list[str]:
         """What `datasets` knows of the name of the training data."""
@@ -120,5 +111,13 @@ class TrainerCardMixin:
         return "\n\n".join(filter(None, (table.strip(), "\n".join(figures)))) or None
 
 
-def _listed(value: str | Iterable[str] | None) -> list[str]:
+def listed(value: str | Iterable[str] | None) -> list[str]:
+    """One name or several, as a list."""
     return [value] if isinstance(value, str) else sorted(value) if isinstance(value, set) else list(value or ())
+
+
+def _without_folders(name: str) -> str:
+    """The name of data as a card shows it: of a path of this machine, what comes last."""
+    path = Path(name).expanduser()
+    is_here = path.is_absolute() or path.exists() or name.startswith(".")
+    return path.name or path.resolve().name if is_here else name

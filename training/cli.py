@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -29,6 +30,8 @@ TRAINING = {
     "analyze": "what a backbone already knows of tokens further ahead, beside what its heads learned",
 }
 """Commands whose arguments are those of TRL, and their help."""
+_OF_VALIDATORS = re.compile(r"^Class validation error for validator '\w+': \w+: ")
+"""What stands before a message of our configs, and says nothing to who reads it."""
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _PROMPT = (
     "the text to complete; '-', or none: the standard input, every byte of it; write '--' before a prompt that begins "
@@ -57,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except (ValueError, OSError, MissingExtraError, StrictDataclassError) as error:
-        message = " ".join(str(error).split()) or type(error).__name__
+        message = _OF_VALIDATORS.sub("", " ".join(str(error).split())) or type(error).__name__
         print(f"tokenahead {arguments.command}: {message}", file=sys.stderr)
         raise SystemExit(1) from None
 
@@ -94,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_demo(commands: argparse._SubParsersAction) -> None:
-    help_text = "watch the model in the box write with and without drafts; under a minute, nothing is trained"
+    help_text = "watch the model in the box write with and without drafts; about a minute, nothing is trained"
     minutes = "with --train: time for training (2 if not given)"
     train = "train a tiny model on Python's own source instead, a toy that shows that training works here"
     positive = _number("above 0", lambda x: x > 0)

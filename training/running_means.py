@@ -9,7 +9,7 @@ from torch import nn
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..modeling.heads.losses import IGNORE
-from .card import TrainerCardMixin
+from .pushing import TrainerPushMixin
 
 
 class RunningMeans:
@@ -30,7 +30,7 @@ class RunningMeans:
         return None if totals is None else accelerator.gather(totals[None]).sum(0).cpu()
 
 
-class RunningMeansMixin(TrainerCardMixin):
+class RunningMeansMixin(TrainerPushMixin):
     """Adds running means to the log and to evaluation metrics; to be placed before `Trainer` among the bases.
 
     A trainer says in `_mean_names` what the quantities are called, and adds to `_means[model.training]`. Where its

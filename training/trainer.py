@@ -16,7 +16,7 @@ from transformers import Trainer
 
 from ..modeling.heads.losses import IGNORE, depth_targets
 from .balance import LossBalance
-from .beginning import check_checkpoint, check_depths, check_ids
+from .beginning import check_checkpoint, check_depths, check_ids, check_lengths
 from .preparation import callbacks_of, drafter_of, prepare
 from .running_means import RunningMeansMixin
 from .sharding import WholeModelMixin, check_shards
@@ -248,6 +248,8 @@ class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
         has_labels = batch_samples and {"labels", "shift_labels"} & batch_samples[0].keys()
         if not has_labels or not self.model_accepts_loss_kwargs:
             return None
+        for batch in batch_samples:
+            check_lengths(batch)
         counts = sum(self._depth_counts(batch) for batch in batch_samples).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             counts = self.accelerator.gather(counts[None]).sum(0)

@@ -13,10 +13,10 @@ from transformers import PreTrainedConfig
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ...configuration import EagleHeadConfig
-from ..loading import StrictLoadingMixin
+from ..loading import StrictLoadingMixin, check_is_there
 from ..remote_code import check_choice
 from .export import check_layout, folder_config, folder_tensors
-from .loading import foreign_head, own_names, read_tensors
+from .loading import check_vocabulary, foreign_head, own_names, read_tensors
 
 _HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 
@@ -65,6 +65,10 @@ class EagleFolderMixin(StrictLoadingMixin):
         if unknown := sorted(info["unexpected_keys"]):
             shown = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
             raise ValueError(f"{name}: {len(unknown)} tensors are not known, and would be ignored: {shown}")
+        if (
+            offsets := getattr(head, "d2t", None)
+        ) is not None and not offsets.is_meta:  # our own layout holds them, too
+            check_vocabulary(name, head.config, {"d2t": offsets.cpu()})
         head.config.name_or_path = str(name)
         return (head, info) if wants_info else head
 
@@ -126,6 +130,7 @@ class EagleFolderMixin(StrictLoadingMixin):
 
 
 def _config_dict(name: Any, hub: dict[str, Any]) -> dict[str, Any]:
+    check_is_there(name)
     values, _ = PreTrainedConfig.get_config_dict(name, **hub)
     if not values:
         raise ValueError(f"{name}: no {CONFIG_NAME}")

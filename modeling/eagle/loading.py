@@ -83,7 +83,7 @@ def foreign_head(
     elif values.get("aux_layers") is not None:
         raise ValueError(f"{name}: aux_layers={values['aux_layers']}, but this head reads the last hidden state alone")
     config = EagleHeadConfig(version=version, layout=_layout(raw), **values)
-    _check_vocabulary(name, config, state)
+    check_vocabulary(name, config, state)
     return config, {key: tensor for key, tensor in state.items() if key != "t2d"}
 
 
@@ -171,8 +171,17 @@ def _check_fc(name: Any, values: dict[str, Any], shapes: dict[str, tuple[int, ..
         )
 
 
-def _check_vocabulary(name: Any, config: EagleHeadConfig, state: dict[str, torch.Tensor]) -> None:
-    """`d2t` holds offsets, and says the same as `t2d`; where all tokens are drafted it says nothing and goes."""
+def check_vocabulary(name: Any, config: EagleHeadConfig, state: dict[str, torch.Tensor]) -> None:
+    """`d2t` holds offsets, and says the same as `t2d`; where all tokens are drafted it says nothing and goes.
+
+    Args:
+        name: What the folder is called, for messages.
+        config: Of the head.
+        state: Tensors under this library's names.
+
+    Raises:
+        ValueError: A draft vocabulary that is none.
+    """
     if config.version == 1 or "d2t" not in state:
         return
     size, vocab = config.draft_vocab_size, config.vocab_size

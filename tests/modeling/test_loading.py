@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import tokenahead
 from tests.every_model import every_model, llama, moved_heads
 from tests.models import TRAINED
-from tokenahead import EvaByteForMTPC, EvaByteModel, MTPHeads, PTPForCausalLM
+from tokenahead import EagleHead, EvaByteForMTPC, EvaByteModel, MTPHeads, PTPForCausalLM
 
 
 @pytest.fixture
@@ -55,6 +55,12 @@ def test_unknown_head_type(folder):
 def test_no_such_folder(tmp_path):
     with pytest.raises(OSError, match="no file named model.safetensors"):
         EvaByteForMTPC.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [MTPHeads, EagleHead, EvaByteForMTPC])
+def test_a_folder_that_is_not_there_is_called_so(kind):
+    with pytest.raises(FileNotFoundError, match=r"^\./nonono: no such folder$"):
+        kind.from_pretrained("./nonono")
 
 
 def test_loading_info_is_still_there(folder):

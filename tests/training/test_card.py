@@ -2,7 +2,6 @@
 
 import pytest
 from huggingface_hub import ModelCard
-from transformers import Trainer
 
 from tests.every_model import llama, moved_heads
 from tests.training.conftest import ragged_rows, small_model, trainer_for
@@ -25,15 +24,6 @@ def test_a_trained_model_has_a_card_and_its_code(tmp_path):
     assert code[tmp_path / "checkpoint-2"] == ["modeling_evabyte.py"]  # which asks for the library
 
 
-def test_a_push_while_training_takes_the_code_of_the_checkpoint_along(tmp_path, monkeypatch):
-    pushed = []
-    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: pushed.append(folder))
-    trainer = trainer_for(small_model(), tmp_path / "out", ragged_rows(), max_steps=1)
-    small_model().save_pretrained(tmp_path / "out" / "checkpoint-1")
-    trainer._push_from_checkpoint(str(tmp_path / "out" / "checkpoint-1"))
-    assert len(pushed) == 1 and (tmp_path / "out" / "tokenahead_code" / "modeling_evabyte.py").is_file()
-
-
 def test_heads_name_their_backbone_and_no_folder(tmp_path):
     backbone = llama()
     backbone.config._name_or_path = str(tmp_path)
@@ -41,6 +31,12 @@ def test_heads_name_their_backbone_and_no_folder(tmp_path):
     trainer.create_model_card(finetuned_from="me/base", model_name="Heads")
     card = ModelCard.load(tmp_path / "README.md")
     assert (card.data.base_model, card.data.model_name) == ("me/base", "Heads") and str(tmp_path) not in card.content
+
+
+def test_data_of_this_machine_are_named_without_their_folder(tmp_path):
+    trainer = trainer_for(small_model(), tmp_path, ragged_rows(), max_steps=1)
+    trainer.create_model_card(dataset_name=str(tmp_path / "rows.jsonl"))
+    assert "`rows.jsonl`: 8 rows." in ModelCard.load(tmp_path / "README.md").text
 
 
 def test_words_of_a_person_are_kept(tmp_path):

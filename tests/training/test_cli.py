@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.every_model import llama
 from tests.training.conftest import micro_config, small_model
 from tokenahead import EvaByteConfig, EvaByteTokenizer, MTPHeads, __version__
 from tokenahead.configuration import MTPHeadConfig
@@ -147,6 +148,13 @@ def test_a_folder_without_a_config(capsys, tmp_path):
     assert code == 1 and "config.json" in line and str(tmp_path) in line
 
 
+def test_a_card_of_a_plain_model(capsys, tmp_path):
+    llama().save_pretrained(tmp_path)
+    capsys.readouterr()  # the bar of saving
+    code, line = error_of(capsys, "card", tmp_path)
+    assert code == 1 and line.startswith(f"tokenahead card: {tmp_path}: LlamaConfig has no `mtp_head`")
+
+
 def test_a_folder_without_weights(capsys, tmp_path):
     micro_config().save_pretrained(tmp_path)
     code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
@@ -181,7 +189,7 @@ def test_a_config_that_contradicts_itself(capsys, folder, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"chunk_size": 4', '"chunk_size": 5'))
     code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
-    assert code == 1 and "window_size=32 must be a multiple of chunk_size=5" in line
+    assert code == 1 and line.startswith("tokenahead generate: window_size=32 must be a multiple of chunk_size=5")
 
 
 def test_a_prompt_that_is_too_long(capsys, folder):

@@ -63,7 +63,8 @@ def _draw_losses(axes: Axes, history: list[dict[str, Any]]) -> None:
     title = "Loss by depth" if names else "Loss"
     axes.set(title=title + (" (dots: held out)" if has_dots else ""), xlabel="step", ylabel="nats per token")
     beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}  # many lines leave no room for it among them
-    axes.legend(fontsize=8, **(beside if depths > _FEW else {"loc": "best"}))
+    if axes.lines:  # not where the run ended before its first entry
+        axes.legend(fontsize=8, **(beside if depths > _FEW else {"loc": "best"}))
 
 
 def _color(depth: int, depths: int) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from ...modeling.heads.losses import IGNORE
 from ..extras import needs_extra
 from ..regeneration import RegeneratedText, holds_text
+from .columns import check_lengths, check_types
 from .settings import Settings
 
 with needs_extra("train", "reading data"):
     from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
-    from datasets.exceptions import DatasetNotFoundError
+    from datasets.exceptions import DatasetNotFoundError, DatasetsError
+    from pyarrow import ArrowException
     from trl import get_dataset
     from trl.data_utils import maybe_convert_to_chatml
 
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".arrow": "arrow"}
 _COLUMNS = "'messages' or 'conversations' (chats), 'prompt' and 'completion', or 'input_ids'"
-_ROWS_TO_READ = 1000  # of chats, whose turns are looked at before training
+_LONGEST = 300  # letters of what a reader of files says
+_ROWS_TO_READ = 1000  # of a stream of chats, whose turns are looked at before training
 
 
 def load_data(
@@ -73,7 +77,8 @@ def _loaded(settings: Settings) -> Any:
         settings.mixture.streaming |= settings.data.dataset_streaming
         size, settings.mixture.test_split_size = settings.mixture.test_split_size, None
         try:
-            return get_dataset(settings.mixture)
+            with _readable(_source(settings)):
+                return get_dataset(settings.mixture)
         finally:
             settings.mixture.test_split_size = size
     name = settings.data.dataset_name
@@ -86,19 +91,34 @@ def _loaded(settings: Settings) -> Any:
             raise ValueError(f"dataset_name={name} is empty")
         if path.suffix not in _BUILDERS:
             raise ValueError(f"dataset_name={name}: {path.suffix!r} is none of {', '.join(_BUILDERS)}")
-        return load_dataset(_BUILDERS[path.suffix], data_files={"train": str(path)}, **options)
+        with _readable(name):
+            return load_dataset(_BUILDERS[path.suffix], data_files={"train": str(path)}, **options)
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         return load_from_disk(name)
     if holds_text(path):
         return _regenerated(path)
-    if not path.is_dir() and name.startswith((".", "/", "~")):
+    if not path.is_dir() and (name.startswith((".", "/", "~")) or path.suffix in _BUILDERS):
         raise FileNotFoundError(f"dataset_name={name}: no such file or folder")
     try:
-        return load_dataset(name, settings.data.dataset_config, **options)
+        with _readable(name):
+            return load_dataset(name, settings.data.dataset_config, **options)
     except (DatasetNotFoundError, ConnectionError) as error:
         raise FileNotFoundError(
             f"dataset_name={name}: no such file or folder, and the Hub gave none: {error}"
         ) from error
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Says which data a reader of files failed at, and why."""
+    try:
+        yield
+    except (OSError, NotImplementedError):
+        raise
+    except (DatasetsError, ArrowException, ValueError, TypeError, KeyError) as error:
+        cause = error.__cause__ or error.__context__ or error
+        said = " ".join(str(cause).split())[:_LONGEST] or type(cause).__name__
+        raise ValueError(f"dataset_name={name}: could not be read: {said}") from error
 
 
 def _regenerated(folder: Path) -> Dataset:
@@ -130,9 +150,11 @@ def check_rows(rows: Data, name: str, settings: Settings, tokenizer: PreTrainedT
         vocab_size: Ids that the model has.
 
     Raises:
-        ValueError: No rows, missing columns, ids that are none, or chats without assistant turns or a template.
+        ValueError: No rows, columns that are missing or hold something else, ids that are none, or chats without
+            assistant turns or a template.
     """
-    first = next(iter(rows), None)
+    with _readable(_source(settings)):  # a stream is read from here on
+        first = next(iter(rows), None)
     if first is None:
         raise ValueError(f"the {name} data are empty: {_source(settings)} has no rows")
     text = settings.training.dataset_text_field
@@ -142,14 +164,18 @@ def check_rows(rows: Data, name: str, settings: Settings, tokenizer: PreTrainedT
         raise ValueError(
             f"the {name} data have the columns {', '.join(first)}; needed are {text!r} (dataset_text_field), {_COLUMNS}"
         )
+    check_types(rows, first, name, text)
     if "input_ids" in first and isinstance(rows, Dataset):
         _check_ids(rows, name, vocab_size)
+        if "labels" in first:
+            check_lengths(rows, name)
     if is_chat:
         if tokenizer.chat_template is None and settings.training.chat_template_path is None:
             raise ValueError(
                 f"the {name} data are chats, but the tokenizer has no chat template: set chat_template_path"
             )
-        _check_chats(islice(rows, _ROWS_TO_READ), name)
+        chats = rows.select_columns([*({"messages", "conversations"} & first.keys())])
+        _check_chats(chats if isinstance(rows, Dataset) else islice(chats, _ROWS_TO_READ), name)
 
 
 def _check_ids(rows: Dataset, name: str, vocab_size: int) -> None:
@@ -167,6 +193,9 @@ def _check_ids(rows: Dataset, name: str, vocab_size: int) -> None:
 def _check_chats(rows: Iterable[dict[str, Any]], name: str) -> None:
     for number, row in enumerate(rows):
         turns = maybe_convert_to_chatml(dict(row)).get("messages") or []
+        for place, turn in enumerate(turns):
+            if turn.get("content") is None and not turn.get("tool_calls"):
+                raise ValueError(f"row {number} of the {name} data: turn {place} has no 'content'")
         if not any(turn.get("role") == "assistant" for turn in turns):
             roles = ", ".join(str(turn.get("role")) for turn in turns) or "none"
             raise ValueError(f"row {number} of the {name} data has no assistant turn (roles: {roles}); leave it out")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -19,6 +19,8 @@ with needs_extra("train", "tokenahead train"):
     import yaml
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
+_GROUP = "settings of tokenahead"
+"""Title in `--help` of the settings that TRL does not have."""
 DRAFTERS = ("own", "heads", "eagle", "modules", "parallel")
 """What can be trained, see `DrafterArguments.drafter`."""
 _SECTIONS = ("drafter_options", "loss_options", "strategy", "acceptance")
@@ -37,6 +39,8 @@ class DrafterArguments:
         acceptance: Options of `AcceptanceCallback`; `false` leaves it out.
         early_stopping_patience: Evaluations without a better `metric_for_best_model` before training ends.
     """
+
+    _argument_group_name: ClassVar[str] = _GROUP
 
     drafter: str = field(
         default="own",
@@ -101,8 +105,8 @@ class TrainConfig(SFTConfig):
     """
 
     report_to: None | str | list[str] = field(default="none", metadata={"help": "Services to report to."})
-    gradient_checkpointing: bool = field(
-        default=False, metadata={"help": "Compute activations again in backward; for backbones that learn."}
+    gradient_checkpointing: bool | None = field(
+        default=None, metadata={"help": "The older name of activation_checkpointing, for backbones that learn."}
     )
     disable_tqdm: bool | None = field(default=True, metadata={"help": "tokenahead draws a bar of its own."})
 
@@ -203,7 +207,12 @@ _USAGE = {
 
 
 class _Parser(TrlParser):
-    """Says what is wrong in one line, as the other commands do."""
+    """Says what is wrong in one line, as the other commands do, and lists our own settings before those of others."""
+
+    def format_help(self) -> str:
+        """Help with the group of this library's settings first."""
+        self._action_groups.sort(key=lambda group: group.title != _GROUP)
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -244,6 +253,8 @@ def read_settings(argv: Sequence[str], command: str, extra: type | None = None) 
 
 
 def _mapping(path: str) -> dict[str, Any]:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path}: no such file of settings")
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except yaml.YAMLError as error:

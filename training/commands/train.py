@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from ..acceptance_callback import AcceptanceCallback
 from ..byte_text import is_byte_level
 from ..extras import needs_extra
 from ..sft import MTPSFTTrainer, PTPSFTTrainer
+from .best_metric import check_best_metric
 from .curves import draw_learning
 from .data import load_data
 from .models import Trainee, build, is_parallel, ptp_options
@@ -69,21 +72,36 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
     facts = facts_of(trainee, settings)
     resumed = checkpoint_to_resume(folder, settings.training.resume_from_checkpoint, facts)
     trainer = make_trainer(settings, trainee, callbacks)
+    check_best_metric(trainer)
     trainer.remove_callback(PrinterCallback)  # every entry is in the file of metrics, and the bar shows the last
     check_space(folder, checkpoint_bytes(trainer), _kept(settings, trainer))
-    is_first = trainer.is_world_process_zero()
+    is_first, pushes = trainer.is_world_process_zero(), settings.training.push_to_hub
+    if pushes:  # what no card may show is said before the first step
+        trainer.create_model_card(dataset_name=settings.data.dataset_name)
     if is_first:
         write_run(folder, settings, facts)
     try:
         trainer.train(resume_from_checkpoint=resumed)
-        trainer.save_model()
+        with _no_push(settings):
+            trainer.save_model()
     finally:
         if is_first and trainer.state.log_history:
             write_metrics(folder, trainer.state.log_history)
             draw_learning(trainer.state.log_history, folder)
-    if settings.training.push_to_hub:
+    if pushes:
         trainer.push_to_hub(dataset_name=settings.data.dataset_name)
     return trainer
+
+
+@contextmanager
+def _no_push(settings: Settings) -> Iterator[None]:
+    """Has `save_model` save alone: the push comes once, with the log and its picture."""
+    training = settings.training
+    asked, training.push_to_hub = training.push_to_hub, False
+    try:
+        yield
+    finally:
+        training.push_to_hub = asked
 
 
 def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
@@ -121,6 +139,9 @@ def _callbacks(settings: Settings, trainee: Trainee, with_evaluation: bool) -> l
     chosen: list[TrainerCallback] = [RunProgress(unit)]
     drafter = settings.drafter
     if with_evaluation and drafter.acceptance is not False:
+        options = list(signature(AcceptanceCallback).parameters)
+        if unknown := sorted({*(drafter.acceptance or {})} - {*options}):
+            raise ValueError(f"acceptance has no option {unknown[0]!r}; it has {', '.join(options)}")
         try:
             chosen.append(AcceptanceCallback(**(drafter.acceptance or {})))
         except TypeError as error:

@@ -51,6 +51,17 @@ def has_laws(model: nn.Module) -> bool:
     return isinstance(model, (EvaByteForMTPC, MTPHeads, DeepSeekMTP, EagleHead))
 
 
+def judged_drafts(model: Any) -> int:
+    """Tokens of a draft that `drafted_laws` has laws of.
+
+    Args:
+        model: One that `has_laws`.
+    """
+    if isinstance(model, EagleHead):
+        return _EAGLE_STEPS
+    return max(model.num_modules, model.num_depths) if isinstance(model, DeepSeekMTP) else model.window - 1
+
+
 def drafted_laws(model: Any, batch: Batch) -> Iterator[DraftedLaws]:
     """Laws of all drafts along a batch of texts, some positions at a time.
 

@@ -152,6 +152,23 @@ def test_bad_folders_are_refused_by_name(config, tensors, message, tmp_path):
         EagleHead.from_pretrained(rewritten(tmp_path, config, tensors))
 
 
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        (torch.full((48,), 60), r"d2t maps draft ids to 60\.\.107, outside the vocabulary"),
+        (-torch.arange(48), "one to one"),
+    ],
+    ids=["out of range", "twice"],
+)
+def test_bad_draft_vocabularies_of_our_own_layout_are_refused(offsets, message, tmp_path):
+    head = EagleHead.from_pretrained(OFFICIAL)
+    head.config.layout = "tokenahead"
+    head.d2t.copy_(offsets)
+    head.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        EagleHead.from_pretrained(tmp_path)
+
+
 def test_ids_may_ask_for_too_many_layers(tmp_path):
     folder = rewritten(tmp_path, {AUX: [2, 4, 20]})
     with pytest.raises(ValueError, match=r"aux_layers=\[2, 4, 20\]: the backbone has 8 layers"):

@@ -28,6 +28,11 @@ def ticks(axes):
     return [tick for tick in axes.get_xticks() if low <= tick <= high]
 
 
+def test_a_run_that_ended_before_its_first_entry_has_a_picture_and_no_warning(recwarn):
+    learning_figure([{"step": 1, "train_runtime": 1.0}])
+    assert [str(each.message) for each in recwarn] == []
+
+
 @pytest.mark.parametrize("depths", [0, 1, 4])
 def test_one_axis_lies_in_each_panel_of_an_evaluation(depths):
     """A second axis is drawn over the first one, its legend included."""

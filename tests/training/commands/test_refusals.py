@@ -40,8 +40,14 @@ WRONG = {
     "wrapped packing": ({"packing": True, "packing_strategy": "wrapped"}, "packing_strategy='wrapped' joins documents"),
     "a loss of TRL": ({"loss_type": "dft"}, "loss_type='dft'"),
     "an unknown field of acceptance": (
-        {"eval_strategy": "steps", "eval_steps": 2, "acceptance": {"row": 3}}, "acceptance: "
+        {"eval_strategy": "steps", "eval_steps": 2, "acceptance": {"row": 3}},
+        "acceptance has no option 'row'; it has rows, generate_every,",
     ),
+    "a metric that no evaluation has": (
+        {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "expected_acepted"},
+        "metric_for_best_model='expected_acepted' is in no evaluation of this run; choose loss, loss_head_1, ",
+    ),
+    "a file that is not there": ({"dataset_name": "nofile.jsonl"}, "dataset_name=nofile.jsonl: no such file or folder"),
     "patience for nothing": ({"early_stopping_patience": 2}, "early_stopping_patience needs eval_strategy"),
     "DeepSpeed that is not installed": ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "pip install deepspeed"),
     "a column that is missing": ({"dataset_text_field": "body"}, "have the columns text; needed are 'body'"),
@@ -68,6 +74,21 @@ ROWS = {
     "no rows": ([], "empty"),
     "a chat without an assistant": ([{"messages": [USER]}] * 3, "row 0 of the train data has no assistant turn"),
     "ids outside the vocabulary": ([{"input_ids": [70, 999]}] * 3, "input_ids of the train data hold 999"),
+    "a late chat without an assistant": (
+        [{"messages": [USER, {"role": "assistant", "content": "x"}]}] * 1100 + [{"messages": [USER]}],
+        "row 1100 of the train data has no assistant turn",
+    ),
+    "turns without content": ([{"messages": [{"role": "user"}, {"role": "assistant"}]}] * 3, "turn 0 has no 'content'"),
+    "a chat that is a text": ([{"messages": "hello"}] * 3, "'messages' of the train data must hold a list of turns"),
+    "text that is null": ([{"text": None}] * 3, "'text' of the train data must hold text, and row 0 has None"),
+    "some text that is null": ([{"text": "a"}, {"text": None}], "'text' of the train data is null in 1 row(s)"),
+    "text that is a number": ([{"text": 3}] * 3, "'text' of the train data must hold text, and row 0 has 3"),
+    "ids that are a text": ([{"input_ids": "hello"}] * 3, "'input_ids' of the train data must hold a list of whole"),
+    "ids that are no whole numbers": ([{"input_ids": [1.5, 2.5]}] * 3, "must hold a list of whole numbers"),
+    "labels of another length": (
+        [{"input_ids": [70, 71, 72], "labels": [70, 71, 72]}, {"input_ids": [70, 71, 72], "labels": [70]}],
+        "row 1 of the train data has 3 input_ids and 1 labels",
+    ),
     "labels outside the vocabulary": (
         [{"input_ids": [70, 71], "labels": [-5, 71]}] * 3, "labels of the train data hold -5"
     ),
@@ -79,6 +100,20 @@ def test_rows_that_cannot_be_learned_are_named(rows, message, settings_of, tmp_p
     file = write(tmp_path / "rows.jsonl", rows)
     settings_of(drafter="heads", dataset_name=str(file), test_split_size=None)
     assert message in error_of(tmp_path, capsys)
+
+
+@pytest.mark.parametrize("text", ['{"text": "a"}\n{"text": \n', "\n\n\n"], ids=["a broken line", "blank lines"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_files_that_cannot_be_read_are_named(text, streaming, settings_of, tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(text)
+    settings_of(drafter="heads", dataset_name=str(file), test_split_size=None, dataset_streaming=streaming)
+    said = error_of(tmp_path, capsys)
+    assert f"dataset_name={file}: could not be read: " in said or f"{file} has no rows" in said
+
+
+def test_a_missing_file_of_settings_is_named(tmp_path, capsys):
+    assert error_of(tmp_path, capsys) == f"{tmp_path / 'config.yaml'}: no such file of settings"
 
 
 def test_a_disk_that_is_too_small(settings_of, tmp_path, capsys, monkeypatch):

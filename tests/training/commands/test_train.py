@@ -72,6 +72,21 @@ def test_the_command_reads_a_file_and_flags(settings_of, tmp_path, capsys):
     assert "step 2/2" in shown and "bytes/s" in shown and "left" in shown
 
 
+def test_settings_that_nobody_gave_are_not_warned_of(settings_of, recwarn):
+    assert settings_of().training.activation_checkpointing is False
+    assert [str(each.message) for each in recwarn if "gradient_checkpointing" in str(each.message)] == []
+    assert settings_of(gradient_checkpointing=True).training.activation_checkpointing is True
+
+
+def test_the_help_begins_with_what_is_our_own(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert (
+        -1 < shown.index("settings of tokenahead:") < shown.index("--drafter_options") < shown.index("--dataset_name")
+    )
+
+
 def test_a_chat_is_learned_where_the_assistant_speaks(settings_of, data):
     trainer = train(settings_of(drafter="heads", dataset_name=str(data["chat"]), assistant_only_loss=True))
     batch = next(iter(trainer.get_train_dataloader()))

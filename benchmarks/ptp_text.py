@@ -69,6 +69,7 @@ def fit(
         arguments = TrainingArguments(
             scratch, max_steps=sys.maxsize, per_device_train_batch_size=rows, use_cpu=True, report_to="none",
             save_strategy="no", disable_tqdm=True, dataloader_drop_last=True, logging_steps=20,
+            logging_nan_inf_filter=False,  # a loss that is no number is to be seen
         )  # fmt: skip
         trainer = trainer_class(
             model, arguments, train_dataset=ByteWindows(corpus.train, 256),
@@ -176,7 +177,7 @@ def distil(
     )  # fmt: skip
     loss = "ce" if model.config.predicts_tokens else "kl"
     options = PTPOptions(loss=loss, completions=32)
-    steps = fit(PTPTrainer, model, corpus, kind, arguments.minutes[1], 4, (0.04, 2e-2), console, options=options)
+    steps = fit(PTPTrainer, model, corpus, kind, arguments.minutes[1], 4, (0.03, 1.5e-2), console, options=options)
     print(f"{kind}: {steps} steps", flush=True)
     model.save_pretrained(folder)
     EvaByteTokenizer().save_pretrained(folder)

@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def describe_run(settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
     training = settings.training
     versions = {name: metadata.version(name) for name in _PACKAGES}
     return {
-        "command": " ".join(["tokenahead", *sys.argv[1:]]),
+        "command": " ".join(["tokenahead", *_without_tokens(sys.argv[1:])]),
         "versions": {"tokenahead": __version__, "python": platform.python_version(), **versions},
         "git": git_state(),
         "seeds": {"seed": training.seed, "data_seed": training.data_seed},
@@ -85,8 +86,22 @@ def write_run(folder: Path, settings: Settings, facts: dict[str, Any]) -> None:
     text = json.dumps(describe_run(settings, facts), indent=1, ensure_ascii=False, default=str)
     replace_text(folder / RUN, text + "\n")
     parts = (settings.data, settings.mixture, settings.model, settings.drafter, settings.training)
-    asked = {"given": settings.given, "resolved": {type(part).__name__: _changed(part) for part in parts}}
+    given = settings.given | {"flags": _without_tokens(settings.given["flags"])}
+    if "file" in given:
+        given["file"] = {name: value for name, value in given["file"].items() if not name.endswith("token")}
+    asked = {"given": given, "resolved": {type(part).__name__: _changed(part) for part in parts}}
     replace_text(folder / CONFIG, yaml.safe_dump(json.loads(json.dumps(asked, default=str)), sort_keys=False))
+
+
+def _without_tokens(words: Sequence[str]) -> list[str]:
+    """A command without its tokens for the Hub, which a folder that travels must not tell."""
+    shown, hides = [], False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        is_token = name.startswith("--") and name.endswith("token")
+        shown.append("(hidden)" if hides else f"{name}=(hidden)" if is_token and equals else word)
+        hides = is_token and not equals
+    return shown
 
 
 def _changed(part: Any) -> dict[str, Any]:

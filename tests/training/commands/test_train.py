@@ -9,6 +9,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from tokenahead import DeepSeekMTP, EagleHead, MTPHeads
 from tokenahead.modeling.heads.joint import JointMTPModel
 from tokenahead.training import cli
+from tokenahead.training.commands.run_folder import write_run
 from tokenahead.training.commands.train import train
 
 RUNS = {
@@ -92,3 +93,16 @@ def test_a_chat_is_learned_where_the_assistant_speaks(settings_of, data):
     batch = next(iter(trainer.get_train_dataloader()))
     learned = batch["input_ids"][0][batch["labels"][0] != -100]
     assert trainer.processing_class.decode(learned) == "hello<|eot_id|>"
+
+
+def test_a_run_folder_does_not_tell_the_token(settings_of, tmp_path, monkeypatch):
+    """The command line is written down, and the settings as they were given."""
+    flags = ["--hub_token", "hf_secret", "--max_steps", "1", "--hub_token=hf_secret"]
+    settings = settings_of(drafter="heads", max_steps=1, eval_strategy="no")
+    settings.given["flags"] = flags
+    settings.given["file"] = {"hub_token": "hf_secret", "max_steps": 1}
+    monkeypatch.setattr("sys.argv", ["tokenahead", "train", *flags])
+    write_run(tmp_path / "told", settings, {})
+    for file in (tmp_path / "told").iterdir():
+        text = file.read_text()
+        assert "hf_secret" not in text and "max_steps" in text, file

@@ -104,6 +104,7 @@ WRITTEN_IN_SOURCE = [
     (Trainer, "_initial_global_step"),
     (Trainer, "_signature_columns"),
     (accelerate.hooks, "_hf_hook"),
+    (torch._dynamo.OptimizedModule, "_orig_mod"),
     (inspect.getmodule(PreTrainedTokenizer), "_added_tokens_encoder"),
     (transformers.core_model_loading, "_weight_conversions"),
     (transformers.utils.hub, "_raise_exceptions_for_connection_errors"),

@@ -22,6 +22,8 @@ def check_backbone(backbone: PreTrainedModel) -> None:
     name = type(backbone).__name__
     if backbone.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder; attach to a causal language model")
+    if not isinstance(backbone, PreTrainedModel):  # something that stands in for one is taken at its word
+        return
     # with ALiBi only distances count; a model of states decodes plainly, or its cache goes back in a way of its own
     is_free = _has_alibi(backbone) or backbone._is_stateful or hasattr(backbone, "_new_cache")
     forwards = type(backbone).forward, type(backbone.get_decoder()).forward

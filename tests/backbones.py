@@ -95,13 +95,14 @@ def check_greedy(model: PreTrainedModel, drafter, batch: list[torch.Tensor], new
     common = dict(max_new_tokens=new, do_sample=False, assistant_model=drafter, return_dict_in_generate=True) | options
     alone, ragged, uneven, counts = set(), set(), False, []
     for prompt, text in zip(batch, expected):
+        drafter.schedules.clear()  # an adaptive length begins with trials, which accept every number of drafts
         out = model.generate(prompt[None], attention_mask=torch.ones_like(prompt)[None], **common)
         assert out.sequences[0, len(prompt) :].tolist() == text.tolist()
         alone |= set(out.speculation.accepted)
         counts.append(out.speculation.accepted)
     for start in range(0, len(batch), 4):
         group, texts = batch[start : start + 4], expected[start : start + 4]
-        drafter.schedules.clear()  # an adaptive length begins with trials, which accept every number of drafts
+        drafter.schedules.clear()
         out = model.generate(**left_padded(group), **common)
         assert out.sequences[:, -new:].tolist() == [text.tolist() for text in texts]
         ragged |= set().union(*out.speculation.rows_accepted)

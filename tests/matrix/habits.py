@@ -265,6 +265,7 @@ def several_sequences(entry: Entry) -> None:
 def adaptive(entry: Entry) -> None:
     """Drafts of the length that pays."""
     options = dict(max_new_tokens=24, num_assistant_tokens_schedule="adaptive")
+    (entry.drafter or entry.model).schedules.clear()  # what other habits' calls have learned would be gone on with
     out = entry.generate(entry.inputs(2), **options, **DICT)
     assert torch.equal(out.sequences, entry.plain(entry.inputs(2), max_new_tokens=24))
     assert min(map(len, out.speculation.rows_drafts[0])) == 0 < max(map(len, out.speculation.rows_drafts[0]))

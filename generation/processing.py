@@ -172,6 +172,9 @@ class _Places:
         if self._ids is None:
             tokens, tree = self.tokens, self.tree
             longest = max(tokens.lengths)
+            if self.size == 1 and min(tokens.lengths) == longest:  # nothing is drafted, and the rows stand as they are
+                self._ids = tokens.ids[:, None, :longest]
+                return self._ids
             steps = torch.arange(longest + tree.depth, device=tokens.ids.device)
             ends = tokens.ends[:, None] + tree.positions()
             source = steps - (len(steps) - ends)[..., None]  # [B, m + 1, W]: each column's place in its own text

@@ -172,8 +172,8 @@ class _Places:
         if self._ids is None:
             tokens, tree = self.tokens, self.tree
             longest = max(tokens.lengths)
-            if self.size == 1 and min(tokens.lengths) == longest:  # nothing is drafted, and the rows stand as they are
-                self._ids = tokens.ids[:, None, :longest]
+            if self.size == 1:  # nothing is drafted
+                self._ids = self._rows(longest)[:, None]
                 return self._ids
             steps = torch.arange(longest + tree.depth, device=tokens.ids.device)
             ends = tokens.ends[:, None] + tree.positions()
@@ -185,6 +185,15 @@ class _Places:
             found = texts[:, None].expand(-1, self.size, -1).gather(2, source.clamp(min=0))
             self._ids = found.masked_fill_(source < 0, self.fill)
         return self._ids
+
+    def _rows(self, longest: int) -> torch.Tensor:
+        """The rows themselves, right-aligned behind `fill`: [B, W]."""
+        tokens = self.tokens
+        rows = tokens.ids[:, :longest]
+        if min(tokens.lengths) == longest:
+            return rows
+        source = torch.arange(longest, device=rows.device) - (longest - tokens.ends)[:, None]
+        return rows.gather(1, source.clamp(min=0)).masked_fill_(source < 0, self.fill)
 
     @property
     def lengths(self) -> torch.Tensor:

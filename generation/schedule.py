@@ -14,8 +14,10 @@ _KEEP, _KEEP_OVERALL = 0.98, 0.999
 _SHARED_TRIALS = 4.0
 _FIRST_TRIALS = 2.5  # two or three drafts of a row; many rows have seen as much after one
 _NEWEST = 9  # cycles of a length whose median is its cost
+_PACE_SHARE, _PACE_STEP = 0.4, 2.0  # how much of a cycle's surprise is the machine's, and the largest surprise
 _PROBE_BUDGET, _PROBE_AGE = 0.02, 16
 _HOPELESS = 0.5  # a shorter draft would have to take half the time that it took before
+_PLAIN_BONUS = 1.06  # expectations err upwards, for the best of many is taken, and the slowest row ends a batch
 
 
 class DraftSchedule(Protocol):
@@ -83,11 +85,14 @@ class AcceptanceRates:
 class CycleCosts:
     """Seconds of a cycle by draft length: the median of the newest ones, between measured lengths a straight line.
 
-    Cycles are no line as a whole: the first drafted token costs the draft itself, and the next ones little more.
+    Cycles are no line as a whole: the first drafted token costs the draft itself, and the next ones little more. A
+    machine has slow moments and fast ones, and lengths are tried at different moments: what is remembered of a cycle is
+    its time beside the pace of its moment, so that a length tried long ago is comparable with the one tried now.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, deque[float]] = {}
+        self._pace = 0.0  # seconds, at this moment, of what took a time of 1
 
     def count(self, length: int) -> int:
         """How many cycles of this length were seen, as far as they are remembered."""
@@ -95,12 +100,18 @@ class CycleCosts:
 
     def add(self, length: int, seconds: float) -> None:
         """Takes in a cycle."""
-        self._seen.setdefault(length, deque(maxlen=_NEWEST)).append(seconds)
+        seconds = max(seconds, 1e-9)
+        if length in self._seen:
+            surprise = min(max(seconds / self.seconds(length), 1 / _PACE_STEP), _PACE_STEP)
+            self._pace *= surprise**_PACE_SHARE
+        self._pace = self._pace or seconds
+        self._seen.setdefault(length, deque(maxlen=_NEWEST)).append(seconds / self._pace)
 
     def seconds(self, length: int) -> float:
         """What a cycle of this length takes; longer ones never take less. 0 before anything was seen."""
-        if not self._seen:
-            return 0.0
+        return self._pace * self._time(length) if self._seen else 0.0
+
+    def _time(self, length: int) -> float:
         lengths, times = self._curve()
         place = bisect(lengths, length)
         if place and lengths[place - 1] == length:
@@ -112,7 +123,7 @@ class CycleCosts:
         return times[place - 1] + slope * (length - lengths[place - 1])
 
     def _curve(self) -> tuple[list[int], list[float]]:
-        """Measured lengths in rising order, and their times made monotone."""
+        """Measured lengths in rising order, and their times at an even pace, made monotone."""
         lengths, times, slowest = sorted(self._seen), [], 0.0
         for length in lengths:
             newest = sorted(self._seen[length])
@@ -126,8 +137,9 @@ class AdaptiveSchedule:
 
     Drafting m tokens yields 1 + S_1 + ... + S_m tokens on average, S_i being the probability of accepting i drafts:
     the product of running rates per position, each drawn towards the rate of all positions where it was seldom tried.
-    It takes the seconds that such cycles took. m = 0 is plain decoding. Lengths that were not tried for long (none at
-    all, the longest, the neighbours) are tried now and then, so rarely that it costs about 2 %.
+    It takes the seconds that such cycles took. m = 0 is plain decoding, and drafts must promise 6 % more than it.
+    Lengths that were not tried for long (none at all, the longest, the neighbours) are tried now and then, so rarely
+    that it costs about 2 %.
 
     Args:
         longest: Upper bound of the length.
@@ -161,7 +173,9 @@ class AdaptiveSchedule:
         survival = self.rates.survival()
         yields = [1 + sum(survival[:length]) for length in range(self.longest + 1)]
         seconds = [max(self.costs.seconds(length), 1e-9) for length in range(self.longest + 1)]
-        best = max(range(self.longest + 1), key=lambda length: yields[length] / seconds[length])
+        rates = [gain / cost for gain, cost in zip(yields, seconds)]
+        rates[0] *= _PLAIN_BONUS
+        best = max(range(self.longest + 1), key=rates.__getitem__)
         return self._probe(best, yields, seconds)
 
     def update(self, drafted: int, accepted: list[int], seconds: float, asked: int | None = None) -> None:

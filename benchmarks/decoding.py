@@ -3,6 +3,7 @@
     python benchmarks/decoding.py                         # a random model of the demo's size
     python benchmarks/decoding.py --model tokenahead-demo/model --prompt "def main("
     python benchmarks/decoding.py --size 85m --profile
+    python benchmarks/decoding.py --compile               # torch.compile with its default backend: needs a C++ compiler
 
 *Cycle overhead* is the time of a whole speculative cycle divided by the time of the bare forward of its n tokens (with
 the same cache length and the next-token head), medians of the same run. On random weights hardly any greedy draft is
@@ -139,10 +140,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--profile", action="store_true", help="also print where the time goes")
+    parser.add_argument("--compile", action="store_true", help="model.forward = torch.compile(model.forward) first")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     model = load(arguments)
     prompt = EvaByteTokenizer()(arguments.prompt, return_tensors="pt")["input_ids"]
+    if arguments.compile:
+        model.forward = torch.compile(model.forward)
+        measure(model, prompt, arguments.new_tokens, 1)  # compiles for every shape
     decode(model, prompt, max_new_tokens=20, do_sample=True)
     rows = measure(model, prompt, arguments.new_tokens, arguments.rounds)
     size = sum(parameter.numel() for parameter in model.parameters())

@@ -25,7 +25,7 @@ import torch
 from byte_llama import CONFIG
 from byte_llama import train as train_model
 from counting import per_cycle
-from strategies import LENGTH, ROWS, train
+from strategies import LENGTH, ROWS, beginnings, train
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tokenahead import (
@@ -37,7 +37,7 @@ from tokenahead import (
     NgramDrafter,
     PTPForCausalLM,
 )
-from tokenahead.training.data import ByteWindows, Corpus, code_prompts, load_corpus
+from tokenahead.training.data import ByteWindows, Corpus, load_corpus
 from tokenahead.training.features import cache_features
 from tokenahead.training.files import replace_text
 from tokenahead.training.strategy import TrainingStrategy
@@ -199,7 +199,7 @@ def texts(corpus: Corpus, arguments: argparse.Namespace) -> dict[str, Any]:
         "corpus": corpus,
         "train": windows,
         "part": [windows[index] for index in chosen],
-        "prompts": [tokenizer(p, return_tensors="pt") for p in code_prompts(corpus.held_out, arguments.prompts)],
+        "prompts": [tokenizer(prompt, return_tensors="pt") for prompt in beginnings(corpus, arguments)],
     }
 
 

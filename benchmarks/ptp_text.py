@@ -4,7 +4,8 @@
     python benchmarks/ptp_text.py --minutes 1 1 --slots 4
     python benchmarks/ptp_text.py --backbone demo-llama --minutes 0 2 --acceptance    # of benchmarks/byte_llama.py
 
-A byte-level Llama of 1 million parameters learns the Python standard library's source. Students are distilled from it
+A byte-level Llama of 1 million parameters learns the Python standard library's source, and goes on with beginnings of
+it at the temperature of decoding (`--texts 0`: students learn from the source itself). Students are distilled from it
 with `PTPTrainer`, in so many minutes of *processor* time each: O-PTP (`one_hot`), verified with the uniforms that it
 drafts from, C-PTP (`categorical`), verified by block, both again with slots that read the last verified hidden state,
 and independent prediction, which is O-PTP whose uniforms say nothing. They complete held-out code by turns with
@@ -21,6 +22,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -34,6 +36,7 @@ from tokenahead.training.callbacks import ProgressCallback, TimeBudget, TimeBudg
 from tokenahead.training.data import ByteWindows, Corpus, code_prompts, load_corpus
 from tokenahead.training.evaluation import GREEDY, DecodingMode, compare_decoding, sampled
 from tokenahead.training.muon import JointOptimizer, Muon
+from tokenahead.training.ptp.data import write_texts
 from tokenahead.training.ptp.options import PTPOptions
 from tokenahead.training.ptp.trainer import PTPTrainer
 
@@ -41,6 +44,8 @@ CONFIG = dict(
     vocab_size=320, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
     max_position_embeddings=2048, initializer_range=0.04, bos_token_id=1, eos_token_id=None, pad_token_id=0,
 )  # fmt: skip
+LENGTH, PROMPT = 256, 96
+"""Positions that the backbone and its students have been trained at, and bytes of a prompt that is decoded from."""
 KINDS = {
     "one_hot": {"variant": "one_hot"},
     "categorical": {"variant": "categorical"},
@@ -51,10 +56,10 @@ KINDS = {
 
 
 def fit(
-    trainer_class: type[Trainer], model: PreTrainedModel, corpus: Corpus, title: str, minutes: float, rows: int,
+    trainer_class: type[Trainer], model: PreTrainedModel, data: Any, title: str, minutes: float, rows: int,
     rates: tuple[float, float], console: Console, **options: object,
 ) -> int:  # fmt: skip
-    """Trains for so many minutes on `rows` windows of 256 bytes per step, and returns the number of steps."""
+    """Trains for so many minutes on `rows` rows of 256 ids per step, and returns the number of steps."""
     trained = [p for p in model.parameters() if p.requires_grad]
     embeddings = {
         id(p) for part in (model.get_input_embeddings(), model.get_output_embeddings()) for p in part.parameters()
@@ -72,9 +77,9 @@ def fit(
             logging_nan_inf_filter=False,  # a loss that is no number is to be seen
         )  # fmt: skip
         trainer = trainer_class(
-            model, arguments, train_dataset=ByteWindows(corpus.train, 256),
+            model, arguments, train_dataset=data,
             optimizers=(optimizer, LambdaLR(optimizer, lambda step: budget.rate())),
-            callbacks=[TimeBudgetCallback(budget), ProgressCallback(title, budget, rows * 256, console)], **options,
+            callbacks=[TimeBudgetCallback(budget), ProgressCallback(title, budget, rows * LENGTH, console)], **options,
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         trainer.train()
@@ -129,9 +134,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, nargs=2, default=[4, 10], help="for the backbone, and per student")
     parser.add_argument("--slots", type=int, default=4, help="N")
     parser.add_argument("--rank", type=int, default=64, help="of the adapters")
+    parser.add_argument("--texts", type=int, default=2048, help="that the backbone writes; 0: learn from the source")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=LENGTH - PROMPT)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--backbone", type=Path, help="a folder of a trained one; no minutes are spent on it")
@@ -145,14 +151,15 @@ def main() -> None:
     backbone = arguments.backbone or arguments.output / "backbone"
     if not arguments.reuse and arguments.backbone is None:
         model = LlamaForCausalLM(LlamaConfig(**CONFIG))
-        fit(Trainer, model, corpus, "backbone", arguments.minutes[0], 4, (0.03, 1e-2), console)
+        windows = ByteWindows(corpus.train, LENGTH)
+        fit(Trainer, model, windows, "backbone", arguments.minutes[0], 4, (0.03, 1e-2), console)
         model.save_pretrained(backbone)
-    prompts = code_prompts(corpus.held_out, arguments.prompts)
+    prompts = code_prompts(corpus.held_out, arguments.prompts, length=PROMPT)
     table = Table("student", "decoding", "tokens/call", "tokens/s", "plain tokens/s", "speed-up", "identical")
     for kind in arguments.kinds:
         folder = arguments.output / kind.replace(", ", "_")
         if not (arguments.reuse and folder.is_dir()):
-            distil(arguments, kind, backbone, corpus, console, folder)
+            distil(arguments, kind, backbone, texts(arguments, backbone, corpus), console, folder)
         if arguments.acceptance:
             model = PTPForCausalLM.from_pretrained(folder).eval()
             for mode in modes(kind, arguments.temperature):
@@ -166,9 +173,19 @@ def main() -> None:
     console.print(table)
 
 
-def distil(
-    arguments: argparse.Namespace, kind: str, backbone: Path, corpus: Corpus, console: Console, folder: Path
-) -> None:
+def texts(arguments: argparse.Namespace, backbone: Path, corpus: Corpus) -> Any:
+    """What students learn from: texts of the backbone, written once, or pieces of the source."""
+    windows = ByteWindows(corpus.train, LENGTH)
+    if not arguments.texts:
+        return windows
+    places = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))[: arguments.texts].tolist()
+    prompts = [windows[place]["input_ids"][: LENGTH // 8].tolist() for place in places]
+    teacher = LlamaForCausalLM.from_pretrained(backbone).eval()
+    how = dict(max_new_tokens=LENGTH - LENGTH // 8, batch_size=64, sampling={"temperature": arguments.temperature})
+    return write_texts(teacher, prompts, arguments.output / "texts", **how)
+
+
+def distil(arguments: argparse.Namespace, kind: str, backbone: Path, data: Any, console: Console, folder: Path) -> None:
     """Trains a student of the backbone, and saves it."""
     torch.manual_seed(1)
     model = PTPForCausalLM.from_backbone(
@@ -177,7 +194,7 @@ def distil(
     )  # fmt: skip
     loss = "ce" if model.config.predicts_tokens else "kl"
     options = PTPOptions(loss=loss, completions=32)
-    steps = fit(PTPTrainer, model, corpus, kind, arguments.minutes[1], 4, (0.03, 1.5e-2), console, options=options)
+    steps = fit(PTPTrainer, model, data, kind, arguments.minutes[1], 4, (0.03, 1.5e-2), console, options=options)
     print(f"{kind}: {steps} steps", flush=True)
     model.save_pretrained(folder)
     EvaByteTokenizer().save_pretrained(folder)

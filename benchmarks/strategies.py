@@ -34,7 +34,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel, PrinterCallback, Tra
 
 from tokenahead import EvaByteTokenizer, MTPHeads
 from tokenahead.training.callbacks import TimeBudget, TimeBudgetCallback
-from tokenahead.training.data import ByteWindows, SourceText, code_prompts, load_corpus
+from tokenahead.training.data import ByteWindows, Corpus, SourceText, code_prompts, load_corpus
 from tokenahead.training.evaluation.expected import TeacherForced
 from tokenahead.training.evaluation.modes import sampled
 from tokenahead.training.features import FeatureDataset, cache_features
@@ -159,6 +159,11 @@ def drawn_texts(backbone: PreTrainedModel, held_out: torch.Tensor) -> torch.Tens
     return backbone.generate(begun, **options, max_new_tokens=LENGTH - begun.shape[1])
 
 
+def beginnings(corpus: Corpus, arguments: argparse.Namespace) -> list[str]:
+    """Held-out code to complete, so short that new tokens stay at positions that the backbone has been trained at."""
+    return code_prompts(corpus.held_out, arguments.prompts, length=LENGTH - arguments.new_tokens)
+
+
 def folder_of(arguments: argparse.Namespace, name: str, seed: int) -> Path:
     """Where trained heads lie."""
     return arguments.scratch / f"{name.replace(' ', '-')}-{seed}"
@@ -231,7 +236,7 @@ def main() -> None:
         "part": [windows[index] for index in chosen],
         "held_out": held_out,
         "drawn": drawn_texts(LlamaForCausalLM.from_pretrained(arguments.backbone).eval(), held_out),
-        "prompts": [tokenizer(p, return_tensors="pt") for p in code_prompts(corpus.held_out, arguments.prompts)],
+        "prompts": [tokenizer(prompt, return_tensors="pt") for prompt in beginnings(corpus, arguments)],
     }
     results = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
     for seed, name in product(arguments.seed, arguments.only):

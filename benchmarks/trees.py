@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from strategies import LENGTH, train
+from strategies import LENGTH, beginnings, train
 from transformers import LlamaForCausalLM, PreTrainedModel, StoppingCriteriaList
 
 from tokenahead import EagleHead, EvaByteTokenizer
@@ -221,7 +221,7 @@ def main() -> None:
         texts = [tokenizer(text, return_tensors="pt")["input_ids"][0] for text in code_prompts(corpus.held_out, 384)]
         expectations(head, torch.stack([text[-64:] for text in texts if len(text) >= 64][:128]), arguments)
         return
-    prompts = tokenizer(code_prompts(corpus.held_out, arguments.prompts), return_tensors="pt", padding=True)
+    prompts = tokenizer(beginnings(corpus, arguments), return_tensors="pt", padding=True)
     figures = measure(head, prompts, arguments)
     replace_text(arguments.output, json.dumps(figures, indent=1))
     table(figures)

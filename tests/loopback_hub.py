@@ -5,7 +5,7 @@ a card's metadata, preupload, Git LFS, commits, model info, trees and files. It 
 datasets, no Xet storage and no rate limits. Anything else that a client asks for is answered with 404 and noted in
 `LoopbackHub.unknown`, so that a test notices.
 
-Client settings are read at import, so a test runs its client in a subprocess with `LoopbackHub.environment`.
+Client settings are read at import, so a test runs its client in a subprocess, by `LoopbackHub.run`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ import hashlib
 import json
 import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml  # comes with huggingface_hub; nothing else here is outside the standard library
 
+ROOT = Path(__file__).parents[1]
 TOKEN = "hf_loopback"
 USER = "me"
 LARGE = (".safetensors", ".bin", ".png")
@@ -119,7 +123,7 @@ class LoopbackHub:
 
     Example:
         >>> with LoopbackHub() as hub:
-        ...     subprocess.run([sys.executable, "push.py"], env=hub.environment(tmp_path / "home"), check=True)
+        ...     hub.run(Path("push.py"), tmp_path)
         ...     hub.repositories["me/toy"].files["README.md"].data
     """
 
@@ -145,6 +149,25 @@ class LoopbackHub:
     def url(self) -> str:
         """The address that stands for https://huggingface.co."""
         return f"http://127.0.0.1:{self._server.server_port}"
+
+    def run(self, client: Path, folder: Path, *arguments: str, home: str = "home", **environment: Any) -> str:
+        """Runs a script in a process of its own, with a folder as its first argument and its place.
+
+        Args:
+            client: The script.
+            folder: Where it works.
+            *arguments: Further ones.
+            home: Folder there for its cache of the Hub.
+            **environment: Of `environment`.
+
+        Returns:
+            What it wrote to stderr.
+        """
+        variables = self.environment(folder / home, **environment) | {"PYTHONPATH": str(ROOT)}
+        command = [sys.executable, str(client), str(folder), *arguments]
+        done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
 
     def environment(self, home: Path, token: str | None = TOKEN, xet: bool = False) -> dict[str, str]:
         """The environment of a client: this Hub, a fresh cache under `home`, no proxy and no other Hub settings."""

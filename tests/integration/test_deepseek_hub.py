@@ -1,8 +1,6 @@
 """Backbone and modules pushed to a Hub and loaded from there by name, over real HTTP."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.loopback_hub import LoopbackHub
@@ -12,10 +10,7 @@ HERE = Path(__file__).parent
 
 def test_push_and_load_by_name(tmp_path):
     with LoopbackHub() as hub:
-        environment = hub.environment(tmp_path / "home") | {"PYTHONPATH": str(HERE.parents[1])}
-        command = [sys.executable, str(HERE / "deepseek_hub_client.py"), str(tmp_path)]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+        hub.run(HERE / "deepseek_hub_client.py", tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())
     assert len(found) == 5 and all(found.values()), found
     assert "model.safetensors.index.json" in hub.repositories["me/modules"].files

@@ -1,8 +1,6 @@
 """Pushing and loading over real HTTP: the clients run in processes of their own, the Hub is in this one."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,22 +14,14 @@ PICTURE = b"\x89PNG\r\n\x1a\n, or so"
 WEIGHTS = "model.safetensors"
 
 
-def run(client: str, hub: LoopbackHub, folder: Path, home: str, *arguments: str, **environment: object) -> None:
-    """Runs a client process with an empty cache of its own."""
-    variables = hub.environment(folder / home, **environment) | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(HERE / client), str(folder), *arguments]
-    done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.fixture(scope="module")
 def pushed(tmp_path_factory):
     """The Hub after push_client.py and load_client.py, and what they found."""
     folder = tmp_path_factory.mktemp("push")
     (folder / "acceptance.png").write_bytes(PICTURE)
     with LoopbackHub() as hub:
-        run("push_client.py", hub, folder, "home of the author")
-        run("load_client.py", hub, folder, "home of a reader", token=None)
+        hub.run(HERE / "push_client.py", folder, home="home of the author")
+        hub.run(HERE / "load_client.py", folder, home="home of a reader", token=None)
     found = json.loads((folder / "findings.json").read_text())
     loaded = json.loads((folder / "loaded.json").read_text())
     return SimpleNamespace(hub=hub, folder=folder, found=found, loaded=loaded, toy=hub.repositories["me/toy"])
@@ -173,7 +163,7 @@ def test_upload_pipeline_of_xet_clients(tmp_path):
     pytest.importorskip("hf_xet")
     (tmp_path / "acceptance.png").write_bytes(PICTURE)
     with LoopbackHub(upload_mode="regular") as hub:
-        run("push_client.py", hub, tmp_path, "home", "twice", xet=True)
+        hub.run(HERE / "push_client.py", tmp_path, "twice", xet=True)
         assert [len(commit.files) > 0 for commit in hub.repositories["me/toy"].commits] == [False, True]
         assert {"README.md", WEIGHTS, "acceptance.png"} <= hub.repositories["me/toy"].files.keys()
         assert hub.unknown == []

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,12 +26,9 @@ def pushed(folders, tmp_path_factory):
                 "save_strategy": "no", "use_cpu": True, "push_to_hub": True, "max_length": 64}  # fmt: skip
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     with LoopbackHub() as hub:
-        environment = hub.environment(folder / "home") | {"PYTHONPATH": str(HERE.parents[2])}
-        command = [sys.executable, str(HERE / "push_run_client.py"), str(folder)]
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
+        said = hub.run(HERE / "push_run_client.py", folder)
     ended = json.loads((folder / "ended.json").read_text())
-    return SimpleNamespace(hub=hub, folder=folder, ended=ended, said=done.stderr)
+    return SimpleNamespace(hub=hub, folder=folder, ended=ended, said=said)
 
 
 RUNS = {"heads": "model.safetensors", "steps": "model.safetensors", "both": "backbone/adapter_model.safetensors",

@@ -64,7 +64,9 @@ def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
     a, b, c = _QUINTIC
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
-    x = x / x.norm().clamp(min=torch.finfo(x.dtype).tiny)
+    tiny = torch.finfo(x.dtype).tiny
+    x = x / x.abs().amax().clamp(min=tiny)  # the squares of what is left of a vanishing gradient would sum to 0
+    x = x / x.norm().clamp(min=tiny)
     for _ in range(_ROUNDS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

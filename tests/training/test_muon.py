@@ -18,6 +18,14 @@ def test_directions_keep_singular_vectors_and_level_singular_values(shape):
     assert (levelled - torch.diag(values)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("scale", [1e-41, 1e-38, 1e-25, 1e-22, 1.0, 1e18, 1e25])
+def test_gradients_of_any_size_give_a_direction(scale):
+    """Squares of float32 vanish below 1e-23 and overflow above 1e19; a direction of NaN ends a training."""
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalised(torch.randn(6, 12) * scale))
+    assert values.min() > 0.6 and values.max() < 1.3
+
+
 def test_no_gradient_gives_no_direction():
     assert torch.equal(orthogonalised(torch.zeros(3, 4)), torch.zeros(3, 4))
 

@@ -28,6 +28,7 @@ from ..configuration.mtp_families import FAMILIES, count_modules
 from ..generation import Speculation
 from ..modeling import DeepSeekMTP
 from .byte_text import decode, encode, escaped, is_byte_level, streamer_for
+from .parts import adapters_for, base_of, has_adapters, put_adapters, tokenizer_source
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,10 @@ def complete(request: Request, write: Callable[[bytes], None]) -> Completed:
     model, tokenizer = _load(request, device)
     options = request.options()
     if request.heads is not None:
-        options["assistant_model"] = _load_heads(request.heads).to(device=device, dtype=model.dtype).attach(model)
+        heads = _load_heads(request.heads)
+        if adapters := adapters_for(request.heads, request.model, "--model"):
+            put_adapters(model, adapters)
+        options["assistant_model"] = heads.to(device=device, dtype=model.dtype).attach(model)
     _check_drafter(request, model)
     ids = _prompt_ids(request, tokenizer)
     set_seed(request.seed)
@@ -201,7 +205,8 @@ def _prompt_ids(request: Request, tokenizer: PreTrainedTokenizerBase) -> list[in
 
 
 def _load(request: Request, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    source = request.model
+    adapters = request.model if has_adapters(request.model) else None
+    source = base_of(adapters) if adapters else request.model
     logging.disable_progress_bar()
     config = load_config(source, "--model")
     if isinstance(config, MTPHeadConfig):
@@ -212,7 +217,9 @@ def _load(request: Request, device: torch.device) -> tuple[PreTrainedModel, PreT
         )
     else:
         model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=request.dtype)
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(source)
+    if adapters:
+        put_adapters(model, adapters)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(tokenizer_source(source))
 
 
 def _load_heads(source: str) -> PreTrainedModel:

@@ -80,6 +80,7 @@ def analyze(settings: Settings) -> dict[str, Any]:
         raise ValueError(f"no held-out row reaches depth={asked.depth}: lower it, or give longer rows")
     found = {
         "model": settings.model.model_name_or_path,
+        "adapters": settings.adapters,
         "places": len(places),
         "depths": _depths(trainee, places, asked),
         "layers": _layers(trainee, places),

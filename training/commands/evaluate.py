@@ -16,13 +16,13 @@ from transformers.utils import logging
 
 from ... import __version__
 from ...generation.attachment import Attachable
-from ...modeling.heads.joint import BACKBONE
 from ..byte_text import is_byte_level
 from ..completion import load_config
 from ..evaluation import GREEDY, Comparison, Measurement, environment, hardware, sampled
 from ..evaluation.drafts import DraftMeasures, measure_drafts
 from ..evaluation.laws import has_laws
 from ..files import replace_picture, replace_text
+from ..parts import adapters_for, base_of, has_adapters, holds_model, trained_backbone
 from ..results import MeasuredResults
 from .evaluation_figure import evaluation_figure
 from .models import Trainee, build
@@ -34,6 +34,7 @@ FIGURES = "evaluation.json"
 RESULTS = "results.json"
 """What a model card is made from."""
 PICTURE = "evaluation.png"
+_MEASURED = {FIGURES, RESULTS, PICTURE, "analysis.json", "analysis.png"}
 _OUT_OF_TRAINING = {"save_strategy": "no", "eval_strategy": "steps", "eval_steps": 1000, "max_steps": 1}
 
 
@@ -90,6 +91,7 @@ def evaluate(settings: Settings) -> dict[str, Any]:
     comparisons = decode(trainee, prompts(trainer, trainee, asked), asked, settings.training.seed)
     figures = {
         "model": settings.model.model_name_or_path,
+        "adapters": settings.adapters,
         "drafter": settings.drafter.drafter_name_or_path,
         "data": settings.data.dataset_name,
         "losses": {name: value for name, value in metrics.items() if "loss" in name or "correct" in name},
@@ -126,21 +128,28 @@ def settings_of_drafter(settings: Settings) -> Settings:
     """The same settings with the drafter that is meant.
 
     A file for training means what that training has left in its `output_dir`; and where `model_name_or_path` names
-    heads or an EAGLE head, their folder names the backbone.
+    heads, an EAGLE head or adapters of PEFT, their folder names the backbone.
 
     Raises:
-        ValueError: A drafter that does not say which backbone it was trained for.
+        ValueError: A drafter that does not say which backbone it was trained for, or a folder in which a training
+            began and left no model.
     """
     trained = Path(settings.training.output_dir)
-    if "file" in settings.given and (trained / "config.json").is_file():
+    if "file" in settings.given and _holds_training(trained):
         return _with_drafter(settings, str(trained))
     source = settings.model.model_name_or_path
     if not source:
         return settings
+    if has_adapters(source):
+        return _with_adapters(
+            replace(settings, model=replace(settings.model, model_name_or_path=base_of(source))), source
+        )
     config = load_config(source, "model_name_or_path")
     kind = {"mtp_heads": "heads", "eagle_head": "eagle"}.get(config.model_type)
     if kind is None:
-        return settings
+        drafter = settings.drafter.drafter_name_or_path
+        adapters = drafter and adapters_for(drafter, source, "model_name_or_path")
+        return replace(settings, adapters=str(adapters)) if adapters else settings
     if not config.base_model_name_or_path:
         raise ValueError(f"{source} does not say for which model it was trained: pass that model, and this as "
                          f"--drafter {kind} --drafter_name_or_path")  # fmt: skip
@@ -148,16 +157,47 @@ def settings_of_drafter(settings: Settings) -> Settings:
     return _with_drafter(replace(settings, model=model, drafter=replace(settings.drafter, drafter=kind)), source)
 
 
+def _holds_training(folder: Path) -> bool:
+    """Whether a training has left a model in its folder; what a training that did not end has left is refused."""
+    if holds_model(folder) or has_adapters(folder):
+        return True
+    names = {entry.name for entry in folder.iterdir()} - _MEASURED if folder.is_dir() else set()
+    if names:
+        raise ValueError(
+            f"output_dir={folder} holds {', '.join(sorted(names)[:3])} and no trained model: let the training come to "
+            "its end (tokenahead train, --resume_from_checkpoint true), or choose another --output_dir to measure the "
+            "model that it would begin with"
+        )
+    return False
+
+
 def _with_drafter(settings: Settings, folder: str) -> Settings:
     """The drafter that a folder holds, or the model that brings its own."""
+    if has_adapters(folder):
+        return _with_adapters(settings, folder)
     if settings.drafter.drafter in ("heads", "eagle"):
-        if (Path(folder) / BACKBONE).is_dir():  # they learned together
-            model = replace(settings.model, model_name_or_path=str(Path(folder) / BACKBONE))
-            settings = replace(settings, model=model)
         drafter = replace(settings.drafter, drafter_name_or_path=folder, drafter_options=None)
-        return replace(settings, drafter=drafter)
+        return _with_trained_backbone(replace(settings, drafter=drafter), folder)
     model = replace(settings.model, model_name_or_path=folder)
     return replace(settings, model=model, drafter=replace(settings.drafter, drafter="own", drafter_options=None))
+
+
+def _with_trained_backbone(settings: Settings, heads: str) -> Settings:
+    """The backbone that learned together with heads, if it did: its folder, or its adapters on what was named."""
+    folder = trained_backbone(heads)
+    if folder is None:
+        return settings
+    if has_adapters(folder):
+        return replace(settings, adapters=str(folder))
+    return replace(settings, model=replace(settings.model, model_name_or_path=str(folder)))
+
+
+def _with_adapters(settings: Settings, folder: str) -> Settings:
+    """The model that a training with PEFT began with, and the adapters that it left."""
+    if settings.drafter.drafter in ("heads", "eagle"):
+        raise ValueError(f"{folder} holds adapters of PEFT for drafter={settings.drafter.drafter!r}, which cannot be "
+                         "measured: train with `strategy: {train: lora}` in the place of use_peft")  # fmt: skip
+    return replace(settings, model=replace(settings.model, use_peft=False), adapters=folder)
 
 
 def evaluator(settings: Settings, trainee: Trainee) -> Any:

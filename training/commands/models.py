@@ -17,6 +17,7 @@ from ...modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, EvaByteTokenizer
 from ...modeling.deepseek.losses import ModuleLossOptions
 from ...modeling.eagle.loss_options import EagleLossOptions
 from ..completion import load_config
+from ..parts import put_adapters, tokenizer_source
 from ..ptp.options import PTPOptions
 from .settings import DrafterArguments, Settings
 
@@ -50,7 +51,7 @@ def build(settings: Settings) -> Trainee:
         settings: Of the run.
 
     Raises:
-        ValueError: No model, a drafter that does not fit the model, or an option that is none.
+        ValueError: No model, a drafter or adapters that do not fit the model, or an option that is none.
         OSError: A folder or a name that holds no model.
     """
     arguments, source = settings.drafter, settings.model.model_name_or_path
@@ -70,7 +71,10 @@ def build(settings: Settings) -> Trainee:
         _choose_parts(model, arguments)
     except TypeError as error:  # an option that from_backbone does not know
         raise ValueError(f"drafter_options: {error}") from None
-    return Trainee(model, model.backbone if isinstance(model, Attachable) else model, tokenizer)
+    trainee = Trainee(model, model.backbone if isinstance(model, Attachable) else model, tokenizer)
+    if settings.adapters is not None:
+        put_adapters(trainee.backbone, settings.adapters)
+    return trainee
 
 
 def _backbone(settings: Settings, source: str, config: Any) -> PreTrainedModel:
@@ -90,7 +94,7 @@ def _backbone(settings: Settings, source: str, config: Any) -> PreTrainedModel:
 
 def _tokenizer(source: str, backbone: PreTrainedModel) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_source(source))
     except (OSError, ValueError):
         if not isinstance(backbone, EvaByteForMTPC):
             raise

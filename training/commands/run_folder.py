@@ -18,8 +18,11 @@ import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from ... import __version__
+from ...modeling.heads.joint import BACKBONE
+from ..checkpoints import last_whole_checkpoint, missing_of
 from ..extras import needs_extra
 from ..files import replace_text
+from ..parts import has_adapters, holds_model
 from .settings import Settings
 
 with needs_extra("train", "a run folder"):
@@ -31,6 +34,7 @@ CONFIG = "config.yaml"
 """The settings as they were given, to run them again."""
 METRICS = "metrics.json"
 """Every entry of the log."""
+_OF_NO_CONSEQUENCE = {"output_dir", "resume_from_checkpoint", "logging_dir", "run_name"}
 _PACKAGES = ("accelerate", "datasets", "peft", "safetensors", "torch", "transformers", "trl")
 
 
@@ -85,12 +89,61 @@ def write_run(folder: Path, settings: Settings, facts: dict[str, Any]) -> None:
     """
     text = json.dumps(describe_run(settings, facts), indent=1, ensure_ascii=False, default=str)
     replace_text(folder / RUN, text + "\n")
-    parts = (settings.data, settings.mixture, settings.model, settings.drafter, settings.training)
     given = settings.given | {"flags": _without_tokens(settings.given["flags"])}
     if "file" in given:
         given["file"] = {name: value for name, value in given["file"].items() if not name.endswith("token")}
-    asked = {"given": given, "resolved": {type(part).__name__: _changed(part) for part in parts}}
-    replace_text(folder / CONFIG, yaml.safe_dump(json.loads(json.dumps(asked, default=str)), sort_keys=False))
+    asked = {"given": json.loads(json.dumps(given, default=str)), "resolved": _resolved(settings)}
+    replace_text(folder / CONFIG, yaml.safe_dump(asked, sort_keys=False))
+
+
+def _resolved(settings: Settings) -> dict[str, dict[str, Any]]:
+    """What differs from the defaults, by the kind of settings, as YAML can hold it."""
+    parts = (settings.data, settings.mixture, settings.model, settings.drafter, settings.training)
+    return json.loads(json.dumps({type(part).__name__: _changed(part) for part in parts}, default=str))
+
+
+def check_own_folder(folder: Path, settings: Settings) -> None:
+    """Refuses to write over the model, or the drafter, that the training begins with.
+
+    Args:
+        folder: The run's.
+        settings: Of the run.
+
+    Raises:
+        ValueError: `output_dir` is the folder of one of them.
+    """
+    sources = {
+        "model_name_or_path": settings.model.model_name_or_path,
+        "drafter_name_or_path": settings.drafter.drafter_name_or_path,
+    }
+    for name, source in sources.items():
+        if source and Path(source).resolve() in (folder.resolve(), (folder / BACKBONE).resolve()):
+            raise ValueError(f"output_dir={folder} would be written over {name}={source}: choose another folder")
+
+
+def check_nothing_is_lost(folder: Path, settings: Settings) -> None:
+    """Refuses to write over a model that this run, had it been carried out before, would not have written.
+
+    Args:
+        folder: The run's.
+        settings: Of the run.
+
+    Raises:
+        ValueError: A model of another origin, or of a run with other settings.
+    """
+    if not (holds_model(folder) or has_adapters(folder)):
+        return
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"output_dir={folder} holds a model that no run wrote: choose another folder")
+    earlier = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8")).get("resolved", {})
+    for kind, values in _resolved(settings).items():
+        before = earlier.get(kind, {})
+        for name in sorted({*values, *before} - _OF_NO_CONSEQUENCE):
+            if values.get(name) != before.get(name):
+                raise ValueError(
+                    f"output_dir={folder} holds the model of a run with {name}={before.get(name)!r}, and this one has "
+                    f"{values.get(name)!r}: choose another folder"
+                )
 
 
 def _without_tokens(words: Sequence[str]) -> list[str]:
@@ -132,22 +185,24 @@ def checkpoint_to_resume(folder: Path, given: str | None, facts: dict[str, Any])
         facts: What is to be said of the model, which the earlier run must agree with.
 
     Raises:
-        ValueError: A folder with checkpoints where nothing was said, or one of a run with another model.
+        ValueError: A folder with checkpoints where nothing was said, one of a run with another model, or a checkpoint
+            that is not whole.
         FileNotFoundError: No such folder.
     """
-    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     if given is None or str(given).lower() in ("false", "none"):
-        if last is not None:
+        if folder.is_dir() and (last := get_last_checkpoint(str(folder))):
             raise ValueError(
                 f"output_dir={folder} holds {Path(last).name} of an earlier run: go on from it with "
                 "--resume_from_checkpoint true, or choose another folder"
             )
         return None
-    chosen = last if str(given).lower() == "true" else given
+    chosen = last_whole_checkpoint(folder) if str(given).lower() == "true" else given
     if chosen is None:
         return None
     if not Path(chosen).is_dir():
         raise FileNotFoundError(f"resume_from_checkpoint={chosen}: no such folder")
+    if lacking := missing_of(Path(chosen)):
+        raise ValueError(f"resume_from_checkpoint={chosen} was cut off while it was written: {lacking} is missing")
     _check_same_model(Path(chosen), facts)
     return chosen
 

@@ -187,6 +187,7 @@ class Settings:
         drafter: What is trained.
         given: The YAML file and the flags, as they were given.
         extra: Settings of this command alone.
+        adapters: Folder of adapters of PEFT that are put on the backbone, for what is measured.
     """
 
     data: ScriptArguments
@@ -196,6 +197,7 @@ class Settings:
     drafter: DrafterArguments
     given: dict[str, Any]
     extra: Any = None
+    adapters: str | None = None
 
 
 _KINDS = (ScriptArguments, DatasetMixtureConfig, TrainConfig, ModelConfig, DrafterArguments)

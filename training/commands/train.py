@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, set_seed
+from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainerState, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from ..acceptance_callback import AcceptanceCallback
 from ..byte_text import is_byte_level
+from ..checkpoints import best_or_last, is_finished
 from ..extras import needs_extra
 from ..sft import MTPSFTTrainer, PTPSFTTrainer
 from .best_metric import check_best_metric
@@ -21,7 +23,14 @@ from .curves import draw_learning
 from .data import load_data
 from .models import Trainee, build, is_parallel, ptp_options
 from .progress import RunProgress
-from .run_folder import check_space, checkpoint_to_resume, write_metrics, write_run
+from .run_folder import (
+    check_nothing_is_lost,
+    check_own_folder,
+    check_space,
+    checkpoint_to_resume,
+    write_metrics,
+    write_run,
+)
 from .settings import Settings, read_settings
 
 with needs_extra("train", "tokenahead train"):
@@ -67,6 +76,7 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
         OSError: See `main`.
     """
     folder = Path(settings.training.output_dir)
+    check_own_folder(folder, settings)
     set_seed(settings.training.seed)
     trainee = build(settings)
     facts = facts_of(trainee, settings)
@@ -79,9 +89,14 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
     if pushes:  # what no card may show is said before the first step
         trainer.create_model_card(dataset_name=settings.data.dataset_name)
     if is_first:
+        if resumed is None:
+            check_nothing_is_lost(folder, settings)
         write_run(folder, settings, facts)
     try:
-        trainer.train(resume_from_checkpoint=resumed)
+        if is_finished(resumed, settings.training.max_steps):
+            _take_over(trainer, resumed)
+        else:
+            trainer.train(resume_from_checkpoint=resumed)
         with _no_push(settings):
             trainer.save_model()
     finally:
@@ -91,6 +106,18 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
     if pushes:
         trainer.push_to_hub(dataset_name=settings.data.dataset_name)
     return trainer
+
+
+def _take_over(trainer: Trainer, checkpoint: str) -> None:
+    """Puts a trainer where its training ended: the machine may have failed between that and the saving of the model.
+
+    Raises:
+        ValueError: Shards, which are gathered while a model is trained.
+    """
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise ValueError(f"resume_from_checkpoint={checkpoint}: all steps of max_steps are made, raise max_steps")
+    trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
+    trainer._load_from_checkpoint(best_or_last(checkpoint, trainer.args.load_best_model_at_end))
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 from ...configuration.ptp import VARIANTS
 from ...modeling.ptp.model import PTPForCausalLM
+from ..checkpoints import best_or_last, is_finished, last_whole_checkpoint
 from .data import write_texts
 from .options import PTPOptions
 from .trainer import PTPTrainer
@@ -62,8 +62,11 @@ def distil(
     arguments.output_dir = checkpoints
     options = options or PTPOptions(loss="ce" if model.config.predicts_tokens else "kl")
     trainer = PTPTrainer(model, arguments, options=options, train_dataset=written)
-    last = get_last_checkpoint(checkpoints) if Path(checkpoints).is_dir() else None
-    trainer.train(resume_from_checkpoint=last)
+    last = last_whole_checkpoint(checkpoints)
+    if is_finished(last, arguments.max_steps):
+        trainer._load_from_checkpoint(best_or_last(last, arguments.load_best_model_at_end))
+    else:
+        trainer.train(resume_from_checkpoint=last)
     model.save_pretrained(folder / "student")
     return model.eval()
 
@@ -75,27 +78,47 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, required=True, help="a file; its pieces are prompts")
     parser.add_argument("--output", type=Path, required=True, help="folder of texts, checkpoints and student")
     parser.add_argument("--variant", choices=VARIANTS, default="categorical")
-    parser.add_argument("--slots", type=int, default=8, help="N")
-    parser.add_argument("--prompt-tokens", type=int, default=32, help="length of a prompt")
-    parser.add_argument("--new-tokens", type=int, default=256, help="that the backbone writes behind each")
-    parser.add_argument("--max-prompts", type=int, default=4096)
+    parser.add_argument("--slots", type=_positive, default=8, help="N")
+    parser.add_argument("--prompt-tokens", type=_positive, default=32, help="length of a prompt")
+    parser.add_argument("--new-tokens", type=_positive, default=256, help="that the backbone writes behind each")
+    parser.add_argument("--max-prompts", type=_positive, default=4096)
     parser.add_argument("--max-steps", type=int, default=-1, help="of training; by default one epoch")
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--batch-size", type=_positive, default=8)
     given = parser.parse_args(words)
-    tokenizer = AutoTokenizer.from_pretrained(given.backbone)
+    if not given.text.is_file():
+        parser.error(f"argument --text: {given.text}: no such file")
+    if given.max_steps == 0 or given.max_steps < -1:
+        parser.error(f"argument --max-steps: {given.max_steps} must be at least 1, or -1 for one epoch")
+    try:
+        _distil(parser, given)
+    except (ValueError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
+
+
+def _distil(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(given.backbone)
+        backbone = AutoModelForCausalLM.from_pretrained(given.backbone).eval()
+    except (ValueError, OSError) as error:
+        parser.error(f"argument --backbone: {given.backbone}: {' '.join(str(error).split())}")
     ids = tokenizer(given.text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
     size = given.prompt_tokens
     prompts = [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)][: given.max_prompts]
     if not prompts:
-        parser.error(f"{given.text} has {len(ids)} tokens, less than a prompt of {size}")
+        parser.error(f"argument --text: {given.text} has {len(ids)} tokens, less than a prompt of {size}")
     arguments = TrainingArguments(
         str(given.output), num_train_epochs=1, max_steps=given.max_steps, save_steps=500, save_total_limit=1,
         per_device_train_batch_size=given.batch_size, report_to=[],
     )  # fmt: skip
-    backbone = AutoModelForCausalLM.from_pretrained(given.backbone).eval()
     how = {"variant": given.variant, "num_slots": given.slots}
     distil(backbone, prompts, given.output, student=how, arguments=arguments, max_new_tokens=given.new_tokens)
     tokenizer.save_pretrained(given.output / "student")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
 
 
 if __name__ == "__main__":

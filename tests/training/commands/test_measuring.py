@@ -1,15 +1,18 @@
 """`tokenahead evaluate` and `tokenahead analyze`: figures that agree with the model, files, and what is refused."""
 
 import json
+from base64 import b64encode
 
 import pytest
 import torch
 
-from tokenahead import EagleHead, MTPHeads
+from tokenahead import EagleHead, EvaByteTokenizer, MTPHeads
 from tokenahead.model_cards import MeasuredResults
 from tokenahead.training import cli
+from tokenahead.training.byte_text import decode
 from tokenahead.training.commands import analyze, evaluate
 from tokenahead.training.commands.settings import AnalysisArguments, EvaluationArguments, read_settings
+from tokenahead.training.commands.train import train
 
 from .conftest import byte_llama
 
@@ -61,6 +64,60 @@ def test_a_file_for_training_means_what_the_training_has_left(settings_of, tmp_p
     words = [str(tmp_path / "config.yaml"), *SHORT]
     settings = evaluate.settings_of_drafter(read_settings(evaluate.named(words), "evaluate", EvaluationArguments))
     assert settings.drafter.drafter_name_or_path == str(tmp_path / "run") and settings.drafter.drafter_options is None
+
+
+PEFT = dict(model="evabyte", use_peft=True, lora_target_modules=["q_proj", "v_proj"], lora_modules_to_save=["lm_head"])
+PARTS = {
+    "peft": PEFT,
+    "new head, lora": dict(model="evabyte", drafter_options={"head_type": "cp"}, strategy={"train": "lora"}),
+    "new modules, lora": dict(drafter="modules", strategy={"train": "lora"}),
+    "heads, lora": dict(drafter="heads", strategy={"train": "lora"}),
+    "heads, all": dict(drafter="heads", strategy={"train": "all"}),
+}
+
+NEW = {
+    "new head, lora": "evaluate them with its CONFIG.yaml",
+    "new modules, lora": "set drafter: heads, eagle, modules",
+}
+"""Parts that were made for the training, which its YAML file alone knows, and what is said where it is not given."""
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_what_was_trained_is_what_is_measured(name, settings_of, folders, data, tmp_path, capsys):
+    """Adapters and a backbone that learned with heads: the loss is that of the training's end, not of its beginning."""
+    options = dict(PARTS[name], learning_rate=0.05, eval_strategy="steps", eval_steps=4, acceptance=False)
+    log = train(settings_of(**options)).state.log_history
+    wanted = next(entry for entry in log if "eval_loss" in entry)
+    chosen = "eval_loss_head_2"
+    assert run("evaluate", tmp_path / "config.yaml", *SHORT) == 0
+    found = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert found["losses"][chosen] == pytest.approx(wanted[chosen], rel=1e-4)
+    assert (found["adapters"] is None) == (name == "heads, all")
+    assert run("evaluate", tmp_path / "run", data["text"], "--output_dir", tmp_path / "out", *SHORT) == (name in NEW)
+    assert NEW.get(name, "Wrote evaluation.json") in capsys.readouterr().err
+
+
+def test_a_training_that_did_not_end_is_not_measured(settings_of, tmp_path, capsys):
+    settings_of(drafter="heads")
+    (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
+    assert run("evaluate", tmp_path / "config.yaml", *SHORT) == 1
+    assert "run holds checkpoint-2 and no trained model: let the training come to its end" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("learns", ["lora", "all"])
+def test_heads_complete_with_the_backbone_that_they_learned_with(learns, settings_of, folders, tmp_path, capsys):
+    trainer = train(settings_of(drafter="heads", strategy={"train": learns}, learning_rate=0.3))
+    backbone = trainer.accelerator.unwrap_model(trainer.model).backbone.eval()
+    ids = torch.tensor([EvaByteTokenizer()("import os")["input_ids"]])
+    wanted = backbone.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    words = ["--heads", tmp_path / "run", "--max-new-tokens", "8", "--json", "import os"]
+    code = run("generate", "--model", folders / "llama", *words)
+    if learns == "all":
+        whole = tmp_path / "run" / "backbone"
+        assert code == 1 and f"learned with these heads; name {whole} instead" in capsys.readouterr().err
+        assert run("generate", "--model", whole, *words) == 0
+    expected = b64encode(decode(EvaByteTokenizer(), wanted.tolist())).decode()
+    assert json.loads(capsys.readouterr().out)["base64"] == expected
 
 
 def test_heads_that_do_not_name_their_backbone_are_refused(data, tmp_path, capsys):

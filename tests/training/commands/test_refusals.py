@@ -136,3 +136,19 @@ def test_folders_of_earlier_runs(settings_of, tmp_path, capsys):
     other = ("--resume_from_checkpoint", "true", "--drafter_options", '{"head_type": "cp", "rank": 2}')
     assert "that run had head_type='ff', this one 'cp'" in refused(*other)
     assert "no such folder" in refused("--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-9"))
+
+
+def test_models_that_a_run_would_write_over(settings_of, folders, tmp_path, capsys):
+    backbone = shutil.copytree(folders / "llama", tmp_path / "copy")
+    settings_of(drafter="heads")
+    for changes, message in {
+        ("--output_dir", backbone, "--model_name_or_path", backbone): f"written over model_name_or_path={backbone}",
+        ("--output_dir", backbone): "holds a model that no run wrote",
+    }.items():
+        assert message in error_of(tmp_path, capsys, *changes)
+    assert json.loads((backbone / "config.json").read_text())["model_type"] == "llama"
+    once = dict(drafter="heads", max_steps=1)
+    train(settings_of(**once))
+    train(settings_of(**once))  # the same again
+    with pytest.raises(ValueError, match="holds the model of a run with max_steps=1, and this one has 2"):
+        train(settings_of(**once | {"max_steps": 2}))

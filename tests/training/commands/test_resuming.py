@@ -69,3 +69,31 @@ def test_a_run_that_is_killed_goes_on(run, settings_of, killed, tmp_path):
     models = [trainer.accelerator.unwrap_model(trainer.model) for trainer in (whole, resumed)]
     for name, value in models[0].state_dict().items():
         torch.testing.assert_close(models[1].state_dict()[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("lost", ["trainer_state.json", "optimizer.pt"])
+def test_a_checkpoint_that_was_cut_off_is_passed_over(lost, settings_of, tmp_path):
+    options = dict(max_steps=4, save_strategy="steps", save_steps=2, **HEADS)
+    whole = train(settings_of(**options))
+    (tmp_path / "run" / "checkpoint-4" / lost).unlink()
+    with pytest.warns(UserWarning, match=f"checkpoint-4 was cut off while it was written .{lost} is missing"):
+        resumed = train(settings_of(**options, resume_from_checkpoint="true"))
+    assert losses(resumed) == pytest.approx(losses(whole), abs=1e-6)
+    (tmp_path / "run" / "checkpoint-4" / lost).unlink()
+    with pytest.raises(ValueError, match=f"checkpoint-4 was cut off while it was written: {lost} is missing"):
+        train(settings_of(**options, resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4")))
+
+
+@pytest.mark.parametrize("run", ["heads only", "lora", "parallel"])
+def test_a_finished_run_makes_no_further_step(run, settings_of, tmp_path):
+    options = dict(max_steps=3, save_strategy="steps", save_steps=2, lr_scheduler_type="constant", **RUNS[run])
+    first = train(settings_of(**options))
+    wanted = first.accelerator.unwrap_model(first.model).state_dict()
+    weights = tmp_path / "run" / "model.safetensors"
+    saved = weights.read_bytes()
+    weights.unlink()  # as if the machine had failed just before
+    with pytest.warns(UserWarning, match="checkpoint-3 has made all of max_steps=3"):
+        again = train(settings_of(**options, resume_from_checkpoint="true"))
+    assert weights.read_bytes() == saved and losses(again) == losses(first)
+    for name, value in again.accelerator.unwrap_model(again.model).state_dict().items():
+        assert torch.equal(value, wanted[name]), name

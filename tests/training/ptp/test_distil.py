@@ -40,11 +40,18 @@ def test_a_run_that_was_cut_off_ends_with_the_same_student(tmp_path, monkeypatch
     again = run(tmp_path / "cut")
     for one, other in zip(whole.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(one, other)
+    with pytest.warns(UserWarning, match="checkpoint-4 has made all of max_steps=4"):
+        third = run(tmp_path / "cut")
+    for one, other in zip(whole.parameters(), third.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    (tmp_path / "cut" / "checkpoints" / "checkpoint-4" / "trainer_state.json").unlink()
+    with pytest.warns(UserWarning, match="checkpoint-4 was cut off"):
+        run(tmp_path / "cut")
     loaded = PTPForCausalLM.from_pretrained(tmp_path / "cut" / "student")
     assert loaded.config.features == "arithmetic" and loaded.config.greedy
 
 
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, capsys):
     words = {chr(97 + index): index for index in range(VOCABULARY)}
     plain = Tokenizer(models.WordLevel(words, unk_token="a"))
     plain.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -62,5 +69,14 @@ def test_the_command(tmp_path):
     sizes = ["--slots", "2", "--prompt-tokens", "4", "--new-tokens", "5", "--max-steps", "1"]
     main([*where, *sizes])
     assert PTPForCausalLM.from_pretrained(tmp_path / "out" / "student").config.variant == "categorical"
-    with pytest.raises(SystemExit):
-        main([*where, "--prompt-tokens", "1000"])
+    wrong = {
+        ("--prompt-tokens", "1000"): "has 24 tokens, less than a prompt of 1000",
+        ("--slots", "0"): "argument --slots: '0' must be a whole number of at least 1",
+        ("--max-steps", "0"): "argument --max-steps: 0 must be at least 1",
+        ("--text", str(tmp_path / "none")): "argument --text: ",
+        ("--backbone", str(tmp_path / "none")): "argument --backbone: ",
+    }
+    for words, message in wrong.items():
+        with pytest.raises(SystemExit):
+            main([*where, *words])
+        assert message in capsys.readouterr().err

@@ -1,0 +1,99 @@
+"""What a training leaves in parts: adapters of peft, and the backbone that learned together with heads apart."""
+
+from __future__ import annotations
+
+import json
+from os import PathLike
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from ..modeling.heads.joint import BACKBONE
+
+_ADAPTERS = "adapter_config.json"
+_TENSORS = "adapter_model.safetensors"
+
+
+def has_adapters(folder: str | PathLike) -> bool:
+    """Whether a folder holds adapters of peft, and not the model that they belong to."""
+    return (Path(folder) / _ADAPTERS).is_file() and not holds_model(folder)
+
+
+def holds_model(folder: str | PathLike) -> bool:
+    """Whether a folder holds a whole model or drafter."""
+    return (Path(folder) / "config.json").is_file()
+
+
+def base_of(adapters: str | PathLike) -> str:
+    """The model that adapters were trained for, as their folder names it.
+
+    Raises:
+        ValueError: A folder that names none.
+    """
+    name = json.loads((Path(adapters) / _ADAPTERS).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not name:
+        raise ValueError(f"{adapters} holds adapters that do not say for which model they were trained")
+    return name
+
+
+def put_adapters(model: PreTrainedModel, folder: str | PathLike) -> None:
+    """Puts adapters into a model, which keeps its class and what is attached to it.
+
+    Args:
+        model: The model that they were trained for; changed in place.
+        folder: What the `save_pretrained` of peft wrote, with `modules_to_save`.
+
+    Raises:
+        ValueError: Adapters of another model, of which peft would leave out what does not fit.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+
+    try:
+        found = get_peft_model_state_dict(PeftModel.from_pretrained(model, folder))
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(_misfit(model, folder, str(error))) from error
+    with safe_open(Path(folder) / _TENSORS, "pt") as file:
+        if odd := sorted({*file.keys()} ^ {*found}):
+            raise ValueError(_misfit(model, folder, f"only one of them has {odd[0]}"))
+
+
+def _misfit(model: PreTrainedModel, folder: str | PathLike, reason: str) -> str:
+    return (
+        f"{folder} holds adapters that do not fit this {type(model).__name__}: {reason}; where the training made new "
+        "parts, evaluate them with its CONFIG.yaml"
+    )
+
+
+def trained_backbone(heads: str | PathLike) -> Path | None:
+    """The folder of the backbone that learned together with heads, or of its adapters; None: it stayed as it was."""
+    folder = Path(heads) / BACKBONE
+    return folder if has_adapters(folder) or holds_model(folder) else None
+
+
+def adapters_for(heads: str | PathLike, model: str, option: str) -> Path | None:
+    """The adapters that a named backbone needs to be the one that heads learned with.
+
+    Args:
+        heads: Folder of the heads.
+        model: The backbone that was named.
+        option: The name of the setting that names it.
+
+    Raises:
+        ValueError: Heads whose whole backbone learned with them, where another one is named.
+    """
+    folder = trained_backbone(heads)
+    if folder is None or folder.resolve() == Path(model).resolve():
+        return None
+    if not has_adapters(folder):
+        raise ValueError(f"{option} {model}: the backbone of {heads} learned with these heads; name {folder} instead")
+    return folder
+
+
+def tokenizer_source(model: str) -> str:
+    """Where the tokenizer of a model lies: a backbone that learned with heads has it in the folder of the heads."""
+    folder = Path(model)
+    is_apart = (
+        folder.name == BACKBONE and holds_model(folder.parent) and not (folder / "tokenizer_config.json").exists()
+    )
+    return str(folder.parent) if is_apart else model

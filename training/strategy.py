@@ -58,7 +58,7 @@ class TrainingStrategy:
         loss_weight_shape: `"switch"` there at once, `"linear"` up to there, or `"sine"`, Medusa's ramp.
 
     Raises:
-        ValueError: A value out of range; the message names the field.
+        ValueError: A value out of range, or a field without what it belongs to; the message names the field.
 
     Example:
         >>> strategy = TrainingStrategy(train="lora", head_warmup=0.1, drafter_lr_multiplier=4.0, loss_weight=0.2)
@@ -113,6 +113,23 @@ class TrainingStrategy:
             raise ValueError(f"drafter_lr_multiplier={self.drafter_lr_multiplier} must be above 0")
         if self.loss_weight_last is not None and self.loss_weight is None:
             raise ValueError(f"loss_weight_last={self.loss_weight_last} ends a schedule that loss_weight must begin")
+        self._check_belongings()
+
+    def _check_belongings(self) -> None:
+        """Refuses a field that was set without what it is a part of: nothing would read it."""
+        adapters = "is of the backbone's adapters, which only train='lora' has"
+        schedule = "shapes a schedule from loss_weight to loss_weight_last: set both"
+        parts = {
+            "lora_": (self.train == "lora", adapters),
+            "draft_lora_rank": (bool(self.draft_layers), "is of draft layers: set draft_layers, too"),
+            "loss_weight_until": (self.loss_weight_last is not None, schedule),
+            "loss_weight_shape": (self.loss_weight_last is not None, schedule),
+        }
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            for name, (is_there, why) in parts.items():
+                if entry.name.startswith(name) and not is_there and value != entry.default:
+                    raise ValueError(f"{entry.name}={value!r} {why}")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainingStrategy:

@@ -203,6 +203,8 @@ def test_no_draft_layers_go_with_a_backbone_that_learns(tmp_path):
         (dict(draft_layers=0, draft_lora_rank=4), "draft_lora_rank=4 is of draft layers"),
         (dict(loss_weight=0.3, loss_weight_until=0.5), "loss_weight_until=0.5 shapes a schedule"),
         (dict(loss_weight_shape="sine"), "loss_weight_shape='sine' shapes a schedule"),
+        (dict(loss_weight=float("nan")), "loss_weight=nan must be at least 0"),
+        (dict(drafter_lr_multiplier=float("nan")), "drafter_lr_multiplier=nan must be above 0"),
         (dict(loss_top_k=0), "loss_top_k=0 must be at least 1"),
     ],
 )

@@ -9,6 +9,7 @@ import yaml
 
 from tokenahead.training import cli
 from tokenahead.training.commands import run_folder
+from tokenahead.training.commands.models import build, ptp_options
 from tokenahead.training.commands.train import train
 
 
@@ -47,6 +48,27 @@ WRONG = {
         {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "expected_acepted"},
         "metric_for_best_model='expected_acepted' is in no evaluation of this run; choose loss, loss_head_1, ",
     ),
+    "acceptance that nothing measures": ({"acceptance": {"rowz": 8}}, "acceptance has no option 'rowz'"),
+    "acceptance that is a number": ({"acceptance": 3}, "acceptance=3 must be a mapping of options, or false"),
+    "adapters of TRL on heads": ({"use_peft": True}, "leave use_peft out, and set strategy: {train: lora}"),
+    "adapters of TRL on an EAGLE head": ({"use_peft": True, "drafter": "eagle"}, "use_peft=True with drafter='eagle'"),
+    "adapters and a strategy": (
+        {"use_peft": True, "drafter": "own", "strategy": {"train": "all"}},
+        "strategy={'train': 'all'} beside use_peft=True",
+    ),
+    "a part of adapters": ({"lora_r": 4}, "lora_r=4 is of use_peft=True"),
+    "quantised": ({"load_in_4bit": True}, "load_in_4bit=True: backbones are not quantised"),
+    "an unknown dtype": ({"dtype": "float17"}, "dtype='float17' is unknown; choose one of auto, float32"),
+    "a text and a mixture": ({"datasets": [{"path": "text"}]}, "beside `datasets`: either one text or a mixture"),
+    "no accumulation": ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 must be at least 1"),
+    "a weight that is a word": ({"strategy": {"loss_weight": "much"}}, "strategy.loss_weight='much' must be a number"),
+    "a weight that is no number": ({"strategy": {"loss_weight": float("nan")}}, "strategy.loss_weight=nan must be a"),
+    "half a rank": ({"strategy": {"train": "lora", "lora_rank": 2.5}}, "strategy.lora_rank=2.5 must be a whole number"),
+    "half a window": ({"drafter_options": {"window": 2.5}}, "drafter_options.window=2.5 must be a whole number"),
+    "half a row": ({"acceptance": {"rows": "x"}}, "acceptance.rows='x' must be a whole number"),
+    "half a completion": (
+        {"drafter": "parallel", "loss_options": {"completions": 2.5}}, "loss_options.completions=2.5 must be a whole"
+    ),
     "a file that is not there": ({"dataset_name": "nofile.jsonl"}, "dataset_name=nofile.jsonl: no such file or folder"),
     "patience for nothing": ({"early_stopping_patience": 2}, "early_stopping_patience needs eval_strategy"),
     "DeepSpeed that is not installed": ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "pip install deepspeed"),
@@ -62,6 +84,15 @@ def test_wrong_settings_are_named(changes, message, settings_of, tmp_path, capsy
     values = yaml.safe_load(file.read_text()) | changes
     file.write_text(yaml.safe_dump({name: value for name, value in values.items() if value is not None}))
     assert message in error_of(tmp_path, capsys)
+
+
+def test_numbers_that_yaml_reads_as_text_are_numbers(settings_of):
+    settings = settings_of(
+        drafter="parallel", drafter_options={"num_slots": "3"}, loss_options={"gamma": "9e-1"},
+        strategy={"train": "all", "loss_weight": "1e-1"},
+    )  # fmt: skip
+    assert settings.drafter.training_strategy().loss_weight == 0.1
+    assert ptp_options(settings.drafter).gamma == 0.9 and build(settings).model.config.num_slots == 3
 
 
 def write(path, rows):

@@ -1,6 +1,7 @@
 """What `tokenahead train` refuses before the first step: one line that names the setting, and what would be right."""
 
 import json
+import re
 import shutil
 import sys
 
@@ -114,6 +115,19 @@ ROWS = {
     "text that is null": ([{"text": None}] * 3, "'text' of the train data must hold text, and row 0 has None"),
     "some text that is null": ([{"text": "a"}, {"text": None}], "'text' of the train data is null in 1 row(s)"),
     "text that is a number": ([{"text": 3}] * 3, "'text' of the train data must hold text, and row 0 has 3"),
+    "text and numbers": ([{"text": "a"}, {"text": 3}], "'text' of the train data must hold text, and row 1 has 3"),
+    "a turn that is a number": (
+        [{"messages": [{"role": "user", "content": 3}, {"role": "assistant", "content": 4}]}] * 3,
+        "row 0 of the train data: the 'content' of turn 0 must be text, not 3",
+    ),
+    "a turn of parts": (
+        [{"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "hi"}]}]}] * 3,
+        "row 0 of the train data: the 'content' of turn 1 must be text, not [{'type': 'text'",
+    ),
+    "a prompt of parts": (
+        [{"prompt": [USER | {"content": ["hi"]}], "completion": [{"role": "assistant", "content": "x"}]}] * 3,
+        "row 0 of the train data: the 'content' of turn 0 must be text, not ['hi']",
+    ),
     "ids that are a text": ([{"input_ids": "hello"}] * 3, "'input_ids' of the train data must hold a list of whole"),
     "ids that are no whole numbers": ([{"input_ids": [1.5, 2.5]}] * 3, "must hold a list of whole numbers"),
     "labels of another length": (
@@ -131,6 +145,27 @@ def test_rows_that_cannot_be_learned_are_named(rows, message, settings_of, tmp_p
     file = write(tmp_path / "rows.jsonl", rows)
     settings_of(drafter="heads", dataset_name=str(file), test_split_size=None)
     assert message in error_of(tmp_path, capsys)
+
+
+STREAMS = {
+    "a late id": ([{"input_ids": [70] * 9}] * 9 + [{"input_ids": [70, 999]}], "input_ids of the train data hold 999"),
+    "late labels": (
+        [{"input_ids": [70] * 9, "labels": [70] * 9}] * 9 + [{"input_ids": [70] * 9, "labels": [70]}],
+        "a row of the train data has 9 input_ids and 1 labels",
+    ),
+    "a late number": (
+        [{"text": "abc"}] * 9 + [{"text": 3}],
+        "'text' of the train data must hold text, and a row has 3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("rows", "message"), STREAMS.values(), ids=STREAMS)
+def test_a_stream_is_looked_at_as_it_comes(rows, message, settings_of, tmp_path):
+    file = write(tmp_path / "rows.jsonl", rows)
+    settings = settings_of(drafter="heads", dataset_name=str(file), test_split_size=None, dataset_streaming=True)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train(settings)
 
 
 @pytest.mark.parametrize("text", ['{"text": "a"}\n{"text": \n', "\n\n\n"], ids=["a broken line", "blank lines"])

@@ -54,8 +54,8 @@ def load_data(
         By `"train"` and `"eval"`.
 
     Raises:
-        ValueError: No data, no such split, an empty one, columns that are missing, or chats without assistant turns. What
-            a stream holds behind its first rows is refused where it is read.
+        ValueError: No data, no such split, an empty one, columns that are missing, or chats without assistant turns.
+            What a stream holds behind its first rows is refused where it is read.
         FileNotFoundError: A path that is none.
     """
     data = _loaded(settings)

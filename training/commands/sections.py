@@ -31,6 +31,24 @@ def converted(section: str, values: dict[str, Any], hints: dict[str, Any]) -> di
     return {name: _value(f"{section}.{name}", value, hints.get(name, Any)) for name, value in values.items()}
 
 
+def check_numbers(path: str, values: dict[str, Any], hints: dict[str, Any]) -> None:
+    """Refuses settings of a file that are neither the number that their field holds, nor text that a parser reads.
+
+    Args:
+        path: Of the file.
+        values: By field.
+        hints: Types by field.
+
+    Raises:
+        ValueError: Such a setting; the message names it.
+    """
+    for name in values.keys() & hints.keys():
+        value, kinds = values[name], {*(get_args(hints[name]) or (hints[name],))} - {type(None)}
+        is_read_elsewhere = value is None or isinstance(value, str) or (isinstance(value, float) and float in kinds)
+        if kinds <= {int, float} and not is_read_elsewhere:
+            _value(f"{path}: {name}", value, hints[name])
+
+
 def _value(name: str, value: Any, hint: Any) -> Any:
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     plain = [get_origin(kind) or kind for kind in kinds if kind is not type(None)]

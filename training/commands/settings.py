@@ -15,7 +15,7 @@ import torch
 from ..extras import needs_extra
 from ..strategy import TrainingStrategy
 from .contradictions import check_settings
-from .sections import converted
+from .sections import check_numbers, converted
 
 with needs_extra("train", "tokenahead train"):
     import yaml
@@ -124,7 +124,7 @@ class TrainConfig(SFTConfig):
         if self.bf16 is None and not self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
             self.bf16 = False
         for name in ("gradient_accumulation_steps", "per_device_train_batch_size"):
-            if getattr(self, name) < 1:
+            if (getattr(self, name) or 0) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         super().__post_init__()
 
@@ -283,6 +283,8 @@ def _check_keys(path: str, values: dict[str, Any]) -> None:
             near = difflib.get_close_matches(str(name), sorted(known), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "; see --help"
             raise ValueError(f"{path}: there is no setting {name!r}{hint}")
+    for kind in kinds:
+        check_numbers(path, values, get_type_hints(kind))
 
 
 def _json(name: str, text: str) -> Any:

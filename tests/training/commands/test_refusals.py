@@ -62,6 +62,8 @@ WRONG = {
     "an unknown dtype": ({"dtype": "float17"}, "dtype='float17' is unknown; choose one of auto, float32"),
     "a text and a mixture": ({"datasets": [{"path": "text"}]}, "beside `datasets`: either one text or a mixture"),
     "no accumulation": ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 must be at least 1"),
+    "steps in a list": ({"max_steps": [1]}, "max_steps=[1] must be a whole number"),
+    "half a step": ({"max_steps": 2.5}, "max_steps=2.5 must be a whole number"),
     "a weight that is a word": ({"strategy": {"loss_weight": "much"}}, "strategy.loss_weight='much' must be a number"),
     "a weight that is no number": ({"strategy": {"loss_weight": float("nan")}}, "strategy.loss_weight=nan must be a"),
     "half a rank": ({"strategy": {"train": "lora", "lora_rank": 2.5}}, "strategy.lora_rank=2.5 must be a whole number"),

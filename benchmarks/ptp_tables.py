@@ -117,7 +117,7 @@ class Tables:
 
     def _perplexity(self) -> Answer:
         """exp of the slots' mean loss on held-out texts, under uniforms that pick these texts from the student."""
-        chain, how = self.chain, {"method": "inverse", "base_weight": 1.0}
+        chain, how = self.chain, {"method": "inverse", "loss": "ce", "base_weight": 1.0}
         model = self._train("categorical", self.slots, **how)
         held_out = [{"input_ids": ids} for ids in chain.texts(512, LENGTH, seed=77 + self.seed)]
         arguments = TrainingArguments("unused", use_cpu=True, report_to=[], disable_tqdm=True)

@@ -105,12 +105,12 @@ def find_mixers(decoder: nn.Module, cache: Cache) -> dict[int, nn.Module]:
     """The modules of a decoder that read and write the recurrent states of a cache, by layer.
 
     In a layer that also attends, attention has the same number as the mixer: transformers' mixers take `cache_params`.
-    Elsewhere the innermost module with the layer's number is the mixer.
+    Elsewhere the innermost module with the layer's number that takes the cache is the mixer.
     """
     found: dict[int, nn.Module] = {}
     for module in decoder.modules():
         index = getattr(module, "layer_idx", None)
-        if not isinstance(index, int) or not 0 <= index < len(cache.layers):
+        if not isinstance(index, int) or not 0 <= index < len(cache.layers) or _cache_name(module) is None:
             continue
         if isinstance(cache.layers[index], LinearAttentionCacheLayerMixin) and (
             index not in found or _cache_name(found[index]) != "cache_params"
@@ -124,9 +124,10 @@ def is_recurrent(cache: Cache) -> bool:
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
 
 
-def _cache_name(mixer: nn.Module) -> str:
+def _cache_name(mixer: nn.Module) -> str | None:
+    """What a module's forward calls the cache; None where it takes none."""
     known = inspect.signature(mixer.forward).parameters
-    return "cache_params" if "cache_params" in known else "past_key_values"
+    return next((name for name in ("cache_params", "past_key_values") if name in known), None)
 
 
 def _copies(layer: LinearAttentionCacheLayerMixin) -> dict[str, dict[int, torch.Tensor]]:

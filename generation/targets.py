@@ -359,6 +359,10 @@ _KINDS = (
 )
 
 
+_FORGETFUL = ("jamba", "zamba")
+"""Kinds whose mixers read a block of several tokens as if no state stood before it."""
+
+
 def is_repackable(cache: Cache | None) -> bool:
     """Whether rows of this cache may keep different numbers of tokens: its layers can go back."""
     return cache is None or all(type(layer) in _KINDS for layer in cache.layers)
@@ -372,6 +376,8 @@ def can_go_back(model: PreTrainedModel) -> bool:
     """
     if not type(model)._is_stateful:
         return True
+    if model.config.model_type in _FORGETFUL:
+        return False
     cache = DynamicCache(config=model.config)
     has_columns = any(isinstance(layer, DynamicLayer) for layer in cache.layers)
     return has_columns and is_recurrent(cache) and is_repackable(cache)

@@ -106,7 +106,7 @@ def seed_streams(seed: int | Sequence[int] | None, rows: int) -> torch.Tensor:
     """
     if seed is None:
         seed = int(torch.randint(2**62, ()))
-    seeds = seed.tolist() if isinstance(seed, torch.Tensor) else seed
+    seeds = seed.tolist() if hasattr(seed, "tolist") else seed  # tensors, and the numbers and arrays of numpy
     is_one = not isinstance(seeds, (list, tuple))
     numbers = [seeds] if is_one else list(seeds)
     for number in numbers:

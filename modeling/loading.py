@@ -47,7 +47,7 @@ class StrictLoadingMixin(SavingMixin):
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         cls.check_model_type(pretrained_model_name_or_path, kwargs.get("config"), **hub)
         wants_info = kwargs.pop("output_loading_info", False)
-        name = str(pretrained_model_name_or_path)
+        name = str(pretrained_model_name_or_path or getattr(kwargs.get("config"), "_name_or_path", "") or cls.__name__)
         try:
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs

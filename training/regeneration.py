@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, set_seed
+from transformers import GenerationConfig, PreTrainedModel, set_seed
 
+from .features import checksum
 from .files import replace_text
 
 _TEXT, _PLAN = "text.jsonl", "plan.json"
@@ -82,21 +83,21 @@ def regenerate(
         The rows, to train with.
 
     Raises:
-        ValueError: No prompts, an empty one, or a folder of other prompts or options.
+        ValueError: No prompts, an empty one, or a folder of another backbone, other prompts or other options.
     """
     folder, ids = Path(folder), [torch.as_tensor(prompt, dtype=torch.int64).flatten() for prompt in prompts]
     if not ids:
         raise ValueError("there are no prompts to complete")
     if empty := [number for number, prompt in enumerate(ids) if not len(prompt)]:
         raise ValueError(f"prompt {empty[0]} is empty: give it at least one token, such as <bos>")
-    said = {name: value for name, value in options.items() if isinstance(value, (int, float, str, bool))}
     plan = {
+        "backbone": checksum(backbone),
         "rows": len(ids),
         "prompts": hash_of(ids),
         "max_new_tokens": max_new_tokens,
         "batch_size": batch_size,
         "seed": seed,
-        "options": said,
+        "options": {name: _told(value) for name, value in options.items()},
     }
     _check_plan(folder, plan)
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,6 +116,16 @@ def regenerate(
 def hash_of(ids: Sequence[torch.Tensor]) -> str:
     """A checksum of token ids."""
     return hashlib.sha256(b"|".join(prompt.numpy().tobytes() for prompt in ids)).hexdigest()
+
+
+def _told(value: Any) -> Any:
+    """An option as JSON reads it back; of what JSON does not know, such as a drafter, the kind alone."""
+    if isinstance(value, GenerationConfig):
+        value = value.to_diff_dict()
+    try:
+        return json.loads(json.dumps(value))
+    except TypeError:
+        return type(value).__name__
 
 
 @torch.no_grad()
@@ -149,10 +160,9 @@ def _check_plan(folder: Path, plan: dict[str, Any]) -> None:
     found = json.loads(path.read_text(encoding="utf-8"))
     for name, value in plan.items():
         if found.get(name) != value:
-            raise ValueError(
-                f"{folder} holds text with {name}={found.get(name)!r}, not {value!r}; choose another folder, or "
-                "remove it"
-            )
+            other = {"backbone": "of another backbone", "prompts": "of other prompts"}
+            what = other.get(name, f"with {name}={found.get(name)!r}, not {value!r}")
+            raise ValueError(f"{folder} holds text {what}; choose another folder, or remove it")
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

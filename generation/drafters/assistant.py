@@ -6,11 +6,14 @@ from os import PathLike
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from ...configuration.positions import learned_positions
 from ...modeling.gemma4 import borrows_states, load_assistant
 from ..attachment import Attachable
 from ..contract import DraftTree, Verdict, line
+from ..replay import is_recurrent
 from ..targets import Fed, RepackedTarget
 from ..tokens import Kept, TokenRows
 from ..windows import hold
@@ -28,6 +31,7 @@ class AssistantDrafter(Attachable):
 
     Raises:
         ValueError: `num_tokens` below 1.
+        TypeError: No model of transformers.
 
     Example:
         >>> drafter = AssistantDrafter(small).attach(large)
@@ -37,6 +41,11 @@ class AssistantDrafter(Attachable):
     def __init__(self, model: PreTrainedModel, num_tokens: int = 5) -> None:
         if not isinstance(num_tokens, int) or num_tokens < 1:
             raise ValueError(f"num_tokens={num_tokens!r} must be a whole number of at least 1")
+        if isinstance(model, Attachable) or not (isinstance(model, nn.Module) and hasattr(model, "config")):
+            raise TypeError(
+                f"model is a {type(model).__name__}: AssistantDrafter takes a causal language model of transformers "
+                "(AssistantDrafter.from_pretrained reads a folder or a name); other drafters attach by themselves"
+            )
         self._backbones = []
         self.model, self.num_tokens = model, num_tokens
 
@@ -70,6 +79,10 @@ class AssistantDrafter(Attachable):
         Raises:
             ValueError: The two do not fit.
         """
+        if self.model.config.is_encoder_decoder:
+            raise ValueError(
+                f"the assistant {type(self.model).__name__} is an encoder-decoder; choose a causal language model"
+            )
         if borrows_states(self.model.config):
             check_lender(self.model, backbone)
         own, theirs = (model.config.get_text_config().vocab_size for model in (self.model, backbone))
@@ -78,7 +91,8 @@ class AssistantDrafter(Attachable):
                 f"vocab_size: the assistant {type(self.model).__name__} has {own} ids, but {type(backbone).__name__} "
                 f"has {theirs}; they must share a tokenizer"
             )
-        if self.model._is_stateful or not self.model._supports_default_dynamic_cache():
+        is_free = self.model._supports_default_dynamic_cache() and not self.model._is_stateful
+        if not is_free or is_recurrent(DynamicCache(config=self.model.config)):
             raise ValueError(
                 f"the assistant {type(self.model).__name__} keeps a recurrent state, which cannot go back behind a "
                 "rejected draft; choose a model with attention in every layer"
@@ -112,6 +126,7 @@ class AssistantChain:
         self.target: RepackedTarget | None = None
         self.view: View | None = None
         self.lag = 0  # tokens that cycles without drafts left out
+        self.table = learned_positions(model.config.get_text_config()) or 2**31  # beyond it the backbone goes on alone
 
     def begin(self, outputs: Any, view: View) -> None:
         """Reads the prompt, all but its last token."""
@@ -121,7 +136,7 @@ class AssistantChain:
         if mask.shape[1] < prompt.shape[1]:  # the call continues from a cache: there is nothing to read of it
             prompt = prompt[:, prompt.shape[1] - mask.shape[1] :]
         cache, device = DynamicCache(config=self.model.config), self.model.device
-        if prompt.shape[1]:
+        if 0 < prompt.shape[1] <= self.table:
             positions = (mask.cumsum(1) - 1).clamp(min=0)
             self.model(
                 prompt.to(device),
@@ -134,6 +149,7 @@ class AssistantChain:
 
     def propose(self, tokens: TokenRows, length: int) -> DraftTree:
         """A chain of up to `length` tokens behind every row; it ends with a token of which no row was sure."""
+        length = min(length, self.table + 1 - max(tokens.lengths))
         if length < 1:
             self.lag += 1
             return DraftTree.chain(tokens.ids[:, :0])

@@ -51,7 +51,7 @@ def folder_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> d
     nested = {"use_aux_hidden_state": config.use_aux_hidden_state}
     if config.aux_layers is not None:
         values |= {AUX_IDS: config.aux_layers, "num_aux_hidden_states": config.num_aux}
-        if layout != "vllm" or config.aux_layers[0] != 1:  # vLLM reads the other entry; here a 1 would be ambiguous
+        if config.aux_layers[0] != 1:  # a 1 would be ambiguous here, and the other entry says it all
             nested[AUX_IDS] = _counted_by_outputs(config.aux_layers)
     if config.norm_before_fc:
         nested["norm_before_fc"] = True

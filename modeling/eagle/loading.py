@@ -10,11 +10,9 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
@@ -26,6 +24,7 @@ from transformers.utils import (
 )
 
 from ...configuration import EagleHeadConfig
+from ..heads.tensor_files import naming, read_pickle
 
 logger = logging.get_logger(__name__)
 
@@ -72,6 +71,8 @@ def foreign_head(
     state = own_names(state)
     shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
     version = _version(name, raw, shapes)
+    if "hidden_size" not in _llama_fields(raw):
+        raise ValueError(f"{name}: config.json says no hidden_size")
     values = _llama_fields(raw) | _read_off(raw, shapes, version)
     flags = dict(raw.get("eagle_config") or {}) | raw
     values |= {key: bool(flags[key]) for key in _FLAGS if key in flags and version == 3}
@@ -187,6 +188,8 @@ def check_vocabulary(name: Any, config: EagleHeadConfig, state: dict[str, torch.
     size, vocab = config.draft_vocab_size, config.vocab_size
     if state["d2t"].shape != (size,):
         raise ValueError(f"{name}: d2t has shape {tuple(state['d2t'].shape)}, but draft_vocab_size={size}")
+    if state["d2t"].is_floating_point():
+        raise ValueError(f"{name}: d2t has dtype {state['d2t'].dtype}; it holds whole numbers, token id - draft id")
     ids = state["d2t"] + torch.arange(size)
     if not bool(((ids >= 0) & (ids < vocab)).all()):
         raise ValueError(
@@ -212,7 +215,8 @@ def read_tensors(name: Any, **hub: Any) -> dict[str, torch.Tensor]:
     """
     found: dict[str, torch.Tensor] = {}
     for file in _weight_files(name, **hub):
-        found |= _read(name, file)
+        with naming(file):
+            found |= load_file(file) if file.endswith(".safetensors") else read_pickle(file)
     return found
 
 
@@ -225,17 +229,3 @@ def _weight_files(name: Any, **hub: Any) -> list[str]:
         if file := cached_file(name, single, **optional):
             return [file]
     raise ValueError(f"{name}: no weights; {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME} should be there")
-
-
-def _read(name: Any, file: str) -> dict[str, torch.Tensor]:
-    try:
-        if file.endswith(".safetensors"):
-            return load_file(file)
-        loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except SafetensorError as error:
-        raise ValueError(f"{name}: a safetensors file is damaged or cut short ({error}); fetch it again") from error
-    except UnpicklingError as error:
-        raise ValueError(
-            f"{file} holds more than tensors, and is not unpickled; save its state_dict as safetensors"
-        ) from error
-    return loaded.get("state_dict", loaded)

@@ -45,19 +45,25 @@ def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfi
 
     Raises:
         TypeError: An option that is no field of `EagleHeadConfig`.
+        ValueError: A backbone that has several states side by side (Gemma 3n).
     """
     own = [name for name in options if name not in get_annotations(LlamaConfig)]
     check_options(own, EagleHeadConfig, "EagleHead.from_backbone", ("target_hidden_size", "base_model_name_or_path"))
     text = backbone.config.get_text_config()
+    if getattr(text, "altup_num_inputs", 1) > 1:
+        raise ValueError(
+            f"{type(backbone).__name__}: its layers hand on {text.altup_num_inputs} states side by side, which an "
+            "EAGLE head does not read; MTPHeads do with the last one"
+        )
     heads = options.get("num_attention_heads", text.num_attention_heads)
     defaults = {
         "hidden_size": text.hidden_size,
         "vocab_size": text.vocab_size,
-        "intermediate_size": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        "intermediate_size": _shared(text, "intermediate_size") or 4 * text.hidden_size,
         "num_attention_heads": heads,
-        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
-        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+        "num_key_value_heads": _shared(text, "num_key_value_heads") or heads,
+        "head_dim": _shared(text, "head_dim") or text.hidden_size // heads,
+        "rms_norm_eps": _shared(text, "rms_norm_eps") or 1e-6,
         "max_position_embeddings": text.max_position_embeddings,
         "rope_parameters": _rope(text),
         "bos_token_id": text.bos_token_id,
@@ -68,6 +74,15 @@ def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfi
     if options.get("version", 3) == 3 and options.get("use_aux_hidden_state", True):
         defaults["aux_layers"] = _small_aux_layers(text.num_hidden_layers)
     return EagleHeadConfig(**(defaults | options))
+
+
+def _shared(config: PreTrainedConfig, name: str) -> Any:
+    """A size of the layers; of a list the first, and None where layers differ and the config will not say one."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:
+        return None
+    return value[0] if isinstance(value, (list, tuple)) else value
 
 
 def _small_aux_layers(num_layers: int) -> list[int]:

@@ -37,7 +37,10 @@ class DecoderLayers(nn.ModuleList):
             body = AutoModel.from_config(deepcopy(config))
         check_layers(config, body)
         self.config, last = body.config, len(body.layers) - 1
-        super().__init__(type(body.layers[-1])(self.config, last) for _ in range(count))
+        try:
+            super().__init__(type(body.layers[-1])(self.config, last) for _ in range(count))
+        except (AttributeError, IndexError, KeyError, TypeError) as error:  # layers that need more than their config
+            raise _refusal(config, f"its layers cannot be built alone ({error!r})") from error
         self.rotary_class, self.norm_class = type(body.rotary_emb), type(final_norm(body))
         wanted = inspect.signature(type(body.layers[-1]).forward).parameters
         self.cache_name = "layer_past" if "layer_past" in wanted else "past_key_values"
@@ -124,7 +127,11 @@ def check_layers(config: PreTrainedConfig, body: nn.Module) -> None:
         takes = layers and "position_embeddings" in inspect.signature(type(layers[-1]).forward).parameters
         reason = None if takes and hasattr(body, "rotary_emb") else "its layers do not take rotary positions and a mask"
     if reason is not None:
-        raise ValueError(f"backbone_config: a head cannot have a layer of model_type={config.model_type!r}: {reason}")
+        raise _refusal(config, reason)
+
+
+def _refusal(config: PreTrainedConfig, reason: str) -> ValueError:
+    return ValueError(f"backbone_config: a head cannot have a layer of model_type={config.model_type!r}: {reason}")
 
 
 def knows_layer_types(rotary: nn.Module) -> bool:

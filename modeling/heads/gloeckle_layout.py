@@ -96,9 +96,16 @@ def write(config: MTPHeadConfig, tensors: Tensors, backbone: Tensors) -> tuple[d
     return fields, named
 
 
+_PARAMS = ("dim", "n_heads", "n_layers", "norm_eps")
+_TENSORS = ("tok_embeddings.weight", "layers.0.feed_forward.w1.weight")
+
+
 def _read(folder: Path) -> tuple[LlamaConfig, Tensors, int]:
     params, tensors = read_json(folder / PARAMS), read_tensors([folder / FILE])
     tensors.pop("rope.freqs", None)
+    for found, needed, file in ((params, _PARAMS, PARAMS), (tensors, _TENSORS, FILE)):
+        if missing := [name for name in needed if name not in found]:
+            raise ValueError(f"{folder / file} holds no {', '.join(missing)}")
     count, width, heads = params.get("n_future_tokens", 1), params["dim"], params["n_heads"]
     config = LlamaConfig(
         hidden_size=width,

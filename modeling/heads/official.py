@@ -43,7 +43,10 @@ class OfficialLayoutsMixin:
         found, tensors = _reader(Path(folder))(Path(folder))
         embedding = tensors.pop(hydra_layout.EMBEDDING, None)
         heads = cls(MTPHeadConfig(**(found | options)))
-        result = heads.head.load_state_dict(tensors, strict=False)
+        try:
+            result = heads.head.load_state_dict(tensors, strict=False)
+        except RuntimeError as error:  # torch's word for another shape
+            raise ValueError(f"{folder}: its tensors do not make {found['head_type']!r} heads: {error}") from error
         if wrong := [*result.missing_keys, *result.unexpected_keys]:
             raise ValueError(f"{folder}: its tensors do not make {found['head_type']!r} heads: {', '.join(wrong[:5])}")
         heads = heads.to(next(iter(tensors.values())).dtype)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -26,12 +27,46 @@ def read_tensors(files: Iterable[Path], prefix: str = "") -> dict[str, torch.Ten
     """Tensors of all files whose names begin with `prefix`, which is taken off.
 
     Raises:
-        ValueError: A pickle of more than tensors.
+        ValueError: A damaged file, or a pickle of more than tensors.
     """
     found = {}
     for file in files:
-        found |= _read_safetensors(file, prefix) if file.suffix == ".safetensors" else _read_pickle(file, prefix)
+        with naming(file):
+            found |= _read_safetensors(file, prefix) if file.suffix == ".safetensors" else _read_pickle(file, prefix)
     return found
+
+
+@contextmanager
+def naming(file: str | Path) -> Iterator[None]:
+    """Says of a file that is read inside what is wrong with it.
+
+    Raises:
+        ValueError: It is damaged, or a pickle of more than tensors.
+        FileNotFoundError: There is none.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except UnpicklingError as error:
+        raise ValueError(
+            f"{file} holds more than tensors, and is not unpickled; save its state_dict as safetensors"
+        ) from error
+    except (SafetensorError, RuntimeError, OSError, EOFError) as error:
+        raise ValueError(f"{file} is damaged or cut short ({error}); fetch it again") from error
+
+
+def read_pickle(file: str | Path) -> dict[str, torch.Tensor]:
+    """Tensors of a pickle, by name.
+
+    Raises:
+        ValueError: It holds something else.
+    """
+    loaded = torch.load(file, map_location="cpu", weights_only=True)
+    loaded = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else loaded
+    if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        raise ValueError(f"{file} holds a {type(loaded).__name__}, not tensors by name; save its state_dict")
+    return loaded
 
 
 def _read_safetensors(file: Path, prefix: str) -> dict[str, torch.Tensor]:
@@ -41,11 +76,7 @@ def _read_safetensors(file: Path, prefix: str) -> dict[str, torch.Tensor]:
 
 
 def _read_pickle(file: Path, prefix: str) -> dict[str, torch.Tensor]:
-    try:
-        loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except UnpicklingError as error:
-        raise ValueError(f"{file} holds more than tensors, and is not unpickled; save its state_dict alone") from error
-    return below(loaded, prefix)
+    return below(read_pickle(file), prefix)
 
 
 def below(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

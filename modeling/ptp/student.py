@@ -136,6 +136,14 @@ class PTPStudent(StrictLoadingMixin, ParallelSpeculator, Attachable, PreTrainedM
                 raise ValueError(
                     f"{name}: the student was made for {own!r}, but {type(backbone).__name__} has {theirs!r}"
                 )
+        for name, own in _layers(self.adapters):
+            sizes = own.lora_A[ADAPTER].in_features, own.lora_B[ADAPTER].out_features
+            theirs = _sizes(backbone, name)
+            if sizes != theirs:
+                raise ValueError(
+                    f"{name}: the student was made for a layer of sizes {sizes}, but {type(backbone).__name__} has "
+                    f"{'none of that name' if theirs is None else theirs}"
+                )
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
         """Follows the backbone's device; its own parts have float32 at least, whatever the backbone's dtype."""
@@ -201,6 +209,18 @@ def _adapters_like(backbone: nn.Module) -> nn.Module:
             linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
             place.add_module(kind, made({ADAPTER: linear}))
     return root
+
+
+def _sizes(backbone: nn.Module, name: str) -> tuple[int, int] | None:
+    """Features that a layer reads and writes; None where there is no such layer."""
+    try:
+        layer = backbone.get_submodule(name)
+    except AttributeError:
+        return None
+    layer = getattr(layer, "base_layer", layer)
+    if hasattr(layer, "in_features"):
+        return layer.in_features, layer.out_features
+    return tuple(layer.weight.shape)  # the Conv1D of GPT-2
 
 
 def _copy(config: PreTrainedConfig) -> PreTrainedConfig:

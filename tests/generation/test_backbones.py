@@ -4,10 +4,15 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     BloomConfig,
     FalconConfig,
     GPTNeoConfig,
+    GPTNeoXConfig,
+    GPTNeoXJapaneseConfig,
+    MegatronBertConfig,
     MptConfig,
+    OpenAIGPTConfig,
     RoFormerConfig,
     RoFormerForCausalLM,
 )
@@ -55,6 +60,26 @@ def test_a_forward_without_positions_is_refused():
     config = RoFormerConfig(embedding_size=32, intermediate_size=64, is_decoder=True, **SIZES, **IDS)
     with pytest.raises(ValueError, match="RoFormerForCausalLM: its forward takes no position_ids"):
         NgramDrafter().attach(RoFormerForCausalLM(config))
+
+
+@pytest.mark.parametrize("kind", [BertConfig, MegatronBertConfig])
+def test_encoders_are_refused_and_the_same_layers_as_decoders_are_not(kind):
+    model = AutoModelForCausalLM.from_config(kind(intermediate_size=64, **SIZES, **IDS))
+    with pytest.raises(ValueError, match="with is_decoder=False its tokens attend to those behind them"):
+        NgramDrafter().attach(model)
+    model = AutoModelForCausalLM.from_config(kind(intermediate_size=64, is_decoder=True, **SIZES, **IDS))
+    NgramDrafter().attach(model)
+
+
+def test_decoders_whose_config_does_not_say_so_are_taken():
+    for kind in (GPTNeoXConfig, GPTNeoXJapaneseConfig):
+        NgramDrafter().attach(AutoModelForCausalLM.from_config(kind(intermediate_size=64, **SIZES, **IDS)))
+
+
+def test_a_model_without_a_cache_is_refused():
+    config = OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4, vocab_size=48)
+    with pytest.raises(ValueError, match="OpenAIGPTLMHeadModel: its forward takes no past_key_values"):
+        NgramDrafter().attach(AutoModelForCausalLM.from_config(config))
 
 
 @pytest.mark.parametrize("kind", ["heads", "ngram"])

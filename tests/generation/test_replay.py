@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, JambaConfig, JambaForCausalLM
 
 from tests.families import RECURRENT, family_config, random_ids, shake
 from tests.models import left_padded
@@ -135,3 +135,30 @@ def test_trees_are_refused_by_name():
     target = RepackedTarget(model, cache, torch.zeros(1, dtype=torch.long))
     with pytest.raises(ValueError, match="Qwen3NextForCausalLM has recurrent layers, which take chains"):
         target.forward(torch.ones(1, 3, dtype=torch.long), tree, None)
+
+
+def test_mixers_that_begin_a_block_without_its_state_decode_plainly():
+    """Jamba's do: a block behind a cache would be read as if nothing stood before it."""
+    config = JambaConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_experts=1,
+        num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False, mamba_d_state=4,
+        mamba_dt_rank=4, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = shake(JambaForCausalLM(config)).eval()
+    prompt, drafter = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]]), NgramDrafter().attach(model)
+    want = model.generate(prompt, max_new_tokens=12, do_sample=False, use_mtp=False)
+    assert torch.equal(model.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=drafter), want)
+    with pytest.raises(ValueError, match="recurrent states of JambaForCausalLM, which cannot go back"):
+        model.generate(prompt, max_new_tokens=12, assistant_model=drafter, use_mtp=True)
+
+
+def test_a_module_that_takes_no_cache_is_no_mixer():
+    model = recurrent_model("qwen3_next")
+    cache = DynamicCache(config=model.config)
+    model(random_ids(1, 3), past_key_values=cache, use_cache=True)
+    mixers = Replay(model.get_decoder(), cache).mixers
+    number, mixer = next(iter(mixers.items()))
+    mixer.router = torch.nn.Linear(2, 2)
+    mixer.router.layer_idx = number
+    assert Replay(model.get_decoder(), cache).mixers == mixers

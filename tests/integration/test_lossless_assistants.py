@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from tests.backbones import ATTENTION_WINDOW, backbone, blurred, check_greedy, code, code_prompts, learn
 from tests.laws import continuation_law, continuation_p_value
@@ -112,3 +121,32 @@ def test_an_assistant_drafts_for_a_byte_model_with_a_cache_of_its_own(threshold)
         assert torch.equal(out.sequences, model.generate(**inputs, **common, use_mtp=False))
         longest = max(len(draft) for row in out.speculation.rows_drafts for draft in row)
         assert longest == (1 if threshold else 3)
+
+
+@pytest.mark.parametrize("prompt", [9, 30])
+def test_an_assistant_with_fewer_positions_drafts_as_far_as_they_go(prompt):
+    model, ids = backbone(), torch.arange(5, 5 + prompt)[None]
+    config = GPT2Config(
+        vocab_size=model.config.vocab_size, n_positions=24, n_embd=32, n_layer=1, n_head=4, bos_token_id=1,
+        eos_token_id=None,
+    )  # fmt: skip
+    want = model.generate(ids, max_new_tokens=30, do_sample=False)
+    drafter = AssistantDrafter(GPT2LMHeadModel(config).eval()).attach(model)
+    out = model.generate(ids, max_new_tokens=30, do_sample=False, assistant_model=drafter, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, want)
+    assert (out.speculation.rows_drafts[0][0] != []) == (prompt < 24)
+
+
+def test_what_is_no_assistant():
+    model = backbone()
+    for thing in (None, "gpt2", NgramDrafter()):
+        with pytest.raises(TypeError, match="AssistantDrafter takes a causal language model of transformers"):
+            AssistantDrafter(thing)
+    sizes = dict(vocab_size=model.config.vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2)
+    convolutions = Lfm2ForCausalLM(Lfm2Config(**sizes, **heads, layer_types=["conv", "full_attention"]))
+    with pytest.raises(ValueError, match="the assistant Lfm2ForCausalLM keeps a recurrent state"):
+        AssistantDrafter(convolutions).attach(model)
+    sizes = dict(vocab_size=model.config.vocab_size, d_model=32, d_ff=48, num_layers=1, num_heads=2, d_kv=8)
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        AssistantDrafter(T5ForConditionalGeneration(T5Config(**sizes))).attach(model)

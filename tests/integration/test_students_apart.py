@@ -129,6 +129,10 @@ def test_what_is_refused():
     config.num_hidden_layers = 3
     with pytest.raises(ValueError, match="num_hidden_layers: the student was made for 2"):
         apart.attach(backbone(config))
+    config = CONFIGS["llama"]()
+    config.intermediate_size += 4
+    with pytest.raises(ValueError, match="mlp.gate_proj: the student was made for a layer of sizes"):
+        apart.attach(backbone(config))
     with pytest.raises(ValueError, match="model_type: the student was made for 'llama'"):
         apart.attach(backbone(CONFIGS["qwen2"]()))
     with pytest.raises(ValueError, match="make a new student"):

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Gemma3nTextConfig, Gemma4TextConfig
 
 from tests.eagle_models import golden_case, teacher_forced, tiny_backbone
 from tokenahead import EagleHead
@@ -107,6 +108,31 @@ def test_what_a_reader_would_misread_is_refused(options, layout, message, tmp_pa
     with pytest.raises(ValueError, match=message):
         head.export(tmp_path / "folder", layout=layout)
     assert not (tmp_path / "folder").exists()
+
+
+@pytest.mark.parametrize("layout", ["official", "vllm", "speculators"])
+def test_ids_that_begin_with_1_come_back(layout, tmp_path):
+    EagleHead.from_backbone(tiny_backbone(), aux_layers=[1, 2]).export(tmp_path, layout=layout)
+    assert EagleHead.from_pretrained(tmp_path).config.aux_layers == [1, 2]
+
+
+def test_new_heads_for_backbones_whose_layers_differ():
+    sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    per_layer = dict(vocab_size_per_layer_input=64, hidden_size_per_layer_input=4, head_dim=8)
+    gemma3n = Gemma3nTextConfig(
+        **sizes, **per_layer, intermediate_size=[48, 48], num_kv_shared_layers=0, altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0, 0.0], layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    gemma4 = Gemma4TextConfig(
+        **sizes, **per_layer, intermediate_size=48, global_head_dim=16, num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="its layers hand on 2 states side by side"):
+        EagleHead.from_backbone(AutoModelForCausalLM.from_config(gemma3n))
+    backbone, prompt = AutoModelForCausalLM.from_config(gemma4).eval(), torch.tensor([[5, 6, 7]])
+    want = backbone.generate(prompt, max_new_tokens=6, do_sample=False, use_mtp=False)
+    head = EagleHead.from_backbone(backbone, aux_layers=[1])
+    assert torch.equal(backbone.generate(prompt, assistant_model=head, max_new_tokens=6, do_sample=False), want)
 
 
 def test_options_of_the_loss_stay_with_a_foreign_folder(tmp_path):

@@ -137,6 +137,8 @@ REFUSED = [
     ({}, {"d2t": torch.full((48,), 60)}, r"d2t maps draft ids to 60\.\.107, outside the vocabulary 0\.\.95"),
     ({}, {"d2t": torch.full((48,), -1)}, "outside the vocabulary"),
     ({}, {"d2t": -torch.arange(48)}, "one to one"),
+    ({}, {"d2t": torch.arange(48.0)}, r"d2t has dtype torch\.float32"),
+    ({"hidden_size": None}, {}, "config.json says no hidden_size"),
     ({}, {"t2d": VOCABULARY}, "t2d and d2t do not name the same tokens"),
     ({AUX: [2, 4]}, {}, r"fc\.weight reads 96 columns, which are not 2 hidden states of 32: aux_layers=\[2, 4\]"),
     ({AUX: [2, 4, 5], "eagle_config": {AUX: [2, 3, 4]}}, {}, r"means \[2, 3, 4\] in eagle_config; pass aux_layers="),
@@ -148,8 +150,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("config", "tensors", "message"), REFUSED, ids=[message[:24] for *_, message in REFUSED])
 def test_bad_folders_are_refused_by_name(config, tensors, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refusal:
         EagleHead.from_pretrained(rewritten(tmp_path, config, tensors))
+    assert "None: " not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +188,14 @@ def test_pickles_with_code_and_damaged_files_are_refused(tmp_path):
         EagleHead.from_pretrained(tmp_path)
     torch.save({"fc.weight": Surprise()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="holds more than tensors, and is not unpickled"):
+        EagleHead.from_pretrained(tmp_path)
+    for other in ([1, 2], {"fc.weight": 3}):
+        torch.save(other, tmp_path / "pytorch_model.bin")
+        with pytest.raises(ValueError, match="not tensors by name; save its state_dict"):
+            EagleHead.from_pretrained(tmp_path)
+    torch.save({"fc.weight": torch.zeros(400)}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "pytorch_model.bin").write_bytes((tmp_path / "pytorch_model.bin").read_bytes()[:700])
+    with pytest.raises(ValueError, match="pytorch_model.bin is damaged or cut short"):
         EagleHead.from_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
     with pytest.raises(ValueError, match="damaged or cut short"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,22 @@ logger = logging.get_logger(__name__)
 _BATCHES_TO_SEARCH = 1000  # for a target, where the first update has none
 _OF_BACKBONES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_nextn_predict_layers")
 _OF_DRAFTERS = ("version", "draft_vocab_size", "variant", "sampler", "features", "num_slots", "lora_rank")
+
+
+def check_data(given: Mapping[str, Any]) -> None:
+    """Refuses data without rows.
+
+    Args:
+        given: Arguments of a trainer, by name.
+
+    Raises:
+        ValueError: `train_dataset` or `eval_dataset`, or one of several, is empty.
+    """
+    for name in ("train_dataset", "eval_dataset"):
+        data = given.get(name)
+        for part in data.values() if isinstance(data, Mapping) else [data]:
+            if hasattr(part, "__len__") and len(part) == 0:
+                raise ValueError(f"{name} is empty: give at least one row that has something to learn, or None")
 
 
 def check_depths(

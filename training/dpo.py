@@ -7,6 +7,7 @@ the chosen completions, drafter included, is an auxiliary term.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class MTPDPOTrainer(DPOTrainer):
 
     Raises:
         TypeError: Heads apart from their backbone, or a model that does not draft for itself.
-        ValueError: A negative weight, or `precompute_ref_log_probs`.
+        ValueError: A weight below 0 or that is no number, or `precompute_ref_log_probs`.
 
     Example:
         >>> MTPDPOTrainer(model, reference, DPOConfig("out"), train_dataset=pairs, processing_class=tokenizer).train()
@@ -52,8 +53,8 @@ class MTPDPOTrainer(DPOTrainer):
                 f"MTPDPOTrainer trains a model that drafts for itself (EvaByteForMTPC, DeepSeekMTP), not a "
                 f"{type(model).__name__}; attached heads are trained after the preferences, with MTPSFTTrainer"
             )
-        if drafter_weight < 0:
-            raise ValueError(f"drafter_weight={drafter_weight} must be at least 0")
+        if not 0 <= drafter_weight < math.inf:
+            raise ValueError(f"drafter_weight={drafter_weight} must be a number of at least 0")
         if getattr(args, "precompute_ref_log_probs", False):
             raise ValueError("precompute_ref_log_probs=True reads rows of other heads as tokens; leave it at False")
         self.drafter_weight = drafter_weight

@@ -118,6 +118,7 @@ def _set_losses(model: nn.Module, strategy: TrainingStrategy) -> None:
             setattr(heads, name, value)
         elif not (name == "loss_target" and value == "teacher"):  # EAGLE heads know no other
             raise ValueError(f"{name}={value!r} means nothing for a {type(model).__name__}")
+    _check_teacher(model, strategy, heads if options is None else options)
     for name in ("gamma", "loss_balance"):
         value = getattr(strategy, name)
         if value is None:
@@ -137,6 +138,18 @@ def _set_losses(model: nn.Module, strategy: TrainingStrategy) -> None:
             f"loss_weight={strategy.loss_weight}: a {type(model).__name__} learns on a frozen backbone, and its loss "
             "stands alone; leave loss_weight out"
         )
+
+
+def _check_teacher(model: nn.Module, strategy: TrainingStrategy, options: Any) -> None:
+    """Refuses how a teacher's law is to be compared, where none is; EAGLE heads learn no labels alone."""
+    target = getattr(options, "loss_target", getattr(options, "target", "teacher"))
+    for name in ("loss_divergence", "loss_label_weight", "loss_top_k"):
+        value = getattr(strategy, name)
+        if value is not None and target != "teacher":
+            raise ValueError(
+                f"{name}={value!r} is how far the drafter is from the backbone's law, and this {type(model).__name__} "
+                f"learns the {target}: set loss_target='teacher', or leave {name} out"
+            )
 
 
 def _discounted(config: Any, gamma: float) -> list[float] | None:

@@ -6,6 +6,7 @@ is beyond that. `MTPTrainer(model, args, strategy=...)` applies it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -41,7 +42,7 @@ class TrainingStrategy:
         lora_rank: Of the backbone's adapters (`train="lora"`).
         lora_alpha: Scale of the adapters times their rank; None: twice the rank.
         lora_dropout: Of the adapters.
-        lora_targets: Names of modules; None: queries, keys and values, or peft's default of the architecture.
+        lora_targets: Names of modules, or `"all-linear"`; None: queries, keys and values, or all linear modules.
         draft_layers: MtPC's draft LoRA: the drafter runs the backbone's last k layers with adapters of its own
             (`MTPHeads`, EvaByte); None: as the heads have it.
         draft_lora_rank: Of these adapters; None: as they are, and 8 where they are new.
@@ -58,7 +59,7 @@ class TrainingStrategy:
         loss_weight_shape: `"switch"` there at once, `"linear"` up to there, or `"sine"`, Medusa's ramp.
 
     Raises:
-        ValueError: A value out of range; the message names the field.
+        ValueError: A value out of range, or a field without what it belongs to; the message names the field.
 
     Example:
         >>> strategy = TrainingStrategy(train="lora", head_warmup=0.1, drafter_lr_multiplier=4.0, loss_weight=0.2)
@@ -71,7 +72,7 @@ class TrainingStrategy:
     lora_rank: int = 8
     lora_alpha: int | None = None
     lora_dropout: float = 0.0
-    lora_targets: list[str] | None = field(default=None)
+    lora_targets: list[str] | str | None = field(default=None)
     draft_layers: int | None = None
     draft_lora_rank: int | None = None
     loss_target: str | None = None
@@ -99,7 +100,7 @@ class TrainingStrategy:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {names}")
         for name, least in {"head_warmup": 0, "loss_weight": 0, "loss_weight_last": 0, "draft_layers": 0}.items():
             value = getattr(self, name)
-            if value is not None and value < least:
+            if value is not None and not least <= value < math.inf:
                 raise ValueError(f"{name}={value} must be at least {least}")
         for name in ("lora_rank", "draft_lora_rank", "loss_top_k"):
             value = getattr(self, name)
@@ -109,10 +110,27 @@ class TrainingStrategy:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise ValueError(f"{name}={value} must lie between 0 and 1")
-        if self.drafter_lr_multiplier <= 0:
+        if not 0 < self.drafter_lr_multiplier < math.inf:
             raise ValueError(f"drafter_lr_multiplier={self.drafter_lr_multiplier} must be above 0")
         if self.loss_weight_last is not None and self.loss_weight is None:
             raise ValueError(f"loss_weight_last={self.loss_weight_last} ends a schedule that loss_weight must begin")
+        self._check_belongings()
+
+    def _check_belongings(self) -> None:
+        """Refuses a field that was set without what it is a part of: nothing would read it."""
+        adapters = "is of the backbone's adapters, which only train='lora' has"
+        schedule = "shapes a schedule from loss_weight to loss_weight_last: set both"
+        parts = {
+            "lora_": (self.train == "lora", adapters),
+            "draft_lora_rank": (bool(self.draft_layers), "is of draft layers: set draft_layers, too"),
+            "loss_weight_until": (self.loss_weight_last is not None, schedule),
+            "loss_weight_shape": (self.loss_weight_last is not None, schedule),
+        }
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            for name, (is_there, why) in parts.items():
+                if entry.name.startswith(name) and not is_there and value != entry.default:
+                    raise ValueError(f"{entry.name}={value!r} {why}")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainingStrategy:

@@ -6,7 +6,6 @@ model it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers import Trainer
 
 from ..modeling.heads.losses import IGNORE, depth_targets
 from .balance import LossBalance
-from .beginning import check_checkpoint, check_depths, check_ids, check_lengths
+from .beginning import check_checkpoint, check_data, check_depths, check_ids, check_lengths
 from .preparation import callbacks_of, drafter_of, prepare
 from .running_means import RunningMeansMixin
 from .sharding import WholeModelMixin, check_shards
@@ -58,7 +57,8 @@ class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
     Raises:
         TypeError: A model without heads that train here, or a path instead of a model.
         ValueError: A strategy that the model cannot follow, an empty dataset, one without a single target (at the first
-            step), label smoothing, or context or sequence parallelism, where windows would end at a shard's border.
+            step), label smoothing, noise on embeddings (NEFTune) of a drafter that has none, or context or sequence
+            parallelism, where windows would end at a shard's border.
 
     Example:
         >>> model.train_only("drafter")
@@ -76,7 +76,7 @@ class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
         use_cache = vars(config).get("use_cache", _ABSENT) if config is not None else _ABSENT
         if model is not None:
             _check_model(model)
-        _check_data(kwargs)
+        check_data(kwargs)
         if strategy is not None:
             if model is None:
                 raise ValueError("strategy is applied to a model: pass model=, not model_init=")
@@ -93,7 +93,7 @@ class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
             self.args.ddp_find_unused_parameters = True  # what waits gets no gradient
         _put_back(config, "use_cache", use_cache)
         _check_model(self.model)  # `model_init` may have made it
-        _check_data(vars(self))
+        check_data(vars(self))
         if self.get_cp_size() > 1 or self.get_sp_size() > 1:
             raise ValueError(
                 "context and sequence parallelism cut sequences, and a window cannot reach into the next piece; "
@@ -104,6 +104,11 @@ class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
             raise ValueError(
                 f"label_smoothing_factor={self.args.label_smoothing_factor} would replace the model's own loss, "
                 "and no head but the first would learn; set it to 0"
+            )
+        if self.args.neftune_noise_alpha is not None and self._owner.get_input_embeddings() is None:
+            raise ValueError(
+                f"neftune_noise_alpha={self.args.neftune_noise_alpha} is noise on embeddings, and a "
+                f"{type(self._owner).__name__} reads those of its backbone, which stays as it is; leave it out"
             )
 
     @property
@@ -297,14 +302,6 @@ def _check_model(model: Any) -> None:
             f"MTPTrainer needs a model that predicts several tokens, not a {type(model).__name__}: give it heads with "
             "MTPHeads.from_backbone(model), or modules with DeepSeekMTP.from_backbone(model)"
         )
-
-
-def _check_data(given: Mapping[str, Any]) -> None:
-    for name in ("train_dataset", "eval_dataset"):
-        data = given.get(name)
-        for part in data.values() if isinstance(data, Mapping) else [data]:
-            if hasattr(part, "__len__") and len(part) == 0:
-                raise ValueError(f"{name} is empty: give at least one row that has something to learn, or None")
 
 
 def _put_back(owner: Any, name: str, value: Any) -> None:

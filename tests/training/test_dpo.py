@@ -49,5 +49,6 @@ def test_what_does_not_draft_for_itself_is_refused(tmp_path):
     for model in (MTPHeads.from_backbone(llama(vocab_size=320)), llama(vocab_size=320)):
         with pytest.raises(TypeError, match="trains a model that drafts for itself"):
             MTPDPOTrainer(model)
-    with pytest.raises(ValueError, match="drafter_weight=-1"):
-        MTPDPOTrainer(tiny_model(), drafter_weight=-1.0)
+    for weight in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"drafter_weight={weight} must be a number of at least 0"):
+            MTPDPOTrainer(tiny_model(), drafter_weight=weight)

@@ -166,6 +166,9 @@ def test_a_frozen_backbone_stays_as_it_is_and_a_teacher_shows_acceptances(tmp_pa
         (modules, dict(loss_balance="rms"), "loss_balance='rms' means nothing for a DeepSeekMTP"),
         (heads, dict(draft_layers=1, train="all"), "draft_layers=1 leaves the backbone as it is"),
         (lambda: heads(draft_layers=1), dict(draft_layers=1, draft_lora_rank=3), "draft_lora_rank=3: .* have rank 8"),
+        (heads, dict(loss_divergence="lk"), "loss_divergence='lk' is how far .* loss_target='teacher'"),
+        (small_model, dict(loss_top_k=8, loss_target="labels"), "loss_top_k=8 is .* loss_target='teacher'"),
+        (modules, dict(loss_label_weight=0.5), "loss_label_weight=0.5 is .* loss_target='teacher'"),
         (heads, dict(train="lora", lora_targets=["wq"]), "lora_targets holds 'wq', but the linear modules are"),
         (lambda: heads(head_type="layer"), dict(draft_layers=1), "decoder layers of its own"),
     ],
@@ -173,6 +176,12 @@ def test_a_frozen_backbone_stays_as_it_is_and_a_teacher_shows_acceptances(tmp_pa
 def test_what_a_model_cannot_follow_is_refused_by_name(make, fields, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         trainer_for(make(), tmp_path, ragged_rows(), strategy=TrainingStrategy(**fields))
+
+
+def test_heads_that_have_a_teacher_need_not_be_told(tmp_path):
+    for make in (lambda: heads(loss_target="teacher"), lambda: heads(head_type="hydra", arch="prefix-mlp")):
+        strategy = TrainingStrategy(loss_divergence="lk")
+        assert trainer_for(make(), tmp_path, ragged_rows(), strategy=strategy).model.config.loss_divergence == "lk"
 
 
 def test_no_draft_layers_go_with_a_backbone_that_learns(tmp_path):
@@ -188,6 +197,14 @@ def test_no_draft_layers_go_with_a_backbone_that_learns(tmp_path):
         (dict(loss_label_weight=2), "loss_label_weight=2 must lie between 0 and 1"),
         (dict(drafter_lr_multiplier=0), "drafter_lr_multiplier=0 must be above 0"),
         (dict(loss_weight_last=0.1), "loss_weight_last=0.1 ends a schedule"),
+        (dict(lora_targets=["q_proj"]), r"lora_targets=\['q_proj'\] is of the backbone's adapters.* train='lora'"),
+        (dict(train="all", lora_rank=4), "lora_rank=4 is of the backbone's adapters"),
+        (dict(draft_lora_rank=4), "draft_lora_rank=4 is of draft layers: set draft_layers"),
+        (dict(draft_layers=0, draft_lora_rank=4), "draft_lora_rank=4 is of draft layers"),
+        (dict(loss_weight=0.3, loss_weight_until=0.5), "loss_weight_until=0.5 shapes a schedule"),
+        (dict(loss_weight_shape="sine"), "loss_weight_shape='sine' shapes a schedule"),
+        (dict(loss_weight=float("nan")), "loss_weight=nan must be at least 0"),
+        (dict(drafter_lr_multiplier=float("nan")), "drafter_lr_multiplier=nan must be above 0"),
         (dict(loss_top_k=0), "loss_top_k=0 must be at least 1"),
     ],
 )

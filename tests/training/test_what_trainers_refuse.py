@@ -13,7 +13,7 @@ from trl import SFTConfig
 from tests import ptp_models
 from tests.families import family_model
 from tests.training.conftest import ragged_rows, small_model, trainer_for
-from tokenahead import EvaByteTokenizer
+from tokenahead import EagleHead, EvaByteTokenizer, MTPHeads
 from tokenahead.training.sft import MTPSFTTrainer
 from tokenahead.training.trainer import MTPTrainer
 
@@ -75,6 +75,13 @@ def test_empty_data_are_refused_by_position_and_among_others(tmp_path):
         MTPTrainer(small_model(), quiet(tmp_path, MTPTrainer), None, [])
     with pytest.raises(ValueError, match="eval_dataset is empty"):
         MTPTrainer(small_model(), quiet(tmp_path, MTPTrainer), eval_dataset={"a": ragged_rows(), "b": []})
+
+
+@pytest.mark.parametrize("apart", [MTPHeads, EagleHead])
+def test_noise_on_embeddings_of_a_drafter_that_has_none_is_refused(apart, tmp_path):
+    head = apart.from_backbone(ptp_models.backbone(), **({"version": 1} if apart is EagleHead else {}))
+    with pytest.raises(ValueError, match="neftune_noise_alpha=5.0 is noise on embeddings, and a "):
+        trainer_for(head, tmp_path, ragged_rows(), neftune_noise_alpha=5.0)
 
 
 class Stream(IterableDataset):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def check_types(rows: Data, first: dict[str, Any], name: str, text: str) -> None:
     """Refuses columns that hold something else than their name says, and rows that hold nothing.
 
-    Of files, a column has one type: its first row shows it.
+    Of files, a column has one type, which its first row shows, unless it is one of `datasets` for mixed values.
 
     Args:
         rows: The rows.
@@ -30,12 +30,42 @@ def check_types(rows: Data, first: dict[str, Any], name: str, text: str) -> None
         ValueError: A column of another type, or a row without a value.
     """
     for column in _used(first, text):
-        holds, wanted = _KINDS.get(column, (_is_text, "text"))
-        if not holds(first[column]):
-            shown = repr(first[column])[:40]
-            raise ValueError(f"{column!r} of the {name} data must hold {wanted}, and row 0 has {shown}")
-        if isinstance(rows, Dataset) and (missing := rows.data.column(column).null_count):
+        _check_value(first, column, name, "row 0 has")
+        if not isinstance(rows, Dataset):
+            continue
+        if missing := rows.data.column(column).null_count:
             raise ValueError(f"{column!r} of the {name} data is null in {missing} row(s); leave them out")
+        if "extension<" in str(rows.data.column(column).type):
+            for number, row in enumerate(rows.select_columns([column])):
+                _check_value(row, column, name, f"row {number} has")
+
+
+def watched(rows: IterableDataset, name: str, text: str, check: Callable[[dict[str, Any]], None]) -> IterableDataset:
+    """A stream whose rows are looked at as they come, for its first one says nothing about the others.
+
+    Args:
+        rows: The stream.
+        name: What it is called in messages.
+        text: The column of plain text.
+        check: Refuses what else a row may not hold.
+
+    Returns:
+        The same rows; one with a column of another type is a `ValueError` where it is read.
+    """
+
+    def looked_at(row: dict[str, Any]) -> dict[str, Any]:
+        for column in _used(row, text):
+            _check_value(row, column, name, "a row has")
+        check(row)
+        return row
+
+    return rows.map(looked_at, features=rows.features)
+
+
+def _check_value(row: dict[str, Any], column: str, name: str, which: str) -> None:
+    holds, wanted = _KINDS.get(column, (_is_text, "text"))
+    if not holds(row[column]):
+        raise ValueError(f"{column!r} of the {name} data must hold {wanted}, and {which} {repr(row[column])[:40]}")
 
 
 def _used(first: dict[str, Any], text: str) -> list[str]:

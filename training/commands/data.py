@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ...modeling.heads.losses import IGNORE
 from ..extras import needs_extra
 from ..regeneration import RegeneratedText, holds_text
-from .columns import check_lengths, check_types
+from .columns import check_lengths, check_types, watched
 from .settings import Settings
 
 with needs_extra("train", "reading data"):
@@ -53,6 +55,7 @@ def load_data(
 
     Raises:
         ValueError: No data, no such split, an empty one, columns that are missing, or chats without assistant turns.
+            What a stream holds behind its first rows is refused where it is read.
         FileNotFoundError: A path that is none.
     """
     data = _loaded(settings)
@@ -69,6 +72,10 @@ def load_data(
         chosen["eval"] = _split(data, test_name, "dataset_test_split", hint)
     for name, rows in chosen.items():
         check_rows(rows, name, settings, tokenizer, vocab_size)
+        if isinstance(rows, IterableDataset):
+            chosen[name] = watched(
+                rows, name, settings.training.dataset_text_field, partial(_check_row, name=name, vocab_size=vocab_size)
+            )
     return chosen
 
 
@@ -176,29 +183,51 @@ def check_rows(rows: Data, name: str, settings: Settings, tokenizer: PreTrainedT
             )
         chats = rows.select_columns([*({"messages", "conversations"} & first.keys())])
         _check_chats(chats if isinstance(rows, Dataset) else islice(chats, _ROWS_TO_READ), name)
+    elif has_completion and all(isinstance(first[column], list) for column in ("prompt", "completion")):
+        for number, row in enumerate(rows if isinstance(rows, Dataset) else islice(rows, _ROWS_TO_READ)):
+            _check_turns([*row["prompt"], *row["completion"]], f"row {number} of the {name} data")
 
 
 def _check_ids(rows: Dataset, name: str, vocab_size: int) -> None:
     """Token ids that were made beforehand; those that the tokenizer makes are in the vocabulary."""
     for column in {"input_ids", "labels"} & set(rows.column_names):
         for chunk in rows.data.column(column).chunks:  # memory-mapped, a chunk at a time
-            ids = chunk.flatten().to_numpy(zero_copy_only=False)
-            wrong = ids[((ids < 0) | (ids >= vocab_size)) & ((ids != IGNORE) | (column == "input_ids"))]
-            if len(wrong):
-                raise ValueError(
-                    f"{column} of the {name} data hold {wrong[0]}; the model has ids from 0 to {vocab_size - 1}"
-                )
+            _check_column(chunk.flatten().to_numpy(zero_copy_only=False), column, name, vocab_size)
+
+
+def _check_row(row: dict[str, Any], name: str, vocab_size: int) -> None:
+    """A row of a stream."""
+    for column in {"input_ids", "labels"} & row.keys() if "input_ids" in row else ():
+        _check_column(np.asarray(row[column]), column, name, vocab_size)
+    if {"input_ids", "labels"} <= row.keys() and len(row["input_ids"]) != len(row["labels"]):
+        raise ValueError(
+            f"a row of the {name} data has {len(row['input_ids'])} input_ids and {len(row['labels'])} labels: every id "
+            f"needs one, {IGNORE} where nothing is scored"
+        )
+
+
+def _check_column(ids: np.ndarray, column: str, name: str, vocab_size: int) -> None:
+    wrong = ids[((ids < 0) | (ids >= vocab_size)) & ((ids != IGNORE) | (column == "input_ids"))]
+    if len(wrong):
+        raise ValueError(f"{column} of the {name} data hold {wrong[0]}; the model has ids from 0 to {vocab_size - 1}")
 
 
 def _check_chats(rows: Iterable[dict[str, Any]], name: str) -> None:
     for number, row in enumerate(rows):
         turns = maybe_convert_to_chatml(dict(row)).get("messages") or []
-        for place, turn in enumerate(turns):
-            if turn.get("content") is None and not turn.get("tool_calls"):
-                raise ValueError(f"row {number} of the {name} data: turn {place} has no 'content'")
+        _check_turns(turns, f"row {number} of the {name} data")
         if not any(turn.get("role") == "assistant" for turn in turns):
             roles = ", ".join(str(turn.get("role")) for turn in turns) or "none"
             raise ValueError(f"row {number} of the {name} data has no assistant turn (roles: {roles}); leave it out")
+
+
+def _check_turns(turns: list[dict[str, Any]], row: str) -> None:
+    for place, turn in enumerate(turns):
+        content = turn.get("content")
+        if content is None and not turn.get("tool_calls"):
+            raise ValueError(f"{row}: turn {place} has no 'content'")
+        if not isinstance(content, str | None):
+            raise ValueError(f"{row}: the 'content' of turn {place} must be text, not {repr(content)[:40]}")
 
 
 def _source(settings: Settings) -> str:

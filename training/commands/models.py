@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -19,9 +19,11 @@ from ...modeling.eagle.loss_options import EagleLossOptions
 from ..completion import load_config
 from ..parts import put_adapters, tokenizer_source
 from ..ptp.options import PTPOptions
+from .sections import converted
 from .settings import DrafterArguments, Settings
 
 _NEW = {"heads": MTPHeads, "eagle": EagleHead, "modules": DeepSeekMTP, "parallel": PTPForCausalLM}
+_CONFIGS = {"own": MTPHeadConfig, "heads": MTPHeadConfig, "eagle": EagleHeadConfig, "parallel": PTPConfig}
 _LOSSES = {EagleHead: EagleLossOptions, DeepSeekMTP: ModuleLossOptions, PTPForCausalLM: PTPOptions}
 
 
@@ -109,7 +111,7 @@ def _tokenizer(source: str, backbone: PreTrainedModel) -> PreTrainedTokenizerBas
 
 def _drafter(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTrainedModel:
     """The model to train."""
-    options = arguments.drafter_options or {}
+    options = _drafter_options(arguments)
     brings_its_own = isinstance(backbone, (EvaByteForMTPC, DeepSeekMTP, PTPForCausalLM))
     if arguments.drafter_name_or_path is not None:
         return _stored(arguments, backbone)
@@ -122,6 +124,15 @@ def _drafter(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTrain
     if isinstance(backbone, PTPForCausalLM):
         raise ValueError(f"drafter={arguments.drafter!r}: a PTPForCausalLM is trained as it is; set drafter to 'own'")
     return _NEW[arguments.drafter].from_backbone(backbone, **options)
+
+
+def _drafter_options(arguments: DrafterArguments) -> dict[str, Any]:
+    """The options of a new drafter, by the types of its config and of what makes it."""
+    makers = _CONFIGS.get(arguments.drafter), getattr(_NEW.get(arguments.drafter), "from_backbone", None)
+    hints = [get_type_hints(maker, localns={"torch": torch}) for maker in makers if maker is not None]
+    return converted(
+        "drafter_options", arguments.drafter_options or {}, {k: v for each in hints for k, v in each.items()}
+    )
 
 
 def _own(model: PreTrainedModel, options: dict[str, Any]) -> PreTrainedModel:
@@ -156,8 +167,7 @@ def _apply_loss_options(model: PreTrainedModel, arguments: DrafterArguments) -> 
         )
     if not given or isinstance(model, PTPForCausalLM):
         return
-    _check_names(kind, given)
-    model.loss_options = kind(**given)
+    model.loss_options = _loss_options(kind, given)
     if isinstance(model, EagleHead):
         model.loss_options.resolved(model.config.version)
 
@@ -168,21 +178,21 @@ def _choose_parts(model: PreTrainedModel, arguments: DrafterArguments) -> None:
         model.train_only("all" if ptp_options(arguments).base_weight else "drafter")
 
 
-def _check_names(kind: type, given: dict[str, Any]) -> None:
+def _loss_options(kind: type, given: dict[str, Any]) -> Any:
     known = [entry.name for entry in fields_of(kind)]
     for name in given:
         if name not in known:
             raise ValueError(f"loss_options have no {name!r}; {kind.__name__} has {', '.join(known)}")
+    return kind(**converted("loss_options", given, get_type_hints(kind)))
 
 
 def ptp_options(arguments: DrafterArguments) -> PTPOptions:
     """Options of `PTPTrainer`.
 
     Raises:
-        ValueError: An unknown option, or a value out of range.
+        ValueError: An unknown option, or a value of another type or out of range.
     """
-    _check_names(PTPOptions, arguments.loss_options or {})
-    return PTPOptions(**(arguments.loss_options or {}))
+    return _loss_options(PTPOptions, arguments.loss_options or {})
 
 
 def is_parallel(model: Any) -> bool:

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, get_type_hints
 
 import torch
 
 from ..extras import needs_extra
 from ..strategy import TrainingStrategy
+from .contradictions import check_settings
+from .sections import check_numbers, converted
 
 with needs_extra("train", "tokenahead train"):
     import yaml
@@ -82,6 +84,8 @@ class DrafterArguments:
                 raise ValueError(f"{name}={value!r} must be a mapping of options")
         if self.acceptance is True:
             self.acceptance = None
+        if not (self.acceptance in (None, False) or isinstance(self.acceptance, dict)):
+            raise ValueError(f"acceptance={self.acceptance!r} must be a mapping of options, or false")
         if self.early_stopping_patience is not None and self.early_stopping_patience < 1:
             raise ValueError(f"early_stopping_patience={self.early_stopping_patience} must be at least 1")
 
@@ -89,10 +93,11 @@ class DrafterArguments:
         """The strategy, checked.
 
         Raises:
-            ValueError: A name that is no field, or a value out of range.
+            ValueError: A name that is no field, or a value of another type or out of range.
         """
         try:
-            return TrainingStrategy.from_dict(self.strategy or {})
+            hints = get_type_hints(TrainingStrategy)
+            return TrainingStrategy.from_dict(converted("strategy", self.strategy or {}, hints))
         except TypeError as error:
             raise ValueError(f"strategy: {error}") from None
 
@@ -118,6 +123,9 @@ class TrainConfig(SFTConfig):
             )
         if self.bf16 is None and not self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
             self.bf16 = False
+        for name in ("gradient_accumulation_steps", "per_device_train_batch_size"):
+            if (getattr(self, name) or 0) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         super().__post_init__()
 
 
@@ -229,7 +237,8 @@ def read_settings(argv: Sequence[str], command: str, extra: type | None = None) 
         extra: Dataclass of further settings, which a file for training may hold, too.
 
     Raises:
-        ValueError: A file that is no YAML mapping, an unknown key or flag, or a value that does not fit its field.
+        ValueError: A file that is no YAML mapping, an unknown key or flag, a value that does not fit its field, or
+            settings that would be ignored.
         OSError: No such file.
         SystemExit: After `--help`.
     """
@@ -251,7 +260,9 @@ def read_settings(argv: Sequence[str], command: str, extra: type | None = None) 
     unknown = [word for word in rest if word.startswith("--") and (word not in known or word in argv)]
     if unknown or (rest and not rest[0].startswith("--")):
         raise ValueError(f"there is no setting {' '.join(unknown or rest)}; see tokenahead {command} --help")
-    return Settings(*parts[: len(_KINDS)], given=given, extra=parts[len(_KINDS)] if extra else None)
+    settings = Settings(*parts[: len(_KINDS)], given=given, extra=parts[len(_KINDS)] if extra else None)
+    check_settings(settings)
+    return settings
 
 
 def _mapping(path: str) -> dict[str, Any]:
@@ -274,6 +285,8 @@ def _check_keys(path: str, values: dict[str, Any]) -> None:
             near = difflib.get_close_matches(str(name), sorted(known), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "; see --help"
             raise ValueError(f"{path}: there is no setting {name!r}{hint}")
+    for kind in kinds:
+        check_numbers(path, values, get_type_hints(kind))
 
 
 def _json(name: str, text: str) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainerState, set_seed
@@ -31,6 +31,7 @@ from .run_folder import (
     write_metrics,
     write_run,
 )
+from .sections import converted
 from .settings import Settings, read_settings
 
 with needs_extra("train", "tokenahead train"):
@@ -165,19 +166,21 @@ def _callbacks(settings: Settings, trainee: Trainee, with_evaluation: bool) -> l
     unit = "byte" if is_byte_level(trainee.tokenizer) else "token"
     chosen: list[TrainerCallback] = [RunProgress(unit)]
     drafter = settings.drafter
+    measures = _acceptance(drafter.acceptance or {})  # a misspelt option is said also where nothing is evaluated
     if with_evaluation and drafter.acceptance is not False:
-        options = list(signature(AcceptanceCallback).parameters)
-        if unknown := sorted({*(drafter.acceptance or {})} - {*options}):
-            raise ValueError(f"acceptance has no option {unknown[0]!r}; it has {', '.join(options)}")
-        try:
-            chosen.append(AcceptanceCallback(**(drafter.acceptance or {})))
-        except TypeError as error:
-            raise ValueError(f"acceptance: {error}") from None
+        chosen.append(measures)
     if drafter.early_stopping_patience is not None:
         if not (with_evaluation and settings.training.metric_for_best_model):
             raise ValueError("early_stopping_patience needs eval_strategy and metric_for_best_model")
         chosen.append(EarlyStoppingCallback(drafter.early_stopping_patience))
     return chosen
+
+
+def _acceptance(given: dict[str, Any]) -> AcceptanceCallback:
+    options = list(signature(AcceptanceCallback).parameters)
+    if unknown := sorted(map(str, {*given} - {*options})):
+        raise ValueError(f"acceptance has no option {unknown[0]!r}; it has {', '.join(options)}")
+    return AcceptanceCallback(**converted("acceptance", given, get_type_hints(AcceptanceCallback.__init__)))
 
 
 def facts_of(trainee: Trainee, settings: Settings) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DataCollatorForSeq2Seq
 
 from ...modeling.heads.losses import IGNORE
 from ...modeling.ptp.registers import RegisterModel
@@ -18,7 +17,7 @@ from ..beginning import check_checkpoint
 from .columns import at_columns
 from .completions import Sequences, draw_starts
 from .draws import FixedDraws, RandomDraws
-from .updates import Inputs, UpdateTrainer, next_tokens, pad_rows
+from .updates import Collator, Inputs, UpdateTrainer, next_tokens
 
 
 @dataclass(frozen=True)
@@ -112,8 +111,7 @@ class MuToRTrainer(UpdateTrainer):
     ) -> None:
         self.options, self._owner = options or MuToROptions(), RegisterModel(model)
         if kwargs.get("data_collator") is None:
-            tokenizer = kwargs.get("processing_class")
-            kwargs["data_collator"] = pad_rows if tokenizer is None else DataCollatorForSeq2Seq(tokenizer)
+            kwargs["data_collator"] = Collator(kwargs.get("processing_class"))
         super().__init__(self._owner, args, **kwargs)
 
     def _set_signature_columns_if_needed(self) -> None:

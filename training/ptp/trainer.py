@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DataCollatorForSeq2Seq, TrainingArguments
+from transformers import TrainingArguments
 
 from ...configuration.ptp import SAMPLING
 from ...modeling import PTPForCausalLM, PTPStudent
@@ -17,7 +17,7 @@ from .refusals import check_noise
 from .slots import SlotReader
 from .tasks import Task, TaskMaker
 from .teacher import Teacher
-from .updates import Inputs, UpdateTrainer, at_rest, next_tokens, pad_rows
+from .updates import Collator, Inputs, UpdateTrainer, at_rest, next_tokens
 
 LEARNING_RATE = 2e-3
 """Of `PTPTrainer`, where `TrainingArguments` has its default: at 5e-5 a student hardly learns."""
@@ -76,7 +76,7 @@ class PTPTrainer(UpdateTrainer):
 
     def _own_collator(self, tokenizer: Any) -> Any:
         """What makes batches where no collator is given; None leaves it to `Trainer`."""
-        return pad_rows if tokenizer is None else DataCollatorForSeq2Seq(tokenizer)
+        return Collator(tokenizer)
 
     @property
     def _maker(self) -> TaskMaker:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import DataCollatorForSeq2Seq, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from ...modeling.heads.losses import IGNORE
-from ..beginning import check_checkpoint, check_ids
+from ..beginning import check_checkpoint, check_data, check_ids
 from ..running_means import RunningMeansMixin
 from ..sharding import WholeModelMixin, check_shards
 from .completions import Sequences
@@ -41,7 +42,9 @@ class UpdateTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
     _owner: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_data(kwargs)
         super().__init__(*args, **kwargs)
+        check_data(vars(self))
         check_arguments(self)
         check_shards(self)
         self.model_accepts_loss_kwargs = True  # sums are divided by the counts of a whole update
@@ -163,7 +166,12 @@ def next_tokens(sequences: Sequences) -> torch.Tensor:
 
 
 def pad_rows(rows: list[Inputs]) -> dict[str, torch.Tensor]:
-    """Pads on the right to the longest row; labels with -100, everything else with 0."""
+    """Pads on the right to the longest row; labels with -100, everything else with 0.
+
+    Raises:
+        ValueError: See `check_columns`.
+    """
+    check_columns(rows)
     longest = max(len(row["input_ids"]) for row in rows)
     batch = {}
     for name in rows[0]:
@@ -174,6 +182,45 @@ def pad_rows(rows: list[Inputs]) -> dict[str, torch.Tensor]:
         lengths = torch.tensor([len(row["input_ids"]) for row in rows])
         batch["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
     return batch
+
+
+def check_columns(rows: list[Inputs]) -> None:
+    """Refuses rows whose columns do not stand below their ids, one value each: padding would hide it.
+
+    Args:
+        rows: Of a batch.
+
+    Raises:
+        ValueError: A row without `input_ids`, without a column of the first row, or with a column of another length.
+    """
+    for row in rows:
+        if missing := [name for name in ("input_ids", *rows[0]) if name not in row]:
+            hint = ": text is tokenized beforehand" if missing[0] == "input_ids" else ", and another row has"
+            raise ValueError(f"a row of the data has no {missing[0]}{hint}")
+        for name in ("labels", "attention_mask", "position_ids"):
+            if name in row and len(row[name]) != len(row["input_ids"]):
+                raise ValueError(
+                    f"a row of the data has {len(row['input_ids'])} input_ids and {len(row[name])} {name}: every id "
+                    "needs one" + (f", {IGNORE} where nothing is scored" if name == "labels" else "")
+                )
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Makes a batch of rows whose columns are as long as their ids; padded as the tokenizer says, if there is one.
+
+    Attributes:
+        tokenizer: It, or None.
+    """
+
+    tokenizer: Any = None
+
+    def __call__(self, rows: list[Inputs]) -> Any:
+        """A batch."""
+        if self.tokenizer is None:
+            return pad_rows(rows)
+        check_columns(rows)
+        return DataCollatorForSeq2Seq(self.tokenizer)(rows)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What `tokenahead train` refuses before the first step: one line that names the setting, and what would be right."""
 
 import json
+import re
 import shutil
 import sys
 
@@ -9,6 +10,7 @@ import yaml
 
 from tokenahead.training import cli
 from tokenahead.training.commands import run_folder
+from tokenahead.training.commands.models import build, ptp_options
 from tokenahead.training.commands.train import train
 
 
@@ -47,6 +49,29 @@ WRONG = {
         {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "expected_acepted"},
         "metric_for_best_model='expected_acepted' is in no evaluation of this run; choose loss, loss_head_1, ",
     ),
+    "acceptance that nothing measures": ({"acceptance": {"rowz": 8}}, "acceptance has no option 'rowz'"),
+    "acceptance that is a number": ({"acceptance": 3}, "acceptance=3 must be a mapping of options, or false"),
+    "adapters of TRL on heads": ({"use_peft": True}, "leave use_peft out, and set strategy: {train: lora}"),
+    "adapters of TRL on an EAGLE head": ({"use_peft": True, "drafter": "eagle"}, "use_peft=True with drafter='eagle'"),
+    "adapters and a strategy": (
+        {"use_peft": True, "drafter": "own", "strategy": {"train": "all"}},
+        "strategy={'train': 'all'} beside use_peft=True",
+    ),
+    "a part of adapters": ({"lora_r": 4}, "lora_r=4 is of use_peft=True"),
+    "quantised": ({"load_in_4bit": True}, "load_in_4bit=True: backbones are not quantised"),
+    "an unknown dtype": ({"dtype": "float17"}, "dtype='float17' is unknown; choose one of auto, float32"),
+    "a text and a mixture": ({"datasets": [{"path": "text"}]}, "beside `datasets`: either one text or a mixture"),
+    "no accumulation": ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 must be at least 1"),
+    "steps in a list": ({"max_steps": [1]}, "max_steps=[1] must be a whole number"),
+    "half a step": ({"max_steps": 2.5}, "max_steps=2.5 must be a whole number"),
+    "a weight that is a word": ({"strategy": {"loss_weight": "much"}}, "strategy.loss_weight='much' must be a number"),
+    "a weight that is no number": ({"strategy": {"loss_weight": float("nan")}}, "strategy.loss_weight=nan must be a"),
+    "half a rank": ({"strategy": {"train": "lora", "lora_rank": 2.5}}, "strategy.lora_rank=2.5 must be a whole number"),
+    "half a window": ({"drafter_options": {"window": 2.5}}, "drafter_options.window=2.5 must be a whole number"),
+    "half a row": ({"acceptance": {"rows": "x"}}, "acceptance.rows='x' must be a whole number"),
+    "half a completion": (
+        {"drafter": "parallel", "loss_options": {"completions": 2.5}}, "loss_options.completions=2.5 must be a whole"
+    ),
     "a file that is not there": ({"dataset_name": "nofile.jsonl"}, "dataset_name=nofile.jsonl: no such file or folder"),
     "patience for nothing": ({"early_stopping_patience": 2}, "early_stopping_patience needs eval_strategy"),
     "DeepSpeed that is not installed": ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "pip install deepspeed"),
@@ -62,6 +87,15 @@ def test_wrong_settings_are_named(changes, message, settings_of, tmp_path, capsy
     values = yaml.safe_load(file.read_text()) | changes
     file.write_text(yaml.safe_dump({name: value for name, value in values.items() if value is not None}))
     assert message in error_of(tmp_path, capsys)
+
+
+def test_numbers_that_yaml_reads_as_text_are_numbers(settings_of):
+    settings = settings_of(
+        drafter="parallel", drafter_options={"num_slots": "3"}, loss_options={"gamma": "9e-1"},
+        strategy={"train": "all", "loss_weight": "1e-1"},
+    )  # fmt: skip
+    assert settings.drafter.training_strategy().loss_weight == 0.1
+    assert ptp_options(settings.drafter).gamma == 0.9 and build(settings).model.config.num_slots == 3
 
 
 def write(path, rows):
@@ -83,6 +117,19 @@ ROWS = {
     "text that is null": ([{"text": None}] * 3, "'text' of the train data must hold text, and row 0 has None"),
     "some text that is null": ([{"text": "a"}, {"text": None}], "'text' of the train data is null in 1 row(s)"),
     "text that is a number": ([{"text": 3}] * 3, "'text' of the train data must hold text, and row 0 has 3"),
+    "text and numbers": ([{"text": "a"}, {"text": 3}], "'text' of the train data must hold text, and row 1 has 3"),
+    "a turn that is a number": (
+        [{"messages": [{"role": "user", "content": 3}, {"role": "assistant", "content": 4}]}] * 3,
+        "row 0 of the train data: the 'content' of turn 0 must be text, not 3",
+    ),
+    "a turn of parts": (
+        [{"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "hi"}]}]}] * 3,
+        "row 0 of the train data: the 'content' of turn 1 must be text, not [{'type': 'text'",
+    ),
+    "a prompt of parts": (
+        [{"prompt": [USER | {"content": ["hi"]}], "completion": [{"role": "assistant", "content": "x"}]}] * 3,
+        "row 0 of the train data: the 'content' of turn 0 must be text, not ['hi']",
+    ),
     "ids that are a text": ([{"input_ids": "hello"}] * 3, "'input_ids' of the train data must hold a list of whole"),
     "ids that are no whole numbers": ([{"input_ids": [1.5, 2.5]}] * 3, "must hold a list of whole numbers"),
     "labels of another length": (
@@ -100,6 +147,27 @@ def test_rows_that_cannot_be_learned_are_named(rows, message, settings_of, tmp_p
     file = write(tmp_path / "rows.jsonl", rows)
     settings_of(drafter="heads", dataset_name=str(file), test_split_size=None)
     assert message in error_of(tmp_path, capsys)
+
+
+STREAMS = {
+    "a late id": ([{"input_ids": [70] * 9}] * 9 + [{"input_ids": [70, 999]}], "input_ids of the train data hold 999"),
+    "late labels": (
+        [{"input_ids": [70] * 9, "labels": [70] * 9}] * 9 + [{"input_ids": [70] * 9, "labels": [70]}],
+        "a row of the train data has 9 input_ids and 1 labels",
+    ),
+    "a late number": (
+        [{"text": "abc"}] * 9 + [{"text": 3}],
+        "'text' of the train data must hold text, and a row has 3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("rows", "message"), STREAMS.values(), ids=STREAMS)
+def test_a_stream_is_looked_at_as_it_comes(rows, message, settings_of, tmp_path):
+    file = write(tmp_path / "rows.jsonl", rows)
+    settings = settings_of(drafter="heads", dataset_name=str(file), test_split_size=None, dataset_streaming=True)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train(settings)
 
 
 @pytest.mark.parametrize("text", ['{"text": "a"}\n{"text": \n', "\n\n\n"], ids=["a broken line", "blank lines"])

@@ -5,15 +5,17 @@ import torch
 from transformers import TrainingArguments
 
 from tests.ptp_models import CONFIGS, backbone, ids, student
+from tokenahead import EvaByteTokenizer
 from tokenahead.training.ptp.completions import Sequences
 from tokenahead.training.ptp.rows import PackedRows
 from tokenahead.training.ptp.trainer import PTPTrainer
 
 
-def trainer(tmp_path, data=None, compute_metrics=None, **arguments):
+def trainer(tmp_path, data=None, compute_metrics=None, processing_class=None, **arguments):
     how = TrainingArguments(tmp_path, max_steps=1, report_to=[], use_cpu=True, save_strategy="no", **arguments)
     data = [{"input_ids": ids(8)}] * 4 if data is None else data
-    return PTPTrainer(student(), how, train_dataset=data, compute_metrics=compute_metrics)
+    given = {"train_dataset": data, "compute_metrics": compute_metrics, "processing_class": processing_class}
+    return PTPTrainer(student(), how, **given)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,22 @@ def trainer(tmp_path, data=None, compute_metrics=None, **arguments):
 def test_arguments_that_would_not_do(arguments, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "train_dataset is empty"),
+        ([{"text": "a"}] * 4, "a row of the data has no input_ids: text is tokenized beforehand"),
+        ([{"input_ids": ids(8), "labels": ids(5)}] * 4, "a row of the data has 8 input_ids and 5 labels"),
+        ([{"input_ids": ids(8), "labels": ids(9)}] * 4, "a row of the data has 8 input_ids and 9 labels"),
+        ([{"input_ids": ids(8), "position_ids": ids(5)}] * 4, "8 input_ids and 5 position_ids: every id needs one"),
+    ],
+)
+@pytest.mark.parametrize("tokenizer", [None, EvaByteTokenizer()])
+def test_rows_that_padding_would_hide(rows, message, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, rows, processing_class=tokenizer).train()
 
 
 def test_labels_that_are_all_masked_are_an_error_and_no_loss_of_zero(tmp_path):

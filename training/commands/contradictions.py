@@ -1,0 +1,61 @@
+"""Settings of TRL that this library would not follow, alone or beside others: said before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from ..extras import needs_extra
+
+with needs_extra("train", "tokenahead train"):
+    from trl import ModelConfig
+
+if TYPE_CHECKING:
+    from .settings import Settings
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+def check_settings(settings: Settings) -> None:
+    """Refuses settings that would be ignored.
+
+    Args:
+        settings: Of a run.
+
+    Raises:
+        ValueError: There is one; the message names it and says what to do instead.
+    """
+    _check_model(settings.model)
+    _check_adapters(settings)
+    if settings.mixture.datasets and settings.data.dataset_name:
+        raise ValueError(
+            f"dataset_name={settings.data.dataset_name} beside `datasets`: either one text or a mixture is read; leave "
+            "one of them out"
+        )
+
+
+def _check_model(model: ModelConfig) -> None:
+    for name in ("load_in_4bit", "load_in_8bit"):
+        if getattr(model, name):
+            raise ValueError(f"{name}=True: backbones are not quantised here; leave it out, or set dtype: bfloat16")
+    if model.dtype not in (None, *_DTYPES):
+        raise ValueError(f"dtype={model.dtype!r} is unknown; choose one of {', '.join(_DTYPES)}")
+
+
+def _check_adapters(settings: Settings) -> None:
+    model, drafter = settings.model, settings.drafter
+    hint = "leave use_peft out, and set strategy: {train: lora}"
+    if model.use_peft and drafter.drafter in ("heads", "eagle"):
+        raise ValueError(
+            f"use_peft=True with drafter={drafter.drafter!r} would put adapters on the drafter, not on its backbone; "
+            + (hint if drafter.drafter == "heads" else "leave it out: an EAGLE head learns on a frozen backbone")
+        )
+    if model.use_peft and drafter.strategy:
+        raise ValueError(
+            f"strategy={drafter.strategy} beside use_peft=True: PEFT alone says then what learns; leave strategy out, "
+            f"or {hint}"
+        )
+    for entry in fields(model):
+        value = getattr(model, entry.name)
+        if entry.name.startswith("lora_") and not model.use_peft and value != entry.default:
+            raise ValueError(f"{entry.name}={value!r} is of use_peft=True; set it, or the fields of strategy: instead")

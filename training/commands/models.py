@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...configuration import MTPHeadConfig, PTPConfig
+from ...configuration import MTPHeadConfig, PTPConfig, PTPStudentConfig
 from ...configuration.eagle import EagleHeadConfig
 from ...configuration.mtp_families import FAMILIES, count_modules
 from ...generation.attachment import Attachable
@@ -64,6 +64,11 @@ def build(settings: Settings) -> Trainee:
         raise ValueError(
             f"model_name_or_path={source} holds a drafter without a backbone: name the backbone there, and the drafter "
             "as drafter_name_or_path"
+        )
+    if isinstance(config, PTPStudentConfig):
+        raise ValueError(
+            f"model_name_or_path={source} holds a student without its backbone: give the folder of the whole model, "
+            "which student.whole.save_pretrained(folder) writes of an attached one"
         )
     backbone = _backbone(settings, source, config)
     tokenizer = _tokenizer(source, backbone)

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 import yaml
+from transformers import AutoModelForCausalLM
 
+from tokenahead import PTPStudent
 from tokenahead.training import cli
 from tokenahead.training.commands import run_folder
 from tokenahead.training.commands.models import build, ptp_options
@@ -220,3 +222,11 @@ def test_models_that_a_run_would_write_over(settings_of, folders, tmp_path, caps
     train(settings_of(**once))  # the same again
     with pytest.raises(ValueError, match="holds the model of a run with max_steps=1, and this one has 2"):
         train(settings_of(**once | {"max_steps": 2}))
+
+
+def test_a_student_alone(settings_of, folders, tmp_path, capsys):
+    backbone = AutoModelForCausalLM.from_pretrained(folders / "llama")
+    PTPStudent.from_backbone(backbone, num_slots=2).save_pretrained(tmp_path / "student")
+    settings_of()
+    said = error_of(tmp_path, capsys, "--model_name_or_path", tmp_path / "student")
+    assert "holds a student without its backbone: give the folder of the whole model" in said

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 from transformers import GenerationConfig, PreTrainedModel, set_seed
+from transformers.utils import logging
 
 from .features import checksum
 from .files import replace_text
@@ -105,7 +106,7 @@ def regenerate(
     written = _lines(folder / _TEXT)
     done = len(written) - len(written) % batch_size if len(written) < len(ids) else len(ids)
     replace_text(folder / _TEXT, "".join(json.dumps(row) + "\n" for row in written[:done]))
-    for start in range(done, len(ids), batch_size):
+    for start in logging.tqdm(range(done, len(ids), batch_size), desc="texts of the backbone, in batches"):
         set_seed(seed + start)
         rows = _completed(backbone, ids[start : start + batch_size], max_new_tokens, options)
         with (folder / _TEXT).open("a", encoding="utf-8") as file:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .extras import needs_extra
+from .features import STATES
 from .next_token import NAMES, next_token_sums
 from .ptp.trainer import PTPTrainer
 from .running_means import RunningMeans
@@ -53,7 +54,8 @@ class MTPSFTTrainer(_SFTHabits, MTPTrainer, SFTTrainer):
 
     `mean_token_accuracy` and `entropy` are those of the backbone's own next-token law, over all targets: in evaluation
     of all data; in training of the last update before a log entry, because its logits are made for them alone. They are
-    left out under FSDP and DeepSpeed, whose shards are gathered inside the model's forward only.
+    left out under FSDP and DeepSpeed, whose shards are gathered inside the model's forward only, and in training on
+    kept features, which has no forward of the backbone.
 
     Raises:
         ValueError: Settings of TRL that would have no effect or a wrong one: `loss_type="dft"`, which is a loss of
@@ -76,7 +78,7 @@ class MTPSFTTrainer(_SFTHabits, MTPTrainer, SFTTrainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """The model's own loss; TRL's figures of the next-token law are noted beside it."""
-        is_measured = self._measures_next_token(model.training)
+        is_measured = self._measures_next_token(model.training) and STATES not in inputs
         given = {"output_hidden_states": [-1]} | inputs if is_measured else inputs
         loss, outputs = super().compute_loss(model, given, True, num_items_in_batch)
         states = getattr(outputs, "hidden_states", None) if is_measured else None

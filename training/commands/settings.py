@@ -25,7 +25,7 @@ _GROUP = "settings of tokenahead"
 """Title in `--help` of the settings that TRL does not have."""
 DRAFTERS = ("own", "heads", "eagle", "modules", "parallel")
 """What can be trained, see `DrafterArguments.drafter`."""
-_SECTIONS = ("drafter_options", "loss_options", "strategy", "acceptance")
+_SECTIONS = ("drafter_options", "loss_options", "strategy", "regenerate", "acceptance")
 
 
 @dataclass
@@ -64,6 +64,20 @@ class DrafterArguments:
         default=None, metadata={"help": "Options of an EAGLE head's, of modules' or of PTP's loss; JSON."}
     )
     strategy: dict | str | None = field(default=None, metadata={"help": "Fields of TrainingStrategy; JSON."})
+    regenerate: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Learn from what the backbone writes behind the beginnings of the data: folder, prompt_tokens, and "
+            "options of training.regeneration.regenerate (max_new_tokens, batch_size, do_sample, ...); JSON."
+        },
+    )
+    features: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder that the frozen backbone's states are kept in, for heads or an EAGLE head: every epoch "
+            "then goes without its forward, and a further run finds them there."
+        },
+    )
     acceptance: dict | str | None = field(
         default=None, metadata={"help": "Options of AcceptanceCallback, JSON; false leaves it out."}
     )
@@ -78,7 +92,7 @@ class DrafterArguments:
             value = getattr(self, name)
             if isinstance(value, str):
                 setattr(self, name, _json(name, value))
-        for name in _SECTIONS[:3]:
+        for name in _SECTIONS[:4]:
             value = getattr(self, name)
             if value is not None and not isinstance(value, dict):
                 raise ValueError(f"{name}={value!r} must be a mapping of options")

@@ -21,8 +21,10 @@ from ..sft import MTPSFTTrainer, PTPSFTTrainer
 from .best_metric import check_best_metric
 from .curves import draw_learning
 from .data import load_data
+from .kept_features import keep_features
 from .models import Trainee, build, is_parallel, ptp_options
 from .progress import RunProgress
+from .regenerating import with_own_text
 from .run_folder import (
     check_nothing_is_lost,
     check_own_folder,
@@ -82,21 +84,23 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
     trainee = build(settings)
     facts = facts_of(trainee, settings)
     resumed = checkpoint_to_resume(folder, settings.training.resume_from_checkpoint, facts)
+    asked, settings = settings, with_own_text(settings, trainee)
     trainer = make_trainer(settings, trainee, callbacks)
     check_best_metric(trainer)
     trainer.remove_callback(PrinterCallback)  # every entry is in the file of metrics, and the bar shows the last
     check_space(folder, checkpoint_bytes(trainer), _kept(settings, trainer))
     is_first, pushes = trainer.is_world_process_zero(), settings.training.push_to_hub
     if pushes:  # what no card may show is said before the first step
-        trainer.create_model_card(dataset_name=settings.data.dataset_name)
+        trainer.create_model_card(dataset_name=asked.data.dataset_name)
     if is_first:
         if resumed is None:
-            check_nothing_is_lost(folder, settings)
-        write_run(folder, settings, facts)
+            check_nothing_is_lost(folder, asked)
+        write_run(folder, asked, facts)
     try:
         if is_finished(resumed, settings.training.max_steps):
             _take_over(trainer, resumed)
         else:
+            keep_features(trainer, settings)
             trainer.train(resume_from_checkpoint=resumed)
         with _no_push(settings):
             trainer.save_model()
@@ -105,7 +109,7 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
             write_metrics(folder, trainer.state.log_history)
             draw_learning(trainer.state.log_history, folder)
     if pushes:
-        trainer.push_to_hub(dataset_name=settings.data.dataset_name)
+        trainer.push_to_hub(dataset_name=asked.data.dataset_name)
     return trainer
 
 

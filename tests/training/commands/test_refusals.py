@@ -59,6 +59,16 @@ WRONG = {
         {"use_peft": True, "drafter": "own", "strategy": {"train": "all"}},
         "strategy={'train': 'all'} beside use_peft=True",
     ),
+    "features of a backbone that learns": (
+        {"features": "f", "strategy": {"train": "all"}},
+        "features=f keeps the states of a backbone that stands still",
+    ),
+    "text of nowhere": ({"regenerate": {"max_new_tokens": 4}}, "regenerate={'max_new_tokens': 4} needs a folder"),
+    "features of modules": ({"features": "f", "drafter": "modules"}, "or train heads or an EAGLE head apart"),
+    "features of a stream": (
+        {"features": "f", "dataset_streaming": True, "test_split_size": None},
+        "a stream has no end: set dataset_streaming: false",
+    ),
     "a part of adapters": ({"lora_r": 4}, "lora_r=4 is of use_peft=True"),
     "quantised": ({"load_in_4bit": True}, "load_in_4bit=True: backbones are not quantised"),
     "an unknown dtype": ({"dtype": "float17"}, "dtype='float17' is unknown; choose one of auto, float32"),

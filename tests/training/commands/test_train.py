@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
+from tests.training.commands.conftest import LINES
 from tokenahead import DeepSeekMTP, EagleHead, MTPHeads
 from tokenahead.modeling.heads.joint import JointMTPModel
 from tokenahead.training import cli
@@ -86,6 +87,36 @@ def test_the_help_begins_with_what_is_our_own(capsys):
     assert (
         -1 < shown.index("settings of tokenahead:") < shown.index("--drafter_options") < shown.index("--dataset_name")
     )
+
+
+@pytest.mark.parametrize("changes", [{}, {"packing": True}, {"drafter": "eagle"}, {"dataset_name": "chat"}], ids=str)
+def test_kept_features_teach_the_same(changes, settings_of, data, tmp_path):
+    changes = {"drafter": "heads", "eval_strategy": "steps", "eval_steps": 4} | changes
+    if changes.get("dataset_name") == "chat":
+        changes |= {"dataset_name": str(data["chat"]), "assistant_only_loss": True}
+    kept, losses = str(tmp_path / "features"), []
+    for run, features in (("plain", None), ("kept", kept), ("again", kept)):
+        log = train(settings_of(**changes, features=features, output_dir=str(tmp_path / run))).state.log_history
+        losses.append([entry[name] for entry in log for name in ("loss", "eval_loss") if name in entry])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[1] == losses[2]
+    assert len(losses[0]) == 5 and (tmp_path / "features" / "features-00000.safetensors").is_file()
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_text_of_the_backbone_is_written_once_and_learned(kind, settings_of, data, tmp_path):
+    asked = {"folder": str(tmp_path / "own"), "prompt_tokens": 6, "max_new_tokens": 9, "do_sample": True}
+    settings = settings_of(drafter="heads", dataset_name=str(data[kind]), regenerate=asked)
+    first = train(settings)
+    lines = (tmp_path / "own" / "text.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len(rows) == (len(LINES) * 6 if kind == "text" else 12)
+    assert {row["prompt"] for row in rows} == {6} if kind == "text" else max(row["prompt"] for row in rows) > 6
+    assert first.train_dataset[0]["labels"].count(-100) == rows[0]["prompt"]
+    again = train(settings)
+    assert (tmp_path / "own" / "text.jsonl").read_text().splitlines() == lines
+    assert [entry.get("loss") for entry in again.state.log_history] == [
+        entry.get("loss") for entry in first.state.log_history
+    ]
 
 
 def test_a_chat_is_learned_where_the_assistant_speaks(settings_of, data):

@@ -130,6 +130,7 @@ def test_the_default_rate_is_the_trainers_own(tmp_path):
     from tokenahead.training import PTPTrainer
 
     arguments = TrainingArguments(tmp_path, report_to=[], use_cpu=True)
-    assert PTPTrainer(student(), arguments, train_dataset=[]).args.learning_rate == 2e-3
+    rows = [{"input_ids": [1, 2, 3]}]
+    assert PTPTrainer(student(), arguments, train_dataset=rows).args.learning_rate == 2e-3
     assert arguments.learning_rate == 5e-5
     assert trainer(student(), tmp_path, rate=3e-4).args.learning_rate == 3e-4

@@ -32,7 +32,8 @@ def read_tensors(files: Iterable[Path], prefix: str = "") -> dict[str, torch.Ten
     found = {}
     for file in files:
         with naming(file):
-            found |= _read_safetensors(file, prefix) if file.suffix == ".safetensors" else _read_pickle(file, prefix)
+            is_safe = file.suffix == ".safetensors"
+            found |= _read_safetensors(file, prefix) if is_safe else below(read_pickle(file), prefix)
     return found
 
 
@@ -73,10 +74,6 @@ def _read_safetensors(file: Path, prefix: str) -> dict[str, torch.Tensor]:
     with safe_open(file, framework="pt") as opened:
         names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118
         return {name.removeprefix(prefix): opened.get_tensor(name) for name in names}
-
-
-def _read_pickle(file: Path, prefix: str) -> dict[str, torch.Tensor]:
-    return below(read_pickle(file), prefix)
 
 
 def below(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

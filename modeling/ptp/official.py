@@ -6,7 +6,6 @@ import json
 import re
 from os import PathLike
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from ...configuration.ptp import PTPConfig
+from ..heads.tensor_files import naming
 
 _EMBEDDINGS = {"binary": ("bits", True), "linear_interpolation": ("interpolate", False)}
 _PREFIXES = re.compile(r"^(module\.|base_model\.model\.|student\.|backbone\.)+")
@@ -66,12 +66,8 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
         with np.load(folder / "weights.npz", allow_pickle=False) as arrays:
             return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
     for file in sorted(f for ending in ("ckpt", "pt", "bin") for f in folder.glob(f"*.{ending}")):
-        try:
+        with naming(file):
             loaded = torch.load(file, map_location="cpu", weights_only=True)
-        except UnpicklingError as error:
-            raise ValueError(
-                f"{file} holds more than tensors, and is not unpickled; save its state_dict as safetensors"
-            ) from error
         return loaded.get("state_dict", loaded)
     raise FileNotFoundError(f"{folder}: no weights (*.safetensors, weights.npz, *.ckpt, *.pt, *.bin)")
 

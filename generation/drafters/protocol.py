@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
-from ...modeling.sampling import race
+from ...modeling.sampling import draw
 from ..contract import DraftTree, Verdict
 from ..options import CallOptions
 from ..processing import Processing
@@ -136,7 +136,7 @@ class DraftOptions:
             token = logits.argmax(-1)
             return token if draft_ids is None else draft_ids[token], None
         law = draft_law(logits, self, draft_ids, vocab_size)
-        return (race(law) if self.do_sample else law.argmax(-1)), law
+        return (draw(law) if self.do_sample else law.argmax(-1)), law
 
     def is_unsure(self, token: torch.Tensor, law: torch.Tensor | None) -> bool:
         """Whether all rows gave their tokens [B] less than the threshold; then a draft ends.

@@ -27,7 +27,7 @@ from ..modeling.checkpointing import caches_kept
 from .backbones import check_trees
 from .candidates import CandidateAdapter
 from .continuation import not_continued
-from .drafters.protocol import DraftOptions
+from .drafters.protocol import DraftOptions, warn_of_threshold
 from .loop import SpeculativeLoop
 from .options import OWN, CallOptions, obstacle
 from .processing import counts_calls
@@ -305,6 +305,7 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
             call.options, call.backbone, call.speculates, generation_config, logits_processor, input_ids
         )
         drafter = call.speculator.make_drafter(options)
+        warn_of_threshold(options, drafter, type(call.speculator).__name__)
         rule = call.speculator.make_rule(options, drafter)
         with schedule_of(call.speculator, drafter, options) as schedule:
             loop = SpeculativeLoop(

@@ -22,8 +22,8 @@ class CallOptions:
         verification: Name of the rule; None for the default.
         num_assistant_tokens: Tokens to draft; None for the default.
         schedule: How that number changes in the course of the call.
-        threshold: A chain of an EAGLE head, of modules or of an assistant ends with a token that its own law gave less
-            probability in every row; 0: never. Other drafters do not look at it.
+        threshold: A chain ends with a token that its own law gave less probability in every row; 0: never. Trees,
+            n-grams and parallel token prediction do not look at it, and say so.
         draft_tree: Options of a tree of drafts, or its rank paths, or `"auto"`; None for a chain.
         extra: Options of one kind of drafter only: `uniforms`, `seed`, `slot_budget`, `best_of` of parallel token
             prediction, `draft_vocabulary` of sequential modules.

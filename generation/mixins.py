@@ -29,7 +29,7 @@ from .candidates import CandidateAdapter
 from .continuation import not_continued
 from .drafters.protocol import DraftOptions, warn_of_threshold
 from .loop import SpeculativeLoop
-from .options import OWN, CallOptions, obstacle
+from .options import OWN, CallOptions, obstacle, prepared_options
 from .processing import counts_calls
 from .speculators import Speculator, SpeculatorMixin, schedule_of
 from .targets import can_go_back, is_repackable
@@ -132,7 +132,6 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
         if call is None:
             return super()._prepare_generation_config(generation_config, **kwargs)
         sources = (kwargs, generation_config, self.generation_config)
-        call.options = options = CallOptions.read(call.own, sources)
         kwargs |= {} if call.speculator is None else call.speculator.sampling_defaults(sources)
         config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         if config.assistant_early_exit is not None:
@@ -141,11 +140,11 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
                 f"{type(self).__name__} in place; leave it out"
             )
         if call.speculator is None or config.prompt_lookup_num_tokens:
+            call.options = CallOptions.read(call.own, sources)
             _refuse_unread(call.own, config)
             config.use_mtp = False
             return config, model_kwargs
-        _check_rule(options, call.speculator)
-        call.speculator.prepare_call(options, config)
+        call.options = options = prepared_options(call.speculator, call.backbone, call.own, sources, config)
         call.speculates = self._decides_to_speculate(config, model_kwargs)
         if call.speculates and options.draft_tree is not None:
             check_trees(call.backbone)
@@ -362,12 +361,6 @@ def _refuse_unread(own: dict[str, Any], config: GenerationConfig) -> None:
     if given is not None:
         other = "prompt_lookup_num_tokens" if config.prompt_lookup_num_tokens else "assistant_model"
         raise ValueError(f"{given}= is not read by {other}, which drafts here; drop one of them")
-
-
-def _check_rule(options: CallOptions, speculator: Speculator) -> None:
-    rules = speculator.rules
-    if options.verification is not None and options.verification not in rules:
-        raise ValueError(f"verification={options.verification!r} is unknown; choose {' or '.join(map(repr, rules))}")
 
 
 def _draft_length(asked: int | None, speculator: Speculator) -> int:

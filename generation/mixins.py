@@ -29,7 +29,7 @@ from .candidates import CandidateAdapter
 from .continuation import not_continued
 from .drafters.protocol import DraftOptions, warn_of_threshold
 from .loop import SpeculativeLoop
-from .options import OWN, CallOptions, obstacle, prepared_options
+from .options import OWN, CallOptions, obstacle, prepared_options, warn_of_unread
 from .processing import counts_calls
 from .speculators import Speculator, SpeculatorMixin, schedule_of
 from .targets import can_go_back, is_repackable
@@ -146,6 +146,8 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
             return config, model_kwargs
         call.options = options = prepared_options(call.speculator, call.backbone, call.own, sources, config)
         call.speculates = self._decides_to_speculate(config, model_kwargs)
+        if call.speculates:
+            warn_of_unread(config)
         if call.speculates and options.draft_tree is not None:
             check_trees(call.backbone)
         options.num_assistant_tokens = _draft_length(options.num_assistant_tokens, call.speculator)
@@ -211,6 +213,11 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
                 f"the prompt has {tensor.shape[1]} tokens, more than max_position_embeddings={limit}; shorten it"
             )
         return tensor, name, model_kwargs
+
+    def heal_tokens(self, input_ids: torch.Tensor, tokenizer: Any = None) -> torch.Tensor:
+        """transformers' own, which calls `generate`: on the backbone, for a view holds one call and not two."""
+        call = self._current
+        return (super() if call is None else call.backbone).heal_tokens(input_ids, tokenizer)
 
     def _prepare_cache_for_generation(
         self,

@@ -192,3 +192,18 @@ _PLAIN = {
     "dola_layers": lambda value: value is None,
 }
 """Fields of a GenerationConfig, and which of their values leave room for speculation."""
+
+_UNREAD = {
+    "compile_config": "compile the backbone itself, by model.forward = torch.compile(model.forward)",
+    "assistant_ensemble_weight": "it would change the law of the text, which verification keeps",
+    "speculation_type": "the drafter that the call was given drafts",
+}
+"""Fields of a GenerationConfig that transformers' own loops read and ours does not, and what there is to do."""
+
+
+def warn_of_unread(config: GenerationConfig) -> None:
+    """Warns of what a call asks for and our loop does not do."""
+    for name, instead in _UNREAD.items():
+        value = getattr(config, name, None)
+        if value is not None:
+            logger.warning_once(f"{name}={value!r} is not read where drafts are verified by this library: {instead}.")

@@ -33,6 +33,8 @@ class HeadDrafter:
         read: Makes features [B, T, F] from the backbone's hidden states; the last states if not given.
     """
 
+    heeds_threshold = True
+
     def __init__(
         self,
         law: Callable[[torch.Tensor, torch.Tensor, int], WindowLaw],
@@ -68,11 +70,22 @@ class HeadDrafter:
             self._unchecked = False
         if is_tree:
             return grow(WindowGrowth(law, last), self.options, length)
-        if not self.options.do_sample:
-            return DraftTree.chain(law.greedy(length))
-        if not self.options.processing.pointwise:  # nothing to warp: one ancestral sample
-            return DraftTree.chain(*law.sample_with_laws(length))
-        return DraftTree.chain(*law.draft(self._choose, length))
+        return DraftTree.chain(*self._chain(law, length))
+
+    def _chain(self, law: WindowLaw, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Up to `length` tokens, and their laws where drawn; they end with a token of which no row was sure."""
+        options = self.options
+        if not options.do_sample and not options.threshold:
+            return law.greedy(length), None
+        if not options.do_sample:
+            draft, laws = law.draft(_likeliest, length)
+        elif not options.processing.pointwise:  # nothing to warp: one ancestral sample
+            draft, laws = law.sample_with_laws(length)
+        else:
+            draft, laws = law.draft(self._choose, length)
+        if options.threshold:
+            length = options.sure_length(draft, laws)
+        return draft[:, :length], laws[:, :length] if options.do_sample else None
 
     def advance(self, fed: Fed, verdict: Verdict) -> None:
         """Keeps the state before each row's last token; a row that has ended keeps any."""
@@ -107,6 +120,10 @@ class WindowGrowth:
         """See `Growth`."""
         self.paths = torch.cat([taken(self.paths, parents.clamp(min=0)), tokens[..., None]], dim=-1)
         return self.law.next_log_probs(self.paths)
+
+
+def _likeliest(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return probs.argmax(-1), probs
 
 
 def _last(hidden_states: tuple[torch.Tensor | None, ...]) -> torch.Tensor:

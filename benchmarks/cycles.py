@@ -74,7 +74,8 @@ def ngrams() -> Ways:
     """Look-ups in the text, as chains and as trees."""
     for branches in (1, 3):
         backbone = llama()
-        yield f"n-gram, {branches} branches", backbone, {"assistant_model": NgramDrafter(branches).attach(backbone)}
+        drafter = NgramDrafter(branches=branches).attach(backbone)
+        yield f"n-gram, {branches} branches", backbone, {"assistant_model": drafter}
 
 
 def assistants() -> Ways:

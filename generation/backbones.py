@@ -63,6 +63,15 @@ def check_trees(backbone: PreTrainedModel) -> None:
         )
 
 
+def takes_dense_masks(model: PreTrainedModel) -> bool:
+    """Whether a mask may say of every token what it sees, as trees need it."""
+    try:
+        check_trees(model)
+    except ValueError:
+        return False
+    return True
+
+
 def _looks_ahead(backbone: PreTrainedModel) -> bool:
     """Whether a model is an encoder; some decoders have a config that says so, and layers that know better."""
     if getattr(backbone.config, "is_decoder", True) or backbone.config.model_type in _CAUSAL:

@@ -9,7 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.generation import utils
+
+from ..configuration.positions import rotary_border
 
 _TYPES = {"token_type_ids": True, "mm_token_type_ids": False}
 """Kinds of tokens, and whether the last one goes on; what is written is text, of kind 0, elsewhere."""
@@ -67,3 +70,25 @@ def not_continued(model_kwargs: dict[str, Any], prompt: torch.Tensor) -> str | N
         if is_tensor and tuple(value.shape[:2]) == tuple(prompt.shape):
             return f"{name}="
     return None
+
+
+def crosses_border(model: PreTrainedModel, model_kwargs: dict[str, Any], prompt: torch.Tensor, end: int) -> str | None:
+    """What of a backbone's positions rules out blocks of tokens in a call: their frequencies depend on the longest one.
+
+    A token that is fed beside later ones would be turned as they are, and not as it is alone. Up to the border that
+    does not happen, and behind it no more where only the border counts.
+
+    Args:
+        model: The backbone.
+        model_kwargs: Prepared keyword arguments of the model.
+        prompt: [B, L] int64.
+        end: The longest position that the call may feed.
+    """
+    border = rotary_border(model.config.get_text_config())
+    if border is None or end <= border[1]:
+        return None
+    mask = model_kwargs.get("attention_mask")
+    begins = prompt.shape[1] if mask is None else int(mask.sum(1).max())
+    if border[0] == "longrope" and begins > border[1]:
+        return None
+    return f"rope_type={border[0]!r} of {type(model).__name__}, whose frequencies change at position {border[1]}"

@@ -23,10 +23,11 @@ from transformers.generation import CandidateGenerator, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from ..configuration.positions import learned_positions
 from ..modeling.checkpointing import caches_kept
 from .backbones import check_trees
 from .candidates import CandidateAdapter
-from .continuation import not_continued
+from .continuation import crosses_border, not_continued
 from .drafters.protocol import DraftOptions, warn_of_threshold
 from .loop import SpeculativeLoop
 from .options import OWN, CallOptions, obstacle, prepared_options, warn_of_unread
@@ -36,6 +37,8 @@ from .targets import can_go_back, is_repackable
 from .tree_choice import choose_tree
 
 logger = logging.get_logger(__name__)
+_DEPTH = 32
+"""Deeper than any tree: rows that are ahead are drafted for beyond the text's end, and slots lie behind drafts."""
 _OF_THE_CALL = {"past_key_values", "use_cache", "input_ids"}
 """Keyword arguments of the model that trials on the same prompt make for themselves."""
 
@@ -205,9 +208,10 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
             ValueError: An empty prompt, ids outside the vocabulary, or more tokens than the model has positions.
         """
         tensor, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
+        text = self.config.get_text_config()
         if name == "input_ids":
-            _check_prompt(tensor, self.config.get_text_config().vocab_size)
-        limit = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+            _check_prompt(tensor, text.vocab_size)
+        limit = text.max_position_embeddings if hasattr(self, "_new_cache") else learned_positions(text)
         if limit is not None and tensor.shape[1] > limit:
             raise ValueError(
                 f"the prompt has {tensor.shape[1]} tokens, more than max_position_embeddings={limit}; shorten it"
@@ -295,6 +299,8 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
         model_kwargs = {key: value for key, value in kwargs.items() if key not in ("tokenizer", "assistant_tokenizer")}
         counting = next((p for p in logits_processor if counts_calls(p)), None)
         reason = None if counting is None else f"{type(counting).__name__}, which counts its calls"
+        end = generation_config.max_length + 2 * max(call.options.num_assistant_tokens, _DEPTH)
+        reason = reason or crosses_border(call.backbone, model_kwargs, input_ids, end)
         if reason := reason or not_continued(model_kwargs, input_ids):
             if call.options.needs_our_loop:
                 _refuse_source(reason, call.options)

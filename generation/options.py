@@ -158,8 +158,8 @@ def _check(use_mtp: Any, number: Any, schedule: Any, threshold: Any) -> None:
         raise ValueError(
             f"num_assistant_tokens_schedule={schedule!r} is unknown; choose one of {', '.join(map(repr, SCHEDULES))}"
         )
-    if threshold is not None and not 0 <= threshold <= 1:
-        raise ValueError(f"assistant_confidence_threshold={threshold} must lie between 0 and 1")
+    if threshold is not None and not (isinstance(threshold, (int, float)) and 0 <= threshold <= 1):
+        raise ValueError(f"assistant_confidence_threshold={threshold!r} must lie between 0 and 1")
 
 
 def obstacle(config: GenerationConfig, model_kwargs: dict[str, Any], of_drafts: bool = True) -> str | None:

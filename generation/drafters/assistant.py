@@ -12,11 +12,13 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from ...configuration.positions import learned_positions
 from ...modeling.gemma4 import borrows_states, load_assistant
 from ..attachment import Attachable
+from ..backbones import takes_dense_masks
 from ..contract import DraftTree, Verdict, line
+from ..masks import tree_mask
 from ..replay import is_recurrent
 from ..targets import Fed, RepackedTarget
 from ..tokens import Kept, TokenRows
-from ..windows import hold
+from ..windows import held_columns, hold
 from .gemma4 import Gemma4Chain, check_lender
 from .protocol import Drafter, DraftOptions, View
 
@@ -127,6 +129,7 @@ class AssistantChain:
         self.target: RepackedTarget | None = None
         self.view: View | None = None
         self.lag = 0  # tokens that cycles without drafts left out
+        self.takes_dense_masks = takes_dense_masks(model)
         self.table = learned_positions(model.config.get_text_config()) or 2**31  # beyond it the backbone goes on alone
 
     def begin(self, outputs: Any, view: View) -> None:
@@ -161,10 +164,9 @@ class AssistantChain:
         hold(behind.cache)
         drafts, laws = [], []
         for _ in range(length):
-            mask = torch.nn.functional.pad(mask, (0, block.shape[1]), value=True)
             logits = self.model(
                 block.to(device),
-                attention_mask=mask.to(device) if behind.is_padded else None,
+                attention_mask=self._seen(mask.to(device), block.shape[1]) if behind.is_padded else None,
                 position_ids=positions.to(device),
                 past_key_values=behind.cache,
                 use_cache=True,
@@ -175,9 +177,17 @@ class AssistantChain:
             laws.append(law)
             if self.options.is_unsure(token, law):
                 break
+            mask = torch.nn.functional.pad(mask, (0, block.shape[1]), value=True)
             block, positions = token[:, None], positions[:, -1:] + 1
         q = torch.stack(laws, 1) if self.options.do_sample else None
         return DraftTree.chain(torch.stack(drafts, 1), q)
+
+    def _seen(self, cached: torch.Tensor, fed: int) -> Any:
+        """The mask of tokens behind the columns `cached` [B, W]; transformers would wait to look at that of one."""
+        if fed > 1 or not self.takes_dense_masks:
+            return torch.nn.functional.pad(cached, (0, fed), value=True)
+        alone = DraftTree.chain(cached[:, :0].long())
+        return tree_mask(cached, alone, self.model, held_columns(self.target.cache))
 
     def advance(self, fed: Fed, verdict: Verdict) -> None:
         """Leaves all but the last two tokens of every row in the assistant's cache."""

@@ -20,7 +20,7 @@ from ...configuration import EagleHeadConfig
 from ...generation.attachment import Attachable, NoGenerationMixin, adopt_special_ids
 from ...generation.drafters.eagle import EagleDrafter
 from ...generation.drafters.protocol import DraftOptions
-from ..heads.backbone_parts import backbone_parts, frozen
+from ..heads.backbone_parts import backbone_parts, dtype_of, frozen
 from ..unwrapping import unwrap
 from .folders import EagleFolderMixin
 from .layers import build_layers
@@ -212,13 +212,14 @@ class EagleHead(EagleLearningMixin, EagleFolderMixin, Attachable, NoGenerationMi
                 mapping from their indices.
 
         Returns:
-            [B, T, d].
+            [B, T, d], on the head's device and in its dtype.
         """
+        place = {"device": self.device, "dtype": self.dtype}
         if not self.config.num_aux:
-            return hidden_states[-1].to(self.device)
+            return hidden_states[-1].to(**place)
         count = None if isinstance(hidden_states, Mapping) else len(hidden_states) - 1
         chosen = self.hidden_layers if count is None else resolved_aux_layers(self.config, count)
-        states = [hidden_states[index].to(self.device) for index in chosen]
+        states = [hidden_states[index].to(**place) for index in chosen]
         if self.config.fc_norm:
             states = [norm(state) for norm, state in zip(self.fc_norm, states)]
         states = torch.cat(states, dim=-1)
@@ -283,7 +284,8 @@ class EagleHead(EagleLearningMixin, EagleFolderMixin, Attachable, NoGenerationMi
     def draft_logits(self, features: torch.Tensor) -> torch.Tensor:
         """Logits [.., Vd] over the draft vocabulary from what rows returned [.., d]."""
         if self.config.version == 1:  # the unembedding alone, whatever the backbone does to its logits afterwards
-            return frozen(self.backbone.get_output_embeddings(), features)
+            unembedding = self.backbone.get_output_embeddings()
+            return frozen(unembedding, features.to(dtype_of(unembedding, features)))
         return self.lm_head(features if self.config.norm_output else self.norm(features))
 
     def backbone_logits(self, states: torch.Tensor) -> torch.Tensor:

@@ -279,7 +279,13 @@ class EvaByteCache(Cache):
         real = mask[:, : self.get_seq_length()].sum(1).tolist()
         surplus = [max(n - own, 0) for n, own in zip(rows.lengths, real)]
         if any(surplus):
-            rows.crop(surplus)
+            try:
+                rows.crop(surplus)
+            except ValueError as error:
+                raise ValueError(
+                    "past_key_values: a row of this cache ended more than a window before the others, and what it was "
+                    "fed since then is folded into summaries; leave past_key_values out"
+                ) from error
             rows.gaps = [gap + extra for gap, extra in zip(rows.gaps, surplus)]
 
     def activate_past_recording(self) -> None:

@@ -35,7 +35,7 @@ def backbone_parts(model: PreTrainedModel) -> BackboneParts:
         return own()
     unembedding, text = model.get_output_embeddings(), model.config.get_text_config()
     return BackboneParts(
-        unembed=lambda states: _finish(frozen(unembedding, states.to(_dtype(unembedding, states))), text),
+        unembed=lambda states: _finish(frozen(unembedding, states.to(dtype_of(unembedding, states))), text),
         embed=lambda tokens: frozen(model.get_input_embeddings(), tokens),
         norm=lambda states: frozen(final_norm(trunk(model)), states),
     )
@@ -81,7 +81,7 @@ def frozen(module: nn.Module, *args: Any) -> Any:
     return functional_call(module, trained, args)
 
 
-def _dtype(module: nn.Module, states: torch.Tensor) -> torch.dtype:
+def dtype_of(module: nn.Module, states: torch.Tensor) -> torch.dtype:
     """The floating dtype that a module computes in; that of the states where its weights are integers."""
     weight = next(module.parameters(), states)
     return weight.dtype if weight.is_floating_point() else states.dtype

@@ -16,12 +16,14 @@ from transformers import (
 from tests.backbones import ATTENTION_WINDOW, backbone, blurred, check_greedy, code, code_prompts, learn
 from tests.laws import continuation_law, continuation_p_value
 from tests.models import left_padded
+from tests.no_sync import NoSync
 from tokenahead import EvaByteConfig, EvaByteForMTPC
-from tokenahead.generation.drafters.assistant import AssistantDrafter
+from tokenahead.generation.drafters.assistant import AssistantChain, AssistantDrafter
 from tokenahead.generation.drafters.ngram import NgramDrafter
 
 NAMES = ["llama", "mistral", "gpt2"]
 NEW, DRAFT = 30, 4
+NEW_GREEDY = dict(max_new_tokens=NEW, do_sample=False)
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -50,6 +52,25 @@ def test_assistants_on_code(coder, schedule):
     drafter.detach()
     lengths = {len(draft) for row in out.speculation.rows_drafts for draft in row[:4]}
     assert (0 in lengths) == (schedule == "adaptive") and DRAFT in lengths
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_step_of_a_padded_batch_waits_for_the_device(name, monkeypatch):
+    """transformers looks at the mask of a single token; from the second drafted token on there is none to look at."""
+    model, asked = backbone(name), []
+    drafter = AssistantDrafter(blurred(model, 0.3), num_tokens=DRAFT).attach(model)
+    propose = AssistantChain.propose
+
+    def watched(self, tokens, length):
+        asked.append(length)
+        with NoSync():
+            return propose(self, tokens, length)
+
+    monkeypatch.setattr(AssistantChain, "propose", watched)
+    options = dict(max_new_tokens=NEW, do_sample=False, assistant_model=drafter)
+    out = model.generate(**left_padded(code_prompts(3)), **options)
+    drafter.detach()
+    assert max(asked) == DRAFT and torch.equal(out, model.generate(**left_padded(code_prompts(3)), **NEW_GREEDY))
 
 
 @pytest.mark.parametrize("branches", [1, 3])

@@ -117,6 +117,7 @@ def test_verification_of_a_config_is_checked(speculating):
         ({"num_assistant_tokens": True}, "num_assistant_tokens=True must be a whole number"),
         ({"use_mtp": "no"}, "use_mtp='no' must be True, False or None"),
         ({"assistant_confidence_threshold": 1.5}, "threshold=1.5 must lie between 0 and 1"),
+        ({"assistant_confidence_threshold": "high"}, "threshold='high' must lie between 0 and 1"),
         ({"guidance_scale": 1.5, "use_mtp": True}, "use_mtp=True cannot be combined with guidance_scale=1.5"),
         ({"uniforms": torch.rand(2, 12)}, "uniforms= is an option of parallel token prediction"),
     ],

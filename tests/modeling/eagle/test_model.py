@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, DynamicCache, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 
+from tests.backbones import backbone
 from tests.eagle_models import CASES, golden_case, teacher_forced, tiny_backbone
 from tokenahead import EagleHead, EagleHeadConfig
 from tokenahead.modeling.eagle import retrofit
@@ -280,3 +281,15 @@ def test_a_head_does_not_warn_of_its_own_kind_or_where_nothing_is_known(said, tm
     other.config.name_or_path = again.config.base_model_name_or_path = "some/where"
     again.attach(other)
     assert not said
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("options", [dict(version=1), dict(version=3, aux_layers=[1])], ids=["EAGLE-1", "EAGLE-3"])
+def test_a_backbone_may_change_its_dtype_while_a_head_is_attached(options, dtype):
+    model = backbone()
+    head = EagleHead.from_backbone(model, **options)
+    model.to(dtype)
+    prompt = torch.randint(2, 40, (2, 7))
+    want = model.generate(prompt, max_new_tokens=12, do_sample=False)
+    found = model.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=head)
+    assert found.shape == want.shape and (dtype == torch.bfloat16 or torch.equal(found, want))

@@ -160,3 +160,23 @@ def test_a_batch_of_another_size_is_refused():
     cache = MODEL(TEXT[:2, :5]).past_key_values
     with pytest.raises(ValueError, match="holds 2 rows, but the input has 3"):
         MODEL(TEXT[:3, :5], past_key_values=cache)
+
+
+def test_a_row_that_ended_windows_ago_cannot_be_continued_and_that_is_said():
+    """What plain decoding fed to it since is folded away, and with it what its text would need."""
+    model = tiny_model()
+    window = model.config.window_size
+    ids = torch.randint(64, 320, (2, 3 * window))
+    cache = model(ids).past_key_values
+    mask = torch.ones(2, 3 * window, dtype=torch.long)
+    mask[0, window // 2 :] = 0
+    longer = torch.nn.functional.pad(ids, (0, 2), value=70)
+    with pytest.raises(
+        ValueError, match="row of this cache ended more than a window before.*leave past_key_values out"
+    ):
+        model.generate(
+            longer,
+            attention_mask=torch.nn.functional.pad(mask, (0, 2), value=1),
+            past_key_values=cache,
+            max_new_tokens=3,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import nn
@@ -84,14 +85,11 @@ def lora_config(model: nn.Module, strategy: TrainingStrategy, drafter: str | Non
 def _check_same(backbone: PreTrainedModel, there: Any, strategy: TrainingStrategy) -> None:
     """Refuses fields of a strategy that differ from the adapters that are there, and would be ignored."""
     adapted = {_last(name) for name, module in backbone.named_modules() if hasattr(module, "base_layer")}
-    targets = strategy.lora_targets and {*map(_last, strategy.lora_targets)}
-    if strategy.lora_targets == "all-linear":
-        targets = _linear(backbone) - _unembedding(backbone)
     asked = {
         "lora_rank": (strategy.lora_rank, getattr(there, "r", None)),
         "lora_alpha": (strategy.lora_alpha, getattr(there, "lora_alpha", None)),
         "lora_dropout": (strategy.lora_dropout, getattr(there, "lora_dropout", None)),
-        "lora_targets": (targets, adapted),
+        "lora_targets": (_asked_for(backbone, strategy.lora_targets), adapted),
     }
     for name, (wanted, found) in asked.items():
         if wanted is not None and wanted != found:
@@ -100,6 +98,15 @@ def _check_same(backbone: PreTrainedModel, there: Any, strategy: TrainingStrateg
                 f"{name}={getattr(strategy, name)!r}: the adapters that the backbone carries have {shown}, and go on; "
                 f"leave {name} out"
             )
+
+
+def _asked_for(backbone: PreTrainedModel, targets: list[str] | str | None) -> set[str] | None:
+    """Last names of what targets of peft mean: a list of names, `"all-linear"`, or a pattern."""
+    if targets == "all-linear":
+        return _linear(backbone) - _unembedding(backbone)
+    if isinstance(targets, str):
+        return {_last(name) for name, _ in backbone.named_modules() if re.fullmatch(targets, name)}
+    return targets and {*map(_last, targets)}
 
 
 def _linear(model: nn.Module) -> set[str]:

@@ -187,8 +187,8 @@ def _check_warmup(model: nn.Module, strategy: TrainingStrategy) -> None:
     """Refuses a warm-up of the head where nothing else learns afterwards."""
     if strategy.head_warmup and strategy.train == "drafter" and getattr(model, "draft_layers", None) is None:
         raise ValueError(
-            f"head_warmup={strategy.head_warmup} lets the head learn alone at first, and nothing waits for its "
-            "end with train='drafter' and no draft layers; leave head_warmup out, or set train='all', 'lora' or draft_layers"
+            f"head_warmup={strategy.head_warmup} lets the head learn alone at first, and nothing waits for its end "
+            "with train='drafter' and no draft layers; leave it out, or set train='all', train='lora' or draft_layers"
         )
 
 

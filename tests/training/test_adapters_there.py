@@ -33,8 +33,12 @@ def trainer(model, folder, **fields):
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, dict(lora_rank=3, lora_alpha=5, lora_dropout=0.0, lora_targets=["v_proj", "self_attn.q_proj"])],
-    ids=["unsaid", "the same"],
+    [
+        {},
+        dict(lora_rank=3, lora_alpha=5, lora_dropout=0.0, lora_targets=["v_proj", "self_attn.q_proj"]),
+        dict(lora_targets=r".*\.[qv]_proj"),
+    ],
+    ids=["unsaid", "the same", "the same pattern"],
 )
 def test_adapters_that_are_there_go_on(fields, adapted, tmp_path):
     before = {name: value.clone() for name, value in adapted.named_parameters()}

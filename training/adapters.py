@@ -15,7 +15,7 @@ _QUERIES = ("q_proj", "k_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn
 _RANK, _DROPOUT = 8, 0.0
 
 
-def put_new_adapters(backbone: PreTrainedModel, strategy: TrainingStrategy) -> None:
+def learn_by_adapters(backbone: PreTrainedModel, strategy: TrainingStrategy) -> None:
     """Has a backbone learn by adapters: new ones, or those that it carries.
 
     Raises:

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..modeling.heads.joint import JointMTPModel
-from .adapters import check_no_adapters, lora_config, put_new_adapters
+from .adapters import check_no_adapters, learn_by_adapters, lora_config
 from .loss_weight import MTPLossWeightSchedule
 from .strategy import TrainingStrategy
 
@@ -202,7 +202,7 @@ def _joined(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
         check_no_adapters(model.backbone, "backbone", strategy)
         model.backbone.requires_grad_(True)
     else:
-        put_new_adapters(model.backbone, strategy)
+        learn_by_adapters(model.backbone, strategy)
     return JointMTPModel(model)
 
 

@@ -23,6 +23,7 @@ from .curves import draw_learning
 from .data import load_data
 from .kept_features import keep_features
 from .models import Trainee, build, is_parallel, ptp_options
+from .moved_backbone import note_backbone, with_moved_backbone
 from .progress import RunProgress
 from .regenerating import with_own_text
 from .run_folder import (
@@ -81,10 +82,12 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
     folder = Path(settings.training.output_dir)
     check_own_folder(folder, settings)
     set_seed(settings.training.seed)
+    asked, settings = settings, with_moved_backbone(settings)
     trainee = build(settings)
+    note_backbone(trainee, asked, settings)
     facts = facts_of(trainee, settings)
     resumed = checkpoint_to_resume(folder, settings.training.resume_from_checkpoint, facts)
-    asked, settings = settings, with_own_text(settings, trainee)
+    settings = with_own_text(settings, trainee)
     trainer = make_trainer(settings, trainee, callbacks)
     check_best_metric(trainer)
     trainer.remove_callback(PrinterCallback)  # every entry is in the file of metrics, and the bar shows the last
@@ -201,6 +204,7 @@ def facts_of(trainee: Trainee, settings: Settings) -> dict[str, Any]:
         "class": type(model).__name__,
         "backbone": type(trainee.backbone).__name__,
         "model_name_or_path": settings.model.model_name_or_path,
+        "adapters": settings.adapters,
         "head_type": getattr(head, "head_type", None),
         "window": getattr(model, "window", None),
         "trained_parameters": sum(torch.Size(shape).numel() for shape in shapes.values()),

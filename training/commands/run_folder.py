@@ -9,12 +9,14 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from ... import __version__
@@ -77,6 +79,40 @@ def git_state(folder: str | Path = ".") -> dict[str, Any] | None:
 def _git(folder: str | Path, *arguments: str) -> str:
     done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=20)
     return done.stdout.strip()
+
+
+class RunWriter(TrainerCallback):
+    """Writes what a run is when its first step begins: what is refused until then leaves nothing behind.
+
+    Args:
+        folder: The run's.
+        settings: Of the run.
+        facts: What is to be said of the model.
+    """
+
+    def __init__(self, folder: Path, settings: Settings, facts: dict[str, Any]) -> None:
+        self.what, self.is_written = (folder, settings, facts), False
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Once, in the first process."""
+        if state.is_world_process_zero and not self.is_written:
+            write_run(*self.what)
+        self.is_written = True
+
+
+@contextmanager
+def nothing_left_of_a_refusal(folder: Path) -> Iterator[None]:
+    """Takes away the empty folder that a trainer makes, where the run is then refused."""
+    was_there = folder.exists()
+    try:
+        yield
+    except (ValueError, OSError):
+        if not was_there:
+            with suppress(OSError):  # it is not empty, or was never made
+                folder.rmdir()
+        raise
 
 
 def write_run(folder: Path, settings: Settings, facts: dict[str, Any]) -> None:

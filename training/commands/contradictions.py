@@ -26,6 +26,11 @@ def check_settings(settings: Settings) -> None:
         ValueError: There is one; the message names it and says what to do instead.
     """
     _check_model(settings.model)
+    if settings.training.parallelism_config is not None:
+        raise ValueError(
+            f"parallelism_config={settings.training.parallelism_config!r} is an object of accelerate, which no file "
+            "holds: leave it out, and use accelerate launch --config_file"
+        )
     _check_adapters(settings)
     if settings.mixture.datasets and settings.data.dataset_name:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ def check_features(settings: Settings, model: Any) -> None:
         model: What is trained.
 
     Raises:
-        ValueError: A run whose backbone does not stand still, or a stream.
+        ValueError: A run whose backbone does not stand still, a stream, or a file.
     """
     folder = settings.drafter.features
     if folder is None:
         return
+    if Path(folder).is_file():
+        raise ValueError(f"features={folder} is a file: choose a folder")
     if not isinstance(model, Attachable) or settings.drafter.training_strategy().train != "drafter":
         raise ValueError(
             f"features={folder} keeps the states of a backbone that stands still: leave it out, or train heads or an "

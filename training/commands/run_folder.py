@@ -146,8 +146,10 @@ def check_own_folder(folder: Path, settings: Settings) -> None:
         settings: Of the run.
 
     Raises:
-        ValueError: `output_dir` is the folder of one of them.
+        ValueError: `output_dir` is the folder of one of them, or a file.
     """
+    if folder.is_file():
+        raise ValueError(f"output_dir={folder} is a file: choose a folder")
     sources = {
         "model_name_or_path": settings.model.model_name_or_path,
         "drafter_name_or_path": settings.drafter.drafter_name_or_path,

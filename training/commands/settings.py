@@ -142,9 +142,15 @@ class TrainConfig(SFTConfig):
             self.bf16 = False
         if isinstance(self.pad_to_multiple_of, str) and not re.fullmatch(r"auto|\d+", self.pad_to_multiple_of):
             raise ValueError(f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a whole number, or 'auto'")
-        for name in ("gradient_accumulation_steps", "per_device_train_batch_size"):
+        for name in ("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"):
             if (getattr(self, name) or 0) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.max_steps == 0:
+            raise ValueError("max_steps=0 must be at least 1, or -1 for num_train_epochs")
+        if self.max_steps < 0 and self.num_train_epochs <= 0:
+            raise ValueError(f"num_train_epochs={self.num_train_epochs} must be above 0")
+        if self.optim_args and not all("=" in part for part in self.optim_args.split(",")):
+            raise ValueError(f"optim_args={self.optim_args!r} must be name=value, or several with commas")
         super().__post_init__()
 
 

@@ -79,6 +79,18 @@ WRONG = {
     "quantised": ({"load_in_4bit": True}, "load_in_4bit=True: backbones are not quantised"),
     "an unknown dtype": ({"dtype": "float17"}, "dtype='float17' is unknown; choose one of auto, float32"),
     "a text and a mixture": ({"datasets": [{"path": "text"}]}, "beside `datasets`: either one text or a mixture"),
+    "no steps": ({"max_steps": 0}, "max_steps=0 must be at least 1, or -1 for num_train_epochs"),
+    "no epochs": ({"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs=0 must be above 0"),
+    "no rows to evaluate": ({"per_device_eval_batch_size": 0}, "per_device_eval_batch_size=0 must be at least 1"),
+    "options of another scheduler": (
+        {"lr_scheduler_kwargs": {"a": 1}}, "lr_scheduler_kwargs={'a': 1} do not fit lr_scheduler_type=linear: "
+    ),
+    "options of an optimizer": ({"optim_args": "x"}, "optim_args='x' must be name=value, or several with commas"),
+    "a template that is not there": ({"chat_template_path": "./nope"}, "chat_template_path=./nope: no such file or"),
+    "a folder that is a file": ({"output_dir": "config.yaml"}, "output_dir=config.yaml is a file: choose a folder"),
+    "features in a file": ({"features": "config.yaml"}, "features=config.yaml is a file: choose a folder"),
+    "text in a number": ({"regenerate": {"folder": 3}}, "regenerate={'folder': 3} needs a folder"),
+    "text in batches of none": ({"regenerate": {"folder": "f", "batch_size": 0}}, "batch_size=0 must be at least 1"),
     "no accumulation": ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 must be at least 1"),
     "steps in a list": ({"max_steps": [1]}, "max_steps=[1] must be a whole number"),
     "half a step": ({"max_steps": 2.5}, "max_steps=2.5 must be a whole number"),
@@ -100,6 +112,7 @@ WRONG = {
 @pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG)
 def test_wrong_settings_are_named(changes, message, settings_of, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)  # as where it is not installed
+    monkeypatch.chdir(tmp_path)
     settings_of(drafter="heads")
     file = tmp_path / "config.yaml"
     values = yaml.safe_load(file.read_text()) | changes

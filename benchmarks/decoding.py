@@ -6,9 +6,10 @@
     python benchmarks/decoding.py --compile               # torch.compile with its default backend: needs a C++ compiler
 
 *Cycle overhead* is the time of a whole speculative cycle divided by the time of the bare forward of its n tokens (with
-the same cache length and the next-token head), medians of the same run. On random weights hardly any greedy draft is
-accepted. The overhead can still be measured there, and the speed-up with the adaptive length, which must not fall far
-below 1; tokens per call and the other speed-ups mean something for a trained model only.
+the same cache length and the next-token head), medians of the same run. The cycles are what a call does behind its
+first token: `generate` of one token, with the prompt's forward in it, is timed beside and taken off. On random weights
+hardly any greedy draft is accepted. The overhead can still be measured there, and the speed-up with the adaptive
+length, which must not fall far below 1; tokens per call and the other speed-ups mean something for trained models only.
 
 With one thread, times are those of the processor, so that other work on the machine meets them less; with more, of the
 clock on the wall.
@@ -102,9 +103,10 @@ def measure(model: EvaByteForMTPC, prompt: torch.Tensor, new_tokens: int, rounds
             target = {name: value for name, value in options.items() if name not in only_ours}
             plain, _ = decode(model, prompt, max_new_tokens=new_tokens, use_mtp=False, **target)
             ours, out = decode(model, prompt, max_new_tokens=new_tokens, **options)
+            first = statistics.median(decode(model, prompt, max_new_tokens=1, **options)[0] for _ in range(3))
             forward = bare_forward(model, out.sequences[:, : prompt.shape[1] + new_tokens // 2], 30)
             told = out.speculation
-            cycle = ours / told.backbone_calls
+            cycle = (ours - first) / (told.backbone_calls - 1)
             runs.append((plain, ours, forward, cycle, cycle / forward, told.tokens_per_call))
         plain, ours, forward, cycle, overhead, per_call = (statistics.median(column) for column in zip(*runs))
         rows.append(

@@ -4,8 +4,8 @@
     python benchmarks/heads.py --size 85m --rank 8 16 32
 
 One table per rank, medians in milliseconds of the same run: `forward` is the backbone on n tokens behind a prompt,
-`head` the head's matrix products (leaves n r v d and sums), `draft` everything from its logits to a sampled draft with
-its laws, `warped` the same with each conditional warped, `verify` block verification. `share` is
+`head` the law behind a token (matrix products of leaves, n r v d, and sums), `draft` everything from it to a sampled
+draft with its laws, `warped` the same with each conditional warped, `verify` block verification. `share` is
 (draft + verify) / (forward + head + draft + verify). Random weights: costs do not depend on what was learned.
 """
 
@@ -17,12 +17,12 @@ import torch
 from decoding import SIZES, load, seconds_of
 from rich.console import Console
 from rich.table import Table
-from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper
+from transformers import TemperatureLogitsWarper
 
 from tokenahead import EvaByteForMTPC
-from tokenahead.generation.drafters.heads import HeadDrafter
+from tokenahead.generation.processing import Processing
 from tokenahead.generation.verification import verify
-from tokenahead.modeling.heads.circuit_families import circuit_from_logits
+from tokenahead.modeling.sampling import draw
 
 REPEATS = 40
 
@@ -30,7 +30,7 @@ REPEATS = 40
 @torch.no_grad()
 def cycle(model: EvaByteForMTPC, prompt: torch.Tensor) -> dict[str, float]:
     """Median milliseconds of the parts of a sampled cycle."""
-    window, kind = model.window, model.config.mtp_head.head_type
+    window = model.window
     cache = model(prompt).past_key_values
     block = prompt[:, :window]
 
@@ -38,22 +38,21 @@ def cycle(model: EvaByteForMTPC, prompt: torch.Tensor) -> dict[str, float]:
         model(block, past_key_values=cache, use_cache=True)
         cache.crop(-window)
 
-    hidden = torch.randn(1, model.config.hidden_size)
-    first = torch.tensor([100])
-    parameters = model.head(hidden) if model.mtp_head is not None else {"leaf_logits": model.head(hidden)[..., None, :]}
-    drafters = {}
-    for name, processors in (("draft", []), ("warped", [TemperatureLogitsWarper(0.7)])):
-        law = lambda _: circuit_from_logits(kind, dtype=torch.float32, **parameters)  # noqa: E731
-        config = GenerationConfig(do_sample=True, max_length=10_000)
-        drafters[name] = HeadDrafter(law, window, config, LogitsProcessorList(processors))
-    draft, q = drafters["draft"].draft(hidden, first, window - 1)
+    hidden, last, length = torch.randn(1, model.config.hidden_size), torch.tensor([100]), window - 1
+    law, processing = model.law_behind(hidden, last, length), Processing([TemperatureLogitsWarper(0.7)])
+
+    def warped(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q = processing.warp(probs)
+        return draw(q), q
+
+    tokens, q = law.sample_with_laws(length)
     p = torch.randn(1, window, model.config.vocab_size).softmax(-1)
     calls = {
         "forward": forward,
-        "head": lambda: model.head(hidden),
-        "draft": lambda: drafters["draft"].draft(hidden, first, window - 1),
-        "warped": lambda: drafters["warped"].draft(hidden, first, window - 1),
-        "verify": lambda: verify(draft, q, p),
+        "head": lambda: model.law_behind(hidden, last, length),
+        "draft": lambda: law.sample_with_laws(length),
+        "warped": lambda: law.draft(warped, length),
+        "verify": lambda: verify(tokens, q, p),
     }
     for call in calls.values():
         seconds_of(call, 5)

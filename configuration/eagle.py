@@ -35,6 +35,7 @@ class EagleHeadConfig(LlamaConfig):
         loss_options: Options of the training loss that differ from the defaults (`EagleLossOptions`).
         layout: The folder that `save_pretrained` writes.
         base_model_name_or_path: The backbone that the head was trained for, for people to read.
+        base_model_type: The `model_type` of that backbone's text model; None: not known.
 
     Raises:
         StrictDataclassError: A value out of range, or a wrong type.
@@ -67,6 +68,7 @@ class EagleHeadConfig(LlamaConfig):
     loss_options: dict[str, Any] | None = None
     layout: str = "tokenahead"
     base_model_name_or_path: str | None = None
+    base_model_type: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.draft_vocab_size = self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size

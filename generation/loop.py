@@ -72,7 +72,7 @@ class SpeculativeLoop:
         self.done = [False] * len(prompt)
         self.processing, self.records = options.processing, Records(config, len(prompt))
         self.stopping = Stopping(criteria, options.processing.pad, self.records.scores_of)
-        self.schedule, self.lead = schedule, getattr(drafter, "lead", 0)
+        self.schedule = schedule
         pad = getattr(config, "_pad_token_tensor", None)
         self.pad = 0 if pad is None else int(pad)
         self.statistics = Speculation(*([[] for _ in prompt] for _ in range(2)), rows_depths=[[] for _ in prompt])
@@ -143,7 +143,7 @@ class SpeculativeLoop:
         self.target.keep(kept, verdict, tree)
         self.drafter.advance(fed.along(verdict, tree), verdict)
         ended = time.perf_counter()
-        self.schedule.update(tree.depth, accepted, ended - started, length if self.lead else None)
+        self.schedule.update(tree.depth, accepted, ended - started, length)
         self.statistics.draft_seconds += drafted - started
         self.statistics.verify_seconds += ended - called
 

@@ -27,9 +27,9 @@ from ..modeling.checkpointing import caches_kept
 from .backbones import check_trees
 from .candidates import CandidateAdapter
 from .continuation import not_continued
-from .drafters.protocol import DraftOptions
+from .drafters.protocol import DraftOptions, warn_of_threshold
 from .loop import SpeculativeLoop
-from .options import OWN, CallOptions, obstacle
+from .options import OWN, CallOptions, obstacle, prepared_options, warn_of_unread
 from .processing import counts_calls
 from .speculators import Speculator, SpeculatorMixin, schedule_of
 from .targets import can_go_back, is_repackable
@@ -132,7 +132,6 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
         if call is None:
             return super()._prepare_generation_config(generation_config, **kwargs)
         sources = (kwargs, generation_config, self.generation_config)
-        call.options = options = CallOptions.read(call.own, sources)
         kwargs |= {} if call.speculator is None else call.speculator.sampling_defaults(sources)
         config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         if config.assistant_early_exit is not None:
@@ -141,12 +140,14 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
                 f"{type(self).__name__} in place; leave it out"
             )
         if call.speculator is None or config.prompt_lookup_num_tokens:
+            call.options = CallOptions.read(call.own, sources)
             _refuse_unread(call.own, config)
             config.use_mtp = False
             return config, model_kwargs
-        _check_rule(options, call.speculator)
-        call.speculator.prepare_call(options, config)
+        call.options = options = prepared_options(call.speculator, call.backbone, call.own, sources, config)
         call.speculates = self._decides_to_speculate(config, model_kwargs)
+        if call.speculates:
+            warn_of_unread(config)
         if call.speculates and options.draft_tree is not None:
             check_trees(call.backbone)
         options.num_assistant_tokens = _draft_length(options.num_assistant_tokens, call.speculator)
@@ -212,6 +213,11 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
                 f"the prompt has {tensor.shape[1]} tokens, more than max_position_embeddings={limit}; shorten it"
             )
         return tensor, name, model_kwargs
+
+    def heal_tokens(self, input_ids: torch.Tensor, tokenizer: Any = None) -> torch.Tensor:
+        """transformers' own, which calls `generate`: on the backbone, for a view holds one call and not two."""
+        call = self._current
+        return (super() if call is None else call.backbone).heal_tokens(input_ids, tokenizer)
 
     def _prepare_cache_for_generation(
         self,
@@ -305,6 +311,7 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
             call.options, call.backbone, call.speculates, generation_config, logits_processor, input_ids
         )
         drafter = call.speculator.make_drafter(options)
+        warn_of_threshold(options, drafter, type(call.speculator).__name__)
         rule = call.speculator.make_rule(options, drafter)
         with schedule_of(call.speculator, drafter, options) as schedule:
             loop = SpeculativeLoop(
@@ -361,12 +368,6 @@ def _refuse_unread(own: dict[str, Any], config: GenerationConfig) -> None:
     if given is not None:
         other = "prompt_lookup_num_tokens" if config.prompt_lookup_num_tokens else "assistant_model"
         raise ValueError(f"{given}= is not read by {other}, which drafts here; drop one of them")
-
-
-def _check_rule(options: CallOptions, speculator: Speculator) -> None:
-    rules = speculator.rules
-    if options.verification is not None and options.verification not in rules:
-        raise ValueError(f"verification={options.verification!r} is unknown; choose {' or '.join(map(repr, rules))}")
 
 
 def _draft_length(asked: int | None, speculator: Speculator) -> int:

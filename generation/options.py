@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
+from transformers.utils import logging
 
+logger = logging.get_logger(__name__)
 SCHEDULES = ("constant", "heuristic", "heuristic_transient", "adaptive")
 """Values of `num_assistant_tokens_schedule`; all but the last draft a constant number here."""
 OWN = ("verification", "draft_tree", "uniforms", "seed", "slot_budget", "best_of", "draft_vocabulary")
-"""Keyword arguments of `generate` that transformers does not know."""
+"""Keyword arguments of `generate` that transformers does not know; a GenerationConfig may hold all but tensors."""
 
 
 @dataclass
@@ -22,8 +25,8 @@ class CallOptions:
         verification: Name of the rule; None for the default.
         num_assistant_tokens: Tokens to draft; None for the default.
         schedule: How that number changes in the course of the call.
-        threshold: A chain of an EAGLE head, of modules or of an assistant ends with a token that its own law gave less
-            probability in every row; 0: never. Other drafters do not look at it.
+        threshold: A chain ends with a token that its own law gave less probability in every row; 0: never. Trees,
+            n-grams and parallel token prediction do not look at it, and say so.
         draft_tree: Options of a tree of drafts, or its rank paths, or `"auto"`; None for a chain.
         extra: Options of one kind of drafter only: `uniforms`, `seed`, `slot_budget`, `best_of` of parallel token
             prediction, `draft_vocabulary` of sequential modules.
@@ -40,37 +43,97 @@ class CallOptions:
     needs_our_loop: bool = False
 
     @classmethod
-    def read(cls, own: dict[str, Any], sources: tuple[Any, ...]) -> CallOptions:
+    def read(cls, own: dict[str, Any], sources: tuple[Any, ...], left_out: tuple[str, ...] = ()) -> CallOptions:
         """Takes every option from where it is set first, and checks it.
 
         Args:
             own: The keyword arguments of `OWN` that were given.
             sources: Keyword arguments, the config that was passed, the model's own config.
+            left_out: Names of `OWN` that are read from `own` alone.
 
         Raises:
-            ValueError: A value that cannot be meant; the message names the option and what would be right.
+            ValueError: A value that cannot be meant, or a tensor on a config; the message names the option and what
+                would be right.
         """
-        use_mtp, number, schedule, threshold, rule = (
+        for source in sources[1:]:
+            _refuse_tensors(source)
+        use_mtp, number, schedule, threshold = (
             first_set(name, sources)
             for name in (
                 "use_mtp",
                 "num_assistant_tokens",
                 "num_assistant_tokens_schedule",
                 "assistant_confidence_threshold",
-                "verification",
             )
         )
         _check(use_mtp, number, schedule, threshold)
-        extra = {name: own[name] for name in OWN[2:] if own.get(name) is not None}
+        given = {name: first_set(name, (own,) if name in left_out else (own, *sources)) for name in OWN}
         return cls(
             use_mtp=use_mtp,
-            verification=own.get("verification") or rule,
+            verification=given["verification"],
             num_assistant_tokens=number,
             schedule=schedule or "constant",
             threshold=threshold or 0.0,
-            draft_tree=own.get("draft_tree"),
-            extra=extra,
+            draft_tree=given["draft_tree"],
+            extra={name: given[name] for name in OWN[2:] if given[name] is not None},
         )
+
+
+def prepared_options(
+    speculator: Any, backbone: Any, own: dict[str, Any], sources: tuple[Any, ...], config: GenerationConfig
+) -> CallOptions:
+    """The options of a call, completed by what drafts (`Speculator.prepare_call`).
+
+    What the backbone's own config says of trees, slots and the like may be meant for another of its drafters: one that
+    cannot follow it warns, and goes on without. A drafter that is the backbone itself refuses it, as it does what a
+    call gives.
+
+    Args:
+        speculator: Drafts.
+        backbone: The model whose tokens count.
+        own: See `CallOptions.read`.
+        sources: See `CallOptions.read`.
+        config: Of the call.
+
+    Raises:
+        ValueError: An option that cannot be meant, or that this kind of drafter does not have.
+    """
+    # as an assistant in transformers' own loop, the backbone is passed the config of its target
+    options = CallOptions.read(own, sources, OWN[1:] if getattr(sources[1], "is_assistant", None) else ())
+    _check_rule(options, speculator.rules)
+    try:
+        speculator.prepare_call(options, config)
+    except ValueError as error:
+        saved = _saved(own, sources)
+        if speculator is backbone or not saved:
+            raise
+        options = CallOptions.read(own, sources, saved)
+        speculator.prepare_call(options, config)
+        logger.warning_once(f"The generation_config of {type(backbone).__name__} is not followed in all: {error}")
+    return options
+
+
+def _saved(own: dict[str, Any], sources: tuple[Any, ...]) -> tuple[str, ...]:
+    """The options of drafts that are the model's own alone; a pipeline passes a copy of the model's own config."""
+    _, passed, of_model = sources
+    names = [name for name in OWN[1:] if own.get(name) is None and getattr(of_model, name, None) is not None]
+    return tuple(name for name in names if getattr(passed, name, None) in (None, getattr(of_model, name)))
+
+
+def _refuse_tensors(config: GenerationConfig | None) -> None:
+    name = next((name for name in OWN if isinstance(getattr(config, name, None), torch.Tensor)), None)
+    if name is None and getattr(config, "uniforms", None) is not None:
+        name = "uniforms"
+    if name is not None:
+        raise ValueError(
+            f"{name} is set on a GenerationConfig, which holds what can be saved and no tensors: pass {name}= to "
+            "generate itself"
+        )
+
+
+def _check_rule(options: CallOptions, rules: tuple[str, ...]) -> None:
+    if options.verification is not None and options.verification not in rules:
+        raise ValueError(f"verification={options.verification!r} is unknown; choose {' or '.join(map(repr, rules))}")
 
 
 def first_set(name: str, sources: tuple[Any, ...]) -> Any:
@@ -129,3 +192,18 @@ _PLAIN = {
     "dola_layers": lambda value: value is None,
 }
 """Fields of a GenerationConfig, and which of their values leave room for speculation."""
+
+_UNREAD = {
+    "compile_config": "compile the backbone itself, by model.forward = torch.compile(model.forward)",
+    "assistant_ensemble_weight": "it would change the law of the text, which verification keeps",
+    "speculation_type": "the drafter that the call was given drafts",
+}
+"""Fields of a GenerationConfig that transformers' own loops read and ours does not, and what there is to do."""
+
+
+def warn_of_unread(config: GenerationConfig) -> None:
+    """Warns of what a call asks for and our loop does not do."""
+    for name, instead in _UNREAD.items():
+        value = getattr(config, name, None)
+        if value is not None:
+            logger.warning_once(f"{name}={value!r} is not read where drafts are verified by this library: {instead}.")

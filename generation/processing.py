@@ -24,6 +24,7 @@ _POINTWISE = (
     library.TemperatureLogitsWarper,
     library.TopKLogitsWarper,
     library.TopPLogitsWarper,
+    library.TopHLogitsWarper,
     library.MinPLogitsWarper,
     library.TypicalLogitsWarper,
     library.EpsilonLogitsWarper,

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from ..modeling.sampling import pick, race
+from ..modeling.sampling import draw, pick
 from .contract import DraftTree, Verdict
 from .tokens import TokenRows
 from .tree_verification import follow
@@ -60,7 +60,7 @@ class SampledRule:
         """See `Rule`."""
         self.law = scores.softmax(-1)[:, None]
         if self.uniforms is None:
-            return race(self.law[:, 0])
+            return draw(self.law[:, 0])
         return pick(self.uniforms.draw(tokens, 1)[:, 0], self.law[:, 0])
 
     def judge(self, tree: DraftTree, scores: torch.Tensor) -> Verdict:
@@ -113,7 +113,7 @@ def law_of(scores: torch.Tensor) -> torch.Tensor:
 def _reached_faults(law: torch.Tensor, verdict: Verdict) -> torch.Tensor:
     """Rows [B] bool in which a place on the kept path has no law; softmax makes NaN of all its entries there.
 
-    A drawn chain keeps no draft whose law is none, so that its verdict knows from the added token's race.
+    A drawn chain keeps no draft whose law is none, so that its verdict knows from the draw of the added token.
     """
     if verdict.faults is not None:
         return verdict.faults

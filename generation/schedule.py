@@ -29,8 +29,8 @@ class DraftSchedule(Protocol):
     def update(self, drafted: int, accepted: list[int], seconds: float, asked: int | None = None) -> None:
         """Takes in a finished cycle: draft length, accepted drafts per open row, wall time, and the length asked for.
 
-        Where the forward that verifies a draft also makes the next one, a cycle pays for what was asked in it, whether
-        or not there was a draft to verify yet.
+        Where the forward that verifies a draft also makes the next one (`lead`), a cycle pays for what was asked in it,
+        whether or not there was a draft to verify yet; elsewhere for what it drafted.
         """
 
 
@@ -181,7 +181,7 @@ class AdaptiveSchedule:
     def update(self, drafted: int, accepted: list[int], seconds: float, asked: int | None = None) -> None:
         """Updates acceptance for the positions that were drafted, and the cost of a cycle of this length."""
         self.cycles += 1
-        asked = drafted if asked is None else asked
+        asked = drafted if asked is None or not self.lead else asked
         self.total += seconds
         self.tried[asked] = self.cycles
         self.costs.add(asked, seconds)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from ..modeling.sampling import race
+from ..modeling.sampling import draw
 from .contract import DraftTree, Verdict, line, path_columns
 
 
@@ -91,7 +91,7 @@ def verify_drawn_tree(
     kept = torch.rand(accept.shape, dtype=p.dtype, device=p.device, generator=generator) < accept
     reached = kept_path(tree, kept, rule)
     accepted, columns = reached.sum(1) - 1, path_columns(reached, tree.depth)
-    added = race(residual[line(len(p), p.device), columns[:, -1]], generator)[:, None]
+    added = draw(residual[line(len(p), p.device), columns[:, -1]], generator)[:, None]
     drafts = torch.nn.functional.pad(tree.tokens, (1, 0)).gather(1, columns)[:, 1:]
     return Verdict(accepted, torch.cat([drafts, added], dim=1).scatter_(1, accepted[:, None], added), columns)
 

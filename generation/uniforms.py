@@ -2,7 +2,7 @@
 
 They are numbers of a counter-based generator: row i reads a stream of its own, so that what it reads depends on its
 seed and on how far it has come, and not on the rows beside it or on how long the texts may become. Heads and modules
-draw from torch's own generator: their race needs a number for every token of the vocabulary.
+draw from torch's own generator: a draw of theirs may need a number for every token of the vocabulary.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from ..modeling.indices import line
-from ..modeling.sampling import pick, race, winner
+from ..modeling.sampling import draw, draw_checked, pick
 from .contract import DraftTree, Verdict
 from .tree_verification import check_rule, follow, tree_acceptance, verify_drawn_tree
 
@@ -143,7 +143,7 @@ def _verify(
     uniforms: torch.Tensor | None = None,
     tests: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`verify`, and how fast the added token's race was won [B] (NaN: its law was none); None where none was run.
+    """`verify`, and what `draw_checked` says of the added token's law [B] (NaN: it was none); None where not asked.
 
     Every operation counts here, since on an accelerator each is a launch; `token_acceptance` and `block_acceptance` say
     the same in the words of the papers.
@@ -197,9 +197,9 @@ def verify_chain(
     Raises:
         ValueError: An unknown rule.
     """
-    accepted, added, speed = _verify(tree.tokens, tree.laws, p, rule, generator)
+    accepted, added, check = _verify(tree.tokens, tree.laws, p, rule, generator)
     tokens = torch.nn.functional.pad(tree.tokens, (0, 1)).scatter_(1, accepted[:, None], added[:, None])
-    return Verdict(accepted, tokens, faults=None if speed is None else speed.isnan())
+    return Verdict(accepted, tokens, faults=None if check is None else check.isnan())
 
 
 def verify_sampled(
@@ -218,7 +218,7 @@ def verify_sampled(
     """
     check_rule(rule)
     if tree.laws is None:
-        return follow(tree, race(p, generator))
+        return follow(tree, draw(p, generator))
     if tree.is_chain and tree.counts is None:
         return verify_chain(tree, p, rule, generator)
     return verify_drawn_tree(tree, p, rule, generator)
@@ -254,9 +254,9 @@ def verify_tree_greedy(tree: DraftTree, scores: torch.Tensor) -> tuple[torch.Ten
 def _add(
     mass: torch.Tensor, uniforms: torch.Tensor | None, generator: torch.Generator | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A token [B] from unnormalised laws [B, v], and the speed of its race."""
+    """A token [B] from unnormalised laws [B, v], and what `draw_checked` says of them."""
     if uniforms is None:
-        return winner(mass, generator)
+        return draw_checked(mass, generator)
     return pick(uniforms.double(), mass.double() / mass.double().sum(-1, keepdim=True)), None
 
 
@@ -270,11 +270,10 @@ def _block_weights(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> tor
     """P_0..P_m, [B, m + 1].
 
     P_i = min(1, P_{i-1} r_i) is a walk reflected at 1: with S_i = sum_{j<=i} log r_j,
-    log P_i = S_i - max(0, max_{j<=i} S_j).
+    log P_i = S_i - max_{j<=i} S_j from S_0 = 0 on.
     """
-    walk = _ratios(draft, q, p).log().cumsum(1)
-    weight = (walk - walk.cummax(1).values.clamp(min=0)).exp()
-    return torch.nn.functional.pad(weight, (1, 0), value=1.0)
+    walk = torch.nn.functional.pad(_ratios(draft, q, p), (1, 0), value=1.0).log().cumsum(1)
+    return (walk - walk.cummax(1).values).exp()
 
 
 def _block_accept(weight: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:

@@ -21,9 +21,9 @@ from torch import nn
 
 from ..configuration import MTPHeadConfig
 from ..modeling.heads.backbone_parts import BackboneParts
-from ..modeling.heads.registry import FAMILIES, build_head, window_law
+from ..modeling.heads.registry import FAMILIES, build_head, law_behind
 from ..modeling.heads.tensor_files import read_tensors
-from ..modeling.sampling import race
+from ..modeling.sampling import draw
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class HeadProposer:
         device = step.states.device
         states = step.states[torch.tensor(_rows(sampled_token_ids, step.counts), device=device)]
         last = torch.tensor([sampled_token_ids[index][-1] for index in live], device=device)
-        law = window_law(self.head, self.config, states, self.parts).condition(last)
+        law = law_behind(self.head, self.config, states, last, self.num_tokens, self.parts)
         if self.draws and step.temperature is not None:
             tokens, laws = law.draft(_warped(step.temperature[live]), self.num_tokens)
             self._laws = laws.new_zeros(len(sampled_token_ids), *laws.shape[1:])
@@ -298,7 +298,7 @@ def _warped(temperature: torch.Tensor) -> Any:
         law = (probs.log() / own.clamp(min=1e-6)).softmax(-1)
         certain = nn.functional.one_hot(probs.argmax(-1), probs.shape[-1]).to(probs)
         law = torch.where(own > 0, law, certain)
-        return race(law), law
+        return draw(law), law
 
     return choose
 

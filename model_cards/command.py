@@ -21,6 +21,7 @@ from ..modeling import DeepSeekMTP
 from ..modeling.remote_code import CODE_FOLDER
 from ..training.byte_text import is_byte_level
 from ..training.evaluation import MODES, Measurement, environment, hardware
+from ..training.parts import adapters_for, has_adapters, put_adapters, tokenizer_source, trained_backbone
 from ..training.results import MeasuredResults
 from .card import render_card, write_card
 from .facts import describe, hub_id
@@ -169,13 +170,18 @@ def _load(request: CardRequest, needs_backbone: bool) -> tuple[PreTrainedModel, 
     model = model.eval()
     if model.can_generate():
         return model, model, AutoTokenizer.from_pretrained(request.model) if needs_backbone else None
-    name = request.backbone or getattr(config, "base_model_name_or_path", None)
     if not needs_backbone:
         return model, None, None
+    trained = trained_backbone(request.model)
+    name = request.backbone or getattr(config, "base_model_name_or_path", None)
+    if not request.backbone and trained is not None and not has_adapters(trained):
+        name = str(trained)
     if not name:
         raise ValueError(f"{request.model} holds a drafter, and names no backbone: name one with --backbone")
     backbone = AutoModelForCausalLM.from_pretrained(name, dtype=request.dtype).eval()
-    return model, _Drafted(backbone, model.attach(backbone)), AutoTokenizer.from_pretrained(name)
+    if adapters := adapters_for(request.model, name, "--backbone"):
+        put_adapters(backbone, adapters)
+    return model, _Drafted(backbone, model.attach(backbone)), AutoTokenizer.from_pretrained(tokenizer_source(name))
 
 
 def _measured(

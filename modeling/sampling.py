@@ -1,8 +1,12 @@
-"""How a token is drawn from a law: by a race, or by the uniform that picks it. A leaf that every room may use.
+"""How a token is drawn from a law: freely, or by the uniform that picks it. A leaf that every room may use.
 
 A token is a function of a uniform u in [0, 1): with F the cumulative law, Pick(u) is the first token j with F_j > u
 (PTP paper, Eq. 3). Cumulative sums are float64, whatever the law's dtype: in float32 they misplace picks over large
 vocabularies. Knows no model.
+
+Free draws: processors make random numbers one after the other, so that one uniform per token is cheapest there, by far.
+Accelerators make them side by side, and there an exponential race, argmax w / E with E ~ Exp(1), saves the cumulative
+sum over the vocabulary. Neither makes the host wait, and no weight of 0 is ever drawn.
 """
 
 from __future__ import annotations
@@ -10,22 +14,34 @@ from __future__ import annotations
 import torch
 
 
-def race(weights: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Draws from unnormalised weights [..., v] by an exponential race, argmax w / E with E ~ Exp(1): [...].
-
-    Needs no cumulative sum (inaccurate in low precision) and no synchronisation; weights of 0 are never drawn.
-    """
-    return _speeds(weights, generator).argmax(-1)
+def draw(weights: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """One token from each of the unnormalised laws [..., v]: [...] int64."""
+    return draw_checked(weights, generator)[0]
 
 
-def winner(weights: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `race` returns, and the winner's speed [...]: NaN where a weight is."""
+def draw_checked(weights: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `draw` returns, and a number [...] that is NaN where a weight is."""
+    return (picked if weights.device.type == "cpu" else raced)(weights, generator)
+
+
+def picked(weights: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`draw_checked` by one uniform for each token; the number is the sum of the weights."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64).contiguous()
+    total = cumulative[..., -1:]
+    places = torch.rand(total.shape, dtype=torch.float64, device=weights.device, generator=generator).mul_(total)
+    # no sum exceeds a place where all weights are 0, or NaN
+    tokens = torch.searchsorted(cumulative, places, right=True).clamp_max_(weights.shape[-1] - 1)
+    return tokens[..., 0], total[..., 0]
+
+
+def raced(weights: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`draw_checked` by a race of all tokens; the number is the winner's speed."""
     best = _speeds(weights, generator).max(-1)
     return best.indices, best.values
 
 
 def race_order(weights: torch.Tensor, count: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    """The first `count` of the race that `race` takes the winner of: draws without replacement, in order.
+    """The first `count` of an exponential race: draws without replacement, in order.
 
     Args:
         weights: [..., v] unnormalised; where fewer than `count` are positive, weights of 0 come last.

@@ -28,7 +28,7 @@ from ..configuration.mtp_families import FAMILIES, count_modules
 from ..generation import Speculation
 from ..modeling import DeepSeekMTP
 from .byte_text import decode, encode, escaped, is_byte_level, streamer_for
-from .parts import adapters_for, base_of, has_adapters, put_adapters, tokenizer_source
+from .parts import adapters_for, base_of, has_adapters, is_hub_name, put_adapters, tokenizer_source
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def load_config(source: str, option: str) -> PreTrainedConfig:
     """
     if Path(source).is_dir():
         return AutoConfig.from_pretrained(source)
-    if source.count("/") != 1 or source.startswith((".", "/", "~")):  # on the Hub a model is `owner/name`
+    if not is_hub_name(source):
         raise FileNotFoundError(f"{option} {source}: no such folder")
     try:
         return AutoConfig.from_pretrained(source)

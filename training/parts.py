@@ -6,12 +6,16 @@ import json
 from os import PathLike
 from pathlib import Path
 
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import EntryNotFoundError
 from transformers import PreTrainedModel
 
 from ..modeling.heads.joint import BACKBONE
 
 _ADAPTERS = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
+_OF_BACKBONE = [f"{BACKBONE}/*", "*.json", "*.jinja", "*.model", "*.txt"]
+"""What is fetched of a backbone that learned with heads: its folder, and the tokenizer beside it."""
 
 
 def has_adapters(folder: str | PathLike) -> bool:
@@ -67,16 +71,38 @@ def _misfit(model: PreTrainedModel, folder: str | PathLike, reason: str) -> str:
 
 
 def trained_backbone(heads: str | PathLike) -> Path | None:
-    """The folder of the backbone that learned together with heads, or of its adapters; None: it stayed as it was."""
+    """The folder of the backbone that learned together with heads, or of its adapters; None: it stayed as it was.
+
+    Args:
+        heads: Folder of the heads, or their name on the Hub, from where what is found is fetched.
+    """
+    if not Path(heads).is_dir() and is_hub_name(heads):
+        return _trained_on_hub(str(heads))
     folder = Path(heads) / BACKBONE
     return folder if has_adapters(folder) or holds_model(folder) else None
+
+
+def is_hub_name(name: str | PathLike) -> bool:
+    """Whether something may be the name of a model on the Hub: `owner/name`."""
+    return str(name).count("/") == 1 and not str(name).startswith((".", "/", "~"))
+
+
+def _trained_on_hub(name: str) -> Path | None:
+    """Asks for two small files, and fetches the rest only where one of them is there."""
+    for file in (_ADAPTERS, "config.json"):
+        try:
+            hf_hub_download(name, f"{BACKBONE}/{file}")
+        except EntryNotFoundError:  # also where the Hub cannot be asked and the cache does not know
+            continue
+        return Path(snapshot_download(name, allow_patterns=_OF_BACKBONE, ignore_patterns="*checkpoint*/*")) / BACKBONE
+    return None
 
 
 def adapters_for(heads: str | PathLike, model: str, option: str) -> Path | None:
     """The adapters that a named backbone needs to be the one that heads learned with.
 
     Args:
-        heads: Folder of the heads.
+        heads: Folder of the heads, or their name on the Hub.
         model: The backbone that was named.
         option: The name of the setting that names it.
 

@@ -120,6 +120,7 @@ class AssistantChain:
     """
 
     hidden_layers = None
+    heeds_threshold = True
 
     def __init__(self, model: PreTrainedModel, options: DraftOptions) -> None:
         self.model, self.options, self.num_tokens = model, options, options.num_tokens

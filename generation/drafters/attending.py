@@ -23,13 +23,13 @@ class AttendingHeadDrafter(HeadDrafter):
     """The drafts of one call.
 
     Args:
-        heads: The attached heads: `features`, `law_of_features` and `hidden_layers` are used.
+        heads: The attached heads: `features`, `law_behind` and `hidden_layers` are used.
         options: Of the call.
         read: Makes features [B, T, F] from the backbone's hidden states; the heads' own if not given.
     """
 
     def __init__(self, heads: Any, options: DraftOptions, read: Callable[..., torch.Tensor] | None = None) -> None:
-        super().__init__(heads.law_of_features, options, heads.hidden_layers, read or heads.features)
+        super().__init__(heads.law_behind, options, heads.hidden_layers, read or heads.features)
         self.cache = DynamicCache()
         self.view: View | None = None
         self.mask = self.counts = None

@@ -22,7 +22,7 @@ class DraftLayersDrafter(HeadDrafter):
     """The drafts of one call.
 
     Args:
-        law: From features [B, F] of one position to the law of the next n tokens.
+        law: See `HeadDrafter`.
         options: Of the call.
         layer: Index of the backbone's state that the layers read.
         run: From such states [B, T, D], `attention_mask` and `cache` to features [B, T, F]; extends the cache.
@@ -31,7 +31,7 @@ class DraftLayersDrafter(HeadDrafter):
 
     def __init__(
         self,
-        law: Callable[[torch.Tensor], WindowLaw],
+        law: Callable[[torch.Tensor, torch.Tensor, int], WindowLaw],
         options: DraftOptions,
         layer: int,
         run: Callable[..., torch.Tensor],

@@ -51,6 +51,8 @@ class EagleDrafter:
         options: Of the call; `draft_tree` is complete (`growth.tree_options`).
     """
 
+    heeds_threshold = True
+
     def __init__(self, head: Any, options: DraftOptions) -> None:
         self.head, self.options, self.num_tokens = head, options, options.num_tokens
         self.hidden_layers: HiddenLayers = head.hidden_layers

@@ -74,6 +74,7 @@ class Gemma4Chain:
     """
 
     hidden_layers = -1
+    heeds_threshold = True
 
     def __init__(self, model: PreTrainedModel, options: DraftOptions) -> None:
         self.model, self.options, self.num_tokens = model, options, options.num_tokens

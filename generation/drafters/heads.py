@@ -9,7 +9,7 @@ import torch
 
 from ...modeling.heads.window_law import WindowLaw
 from ...modeling.indices import same_place
-from ...modeling.sampling import race
+from ...modeling.sampling import draw
 from ..contract import DraftTree, Verdict, line
 from ..growth import grow, taken
 from ..targets import Fed, HiddenLayers
@@ -26,15 +26,18 @@ class HeadDrafter:
     before a token is drawn from it. The verifier is handed the laws that the tokens were really drawn from.
 
     Args:
-        law: From features [B, F] of one position to the law of the next n tokens.
+        law: From features [..., F] of one position, the token [...] behind it and a number to the law of the next so
+            many tokens.
         options: Of the call.
         hidden_layers: The states that features are made from.
         read: Makes features [B, T, F] from the backbone's hidden states; the last states if not given.
     """
 
+    heeds_threshold = True
+
     def __init__(
         self,
-        law: Callable[[torch.Tensor], WindowLaw],
+        law: Callable[[torch.Tensor, torch.Tensor, int], WindowLaw],
         options: DraftOptions,
         hidden_layers: HiddenLayers = -1,
         read: Callable[..., torch.Tensor] | None = None,
@@ -58,18 +61,31 @@ class HeadDrafter:
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         last, is_tree = same_place(tokens.last(), self.hidden.device), self.options.draft_tree is not None
-        law = self.law(self.hidden[:, None] if is_tree else self.hidden)
+        hidden = self.hidden
+        if is_tree:
+            hidden, last = hidden[:, None], last[:, None]
+        law = self.law(hidden, last, length)
         if self._unchecked:
-            _refuse_nan(law)
+            _refuse_nan(law, last)
             self._unchecked = False
         if is_tree:
             return grow(WindowGrowth(law, last), self.options, length)
-        law = law.condition(last)
-        if not self.options.do_sample:
-            return DraftTree.chain(law.greedy(length))
-        if not self.options.processing.pointwise:  # nothing to warp: one ancestral sample
-            return DraftTree.chain(*law.sample_with_laws(length))
-        return DraftTree.chain(*law.draft(self._choose, length))
+        return DraftTree.chain(*self._chain(law, length))
+
+    def _chain(self, law: WindowLaw, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Up to `length` tokens, and their laws where drawn; they end with a token of which no row was sure."""
+        options = self.options
+        if not options.do_sample and not options.threshold:
+            return law.greedy(length), None
+        if not options.do_sample:
+            draft, laws = law.draft(_likeliest, length)
+        elif not options.processing.pointwise:  # nothing to warp: one ancestral sample
+            draft, laws = law.sample_with_laws(length)
+        else:
+            draft, laws = law.draft(self._choose, length)
+        if options.threshold:
+            length = options.sure_length(draft, laws)
+        return draft[:, :length], laws[:, :length] if options.do_sample else None
 
     def advance(self, fed: Fed, verdict: Verdict) -> None:
         """Keeps the state before each row's last token; a row that has ended keeps any."""
@@ -78,7 +94,7 @@ class HeadDrafter:
 
     def _choose(self, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q = self.options.processing.warp(probs)
-        return race(q), q
+        return draw(q), q
 
 
 class WindowGrowth:
@@ -87,14 +103,14 @@ class WindowGrowth:
     Where positions are independent, all nodes of a level have the same children; else every path has its own.
 
     Args:
-        law: Of the tokens from b on, with axes [B, 1].
-        last: [B] int64, b.
+        law: Of the tokens behind b, with axes [B, 1].
+        last: [B, 1] int64, b.
     """
 
     draft_ids, vocab_size = None, 0
 
     def __init__(self, law: WindowLaw, last: torch.Tensor) -> None:
-        self.law, self.paths = law.condition(last[:, None]), last[:, None, None][..., :0]
+        self.law, self.paths = law, last[..., None][..., :0]
 
     def first(self) -> torch.Tensor:
         """See `Growth`."""
@@ -106,12 +122,17 @@ class WindowGrowth:
         return self.law.next_log_probs(self.paths)
 
 
+def _likeliest(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return probs.argmax(-1), probs
+
+
 def _last(hidden_states: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
     return hidden_states[-1]
 
 
-def _refuse_nan(law: WindowLaw) -> None:
-    if bool(law.leaf_logits.isnan().any()):
+def _refuse_nan(law: WindowLaw, last: torch.Tensor) -> None:
+    first = law.next_log_probs(last[..., None][..., :0])
+    if bool(law.leaf_logits.isnan().any() | first.isnan().any()):
         raise ValueError(
             "the logits of the drafting head are not numbers (NaN): its weights are damaged, or its dtype overflowed; "
             "reload the checkpoint with dtype=torch.float32, or decode with use_mtp=False"

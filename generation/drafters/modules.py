@@ -43,6 +43,7 @@ class ModuleDrafter:
     """
 
     hidden_layers = -1
+    heeds_threshold = True
 
     def __init__(self, model: Any, options: DraftOptions) -> None:
         self.model, self.options, self.depth = model, options, model.num_modules

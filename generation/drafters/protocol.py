@@ -7,13 +7,16 @@ from typing import Any, Protocol
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.utils import logging
 
-from ...modeling.sampling import race
+from ...modeling.sampling import draw
 from ..contract import DraftTree, Verdict
 from ..options import CallOptions
 from ..processing import Processing
 from ..targets import Fed, HiddenLayers
 from ..tokens import TokenRows
+
+logger = logging.get_logger(__name__)
 
 
 class View(Protocol):
@@ -40,6 +43,12 @@ class Drafter(Protocol):
     Attributes:
         num_tokens: The longest path of a draft.
         hidden_layers: Which hidden states of the backbone it reads: an index, a list of them, or None.
+
+    A drafter may say more of itself:
+
+    - `heeds_threshold = True`: its chains end as `CallOptions.threshold` asks for;
+    - `lead = 1`: the forward of one cycle makes the draft of the next (`AdaptiveSchedule`);
+    - `is_repeatable = True`: see `ParallelDrafter`.
     """
 
     num_tokens: int
@@ -136,7 +145,7 @@ class DraftOptions:
             token = logits.argmax(-1)
             return token if draft_ids is None else draft_ids[token], None
         law = draft_law(logits, self, draft_ids, vocab_size)
-        return (race(law) if self.do_sample else law.argmax(-1)), law
+        return (draw(law) if self.do_sample else law.argmax(-1)), law
 
     def is_unsure(self, token: torch.Tensor, law: torch.Tensor | None) -> bool:
         """Whether all rows gave their tokens [B] less than the threshold; then a draft ends.
@@ -144,6 +153,32 @@ class DraftOptions:
         Asked of tokens that are drafted in any case, so that the drafts kept still follow their laws.
         """
         return self.threshold > 0 and bool((law.gather(-1, token[:, None]) < self.threshold).all())
+
+    def sure_length(self, draft: torch.Tensor, laws: torch.Tensor) -> int:
+        """How many tokens of whole drafts [B, m] to verify: the first of which no row was sure is the last.
+
+        The host waits for it, once for all tokens. What is left follows the laws [B, m, V], for a draft ends where its
+        own tokens say so, whatever would have come behind them.
+        """
+        chances = laws.gather(-1, draft[..., None])[..., 0]
+        *unsure, _ = (chances < self.threshold).all(0).tolist()
+        return [*unsure, True].index(True) + 1
+
+
+def warn_of_threshold(options: DraftOptions, drafter: Drafter, name: str) -> None:
+    """Warns where a threshold was asked for and drafts do not end as it says.
+
+    Args:
+        options: Of the call.
+        drafter: Of the call.
+        name: Of what made the drafter.
+    """
+    is_tree = options.draft_tree is not None
+    if options.drafts and options.threshold and (is_tree or not getattr(drafter, "heeds_threshold", False)):
+        logger.warning_once(
+            f"assistant_confidence_threshold={options.threshold} is not read by {'trees' if is_tree else 'drafts'} of "
+            f"{name}: they are verified whole."
+        )
 
 
 def draft_law(

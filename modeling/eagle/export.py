@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...configuration import EagleHeadConfig
 from .loading import AUX_IDS
@@ -92,7 +93,7 @@ def _speculators_config(config: EagleHeadConfig, layer: dict[str, Any]) -> dict[
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": config.base_model_name_or_path, "architectures": []},
+            "verifier": {"name_or_path": config.base_model_name_or_path, "architectures": _verifier_classes(config)},
         },
     } | {name: getattr(config, name) for name in _OPTIONS_OF_3}
     if config.aux_layers is not None:
@@ -100,6 +101,11 @@ def _speculators_config(config: EagleHeadConfig, layer: dict[str, Any]) -> dict[
     if config.target_hidden_size != config.hidden_size:
         values["target_hidden_size"] = config.target_hidden_size
     return values | ({"loss_options": config.loss_options} if config.loss_options else {})
+
+
+def _verifier_classes(config: EagleHeadConfig) -> list[str]:
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.base_model_type)
+    return [] if name is None else [name]
 
 
 def folder_tensors(

@@ -78,6 +78,8 @@ class EagleFolderMixin(StrictLoadingMixin):
         """Writes a folder in the layout that the head came from; a new head's is ours."""
         self.config.loss_options = self.loss_options.changed()
         if self.config.layout == "tokenahead":
+            if self.config.base_model_type is None and self.is_attached:
+                self.config.base_model_type = self.backbone.config.get_text_config().model_type
             super()._write_folder(folder, is_main_process, state_dict, **kwargs)
         elif is_main_process:
             self._write(folder, self.config.layout, state_dict)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -119,8 +120,17 @@ def _llama_fields(raw: dict[str, Any]) -> dict[str, Any]:
     kept = {key: values[key] for key in values if key in known and key not in _NOT_TAKEN and values[key] is not None}
     if "torch_dtype" in values:
         kept.setdefault("dtype", values["torch_dtype"])
-    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
-    return kept | ({"base_model_name_or_path": verifier["name_or_path"]} if verifier.get("name_or_path") else {})
+    return kept | _of_verifier((raw.get("speculators_config") or {}).get("verifier") or {})
+
+
+def _of_verifier(verifier: dict[str, Any]) -> dict[str, Any]:
+    """What speculators say of the backbone: its name, and classes that read it."""
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    kinds = [(kind, name) for kind, name in classes if name in (verifier.get("architectures") or ())]
+    # the class of Llama reads other kinds, too
+    kind, _ = min(kinds, key=lambda pair: not pair[1].lower().startswith(pair[0]), default=(None, None))
+    said = {"base_model_name_or_path": verifier.get("name_or_path") or None, "base_model_type": kind}
+    return {key: value for key, value in said.items() if value is not None}
 
 
 def _read_off(raw: dict[str, Any], shapes: dict[str, tuple[int, ...]], version: int) -> dict[str, Any]:

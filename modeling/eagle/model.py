@@ -26,7 +26,7 @@ from .folders import EagleFolderMixin
 from .layers import build_layers
 from .learning import EagleLearningMixin
 from .loss_options import EagleLossOptions
-from .retrofit import backbone_config, resolved_aux_layers
+from .retrofit import backbone_config, resolved_aux_layers, warn_of_another_kind
 
 _CHAIN = 5
 """Tokens of a chain where nobody asks for a number."""
@@ -153,10 +153,11 @@ class EagleHead(EagleLearningMixin, EagleFolderMixin, Attachable, NoGenerationMi
         resolved_aux_layers(self.config, text.num_hidden_layers)
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
-        """Follows the backbone's dtype and device, and takes over its special ids."""
+        """Follows the backbone's dtype and device, takes over its special ids, and warns of another kind of model."""
         if backbone.device.type != "meta":  # offloaded: the weights come and go
             self.to(device=backbone.device, dtype=backbone.dtype if backbone.dtype.is_floating_point else None)
         adopt_special_ids(self.config, backbone)
+        warn_of_another_kind(self.config, backbone)
 
     def longest_draft(self) -> int | None:
         """Any number: a head goes on from its own output."""

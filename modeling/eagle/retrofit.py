@@ -6,10 +6,14 @@ from inspect import get_annotations
 from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
 
 from ...configuration import EagleHeadConfig
 from ...configuration.options import check_options
 
+logger = logging.get_logger(__name__)
+_FROM_BACKBONE = ("target_hidden_size", "base_model_name_or_path", "base_model_type")
 _DEFAULT_LAYERS = 7
 """Below so many layers, the default choice of hidden states would take one twice."""
 
@@ -48,7 +52,7 @@ def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfi
         ValueError: A backbone that has several states side by side (Gemma 3n).
     """
     own = [name for name in options if name not in get_annotations(LlamaConfig)]
-    check_options(own, EagleHeadConfig, "EagleHead.from_backbone", ("target_hidden_size", "base_model_name_or_path"))
+    check_options(own, EagleHeadConfig, "EagleHead.from_backbone", _FROM_BACKBONE)
     text = backbone.config.get_text_config()
     if getattr(text, "altup_num_inputs", 1) > 1:
         raise ValueError(
@@ -70,10 +74,35 @@ def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfi
         "eos_token_id": text.eos_token_id,
         "pad_token_id": text.pad_token_id,
         "base_model_name_or_path": backbone.config._name_or_path or None,
+        "base_model_type": text.model_type,
     }
     if options.get("version", 3) == 3 and options.get("use_aux_hidden_state", True):
         defaults["aux_layers"] = _small_aux_layers(text.num_hidden_layers)
     return EagleHeadConfig(**(defaults | options))
+
+
+def warn_of_another_kind(config: EagleHeadConfig, backbone: PreTrainedModel) -> None:
+    """Warns where a head was made for another kind of model than the one whose sizes fit it; texts stay exact.
+
+    Args:
+        config: The head's.
+        backbone: What it is attached to.
+    """
+    is_named = config.base_model_name_or_path is not None
+    if config.base_model_type is None or (is_named and config.base_model_name_or_path == backbone.config._name_or_path):
+        return
+    kinds = {part.model_type for part in (backbone.config, backbone.config.get_text_config())}
+    # several kinds may share a class, and a multimodal model has a text model of a kind of its own
+    if _class_of(config.base_model_type) not in map(_class_of, kinds):
+        logger.warning_once(
+            f"This EAGLE head was made for a backbone of model_type {config.base_model_type!r}, and is attached to a "
+            f"{type(backbone).__name__} of model_type {backbone.config.model_type!r}: texts stay exact, but few of its "
+            "drafts may be accepted."
+        )
+
+
+def _class_of(kind: str) -> str:
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind)
 
 
 def _shared(config: PreTrainedConfig, name: str) -> Any:

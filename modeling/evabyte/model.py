@@ -19,7 +19,7 @@ from ...generation.mixins import MTPGenerationMixin
 from ..heads.backbone_parts import BackboneParts, frozen
 from ..heads.ff import FFHead
 from ..heads.losses import depth_targets, depth_weights, head_loss
-from ..heads.registry import build_head, init_head, window_law
+from ..heads.registry import build_head, init_head, law_behind, window_law
 from ..heads.window_law import WindowLaw
 from ..indices import kept_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
@@ -202,6 +202,10 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         """Law of the next `window` tokens given `features` [..., D]."""
         return window_law(self.head, self.config.mtp_head, features, self.backbone_parts())
 
+    def law_behind(self, features: torch.Tensor, last: torch.Tensor, length: int) -> WindowLaw:
+        """Law of the next `length` tokens given `features` [..., F] and the token [...] behind them."""
+        return law_behind(self.head, self.config.mtp_head, features, last, length, self.backbone_parts())
+
     def window_law(self, hidden_states: torch.Tensor) -> WindowLaw:
         """Law of the next `window` tokens given last hidden states [..., D].
 
@@ -324,9 +328,9 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
     def make_drafter(self, options: DraftOptions) -> HeadDrafter:
         """Drafts of the head, for one call of `generate`."""
         if self.draft_layers is None:
-            return HeadDrafter(self.window_law, options)
+            return HeadDrafter(self.law_behind, options)
         run, layer = self.draft_layers.bind(self.model), self.hidden_layers[0]
-        return DraftLayersDrafter(self.law_of_features, options, layer, run, self._new_cache())
+        return DraftLayersDrafter(self.law_behind, options, layer, run, self._new_cache())
 
     def _new_cache(self) -> EvaByteCache:
         """The cache that `generate` starts with."""

@@ -26,7 +26,7 @@ from .backbone_parts import BackboneParts, backbone_parts, compute_device
 from .draft_layers import BoundLayers, DraftLayers
 from .learning import LearningMixin, counted_positions
 from .official import OfficialLayoutsMixin
-from .registry import FAMILIES, HeadFamily, build_head, head_features, init_head, window_law
+from .registry import FAMILIES, HeadFamily, build_head, head_features, init_head, law_behind, window_law
 from .window_law import WindowLaw
 
 _FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
@@ -170,7 +170,7 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         """Drafts of the heads, for one call of `generate`."""
         if self.attends:
             return AttendingHeadDrafter(self, options, self.features_of_call())
-        return HeadDrafter(self.law_of_features, options, self.hidden_layers, self.features)
+        return HeadDrafter(self.law_behind, options, self.hidden_layers, self.features)
 
     @property
     def family(self) -> HeadFamily:
@@ -280,6 +280,10 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
     def law_of_features(self, features: torch.Tensor) -> WindowLaw:
         """Law of the next `window` tokens given `features` [..., F]."""
         return window_law(self.head, self.config, features, self._parts())
+
+    def law_behind(self, features: torch.Tensor, last: torch.Tensor, length: int) -> WindowLaw:
+        """Law of the next `length` tokens given `features` [..., F] and the token [...] behind them."""
+        return law_behind(self.head, self.config, features, last, length, self._parts())
 
     def window_law(self, hidden_states: torch.Tensor) -> WindowLaw:
         """Law of the next `window` tokens given the backbone's last hidden states [..., D].

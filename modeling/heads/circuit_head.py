@@ -47,12 +47,16 @@ class CircuitHead(nn.Module):
         counts = CIRCUITS[self.config.head_type].sum_counts(self.config.window)
         return counts[-1] if self.config.homogeneous else counts[0]
 
-    def forward(self, hidden_states: torch.Tensor, backbone: BackboneParts | None = None) -> dict[str, torch.Tensor]:
+    def forward(
+        self, hidden_states: torch.Tensor, backbone: BackboneParts | None = None, places: int | None = None
+    ) -> dict[str, torch.Tensor]:
         """Parameters of the law given hidden states [..., d].
 
         Args:
             hidden_states: [..., d].
             backbone: Whose unembedding the leaves share; not needed with `leaf="full"`.
+            places: Only the leaves of so many first positions are computed, and the others are uniform, which no law of
+                the tokens before them notices; None: all.
 
         Returns:
             `leaf_logits` [..., n, r, V], `root_logits` [..., r] and what else the family has (`circuit_from_logits`).
@@ -61,7 +65,10 @@ class CircuitHead(nn.Module):
         sums = self.sum_bias.expand(*hidden_states.shape[:-1], -1)
         if self.sum_weight is not None:
             sums = nn.functional.linear(hidden_states, self.sum_weight, self.sum_bias)
-        leaves = self.leaf(hidden_states, backbone=backbone).unflatten(-2, (self.config.window, rank))
+        places = self.config.window if places is None else places
+        leaves = self.leaf(hidden_states, places * rank, backbone).unflatten(-2, (places, rank))
+        if places < self.config.window:
+            leaves = nn.functional.pad(leaves, (0, 0, 0, 0, 0, self.config.window - places))
         parameters = {"leaf_logits": leaves, "root_logits": sums[..., :rank]}
         if self.num_sum_matrices:
             name = CIRCUITS[self.config.head_type].parameters[1]

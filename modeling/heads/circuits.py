@@ -15,7 +15,7 @@ from itertools import count
 import torch
 
 from ..indices import numbers
-from ..sampling import race
+from ..sampling import draw
 from .tree_structure import TreeStructure, Unit, balanced
 from .window_law import Choose, WindowLaw, logsumexp, normalised_logits
 
@@ -95,7 +95,7 @@ class LatentLaw(WindowLaw):
         """States first, then all tokens at once."""
         states = self.sample_owners(generator)[..., None, None]
         rows = self.leaf_logits.gather(-2, states.expand(*states.shape[:-1], self.leaf_logits.shape[-1]))
-        return race(rows[..., 0, :].softmax(-1), generator)
+        return draw(rows[..., 0, :].softmax(-1), generator)
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Exact conditionals one after the other, in linear space (each is normalised, so nothing underflows)."""
@@ -111,7 +111,7 @@ class LatentLaw(WindowLaw):
     def sample_with_laws(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One race for all positions, whose noise divides the leaves instead of the laws; the laws come all at once.
 
-        A law is a mixture of leaves, so that argmax (w leaf / E) is the race of w leaf (`sampling.race`).
+        A law is a mixture of leaves, so that argmax (w leaf / E) is a free draw from w leaf.
         """
         leaves = self.leaf_logits[..., :length, :, :].softmax(-1)
         noise = torch.empty_like(leaves[..., :1, :]).exponential_().clamp_min_(torch.finfo(leaves.dtype).tiny)
@@ -139,7 +139,7 @@ class LatentLaw(WindowLaw):
     def _first_evidence(self, first: torch.Tensor) -> torch.Tensor:
         leaf = self.leaf_logits[..., 0, :, :]
         chosen = leaf.gather(-1, first[..., None, None].expand(*first.shape, self.rank, 1))[..., 0]
-        return chosen - self.leaf_norm[..., 0, :]
+        return chosen - leaf.logsumexp(-1)
 
 
 class MixtureLaw(LatentLaw):
@@ -156,7 +156,7 @@ class MixtureLaw(LatentLaw):
 
     def sample_owners(self, generator: torch.Generator | None = None) -> torch.Tensor:
         """One state for all positions."""
-        return race(self.root.exp(), generator)[..., None].expand(*self.root.shape[:-1], self.window)
+        return draw(self.root.exp(), generator)[..., None].expand(*self.root.shape[:-1], self.window)
 
     def condition(self, first: torch.Tensor) -> MixtureLaw:
         """root'[z] ~ root[z] leaf_1[z, b]."""
@@ -198,12 +198,12 @@ class ChainLaw(LatentLaw):
 
     def sample_owners(self, generator: torch.Generator | None = None) -> torch.Tensor:
         """A next state for every state of every step, composed by doubling: log2(n) gathers."""
-        first = race(self.root.exp(), generator)[..., None]
+        first = draw(self.root.exp(), generator)[..., None]
         if self.window == 1:
             return first
         batch = self.root.shape[:-1]
         steps = self.transitions.exp().expand(*batch, self.window - 1, self.rank, self.rank)
-        maps, reach = race(steps, generator), 1
+        maps, reach = draw(steps, generator), 1
         while reach < self.window - 1:
             later = maps[..., reach:, :].gather(-1, maps[..., :-reach, :])
             maps, reach = torch.cat([maps[..., :reach, :], later], dim=-2), 2 * reach
@@ -284,9 +284,9 @@ class TreeLaw(LatentLaw):
     def sample_owners(self, generator: torch.Generator | None = None) -> torch.Tensor:
         """A state for every state of the parent, followed down the levels: one gather per level."""
         tree = self.structure
-        states = [race(self.root.exp(), generator)[..., None]]
+        states = [draw(self.root.exp(), generator)[..., None]]
         order = {0: 0}
-        maps = None if self.nodes is None else race(self.nodes.exp(), generator)
+        maps = None if self.nodes is None else draw(self.nodes.exp(), generator)
         for level in tree.levels[1:]:
             parents = _select(torch.cat(states, -1), [order[tree.parent[node]] for node in level], -1)
             states.append(_select(maps, [node - 1 for node in level], -2).gather(-1, parents[..., None])[..., 0])

@@ -31,7 +31,11 @@ class FFHead(nn.Module):
         self.weight_total: WeightTotal | None = None
 
     def forward(
-        self, hidden_states: torch.Tensor, num_heads: int | None = None, backbone: BackboneParts | None = None
+        self,
+        hidden_states: torch.Tensor,
+        num_heads: int | None = None,
+        backbone: BackboneParts | None = None,
+        start: int = 0,
     ) -> torch.Tensor:
         """Logits of the first `num_heads` heads (all by default).
 
@@ -39,19 +43,20 @@ class FFHead(nn.Module):
             hidden_states: [..., D].
             num_heads: How many heads to evaluate; 1 costs what an ordinary `lm_head` costs.
             backbone: Not needed: these heads have unembeddings of their own.
+            start: So many of them are left out at the beginning; not in training.
 
         Returns:
-            [..., num_heads, V], in the dtype of the weights.
+            [..., num_heads - start, V], in the dtype of the weights.
         """
         count = self.num_heads if num_heads is None else num_heads
-        weight = self.weight[: count * self.vocab_size]
+        weight = self.weight[start * self.vocab_size : count * self.vocab_size]
         if self.weight_total is not None:
             total, skip = self.weight_total, self.vocab_size if self.target_frozen else 0
             logits = SummedLinear.apply(hidden_states, weight.detach(), total.total, total.anchor, skip)
             return logits.unflatten(-1, (count, self.vocab_size))
         if self.target_frozen and torch.is_grad_enabled():
             weight = torch.cat([weight[: self.vocab_size].detach(), weight[self.vocab_size :]])
-        return nn.functional.linear(hidden_states, weight).unflatten(-1, (count, self.vocab_size))
+        return nn.functional.linear(hidden_states, weight).unflatten(-1, (count - start, self.vocab_size))
 
     def extend(self, num_heads: int, std: float) -> None:
         """Appends heads, drawn from N(0, std^2), until there are `num_heads`; the old ones stay as they are."""

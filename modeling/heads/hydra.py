@@ -66,9 +66,18 @@ class HydraHead(nn.Module):
         Returns:
             `leaf_logits` [..., 1, 1, V] of position 1, and `state` [..., d].
         """
-        width = self.firsts[0].linear.out_features if len(self.firsts) else features.shape[-1]
-        logits = next_token_logits(features[..., :width], backbone)
-        return {"leaf_logits": logits[..., None, None, :], "state": features[..., -width:]}
+        return {"leaf_logits": self.first(features, backbone)[..., None, None, :], "state": self.state(features)}
+
+    def first(self, features: torch.Tensor, backbone: BackboneParts | None) -> torch.Tensor:
+        """Logits [..., V] of position 1: the backbone's, of h."""
+        return next_token_logits(features[..., : self._width(features)], backbone)
+
+    def state(self, features: torch.Tensor) -> torch.Tensor:
+        """s, [..., d]."""
+        return features[..., -self._width(features) :]
+
+    def _width(self, features: torch.Tensor) -> int:
+        return self.firsts[0].linear.out_features if len(self.firsts) else features.shape[-1]
 
     def logits(self, k: int, state: torch.Tensor, known: torch.Tensor, backbone: BackboneParts) -> torch.Tensor:
         """Logits [..., V] of head k (from 0) given s [..., d] and the embeddings of k + 1 tokens [..., k + 1, d]."""
@@ -149,18 +158,22 @@ def hydra_law(
     config: MTPHeadConfig,
     features: torch.Tensor,
     backbone: BackboneParts | None,
+    start: int = 0,
+    stop: int | None = None,
 ) -> WindowLaw:
-    """The law of the next n tokens given features [..., 2 d] or [..., d], in float32 (float64 kept)."""
-    parameters = head(features, backbone)
-    first, state = parameters["leaf_logits"][..., 0, 0, :], parameters["state"]
+    """The law of the next n tokens given features [..., 2 d] or [..., d], in float32 (float64 kept).
+
+    Conditionals are computed when they are asked for, so that `start` and `stop` (`HeadFamily.law`) change nothing.
+    """
+    state = head.state(features)
     known = state[..., None, :][..., :0, :]
 
     def next_logits(prefix: torch.Tensor) -> torch.Tensor:
         count = prefix.shape[-2]
-        return first if count == 0 else head.logits(count - 1, state, prefix, backbone)
+        return head.first(features, backbone) if count == 0 else head.logits(count - 1, state, prefix, backbone)
 
     if config.grounded:
         return SequentialLaw(next_logits, backbone.embed, config.window, known)
-    logits = [first, *(head.logits(k, state, known, backbone) for k in range(config.window - 1))]
-    dtype = torch.promote_types(first.dtype, torch.float32)
+    logits = [next_logits(known), *(head.logits(k, state, known, backbone) for k in range(config.window - 1))]
+    dtype = torch.promote_types(logits[0].dtype, torch.float32)
     return FactorisedLaw(torch.stack([part.to(dtype) for part in logits], -2).unsqueeze(-2))

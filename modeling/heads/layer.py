@@ -104,9 +104,11 @@ class LayerHead(nn.Module):
         shares = (self.mix / self.config.mix_temperature).softmax(-1)
         return list(torch.einsum("kl,l...d->k...d", shares, torch.stack(list(below)).to(dtype)))
 
-    def forward(self, features: torch.Tensor, backbone: BackboneParts | None = None) -> dict[str, torch.Tensor]:
-        """`leaf_logits` [..., n, 1, V] from features [..., n d]."""
-        states = features.unflatten(-1, (self.config.window, -1))
+    def forward(
+        self, features: torch.Tensor, backbone: BackboneParts | None = None, start: int = 0, stop: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        """`leaf_logits` [..., n, 1, V] from features [..., n d], or those of the places start .. stop - 1."""
+        states = features.unflatten(-1, (self.config.window, -1))[..., start:stop, :]
         return {"leaf_logits": backbone.unembed(states).unsqueeze(-2)}
 
     @torch.no_grad()

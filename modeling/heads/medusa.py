@@ -28,16 +28,27 @@ class MedusaHead(nn.Module):
         own = config.unembed == "own"
         self.unembeddings = OwnUnembeddings(count, hidden_size, vocab_size) if own else SharedUnembedding()
 
-    def forward(self, hidden_states: torch.Tensor, backbone: BackboneParts | None = None) -> dict[str, torch.Tensor]:
-        """`leaf_logits` [..., n, 1, V] of last hidden states [..., d].
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        backbone: BackboneParts | None = None,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """`leaf_logits` [..., n, 1, V] of last hidden states [..., d], or those of the places start .. stop - 1.
 
         Raises:
             RuntimeError: No backbone was given.
         """
-        logits = [next_token_logits(hidden_states, backbone)]
-        logits += [self.unembeddings(block(hidden_states), k, backbone) for k, block in enumerate(self.blocks)]
+        places = range(len(self.blocks) + 1)[start:stop]
+        logits = [self._logits(place, hidden_states, backbone) for place in places]
         dtype = torch.promote_types(logits[0].dtype, torch.float32)
         return {"leaf_logits": torch.stack([part.to(dtype) for part in logits], -2).unsqueeze(-2)}
+
+    def _logits(self, place: int, hidden_states: torch.Tensor, backbone: BackboneParts | None) -> torch.Tensor:
+        if place == 0:
+            return next_token_logits(hidden_states, backbone)
+        return self.unembeddings(self.blocks[place - 1](hidden_states), place - 1, backbone)
 
     def start_from(self, backbone: PreTrainedModel) -> None:
         """Every unembedding starts as the backbone's."""

@@ -35,17 +35,21 @@ class HeadFamily:
     Args:
         build: From the config, the width d and the number of token ids V to the module.
         law: Of the module and its config, at features [..., F], with what is borrowed of the backbone (None while there
-            is none): the law of the next n tokens, in float32 (float64 kept).
+            is none): the law of the next n tokens, in float32 (float64 kept). It takes `start` and `stop`, too, the
+            places of the window that are asked about: what concerns others alone need not be computed, and independent
+            positions are those places only.
         hidden_layers: Which states of the backbone it reads, as `output_hidden_states` counts them, the last included.
         attends: Whether features look at other positions; the head then has a cache, of verified rows only.
         layer_config: From a head's config and its backbone's to the config of the decoder layer that it needs, if any.
+        is_independent: Whether the law behind the window's first token is the same, whatever that token is.
     """
 
     build: Callable[[MTPHeadConfig, int, int], nn.Module]
-    law: Callable[[nn.Module, MTPHeadConfig, torch.Tensor, BackboneParts | None], WindowLaw]
+    law: Callable[..., WindowLaw]
     hidden_layers: Callable[[MTPHeadConfig], list[int]] = lambda config: [-1]
     attends: Callable[[MTPHeadConfig], bool] = lambda config: False
     layer_config: Callable[[MTPHeadConfig, PreTrainedConfig], dict[str, Any] | None] = lambda config, text: None
+    is_independent: bool = False
 
 
 def _build_independent(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> nn.Module:
@@ -54,21 +58,37 @@ def _build_independent(config: MTPHeadConfig, hidden_size: int, vocab_size: int)
 
 
 def _independent_law(
-    head: nn.Module, config: MTPHeadConfig, features: torch.Tensor, backbone: BackboneParts | None
+    head: nn.Module,
+    config: MTPHeadConfig,
+    features: torch.Tensor,
+    backbone: BackboneParts | None,
+    start: int = 0,
+    stop: int | None = None,
 ) -> WindowLaw:
-    return FactorisedLaw(_exact(call(head, features, config.window, backbone).unsqueeze(-2)))
+    stop = config.window if stop is None else stop
+    return FactorisedLaw(_exact(call(head, features, stop, backbone, start).unsqueeze(-2)))
 
 
 def _factorised_law(
-    head: nn.Module, config: MTPHeadConfig, features: torch.Tensor, backbone: BackboneParts | None
+    head: nn.Module,
+    config: MTPHeadConfig,
+    features: torch.Tensor,
+    backbone: BackboneParts | None,
+    start: int = 0,
+    stop: int | None = None,
 ) -> WindowLaw:
-    return FactorisedLaw(_exact(call(head, features, backbone)["leaf_logits"]))
+    return FactorisedLaw(_exact(call(head, features, backbone, start, stop)["leaf_logits"]))
 
 
 def _circuit_law(
-    head: nn.Module, config: MTPHeadConfig, features: torch.Tensor, backbone: BackboneParts | None
+    head: nn.Module,
+    config: MTPHeadConfig,
+    features: torch.Tensor,
+    backbone: BackboneParts | None,
+    start: int = 0,
+    stop: int | None = None,
 ) -> WindowLaw:
-    parameters = call(head, features, backbone)
+    parameters = call(head, features, backbone, stop)
     dtype = _exact(parameters["leaf_logits"][..., :0]).dtype
     return circuit_from_logits(config.head_type, dtype=dtype, **parameters)
 
@@ -78,14 +98,19 @@ def _exact(logits: torch.Tensor) -> torch.Tensor:
 
 
 FAMILIES: dict[str, HeadFamily] = {
-    "ff": HeadFamily(_build_independent, _independent_law),
+    "ff": HeadFamily(_build_independent, _independent_law, is_independent=True),
     "cp": HeadFamily(CircuitHead, _circuit_law),
     "hmm": HeadFamily(CircuitHead, _circuit_law),
     "btree": HeadFamily(CircuitHead, _circuit_law),
-    "medusa": HeadFamily(MedusaHead, _factorised_law),
+    "medusa": HeadFamily(MedusaHead, _factorised_law, is_independent=True),
     "hydra": HeadFamily(HydraHead, hydra.hydra_law, hydra.hidden_layers, hydra.attends, hydra.layer_config),
     "layer": HeadFamily(
-        LayerHead, _factorised_law, layer.hidden_layers, lambda config: True, lambda config, text: text.to_dict()
+        LayerHead,
+        _factorised_law,
+        layer.hidden_layers,
+        lambda config: True,
+        lambda config, text: text.to_dict(),
+        is_independent=True,
     ),
 }
 
@@ -128,9 +153,39 @@ def window_law(
     For most families the features are the last hidden states [..., d] (`head_features`). The head computes in its own
     dtype, whatever that of the features is.
     """
+    return FAMILIES[config.head_type].law(head, config, _in_dtype(features, head), backbone)
+
+
+def law_behind(
+    head: nn.Module,
+    config: MTPHeadConfig,
+    features: torch.Tensor,
+    last: torch.Tensor,
+    length: int,
+    backbone: BackboneParts | None = None,
+) -> WindowLaw:
+    """`window_law` given its first token, as far as a draft of `length` tokens reads it: no other leaf is computed.
+
+    Args:
+        head: The head.
+        config: Its config.
+        features: [..., F].
+        last: [...] int64, the token that was verified behind the features.
+        length: At least 1, at most `config.window` - 1.
+        backbone: What the head borrows.
+
+    Returns:
+        A law of `length` tokens or more, of which the first `length` are as they should be.
+    """
+    family, features = FAMILIES[config.head_type], _in_dtype(features, head)
+    if family.is_independent:
+        return family.law(head, config, features, backbone, 1, length + 1)
+    return family.law(head, config, features, backbone, 0, length + 1).condition(last)
+
+
+def _in_dtype(features: torch.Tensor, head: nn.Module) -> torch.Tensor:
     own = (parameter.dtype for parameter in head.parameters() if parameter.is_floating_point())
-    features = features.to(next(own, features.dtype))
-    return FAMILIES[config.head_type].law(head, config, features, backbone)
+    return features.to(next(own, features.dtype))
 
 
 def init_head(module: nn.Module, std: float = 0.02) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..sampling import race
+from ..sampling import draw
 from .window_law import Choose, WindowLaw, normalised_logits
 
 NextLogits = Callable[[torch.Tensor], torch.Tensor]
@@ -74,7 +74,7 @@ class SequentialLaw(WindowLaw):
 
     def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
         """One token after the other."""
-        return self.draft(lambda probs: (race(probs, generator), probs))[0]
+        return self.draft(lambda probs: (draw(probs, generator), probs))[0]
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """One token after the other."""
@@ -88,7 +88,7 @@ class SequentialLaw(WindowLaw):
 
     def sample_with_laws(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One token after the other; their laws come with them."""
-        return self.draft(lambda probs: (race(probs), probs), length)
+        return self.draft(lambda probs: (draw(probs), probs), length)
 
     def _logits(self, prefix: torch.Tensor) -> torch.Tensor:
         logits = self.next_logits(prefix)

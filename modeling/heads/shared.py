@@ -26,16 +26,20 @@ class SharedHead(nn.Module):
         self.maps = nn.Parameter(torch.eye(hidden_size).repeat(num_heads, 1, 1))
 
     def forward(
-        self, hidden_states: torch.Tensor, num_heads: int | None = None, backbone: BackboneParts | None = None
+        self,
+        hidden_states: torch.Tensor,
+        num_heads: int | None = None,
+        backbone: BackboneParts | None = None,
+        start: int = 0,
     ) -> torch.Tensor:
-        """Logits [..., num_heads, V] of hidden states [..., d] (all heads by default).
+        """Logits [..., num_heads - start, V] of hidden states [..., d]; see `FFHead.forward`.
 
         Raises:
             RuntimeError: No backbone was given whose unembedding could be used.
         """
         if backbone is None:
             raise RuntimeError("these heads share their backbone's unembedding: call attach(backbone) first")
-        maps = self.maps[:num_heads]
+        maps = self.maps[start:num_heads]
         return backbone.unembed(torch.einsum("...d,nde->...ne", hidden_states.to(maps.dtype), maps))
 
     def resize(self, vocab_size: int, std: float | None) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..sampling import race
+from ..sampling import draw
 
 Choose = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """From probabilities [..., v] to tokens [...] and the probabilities [..., v] that they were really drawn from."""
@@ -125,7 +125,7 @@ class FactorisedLaw(WindowLaw):
 
     def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
         """Every position at once."""
-        return race(self.log_leaves.exp(), generator)
+        return draw(self.log_leaves.exp(), generator)
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Every position at once."""
@@ -137,7 +137,7 @@ class FactorisedLaw(WindowLaw):
 
     def sample_with_laws(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Every position at once; the laws are computed once."""
-        return self.draft(lambda probs: (race(probs), probs), length)
+        return self.draft(lambda probs: (draw(probs), probs), length)
 
 
 def normalised_logits(logits: torch.Tensor) -> torch.Tensor:

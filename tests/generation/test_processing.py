@@ -334,3 +334,12 @@ def test_draft_laws_take_the_processors_that_need_no_ids(names):
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(got.sum(-1), torch.ones(2, DRAFTS + 1))
     assert torch.equal(probs, before)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top-k", "top-p", "top-h", "min-p", "typical", "epsilon", "eta"])
+def test_drafts_are_warped_by_whatever_looks_at_scores_alone(name):
+    processor = MAKE[name](None, [])
+    processing, probs = Processing(LogitsProcessorList([processor])), torch.randn(3, 2, V).softmax(-1)
+    want = processor(None, probs.flatten(0, 1).log()).softmax(-1).view(probs.shape)
+    assert processing.is_pointwise and not torch.equal(want, probs)
+    assert torch.equal(processing.warp(probs), want)

@@ -175,3 +175,11 @@ def test_drafts_that_come_a_cycle_later_and_pay_are_made():
         pending = length
         asked.append(length)
     assert asked[10:].count(4) > 0.85 * 90 and 0 not in asked[10:]
+
+
+def test_a_cycle_pays_for_what_it_drafted_where_its_draft_was_its_own():
+    """Drafts end early where they are unsure; only where one cycle drafts for the next does it pay for the asking."""
+    for lead, length in [(0, 2), (1, 5)]:
+        schedule = AdaptiveSchedule(7, lead)
+        schedule.update(2, [1], 1.0, 5)
+        assert [n for n in range(8) if schedule.costs.count(n)] == [length]

@@ -20,7 +20,7 @@ from tokenahead.generation.verification import (
     verify_sampled,
     verify_tree,
 )
-from tokenahead.modeling.sampling import race
+from tokenahead.modeling.sampling import draw
 
 SHAPES = {
     "chain": [-1, 0, 1],
@@ -316,7 +316,7 @@ def test_chains_and_certain_trees_take_their_short_ways(rule):
     verdict = verify_sampled(DraftTree.chain(draft, q), p, rule, seeded())
     assert torch.equal(verdict.accepted, accepted) and torch.equal(verdict.added, added)
     assert torch.equal(verdict.tokens[:, :-1][verdict.nodes >= 0], draft[verdict.nodes >= 0])
-    walked, picked = verify_sampled(DraftTree.chain(draft), p, rule, seeded()), race(p, seeded())
+    walked, picked = verify_sampled(DraftTree.chain(draft), p, rule, seeded()), draw(p, seeded())
     assert torch.equal(walked.tokens, picked)
 
 

@@ -1,12 +1,14 @@
 """The law of what is emitted, enumerated: every head family, both rules, plain and warped drafts and targets."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tests.ptp_models import backbone, student
+from tokenahead.generation.drafters.protocol import DraftOptions
 from tokenahead.generation.processing import Processing
 from tokenahead.generation.verification import block_acceptance, token_acceptance
 from tokenahead.modeling.heads.circuit_families import circuit_from_logits
@@ -67,28 +69,47 @@ def drafted(law, processing):
     return law.draft(dictate)[1]
 
 
-def emitted(rule, q, p):
-    """Law of the next m + 1 tokens: accepted drafts, the added token, then the target."""
-    accept, residual = {"token": token_acceptance, "block": block_acceptance}[rule](DRAFTS, q, p)
+def ends_of(rule, drafts, q, p):
+    """How likely 0, .., m drafts are kept, [N, m + 1], and the laws of the token added then."""
+    accept, residual = {"token": token_acceptance, "block": block_acceptance}[rule](drafts, q, p)
     one = torch.ones_like(accept[:, :1])
     if rule == "token":
-        stopped = torch.cat([one, accept.cumprod(1)], 1) * torch.cat([1 - accept, one], 1)
-    else:
-        later = (1 - accept).flip(1).cumprod(1).flip(1)
-        stopped = torch.cat([one, accept], 1) * torch.cat([later, one], 1)
+        return torch.cat([one, accept.cumprod(1)], 1) * torch.cat([1 - accept, one], 1), residual
+    later = (1 - accept).flip(1).cumprod(1).flip(1)
+    return torch.cat([one, accept], 1) * torch.cat([later, one], 1), residual
+
+
+def shares_of_lengths(q, other, threshold):
+    """How often each draft ends after 1, .., m tokens, [N, m], where another row of the batch drafts beside it."""
+    options, shares = SimpleNamespace(threshold=threshold), torch.zeros(len(DRAFTS), WINDOW - 1, dtype=q.dtype)
+    chances = other.gather(-1, DRAFTS[..., None])[..., 0].prod(1)
+    for one, two in itertools.product(range(len(DRAFTS)), repeat=2):
+        length = DraftOptions.sure_length(options, DRAFTS[[one, two]], torch.stack([q[one], other[two]]))
+        shares[one, length - 1] += chances[two]
+    return shares
+
+
+def emitted(rule, q, p, shares=None):
+    """Law of the next m + 1 tokens: accepted drafts, the added token, then the target.
+
+    `shares` [N, m] says how often a draft ends after 1, .., m tokens; None: it never ends before m.
+    """
     rows = {tuple(draft): row for draft, row in zip(DRAFTS.tolist(), p)}
     first = {prefix[:i]: row[i] for prefix, row in rows.items() for i in range(WINDOW)}
     law = dict.fromkeys(itertools.product(range(V), repeat=WINDOW), 0.0)
-    for n, draft in enumerate(map(tuple, DRAFTS.tolist())):
-        drawn = float(q[n].gather(-1, DRAFTS[n][:, None]).prod())
-        for count, added in itertools.product(range(WINDOW), range(V)):
-            mass = drawn * float(stopped[n, count]) * float(residual[n, count, added])
-            head = (*draft[:count], added)
-            for tail in itertools.product(range(V), repeat=WINDOW - len(head)):
-                text, value = head + tail, mass
-                for i in range(len(head), WINDOW):
-                    value *= float(first[text[:i]][text[i]])
-                law[text] += value
+    for length in range(1, WINDOW) if shares is not None else [WINDOW - 1]:
+        stopped, residual = ends_of(rule, DRAFTS[:, :length], q[:, :length], p[:, : length + 1])
+        for n, draft in enumerate(map(tuple, DRAFTS.tolist())):
+            drawn = float(q[n].gather(-1, DRAFTS[n][:, None]).prod())
+            drawn *= 1 if shares is None else float(shares[n, length - 1])
+            for count, added in itertools.product(range(length + 1), range(V)) if drawn else []:
+                mass = drawn * float(stopped[n, count]) * float(residual[n, count, added])
+                head = (*draft[:count], added)
+                for tail in itertools.product(range(V), repeat=WINDOW - len(head)):
+                    text, value = head + tail, mass
+                    for i in range(len(head), WINDOW):
+                        value *= float(first[text[:i]][text[i]])
+                    law[text] += value
     target = {}
     for text in law:
         target[text] = 1.0
@@ -108,3 +129,25 @@ def test_the_emitted_law_is_the_targets(kind, rule, warp):
         law, target = emitted(rule, q, p)
         assert abs(sum(law.values()) - 1) < 1e-12
         assert max(abs(law[text] - target[text]) for text in law) < 1e-12
+
+
+@pytest.mark.parametrize("warp", ["plain", "top_p"])
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("kind", ["ff", "hmm", "btree"])
+def test_drafts_that_end_where_no_row_is_sure_emit_the_targets_law(kind, rule, warp):
+    """Both rows' drafts say where the drafts of the batch end (`assistant_confidence_threshold`)."""
+    processing = Processing(LogitsProcessorList(WARPS[warp]))
+    q, other = (drafted(law_of(kind, seed), processing) for seed in (0, 7))
+    p, shares = target_rows(processing, 50), shares_of_lengths(q, other, 0.4)
+    assert (shares > 0).any(0).sum() > 1, "lengths must differ, or the test shows nothing"
+    law, target = emitted(rule, q, p, shares)
+    assert max(abs(law[text] - target[text]) for text in law) < 1e-12
+
+
+def test_enumeration_notices_drafts_that_end_by_what_comes_behind():
+    """A draft whose last token decides whether its first one is verified at all."""
+    processing = Processing(LogitsProcessorList())
+    q, p = drafted(law_of("hmm", 0), processing), target_rows(processing, 50)
+    shares = torch.nn.functional.one_hot(torch.where(DRAFTS[:, -1] == 0, 0, 2), WINDOW - 1).double()
+    law, target = emitted("block", q, p, shares)
+    assert max(abs(law[text] - target[text]) for text in law) > 1e-4

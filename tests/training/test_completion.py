@@ -202,8 +202,8 @@ def test_heads_are_attached_to_a_plain_model(llama, tmp_path, capsysbinary, monk
     backbone = LlamaForCausalLM.from_pretrained(llama)
     MTPHeads.from_backbone(backbone, window=3).save_pretrained(tmp_path)
     drafting = []
-    original = MTPHeads.law_of_features
-    monkeypatch.setattr(MTPHeads, "law_of_features", lambda self, states: drafting.append(1) or original(self, states))
+    original = MTPHeads.law_behind
+    monkeypatch.setattr(MTPHeads, "law_behind", lambda self, *asked: drafting.append(1) or original(self, *asked))
     assert run("generate", "--model", llama, "--heads", tmp_path, "--max-new-tokens", 20, "--", "--x") == 0
     captured = capsysbinary.readouterr()
     assert captured.out == data_of(llama, b"--x", max_new_tokens=20) and drafting

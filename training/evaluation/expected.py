@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ...generation.verification import check_rule
-from ...modeling.sampling import race
+from ...modeling.sampling import draw
 from .modes import DecodingMode
 
 _CHUNK = 128  # places per evaluation of a head's laws: [places, n, v] in float64 must fit into memory
@@ -156,7 +156,7 @@ class TeacherForced:
 def _next(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
     if not temperature:
         return logits.argmax(-1)
-    return race((logits.float() / temperature).softmax(-1), generator)
+    return draw((logits.float() / temperature).softmax(-1), generator)
 
 
 def _cut(

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LogitsProcessorList
 
 from tests.backbones import backbone, check_greedy, prompts, train_heads
@@ -13,7 +14,7 @@ from tests.laws import continuation_law, continuation_p_value
 from tests.modeling.heads.backbones import shaken
 from tests.no_sync import NoSync
 from tests.tree_worlds import WARPS, V, World, emitted_law, first_of_length
-from tokenahead import EvaByteForMTPC, MTPHeads
+from tokenahead import EvaByteConfig, EvaByteForMTPC, MTPHeads
 from tokenahead.generation import trees as growth
 from tokenahead.generation.drafters.heads import WindowGrowth
 from tokenahead.generation.processing import Processing
@@ -28,6 +29,10 @@ KINDS = {
     "hydra++": dict(head_type="hydra", arch="prefix-mlp", leaf=None),
     "layer": dict(head_type="layer", leaf=None),
 }
+TINY_EVA = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, window_size=32, chunk_size=4,
+    num_pred_heads=8,
+)  # fmt: skip
 TREE = dict(draft_tree=dict(top_k=3, total_tokens=12))
 CHOICES = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)]
 
@@ -52,12 +57,41 @@ def test_what_follows_a_path_is_the_exact_conditional(kind):
         torch.testing.assert_close(found, want[..., length, :], atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_short_draft_reads_the_law_of_the_whole_window(kind, length):
+    """What lies behind the draft, or is known already, is not computed, and the draft's own law does not notice."""
+    heads = tiny(kind, vocabulary=5)
+    features = heads.features(heads._run_backbone(torch.randint(5, (3, 6)), None, None).hidden_states)
+    last, drafts = torch.randint(5, (3, 6)), torch.randint(5, (3, 6, 3))
+    want = heads.law_of_features(features).condition(last)
+    law = heads.law_behind(features, last, length)
+    found = law.conditional_log_probs(drafts[..., : law.window])[..., :length, :]
+    torch.testing.assert_close(found, want.conditional_log_probs(drafts)[..., :length, :], atol=1e-12, rtol=0)
+    assert torch.equal(law.greedy(length), want.greedy(length))
+    tokens, q = law.sample_with_laws(length)
+    again = torch.nn.functional.pad(tokens, (0, 3 - length))
+    torch.testing.assert_close(q, want.conditional_log_probs(again)[..., :length, :].exp(), atol=1e-12, rtol=0)
+
+
+def test_what_no_draft_reads_is_not_computed():
+    """Of a window of 8, a draft of two tokens reads the leaves of two positions, and of three where b's own counts."""
+    for kind, places in (("ff", 2), ("cp", 3)):
+        model = EvaByteForMTPC(EvaByteConfig(**TINY_EVA)).eval()
+        model.set_head(head_type=kind, window=8, **({} if kind == "ff" else {"rank": 2}))
+        with FlopCounterMode(display=False) as counter:
+            model.law_behind(torch.randn(1, 32), torch.tensor([70]), 2)
+        rank = 1 if kind == "ff" else 2
+        sums = 0 if kind == "ff" else 2 * 32 * rank
+        assert counter.get_total_flops() == 2 * 32 * 320 * places * rank + sums
+
+
 @pytest.mark.parametrize("kind", ["ff", "btree", "hydra"])
 def test_every_node_has_the_law_of_its_own_path(kind):
     heads = tiny(kind, vocabulary=5)
     features = heads.features(heads._run_backbone(torch.randint(5, (2, 6)), None, None).hidden_states)[:, -1]
-    last, law = torch.tensor([3, 1]), heads.law_of_features(features[:, None])
-    grown = WindowGrowth(law, last)
+    last = torch.tensor([3, 1])
+    grown = WindowGrowth(heads.law_behind(features[:, None], last[:, None], 3), last[:, None])
     first = torch.tensor([[0, 4, 2], [1, 2, 3]])
     parents, second = torch.tensor([[2, 2, 0], [1, 0, 1]]), torch.tensor([[1, 3, 3], [0, 0, 4]])
     grown.first(), grown.behind(first, torch.full_like(first, -1))

@@ -5,10 +5,11 @@ import pickle
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, DynamicCache, GPT2Config, LlamaConfig, Qwen3Config
+from transformers import AutoConfig, AutoModel, DynamicCache, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 
 from tests.eagle_models import CASES, golden_case, teacher_forced, tiny_backbone
 from tokenahead import EagleHead, EagleHeadConfig
+from tokenahead.modeling.eagle import retrofit
 
 IDS = torch.randint(2, 64, (2, 12), generator=torch.Generator().manual_seed(3))
 
@@ -235,3 +236,47 @@ def test_its_config_is_found_by_name(tmp_path):
     EagleHeadConfig(aux_layers=[1, 2], loss_options={"steps": 3}).save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     assert isinstance(config, EagleHeadConfig) and config.num_aux == 2 and config.loss_options == {"steps": 3}
+
+
+def mistral():
+    """A model of another kind, and of the sizes of `tiny_backbone`."""
+    return tiny_backbone(config_class=MistralConfig)
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What heads warn of when they are attached."""
+    messages = []
+    monkeypatch.setattr(retrofit.logger, "warning_once", messages.append)
+    return messages
+
+
+@pytest.mark.parametrize("layout", ["tokenahead", "speculators"])
+def test_a_head_of_another_kind_of_backbone_warns_and_drafts(layout, said, tmp_path):
+    head, other = EagleHead.from_backbone(tiny_backbone()), mistral()
+    head.config.layout = layout
+    head.save_pretrained(tmp_path)
+    head = EagleHead.from_pretrained(tmp_path).attach(other)
+    assert said == [
+        "This EAGLE head was made for a backbone of model_type 'llama', and is attached to a MistralForCausalLM of "
+        "model_type 'mistral': texts stay exact, but few of its drafts may be accepted."
+    ]
+    plain = other.generate(IDS, max_new_tokens=8, do_sample=False)
+    assert torch.equal(other.generate(IDS, max_new_tokens=8, do_sample=False, assistant_model=head), plain)
+    assert len(said) == 1
+
+
+def test_a_head_does_not_warn_of_its_own_kind_or_where_nothing_is_known(said, tmp_path):
+    head = EagleHead.from_backbone(tiny_backbone())
+    head.detach().attach(tiny_backbone())
+    head.detach().config.base_model_type = None
+    head.attach(mistral())
+    head.save_pretrained(tmp_path)  # what nobody knew is known now
+    again = EagleHead.from_pretrained(tmp_path)
+    assert again.config.base_model_type == "mistral"
+    again.attach(mistral())
+    again.detach().config.base_model_type = "llama"  # but the backbone is the one that it names
+    other = mistral()
+    other.config.name_or_path = again.config.base_model_name_or_path = "some/where"
+    again.attach(other)
+    assert not said

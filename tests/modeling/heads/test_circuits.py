@@ -1,4 +1,4 @@
-"""The law of independent positions, and what all laws share: goldens, enumeration, precision, drawing by race."""
+"""The law of independent positions, and what all laws share: goldens, enumeration, precision."""
 
 import itertools
 
@@ -13,7 +13,6 @@ from tokenahead.modeling.heads.circuit_families import circuit_from_logits
 from tokenahead.modeling.heads.ff import FFHead
 from tokenahead.modeling.heads.registry import window_law
 from tokenahead.modeling.heads.window_law import FactorisedLaw
-from tokenahead.modeling.sampling import race
 
 DENSITIES = ("ff_n2_r1_v5", "ff_n5_r1_v5", "ff_n8_r1_v5", "r1_ff")
 CLOSE = {torch.float64: {"rtol": 0, "atol": 1e-12}, torch.float32: {"rtol": 2e-5, "atol": 2e-5}}
@@ -231,43 +230,3 @@ def test_parameters_of_other_families_are_refused(name):
 def test_rank_of_another_family_is_refused():
     with pytest.raises(ValueError, match=r"leaf_logits: 'ff' has rank 1, got \(2, 3, 5\)"):
         circuit_from_logits("ff", leaf_logits=torch.zeros(2, 3, 5))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("scale", [1.0, 1e-20, 7.0])
-def test_race_follows_its_weights(dtype, scale):
-    law = torch.tensor([0.45, 0.0, 0.3, 0.15, 0.0989, 0.0011, 0.0], dtype=torch.float64)
-    tokens = race((law * scale).to(dtype).expand(200_000, -1))
-    assert chi_square(tokens, law) > 1e-4
-
-
-def test_race_rows_are_independent():
-    """Pairs drawn in one call, [N, 2, v] at once, follow the product law."""
-    laws = torch.rand(2, 6, dtype=torch.float64) + 0.01
-    laws = laws / laws.sum(-1, keepdim=True)
-    pairs = race(laws.float().expand(100_000, 2, 6))
-    assert pairs.shape == (100_000, 2)
-    assert chi_square(pairs[:, 0] * 6 + pairs[:, 1], torch.outer(*laws).flatten()) > 1e-4
-    singles = torch.stack([race(laws[0].float()) for _ in range(5_000)])
-    assert chi_square(singles, laws[0]) > 1e-4
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_race_never_draws_weight_zero(dtype):
-    weights = torch.rand(5_000, 64, dtype=dtype) * (torch.rand(5_000, 64) < 0.05)
-    weights[:, 5] += torch.finfo(dtype).tiny  # the only weight of some rows
-    tokens = race(weights)
-    assert (weights.gather(1, tokens[:, None]) > 0).all()
-
-
-def test_race_survives_an_exponential_of_zero(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, generator=None: self.zero_())
-    weights = torch.tensor([[0.0, 0.2, 0.0, 0.8], [0.0, 0.0, 1e-30, 0.0]])
-    assert race(weights).tolist() == [3, 2]
-
-
-def test_race_leaves_its_weights_alone():
-    weights = torch.rand(4, 5)
-    before = weights.clone()
-    race(weights)
-    assert torch.equal(weights, before)

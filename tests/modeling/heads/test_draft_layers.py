@@ -70,11 +70,11 @@ def test_what_is_drafted_follows_from_verified_tokens_alone():
     """The state that a cycle drafts from is that of one run over the whole text."""
     base = backbone()
     heads = shaken(MTPHeads.from_backbone(base, window=4, draft_layers=2))
-    seen, law = [], heads.law_of_features
-    heads.law_of_features = lambda features: (seen.append(features.clone()), law(features))[1]
+    seen, law = [], heads.law_behind
+    heads.law_behind = lambda features, *behind: (seen.append(features.clone()), law(features, *behind))[1]
     ids = prompts()["input_ids"][1:2]
     text = base.generate(ids, max_new_tokens=16, do_sample=False, pad_token_id=0, assistant_model=heads)
-    del heads.law_of_features
+    del heads.law_behind
     outputs = heads._run_backbone(text, None, None)
     whole = heads.features(outputs.hidden_states)[0]
     assert len(seen) > 4

@@ -1,7 +1,6 @@
 """CP, HMM and BTree against exact goldens: values, prefixes, conditionals, conditioning, draws, gradients."""
 
 import json
-from functools import partial
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from tests.laws import CIRCUITS, chi_square, golden
 from tokenahead.modeling.heads.circuit_families import circuit_from_logits
 from tokenahead.modeling.heads.tree_structure import balanced
 from tokenahead.modeling.heads.window_law import logsumexp
-from tokenahead.modeling.sampling import race
+from tokenahead.modeling.sampling import draw
 
 CASES = {case["name"]: case for case in json.loads((CIRCUITS / "index.json").read_text())["cases"]}
 DENSITY = [name for name, case in CASES.items() if case["type"] == "density"]
@@ -76,8 +75,7 @@ def test_draws_follow_the_joint_law(name):
     law = law_of(kind, parameters, 20_000, dtype=torch.float32)
     joint = data["joint"].flatten().double()
     strides = torch.tensor([data["joint"].shape[0] ** i for i in reversed(range(law.window))])
-    draw = partial(lambda probs: (race(probs), probs))
-    for tokens in (law.sample(), law.draft(draw)[0]):
+    for tokens in (law.sample(), law.draft(lambda probs: (draw(probs), probs))[0]):
         assert chi_square((tokens * strides).sum(-1), joint) > 1e-4
 
 
@@ -85,9 +83,9 @@ def test_draws_follow_the_joint_law(name):
 def test_the_laws_of_a_draft_are_the_exact_conditionals(name):
     kind, parameters, _ = load(name)
     law = law_of(kind, parameters, 7)
-    for tokens, q in (law.draft(lambda probs: (race(probs), probs)), law.sample_with_laws(law.window)):
+    for tokens, q in (law.draft(lambda probs: (draw(probs), probs)), law.sample_with_laws(law.window)):
         torch.testing.assert_close(q, law.conditional_log_probs(tokens).exp(), atol=1e-10, rtol=1e-6)
-    tokens, q = law.draft(lambda probs: (race(probs), probs), 2)
+    tokens, q = law.draft(lambda probs: (draw(probs), probs), 2)
     assert tokens.shape == (7, 2) and q.shape[:2] == (7, 2)
 
 

@@ -1,0 +1,128 @@
+"""`assistant_confidence_threshold`: drafts of heads end where no row is sure, and whoever does not read it says so."""
+
+import pytest
+import torch
+
+from tests.every_model import llama
+from tests.laws import continuation_law, continuation_p_value
+from tests.modeling.heads.backbones import KINDS, shaken
+from tests.models import left_padded, tiny_model
+from tests.ptp_models import student
+from tokenahead import MTPHeads
+from tokenahead.generation.drafters import protocol
+from tokenahead.generation.drafters.heads import HeadDrafter
+from tokenahead.generation.drafters.ngram import NgramDrafter
+from tokenahead.generation.drafters.protocol import DraftOptions
+
+PROMPT = torch.tensor([[1, 3, 2, 4, 3]])
+GREEDY = dict(max_new_tokens=24, do_sample=False, return_dict_in_generate=True)
+CIRCUITS = ["ff", "cp", "hmm", "btree"]
+APART = {kind: KINDS[kind] for kind in ("hydra", "hydra++", "layer")} | {
+    "ff": {"leaf": "full"},
+    "draft layers": {"draft_layers": 1},
+}
+
+
+def evabyte(name, **changes):
+    head = {} if name == "ff" else {"mtp_head": {"head_type": name, "window": 6, "rank": 2}}
+    return tiny_model(3, **{"num_pred_heads": 6} | head | changes)
+
+
+def speculating(name):
+    """A model, and what its calls need to speculate."""
+    if name in CIRCUITS:
+        return evabyte(name), {}
+    if name == "evabyte draft layers":
+        model = evabyte("ff")
+        shaken(model.add_draft_layers(2).draft_layers)
+        return model, {}
+    model = llama()
+    heads = shaken(MTPHeads.from_backbone(model, window=6, **APART[name.removeprefix("apart ")]))
+    return model, {"assistant_model": heads.attach(model)}
+
+
+NAMES = [*CIRCUITS, "evabyte draft layers", *(f"apart {name}" for name in APART)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_drafts_end_with_the_first_token_of_which_no_row_was_sure(name, monkeypatch):
+    """What is verified is the beginning of what is drafted without a threshold; the text is the same."""
+    model, extra = speculating(name)
+    batch = left_padded([torch.tensor([5, 6, 7, 8, 5, 6, 7]), torch.tensor([9, 10, 11])])
+    plain = model.generate(**batch, **GREEDY, use_mtp=None if extra else False).sequences
+    chances, ends = [], []
+    whole = HeadDrafter._chain
+
+    def watched(drafter, law, length):
+        laws = law.draft(lambda probs: (probs.argmax(-1), probs), length)[1]
+        chances.append(laws.amax(-1).amax(0).tolist())
+        draft, q = whole(drafter, law, length)
+        ends.append(draft.shape[1])
+        return draft, q
+
+    monkeypatch.setattr(HeadDrafter, "_chain", watched)
+    model.generate(**batch, **GREEDY, **extra)
+    threshold = sorted(row[0] for row in chances)[len(chances) // 2]  # half of the first tokens are sure
+    assert set(ends[:2]) == {5}
+    chances.clear(), ends.clear()
+    out = model.generate(**batch, **GREEDY, **extra, assistant_confidence_threshold=threshold)
+    assert torch.equal(out.sequences, plain)
+    wanted = [[*(chance < threshold for chance in row[:-1]), True].index(True) + 1 for row in chances]
+    assert ends == wanted and 1 in ends and max(ends) > 1
+
+
+@pytest.mark.parametrize("name", ["ff", "hmm"])
+def test_a_sampled_text_follows_the_target(name):
+    target = evabyte(name, vocab_size=5, window_size=8, pad_token_id=None, initializer_range=0.3)
+    options = dict(temperature=0.8, top_k=4)
+    outs = [
+        target.generate(
+            PROMPT, do_sample=True, max_new_tokens=5, num_return_sequences=3, assistant_confidence_threshold=0.45,
+            return_dict_in_generate=True, **options,
+        )
+        for _ in range(700)
+    ]  # fmt: skip
+    assert {len(draft) for out in outs for row in out.speculation.rows_drafts for draft in row} >= {1, 2, 3}
+    assert {count for out in outs for row in out.speculation.rows_accepted for count in row} >= {0, 1, 2, 3}
+    samples = torch.cat([out.sequences for out in outs])[:, 5:8]
+    assert continuation_p_value(samples, continuation_law(target, PROMPT, 3, **options)) > 0.001
+
+
+@pytest.mark.parametrize("threshold", [None, 0.0, 0.5])
+def test_the_host_waits_once_more_in_a_cycle_and_never_without_a_threshold(threshold, monkeypatch):
+    model, asked = evabyte("ff"), []
+    count = DraftOptions.sure_length
+    monkeypatch.setattr(DraftOptions, "sure_length", lambda *args: asked.append(args) or count(*args))
+    out = model.generate(PROMPT, **GREEDY, assistant_confidence_threshold=threshold)
+    drafts = [draft for draft in out.speculation.drafts if draft]
+    assert len(asked) == (len(drafts) if threshold else 0)
+
+
+SILENT = {
+    "ngram": (lambda model: NgramDrafter(), {}, "drafts of NgramDrafter"),
+    "branches": (lambda model: NgramDrafter(branches=2), {}, "trees of NgramDrafter"),
+    "tree": (lambda model: MTPHeads.from_backbone(model), {"draft_tree": {"top_k": 2}}, "trees of MTPHeads"),
+    "ptp": (None, {}, "drafts of PTPForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_who_does_not_read_it_says_so(name, monkeypatch):
+    make, options, who = SILENT[name]
+    said = []
+    monkeypatch.setattr(protocol.logger, "warning_once", said.append)
+    model = student() if make is None else llama()
+    if make is not None:
+        options = options | {"assistant_model": make(model).attach(model)}
+    model.generate(PROMPT, **GREEDY, **options)
+    assert not said
+    model.generate(PROMPT, **GREEDY, **options, assistant_confidence_threshold=0.5)
+    assert said == [f"assistant_confidence_threshold=0.5 is not read by {who}: they are verified whole."]
+
+
+def test_who_reads_it_says_nothing_and_plain_decoding_neither(monkeypatch):
+    monkeypatch.setattr(protocol.logger, "warning_once", pytest.fail)
+    for name in NAMES:
+        model, extra = speculating(name)
+        model.generate(PROMPT, **GREEDY, **extra, assistant_confidence_threshold=0.5)
+    student().generate(PROMPT, **GREEDY, use_mtp=False, assistant_confidence_threshold=0.5)

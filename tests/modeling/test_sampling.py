@@ -1,0 +1,81 @@
+"""Free draws, by one uniform and by race: they follow their weights, row by row, and say where there is no law."""
+
+import pytest
+import torch
+
+from tests.laws import chi_square
+from tokenahead.modeling.sampling import draw, picked, raced
+
+WAYS = pytest.mark.parametrize("way", [picked, raced])
+
+
+@WAYS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1.0, 1e-20, 7.0])
+def test_draws_follow_their_weights(way, dtype, scale):
+    law = torch.tensor([0.45, 0.0, 0.3, 0.15, 0.0989, 0.0011, 0.0], dtype=torch.float64)
+    tokens, _ = way((law * scale).to(dtype).expand(200_000, -1))
+    assert chi_square(tokens, law) > 1e-4
+
+
+@WAYS
+def test_rows_are_independent(way):
+    """Pairs drawn in one call, [N, 2, v] at once, follow the product law."""
+    laws = torch.rand(2, 6, dtype=torch.float64) + 0.01
+    laws = laws / laws.sum(-1, keepdim=True)
+    pairs, _ = way(laws.float().expand(100_000, 2, 6))
+    assert pairs.shape == (100_000, 2)
+    assert chi_square(pairs[:, 0] * 6 + pairs[:, 1], torch.outer(*laws).flatten()) > 1e-4
+    singles = torch.stack([way(laws[0].float())[0] for _ in range(5_000)])
+    assert chi_square(singles, laws[0]) > 1e-4
+
+
+@WAYS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weight_zero_is_never_drawn(way, dtype):
+    weights = torch.rand(5_000, 64, dtype=dtype) * (torch.rand(5_000, 64) < 0.05)
+    weights[:, 5] += torch.finfo(dtype).tiny  # the only weight of some rows
+    tokens, _ = way(weights)
+    assert (weights.gather(1, tokens[:, None]) > 0).all()
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_no_uniform_picks_weight_zero(uniform, monkeypatch):
+    weights = torch.rand(5_000, 64, dtype=torch.float64) * (torch.rand(5_000, 64) < 0.2)
+    weights[:, 5] += 1e-9
+    monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.full(shape, uniform, dtype=options["dtype"]))
+    tokens, _ = picked(weights)
+    possible = [row.nonzero()[:, 0] for row in weights]
+    edge = 0 if uniform == 0 else -1
+    assert tokens.tolist() == [int(row[edge]) for row in possible]
+
+
+def test_a_race_survives_an_exponential_of_zero(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, generator=None: self.zero_())
+    weights = torch.tensor([[0.0, 0.2, 0.0, 0.8], [0.0, 0.0, 1e-30, 0.0]])
+    assert raced(weights)[0].tolist() == [3, 2]
+
+
+@WAYS
+def test_what_is_no_law_is_told_and_gives_a_token(way):
+    weights = torch.tensor([[0.2, 0.8], [0.2, float("nan")], [0.0, 0.0], [float("nan"), float("nan")]])
+    tokens, check = way(weights)
+    assert check.isnan().tolist() == [False, True, False, True]
+    assert ((tokens >= 0) & (tokens < 2)).all()
+
+
+@WAYS
+def test_a_seed_repeats_its_draws_and_weights_are_left_alone(way):
+    weights = torch.rand(4, 5)
+    before = weights.clone()
+    first, again = (way(weights, torch.Generator().manual_seed(3))[0] for _ in range(2))
+    assert torch.equal(first, again) and torch.equal(weights, before)
+
+
+def test_processors_pick_by_one_uniform():
+    """A number for every token of the vocabulary, made one after the other, would cost more than the rest of a draw."""
+    weights = torch.rand(4, 3, 50)
+    torch.manual_seed(5)
+    tokens = draw(weights)
+    torch.manual_seed(5)
+    assert torch.equal(tokens, picked(weights)[0])

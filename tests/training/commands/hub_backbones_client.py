@@ -1,0 +1,78 @@
+"""Run by test_hub_backbones.py as a process of its own: heads with trained backbones on a loopback Hub, used by name.
+
+Usage: python hub_backbones_client.py FOLDER. FOLDER has a `llama`; `found.json` is left there.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+from tokenahead import EvaByteTokenizer, MTPHeads
+from tokenahead.model_cards.command import CardRequest, _load
+from tokenahead.modeling.heads.joint import JointMTPModel
+from tokenahead.training.byte_text import decode
+from tokenahead.training.commands.evaluate import settings_of_drafter
+from tokenahead.training.commands.settings import EvaluationArguments, read_settings
+from tokenahead.training.completion import Request, complete
+
+PROMPT = "import os"
+TOKENIZER = EvaByteTokenizer()
+IDS = torch.tensor([TOKENIZER(PROMPT)["input_ids"]])
+
+
+def text_of(model) -> str:
+    """What a model writes behind the prompt, by its own `generate`."""
+    new = model.generate(IDS, max_new_tokens=8, do_sample=False)[0, IDS.shape[1] :]
+    return decode(TOKENIZER, new.tolist()).hex()
+
+
+def push(folder: Path, kind: str) -> str:
+    """Pushes heads whose backbone learned with them, or stayed, and returns what that backbone writes."""
+    backbone = AutoModelForCausalLM.from_pretrained(folder / "llama").eval()
+    heads = MTPHeads.from_backbone(backbone, window=3)
+    if kind == "adapted":
+        backbone.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    elif kind == "whole":
+        with torch.no_grad():
+            backbone.get_output_embeddings().weight.mul_(-1)
+    (heads if kind == "alone" else JointMTPModel(heads)).save_pretrained(folder / kind)
+    TOKENIZER.save_pretrained(folder / kind)
+    (folder / kind / "checkpoint-1").mkdir()
+    (folder / kind / "checkpoint-1" / "model.safetensors").write_bytes(b"large")
+    HfApi().create_repo(f"me/{kind}")
+    HfApi().upload_folder(repo_id=f"me/{kind}", folder_path=folder / kind)
+    return text_of(backbone)
+
+
+def completed(model: str, heads: str) -> str:
+    """What `tokenahead generate` writes, or why it does not."""
+    try:
+        return complete(Request(model, PROMPT.encode(), heads=heads, max_new_tokens=8), lambda data: None).data.hex()
+    except ValueError as error:
+        return str(error)
+
+
+def main(folder: Path) -> None:
+    found = {}
+    for kind in ("alone", "adapted", "whole"):
+        name, wanted = f"me/{kind}", push(folder, kind)
+        words = ["--model_name_or_path", name, "--output_dir", str(folder / "out")]
+        settings = settings_of_drafter(read_settings(words, "evaluate", EvaluationArguments))
+        found[kind] = {
+            "wanted": wanted,
+            "card": text_of(_load(CardRequest(name), needs_backbone=True)[1]),
+            "generate": completed(str(folder / "llama"), name),
+            "of its own": completed(settings.model.model_name_or_path, name),
+            "model": settings.model.model_name_or_path,
+            "adapters": settings.adapters,
+        }
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

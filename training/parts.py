@@ -34,14 +34,19 @@ def base_of(adapters: str | PathLike) -> str:
     Raises:
         ValueError: A folder that names none.
     """
-    name = json.loads((Path(adapters) / _ADAPTERS).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    name = named_base(adapters)
     if not name:
         raise ValueError(f"{adapters} holds adapters that do not say for which model they were trained")
     return name
 
 
+def named_base(adapters: str | PathLike) -> str | None:
+    """The model that a folder of adapters names, if any."""
+    return json.loads((Path(adapters) / _ADAPTERS).read_text(encoding="utf-8")).get("base_model_name_or_path")
+
+
 def put_adapters(model: PreTrainedModel, folder: str | PathLike) -> None:
-    """Puts adapters into a model, which keeps its class and what is attached to it.
+    """Puts adapters into a model, which keeps its class and what is attached to it; they can learn on.
 
     Args:
         model: The model that they were trained for; changed in place.
@@ -50,16 +55,12 @@ def put_adapters(model: PreTrainedModel, folder: str | PathLike) -> None:
     Raises:
         ValueError: Adapters of another model, of which peft would leave out what does not fit.
     """
-    from peft import PeftModel, get_peft_model_state_dict
-    from safetensors import safe_open
-
     try:
-        found = get_peft_model_state_dict(PeftModel.from_pretrained(model, folder))
+        found = model.load_adapter(str(folder), is_trainable=True)
     except (RuntimeError, ValueError) as error:
         raise ValueError(_misfit(model, folder, str(error))) from error
-    with safe_open(Path(folder) / _TENSORS, "pt") as file:
-        if odd := sorted({*file.keys()} ^ {*found}):
-            raise ValueError(_misfit(model, folder, f"only one of them has {odd[0]}"))
+    if odd := sorted({*found.missing_keys, *found.unexpected_keys, *(key for key, *_ in found.mismatched_keys)}):
+        raise ValueError(_misfit(model, folder, f"only one of them has {odd[0]}"))
 
 
 def _misfit(model: PreTrainedModel, folder: str | PathLike, reason: str) -> str:

@@ -8,10 +8,10 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..modeling.heads.joint import JointMTPModel
+from .adapters import check_no_adapters, learn_by_adapters, lora_config
 from .loss_weight import MTPLossWeightSchedule
 from .strategy import TrainingStrategy
 
-_QUERIES = ("q_proj", "k_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn")
 _LOSS_FIELDS = {
     "loss_target": "target",
     "loss_divergence": "divergence",
@@ -36,8 +36,11 @@ def prepare(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
     """
     _set_losses(model, strategy)
     _set_draft_layers(model, strategy)
+    _check_warmup(model, strategy)
     if hasattr(model, "on_attach"):
         return model if strategy.train == "drafter" else _joined(model, strategy)
+    if strategy.train != "drafter":
+        check_no_adapters(model, type(model).__name__, strategy)
     if strategy.train != "lora":
         model.train_only(strategy.train)
         return model
@@ -180,6 +183,15 @@ def _set_draft_layers(model: nn.Module, strategy: TrainingStrategy) -> None:
         )
 
 
+def _check_warmup(model: nn.Module, strategy: TrainingStrategy) -> None:
+    """Refuses a warm-up of the head where nothing else learns afterwards."""
+    if strategy.head_warmup and strategy.train == "drafter" and getattr(model, "draft_layers", None) is None:
+        raise ValueError(
+            f"head_warmup={strategy.head_warmup} lets the head learn alone at first, and nothing waits for its end "
+            "with train='drafter' and no draft layers; leave it out, or set train='all', train='lora' or draft_layers"
+        )
+
+
 def _joined(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
     if not hasattr(model, "learn"):
         raise ValueError(
@@ -187,9 +199,10 @@ def _joined(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
             "train='drafter'"
         )
     if strategy.train == "all":
+        check_no_adapters(model.backbone, "backbone", strategy)
         model.backbone.requires_grad_(True)
-    elif not getattr(model.backbone, "_hf_peft_config_loaded", False):
-        model.backbone.add_adapter(_lora(model.backbone, strategy))
+    else:
+        learn_by_adapters(model.backbone, strategy)
     return JointMTPModel(model)
 
 
@@ -198,23 +211,4 @@ def _adapted(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
 
     drafter = drafter_of(model)
     name = next(name for name, module in model.named_modules() if module is drafter)
-    return get_peft_model(model, _lora(model, strategy, name))
-
-
-def _lora(model: nn.Module, strategy: TrainingStrategy, drafter: str | None = None) -> Any:
-    """The config of the backbone's adapters; the drafter has none, and learns as a whole."""
-    from peft import LoraConfig
-
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    targets = strategy.lora_targets or [name for name in _QUERIES if name in names] or "all-linear"
-    missing = [name for name in targets if isinstance(targets, list) and name.rpartition(".")[2] not in names]
-    if missing:
-        raise ValueError(f"lora_targets holds {missing[0]!r}, but the linear modules are {', '.join(sorted(names))}")
-    return LoraConfig(
-        r=strategy.lora_rank,
-        lora_alpha=2 * strategy.lora_rank if strategy.lora_alpha is None else strategy.lora_alpha,
-        lora_dropout=strategy.lora_dropout,
-        target_modules=targets,
-        exclude_modules=None if drafter is None else rf"(.*\.)?{drafter}(\..*)?",
-        modules_to_save=None if drafter is None else [drafter],
-    )
+    return get_peft_model(model, lora_config(model, strategy, name))

@@ -86,6 +86,9 @@ def regenerate(
     Raises:
         ValueError: No prompts, an empty one, or a folder of another backbone, other prompts or other options.
     """
+    for name, value in {"max_new_tokens": max_new_tokens, "batch_size": batch_size}.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
     folder, ids = Path(folder), [torch.as_tensor(prompt, dtype=torch.int64).flatten() for prompt in prompts]
     if not ids:
         raise ValueError("there are no prompts to complete")
@@ -156,7 +159,7 @@ def _completed(
 
 def _check_plan(folder: Path, plan: dict[str, Any]) -> None:
     path = folder / _PLAN
-    if not path.exists():
+    if not path.exists() or not _lines(folder / _TEXT):  # where nothing was written, as after a misspelt option
         return
     found = json.loads(path.read_text(encoding="utf-8"))
     for name, value in plan.items():

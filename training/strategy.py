@@ -39,9 +39,10 @@ class TrainingStrategy:
         head_warmup: So long the drafter's head learns alone; backbone, adapters and draft layers wait. A number of
             steps, or, below 1, a share of all steps.
         drafter_lr_multiplier: The drafter's learning rate, as a multiple of `learning_rate`, which is the backbone's.
-        lora_rank: Of the backbone's adapters (`train="lora"`).
+        lora_rank: Of the backbone's adapters (`train="lora"`); None: 8. A backbone that carries adapters goes on with
+            these: None is then what they have, and another value is refused; so it is for all `lora_` fields.
         lora_alpha: Scale of the adapters times their rank; None: twice the rank.
-        lora_dropout: Of the adapters.
+        lora_dropout: Of the adapters; None: 0.
         lora_targets: Names of modules, or `"all-linear"`; None: queries, keys and values, or all linear modules.
         draft_layers: MtPC's draft LoRA: the drafter runs the backbone's last k layers with adapters of its own
             (`MTPHeads`, EvaByte); None: as the heads have it.
@@ -69,9 +70,9 @@ class TrainingStrategy:
     train: str = "drafter"
     head_warmup: float = 0.0
     drafter_lr_multiplier: float = 1.0
-    lora_rank: int = 8
+    lora_rank: int | None = None
     lora_alpha: int | None = None
-    lora_dropout: float = 0.0
+    lora_dropout: float | None = None
     lora_targets: list[str] | str | None = field(default=None)
     draft_layers: int | None = None
     draft_lora_rank: int | None = None

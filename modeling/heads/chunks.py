@@ -20,6 +20,10 @@ from ..sharding import gather
 
 LOGITS_PER_CHUNK = 2**24
 """Logits that exist at a time: 64 MiB of float32 (and a few copies on the way back)."""
+_LOGITS_ON_PROCESSOR = 2**22
+"""The same, where the processor computes: above 32 MiB malloc hands memory back, and every operation gets new pages."""
+_ROWS_ON_PROCESSOR = 32
+"""Fewer positions are not worth it, because every chunk passes over all weights."""
 Terms = Callable[..., torch.Tensor]
 """From hidden states [N, D] and a part's arguments to terms [N, n], 0 where nothing is scored."""
 _GRADIENTS_PER_BLOCK = 2**20
@@ -119,9 +123,16 @@ def chunked_sums(
     gather(module.modules())
     states = [part.hidden_states for part in parts]
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    task = _Task(terms, module, parts, max(1, LOGITS_PER_CHUNK // logits_per_position), torch.is_grad_enabled())
+    on_processor = states[0].device.type == "cpu"
+    task = _Task(terms, module, parts, _rows(logits_per_position, on_processor), torch.is_grad_enabled())
     total, *sums = _ChunkedSums.apply(task, len(states), *states, *parameters)
     return total, sums
+
+
+def _rows(logits: int, on_processor: bool) -> int:
+    """Positions of a chunk, of so many logits each."""
+    most = max(1, LOGITS_PER_CHUNK // logits)
+    return min(most, max(_ROWS_ON_PROCESSOR, _LOGITS_ON_PROCESSOR // logits)) if on_processor else most
 
 
 @dataclass

@@ -39,6 +39,17 @@ class LatentLaw(WindowLaw):
         """log of what leaves sum to, [..., n, r]."""
         return self.leaf_logits.logsumexp(-1)
 
+    @cached_property
+    def _leaves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Leaves [..., n, r, v] in log space, and the log of what they sum to, [..., n, r] or 0.
+
+        Where a gradient is wanted they are normalised: that is one kernel forwards and one back, a logsumexp is many.
+        Elsewhere no copy as large as the logits is kept.
+        """
+        if torch.is_grad_enabled() and self.leaf_logits.requires_grad:
+            return normalised_logits(self.leaf_logits), self.leaf_logits.new_zeros(())
+        return self.leaf_logits, self.leaf_norm
+
     @abstractmethod
     def owner_weights(self, evidence: torch.Tensor) -> torch.Tensor:
         """log q(z_owner(i), x_1..x_{i-1}) from log leaves at the tokens [..., n, r]: [..., n, r]."""
@@ -55,8 +66,8 @@ class LatentLaw(WindowLaw):
         """log leaf_i[z, x_i] for tokens [..., n]: [..., n, r]."""
         batch = torch.broadcast_shapes(tokens.shape[:-1], self.leaf_logits.shape[:-3])
         index = tokens.expand(*batch, -1)[..., None, None].expand(*batch, self.window, self.rank, 1)
-        leaves = self.leaf_logits.expand(*batch, *self.leaf_logits.shape[-3:])
-        return leaves.gather(-1, index)[..., 0] - self.leaf_norm
+        leaves, norm = self._leaves
+        return leaves.expand(*batch, *leaves.shape[-3:]).gather(-1, index)[..., 0] - norm
 
     def prefix_log_prob(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
         """log q(x_1..x_i), summing out the owner of position i; an unknown token is no evidence."""
@@ -67,8 +78,8 @@ class LatentLaw(WindowLaw):
 
     def conditional_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
         """The posterior of each owner applied to its leaf."""
-        weights = self.owner_weights(self.evidence(tokens))
-        mixed = logsumexp(self.leaf_logits + (weights - self.leaf_norm)[..., None], -2)
+        weights, (leaves, norm) = self.owner_weights(self.evidence(tokens)), self._leaves
+        mixed = logsumexp(leaves + (weights - norm)[..., None], -2)
         total = logsumexp(weights, -1)[..., None]
         return mixed - torch.where(total.isfinite(), total, torch.zeros_like(total))
 

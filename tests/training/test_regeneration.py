@@ -53,3 +53,14 @@ def test_refusals(tmp_path):
         regenerate(backbone, [[1], []], tmp_path / "x")
     with pytest.raises(FileNotFoundError, match="no regenerated text"):
         RegeneratedText(tmp_path / "x")
+
+
+def test_a_misspelt_option_binds_no_folder(tmp_path):
+    """Nothing was written: the right spelling may have the same folder."""
+    backbone = llama()
+    with pytest.raises(ValueError, match="max_tokns"):
+        regenerate(backbone, PROMPTS, tmp_path, max_new_tokens=4, max_tokns=3)
+    assert len(regenerate(backbone, PROMPTS, tmp_path, max_new_tokens=4)) == len(PROMPTS)
+    for wrong in ({"batch_size": 0}, {"max_new_tokens": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}=0 must be at least 1"):
+            regenerate(backbone, PROMPTS, tmp_path, **wrong)

@@ -171,6 +171,9 @@ def test_a_frozen_backbone_stays_as_it_is_and_a_teacher_shows_acceptances(tmp_pa
         (modules, dict(loss_label_weight=0.5), "loss_label_weight=0.5 is .* loss_target='teacher'"),
         (heads, dict(train="lora", lora_targets=["wq"]), "lora_targets holds 'wq', but the linear modules are"),
         (lambda: heads(head_type="layer"), dict(draft_layers=1), "decoder layers of its own"),
+        (heads, dict(head_warmup=2), "head_warmup=2 .* nothing waits .* train='drafter'"),
+        (small_model, dict(head_warmup=0.5), "head_warmup=0.5 .* nothing waits"),
+        (eagle, dict(head_warmup=1), "head_warmup=1 .* nothing waits"),
     ],
 )
 def test_what_a_model_cannot_follow_is_refused_by_name(make, fields, message, tmp_path):

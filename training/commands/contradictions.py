@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
+from transformers import get_scheduler
 
 from ..extras import needs_extra
 
 with needs_extra("train", "tokenahead train"):
-    from trl import ModelConfig
+    from trl import ModelConfig, SFTConfig
 
 if TYPE_CHECKING:
     from .settings import Settings
@@ -24,9 +28,19 @@ def check_settings(settings: Settings) -> None:
 
     Raises:
         ValueError: There is one; the message names it and says what to do instead.
+        FileNotFoundError: A template that is not there.
     """
     _check_model(settings.model)
+    if settings.training.parallelism_config is not None:
+        raise ValueError(
+            f"parallelism_config={settings.training.parallelism_config!r} is an object of accelerate, which no file "
+            "holds: leave it out, and use accelerate launch --config_file"
+        )
     _check_adapters(settings)
+    _check_schedule(settings.training)
+    template = settings.training.chat_template_path
+    if template and template.startswith((".", "/", "~")) and not Path(template).exists():
+        raise FileNotFoundError(f"chat_template_path={template}: no such file or folder")
     if settings.mixture.datasets and settings.data.dataset_name:
         raise ValueError(
             f"dataset_name={settings.data.dataset_name} beside `datasets`: either one text or a mixture is read; leave "
@@ -40,6 +54,20 @@ def _check_model(model: ModelConfig) -> None:
             raise ValueError(f"{name}=True: backbones are not quantised here; leave it out, or set dtype: bfloat16")
     if model.dtype not in (None, *_DTYPES):
         raise ValueError(f"dtype={model.dtype!r} is unknown; choose one of {', '.join(_DTYPES)}")
+
+
+def _check_schedule(training: SFTConfig) -> None:
+    """Refuses options that another schedule of learning rates has; a training would find out at its first step."""
+    if not training.lr_scheduler_kwargs:
+        return
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    try:
+        get_scheduler(training.lr_scheduler_type, optimizer, 1, 10, training.lr_scheduler_kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"lr_scheduler_kwargs={training.lr_scheduler_kwargs} do not fit "
+            f"lr_scheduler_type={training.lr_scheduler_type.value}: {error}"
+        ) from None
 
 
 def _check_adapters(settings: Settings) -> None:

@@ -26,6 +26,7 @@ from ..parts import adapters_for, base_of, has_adapters, holds_model, trained_ba
 from ..results import MeasuredResults
 from .evaluation_figure import evaluation_figure
 from .models import Trainee, build
+from .moved_backbone import with_moved_backbone
 from .settings import EvaluationArguments, Settings, read_settings
 from .train import make_trainer
 
@@ -134,7 +135,7 @@ def settings_of_drafter(settings: Settings) -> Settings:
         ValueError: A drafter that does not say which backbone it was trained for, or a folder in which a training
             began and left no model.
     """
-    trained = Path(settings.training.output_dir)
+    trained, settings = Path(settings.training.output_dir), with_moved_backbone(settings)
     if "file" in settings.given and _holds_training(trained):
         return _with_drafter(settings, str(trained))
     source = settings.model.model_name_or_path

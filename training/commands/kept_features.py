@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,29 +18,45 @@ with needs_extra("train", "tokenahead train"):
     from datasets import Dataset
 
 
+def check_features(settings: Settings, model: Any) -> None:
+    """Refuses a run that has no states to keep, before anything is written.
+
+    Args:
+        settings: Of the run; `features` names the folder.
+        model: What is trained.
+
+    Raises:
+        ValueError: A run whose backbone does not stand still, a stream, or a file.
+    """
+    folder = settings.drafter.features
+    if folder is None:
+        return
+    if Path(folder).is_file():
+        raise ValueError(f"features={folder} is a file: choose a folder")
+    if not isinstance(model, Attachable) or settings.drafter.training_strategy().train != "drafter":
+        raise ValueError(
+            f"features={folder} keeps the states of a backbone that stands still: leave it out, or train heads or an "
+            "EAGLE head apart, with strategy: {train: drafter}"
+        )
+    streams = {"dataset_streaming": settings.data.dataset_streaming, "streaming": settings.mixture.streaming}
+    for name in (name for name, value in streams.items() if value):
+        raise ValueError(f"features={folder} holds all rows at once, and a stream has no end: set {name}: false")
+
+
 def keep_features(trainer: Trainer, settings: Settings) -> None:
     """Writes the states that the drafter learns from, or those that are missing, and puts them in place of the data.
 
     Args:
         trainer: Of the run; its data are prepared.
-        settings: Of the run; `features` names the folder.
+        settings: Of the run, which `check_features` took.
 
     Raises:
-        ValueError: A run whose backbone does not stand still, a stream, or a folder of other features.
+        ValueError: A folder of other features.
         OSError: Less room on the disk than they need.
     """
     folder, rows = settings.drafter.features, trainer.train_dataset
     if folder is None:
         return
-    if not isinstance(trainer.model, Attachable) or settings.drafter.training_strategy().train != "drafter":
-        raise ValueError(
-            f"features={folder} keeps the states of a backbone that stands still: leave it out, or train heads or an "
-            "EAGLE head apart, with strategy: {train: drafter}"
-        )
-    if not isinstance(rows, Dataset):
-        raise ValueError(
-            f"features={folder} holds all rows at once, and a stream has no end: set dataset_streaming: false"
-        )
     with trainer.args.main_process_first(desc="states of the backbone"):
         trainer.train_dataset = cache_features(trainer.model, _Collated(rows, trainer.data_collator), folder)
     trainer.data_collator = _Either(trainer.data_collator)

@@ -17,7 +17,7 @@ from ...modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, EvaByteTokenizer
 from ...modeling.deepseek.losses import ModuleLossOptions
 from ...modeling.eagle.loss_options import EagleLossOptions
 from ..completion import load_config
-from ..parts import put_adapters, tokenizer_source
+from ..parts import has_adapters, put_adapters, tokenizer_source
 from ..ptp.options import PTPOptions
 from .sections import converted
 from .settings import DrafterArguments, Settings
@@ -59,6 +59,11 @@ def build(settings: Settings) -> Trainee:
     arguments, source = settings.drafter, settings.model.model_name_or_path
     if not source:
         raise ValueError("model_name_or_path is missing: a folder, or a name on the Hub")
+    if has_adapters(source):
+        raise ValueError(
+            f"model_name_or_path={source} holds adapters of peft without the model that they were trained for: merge "
+            "them into it, and name the merged one"
+        )
     config = load_config(source, "model_name_or_path")
     if isinstance(config, (MTPHeadConfig, EagleHeadConfig)):
         raise ValueError(

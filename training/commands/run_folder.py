@@ -9,12 +9,14 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from ... import __version__
@@ -79,6 +81,40 @@ def _git(folder: str | Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
+class RunWriter(TrainerCallback):
+    """Writes what a run is when its first step begins: what is refused until then leaves nothing behind.
+
+    Args:
+        folder: The run's.
+        settings: Of the run.
+        facts: What is to be said of the model.
+    """
+
+    def __init__(self, folder: Path, settings: Settings, facts: dict[str, Any]) -> None:
+        self.what, self.is_written = (folder, settings, facts), False
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Once, in the first process."""
+        if state.is_world_process_zero and not self.is_written:
+            write_run(*self.what)
+        self.is_written = True
+
+
+@contextmanager
+def nothing_left_of_a_refusal(folder: Path) -> Iterator[None]:
+    """Takes away the empty folder that a trainer makes, where the run is then refused."""
+    was_there = folder.exists()
+    try:
+        yield
+    except (ValueError, OSError):
+        if not was_there:
+            with suppress(OSError):  # it is not empty, or was never made
+                folder.rmdir()
+        raise
+
+
 def write_run(folder: Path, settings: Settings, facts: dict[str, Any]) -> None:
     """Writes `run.json` and `config.yaml`.
 
@@ -110,8 +146,10 @@ def check_own_folder(folder: Path, settings: Settings) -> None:
         settings: Of the run.
 
     Raises:
-        ValueError: `output_dir` is the folder of one of them.
+        ValueError: `output_dir` is the folder of one of them, or a file.
     """
+    if folder.is_file():
+        raise ValueError(f"output_dir={folder} is a file: choose a folder")
     sources = {
         "model_name_or_path": settings.model.model_name_or_path,
         "drafter_name_or_path": settings.drafter.drafter_name_or_path,

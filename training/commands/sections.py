@@ -28,28 +28,20 @@ def converted(section: str, values: dict[str, Any], hints: dict[str, Any]) -> di
     Raises:
         ValueError: A value of another type, or a number that is not finite; the message names section and field.
     """
-    return {name: _value(f"{section}.{name}", value, hints.get(name, Any)) for name, value in values.items()}
+    return {name: fitting(f"{section}.{name}", value, hints.get(name, Any)) for name, value in values.items()}
 
 
-def check_numbers(path: str, values: dict[str, Any], hints: dict[str, Any]) -> None:
-    """Refuses settings of a file that are neither the number that their field holds, nor text that a parser reads.
+def fitting(name: str, value: Any, hint: Any) -> Any:
+    """A value that fits a type, converted where it is a number that was written as text.
 
     Args:
-        path: Of the file.
-        values: By field.
-        hints: Types by field.
+        name: What it is called in messages.
+        value: The value; of types that no file holds, it is taken as it is.
+        hint: The type.
 
     Raises:
-        ValueError: Such a setting; the message names it.
+        ValueError: A value of another type, or a number that is not finite.
     """
-    for name in values.keys() & hints.keys():
-        value, kinds = values[name], {*(get_args(hints[name]) or (hints[name],))} - {type(None)}
-        is_read_elsewhere = value is None or isinstance(value, str) or (isinstance(value, float) and float in kinds)
-        if kinds <= {int, float} and not is_read_elsewhere:
-            _value(f"{path}: {name}", value, hints[name])
-
-
-def _value(name: str, value: Any, hint: Any) -> Any:
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     plain = [get_origin(kind) or kind for kind in kinds if kind is not type(None)]
     if not {*plain} <= _WANTED.keys() or (value is None and len(plain) < len(kinds)):
@@ -60,7 +52,7 @@ def _value(name: str, value: Any, hint: Any) -> Any:
         wanted = dict.fromkeys(_WANTED[kind] for kind in plain if not (kind is int and float in plain))
         raise ValueError(f"{name}={value!r} must be {' or '.join(wanted)}")
     if isinstance(value, list) and (items := [get_args(kind) for kind in kinds if get_origin(kind) is list]):
-        return [_value(f"{name}[{place}]", each, items[0][0]) for place, each in enumerate(value)]
+        return [fitting(f"{name}[{place}]", each, items[0][0]) for place, each in enumerate(value)]
     return value
 
 

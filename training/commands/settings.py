@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
@@ -11,11 +12,13 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn, get_type_hints
 
 import torch
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from ..extras import needs_extra
 from ..strategy import TrainingStrategy
 from .contradictions import check_settings
-from .sections import check_numbers, converted
+from .file_values import check_values
+from .sections import converted
 
 with needs_extra("train", "tokenahead train"):
     import yaml
@@ -137,9 +140,17 @@ class TrainConfig(SFTConfig):
             )
         if self.bf16 is None and not self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
             self.bf16 = False
-        for name in ("gradient_accumulation_steps", "per_device_train_batch_size"):
+        if isinstance(self.pad_to_multiple_of, str) and not re.fullmatch(r"auto|\d+", self.pad_to_multiple_of):
+            raise ValueError(f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a whole number, or 'auto'")
+        for name in ("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"):
             if (getattr(self, name) or 0) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.max_steps == 0:
+            raise ValueError("max_steps=0 must be at least 1, or -1 for num_train_epochs")
+        if self.max_steps < 0 and self.num_train_epochs <= 0:
+            raise ValueError(f"num_train_epochs={self.num_train_epochs} must be above 0")
+        if self.optim_args and not all("=" in part for part in self.optim_args.split(",")):
+            raise ValueError(f"optim_args={self.optim_args!r} must be name=value, or several with commas")
         super().__post_init__()
 
 
@@ -223,6 +234,15 @@ class Settings:
 
 
 _KINDS = (ScriptArguments, DatasetMixtureConfig, TrainConfig, ModelConfig, DrafterArguments)
+_TYPES: dict[str, Any] = {
+    "dtype": Any,  # has a list of names of ours
+    "acceptance": Any,  # may be false
+    "resume_from_checkpoint": str | bool | None,
+    "accelerator_config": AcceleratorConfig | str | None,
+    "debug": str | list[str],
+    "trackio_static_space_id": str | bool | None,
+}
+"""Types of fields that say less, or more, than is meant."""
 _USAGE = {
     "train": "tokenahead train [CONFIG.yaml] [--FIELD VALUE ...]",
     "evaluate": "tokenahead evaluate MODEL DATA [--FIELD VALUE ...], or CONFIG.yaml in the place of both",
@@ -269,7 +289,10 @@ def read_settings(argv: Sequence[str], command: str, extra: type | None = None) 
         given["file"] = _mapping(argv[0])
         _check_keys(argv[0], given["file"])
         argv = ["--config", *argv]
-    *parts, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    try:
+        *parts, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    except (TypeError, AttributeError, KeyError) as error:  # of what a flag holds: values of a file were looked at
+        raise ValueError(f"{' '.join(argv)}: a setting holds what its field cannot: {error}") from error
     known = {f"--{entry.name}" for kind in (EvaluationArguments, AnalysisArguments) for entry in fields(kind)}
     unknown = [word for word in rest if word.startswith("--") and (word not in known or word in argv)]
     if unknown or (rest and not rest[0].startswith("--")):
@@ -299,8 +322,10 @@ def _check_keys(path: str, values: dict[str, Any]) -> None:
             near = difflib.get_close_matches(str(name), sorted(known), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "; see --help"
             raise ValueError(f"{path}: there is no setting {name!r}{hint}")
+    if not isinstance(values.get("env", {}), dict):
+        raise ValueError(f"{path}: env={values['env']!r} must be a mapping of variables of the environment")
     for kind in kinds:
-        check_numbers(path, values, get_type_hints(kind))
+        check_values(path, values, kind, _TYPES)
 
 
 def _json(name: str, text: str) -> Any:

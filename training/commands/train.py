@@ -21,15 +21,18 @@ from ..sft import MTPSFTTrainer, PTPSFTTrainer
 from .best_metric import check_best_metric
 from .curves import draw_learning
 from .data import load_data
-from .kept_features import keep_features
+from .kept_features import check_features, keep_features
 from .models import Trainee, build, is_parallel, ptp_options
+from .moved_backbone import note_backbone, with_moved_backbone
 from .progress import RunProgress
 from .regenerating import with_own_text
 from .run_folder import (
+    RunWriter,
     check_nothing_is_lost,
     check_own_folder,
     check_space,
     checkpoint_to_resume,
+    nothing_left_of_a_refusal,
     write_metrics,
     write_run,
 )
@@ -81,36 +84,51 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
     folder = Path(settings.training.output_dir)
     check_own_folder(folder, settings)
     set_seed(settings.training.seed)
+    with nothing_left_of_a_refusal(folder):
+        return _train(folder, settings, callbacks)
+
+
+def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) -> Trainer:
+    settings = with_moved_backbone(asked)
     trainee = build(settings)
+    note_backbone(trainee, asked, settings)
     facts = facts_of(trainee, settings)
     resumed = checkpoint_to_resume(folder, settings.training.resume_from_checkpoint, facts)
-    asked, settings = settings, with_own_text(settings, trainee)
-    trainer = make_trainer(settings, trainee, callbacks)
+    if resumed is None:
+        check_nothing_is_lost(folder, asked)
+    _check_before_text(settings, trainee)
+    settings = with_own_text(settings, trainee)
+    trainer = make_trainer(settings, trainee, [*callbacks, RunWriter(folder, asked, facts)])
     check_best_metric(trainer)
     trainer.remove_callback(PrinterCallback)  # every entry is in the file of metrics, and the bar shows the last
     check_space(folder, checkpoint_bytes(trainer), _kept(settings, trainer))
-    is_first, pushes = trainer.is_world_process_zero(), settings.training.push_to_hub
+    pushes = settings.training.push_to_hub
     if pushes:  # what no card may show is said before the first step
         trainer.create_model_card(dataset_name=asked.data.dataset_name)
-    if is_first:
-        if resumed is None:
-            check_nothing_is_lost(folder, asked)
-        write_run(folder, asked, facts)
     try:
         if is_finished(resumed, settings.training.max_steps):
             _take_over(trainer, resumed)
+            if trainer.is_world_process_zero():
+                write_run(folder, asked, facts)
         else:
             keep_features(trainer, settings)
             trainer.train(resume_from_checkpoint=resumed)
         with _no_push(settings):
             trainer.save_model()
     finally:
-        if is_first and trainer.state.log_history:
+        if trainer.is_world_process_zero() and trainer.state.log_history:
             write_metrics(folder, trainer.state.log_history)
             draw_learning(trainer.state.log_history, folder)
     if pushes:
         trainer.push_to_hub(dataset_name=asked.data.dataset_name)
     return trainer
+
+
+def _check_before_text(settings: Settings, trainee: Trainee) -> None:
+    """Refuses what needs no data to be seen, before the backbone writes any."""
+    settings.drafter.training_strategy()
+    check_features(settings, trainee.model)
+    _callbacks(settings, trainee, settings.training.eval_strategy != "no")
 
 
 def _take_over(trainer: Trainer, checkpoint: str) -> None:
@@ -201,6 +219,7 @@ def facts_of(trainee: Trainee, settings: Settings) -> dict[str, Any]:
         "class": type(model).__name__,
         "backbone": type(trainee.backbone).__name__,
         "model_name_or_path": settings.model.model_name_or_path,
+        "adapters": settings.adapters,
         "head_type": getattr(head, "head_type", None),
         "window": getattr(model, "window", None),
         "trained_parameters": sum(torch.Size(shape).numel() for shape in shapes.values()),

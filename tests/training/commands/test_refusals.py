@@ -17,11 +17,12 @@ from tokenahead.training.commands.train import train
 
 
 def error_of(tmp_path, capsys, *flags) -> str:
+    before = {*tmp_path.iterdir()}
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", str(tmp_path / "config.yaml"), *map(str, flags)])
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tokenahead")]
     assert ended.value.code == 1 and len(lines) == 1
-    assert not list((tmp_path / "run").glob("checkpoint-*")) and not (tmp_path / "run" / "metrics.json").exists()
+    assert {*tmp_path.iterdir()} <= before | {tmp_path / "cache"}, "what is refused leaves nothing"
     return lines[0].removeprefix("tokenahead train: ")
 
 
@@ -69,10 +70,27 @@ WRONG = {
         {"features": "f", "dataset_streaming": True, "test_split_size": None},
         "a stream has no end: set dataset_streaming: false",
     ),
+    "features of a mixed stream": (
+        {"features": "f", "datasets": [{"path": "text"}], "streaming": True, "dataset_name": None},
+        "a stream has no end: set streaming: false",
+    ),
+    "a warm-up of heads alone": ({"strategy": {"head_warmup": 3}}, "head_warmup=3 lets the head learn alone at first"),
     "a part of adapters": ({"lora_r": 4}, "lora_r=4 is of use_peft=True"),
     "quantised": ({"load_in_4bit": True}, "load_in_4bit=True: backbones are not quantised"),
     "an unknown dtype": ({"dtype": "float17"}, "dtype='float17' is unknown; choose one of auto, float32"),
     "a text and a mixture": ({"datasets": [{"path": "text"}]}, "beside `datasets`: either one text or a mixture"),
+    "no steps": ({"max_steps": 0}, "max_steps=0 must be at least 1, or -1 for num_train_epochs"),
+    "no epochs": ({"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs=0 must be above 0"),
+    "no rows to evaluate": ({"per_device_eval_batch_size": 0}, "per_device_eval_batch_size=0 must be at least 1"),
+    "options of another scheduler": (
+        {"lr_scheduler_kwargs": {"a": 1}}, "lr_scheduler_kwargs={'a': 1} do not fit lr_scheduler_type=linear: "
+    ),
+    "options of an optimizer": ({"optim_args": "x"}, "optim_args='x' must be name=value, or several with commas"),
+    "a template that is not there": ({"chat_template_path": "./nope"}, "chat_template_path=./nope: no such file or"),
+    "a folder that is a file": ({"output_dir": "config.yaml"}, "output_dir=config.yaml is a file: choose a folder"),
+    "features in a file": ({"features": "config.yaml"}, "features=config.yaml is a file: choose a folder"),
+    "text in a number": ({"regenerate": {"folder": 3}}, "regenerate={'folder': 3} needs a folder"),
+    "text in batches of none": ({"regenerate": {"folder": "f", "batch_size": 0}}, "batch_size=0 must be at least 1"),
     "no accumulation": ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 must be at least 1"),
     "steps in a list": ({"max_steps": [1]}, "max_steps=[1] must be a whole number"),
     "half a step": ({"max_steps": 2.5}, "max_steps=2.5 must be a whole number"),
@@ -94,6 +112,7 @@ WRONG = {
 @pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG)
 def test_wrong_settings_are_named(changes, message, settings_of, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)  # as where it is not installed
+    monkeypatch.chdir(tmp_path)
     settings_of(drafter="heads")
     file = tmp_path / "config.yaml"
     values = yaml.safe_load(file.read_text()) | changes
@@ -148,6 +167,7 @@ ROWS = {
         [{"input_ids": [70, 71, 72], "labels": [70, 71, 72]}, {"input_ids": [70, 71, 72], "labels": [70]}],
         "row 1 of the train data has 3 input_ids and 1 labels",
     ),
+    "rows of one token": ([{"input_ids": [70]}] * 3, "train_dataset has no targets"),
     "labels outside the vocabulary": (
         [{"input_ids": [70, 71], "labels": [-5, 71]}] * 3, "labels of the train data hold -5"
     ),
@@ -240,3 +260,21 @@ def test_a_student_alone(settings_of, folders, tmp_path, capsys):
     settings_of()
     said = error_of(tmp_path, capsys, "--model_name_or_path", tmp_path / "student")
     assert "holds a student without its backbone: give the folder of the whole model" in said
+
+
+BEFORE_TEXT = {
+    "features": ({"features": "f", "strategy": {"train": "all"}}, "features=f keeps the states"),
+    "strategy": ({"strategy": {"trian": "all"}}, "TrainingStrategy has no field 'trian'"),
+    "acceptance": ({"acceptance": {"rowz": 8}}, "acceptance has no option 'rowz'"),
+    "folder": ({"output_dir": "run"}, "holds the model of a run with regenerate=None, and this one has"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BEFORE_TEXT.values(), ids=BEFORE_TEXT)
+def test_refusals_come_before_the_backbone_writes_text(changes, message, settings_of, tmp_path):
+    train(settings_of(drafter="heads", max_steps=1))
+    asked = {"folder": str(tmp_path / "own"), "max_new_tokens": 4}
+    changes = changes | {"output_dir": str(tmp_path / changes.get("output_dir", "second"))}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train(settings_of(**{"drafter": "heads", "max_steps": 1, "regenerate": asked} | changes))
+    assert not (tmp_path / "own").exists() and not (tmp_path / "second").exists()

@@ -1,0 +1,102 @@
+"""Heads whose backbone learned with them: a further training begins with that backbone, or says why it does not."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from tokenahead import MTPHeads
+from tokenahead.training import cli
+from tokenahead.training.commands.train import train
+
+IDS = torch.arange(70, 90)[None]
+STILL = {"learning_rate": 0.0, "max_steps": 1}
+
+
+def backbone_of(trainer):
+    return trainer.accelerator.unwrap_model(trainer.model).backbone.eval()
+
+
+@pytest.fixture(params=["all", "lora"])
+def first(request, settings_of, tmp_path):
+    """What learned, the folder of that run, and what its backbone says."""
+    trainer = train(settings_of(drafter="heads", strategy={"train": request.param}, learning_rate=0.05))
+    return request.param, tmp_path / "run", backbone_of(trainer)(IDS).logits.detach()
+
+
+@pytest.mark.parametrize("named", ["where it began", "nothing", "where it ended"])
+def test_a_training_goes_on_with_the_backbone_that_learned(named, first, folders, settings_of, tmp_path):
+    learns, run, wanted = first
+    names = {"where it began": folders / "llama", "nothing": None, "where it ended": run / "backbone"}
+    name = names[named] and str(names[named])
+    options = dict(drafter="heads", drafter_name_or_path=str(run), strategy={"train": learns}, model_name_or_path=name)
+    second = train(settings_of(**options, **STILL, output_dir=str(tmp_path / "second")))
+    torch.testing.assert_close(backbone_of(second)(IDS).logits, wanted)
+    third = train(
+        settings_of(**options | {"drafter_name_or_path": str(tmp_path / "second")}, output_dir=str(tmp_path / "third"))
+        if named != "where it ended"
+        else settings_of(**options, output_dir=str(tmp_path / "third"))
+    )
+    assert not torch.allclose(backbone_of(third)(IDS).logits, wanted), "it learns on"
+    facts = json.loads((tmp_path / "third" / "run.json").read_text())["model"]
+    assert facts["model_name_or_path"].endswith("backbone" if learns == "all" else "llama")
+    assert (facts["adapters"] is None) == (learns == "all")
+
+
+def test_another_backbone_than_that_which_learned(first, folders, settings_of, tmp_path, recwarn):
+    learns, run, _ = first
+    other = shutil.copytree(folders / "llama", tmp_path / "other")
+    settings = settings_of(
+        drafter="heads", drafter_name_or_path=str(run), strategy={"train": learns}, model_name_or_path=str(other),
+        output_dir=str(tmp_path / "second"), **STILL,
+    )  # fmt: skip
+    if learns == "lora":
+        train(settings)
+        said = [str(each.message) for each in recwarn]
+        assert any(
+            f"{run / 'backbone'} were trained for {folders / 'llama'}, and go on {other}" in each for each in said
+        )
+        return
+    with pytest.raises(ValueError, match=f"model_name_or_path={other}: the backbone of {run} learned with these heads"):
+        train(settings)
+    assert not (tmp_path / "second").exists()
+
+
+def test_heads_alone_go_on_with_a_backbone_that_learned(first, settings_of, tmp_path, capsys):
+    learns, run, wanted = first
+    settings = settings_of(
+        drafter="heads", drafter_name_or_path=str(run), output_dir=str(tmp_path / "second"), eval_strategy="steps",
+        eval_steps=4, acceptance=False,
+    )  # fmt: skip
+    if learns == "lora":  # what is saved would be heads without the adapters that they learned with
+        with pytest.raises(ValueError, match=f"{run / 'backbone'}, which .* strategy: {{train: lora}}, or merge"):
+            train(settings)
+        return
+    trainer = train(settings)
+    assert torch.equal(backbone_of(trainer)(IDS).logits, wanted)
+    assert MTPHeads.from_pretrained(tmp_path / "second").config.base_model_name_or_path == str(run / "backbone")
+    wanted = next(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
+    short = ["--prompts", "1", "--new_tokens", "4", "--rows", "2"]
+    for words in ([], ["--output_dir", str(tmp_path / "second")]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["evaluate", str(tmp_path / "config.yaml"), *words, *short])
+        assert ended.value.code == 0
+        found = json.loads((tmp_path / "second" / "evaluation.json").read_text())
+        assert found["losses"]["eval_loss"] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_heads_say_which_backbone_they_went_on_with(settings_of, folders, tmp_path):
+    """Frozen both times, on a copy the second time."""
+    train(settings_of(drafter="heads", max_steps=1))
+    other = str(shutil.copytree(folders / "llama", tmp_path / "other"))
+    options = dict(drafter="heads", drafter_name_or_path=str(tmp_path / "run"), max_steps=1)
+    train(settings_of(**options, model_name_or_path=other, output_dir=str(tmp_path / "second")))
+    assert MTPHeads.from_pretrained(tmp_path / "second").config.base_model_name_or_path == other
+
+
+def test_adapters_are_no_backbone(settings_of, tmp_path):
+    train(settings_of(drafter="heads", strategy={"train": "lora"}, max_steps=1))
+    adapters = tmp_path / "run" / "backbone"
+    with pytest.raises(ValueError, match=f"model_name_or_path={adapters} holds adapters of peft without .* merge them"):
+        train(settings_of(drafter="eagle", model_name_or_path=str(adapters), output_dir=str(tmp_path / "second")))

@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
@@ -41,12 +42,10 @@ def release_box(run: Path, output: Path, seconds: float = 180.0, drafts: dict[st
     Raises:
         ValueError: A package is both learned from and held out, or another version of it is installed now.
     """
-    trained, started = BoxRun.load(run), time.monotonic()
+    trained = BoxRun.load(run)
     manifest = json.loads((run / "text" / "manifest.json").read_text())
     check_split(manifest)
-    scratch = output.with_name(f".{output.name}.{os.getpid()}.part")
-    scratch.mkdir(parents=True)
-    try:
+    with _in_place_of(output) as scratch:
         models = trained.trained_models()
         save_box(scratch, models, dict.fromkeys(models, DRAFTED) | (drafts or {}))
         rows = load_from_disk(str(run / "text" / "held_out")).with_format("numpy")
@@ -55,23 +54,35 @@ def release_box(run: Path, output: Path, seconds: float = 180.0, drafts: dict[st
         (scratch / LOG).write_text("".join(trained.log_lines()))
         (scratch / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
         write_excerpts(scratch, manifest)
-        seal_box(scratch)
-        measurement = BoxMeasurement(seconds=seconds, batch_size=8, on_step=lambda words: print(words, flush=True))
-        reports, _ = measurement.measure(Box.load(scratch))
-        for name, figure in (
-            (SPEED_PICTURE, speed_figure(reports)),
-            (ACCEPTANCE_PICTURE, acceptance_figure(reports)),
-        ):
-            save_picture(figure, scratch / name)
         spread = float(bits.std()) / len(bits) ** 0.5
         of_run = {
             "bits_per_byte": round(float(bits.mean()), 4),
             "standard_error": round(spread, 4),
             "windows": len(bits),
         }
-        write_reports(scratch / FIGURES, reports, before_rounding=of_run)
-        write_box_card(scratch)
         seal_box(scratch)
+        _measure(scratch, seconds, of_run)
+
+
+def measure_again(box: Path, seconds: float = 180.0) -> None:
+    """Measures a box on this machine, and puts the figures in the place of its old ones; the weights stay.
+
+    Raises:
+        BoxDamagedError: A file is missing, or its checksum is wrong; nothing has changed then.
+    """
+    with _in_place_of(box) as scratch:
+        shutil.copytree(box, scratch, dirs_exist_ok=True)
+        _measure(scratch, seconds, json.loads((box / FIGURES).read_text())["before_rounding"])
+
+
+@contextmanager
+def _in_place_of(output: Path) -> Iterator[Path]:
+    """A folder that takes the place of `output` when all is written."""
+    started = time.monotonic()
+    scratch = output.with_name(f".{output.name}.{os.getpid()}.part")
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
         if output.exists():
             shutil.rmtree(output)
         scratch.rename(output)
@@ -79,6 +90,20 @@ def release_box(run: Path, output: Path, seconds: float = 180.0, drafts: dict[st
         shutil.rmtree(scratch, ignore_errors=True)
     size = sum(file.stat().st_size for file in output.iterdir())
     print(f"{output}: {size / 1e6:.1f} MB, written in {time.monotonic() - started:.0f} s")
+
+
+def _measure(folder: Path, seconds: float, before_rounding: dict[str, float]) -> None:
+    """Writes figures, pictures and card of a sealed box, and seals it anew."""
+    measurement = BoxMeasurement(seconds=seconds, batch_size=8, on_step=lambda words: print(words, flush=True))
+    reports, _ = measurement.measure(Box.load(folder))
+    for name, figure in (
+        (SPEED_PICTURE, speed_figure(reports)),
+        (ACCEPTANCE_PICTURE, acceptance_figure(reports)),
+    ):
+        save_picture(figure, folder / name)
+    write_reports(folder / FIGURES, reports, before_rounding=before_rounding)
+    write_box_card(folder)
+    seal_box(folder)
 
 
 def check_split(manifest: dict[str, list[dict[str, object]]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,6 +132,28 @@ def test_the_demo_names_a_damaged_file_before_it_measures(box: Path, tmp_path: P
     finally:
         weights.write_bytes(before)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_box_is_measured_again_with_the_same_weights(
+    box: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(release, "BoxMeasurement", lambda **options: BoxMeasurement(**options | FEW))
+    twin = shutil.copytree(box, tmp_path / "box")
+    release.measure_again(twin, seconds=0.2)
+    check_box(twin)
+    assert [path.name for path in tmp_path.iterdir()] == ["box"]
+    assert {path.name for path in twin.iterdir()} == {path.name for path in box.iterdir()}
+    for name in ("model.safetensors", "btree.safetensors", "held_out.json", "training.jsonl"):
+        assert (twin / name).read_bytes() == (box / name).read_bytes()
+    old, new = (json.loads((folder / FIGURES).read_text()) for folder in (box, twin))
+    assert new["before_rounding"] == old["before_rounding"]
+    assert (
+        "--seconds 0.2" in (twin / "README.md").read_text() and "--seconds 0.1" not in (twin / "README.md").read_text()
+    )
+    (twin / "model.safetensors").write_bytes(b"")
+    with pytest.raises(BoxDamagedError, match="model.safetensors"):
+        release.measure_again(twin, seconds=0.1)
+    assert [path.name for path in tmp_path.iterdir()] == ["box"]
 
 
 def test_a_package_on_both_sides_is_refused(run: Path, tmp_path: Path) -> None:

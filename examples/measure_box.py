@@ -32,7 +32,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.run is None:
-        measure_again(arguments.output, arguments.seconds)
+        measure_again(arguments.output, arguments.seconds, arguments.drafts)
     else:
         release_box(arguments.run, arguments.output, arguments.seconds, arguments.drafts)
     if arguments.readme is not None:

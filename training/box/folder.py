@@ -27,11 +27,11 @@ LOG = "training.jsonl"
 """Name of the log of the training."""
 EXCERPTS = "held_out.json"
 """Name of the file of held-out text."""
-DRAFTED = 8
+DRAFTED = 5
 """Bytes that a head of the box drafts unless its release or the user chose otherwise.
 
-A cycle's cost hardly grows with the draft (FF: 7.1 ms of processor time for 4 bytes, 7.2 to 7.8 for 7), and the last of
-15 bytes are seldom kept.
+A head computes no more than its draft reads, and on a processor every drafted byte costs: of 3 to 8 bytes, FF writes
+most per second with 3 or 5, circuits with 3 (`docs/box.md`).
 """
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _STORED = torch.bfloat16

@@ -22,7 +22,7 @@ from ..evaluation import write_reports
 from ..evaluation.bits import window_bits
 from .card import ACCEPTANCE_PICTURE, SPEED_PICTURE, write_box_card
 from .excerpts import cut_excerpts, save_excerpts
-from .folder import DRAFTED, EXCERPTS, FIGURES, LOG, save_box, seal_box
+from .folder import DRAFTED, EXCERPTS, FIGURES, LOG, load_heads, save_box, seal_box
 from .measure import Box, BoxMeasurement
 from .run import BoxRun
 from .text import held_out_files, windows
@@ -64,14 +64,24 @@ def release_box(run: Path, output: Path, seconds: float = 180.0, drafts: dict[st
         _measure(scratch, seconds, of_run)
 
 
-def measure_again(box: Path, seconds: float = 180.0) -> None:
+def measure_again(box: Path, seconds: float = 180.0, drafts: dict[str, int] | None = None) -> None:
     """Measures a box on this machine, and puts the figures in the place of its old ones; the weights stay.
+
+    Args:
+        box: Its folder.
+        seconds: Time for measuring.
+        drafts: By head, bytes to draft by default from now on; the others go on as they are.
 
     Raises:
         BoxDamagedError: A file is missing, or its checksum is wrong; nothing has changed then.
     """
     with _in_place_of(box) as scratch:
         shutil.copytree(box, scratch, dirs_exist_ok=True)
+        if drafts:
+            models, _ = load_heads(box)
+            lengths = {kind: model.generation_config.num_assistant_tokens for kind, model in models.items()}
+            save_box(scratch, models, lengths | drafts)
+            seal_box(scratch)
         _measure(scratch, seconds, json.loads((box / FIGURES).read_text())["before_rounding"])
 
 

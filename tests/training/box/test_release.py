@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 from tests.training.box.test_box import text
 from tokenahead.training.box import first_screen as screen
 from tokenahead.training.box import release
 from tokenahead.training.box import text as box_text
 from tokenahead.training.box.excerpts import EXCERPT, cut_excerpts, excerpt_windows, load_excerpts
-from tokenahead.training.box.folder import DRAFTED, FIGURES, BoxDamagedError, box_folder, check_box
+from tokenahead.training.box.folder import DRAFTED, FIGURES, BoxDamagedError, box_folder, check_box, load_box
 from tokenahead.training.box.measure import Box, BoxMeasurement
 from tokenahead.training.box.run import BoxRun, Plan
 from tokenahead.training.box.text import HELD_OUT, Source, pack
@@ -150,6 +151,12 @@ def test_a_box_is_measured_again_with_the_same_weights(
     assert (
         "--seconds 0.2" in (twin / "README.md").read_text() and "--seconds 0.1" not in (twin / "README.md").read_text()
     )
+    release.measure_again(twin, seconds=0.2, drafts={"btree": 3})
+    chosen = {kind: load_box(kind, twin)[0].generation_config.num_assistant_tokens for kind in ("ff", "btree")}
+    assert chosen == {"ff": DRAFTED, "btree": 3}
+    for name in ("model.safetensors", "btree.safetensors"):
+        old, new = load_file(box / name), load_file(twin / name)
+        assert old.keys() == new.keys() and all(torch.equal(old[key], new[key]) for key in old)
     (twin / "model.safetensors").write_bytes(b"")
     with pytest.raises(BoxDamagedError, match="model.safetensors"):
         release.measure_again(twin, seconds=0.1)

@@ -23,6 +23,6 @@ def rotary_border(config: PreTrainedConfig | None) -> tuple[str, int] | None:
     kinds = [part for part in layers if part.get("rope_type") in ("dynamic", "longrope")]
     if not kinds:
         return None
-    length = config.max_position_embeddings
+    length = getattr(config, "max_position_embeddings", None) or 0
     borders = [part.get("original_max_position_embeddings") or length for part in kinds]
     return kinds[0]["rope_type"], min(borders)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation import utils
 
 from ..configuration.positions import rotary_border
@@ -92,3 +92,15 @@ def crosses_border(model: PreTrainedModel, model_kwargs: dict[str, Any], prompt:
     if border[0] == "longrope" and begins > border[1]:
         return None
     return f"rope_type={border[0]!r} of {type(model).__name__}, whose frequencies change at position {border[1]}"
+
+
+def last_place(config: PreTrainedConfig, length: int, reach: int) -> int | None:
+    """Where trials behind a prompt must end: at the last position, and `reach` below a border of `crosses_border`.
+
+    Args:
+        config: The backbone's, of its text.
+        length: Tokens of the prompt.
+        reach: How far beyond the text's end a draft may go.
+    """
+    last, border = getattr(config, "max_position_embeddings", None), rotary_border(config)
+    return last if border is None or length > border[1] else min(last, border[1] - reach)

@@ -27,7 +27,7 @@ from ..configuration.positions import learned_positions
 from ..modeling.checkpointing import caches_kept
 from .backbones import check_trees
 from .candidates import CandidateAdapter
-from .continuation import crosses_border, not_continued
+from .continuation import crosses_border, last_place, not_continued
 from .drafters.protocol import DraftOptions, warn_of_threshold
 from .loop import SpeculativeLoop
 from .options import OWN, CallOptions, obstacle, prepared_options, warn_of_unread
@@ -309,7 +309,7 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
         if call.options.draft_tree == "auto":
             choose_tree(
                 partial(speculate, call.backbone), call.speculator, call.options, generation_config, input_ids,
-                getattr(self.config.get_text_config(), "max_position_embeddings", None),
+                last_place(self.config.get_text_config(), input_ids.shape[1], 2 * _DEPTH),
                 {name: model_kwargs[name] for name in model_kwargs.keys() - _OF_THE_CALL}
                 | {"synced_gpus": synced_gpus},
             )  # fmt: skip

@@ -105,7 +105,8 @@ def _asked_for(backbone: PreTrainedModel, targets: list[str] | str | None) -> se
     if targets == "all-linear":
         return _linear(backbone) - _unembedding(backbone)
     if isinstance(targets, str):
-        return {_last(name) for name, _ in backbone.named_modules() if re.fullmatch(targets, name)}
+        names = [name for name, _ in backbone.named_modules() if ".lora_" not in name and ".base_layer" not in name]
+        return {_last(name) for name in names if re.fullmatch(targets, name)}
     return targets and {*map(_last, targets)}
 
 

@@ -55,10 +55,12 @@ def put_adapters(model: PreTrainedModel, folder: str | PathLike) -> None:
     Raises:
         ValueError: Adapters of another model, of which peft would leave out what does not fit.
     """
+    is_training = model.training
     try:
         found = model.load_adapter(str(folder), is_trainable=True)
     except (RuntimeError, ValueError) as error:
         raise ValueError(_misfit(model, folder, str(error))) from error
+    model.train(is_training)  # new parts come in training mode, and would drop out
     if odd := sorted({*found.missing_keys, *found.unexpected_keys, *(key for key, *_ in found.mismatched_keys)}):
         raise ValueError(_misfit(model, folder, f"only one of them has {odd[0]}"))
 

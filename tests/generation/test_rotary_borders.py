@@ -97,3 +97,15 @@ def test_other_types_have_no_border():
     assert rotary_border(LlamaConfig(rope_parameters=yarn)) is None
     layers = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "dynamic", "factor": 2.0}}
     assert rotary_border(LlamaConfig(rope_parameters=layers, max_position_embeddings=99)) == ("dynamic", 99)
+
+
+@pytest.mark.parametrize("length", [20, 85])
+def test_trials_of_trees_stay_below_the_border(length, caplog):
+    model = made(longrope)
+    heads = MTPHeads.from_backbone(model, window=4, leaf="full")
+    options = dict(max_new_tokens=8, do_sample=False, assistant_model=heads, draft_tree="auto", use_mtp=True)
+    with caplog.at_level("WARNING"):
+        found = model.generate(**prompts(length), **options)
+    assert torch.equal(found, model.generate(**prompts(length), max_new_tokens=8, do_sample=False))
+    assert "assistant_confidence_threshold" not in caplog.text and "Decoding one token" not in caplog.text
+    assert heads.tree_choices

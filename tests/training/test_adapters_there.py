@@ -8,6 +8,7 @@ from tests.training.conftest import ragged_rows, trainer_for
 from tests.training.test_evaluation_loss import llama
 from tests.training.test_strategies import modules
 from tokenahead import MTPHeads
+from tokenahead.training.parts import put_adapters
 from tokenahead.training.strategy import TrainingStrategy
 
 ROWS = ragged_rows(4)
@@ -95,3 +96,23 @@ def test_a_model_with_modules_that_carries_adapters(train, tmp_path):
 def test_draft_layers_need_plain_weights(adapted, tmp_path):
     with pytest.raises(ValueError, match="draft_layers need .* merge its adapters first"):
         trainer(MTPHeads.from_backbone(adapted, window=3), tmp_path, draft_layers=1).train()
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_adapters_that_are_put_on_a_model_leave_it_in_its_mode(is_training, tmp_path):
+    """New parts come in training mode, and would drop out where a model is measured."""
+    saved = llama(num_hidden_layers=2)
+    saved.add_adapter(LoraConfig(**THERE | {"lora_dropout": 0.5}, init_lora_weights=False))
+    saved.eval().save_pretrained(tmp_path)
+    backbone = llama(num_hidden_layers=2).train(is_training)
+    put_adapters(backbone, tmp_path)
+    assert {module.training for module in backbone.modules()} == {is_training}
+    ids = torch.arange(3, 13)[None]
+    torch.testing.assert_close(backbone.eval()(ids).logits, saved(ids).logits)
+
+
+def test_a_pattern_that_the_adapters_were_made_by_is_theirs(adapted, tmp_path):
+    """What peft put into the modules has their names in its own, and matches, too."""
+    pattern = r".*\.(q|v)_proj.*"
+    made = trainer(MTPHeads.from_backbone(adapted, window=3), tmp_path, train="lora", lora_targets=pattern)
+    made.train()

@@ -22,7 +22,7 @@ from ..evaluation import write_reports
 from ..evaluation.bits import window_bits
 from .card import ACCEPTANCE_PICTURE, SPEED_PICTURE, write_box_card
 from .excerpts import cut_excerpts, save_excerpts
-from .folder import DRAFTED, EXCERPTS, FIGURES, LOG, load_heads, save_box, seal_box
+from .folder import DRAFTED, EXCERPTS, FIGURES, LOG, check_box, load_heads, save_box, seal_box
 from .measure import Box, BoxMeasurement
 from .run import BoxRun
 from .text import held_out_files, windows
@@ -75,6 +75,7 @@ def measure_again(box: Path, seconds: float = 180.0, drafts: dict[str, int] | No
     Raises:
         BoxDamagedError: A file is missing, or its checksum is wrong; nothing has changed then.
     """
+    check_box(box)
     with _in_place_of(box) as scratch:
         shutil.copytree(box, scratch, dirs_exist_ok=True)
         if drafts:
@@ -88,16 +89,19 @@ def measure_again(box: Path, seconds: float = 180.0, drafts: dict[str, int] | No
 @contextmanager
 def _in_place_of(output: Path) -> Iterator[Path]:
     """A folder that takes the place of `output` when all is written."""
-    started = time.monotonic()
-    scratch = output.with_name(f".{output.name}.{os.getpid()}.part")
+    started, output = time.monotonic(), output.resolve()
+    scratch, old = (output.with_name(f".{output.name}.{os.getpid()}.{part}") for part in ("part", "old"))
     scratch.mkdir(parents=True)
     try:
         yield scratch
         if output.exists():
-            shutil.rmtree(output)
+            output.rename(old)
         scratch.rename(output)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if old.exists() and not output.exists():  # whatever came between: the weights may be the only copy
+            old.rename(output)
+        for folder in (scratch, old):
+            shutil.rmtree(folder, ignore_errors=True)
     size = sum(file.stat().st_size for file in output.iterdir())
     print(f"{output}: {size / 1e6:.1f} MB, written in {time.monotonic() - started:.0f} s")
 

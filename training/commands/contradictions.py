@@ -60,7 +60,7 @@ def _check_schedule(training: SFTConfig) -> None:
     """Refuses options that another schedule of learning rates has; a training would find out at its first step."""
     if not training.lr_scheduler_kwargs:
         return
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=training.learning_rate)
     try:
         get_scheduler(training.lr_scheduler_type, optimizer, 1, 10, training.lr_scheduler_kwargs)
     except TypeError as error:

@@ -72,10 +72,12 @@ def _check_text(name: str, value: str, hint: Any, kinds: list[Any]) -> None:
     plain = [get_origin(kind) or kind for kind in kinds]
     if bool in plain and value.lower() in _TRUTHS:
         return
+    if any(get_origin(kind) is list and get_args(kind) == (str,) for kind in kinds):
+        return
     if dict in plain or any(map(is_dataclass, plain)):
         if not (_is_mapping(value) or Path(value).is_file()):
             raise ValueError(f"{name}={value!r} must be a mapping, one as JSON, or a file that is there")
-    elif not any(get_origin(kind) is list and get_args(kind) == (str,) for kind in kinds):
+    else:
         fitting(name, value, hint)
 
 

@@ -240,6 +240,7 @@ _TYPES: dict[str, Any] = {
     "resume_from_checkpoint": str | bool | None,
     "accelerator_config": AcceleratorConfig | str | None,
     "debug": str | list[str],
+    "fsdp": str | bool | list[str] | None,
     "trackio_static_space_id": str | bool | None,
 }
 """Types of fields that say less, or more, than is meant."""

@@ -163,6 +163,32 @@ def test_a_box_is_measured_again_with_the_same_weights(
     assert [path.name for path in tmp_path.iterdir()] == ["box"]
 
 
+@pytest.mark.parametrize("when", ["before the new one", "behind the old one"])
+def test_a_box_survives_an_interruption_while_it_is_replaced(
+    box: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Its weights may be the only copy there is."""
+    twin = shutil.copytree(box, tmp_path / "box")
+    rename = Path.rename
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if self.suffix == ".part" and target == twin.resolve():
+            if when == "behind the old one":
+                raise KeyboardInterrupt
+            raise OSError("no")
+        return rename(self, target)
+
+    monkeypatch.setattr(release, "_measure", lambda *arguments: None)
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises((KeyboardInterrupt, OSError)):
+        release.measure_again(twin, seconds=0.1)
+    check_box(twin)
+    assert [path.name for path in tmp_path.iterdir()] == ["box"]
+    with pytest.raises(BoxDamagedError, match="there is no model in the box"):
+        release.measure_again(tmp_path / "none" / "box", seconds=0.1)
+    assert [path.name for path in tmp_path.iterdir()] == ["box"]
+
+
 def test_a_package_on_both_sides_is_refused(run: Path, tmp_path: Path) -> None:
     manifest = json.loads((run / "text" / "manifest.json").read_text())
     release.check_split(manifest)

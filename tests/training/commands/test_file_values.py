@@ -83,4 +83,22 @@ def test_what_a_parser_makes_of_text_is_taken(tmp_path):
         temperatures=[0, 1], report_to="none", dtype="float64", pad_to_multiple_of=8,
     )  # fmt: skip
     assert (settings.training.learning_rate, settings.training.packing) == (1e-4, True)
+    files = ["data/*.jsonl", "data/a.parquet", ["a", "b"], {"train": "a"}]
+    for given in files:
+        settings = read(tmp_path, datasets=[{"path": "json", "data_files": given}])
+        assert settings.mixture.datasets[0].data_files == given
+    settings = read(
+        tmp_path, datasets=[{"path": "a", "columns": ["b"]}], lora_target_modules="all-linear", use_peft=True
+    )
     assert settings.mixture.datasets[0].columns == ["b"] and settings.model.lora_target_modules == "all-linear"
+
+
+@pytest.mark.parametrize("value", [True, ["full_shard"], "full_shard auto_wrap"])
+def test_fsdp_is_asked_for_as_transformers_says(value, tmp_path):
+    """True is how it is meant today, names of parts how it was."""
+    assert read(tmp_path, fsdp=value).training.fsdp
+
+
+def test_a_schedule_is_tried_with_the_rate_of_the_run(tmp_path):
+    options = dict(lr_scheduler_type="polynomial", lr_scheduler_kwargs={"lr_end": 0.2})
+    assert read(tmp_path, learning_rate=0.5, **options).training.learning_rate == 0.5

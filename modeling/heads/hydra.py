@@ -56,20 +56,8 @@ class HydraHead(nn.Module):
             state = self.prefix(state, attention_mask, position_ids, cache)
         return torch.cat([states[-1].to(state.dtype), state], -1)
 
-    def forward(self, features: torch.Tensor, backbone: BackboneParts | None = None) -> dict[str, torch.Tensor]:
-        """What the law is made of.
-
-        Args:
-            features: [..., 2 d]; or last hidden states [..., d], where s is the same.
-            backbone: Of which position 1 and the embeddings are borrowed.
-
-        Returns:
-            `leaf_logits` [..., 1, 1, V] of position 1, and `state` [..., d].
-        """
-        return {"leaf_logits": self.first(features, backbone)[..., None, None, :], "state": self.state(features)}
-
     def first(self, features: torch.Tensor, backbone: BackboneParts | None) -> torch.Tensor:
-        """Logits [..., V] of position 1: the backbone's, of h."""
+        """Logits [..., V] of position 1, the backbone's, at features [..., 2 d]; at [..., d], s is h."""
         return next_token_logits(features[..., : self._width(features)], backbone)
 
     def state(self, features: torch.Tensor) -> torch.Tensor:

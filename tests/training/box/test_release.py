@@ -262,5 +262,5 @@ class TestTheBox:
 
     def test_the_readme_shows_its_figures(self) -> None:
         reports = read_reports(box_folder() / FIGURES)
-        shown = screen.block_of((ROOT / "README.md").read_text(encoding="utf-8"))
+        shown = screen.block_of((ROOT / "docs" / "box.md").read_text(encoding="utf-8"))
         assert shown == screen.first_screen(reports)

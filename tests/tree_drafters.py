@@ -4,8 +4,7 @@ import random
 
 import torch
 
-from tokenahead.generation.attachment import Attachable
-from tokenahead.generation.trees import DraftTree, drawn_tree
+from tests.internals import Attachable, DraftTree, drawn_tree
 
 DEPTH = 4
 

@@ -8,9 +8,7 @@ import itertools
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tokenahead.generation.processing import Processing
-from tokenahead.generation.tree_verification import kept_path, tree_acceptance
-from tokenahead.generation.trees import DraftTree, path_columns
+from tests.internals import DraftTree, Processing, kept_path, path_columns, tree_acceptance
 
 V = 3
 WARPS = {

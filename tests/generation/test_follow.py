@@ -4,9 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenahead.generation.tree_verification import follow
-from tokenahead.generation.trees import DraftTree
-from tokenahead.generation.verification import verify_greedy, verify_tree_greedy
+from tests.internals import DraftTree, follow, verify_greedy, verify_tree_greedy
 
 
 @st.composite

@@ -7,9 +7,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation import logits_process as library
 
-from tokenahead.generation.contract import DraftTree
-from tokenahead.generation.processing import Processing
-from tokenahead.generation.tokens import Kept, TokenRows
+from tests.internals import DraftTree, Kept, Processing, TokenRows
 
 V, PROMPT, DRAFTS = 17, 6, 4
 EOS = 2

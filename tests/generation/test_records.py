@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from tokenahead.generation.records import Records
-from tokenahead.generation.targets import Fed
+from tests.internals import Fed, Records
 
 BATCH, V, LAYERS, WIDTH, PROMPT = 2, 5, 3, 4, 6
 KEPT = [[1, 1], [3, 0], [2, 0]]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from tokenahead.generation.schedule import AdaptiveSchedule, ConstantSchedule
+from tests.internals import AdaptiveSchedule, ConstantSchedule
 
 
 def run(schedule, chance, seconds, cycles, seed=0, rows=1):

@@ -13,8 +13,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from tokenahead.generation.stopping import Stopping
-from tokenahead.generation.tokens import Kept, TokenRows
+from tests.internals import Kept, Stopping, TokenRows
 
 PROMPT = 4
 WORDS = ["<unk>", "st", "op", "stop", "sto", "pper", "x", "y", " "]

@@ -5,10 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from tests.backbones import ATTENTION_WINDOW, backbone
-from tokenahead.generation.contract import DraftTree, Verdict
-from tokenahead.generation.masks import dense_mask, tree_mask
-from tokenahead.generation.targets import RepackedTarget, compact, shift_cache
-from tokenahead.generation.tokens import Kept
+from tests.internals import DraftTree, Kept, RepackedTarget, Verdict, compact, dense_mask, shift_cache, tree_mask
 
 NAMES = ["llama", "mistral", "gemma3", "gpt2"]
 LENGTHS = [9, 4]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tokenahead.generation.tokens import Kept, TokenRows
+from tests.internals import Kept, TokenRows
 
 CPU = torch.device("cpu")
 

@@ -8,17 +8,18 @@ import pytest
 import torch
 
 from tests.backbones import backbone, check_greedy, prompts, train_heads
-from tokenahead import EagleHead, MTPHeads
-from tokenahead.generation.tree_choice import (
+from tests.internals import (
     CycleSeconds,
+    DraftTree,
     Trial,
     WatchedRule,
     best_tree,
+    choices_from_accuracies,
     expected_tokens,
     measured_tree,
     rates_of,
 )
-from tokenahead.generation.trees import DraftTree, choices_from_accuracies
+from tokenahead import EagleHead, MTPHeads
 
 RATES = [[0.5, 0.2, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1, 0.1]]
 

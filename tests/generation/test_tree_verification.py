@@ -7,20 +7,22 @@ import pytest
 import torch
 
 from tests import tree_worlds
-from tests.laws import chi_square
-from tests.no_sync import NoSync
-from tests.tree_worlds import WARPS, V, World, all_trees, emitted_law, ends, first_of_length
-from tokenahead.generation import tree_verification
-from tokenahead.generation.tree_verification import follow, tree_acceptance
-from tokenahead.generation.trees import DraftTree, drawn_tree
-from tokenahead.generation.verification import (
+from tests.internals import (
+    DraftTree,
     block_acceptance,
+    draw,
+    drawn_tree,
+    follow,
     token_acceptance,
+    tree_acceptance,
     verify,
     verify_sampled,
     verify_tree,
 )
-from tokenahead.modeling.sampling import draw
+from tests.internals import tree_verification_module as tree_verification
+from tests.laws import chi_square
+from tests.no_sync import NoSync
+from tests.tree_worlds import WARPS, V, World, all_trees, emitted_law, ends, first_of_length
 
 SHAPES = {
     "chain": [-1, 0, 1],

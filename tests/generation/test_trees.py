@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from tests.laws import chi_square
-from tests.no_sync import NoSync
-from tests.tree_worlds import WARPS, V, World, emitted_law
-from tokenahead.generation import trees as growth
-from tokenahead.generation.trees import (
+from tests.internals import (
     DraftTree,
     choices_from_accuracies,
     drawn_tree,
     dynamic_tree,
+    race_order,
     ranked_tree,
     static_tree,
 )
-from tokenahead.modeling.sampling import race_order
+from tests.internals import trees_module as growth
+from tests.laws import chi_square
+from tests.no_sync import NoSync
+from tests.tree_worlds import WARPS, V, World, emitted_law
 
 DATA = Path(__file__).parent.parent / "data" / "trees"
 GROWTH, CHOICES = load_file(DATA / "growth.safetensors"), load_file(DATA / "choices.safetensors")

@@ -8,9 +8,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.internals import block_acceptance, token_acceptance, verify
+from tests.internals import verification_module as verification
 from tests.laws import chi_square, golden
-from tokenahead.generation import verification
-from tokenahead.generation.verification import block_acceptance, token_acceptance, verify
 
 RULES = {"token": token_acceptance, "block": block_acceptance}
 V = 3

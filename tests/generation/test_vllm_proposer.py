@@ -10,9 +10,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from tests.internals import HeadProposer, listen
 from tests.modeling.heads.backbones import backbone, shaken
 from tokenahead import MTPHeads
-from tokenahead.generation.vllm_proposer import HeadProposer, listen
 
 KINDS = {
     "ff": {},

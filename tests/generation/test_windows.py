@@ -8,11 +8,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.families import family_config, family_model, shake
+from tests.internals import DraftTree
+from tests.internals import drafters_modules as modules
 from tests.models import left_padded
 from tests.tree_drafters import DEPTH, KnowingTrees, _Call
-from tokenahead.generation.contract import DraftTree
-from tokenahead.generation.drafters import modules
-from tokenahead.generation.drafters.assistant import AssistantDrafter
+from tokenahead import AssistantDrafter
 
 WINDOW, NEW, NODES, VOCABULARY = 6, 40, 7, 24
 NAMES = ["mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text"]

@@ -10,9 +10,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.backbones import backbone, blurred, word_tokenizer
-from tokenahead import DeepSeekMTP, EagleHead, MTPHeads, PTPForCausalLM, PTPStudent
-from tokenahead.generation.drafters.assistant import AssistantDrafter
-from tokenahead.generation.drafters.ngram import NgramDrafter
+from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, MTPHeads, NgramDrafter, PTPForCausalLM, PTPStudent
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 10, 11, 9, 10, 11, 9]])
 OPTIONS = dict(attention_mask=torch.ones_like(PROMPT), max_new_tokens=16, do_sample=False)

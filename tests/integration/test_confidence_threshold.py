@@ -4,15 +4,13 @@ import pytest
 import torch
 
 from tests.every_model import llama
+from tests.internals import DraftOptions, HeadDrafter
+from tests.internals import drafters_protocol as protocol
 from tests.laws import continuation_law, continuation_p_value
 from tests.modeling.heads.backbones import KINDS, shaken
 from tests.models import left_padded, tiny_model
 from tests.ptp_models import student
-from tokenahead import MTPHeads
-from tokenahead.generation.drafters import protocol
-from tokenahead.generation.drafters.heads import HeadDrafter
-from tokenahead.generation.drafters.ngram import NgramDrafter
-from tokenahead.generation.drafters.protocol import DraftOptions
+from tokenahead import MTPHeads, NgramDrafter
 
 PROMPT = torch.tensor([[1, 3, 2, 4, 3]])
 GREEDY = dict(max_new_tokens=24, do_sample=False, return_dict_in_generate=True)

@@ -7,11 +7,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from tests.internals import DraftOptions, Processing, block_acceptance, circuit_from_logits, token_acceptance
 from tests.ptp_models import backbone, student
-from tokenahead.generation.drafters.protocol import DraftOptions
-from tokenahead.generation.processing import Processing
-from tokenahead.generation.verification import block_acceptance, token_acceptance
-from tokenahead.modeling.heads.circuit_families import circuit_from_logits
 
 V, WINDOW, RANK = 3, 4, 2
 WARPS = {

@@ -5,9 +5,7 @@ import torch
 
 from tests.backbones import backbone, blurred, code, code_prompts, learn, plain_continuations, train_heads
 from tests.laws import continuation_law, continuation_p_value
-from tokenahead import MTPHeads
-from tokenahead.generation.drafters.assistant import AssistantDrafter
-from tokenahead.generation.drafters.ngram import NgramDrafter
+from tokenahead import AssistantDrafter, MTPHeads, NgramDrafter
 
 MAKE = {
     "heads": lambda model: MTPHeads.from_backbone(model, window=4, leaf="full").eval(),

@@ -14,12 +14,11 @@ from transformers import (
 )
 
 from tests.backbones import ATTENTION_WINDOW, backbone, blurred, check_greedy, code, code_prompts, learn
+from tests.internals import AssistantChain
 from tests.laws import continuation_law, continuation_p_value
 from tests.models import left_padded
 from tests.no_sync import NoSync
-from tokenahead import EvaByteConfig, EvaByteForMTPC
-from tokenahead.generation.drafters.assistant import AssistantChain, AssistantDrafter
-from tokenahead.generation.drafters.ngram import NgramDrafter
+from tokenahead import AssistantDrafter, EvaByteConfig, EvaByteForMTPC, NgramDrafter
 
 NAMES = ["llama", "mistral", "gpt2"]
 NEW, DRAFT = 30, 4

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.internals import parallel_speculator_module as parallel_speculator
+from tests.internals import pick
 from tests.laws import chi_square
 from tests.models import left_padded
 from tokenahead import PTPForCausalLM
-from tokenahead.generation import parallel_speculator
-from tokenahead.modeling.sampling import pick
 
 DATA = Path(__file__).parents[1] / "data" / "ptp"
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 8, "top_p": 0.95}

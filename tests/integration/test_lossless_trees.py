@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tests.backbones import ATTENTION_WINDOW, backbone, plain_continuations, prompts
+from tests.internals import DraftTree
 from tests.laws import continuation_law, continuation_p_value
 from tests.models import left_padded
 from tests.tree_drafters import DEPTH, DrawnTrees, KnowingTrees
-from tokenahead.generation.contract import DraftTree
 
 NAMES = ["llama", "mistral", "gemma3", "gpt2"]
 NEW = 20

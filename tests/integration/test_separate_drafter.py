@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
+from tests.internals import pick
 from tests.laws import chi_square
 from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, backbone, ids, student
 from tokenahead import PTPStudent
-from tokenahead.modeling.sampling import pick
 
 
 def pair(variant="one_hot", noise=0.02, base=None):

@@ -7,13 +7,11 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from tests.backbones import backbone, blurred
+from tests.internals import SampledRule
+from tests.internals import mixins_module as mixins
 from tests.models import tiny_model
 from tests.ptp_models import ids, student
-from tokenahead import MTPHeads
-from tokenahead.generation import mixins
-from tokenahead.generation.drafters.assistant import AssistantDrafter
-from tokenahead.generation.drafters.ngram import NgramDrafter
-from tokenahead.generation.rules import SampledRule
+from tokenahead import AssistantDrafter, MTPHeads, NgramDrafter
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 10, 11, 9, 10, 11, 9]])
 OPTIONS = dict(attention_mask=torch.ones_like(PROMPT), max_new_tokens=12, do_sample=False)

@@ -19,11 +19,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from tests.internals import ParallelAssistant, TravellingMixin
 from tests.matrix.habits import DICT, HABITS, as_plain, habit
 from tests.matrix.models import Entry
 from tokenahead import AssistantDrafter
-from tokenahead.generation.drafters.parallel_assistant import ParallelAssistant
-from tokenahead.modeling.remote_code import TravellingMixin
 
 __all__ = ["HABITS"]
 

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.families import family_config, family_model, random_ids
+from tests.internals import export
+from tests.internals import export_module as module
 from tokenahead import DeepSeekMTP
-from tokenahead.model_cards import export as module
-from tokenahead.model_cards.export import export
 
 GOLDEN = Path(__file__).parents[1] / "data" / "deepseek_mtp" / "glm4moe_d1"
 

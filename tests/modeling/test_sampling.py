@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tests.internals import draw, picked, raced
 from tests.laws import chi_square
-from tokenahead.modeling.sampling import draw, picked, raced
 
 WAYS = pytest.mark.parametrize("way", [picked, raced])
 

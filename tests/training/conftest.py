@@ -6,7 +6,7 @@ from transformers import TrainingArguments
 
 from tests.models import tiny_model
 from tokenahead import EvaByteConfig
-from tokenahead.training.trainer import MTPTrainer
+from tokenahead.training import MTPTrainer
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
 

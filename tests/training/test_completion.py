@@ -12,13 +12,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.families import family_config, shake
+from tests.internals import Request, complete
+from tests.internals import completion_module as completion
 from tests.ptp_models import student
 from tests.training.conftest import small_model
 from tests.training.test_cli import Terminal, run
-from tokenahead import DeepSeekMTP, EvaByteForMTPC, EvaByteTokenizer, MTPHeads, PTPForCausalLM
-from tokenahead.configuration import MTPHeadConfig
-from tokenahead.training import completion
-from tokenahead.training.completion import Request, complete
+from tokenahead import DeepSeekMTP, EvaByteForMTPC, EvaByteTokenizer, MTPHeadConfig, MTPHeads, PTPForCausalLM
 
 SIZES = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=320)
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from tests.internals import RegeneratedText
 from tests.training.test_evaluation_loss import llama
 from tokenahead import NgramDrafter
-from tokenahead.training.regeneration import RegeneratedText, regenerate
+from tokenahead.training import regenerate
 
 PROMPTS = [[70, 71, 72], [80], [90, 91], [100, 101, 102, 103], [75, 76]]
 

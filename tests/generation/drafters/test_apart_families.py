@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import MistralConfig
 
+from tests.internals import AttendingHeadDrafter
 from tests.modeling.heads.backbones import KINDS, backbone, shaken
 from tokenahead import MTPHeads
-from tokenahead.generation.drafters.attending import AttendingHeadDrafter
 
 PROMPT = torch.tensor([[0, 0, 0, 7, 9, 4], [0, 5, 8, 3, 6, 2], [11, 12, 13, 14, 15, 16]])
 MASK = (PROMPT != 0).long()

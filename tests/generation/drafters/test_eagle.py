@@ -7,10 +7,9 @@ import torch
 from transformers import GenerationMixin, MistralConfig, Qwen3Config
 
 from tests.eagle_models import tiny_backbone
+from tests.internals import EagleDrafter, tree_options
 from tests.models import left_padded
 from tokenahead import EagleHead
-from tokenahead.generation.drafters.eagle import EagleDrafter
-from tokenahead.generation.growth import tree_options
 
 GREEDY = dict(max_new_tokens=30, do_sample=False, pad_token_id=0)
 CHOICES = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]

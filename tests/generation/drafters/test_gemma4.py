@@ -15,14 +15,11 @@ from transformers import (
 
 from tests.backbones import backbone, check_greedy, plain_continuations, prompts
 from tests.gemma4_models import WINDOW, assistant, gemma4, read, trained_pair
+from tests.internals import CallOptions, DraftOptions, RepackedTarget, TokenRows
 from tests.laws import continuation_law, continuation_p_value
 from tests.models import left_padded
 from tests.no_sync import NoSync
 from tokenahead import AssistantDrafter
-from tokenahead.generation.drafters.protocol import DraftOptions
-from tokenahead.generation.options import CallOptions
-from tokenahead.generation.targets import RepackedTarget
-from tokenahead.generation.tokens import TokenRows
 
 DRAFT = 3
 

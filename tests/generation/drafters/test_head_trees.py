@@ -10,14 +10,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LogitsProcessorList
 
 from tests.backbones import backbone, check_greedy, prompts, train_heads
+from tests.internals import Processing, WindowGrowth
+from tests.internals import trees_module as growth
 from tests.laws import continuation_law, continuation_p_value
 from tests.modeling.heads.backbones import shaken
 from tests.no_sync import NoSync
 from tests.tree_worlds import WARPS, V, World, emitted_law, first_of_length
 from tokenahead import EvaByteConfig, EvaByteForMTPC, MTPHeads
-from tokenahead.generation import trees as growth
-from tokenahead.generation.drafters.heads import WindowGrowth
-from tokenahead.generation.processing import Processing
 
 KINDS = {
     "ff": dict(leaf="full"),

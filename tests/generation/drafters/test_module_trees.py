@@ -9,14 +9,12 @@ from transformers import LogitsProcessorList
 
 from tests.families import family_model
 from tests.integration.test_lossless_modules import CHECKPOINT, enumerate_outcomes, greedy, prompts
+from tests.internals import ModuleGrowth, Processing, TokenRows
+from tests.internals import drafters_modules as modules
+from tests.internals import growth_module as growth
 from tests.laws import chi_square
 from tests.models import left_padded
 from tokenahead import DeepSeekMTP
-from tokenahead.generation import growth
-from tokenahead.generation.drafters import modules
-from tokenahead.generation.drafters.module_trees import ModuleGrowth
-from tokenahead.generation.processing import Processing
-from tokenahead.generation.tokens import TokenRows
 
 TREE = dict(draft_tree=dict(depth=3, top_k=3, total_tokens=14))
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.backbones import backbone
-from tokenahead.generation.drafters.ngram import NgramDrafter, NgramLookup
-from tokenahead.generation.tokens import Kept, TokenRows
+from tests.internals import Kept, NgramLookup, TokenRows
+from tokenahead import NgramDrafter
 
 LONGEST, LENGTH = 3, 4
 

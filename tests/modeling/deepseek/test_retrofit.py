@@ -6,11 +6,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.families import BACKBONES, family_config, random_ids, shake
+from tests.internals import MTPFamily, Readout
+from tests.internals import deepseek_readout as readout
+from tests.internals import deepseek_retrofit as retrofit
+from tests.internals import mtp_families_FAMILIES as FAMILIES
 from tests.models import left_padded
 from tokenahead import DeepSeekMTP
-from tokenahead.configuration.mtp_families import FAMILIES, MTPFamily
-from tokenahead.modeling.deepseek import readout, retrofit
-from tokenahead.modeling.deepseek.readout import Readout
 
 VOCABULARY = 24
 OPTIONS = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}

@@ -5,9 +5,9 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from tests.eagle_models import CASES, golden_case, tiny_backbone
+from tests.internals import EagleLossOptions
+from tests.internals import eagle_losses as losses
 from tokenahead import EagleHead
-from tokenahead.modeling.eagle import losses
-from tokenahead.modeling.eagle.loss_options import EagleLossOptions
 
 IDS = torch.randint(2, 64, (2, 20), generator=torch.Generator().manual_seed(5))
 

@@ -5,9 +5,8 @@ import torch
 
 from tests.models import left_padded, tiny_model
 from tests.training.conftest import ragged_rows, trainer_for
-from tokenahead import EvaByteForMTPC
-from tokenahead.modeling.evabyte.cache import EvaByteCache
-from tokenahead.training.strategy import TrainingStrategy
+from tokenahead import EvaByteCache, EvaByteForMTPC
+from tokenahead.training import TrainingStrategy
 
 VOCAB = 6  # so small that some drafts of random heads are right
 SMALL = dict(vocab_size=VOCAB, window_size=8, chunk_size=4, num_pred_heads=4, num_hidden_layers=3)

@@ -6,9 +6,9 @@ from huggingface_hub.errors import StrictDataclassError
 from torch.nn.functional import linear, silu
 from transformers import Gemma3TextConfig, GPT2Config, GPTNeoXConfig, Qwen3Config
 
+from tests.internals import heads_chunks as chunks
 from tests.modeling.heads.backbones import KINDS, backbone, shaken
 from tokenahead import MTPHeadConfig, MTPHeads
-from tokenahead.modeling.heads import chunks
 
 IDS = torch.randint(2, 64, (2, 11), generator=torch.Generator().manual_seed(0))
 

@@ -3,14 +3,7 @@
 import pytest
 import torch
 
-from tokenahead.modeling.heads.divergences import (
-    DIVERGENCES,
-    acceptance,
-    divergence,
-    head_and_rest,
-    log_acceptance,
-    lumped,
-)
+from tests.internals import DIVERGENCES, acceptance, divergence, head_and_rest, log_acceptance, lumped
 
 
 def laws(scale=3.0, rows=50, size=40):

@@ -5,11 +5,8 @@ import json
 import pytest
 import torch
 
+from tests.internals import balanced, circuit_from_logits, draw, logsumexp
 from tests.laws import CIRCUITS, chi_square, golden
-from tokenahead.modeling.heads.circuit_families import circuit_from_logits
-from tokenahead.modeling.heads.tree_structure import balanced
-from tokenahead.modeling.heads.window_law import logsumexp
-from tokenahead.modeling.sampling import draw
 
 CASES = {case["name"]: case for case in json.loads((CIRCUITS / "index.json").read_text())["cases"]}
 DENSITY = [name for name, case in CASES.items() if case["type"] == "density"]

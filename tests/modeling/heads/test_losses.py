@@ -3,21 +3,21 @@
 import pytest
 import torch
 
-from tests.laws import golden
-from tests.modeling.heads.plain_losses import head_and_batch, plain_loss
-from tokenahead import MTPHeadConfig
-from tokenahead.modeling.heads.ff import FFHead
-from tokenahead.modeling.heads.losses import (
+from tests.internals import (
     IGNORE,
+    FFHead,
     counts_of_update,
     depth_means,
     depth_targets,
     discounted_mtp_loss,
     head_loss,
     tokens_ahead,
+    window_law,
     window_targets,
 )
-from tokenahead.modeling.heads.registry import window_law
+from tests.laws import golden
+from tests.modeling.heads.plain_losses import head_and_batch, plain_loss
+from tokenahead import MTPHeadConfig
 
 FAMILIES = ("ff", "cp", "hmm", "btree")
 READINGS = ("observe", "marginalise", "univariate")

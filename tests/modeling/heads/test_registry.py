@@ -8,10 +8,10 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
+from tests.internals import HEAD_FAMILIES, build_head, init_head, window_law
+from tests.internals import heads_FAMILIES as FAMILIES
 from tests.models import tiny_model
 from tokenahead import MTPHeadConfig
-from tokenahead.configuration.head_families import HEAD_FAMILIES
-from tokenahead.modeling.heads.registry import FAMILIES, build_head, init_head, window_law
 
 TOKENS = torch.randint(64, 320, (1, 12), generator=torch.Generator().manual_seed(2))
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tokenahead.modeling.heads.sequential_law import SequentialLaw
+from tests.internals import SequentialLaw
 
 V, N, D = 3, 4, 5
 WINDOWS = torch.tensor(list(itertools.product(range(V), repeat=N)))

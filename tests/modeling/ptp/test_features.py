@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenahead.modeling.ptp.features import best_of, place, place_beta, uniform_features
-from tokenahead.modeling.sampling import interval, pick
+from tests.internals import best_of, interval, pick, place, place_beta, uniform_features
 
 GOLDENS = Path(__file__).parents[2] / "data" / "ptp"
 LAWS = st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any)

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.internals import FactorisedLaw, packed_mask, packed_positions
 from tests.ptp_models import CONFIGS, VOCABULARY, backbone, ids, student
 from tokenahead import PTPConfig, PTPForCausalLM
-from tokenahead.modeling.heads.window_law import FactorisedLaw
-from tokenahead.modeling.ptp.masks import packed_mask, packed_positions
 
 
 def masked(base=None, **options):

@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 
+from tests.internals import cli_module as cli
+from tests.internals import commands_train as train
 from tokenahead import MTPHeads
-from tokenahead.training import cli
-from tokenahead.training.commands.train import train
 
 IDS = torch.arange(70, 90)[None]
 STILL = {"learning_rate": 0.0, "max_steps": 1}

@@ -6,13 +6,13 @@ from base64 import b64encode
 import pytest
 import torch
 
+from tests.internals import AnalysisArguments, EvaluationArguments, decode, read_settings
+from tests.internals import cli_module as cli
+from tests.internals import commands_analyze as analyze
+from tests.internals import commands_evaluate as evaluate
+from tests.internals import commands_train as train
 from tokenahead import EagleHead, EvaByteTokenizer, MTPHeads
 from tokenahead.model_cards import MeasuredResults
-from tokenahead.training import cli
-from tokenahead.training.byte_text import decode
-from tokenahead.training.commands import analyze, evaluate
-from tokenahead.training.commands.settings import AnalysisArguments, EvaluationArguments, read_settings
-from tokenahead.training.commands.train import train
 
 from .conftest import byte_llama
 

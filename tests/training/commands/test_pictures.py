@@ -4,9 +4,7 @@ import math
 
 import pytest
 
-from tokenahead.training.commands.analysis_figure import analysis_figure
-from tokenahead.training.commands.curves import learning_figure
-from tokenahead.training.commands.evaluation_figure import evaluation_figure
+from tests.internals import analysis_figure, evaluation_figure, learning_figure
 
 
 def figures_of(depths, loss=2.0):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from tests.internals import MARK, check_output, forget_measurements, save_checkpoint
 from tests.training.conftest import small_model
 from tokenahead import EvaByteForMTPC, EvaByteTokenizer
 from tokenahead.model_cards import render_card, write_card
-from tokenahead.training.demo.folder import MARK, check_output, forget_measurements, save_checkpoint
 
 
 def test_a_new_folder_is_made_whole(tmp_path):

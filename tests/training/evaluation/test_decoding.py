@@ -5,18 +5,19 @@ import math
 import pytest
 import torch
 
-from tests.training.conftest import small_model
-from tokenahead import EvaByteTokenizer
-from tokenahead.training.data import ByteWindows, load_corpus
-from tokenahead.training.evaluation import (
+from tests.internals import (
     GREEDY,
     MODES,
+    ByteWindows,
     Measurement,
     bits_per_byte,
     compare_decoding,
-    decoding,
+    load_corpus,
     sampled,
 )
+from tests.internals import evaluation_decoding as decoding
+from tests.training.conftest import small_model
+from tokenahead import EvaByteTokenizer
 
 PROMPTS = ["def f(x):\n", "class Words:\n    pass\n"]
 

@@ -6,10 +6,9 @@ from transformers import DynamicCache
 
 from tests.every_model import llama
 from tests.families import family_model
+from tests.internals import drafted_laws, measure_drafts
 from tests.models import tiny_model
 from tokenahead import EagleHead, MTPHeads
-from tokenahead.training.evaluation.drafts import measure_drafts
-from tokenahead.training.evaluation.laws import drafted_laws
 
 
 def models():

@@ -5,10 +5,8 @@ from itertools import product
 import pytest
 import torch
 
+from tests.internals import GREEDY, TeacherForced, block_acceptance, expected_from_log_probs, sampled, token_acceptance
 from tests.training.conftest import small_model
-from tokenahead.generation.verification import block_acceptance, token_acceptance
-from tokenahead.training.evaluation import GREEDY, TeacherForced, sampled
-from tokenahead.training.evaluation.expected import expected_from_log_probs
 
 V, M, QUARTERS = 3, 3, 4
 

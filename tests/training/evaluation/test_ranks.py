@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from tests.backbones import backbone, train_heads
+from tests.internals import choices_from_accuracies, rank_accuracies
 from tokenahead import MTPHeads
-from tokenahead.generation.trees import choices_from_accuracies
-from tokenahead.training.evaluation import rank_accuracies
 
 
 def written(model, rows=12, length=30):

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
+from tests.internals import load_texts, ptp_data, write_texts
 from tests.ptp_models import backbone, ids, student
-from tokenahead.training.ptp import data as ptp_data
-from tokenahead.training.ptp.data import load_texts, write_texts
 
 PROMPTS = [ids(n, seed=n).tolist() for n in (3, 1, 4, 2, 5)]
 SIZES = {"max_new_tokens": 6, "per_prompt": 2, "batch_size": 2, "shard_size": 2}

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from tests.internals import heads_chunks as chunks
+from tests.internals import ptp_scores as scores
 from tests.ptp_models import VOCABULARY, Places, backbone, ids, student
 from tests.training.ptp.test_trainer import FOLDED, texts, trainer
-from tokenahead.modeling.heads import chunks
-from tokenahead.training.ptp import scores
 
 
 def gradients(model, tmp_path, rows, size, **options) -> tuple[float, list[torch.Tensor]]:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tokenahead.training.ptp.losses import slot_losses, slot_weights, target_law
-from tokenahead.training.ptp.options import LOSSES, PTPOptions
+from tests.internals import ptp_LOSSES as LOSSES
+from tests.internals import slot_losses, slot_weights, target_law
+from tokenahead.training import PTPOptions
 
 GOLDENS = Path(__file__).parents[2] / "data" / "ptp"
 

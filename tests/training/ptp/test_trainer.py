@@ -4,16 +4,22 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
+from tests.internals import (
+    SEQUENCES,
+    PackedRows,
+    Sequences,
+    SlotInputs,
+    Teacher,
+    at_columns,
+    draw_starts,
+    pick,
+    student_drafts,
+    target_law,
+)
+from tests.internals import ptp_LOSSES as LOSSES
 from tests.ptp_models import VOCABULARY, backbone, ids, student
 from tokenahead import PTPForCausalLM
-from tokenahead.modeling.sampling import pick
-from tokenahead.training.ptp.columns import at_columns
-from tokenahead.training.ptp.completions import Sequences, draw_starts
-from tokenahead.training.ptp.losses import target_law
-from tokenahead.training.ptp.options import LOSSES, SEQUENCES, PTPOptions
-from tokenahead.training.ptp.rows import PackedRows, SlotInputs
-from tokenahead.training.ptp.teacher import Teacher, student_drafts
-from tokenahead.training.ptp.trainer import PTPTrainer
+from tokenahead.training import PTPOptions, PTPTrainer
 
 FOLDED = {"temperature": 0.8, "top_k": 7, "top_p": 0.9}
 VARIANTS = ("one_hot", "categorical")

@@ -1,4 +1,4 @@
-"""The package's list of folders in setup.cfg, and clones without symbolic links."""
+"""The package's list of directories in setup.cfg, and clones without symbolic links."""
 
 import configparser
 import shutil

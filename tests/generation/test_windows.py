@@ -1,4 +1,4 @@
-"""Layers with an attention window hold the window and the block while drafts are judged, and nothing older."""
+"""Layers with an attention window hold the window and the block while drafts are verified, and nothing older."""
 
 import copy
 
@@ -29,7 +29,7 @@ class Chains(KnowingTrees):
 
     drafts_trees = False
 
-    def make_drafter(self, options):
+    def start(self, options):
         return _Chain(self, options)
 
 

@@ -121,8 +121,8 @@ def test_pipelines_take_drafters(kind, batch_size):
     texts = ["w5. w6. w7. w5. w6.", "w9. w10."]
     common = dict(model=model, tokenizer=word_tokenizer(), batch_size=batch_size)
     plain = transformers.pipeline("text-generation", **common)(texts, **options)
-    drafting = drafter.make_drafter
-    drafter.make_drafter = lambda options: calls.append(1) or drafting(options)
+    drafting = drafter.start
+    drafter.start = lambda options: calls.append(1) or drafting(options)
     ours = transformers.pipeline("text-generation", assistant_model=drafter, **common)(texts, **options)
     assert ours == plain and len(calls) == 2 // batch_size
 

@@ -1,4 +1,4 @@
-"""Folders are saved whole or not at all, with or without code, and leave no trace on the model."""
+"""Directories are saved whole or not at all, with or without code, and leave no trace on the model."""
 
 import json
 import os

@@ -17,7 +17,7 @@ THERE = dict(r=3, lora_alpha=5, lora_dropout=0.0, target_modules=["q_proj", "v_p
 
 @pytest.fixture
 def adapted(tmp_path):
-    """A backbone with adapters from a folder, which are not at zero, and do not learn."""
+    """A backbone with adapters from a directory, which are not at zero, and do not learn."""
     torch.manual_seed(0)
     plain = llama(num_hidden_layers=2)
     plain.add_adapter(LoraConfig(**THERE, init_lora_weights=False))

@@ -57,7 +57,7 @@ def test_refusals(tmp_path):
 
 
 def test_a_misspelt_option_binds_no_folder(tmp_path):
-    """Nothing was written: the right spelling may have the same folder."""
+    """Nothing was written: the right spelling may have the same directory."""
     backbone = llama()
     with pytest.raises(ValueError, match="max_tokns"):
         regenerate(backbone, PROMPTS, tmp_path, max_new_tokens=4, max_tokns=3)

@@ -26,7 +26,7 @@ def quantize(weight):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A float8 folder in DeepSeek's manner, with `eh_proj` in full precision; and the model it was made from."""
+    """A float8 directory in DeepSeek's manner, with `eh_proj` in full precision; and the model it was made from."""
     model = family_model("deepseek_v3")
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -79,7 +79,7 @@ def test_norms_with_a_bias_start_at_nothing():
     torch.testing.assert_close(norm(states), nn.functional.layer_norm(states, (32,)), atol=1e-4, rtol=0)
 
 
-def test_sampled_drafts_follow_the_scaled_and_capped_law():
+def test_sampled_drafts_follow_the_scaled_and_capped_distribution():
     backbone = backbone_of("gemma2")
     states = torch.randn(5, 32)
     logits = Readout(backbone)(states)

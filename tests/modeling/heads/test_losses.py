@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.distributions import golden
 from tests.internals import (
     IGNORE,
     FFHead,
@@ -12,10 +13,9 @@ from tests.internals import (
     discounted_mtp_loss,
     head_loss,
     tokens_ahead,
-    window_law,
+    window_distribution,
     window_targets,
 )
-from tests.laws import golden
 from tests.modeling.heads.plain_losses import head_and_batch, plain_loss
 from tokenahead import MTPHeadConfig
 
@@ -138,7 +138,7 @@ def test_golden_terms_of_independent_heads():
     valid = data["valid"].bool()
     assert torch.equal(targets != IGNORE, valid)
     config = MTPHeadConfig(window=4)
-    terms = -window_law(head, config, data["e"]).token_log_probs(targets.clamp(min=0))
+    terms = -window_distribution(head, config, data["e"]).token_log_probs(targets.clamp(min=0))
     torch.testing.assert_close(terms[valid], data["observe.terms"][valid], rtol=0, atol=1e-12)
     loss, means, *_ = head_loss(head, config, data["e"], targets, None)
     torch.testing.assert_close(loss[None], data["observe.loss_global_over_gammasum"], rtol=0, atol=1e-12)

@@ -1,4 +1,5 @@
-"""What the tests of the commands share: folders of tiny models, files of text and chats, settings from a mapping."""
+"""What the tests of the commands share: directories of tiny models, files of text and chats, settings from a
+mapping."""
 
 import json
 
@@ -41,7 +42,7 @@ MODELS = {
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    """By name: a folder with a tiny byte-level model and its tokenizer."""
+    """By name: a directory with a tiny byte-level model and its tokenizer."""
     root = tmp_path_factory.mktemp("models")
     for name, make in MODELS.items():
         torch.manual_seed(0)

@@ -20,7 +20,7 @@ def backbone_of(trainer):
 
 @pytest.fixture(params=["all", "lora"])
 def first(request, settings_of, tmp_path):
-    """What learned, the folder of that run, and what its backbone says."""
+    """What learned, the directory of that run, and what its backbone says."""
     trainer = train(settings_of(drafter="heads", strategy={"train": request.param}, learning_rate=0.05))
     return request.param, tmp_path / "run", backbone_of(trainer)(IDS).logits.detach()
 

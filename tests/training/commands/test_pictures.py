@@ -1,4 +1,4 @@
-"""The pictures of the commands: nothing lies over a legend's text, lines are told apart, axes count whole numbers."""
+"""The figures of the commands: nothing lies over a legend's text, lines are told apart, axes count whole numbers."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""`tokenahead train`: every drafter from a YAML file to a folder that loads again, with the facts of the run."""
+"""`tokenahead train`: every drafter from a YAML file to a directory that loads again, with the facts of the run."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The pictures can be read: every word lies inside them, none on another one, and every marker inside its axes."""
+"""The figures can be read: every word lies inside them, none on another one, and every marker inside its axes."""
 
 from itertools import combinations
 

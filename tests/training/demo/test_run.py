@@ -89,7 +89,7 @@ class Watch(TrainerCallback):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """One whole run: what it returned, the folder, what was printed, and its weights on the way."""
+    """One whole run: what it returned, the directory, what was printed, and its weights on the way."""
     root, watch = tmp_path_factory.mktemp("demo"), Watch()
     write_source(root / "source")
     start = Start(root / "out", load_corpus(root / "source", held_out=0.3))

@@ -96,7 +96,7 @@ def test_an_early_end_is_a_difference_too(model, monkeypatch):
     assert comparison.result.identical is False and "after 7 tokens" in comparison.completions[0].difference
 
 
-def test_samples_are_drawn_from_the_whole_law_and_not_compared(model, monkeypatch):
+def test_samples_are_drawn_from_the_whole_distribution_and_not_compared(model, monkeypatch):
     seen = []
     generate = model.generate
 

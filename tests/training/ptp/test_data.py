@@ -48,7 +48,7 @@ def test_a_run_that_was_cut_off_ends_with_the_same_texts(tmp_path, monkeypatch):
     assert written[0].stat().st_mtime_ns == before
 
 
-def test_texts_follow_the_verified_law(tmp_path):
+def test_texts_follow_the_verified_distribution(tmp_path):
     model = student(sampling={"top_k": 1})  # taken from the student's own configuration
     texts = write_texts(model, PROMPTS, tmp_path, max_new_tokens=4)
     for prompt, row in zip(PROMPTS, texts):

@@ -67,7 +67,7 @@ def test_evaluation_on_written_texts_repeats_itself(sequences, tmp_path):
 
 @pytest.mark.parametrize(("variant", "loss"), [("one_hot", "ce"), ("categorical", "kl")])
 def test_pieces_of_the_loss_give_what_all_of_it_gives(variant, loss, tmp_path, monkeypatch):
-    """Slots and laws three rows at a time; no tensor over the vocabulary is larger."""
+    """Slots and distributions three rows at a time; no tensor over the vocabulary is larger."""
     model, rows = student(variant, backbone().double(), sampling=FOLDED), texts(backbone(), **FOLDED)[:4]
     options = {"loss": loss, "completions": 4, "greedy_share": 0.5}
     torch.manual_seed(7)

@@ -21,7 +21,7 @@ from tokenahead.training.box.run import BoxRun, Plan
 def main() -> None:
     """Reads the arguments and runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder of text, checkpoints, log and result")
+    parser.add_argument("--output", type=Path, required=True, help="directory of text, checkpoints, log and result")
     parser.add_argument("--hours", type=float, required=True, help="training time of backbone and heads together")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of PyTorch")
     parser.add_argument("--until", choices=("text", "backbone", "heads"), default="heads", help="stop after this part")

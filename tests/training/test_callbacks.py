@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from tests.internals import ProgressCallback, StepCounter, TimeBudget, TimedTrainer
+from tests.internals import callbacks_module as callbacks
 from tests.training.conftest import ragged_rows, small_model, trainer_for
-from tokenahead.training import callbacks
-from tokenahead.training.callbacks import ProgressCallback, StepCounter, TimeBudget, TimedTrainer
 
 
 class Clock:

@@ -7,15 +7,14 @@ import sys
 import pytest
 
 from tests.every_model import llama
+from tests.internals import BoxMeasurement, HeadReport
+from tests.internals import cli_module as cli
+from tests.internals import completion_module as completion
+from tests.internals import demo_run as demo_module
+from tests.internals import demo_show as show
 from tests.training.conftest import micro_config, small_model
-from tokenahead import EvaByteConfig, EvaByteTokenizer, MTPHeads, __version__
-from tokenahead.configuration import MTPHeadConfig
+from tokenahead import EvaByteConfig, EvaByteTokenizer, MTPHeadConfig, MTPHeads, __version__
 from tokenahead.model_cards import DecodingResult, MeasuredResults
-from tokenahead.training import cli, completion
-from tokenahead.training.box.measure import BoxMeasurement
-from tokenahead.training.demo import run as demo_module
-from tokenahead.training.demo import show
-from tokenahead.training.evaluation import HeadReport
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +269,7 @@ def test_a_folder_of_someone_else_is_refused(capsys, tmp_path):
 
 
 def test_the_default_model_is_a_tiny_one():
-    from tokenahead.training.demo.recipe import tiny_config
+    from tests.internals import tiny_config
 
     config = tiny_config()
     assert isinstance(config, EvaByteConfig) and (config.window_size, config.chunk_size) == (256, 16)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tokenahead.training.muon import JointOptimizer, Muon, orthogonalised
+from tests.internals import JointOptimizer, Muon, orthogonalised
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (12, 5), (5, 12)])

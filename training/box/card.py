@@ -15,16 +15,16 @@ from ..results import DecodingResult
 from .folder import EXCERPTS, FIGURES, LOG
 
 SPEED_PICTURE, ACCEPTANCE_PICTURE = "speed.png", "acceptance.png"
-"""Names of the pictures."""
+"""Names of the figures."""
 _ABOUT = f"""The small byte-level model that comes with tokenahead: it learned Python source, with heads that draft 16
 bytes ahead. It shows what multi-token prediction does and is no assistant: it writes code that looks right and is not.
-The folder itself holds the backbone with its FF heads; the circuits lie beside it, one file each:
+The directory itself holds the backbone with its FF heads; the circuits lie beside it, one file each:
 `tokenahead.training.box.load_box("btree")` loads the model with another head, `tokenahead demo` measures all of them on
 the held-out text in `{EXCERPTS}`. All figures are in `{FIGURES}`, the log of the training in `{LOG}`."""
 
 
 def write_box_card(folder: Path) -> Path:
-    """Writes README.md into a box that has its weights, figures, sources, pictures and log.
+    """Writes README.md into a box that has its weights, figures, sources, figures and log.
 
     Args:
         folder: The box.

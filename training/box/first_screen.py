@@ -66,7 +66,7 @@ def fill_readme(readme: Path, box: Path) -> None:
 
     Args:
         readme: The file.
-        box: The box's folder.
+        box: The box's directory.
 
     Raises:
         ValueError: See `block_of`.

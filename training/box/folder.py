@@ -1,6 +1,6 @@
 """The model in the box: a small EvaByte that comes with the package, and four heads that draft for it.
 
-Knows the folder's layout and its checksums; how the box is trained and measured is written elsewhere.
+Knows the directory's layout and its checksums; how the box is trained and measured is written elsewhere.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def head_step(model: EvaByteForMTPC, compile_step: bool) -> Callable[[torch.Tens
     weights = weights / weights.sum()
 
     def loss(hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return -(model.window_law(hidden).token_log_probs(tokens).mean(0) * weights).sum()
+        return -(model.window_distribution(hidden).token_log_probs(tokens).mean(0) * weights).sum()
 
     return torch.compile(loss, dynamic=False) if compile_step else loss
 
@@ -96,5 +96,5 @@ def head_step(model: EvaByteForMTPC, compile_step: bool) -> Callable[[torch.Tens
 def window_nll(model: EvaByteForMTPC, states: States) -> dict[str, float]:
     """-log q of the whole window, in nats, mean over states."""
     parts = zip(states.hidden.split(512), states.tokens.split(512))
-    total = sum(float(model.window_law(h.float()).log_prob(t.long()).sum()) for h, t in parts)
+    total = sum(float(model.window_distribution(h.float()).log_prob(t.long()).sum()) for h, t in parts)
     return {"window_nll": -total / len(states.hidden)}

@@ -1,6 +1,6 @@
-"""From a training run to the box: weights, held-out text, log, sources, figures, pictures, card and checksums.
+"""From a training run to the box: weights, held-out text, log, sources, figures, figures, card and checksums.
 
-Everything is written into a folder beside the box and takes its place when it is whole.
+Everything is written into a directory beside the box and takes its place when it is whole.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def release_box(run: Path, output: Path, seconds: float = 180.0, drafts: dict[st
     """Writes the box of a run.
 
     Args:
-        run: Folder of the training.
+        run: Directory of the training.
         output: The box; an older one is replaced as a whole.
         seconds: Time for measuring; the rest takes about a minute.
         drafts: By head, bytes to draft by default.
@@ -68,7 +68,7 @@ def measure_again(box: Path, seconds: float = 180.0, drafts: dict[str, int] | No
     """Measures a box on this machine, and puts the figures in the place of its old ones; the weights stay.
 
     Args:
-        box: Its folder.
+        box: Its directory.
         seconds: Time for measuring.
         drafts: By head, bytes to draft by default from now on; the others go on as they are.
 
@@ -88,7 +88,7 @@ def measure_again(box: Path, seconds: float = 180.0, drafts: dict[str, int] | No
 
 @contextmanager
 def _in_place_of(output: Path) -> Iterator[Path]:
-    """A folder that takes the place of `output` when all is written."""
+    """A directory that takes the place of `output` when all is written."""
     started, output = time.monotonic(), output.resolve()
     scratch, old = (output.with_name(f".{output.name}.{os.getpid()}.{part}") for part in ("part", "old"))
     scratch.mkdir(parents=True)
@@ -107,7 +107,7 @@ def _in_place_of(output: Path) -> Iterator[Path]:
 
 
 def _measure(folder: Path, seconds: float, before_rounding: dict[str, float]) -> None:
-    """Writes figures, pictures and card of a sealed box, and seals it anew."""
+    """Writes figures, figures and card of a sealed box, and seals it anew."""
     measurement = BoxMeasurement(seconds=seconds, batch_size=8, on_step=lambda words: print(words, flush=True))
     reports, _ = measurement.measure(Box.load(folder))
     for name, figure in (

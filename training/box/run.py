@@ -44,8 +44,8 @@ class Plan:
         ranks: Rank of each head.
         head_rate: Peak learning rate of the heads (AdamW).
         head_rows: Packed rows whose hidden states the heads learn from.
-        start: Folder of an earlier box of the same sizes and ranks, whose backbone and heads this training begins with:
-            so it goes on on a machine where the earlier run's folder is not. None: fresh weights.
+        start: Directory of an earlier box of the same sizes and ranks, whose backbone and heads this training begins
+            with: so it goes on on a machine where the earlier run's directory is not. None: fresh weights.
 
     Raises:
         ValueError: A share out of range.
@@ -76,7 +76,7 @@ class Plan:
 
 
 class BoxRun:
-    """One run in one folder.
+    """One run in one directory.
 
     Args:
         folder: Of text, checkpoints, log and result.

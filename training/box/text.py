@@ -158,7 +158,7 @@ class _Filter:
         self.lines: set[int] = set()
 
     def keep(self, package: str, paths: list[Path], cap: int | None) -> Iterator[bytes]:
-        """The files of one package that are chosen, in an order that mixes its folders, up to `cap` bytes."""
+        """The files of one package that are chosen, in an order that mixes its directories, up to `cap` bytes."""
         total = 0
         for path in sorted(paths, key=lambda path: hashlib.sha256(f"{package}/{path.name}".encode()).digest()):
             content = _read(path)
@@ -189,7 +189,7 @@ class _Filter:
 
 
 def _folders(path: Path) -> tuple[str, ...]:
-    """The folders between site-packages (or the standard library's root) and a file."""
+    """The directories between site-packages (or the standard library's root) and a file."""
     parts = path.parts[:-1]
     root = len(Path(sysconfig.get_path("stdlib")).parts) if path.is_relative_to(sysconfig.get_path("stdlib")) else 0
     site = Path(sysconfig.get_path("purelib"))

@@ -1,4 +1,4 @@
-"""The demo's output folder: who may write there, and writing so that an interruption leaves no half of a model."""
+"""The demo's output directory: who may write there, and writing so that an interruption leaves no half of a model."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from ...model_cards.card import is_generated
 from ...modeling.folders import whole_folder
 
 MARK = "demo.json"
-"""The file by which the demo knows its own folders; it says how the model there came about."""
+"""The file by which the demo knows its own directories; it says how the model there came about."""
 
 
 def check_output(output: Path, overwrite: bool) -> None:
-    """Refuses a folder that holds something else, and one that cannot be written to, before any work is done.
+    """Refuses a directory that holds something else, and one that cannot be written to, before any work is done.
 
     Args:
-        output: The folder, which need not exist.
-        overwrite: Allow a folder that the demo did not make. Files of the same names are then replaced, others stay.
+        output: The directory, which need not exist.
+        overwrite: Allow a directory that the demo did not make. Files of the same names are then replaced, others stay.
 
     Raises:
-        FileExistsError: The folder holds something that the demo did not make.
+        FileExistsError: The directory holds something that the demo did not make.
         NotADirectoryError: The path is a file.
-        OSError: The folder cannot be made or written to.
+        OSError: The directory cannot be made or written to.
     """
     if output.exists() and not output.is_dir():
-        raise NotADirectoryError(f"--output {output} is a file; name a folder")
+        raise NotADirectoryError(f"--output {output} is a file; name a directory")
     if not overwrite and output.is_dir() and any(output.iterdir()) and not (output / MARK).is_file():
         raise FileExistsError(
-            f"--output {output} holds files that the demo did not make; name another folder, or add --overwrite to "
+            f"--output {output} holds files that the demo did not make; name another directory, or add --overwrite to "
             "replace files of the same names"
         )
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def forget_measurements(output: Path, *names: str) -> None:
     """Removes an earlier demo's figures and card, which would misdescribe the next model.
 
     Args:
-        output: The folder; one that the demo did not make is left alone.
+        output: The directory; one that the demo did not make is left alone.
         names: Files of figures.
     """
     if not (output / MARK).is_file():
@@ -61,7 +61,7 @@ def save_checkpoint(
     """Saves a model and its tokenizer beside `output` and moves them there when they are whole.
 
     Args:
-        output: The folder. Where it exists, files of the same names are replaced one by one.
+        output: The directory. Where it exists, files of the same names are replaced one by one.
         model: The model.
         tokenizer: The tokenizer.
         notes: How the model came about, for the demo's mark.

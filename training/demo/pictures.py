@@ -1,4 +1,4 @@
-"""Two pictures of what was measured: bytes per call against latency, and how far drafts are accepted. Measures nothing.
+"""Two figures of what was measured: bytes per call against latency, and how far drafts are accepted. Measures nothing.
 
 A family of heads has one colour and one marker in all of them; the ways of decoding differ by fill, not by colour.
 """

@@ -71,8 +71,8 @@ STAGES = (
     Stage("heads alone", "heads", share=0.12, length=512, rows=4, rates=(1.0, 0.0)),
 )
 """First the heads learn together with the backbone, so that its states suit them, too (drafts of heads that are trained
-on a finished backbone only are accepted a sixth less). At the end they learn alone, because the backbone's law, which
-they have to predict, then no longer changes."""
+on a finished backbone only are accepted a sixth less). At the end they learn alone, because the backbone's
+distribution, which they have to predict, then no longer changes."""
 
 
 def train(
@@ -116,7 +116,7 @@ def _train_stage(
     seed: int,
     callbacks: list[TrainerCallback],
 ) -> None:
-    with tempfile.TemporaryDirectory() as scratch:  # the Trainer wants a folder, though nothing is saved there
+    with tempfile.TemporaryDirectory() as scratch:  # the Trainer wants a directory, though nothing is saved there
         trainer = TimedTrainer(
             budget,
             model,

@@ -40,11 +40,11 @@ from .recipe import STAGES, Stage, tiny_config, train
 DEFAULT_MINUTES = 2.0
 """Training time if none is given."""
 PICTURE = "acceptance.png"
-"""Name of the picture of acceptance by draft position."""
+"""Name of the figure of acceptance by draft position."""
 RESULTS = "results.json"
 """Name of the file of measured figures."""
 HEADS_PICTURE = "heads.png"
-"""Name of the picture of the head families: acceptance against latency."""
+"""Name of the figure of the head families: acceptance against latency."""
 HEADS_RESULTS = "heads.json"
 """Name of the file of their figures."""
 _MAIN_SHARE = 0.7  # of the training time; the rest is shared by the heads that are compared
@@ -82,15 +82,16 @@ def run_demo(
     console: Console | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> MeasuredResults:
-    """Trains, saves, reloads, completes and shows; ends with a folder that holds the model, its card and the figures.
+    """Trains, saves, reloads, completes and shows; ends with a directory that holds the model, its card and the
+    figures.
 
     Ctrl-C saves what has been trained so far and says where.
 
     Args:
         minutes: Time for the training.
-        output: The folder. One that the demo made is written over.
+        output: The directory. One that the demo made is written over.
         seed: Of the split, the weights, the order of the text and the samples.
-        overwrite: Write into a folder that the demo did not make; files of other names stay.
+        overwrite: Write into a directory that the demo did not make; files of other names stay.
         config: The model to train; None takes `tiny_config()`.
         stages: How it is trained.
         measuring: How much is measured.
@@ -103,7 +104,7 @@ def run_demo(
 
     Raises:
         ValueError: Minutes that are not positive, or no source to learn from.
-        OSError: An output folder that cannot be used; this is found before the training.
+        OSError: An output directory that cannot be used; this is found before the training.
         KeyboardInterrupt: Again, after Ctrl-C was taken care of.
     """
     if not minutes > 0:

@@ -27,7 +27,7 @@ from .folder import MARK, check_output
 RESULTS = "figures.json"
 """Name of the file of measured figures."""
 SPEED_PICTURE, ACCEPTANCE_PICTURE = "speed.png", "acceptance.png"
-"""Names of the pictures."""
+"""Names of the figures."""
 _FEW = 4  # prompts below which figures are too uncertain to be shown without a warning
 _SHOWN = ("greedy", "sampled, T=1")  # ways of decoding of which a text is shown
 
@@ -39,13 +39,13 @@ def show_box(
     overwrite: bool = False,
     console: Console | None = None,
 ) -> list[HeadReport]:
-    """Measures the model in the box, shows what it wrote and how, and leaves figures and pictures in a folder.
+    """Measures the model in the box, shows what it wrote and how, and leaves figures and figures in a directory.
 
     Args:
         measurement: How much is measured.
-        output: The folder of figures and pictures. One that a demo made is written over.
+        output: The directory of figures and figures. One that a demo made is written over.
         folder: Another box than the installed one.
-        overwrite: Write into a folder that no demo made; files of other names stay.
+        overwrite: Write into a directory that no demo made; files of other names stay.
         console: Where everything is shown; None is the standard output.
 
     Returns:
@@ -53,7 +53,7 @@ def show_box(
 
     Raises:
         BoxDamagedError: There is no box, or a file of it is missing or has a wrong checksum; the message names it.
-        OSError: An output folder that cannot be used; this is found before anything is measured.
+        OSError: An output directory that cannot be used; this is found before anything is measured.
     """
     console, output, started = console or Console(highlight=False), Path(output), time.monotonic()
     check_output(output, overwrite)

@@ -12,13 +12,31 @@ import pytest
 import torch
 from datasets import load_from_disk
 
-from tokenahead.modeling import EvaByteForMTPC
-from tokenahead.training.box.card import _log
-from tokenahead.training.box.folder import DRAFTED, LOG, BoxDamagedError, load_box, load_heads, save_box, seal_box
-from tokenahead.training.box.loop import Batch, Loop, Schedule
-from tokenahead.training.box.model import backbone_loss, backbone_optimizer, box_config
-from tokenahead.training.box.run import BoxRun, Plan
-from tokenahead.training.box.text import ROW, RowOrder, is_permissive, licence_of, pack, windows
+from tests.internals import (
+    DRAFTED,
+    LOG,
+    ROW,
+    Batch,
+    BoxDamagedError,
+    BoxRun,
+    Loop,
+    Plan,
+    RowOrder,
+    Schedule,
+    _log,
+    backbone_loss,
+    backbone_optimizer,
+    box_config,
+    is_permissive,
+    licence_of,
+    load_box,
+    load_heads,
+    pack,
+    save_box,
+    seal_box,
+    windows,
+)
+from tokenahead import EvaByteForMTPC
 
 TINY = {"hidden_size": 32, "layers": 1, "heads": 2, "intermediate_size": 48}
 

@@ -13,17 +13,31 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from tests.internals import (
+    DRAFTED,
+    EXCERPT,
+    FIGURES,
+    HELD_OUT,
+    Box,
+    BoxDamagedError,
+    BoxMeasurement,
+    BoxRun,
+    Plan,
+    Source,
+    box_folder,
+    box_text,
+    check_box,
+    cut_excerpts,
+    excerpt_windows,
+    load_box,
+    load_excerpts,
+    pack,
+    read_reports,
+    show_box,
+)
+from tests.internals import box_first_screen as screen
+from tests.internals import box_release as release
 from tests.training.box.test_box import text
-from tokenahead.training.box import first_screen as screen
-from tokenahead.training.box import release
-from tokenahead.training.box import text as box_text
-from tokenahead.training.box.excerpts import EXCERPT, cut_excerpts, excerpt_windows, load_excerpts
-from tokenahead.training.box.folder import DRAFTED, FIGURES, BoxDamagedError, box_folder, check_box, load_box
-from tokenahead.training.box.measure import Box, BoxMeasurement
-from tokenahead.training.box.run import BoxRun, Plan
-from tokenahead.training.box.text import HELD_OUT, Source, pack
-from tokenahead.training.demo.show import show_box
-from tokenahead.training.evaluation import read_reports
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = Source("requests", "1", "Apache-2.0", 1, 2)

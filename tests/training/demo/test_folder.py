@@ -1,12 +1,12 @@
-"""The output folder: what is refused, what is replaced, what stays."""
+"""The output directory: what is refused, what is replaced, what stays."""
 
 import pytest
 import torch
 
+from tests.internals import MARK, check_output, forget_measurements, save_checkpoint
 from tests.training.conftest import small_model
 from tokenahead import EvaByteForMTPC, EvaByteTokenizer
 from tokenahead.model_cards import render_card, write_card
-from tokenahead.training.demo.folder import MARK, check_output, forget_measurements, save_checkpoint
 
 
 def test_a_new_folder_is_made_whole(tmp_path):
@@ -44,7 +44,7 @@ def test_an_interruption_while_saving_leaves_the_old_model_whole(tmp_path, monke
 
 def test_someone_elses_folder_is_refused_unless_told_otherwise(tmp_path):
     check_output(tmp_path / "new" / "deep", overwrite=False)
-    assert [path.name for path in tmp_path.rglob("*")] == ["new"]  # the folder itself comes with the model
+    assert [path.name for path in tmp_path.rglob("*")] == ["new"]  # the directory itself comes with the model
     check_output(tmp_path / "new", overwrite=False)
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="--overwrite"):

@@ -7,14 +7,21 @@ import torch
 from rich.console import Console
 from transformers import TrainerCallback
 
+from tests.internals import (
+    STAGES,
+    Muon,
+    Stage,
+    StepCounter,
+    build_optimizer,
+    has_fast_bfloat16,
+    load_corpus,
+    tiny_config,
+)
+from tests.internals import callbacks_module as callbacks
+from tests.internals import demo_recipe as recipe
+from tests.internals import demo_train as train
 from tests.training.conftest import micro_config
 from tokenahead import EvaByteForMTPC
-from tokenahead.training import callbacks
-from tokenahead.training.callbacks import StepCounter
-from tokenahead.training.data import load_corpus
-from tokenahead.training.demo import recipe
-from tokenahead.training.demo.recipe import STAGES, Stage, build_optimizer, has_fast_bfloat16, tiny_config, train
-from tokenahead.training.muon import Muon
 
 
 def ids_of(optimizer) -> set[int]:

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tokenahead.training.demo import report
-from tokenahead.training.evaluation import GREEDY, Comparison, Completion, HeadReport, drafted_flags, sampled
-from tokenahead.training.results import DecodingResult, MeasuredResults
+from tests.internals import GREEDY, Comparison, Completion, HeadReport, drafted_flags, sampled
+from tests.internals import demo_report as report
+from tokenahead.model_cards import DecodingResult, MeasuredResults
 
 
 def ids(text: str | bytes) -> list[int]:

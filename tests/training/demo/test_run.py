@@ -8,15 +8,20 @@ import torch
 from rich.console import Console
 from transformers import TrainerCallback
 
+from tests.internals import (
+    ByteWindows,
+    Measuring,
+    Stage,
+    bits_per_byte,
+    load_corpus,
+    read_reports,
+    run_demo,
+    threads_as_before,
+)
+from tests.internals import demo_run as demo
 from tests.training.conftest import micro_config, write_source
 from tokenahead import EvaByteForMTPC, EvaByteTokenizer
 from tokenahead.model_cards import MeasuredResults
-from tokenahead.training.data import ByteWindows, load_corpus
-from tokenahead.training.demo import run as demo
-from tokenahead.training.demo.recipe import Stage
-from tokenahead.training.demo.run import Measuring, run_demo
-from tokenahead.training.evaluation import bits_per_byte, read_reports
-from tokenahead.training.threads import threads_as_before
 
 STAGES = (
     Stage("backbone and heads", "all", share=0.7, length=48, rows=4, rates=(1.0, 0.0)),
@@ -84,7 +89,7 @@ class Watch(TrainerCallback):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """One whole run: what it returned, the folder, what was printed, and its weights on the way."""
+    """One whole run: what it returned, the directory, what was printed, and its weights on the way."""
     root, watch = tmp_path_factory.mktemp("demo"), Watch()
     write_source(root / "source")
     start = Start(root / "out", load_corpus(root / "source", held_out=0.3))

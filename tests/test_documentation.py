@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import tokenahead
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SETUP = "<!-- every page of the documentation begins with this block -->"
@@ -20,7 +22,7 @@ NAME = re.compile(r"\btokenahead(?:\.[A-Za-z_]\w*)+")
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """Return the Python blocks of a page that run, each with the comment before it and its lines at their line numbers."""
+    """Return the Python blocks of a page that run: the comment before each, and its code at its line numbers."""
     text = page.read_text(encoding="utf-8")
     found = []
     for match in BLOCK.finditer(text):
@@ -80,6 +82,11 @@ def exists(name: str) -> bool:
             found = getattr(found, part, None)
         return found is not None
     return False
+
+
+def test_the_reference_has_every_public_name():
+    shown = re.findall(r"^::: tokenahead\.(\w+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.M)
+    assert sorted(shown) == sorted(tokenahead.__all__)
 
 
 def test_links_of_the_readme_lead_somewhere():

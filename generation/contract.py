@@ -36,7 +36,7 @@ class DraftTree:
             before them (argmax, top-k, n-grams).
         replacement: Siblings were drawn independently; otherwise without replacement, in the order of their nodes.
         depth: The longest path that the tree could have, fixed before drafting; None: m.
-        counts: [B] real nodes of every row, if not all of them; the others are never accepted.
+        num_nodes: [B] real nodes of every row, if not all of them; the others are never accepted.
         auxiliary: Rows that ride along in the block behind the nodes; only their drafter reads them.
         is_chain: Whether node i is the parent of node i + 1 everywhere, as `chain` makes it.
     """
@@ -46,7 +46,7 @@ class DraftTree:
     probs: torch.Tensor | None = None
     replacement: bool = False
     depth: int | None = None
-    counts: torch.Tensor | None = None
+    num_nodes: torch.Tensor | None = None
     auxiliary: Any = None
     is_chain: bool = False
 
@@ -59,7 +59,7 @@ class DraftTree:
         cls,
         draft: torch.Tensor,
         q: torch.Tensor | None = None,
-        counts: torch.Tensor | None = None,
+        num_nodes: torch.Tensor | None = None,
         auxiliary: Any = None,
     ) -> DraftTree:
         """One path of tokens.
@@ -67,11 +67,11 @@ class DraftTree:
         Args:
             draft: [B, m] int64.
             q: [B, m, V] probabilities that the tokens were drawn from; None: certain tokens.
-            counts: [B] real tokens of every row, if not all of them.
+            num_nodes: [B] real tokens of every row, if not all of them.
             auxiliary: Rows that ride along.
         """
         parents = _chain_parents(draft.shape[1], draft.device).expand(draft.shape)
-        return cls(draft, parents, q, counts=counts, auxiliary=auxiliary, is_chain=True)
+        return cls(draft, parents, q, num_nodes=num_nodes, auxiliary=auxiliary, is_chain=True)
 
     def positions(self) -> torch.Tensor:
         """Distance of every place from b, [B, m + 1] int64."""
@@ -89,9 +89,9 @@ class DraftTree:
 
     def real(self) -> torch.Tensor | None:
         """Which nodes count, [B, m] bool; None: all of them."""
-        if self.counts is None:
+        if self.num_nodes is None:
             return None
-        return cached_arange(self.tokens.shape[1], self.tokens.device) < self.counts[:, None]
+        return cached_arange(self.tokens.shape[1], self.tokens.device) < self.num_nodes[:, None]
 
     @cached_property
     def _ancestors(self) -> torch.Tensor:
@@ -112,35 +112,35 @@ class VerificationResult:
     """What verification keeps of a tree, and the token that it adds; k is `DraftTree.depth`.
 
     Attributes:
-        accepted: [B] int64 kept nodes.
-        tokens: [B, k + 1] int64; the first `accepted` are the kept drafts, the next is the added token, the rest is
+        num_accepted: [B] int64 kept nodes.
+        tokens: [B, k + 1] int64; the first `num_accepted` are the kept drafts, the next is the added token, the rest is
             arbitrary.
-        places: [B, k + 1] int64, `columns` of a tree; None: the first nodes of a chain are kept.
-        faults: [B] bool, rows whose added token was drawn from scores that are no distribution; None: not looked at.
+        tree_path: [B, k + 1] int64, `path` of a tree; None: the first nodes of a chain are kept.
+        invalid: [B] bool, rows whose added token was drawn from scores that are no distribution; None: not looked at.
     """
 
-    accepted: torch.Tensor
+    num_accepted: torch.Tensor
     tokens: torch.Tensor
-    places: torch.Tensor | None = None
-    faults: torch.Tensor | None = None
+    tree_path: torch.Tensor | None = None
+    invalid: torch.Tensor | None = None
 
     @cached_property
-    def columns(self) -> torch.Tensor:
+    def path(self) -> torch.Tensor:
         """Places of the kept path in the block, [B, k + 1] int64: b's is 0, and the last is repeated behind."""
-        if self.places is not None:
-            return self.places
-        return torch.minimum(cached_arange(self.tokens.shape[1], self.tokens.device), self.accepted[:, None])
+        if self.tree_path is not None:
+            return self.tree_path
+        return torch.minimum(cached_arange(self.tokens.shape[1], self.tokens.device), self.num_accepted[:, None])
 
     @property
     def nodes(self) -> torch.Tensor:
         """The kept nodes in the order of their path, [B, k] int64, and -1 behind them."""
-        behind = cached_arange(self.tokens.shape[1], self.tokens.device)[:-1] >= self.accepted[:, None]
-        return (self.columns[:, 1:] - 1).masked_fill(behind, -1)
+        behind = cached_arange(self.tokens.shape[1], self.tokens.device)[:-1] >= self.num_accepted[:, None]
+        return (self.path[:, 1:] - 1).masked_fill(behind, -1)
 
     @property
     def added(self) -> torch.Tensor:
         """The added token, [B] int64."""
-        return self.tokens.gather(1, self.accepted[:, None])[:, 0]
+        return self.tokens.gather(1, self.num_accepted[:, None])[:, 0]
 
 
 def path_columns(members: torch.Tensor, depth: int) -> torch.Tensor:

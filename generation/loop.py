@@ -207,7 +207,7 @@ class SpeculativeLoop:
         Raises:
             ValueError: A row was to be sampled from scores that are no distribution.
         """
-        faults, real, width = self.rule.faults(result), tree.num_nodes, result.tokens.shape[1]
+        faults, real, width = self.rule.invalid(result), tree.num_nodes, result.tokens.shape[1]
         parts = [part[:, None] for part in (result.num_accepted, real, faults) if part is not None]
         rows = torch.cat([*parts, result.tokens, tree.tokens], dim=1).tolist()
         accepted = [row.pop(0) for row in rows]

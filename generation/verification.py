@@ -201,7 +201,7 @@ def verify_chain(
     """
     accepted, added, check = _verify(tree.tokens, tree.probs, p, rule, generator)
     tokens = torch.nn.functional.pad(tree.tokens, (0, 1)).scatter_(1, accepted[:, None], added[:, None])
-    return VerificationResult(accepted, tokens, faults=None if check is None else check.isnan())
+    return VerificationResult(accepted, tokens, invalid=None if check is None else check.isnan())
 
 
 def verify_sampled(

@@ -78,7 +78,7 @@ class _Knowing(_Call):
         rows = [owner.grow(text[end : end + length], length) for text, end in zip(owner.texts, tokens.lengths)]
         drafts, parents = (torch.tensor(part) for part in zip(*rows))
         some = torch.tensor([owner.random.randrange(owner.nodes + 1) for _ in rows])
-        return DraftTree(drafts, parents, depth=length, counts=some if owner.random.random() < owner.fewer else None)
+        return DraftTree(drafts, parents, depth=length, num_nodes=some if owner.random.random() < owner.fewer else None)
 
 
 class DrawnTrees(_Trees):

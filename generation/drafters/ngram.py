@@ -109,8 +109,8 @@ class NgramSession:
         drafts = tokens.ids.gather(1, source.clamp(max=tokens.ids.shape[1] - 1).flatten(1))
         counts = torch.where(found, branches * length, 0)[:, 0]
         if branches == 1:
-            return DraftTree.chain(drafts, counts=counts)
-        return DraftTree(drafts, _merged(drafts.unflatten(1, (branches, length))), depth=length, counts=counts)
+            return DraftTree.chain(drafts, num_nodes=counts)
+        return DraftTree(drafts, _merged(drafts.unflatten(1, (branches, length))), depth=length, num_nodes=counts)
 
     def _quality(self, tokens: Sequences) -> torch.Tensor:
         """How good every place is to continue from, [B, W] int64: long n-grams first, then late places; 0: useless."""

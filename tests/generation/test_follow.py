@@ -58,7 +58,7 @@ def test_follow_walks_as_one_row_at_a_time(case):
 @given(case=trees())
 def test_follow_walks_along_chains(case):
     tree, picks = case
-    check_result(DraftTree.chain(tree.tokens, counts=tree.num_nodes), picks)
+    check_result(DraftTree.chain(tree.tokens, num_nodes=tree.num_nodes), picks)
 
 
 def test_greedy_verification_follows_the_argmax():

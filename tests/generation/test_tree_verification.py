@@ -291,7 +291,7 @@ def test_excluded_tokens_are_never_emitted_in_float32(rule, noise):
 def test_nodes_beyond_the_count_are_as_if_not_drafted(rule):
     tree, p, _ = drawn_batch(50, torch.float64)
     counts = torch.arange(100) % 6
-    accept, residual = tree_acceptance(DraftTree(tree.tokens, tree.parents, tree.probs, counts=counts), p, rule)
+    accept, residual = tree_acceptance(DraftTree(tree.tokens, tree.parents, tree.probs, num_nodes=counts), p, rule)
     for count in range(6):
         rows = counts == count
         small = DraftTree(tree.tokens[rows, :count], tree.parents[rows, :count], tree.probs[rows])
@@ -305,7 +305,7 @@ def test_nodes_beyond_the_count_are_as_if_not_drafted(rule):
 def test_a_drawn_chain_of_rows_of_different_lengths(rule):
     draft, q, p = random_chain(torch.float32, rows=4000)
     counts = torch.arange(4000) % 5
-    result = verify_sampled(DraftTree.chain(draft, q, counts=counts), p, rule)
+    result = verify_sampled(DraftTree.chain(draft, q, num_nodes=counts), p, rule)
     assert (result.num_accepted <= counts).all() and (result.num_accepted[counts == 4] == 4).any()
     after = p.gather(1, result.num_accepted[:, None, None].expand(-1, 1, 6))[:, 0]
     assert (after.gather(1, result.added[:, None]) > 0).all()
@@ -338,8 +338,8 @@ def test_an_unknown_rule_is_refused():
 def test_verification_never_makes_the_host_wait(replacement, counts):
     tokens, parents = torch.tensor([[0, 1, 0, 1, 2], [2, 1, 0, 1, 2]]), torch.tensor([SHAPES["bushy"]] * 2)
     p = torch.rand(2, 6, 3).softmax(-1)
-    drawn = DraftTree(tokens, parents, p.flip(0), replacement, depth=2, counts=counts)
-    certain = DraftTree(tokens, parents, depth=2, counts=counts)
+    drawn = DraftTree(tokens, parents, p.flip(0), replacement, depth=2, num_nodes=counts)
+    certain = DraftTree(tokens, parents, depth=2, num_nodes=counts)
     chains = [DraftTree.chain(tokens, q, counts) for q in (None, p[:, :-1])]
     for mode in (contextlib.nullcontext(), NoSync()):  # index tensors are made once, in the first round
         with mode:

@@ -59,7 +59,9 @@ def test_a_chain_is_a_tree(length):
     for name in ("mask", "positions", "paths"):
         assert torch.equal(getattr(chain, name)(), getattr(tree, name)())
     assert chain.real() is None
-    assert DraftTree.chain(draft, counts=counts).real().tolist() == [[i < n for i in range(length)] for n in (0, 1, 2)]
+    assert DraftTree.chain(draft, num_nodes=counts).real().tolist() == [
+        [i < n for i in range(length)] for n in (0, 1, 2)
+    ]
 
 
 def test_a_chain_keeps_the_drafters_distributions_as_they_are():

@@ -78,7 +78,7 @@ def test_statistics_hold_real_nodes_only(monkeypatch):
 
     def watch(tokens, parents, counts, **options):
         proposed.append([row[:count] for row, count in zip(tokens.tolist(), counts.tolist())])
-        return DraftTree(tokens, parents, counts=counts, **options)
+        return DraftTree(tokens, parents, num_nodes=counts, **options)
 
     watch.chain = DraftTree.chain
     monkeypatch.setattr("tests.tree_drafters.DraftTree", watch)

@@ -18,6 +18,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SETUP = "<!-- every page of the documentation begins with this block -->"
 BLOCK = re.compile(r"(?:^(<!-- .*? -->)\n)?^```python\n(.*?)^```", re.M | re.S)
 NOT_RUN = re.compile(r"<!-- not run: \S.+ -->")
+FILE = re.compile(
+    r"\b(?:benchmarks|examples|generation|model_cards|modeling|tests|training)/[\w/]+\.(?:md|png|py|sh|yaml)\b"
+)
 NAME = re.compile(r"\btokenahead(?:\.[A-Za-z_]\w*)+")
 
 
@@ -68,6 +71,12 @@ def test_blocks_fit(page):
 def test_names_exist(page):
     missing = [name for name in sorted(set(NAME.findall(page.read_text(encoding="utf-8")))) if not exists(name)]
     assert not missing
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
+def test_files_exist(page):
+    named = set(FILE.findall(page.read_text(encoding="utf-8")))
+    assert [file for file in sorted(named) if not (ROOT / file).exists()] == []
 
 
 def exists(name: str) -> bool:

@@ -8,13 +8,12 @@ import pytest
 
 from tests.every_model import llama
 from tests.training.conftest import micro_config, small_model
-from tokenahead import EvaByteConfig, EvaByteTokenizer, MTPHeads, __version__
+from tokenahead import EvaByteTokenizer, MTPHeads, __version__
 from tokenahead.configuration import MTPHeadConfig
 from tokenahead.model_cards import DecodingResult, MeasuredResults
 from tokenahead.training import cli, completion
-from tokenahead.training.box.measure import BoxMeasurement
 from tokenahead.training.demo import run as demo_module
-from tokenahead.training.demo import show
+from tokenahead.training.demo.measure import BoxMeasurement
 from tokenahead.training.evaluation import HeadReport
 
 
@@ -49,10 +48,10 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["demo", "--minutes", "0"], "--minutes: '0' must be a number above 0"),
-        (["demo", "--minutes", "soon"], "--minutes: 'soon' must be a number above 0"),
-        (["demo", "--minutes", "nan"], "--minutes: 'nan' must be a number above 0"),
-        (["demo", "--minutes", "inf"], "--minutes: 'inf' must be a number above 0"),
+        (["demo", "--seconds", "0"], "--seconds: '0' must be a number above 0"),
+        (["demo", "--seconds", "soon"], "--seconds: 'soon' must be a number above 0"),
+        (["demo", "--seconds", "nan"], "--seconds: 'nan' must be a number above 0"),
+        (["demo", "--seconds", "inf"], "--seconds: 'inf' must be a number above 0"),
         (["demo", "--seed", "-1"], "--seed: '-1' must be a whole number from 0"),
         (["demo", "--seed", str(2**32)], "--seed: '4294967296' must be a whole number from 0"),
         (["generate", "x"], "required: --model"),
@@ -198,11 +197,11 @@ def test_a_prompt_that_is_too_long(capsys, folder):
 
 
 def test_ctrl_c_ends_without_a_traceback(capsys, monkeypatch):
-    def interrupted(**kwargs):
+    def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo_module, "run_demo", interrupted)
-    assert run("demo", "--train") == 130
+    assert run("demo") == 130
     assert capsys.readouterr().err == ""
 
 
@@ -221,27 +220,14 @@ def measured(identical: bool) -> MeasuredResults:
 
 
 @pytest.mark.parametrize(("identical", "code"), [(True, 0), (False, 1)])
-def test_the_demo_gets_its_arguments_and_fails_where_texts_differ(monkeypatch, tmp_path, identical, code):
+def test_the_demo_gets_its_arguments_and_fails_where_outputs_differ(monkeypatch, tmp_path, identical, code):
     seen = {}
 
-    def run_demo(**arguments):
-        seen.update(arguments)
-        return measured(identical)
-
-    monkeypatch.setattr(demo_module, "run_demo", run_demo)
-    assert run("demo", "--train", "--minutes", "0.5", "--output", tmp_path, "--seed", "7", "--overwrite") == code
-    assert seen == {"minutes": 0.5, "output": tmp_path, "seed": 7, "overwrite": True}
-
-
-@pytest.mark.parametrize(("identical", "code"), [(True, 0), (False, 1)])
-def test_the_demo_of_the_box_gets_its_arguments(monkeypatch, tmp_path, identical, code):
-    seen = {}
-
-    def show_box(measurement, output, overwrite):
+    def run_demo(measurement, output, overwrite):
         seen.update(measurement=measurement, output=output, overwrite=overwrite)
         return [HeadReport("ff", 16, 1, 10, measured(identical))]
 
-    monkeypatch.setattr(show, "show_box", show_box)
+    monkeypatch.setattr(demo_module, "run_demo", run_demo)
     options = ("--seconds", "3", "--new-bytes", "9", "--batch-size", "2", "--seed", "5")
     assert run("demo", *options, "--output", tmp_path) == code
     wanted = BoxMeasurement(seconds=3.0, new_bytes=9, batch_size=2, seed=5)
@@ -249,29 +235,12 @@ def test_the_demo_of_the_box_gets_its_arguments(monkeypatch, tmp_path, identical
     assert wanted.command == "tokenahead demo --seconds 3 --new-bytes 9 --seed 5 --batch-size 2"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--minutes", "1"), "--minutes is the time for training: add --train"),
-        (("--train", "--seconds", "9"), "--seconds is for the model in the box"),
-        (("--train", "--batch-size", "8"), "--batch-size is for the model in the box"),
-    ],
-)
-def test_options_of_the_other_demo_are_refused(capsys, options, message):
-    code, line = error_of(capsys, "demo", *options)
-    assert code == 1 and message in line
+def test_training_in_the_demo_names_its_replacement(capsys):
+    code, line = error_of(capsys, "demo", "--train", "--minutes", "1")
+    assert code == 2 and "argument --train" in line and "tokenahead train examples/train/evabyte.yaml" in line
 
 
 def test_a_folder_of_someone_else_is_refused(capsys, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    for options in ((), ("--train",)):
-        code, line = error_of(capsys, "demo", *options, "--output", tmp_path)
-        assert code == 1 and "--overwrite" in line
-
-
-def test_the_default_model_is_a_tiny_one():
-    from tokenahead.training.demo.recipe import tiny_config
-
-    config = tiny_config()
-    assert isinstance(config, EvaByteConfig) and (config.window_size, config.chunk_size) == (256, 16)
-    assert config.mtp_head.window == config.num_pred_heads == 8 and config.rope_parameters["rope_theta"] == 1e5
+    code, line = error_of(capsys, "demo", "--output", tmp_path)
+    assert code == 1 and "--overwrite" in line

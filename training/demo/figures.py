@@ -1,6 +1,6 @@
-"""Two pictures of what was measured: bytes per call against latency, and how far drafts are accepted. Measures nothing.
+"""Two figures of what was measured: bytes per call against latency, and how far drafts are accepted.
 
-A family of heads has one colour and one marker in all of them; the ways of decoding differ by fill, not by colour.
+A family of heads has one colour and one marker in both; the ways of decoding differ by fill, not by colour.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from ..files import replace_picture
 from ..results import DecodingResult
 from .report import cycle_ms
 
+SPEED_FIGURE, ACCEPTANCE_FIGURE = "speed.png", "acceptance.png"
+"""Names of the files."""
 _MARKERS = "osD^vPX*"  # of the families, in turn; colour alone would not reach every eye
 _FILLS = ("full", "left", "none")  # of the ways of decoding, in turn
 _LINES = 5  # of equal throughput, about
 _GAP = 0.09  # between labels of these lines, as a share of the axes
 
 
-def save_picture(figure: Figure, path: Path) -> Path:
-    """Writes a PNG file, under a temporary name first; returns `path`."""
-    return replace_picture(path, figure)
+def save_figures(folder: Path, reports: Sequence[HeadReport]) -> None:
+    """Write both figures as PNG files into a directory."""
+    replace_picture(folder / SPEED_FIGURE, speed_figure(reports))
+    replace_picture(folder / ACCEPTANCE_FIGURE, acceptance_figure(reports))
 
 
 def speed_figure(reports: Sequence[HeadReport]) -> Figure:
-    """Bytes per call against milliseconds per call, with lines of equal throughput (MtPC paper, Figure 1).
+    """Draw bytes per call against milliseconds per call, with lines of equal throughput (MtPC paper, Figure 1).
 
     A cross marks plain decoding. A family has one colour and one marker: filled for greedy decoding, hollow for T = 1.
     """
@@ -52,7 +55,7 @@ def speed_figure(reports: Sequence[HeadReport]) -> Figure:
 
 
 def acceptance_figure(reports: Sequence[HeadReport]) -> Figure:
-    """The share of drafts accepted up to each position: a panel for each way of decoding, a line for each head.
+    """Draw the share of drafts accepted up to each position: a panel for each way of decoding, a line for each head.
 
     Lines with markers are what was generated; thin lines without are what is expected along held-out text.
     """
@@ -86,13 +89,13 @@ _PLAIN = dict(marker="x", color="black", markersize=9, markeredgewidth=1.8, line
 
 
 def _plain(rows: Sequence[DecodingResult]) -> float:
-    """Milliseconds per plain call, mean over all runs."""
+    """Return the milliseconds per plain call, mean over all runs."""
     times = [1000 / row.plain_tokens_per_second for row in rows]
     return sum(times) / len(times)
 
 
 def _range(values: list[float]) -> tuple[float, float]:
-    """Bounds with room for markers on both sides, also where all values are the same."""
+    """Return bounds with room for markers on both sides, also where all values are the same."""
     room = 0.12 * (max(values) - min(values)) or 0.1 * max(values)
     return min(values) - room, max(values) + room
 
@@ -114,17 +117,17 @@ def _style(index: int, turn: int) -> dict[str, object]:
 
 
 def _draw_throughputs(axes: Axes, measured: list[float]) -> None:
-    """Dotted lines through the origin, each labelled where it leaves the axes, so that no label meets a point."""
+    """Draw dotted lines through the origin, each labelled where it leaves the axes, so that no label meets a point."""
     for throughput, (x, y), is_right in _exits(axes, measured):
         axes.axline((0, 0), slope=throughput / 1000, linestyle=":", color="grey", linewidth=0.8, zorder=0)
-        place = dict(ha="left", va="center") if is_right else dict(ha="center", va="bottom")
+        alignment = dict(ha="left", va="center") if is_right else dict(ha="center", va="bottom")
         offset = (4, 0) if is_right else (0, 3)
         label = f"{throughput:,.0f}/s"
-        axes.annotate(label, (x, y), offset, textcoords="offset points", color="grey", fontsize=8, **place)
+        axes.annotate(label, (x, y), offset, textcoords="offset points", color="grey", fontsize=8, **alignment)
 
 
 def _exits(axes: Axes, measured: list[float]) -> Iterator[tuple[float, tuple[float, float], bool]]:
-    """Round throughputs (bytes/s), where their lines leave the axes, and whether that is on the right."""
+    """Yield round throughputs (bytes/s), where their lines leave the axes, and whether that is on the right."""
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     previous = -1.0
     for throughput in reversed(MaxNLocator(_LINES).tick_values(min(measured), max(measured))):
@@ -133,9 +136,9 @@ def _exits(axes: Axes, measured: list[float]) -> Iterator[tuple[float, tuple[flo
             continue
         is_right = slope * right <= high
         x, y = (right, slope * right) if is_right else (high / slope, high)
-        place = (x - left) / (right - left) + (high - y) / (high - low)  # along the upper and then the right side
-        if place - previous > _GAP:
-            previous = place
+        position = (x - left) / (right - left) + (high - y) / (high - low)  # along the upper and then the right side
+        if position - previous > _GAP:
+            previous = position
             yield throughput, (x, y), is_right
 
 

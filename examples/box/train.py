@@ -150,7 +150,7 @@ def _train_stage(
         callbacks=list(callbacks),
     )
     trainer.train(resume_from_checkpoint=last_checkpoint(folder / "checkpoints" / stage))
-    lines = [_log_line(stage, line, data) for line in trainer.state.log_history]
+    lines = [_log_line(stage, line, data) for line in trainer.state.log_history if "train_runtime" not in line]
     with whole_folder(folder / stage) as scratch:
         model.save_pretrained(scratch, remote_code=None)
         (scratch / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -81,7 +81,7 @@ def test_heads_learn_alone(run: Path) -> None:
     assert not torch.equal(weights(run / "ff")["lm_head.weight"], backbone["lm_head.weight"])
     lines = [json.loads(line) for line in (run / "backbone" / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "held_out" in line] == [3, 6]
-    assert lines[-1]["bytes"] == 4 * 33 * 31 + 2 * 16 * 63
+    assert lines[-1]["step"] == 6 and lines[-1]["bytes"] == 4 * 33 * 31 + 2 * 16 * 63
 
 
 def test_matrices_of_the_layers_go_to_muon() -> None:

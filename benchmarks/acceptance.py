@@ -6,7 +6,7 @@
 After every held-out prefix a token b is drawn from the backbone. Each head drafts from the state before b, conditioned
 on b, and the expected number of accepted drafts is computed exactly, not sampled, for token and for block verification.
 `alg. 2 (biased)` is the tokens per call of the MtPC paper's decoder, which drops the token that verification added. Its
-text does not follow the backbone's law, so the library does not offer it; it stands here for comparison only.
+text does not follow the backbone's distribution, so the library does not offer it; it stands here for comparison only.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tokenahead.training.evaluation import bits_per_byte
 COLUMNS = ("head", "window NLL (nats)", "accepted, token", "accepted, block", "tokens/call, block", "alg. 2 (biased)")
 
 
-def laws_along(model: EvaByteForMTPC, prefix: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """The backbone's laws before and after every token of a block behind a prefix, [B, m + 1, v] float64."""
+def probs_along(model: EvaByteForMTPC, prefix: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """The backbone's distributions before and after every token of a block behind a prefix, [B, m + 1, v] float64."""
     logits = model(torch.cat([prefix, block], dim=1), use_cache=False).logits
     return logits[:, prefix.shape[1] - 1 :].double().softmax(-1)
 
@@ -35,14 +35,14 @@ def laws_along(model: EvaByteForMTPC, prefix: torch.Tensor, block: torch.Tensor)
 def expected(model: EvaByteForMTPC, prefixes: torch.Tensor) -> dict[str, float]:
     """Expected accepted drafts by rule, and tokens per call of Algorithm 2."""
     output = model(prefixes, use_cache=False, output_hidden_states=-1)
-    law = model.window_law(output.hidden_states[-1][:, -1])
+    distribution = model.window_distribution(output.hidden_states[-1][:, -1])
     first = torch.multinomial(output.logits[:, -1].softmax(-1), 1)
-    draft, q = law.condition(first[:, 0]).sample_with_laws(model.window - 1)
-    p = laws_along(model, prefixes, torch.cat([first, draft], dim=1))[:, 1:]
+    draft, q = distribution.condition(first[:, 0]).sample_with_probs(model.window - 1)
+    p = probs_along(model, prefixes, torch.cat([first, draft], dim=1))[:, 1:]
     q = q.double() / q.double().sum(-1, keepdim=True)
     token, block = token_acceptance(draft, q, p)[0], block_acceptance(draft, q, p)[0]
-    fresh, q = law.sample_with_laws(model.window)
-    kept = token_acceptance(fresh, q.double(), laws_along(model, prefixes, fresh))[0].cumprod(1).mean(0)
+    fresh, q = distribution.sample_with_probs(model.window)
+    kept = token_acceptance(fresh, q.double(), probs_along(model, prefixes, fresh))[0].cumprod(1).mean(0)
     return {
         "token": float(token.cumprod(1).sum(1).mean()),
         "block": float((1 - (1 - block).flip(1).cumprod(1).flip(1)).sum(1).mean()),

@@ -86,7 +86,7 @@ def forward_ratio(model: EvaByteForMTPC, inputs: dict[str, torch.Tensor], repeat
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="folder of an EvaByte checkpoint")
+    parser.add_argument("--model", help="directory of an EvaByte checkpoint")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--processors", choices=PROCESSORS, nargs="+", default=list(PROCESSORS))
     parser.add_argument("--prompt-length", type=int, default=48)

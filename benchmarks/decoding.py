@@ -135,7 +135,7 @@ def profile(model: EvaByteForMTPC, prompt: torch.Tensor, new_tokens: int) -> Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="folder of a checkpoint; random weights of --size otherwise")
+    parser.add_argument("--model", help="directory of a checkpoint; random weights of --size otherwise")
     parser.add_argument("--size", choices=SIZES, default="demo")
     parser.add_argument("--prompt", default='"""Utilities for reading and writing files."""\n\nimport os\n\n\ndef ')
     parser.add_argument("--new-tokens", type=int, default=200)

@@ -73,7 +73,7 @@ def modules(backbone: PreTrainedModel, arguments: argparse.Namespace) -> DeepSee
 
 
 def slots(backbone: PreTrainedModel, arguments: argparse.Namespace) -> PTPForCausalLM:
-    """A student that draws its drafts from laws (C-PTP)."""
+    """A student that draws its drafts from distributions (C-PTP)."""
     return PTPForCausalLM.from_backbone(
         copy.deepcopy(backbone), "categorical", num_slots=arguments.draft, features="arithmetic", projection="mlp",
         lora_rank=32, lora_alpha=32,

@@ -4,9 +4,10 @@
     python benchmarks/heads.py --size 85m --rank 8 16 32
 
 One table per rank, medians in milliseconds of the same run: `forward` is the backbone on n tokens behind a prompt,
-`head` the law behind a token (matrix products of leaves, n r v d, and sums), `draft` everything from it to a sampled
-draft with its laws, `warped` the same with each conditional warped, `verify` block verification. `share` is
-(draft + verify) / (forward + head + draft + verify). Random weights: costs do not depend on what was learned.
+`head` the distribution behind a token (matrix products of leaves, n r v d, and sums), `draft` everything from it to a
+sampled draft with its distributions, `warped` the same with each conditional warped, `verify` block verification.
+`share` is (draft + verify) / (forward + head + draft + verify). Random weights: costs do not depend on what was
+learned.
 """
 
 from __future__ import annotations
@@ -39,19 +40,22 @@ def cycle(model: EvaByteForMTPC, prompt: torch.Tensor) -> dict[str, float]:
         cache.crop(-window)
 
     hidden, last, length = torch.randn(1, model.config.hidden_size), torch.tensor([100]), window - 1
-    law, processing = model.law_behind(hidden, last, length), Processing([TemperatureLogitsWarper(0.7)])
+    distribution, processing = (
+        model.distribution_after(hidden, last, length),
+        Processing([TemperatureLogitsWarper(0.7)]),
+    )
 
     def warped(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q = processing.warp(probs)
         return draw(q), q
 
-    tokens, q = law.sample_with_laws(length)
+    tokens, q = distribution.sample_with_probs(length)
     p = torch.randn(1, window, model.config.vocab_size).softmax(-1)
     calls = {
         "forward": forward,
-        "head": lambda: model.law_behind(hidden, last, length),
-        "draft": lambda: law.sample_with_laws(length),
-        "warped": lambda: law.draft(warped, length),
+        "head": lambda: model.distribution_after(hidden, last, length),
+        "draft": lambda: distribution.sample_with_probs(length),
+        "warped": lambda: distribution.draft(warped, length),
         "verify": lambda: verify(tokens, q, p),
     }
     for call in calls.values():
@@ -62,7 +66,7 @@ def cycle(model: EvaByteForMTPC, prompt: torch.Tensor) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="demo")
-    parser.add_argument("--model", help="folder of a checkpoint; random weights of --size otherwise")
+    parser.add_argument("--model", help="directory of a checkpoint; random weights of --size otherwise")
     parser.add_argument("--window", type=int, default=16)
     parser.add_argument("--rank", type=int, nargs="+", default=[32])
     parser.add_argument("--threads", type=int, default=1)

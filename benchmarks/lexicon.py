@@ -1,4 +1,4 @@
-"""Head families on a source whose law is known: random words, one symbol after the other.
+"""Head families on a source whose distribution is known: random words, one symbol after the other.
 
     python benchmarks/lexicon.py                     # n = 16, r = 8, three training seeds; minutes on a CPU
     python benchmarks/lexicon.py --window 8 --rank 4 --seeds 1 --steps 300
@@ -7,7 +7,8 @@ The source draws words of a small lexicon, separated by a blank; its state is th
 are tables over states, fitted by the window loss with gamma = 1. Then every family drafts from the state before a kept
 symbol, conditioned on it, and the expected number of accepted drafts is *computed* on the same drafts for token and
 block verification. `alg. 2 (biased)` is the decoder of the MtPC paper, which drops the symbol that verification added.
-Its text does not follow the source's law, so the library does not offer it; it stands here for comparison only.
+Its text does not follow the source's distribution, so the library does not offer it; it stands here for comparison
+only.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rich.table import Table
 
 from tokenahead import MTPHeadConfig
 from tokenahead.generation.verification import block_acceptance, token_acceptance
-from tokenahead.modeling.heads.registry import build_head, init_head, window_law
+from tokenahead.modeling.heads.registry import build_head, init_head, window_distribution
 
 BLANK, SYMBOLS = 0, 27
 WINDOWS_PER_STEP, PEAK_RATE = 1024, 0.2
@@ -38,7 +39,7 @@ class Lexicon:
         seed: Of the random words.
 
     Attributes:
-        law: [S, 27] next-symbol probabilities per state.
+        distribution: [S, 27] next-symbol probabilities per state.
         following: [S, 27] next state, -1 where the symbol cannot follow.
     """
 
@@ -53,33 +54,34 @@ class Lexicon:
             for i, symbol in enumerate((*text, BLANK)):
                 state = states.setdefault(text[:i], len(states))
                 counts[state, symbol] = counts.get((state, symbol), 0.0) + weight
-        self.law = torch.zeros(len(states), SYMBOLS, dtype=torch.float64)
+        self.distribution = torch.zeros(len(states), SYMBOLS, dtype=torch.float64)
         self.following = torch.full((len(states), SYMBOLS), -1)
         for (state, symbol), count in counts.items():
             text = next(t for t, s in states.items() if s == state)
-            self.law[state, symbol] = count
+            self.distribution[state, symbol] = count
             self.following[state, symbol] = 0 if symbol == BLANK else states[(*text, symbol)]
-        self.law /= self.law.sum(-1, keepdim=True)
+        self.distribution /= self.distribution.sum(-1, keepdim=True)
         self.stationary_pool = self.stationary(20_000)
 
     def sample(self, state: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Symbols [N, length] from states [N], and the states after each [N, length]."""
         symbols, states = [], []
         for _ in range(length):
-            symbol = torch.multinomial(self.law[state], 1)[:, 0]
+            symbol = torch.multinomial(self.distribution[state], 1)[:, 0]
             state = self.following[state, symbol]
             symbols.append(symbol)
             states.append(state)
         return torch.stack(symbols, 1), torch.stack(states, 1)
 
     def along(self, state: torch.Tensor, symbols: torch.Tensor) -> torch.Tensor:
-        """Next-symbol laws [N, m + 1, 27] before and after each given symbol; uniform behind an impossible one."""
-        rows = [self.law[state]]
+        """Next-symbol distributions [N, m + 1, 27] before and after each given symbol; uniform behind an impossible
+        one."""
+        rows = [self.distribution[state]]
         alive = torch.ones_like(state, dtype=torch.bool)
         for symbol in symbols.unbind(1):
             alive &= self.following[state, symbol] >= 0
             state = self.following[state, symbol].clamp(min=0)
-            rows.append(torch.where(alive[:, None], self.law[state], 1 / SYMBOLS))
+            rows.append(torch.where(alive[:, None], self.distribution[state], 1 / SYMBOLS))
         return torch.stack(rows, 1)
 
     def stationary(self, count: int) -> torch.Tensor:
@@ -88,14 +90,14 @@ class Lexicon:
 
     def entropy(self) -> float:
         """Bits per symbol of the text."""
-        row = -(self.law * self.law.clamp(min=1e-300).log2()).sum(-1)
+        row = -(self.distribution * self.distribution.clamp(min=1e-300).log2()).sum(-1)
         return float(row[self.stationary(20_000)].mean())
 
 
 def fit(source: Lexicon, config: MTPHeadConfig, steps: int, seed: int) -> torch.nn.Module:
     """A head whose hidden states are one-hot states, fitted to windows of the source."""
     torch.manual_seed(seed)
-    width = len(source.law)
+    width = len(source.distribution)
     head = build_head(config, width, SYMBOLS)
     init_head(head)
     optimizer = torch.optim.Adam(head.parameters(), betas=(0.9, 0.99))
@@ -107,7 +109,7 @@ def fit(source: Lexicon, config: MTPHeadConfig, steps: int, seed: int) -> torch.
         state = source.stationary_pool[torch.randint(0, len(source.stationary_pool), (WINDOWS_PER_STEP,))]
         tokens, _ = source.sample(state, config.window)
         hidden = torch.nn.functional.one_hot(state, width).float()
-        loss = -window_law(head, config, hidden).log_prob(tokens).mean()
+        loss = -window_distribution(head, config, hidden).log_prob(tokens).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -120,26 +122,28 @@ def evaluate(source: Lexicon, head: torch.nn.Module, config: MTPHeadConfig, draf
     """Window NLL in nats, and expected accepted drafts after a kept symbol, for `drafts` draws."""
     torch.manual_seed(1234)
     state = source.stationary(drafts)
-    law = window_law(head, config, torch.nn.functional.one_hot(state, len(source.law)).float())
+    distribution = window_distribution(
+        head, config, torch.nn.functional.one_hot(state, len(source.distribution)).float()
+    )
     window, _ = source.sample(state, config.window)
     first = window[:, 0]
-    rest = law.condition(first)
-    draft, q = rest.sample_with_laws(config.window - 1)
+    rest = distribution.condition(first)
+    draft, q = rest.sample_with_probs(config.window - 1)
     p = source.along(source.following[state, first], draft)
     q = (q.double() + 1e-30) / (q.double() + 1e-30).sum(-1, keepdim=True)
     token, _ = token_acceptance(draft, q, p)
     block, _ = block_acceptance(draft, q, p)
     return {
-        "nll": float(-law.log_prob(window).mean()),
+        "nll": float(-distribution.log_prob(window).mean()),
         "token": float(token.cumprod(1).sum(1).mean()),
         "block": float((1 - (1 - block).flip(1).cumprod(1).flip(1)).sum(1).mean()),
-        "alg. 2 (biased)": algorithm_2(source, law, state),
+        "alg. 2 (biased)": algorithm_2(source, distribution, state),
     }
 
 
-def algorithm_2(source: Lexicon, law: object, state: torch.Tensor) -> float:
+def algorithm_2(source: Lexicon, distribution: object, state: torch.Tensor) -> float:
     """Tokens per call of the paper's Algorithm 2: (sum A_i + 1 - A_1) / (2 - A_1), A_i for fresh drafts."""
-    draft, q = law.sample_with_laws(law.window)
+    draft, q = distribution.sample_with_probs(distribution.window)
     accept, _ = token_acceptance(draft, q.double(), source.along(state, draft))
     kept = accept.cumprod(1).mean(0)
     return float((kept.sum() + 1 - kept[0]) / (2 - kept[0]))
@@ -157,7 +161,7 @@ def main() -> None:
     bits = source.entropy()
     console = Console(width=120)
     console.print(
-        f"{len(source.law)} states, {bits:.2f} bits per symbol; "
+        f"{len(source.distribution)} states, {bits:.2f} bits per symbol; "
         f"best window NLL {bits * math.log(2) * arguments.window:.2f}"
     )
     table = Table(

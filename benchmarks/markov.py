@@ -1,6 +1,7 @@
 """A Markov chain of order one, and how far a drafter gets that does not see the tokens between the context and its own.
 
-The chain is its own exact teacher: laws, sequential picks and the ceilings of drafters are computed, not estimated.
+The chain is its own exact teacher: distributions, sequential picks and the ceilings of drafters are computed, not
+estimated.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class MarkovChain(nn.Module):
 
     @property
     def stationary(self) -> torch.Tensor:
-        """The law of a state far from the start, [V]."""
+        """The distribution of a state far from the start, [V]."""
         return torch.linalg.matrix_power(self.rows, 4096)[0]
 
     def walk(self, first: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -65,13 +66,13 @@ def ceilings(chain: MarkovChain, count: int) -> dict[str, float]:
     widths, middles = edges.diff(), (edges[1:] + edges[:-1]) / 2
     picks = pick(middles.expand(len(chain.rows), -1).T, chain.rows.expand(len(middles), -1, -1))  # [segments, V]
     for state, weight in enumerate(chain.stationary.tolist()):
-        laws = [torch.eye(len(chain.rows), dtype=torch.float64)[state]]
+        probs = [torch.eye(len(chain.rows), dtype=torch.float64)[state]]
         for _ in range(count):
-            laws.append(laws[-1] @ chain.rows)
-        drafts = [pick(middles, law.expand(len(middles), -1)) for law in laws[1:]]
-        start = laws[0]
+            probs.append(probs[-1] @ chain.rows)
+        drafts = [pick(middles, distribution.expand(len(middles), -1)) for distribution in probs[1:]]
+        start = probs[0]
         shared = [_agreement(draft, picks, widths) for draft in drafts]
-        overlap = [torch.minimum(chain.rows, law) for law in laws[1:]]
+        overlap = [torch.minimum(chain.rows, distribution) for distribution in probs[1:]]
         totals["marginal"] += weight * _chained(start, shared)
         totals["speculative"] += weight * _chained(start, overlap)
         totals["own_u"] += weight * _best_own(start, shared, picks, widths)

@@ -1,4 +1,5 @@
-"""README's quick start of parallel token prediction on a chain whose law is known: what is learned, and what it pays.
+"""README's quick start of parallel token prediction on a chain whose distribution is known: what is learned, and what
+it pays.
 
     python benchmarks/ptp_chain.py                       # about six minutes of one core
     python benchmarks/ptp_chain.py --layers 12 --width 256

@@ -9,10 +9,11 @@ token on its own? Students of 0.48 million parameters learn a Markov chain with 
 shows how many of them are right, on average, before the first wrong one.
 
 "coupled" verifies a draft with the uniforms that it was drafted from. Under this rule a drafter that picks every token
-from its exact marginal law reaches the column `marginal`, and the best drafter that sees only each token's own uniform
-reaches `own_u`. "token" and "block" verify the same drafts as samples of known laws; a drafter that samples every token
-from its exact marginal law reaches `speculative` under "token". C-PTP's first token is the backbone's, here the chain's
-own. Best of M draws M vectors of uniforms and keeps the most central one, which changes no law.
+from its exact marginal distribution reaches the column `marginal`, and the best drafter that sees only each token's own
+uniform reaches `own_u`. "token" and "block" verify the same drafts as samples of known distributions; a drafter that
+samples every token from its exact marginal distribution reaches `speculative` under "token". C-PTP's first token is the
+backbone's, here the chain's own. Best of M draws M vectors of uniforms and keeps the most central one, which changes no
+distribution.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def student(
 
 @dataclass
 class Drafts:
-    """Drafts with the uniforms and laws that they come from, [B, N] and [B, N, V]; `p` has a row more."""
+    """Drafts with the uniforms and distributions that they come from, [B, N] and [B, N, V]; `p` has a row more."""
 
     tokens: torch.Tensor
     uniforms: torch.Tensor

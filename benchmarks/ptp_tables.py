@@ -1,4 +1,4 @@
-"""The questions of the PTP paper's tables, asked on a chain whose law is known: one student per answer.
+"""The questions of the PTP paper's tables, asked on a chain whose distribution is known: one student per answer.
 
     python benchmarks/ptp_tables.py --minutes 2 --output tables.json          # all of them: about 25 students
     python benchmarks/ptp_tables.py --minutes 0.5 --tables losses features    # a part, quickly
@@ -13,7 +13,7 @@ drafted tokens that are right before the first wrong one (Eq. 16), of N.
 - `features`: how a uniform is embedded
 - `concentration`: where in its interval a uniform is trained: Beta(b, b)
 - `best_of`: drafts from M vectors of uniforms, of which the most central is kept
-- `inverse`: training without a teacher (Algorithm 3): perplexity of the slots' laws against the chain's own
+- `inverse`: training without a teacher (Algorithm 3): perplexity of the slots' distributions against the chain's own
 """
 
 from __future__ import annotations

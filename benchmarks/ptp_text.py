@@ -134,15 +134,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS)[:-1])
     parser.add_argument(
-        "--small", type=Path, help="a folder of a smaller backbone, for students of the kind `separate`"
+        "--small", type=Path, help="a directory of a smaller backbone, for students of the kind `separate`"
     )
-    parser.add_argument("--backbone", type=Path, help="a folder of a trained one; no minutes are spent on it")
+    parser.add_argument("--backbone", type=Path, help="a directory of a trained one; no minutes are spent on it")
     parser.add_argument("--acceptance", action="store_true", help="count tokens per call, and measure no times")
-    parser.add_argument("--reuse", action="store_true", help="measure the models of the output folder again")
+    parser.add_argument("--reuse", action="store_true", help="measure the models of the output directory again")
     parser.add_argument("--output", type=Path, default=Path("tokenahead-ptp"))
     arguments = parser.parse_args()
     if "separate" in arguments.kinds and arguments.small is None:
-        parser.error("--kinds separate drafts with a smaller backbone; name its folder, --small FOLDER")
+        parser.error("--kinds separate drafts with a smaller backbone; name its directory, --small FOLDER")
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     console, corpus = Console(width=120), load_corpus(seed=0)

@@ -1,4 +1,4 @@
-"""Exported folders in vLLM: is the text plain decoding's, are drafts those of this library, how many are accepted?
+"""Exported directories in vLLM: is the text plain decoding's, are drafts those of this library, how many are accepted?
 
     bash benchmarks/serving_environment.sh vllm-env                # once: 3.4 GB, an environment of its own
     python benchmarks/serving.py --vllm vllm-env/bin/python        # about fifteen minutes on two cores, no GPU
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="groups of cases")
     parser.add_argument("--steps", type=int, default=120, help="of training")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--keep", type=Path, help="a folder to leave the exported folders in")
+    parser.add_argument("--keep", type=Path, help="a directory to leave the exported directories in")
     arguments = parser.parse_args()
     if not arguments.vllm:
         parser.error("--vllm, or TOKENAHEAD_VLLM_PYTHON: the interpreter of an environment with vLLM")

@@ -1,4 +1,4 @@
-"""What `benchmarks/serving.py` serves: folders that this library exports, and what it writes and drafts itself."""
+"""What `benchmarks/serving.py` serves: directories that this library exports, and what it writes and drafts itself."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def expected(model: PreTrainedModel, count: int, **options: Any) -> tuple[list, 
 
 
 class Builder:
-    """Trains models once, writes their folders once, and makes cases of them.
+    """Trains models once, writes their directories once, and makes cases of them.
 
     Args:
-        folder: Where folders are written.
+        folder: Where directories are written.
         steps: Of training.
     """
 
@@ -106,7 +106,7 @@ class Builder:
         return case
 
     def retrofit(self, family: str) -> Callable[[int], Case]:
-        """A backbone and a draft folder."""
+        """A backbone and a draft directory."""
         model, folder = self.modules(family), self.folder / f"{family}_retrofit"
         export(model, folder)
 
@@ -159,7 +159,7 @@ class Builder:
 
 
 def cases(builder: Builder) -> dict[str, Callable[[], list[Case]]]:
-    """Groups of cases by name; a group shares its folders."""
+    """Groups of cases by name; a group shares its directories."""
 
     def both(make: Callable[[int], Case], counts: tuple[int, ...] = (1, 3)) -> list[Case]:
         return [make(count) for count in counts]

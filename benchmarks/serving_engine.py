@@ -2,7 +2,7 @@
 
     python serving_engine.py cases.json results.json
 
-Reads what to serve and what to ask, serves one folder after the other, and writes texts, drafts and counts.
+Reads what to serve and what to ask, serves one directory after the other, and writes texts, drafts and counts.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ LoRA, and on weighted states (Mehra et al. in small; benchmarks/marginal.py has 
 heads start and the order of the data; seeds go by turns.
 
 Tokens per call at T = 1 are expected ones under block verification, along texts that the backbone itself has drawn:
-along other text, which it finds less likely than its own, flat laws look better than they are. Those of greedy text are
-counted. Accuracies are those on held-out text. Speed-ups are ratios of processor time to plain decoding by turns.
+along other text, which it finds less likely than its own, flat distributions look better than they are. Those of greedy
+text are counted. Accuracies are those on held-out text. Speed-ups are ratios of processor time to plain decoding by
+turns.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from tokenahead.training.trainer import MTPTrainer
 
 LENGTH, ROWS = 256, 4
 PLACES = torch.arange(32, LENGTH - 16, 4)
-"""Columns behind which laws are compared."""
+"""Columns behind which distributions are compared."""
 TAUGHT = dict(loss_target="teacher")
 STRATEGIES: dict[str, dict[str, Any]] = {
     "nll": dict(kept=True),
@@ -118,7 +119,7 @@ def decode(backbone: PreTrainedModel, heads: MTPHeads, prompts: list[Any], new_t
 
 @torch.no_grad()
 def bits(backbone: PreTrainedModel, ids: torch.Tensor) -> float:
-    """Bits per byte of the backbone's own law."""
+    """Bits per byte of the backbone's own distribution."""
     return float(backbone(ids, labels=ids).loss) / 0.693147
 
 
@@ -127,7 +128,7 @@ def acceptance(heads: MTPHeads, ids: torch.Tensor) -> dict[str, Any]:
     """Expected acceptance at T = 1 under block verification, along texts that the backbone has drawn."""
     features, logits, ahead = at_places(heads, ids)
     at = TeacherForced(features, ids[:, ahead], logits[:, ahead[:, :-1]])
-    found = at.acceptance(SimpleNamespace(window_law=heads.law_of_features), sampled(1.0))
+    found = at.acceptance(SimpleNamespace(window_distribution=heads.distribution_of_features), sampled(1.0))
     return {
         "accepted up to": found.by_position,
         "expected tokens per call": found.tokens_per_call,
@@ -139,8 +140,8 @@ def acceptance(heads: MTPHeads, ids: torch.Tensor) -> dict[str, Any]:
 def accuracies(heads: MTPHeads, ids: torch.Tensor) -> list[float]:
     """How often the likeliest token is the text's, at depths 1, 2, ..."""
     features, _, ahead = at_places(heads, ids)
-    laws = heads.law_of_features(features).conditional_log_probs(ids[:, ahead])
-    return (laws.argmax(-1) == ids[:, ahead]).float().mean((0, 1)).tolist()
+    probs = heads.distribution_of_features(features).conditional_log_probs(ids[:, ahead])
+    return (probs.argmax(-1) == ids[:, ahead]).float().mean((0, 1)).tolist()
 
 
 def at_places(heads: MTPHeads, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

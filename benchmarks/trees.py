@@ -6,11 +6,12 @@
     python benchmarks/trees.py demo-llama --head demo-eagle3 --expected --temperatures 0.6 1     # far less noise
 
 The official rule of EAGLE-2 and 3 at a temperature drafts the likeliest tokens and verifies them as certain ones
-(q = 1); a drawn tree of the same budget holds draws from the head's warped laws, verified by recursive rejection or by
-traversal. Tokens per call are counted over the cycles of all rows, with their standard error. Traversal and recursion
-are besides compared on the very same drawn trees, by the exact expectation of what each would keep: no noise of draws.
-With `--expected`, all drafts are: behind 512 texts that the backbone wrote, the same for all, two drafts of each kind
-are drawn, and what both rules keep of them on average is calculated. None of these figures depends on the machine.
+(q = 1); a drawn tree of the same budget holds draws from the head's warped distributions, verified by recursive
+rejection or by traversal. Tokens per call are counted over the cycles of all rows, with their standard error. Traversal
+and recursion are besides compared on the very same drawn trees, by the exact expectation of what each would keep: no
+noise of draws. With `--expected`, all drafts are: behind 512 texts that the backbone wrote, the same for all, two
+drafts of each kind are drawn, and what both rules keep of them on average is calculated. None of these figures depends
+on the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel, StoppingCriteriaList
 
 from tokenahead import EagleHead, EvaByteTokenizer
 from tokenahead.generation.contract import DraftTree
-from tokenahead.generation.rules import SampledRule
+from tokenahead.generation.rules import SampledVerifier
 from tokenahead.generation.tree_verification import tree_acceptance
 from tokenahead.training.data import ByteWindows, Corpus, code_prompts, load_corpus
 from tokenahead.training.features import cache_features
@@ -55,11 +56,11 @@ def expected(tree: DraftTree, p: torch.Tensor, rule: str) -> torch.Tensor:
     return (depth * accept * torch.where(earlier, 1 - accept[:, None], 1.0).prod(-1)).sum(-1)
 
 
-class Paired(SampledRule):
+class Paired(SampledVerifier):
     """A rule that also notes what both rules would keep of each drawn tree.
 
     Args:
-        rule: The one that judges.
+        rule: The one that verifies.
         rows: From lists by name, where it notes them.
     """
 
@@ -67,27 +68,27 @@ class Paired(SampledRule):
         super().__init__(rule)
         self.rows = rows
 
-    def judge(self, tree: DraftTree, scores: torch.Tensor) -> Any:
-        """See `Rule`."""
+    def verify(self, tree: DraftTree, scores: torch.Tensor) -> Any:
+        """See `Verifier`."""
         if tree.tokens.shape[1]:
             for rule, known in self.rows.items():
                 known.append(expected(tree, scores.softmax(-1).double(), rule))
-        return super().judge(tree, scores)
+        return super().verify(tree, scores)
 
 
 @contextmanager
 def certain(head: EagleHead) -> Iterator[None]:
     """Lets the head draft its likeliest tokens where text is sampled, as the official code does."""
-    make = type(head).make_drafter
-    head.make_drafter = lambda options: make(head, replace(options, do_sample=False))
+    make = type(head).start
+    head.start = lambda options: make(head, replace(options, do_sample=False))
     try:
         yield
     finally:
-        del head.make_drafter
+        del head.start
 
 
 def trained(backbone: PreTrainedModel, corpus: Corpus, arguments: argparse.Namespace) -> EagleHead:
-    """The head in its folder, or a new one after its time."""
+    """The head in its directory, or a new one after its time."""
     if (arguments.head / "config.json").exists():
         return EagleHead.from_pretrained(arguments.head).attach(backbone).eval()
     torch.manual_seed(0)
@@ -119,7 +120,7 @@ def counted(
         "error": float(kept.std() / len(kept) ** 0.5),
         "cycles": len(kept),
     }
-    counts = [len(row) for row in out.speculation.rows_accepted]  # rows that have ended are judged, but do not count
+    counts = [len(row) for row in out.speculation.rows_accepted]  # rows that have ended are verified, but do not count
     for rule, known in (notes or {}).items():
         found = [
             1 + note[row] for number, note in enumerate(known) for row, count in enumerate(counts) if number < count
@@ -139,10 +140,10 @@ def first_drafts(head: EagleHead, texts: torch.Tensor, seed: int, **options: Any
     """Expected tokens per call of the first draft behind every text [B, L], by rule: [B] each."""
     notes: dict[str, list[torch.Tensor]] = {"token": [], "block": []}
     over = StoppingCriteriaList([lambda ids, *_, **__: (ids >= 0).all(1) & (ids.shape[1] > texts.shape[1] + 1)])
-    head.make_rule = lambda options, drafter: Paired("block", notes)
+    head.make_verifier = lambda options, drafter: Paired("block", notes)
     torch.manual_seed(seed)
     head.backbone.generate(texts, assistant_model=head, max_new_tokens=40, stopping_criteria=over, **options)
-    del head.make_rule
+    del head.make_verifier
     return {rule: 1 + known[0] for rule, known in notes.items()}
 
 
@@ -176,9 +177,9 @@ def measure(head: EagleHead, prompts: dict[str, torch.Tensor], arguments: argpar
         if heat:
             for rule, name in {"token": "drawn tree, recursion", "block": "drawn tree, traversal"}.items():
                 notes: dict[str, list[torch.Tensor]] = {"token": [], "block": []}
-                head.make_rule = lambda options, drafter: Paired(rule, notes)  # noqa: B023
+                head.make_verifier = lambda options, drafter: Paired(rule, notes)  # noqa: B023
                 rows[name] = counted(backbone, prompts, new, notes, draft_tree=tree, **common, **how)
-                del head.make_rule
+                del head.make_verifier
         figures[f"T = {heat:g}"] = rows
         print(json.dumps({f"T = {heat:g}": rows}), flush=True)
     return figures
@@ -199,7 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("backbone", type=Path)
     parser.add_argument(
-        "--head", type=Path, default=Path("demo-eagle3"), help="its folder; trained where there is none"
+        "--head", type=Path, default=Path("demo-eagle3"), help="its directory; trained where there is none"
     )
     parser.add_argument("--seconds", type=float, default=240, help="of processor time, to train the head")
     parser.add_argument("--rows", type=int, default=600, help="windows whose features are kept")

@@ -7,7 +7,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
 LAYOUTS = ("tokenahead", "official", "specforge", "speculators", "vllm", "sglang")
-"""Folders that are written; all of them are read, too."""
+"""Directories that are written; all of them are read, too."""
 
 
 @strict
@@ -33,7 +33,7 @@ class EagleHeadConfig(LlamaConfig):
         fc_norm: One norm for each auxiliary state, before `fc` (EAGLE-3.1).
         norm_output: What a row returns to the next is normed (EAGLE-3.1).
         loss_options: Options of the training loss that differ from the defaults (`EagleLossOptions`).
-        layout: The folder that `save_pretrained` writes.
+        layout: The directory that `save_pretrained` writes.
         base_model_name_or_path: The backbone that the head was trained for, for people to read.
         base_model_type: The `model_type` of that backbone's text model; None: not known.
 

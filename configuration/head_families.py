@@ -1,6 +1,6 @@
 """The families of heads, without torch: which options each takes, and what a card says of it.
 
-A family is registered here and, with its module and its law, in `modeling.heads.registry` under the same name.
+A family is registered here and, with its module and its distribution, in `modeling.heads.registry` under the same name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class HeadFamilyFacts:
         any_window: A checkpoint serves every window, because positions share no parameters.
         rows_of_lm_head: A model that owns its head keeps it as further rows of its `lm_head`.
         apart_only: No model owns such a head: it stands apart from its backbone (`MTPHeads`).
-        sequential: Its law is made of conditionals alone, so that no token can be summed out.
+        sequential: Its distribution is made of conditionals alone, so that no token can be summed out.
         loss_weights: From the window n to the weights of the n depths in the family's own recipe; None: `gamma`
             discounts them.
     """

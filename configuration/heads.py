@@ -43,17 +43,17 @@ AT_LEAST = {
 
 @strict
 class MTPHeadConfig(PreTrainedConfig):
-    """Options of a head that describes the law of the next `window` tokens.
+    """Options of a head that describes the distribution of the next `window` tokens.
 
-    The same class is the sub-config `mtp_head` of a model that owns its head, and the config of `MTPHeads`, a folder
+    The same class is the sub-config `mtp_head` of a model that owns its head, and the config of `MTPHeads`, a directory
     of heads that stands apart from its backbone; only the latter needs the last three fields.
 
     Args:
-        head_type: The family of the law. `"ff"`: independent positions (Gloeckle et al. 2024); `"cp"`: a mixture;
-            `"hmm"`: a chain; `"btree"`: a binary tree of mixtures (MtPC); `"medusa"`, `"hydra"` and `"layer"`: see
-            `head_families`, for heads apart from their backbone.
-        window: Number of tokens n that the law covers; the first is the ordinary next token, so a draft has n - 1.
-            None lets the owner decide (EvaByte takes `num_pred_heads`).
+        head_type: The family of the distribution. `"ff"`: independent positions (Gloeckle et al. 2024); `"cp"`: a
+            mixture; `"hmm"`: a chain; `"btree"`: a binary tree of mixtures (MtPC); `"medusa"`, `"hydra"` and `"layer"`:
+            see `head_families`, for heads apart from their backbone.
+        window: Number of tokens n that the distribution covers; the first is the ordinary next token, so a draft has n
+            - 1. None lets the owner decide (EvaByte takes `num_pred_heads`).
         rank: Number of states r of every latent of a circuit; `"ff"` has 1.
         leaf: `"full"`: an unembedding [v, d] of its own per position; `"shared"`: one map [d, d] per position before
             the backbone's frozen unembedding, for large vocabularies. Circuits have one per position and state.
@@ -81,8 +81,8 @@ class MTPHeadConfig(PreTrainedConfig):
         draft_lora_alpha: Their scale times their rank; None: twice the rank.
         gamma: Discount of the training loss: depth j weighs gamma^(j-1).
         loss_weights: Weights [n] of the depths instead; None: `gamma`, or the recipe of the family's paper.
-        loss_target: What a head learns: `"labels"`, or the whole law of the `"teacher"`, the backbone given the true
-            tokens. None: `"teacher"` for Hydra++, else `"labels"`.
+        loss_target: What a head learns: `"labels"`, or the whole distribution of the `"teacher"`, the backbone given
+            the true tokens. None: `"teacher"` for Hydra++, else `"labels"`.
         loss_balance: `"rms"` scales the loss of every depth to the first one's spread (Mehra et al.).
         masked_tokens: What training does with tokens inside a window that are no targets (a prompt, say): `"observe"`
             conditions on them, as decoding will; `"marginalise"` sums them out (not possible for `"hydra"`).
@@ -192,11 +192,11 @@ class MTPHeadConfig(PreTrainedConfig):
 
     @property
     def borrows_first(self) -> bool:
-        """Whether position 1 of the law is the backbone's own."""
+        """Whether position 1 of the distribution is the backbone's own."""
         return self.head_type in ("medusa", "hydra") or (self.head_type == "layer" and self.first == "backbone")
 
     def options(self) -> dict[str, Any]:
-        """The fields that describe the law, for a model's own `config.json`."""
+        """The fields that describe the distribution, for a model's own `config.json`."""
         return {name: getattr(self, name) for name in self.family.written()} | self.draft_options()
 
     def draft_options(self) -> dict[str, Any]:

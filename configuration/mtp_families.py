@@ -245,7 +245,7 @@ UNMADE: dict[str, str] = {
     "glm_ocr_text": "transformers has no causal language model for its text alone, whose layers a module could have",
     "lfm2": _NORM.format("embedding_norm"),
     "llama4_text": "its class does not show its decoder (`get_decoder` gives the model with its head)",
-    "minicpm3": "its layers scale their residuals by the number of layers, which differs in a folder that has modules",
+    "minicpm3": "its layers scale their residuals by the number of layers, which differs in a checkpoint with modules",
     "olmo": "its norms have no weights, and the norms of a module are made of them",
     "phi": _NORM.format("final_layernorm"),
 }

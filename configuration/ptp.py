@@ -9,16 +9,17 @@ from transformers import AutoConfig, PreTrainedConfig
 from .positions import learned_positions
 
 VARIANTS = ("one_hot", "categorical", "mask")
-"""What an auxiliary slot predicts: the token that its own uniform picks (O-PTP), the law of the next one (C-PTP), or,
-from a mask token in place of a uniform, the law of the next one given the token before it (masked prediction)."""
+"""What an auxiliary slot predicts: the token that its own uniform picks (O-PTP), the distribution of the next one
+(C-PTP), or, from a mask token in place of a uniform, the distribution of the next one given the token before it (masked
+prediction)."""
 SAMPLERS = ("mlp", "none")
-"""What makes the laws of mask slots sequential."""
+"""What makes the distributions of mask slots sequential."""
 FEATURE_DIMS = {"bits": 32, "arithmetic": 24, "threshold": 32, "scalar": 1, "interpolate": 3}
 """Features of a uniform, and how many there are if nothing else is said."""
 PROJECTIONS = ("linear", "mlp")
 """How features become an embedding."""
 SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-"""Settings of the law that drafts are learned for; here the whole law."""
+"""Settings of the distribution that drafts are learned for; here the whole distribution."""
 
 
 @strict
@@ -41,8 +42,8 @@ class PTPConfig(PreTrainedConfig):
         num_slots: N, the slots that a draft is learned for.
         lora_rank: Rank of the gated adapters.
         lora_alpha: Their scale is alpha / rank.
-        sampling: `temperature`, `top_k` and `top_p` of the target law that the drafts are learned for.
-        sampler: Of `"mask"`: `"mlp"`, with which a slot's law knows the token drafted before it, or `"none"`.
+        sampling: `temperature`, `top_k` and `top_p` of the target distribution that the drafts are learned for.
+        sampler: Of `"mask"`: `"mlp"`, with which a slot's distribution knows the token drafted before it, or `"none"`.
         lcm_weight: Of `"mask"`: weight of latent consistency matching in training.
 
     Raises:
@@ -123,12 +124,12 @@ class PTPConfig(PreTrainedConfig):
 
     @property
     def has_sampler(self) -> bool:
-        """Whether the law of a slot is given by its state and the token before it, not by its state alone."""
+        """Whether the distribution of a slot is given by its state and the token before it, not by its state alone."""
         return self.variant == "mask" and self.sampler == "mlp"
 
     @property
     def predicts_tokens(self) -> bool:
-        """Whether a slot says which token its uniform picks; else it gives a law to pick from."""
+        """Whether a slot says which token its uniform picks; else it gives a distribution to pick from."""
         return self.variant == "one_hot" and self.informative
 
     @property
@@ -137,7 +138,7 @@ class PTPConfig(PreTrainedConfig):
         return self.variant == "one_hot"
 
     @property
-    def learns_warped_law(self) -> bool:
+    def learns_warped_distribution(self) -> bool:
         """Whether categorical drafts were learned for a warped target, and need no warping of their own."""
         return self.sampling != SAMPLING
 

@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--model", help="path or Hub id; a tiny random Llama otherwise")
     parser.add_argument("--window", type=int, default=4)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--output", help="where to save the heads; a temporary folder otherwise")
+    parser.add_argument("--output", help="where to save the heads; a temporary directory otherwise")
     arguments = parser.parse_args()
     backbone = AutoModelForCausalLM.from_pretrained(arguments.model) if arguments.model else tiny_llama()
     backbone.eval()

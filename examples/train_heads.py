@@ -14,7 +14,7 @@ from tokenahead.training import AcceptanceCallback, MTPSFTTrainer
 
 
 def main(model_name: str, dataset_name: str, folder: str = "heads") -> None:
-    """Trains heads and leaves them in a folder of their own."""
+    """Trains heads and leaves them in a directory of their own."""
     data = load_dataset(dataset_name, split="train").train_test_split(0.01, seed=0)
     backbone = AutoModelForCausalLM.from_pretrained(model_name, dtype="auto")
     trainer = MTPSFTTrainer(

@@ -1,4 +1,4 @@
-"""How a draft is made and judged. Imports modeling only for the laws of drafts."""
+"""How a draft is made and verified. Imports modeling only for the distributions of drafts."""
 
 from .statistics import GenerateSpeculativeOutput, Speculation
 

@@ -18,15 +18,15 @@ from ..modeling.copies import drop_collectors
 from ..modeling.unwrapping import unwrap
 from .backbones import check_backbone
 from .mixins import candidate_generator, speculate
-from .speculators import SpeculatorMixin
+from .speculators import DrafterMixin
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-class Attachable(SpeculatorMixin):
+class AttachableDrafter(DrafterMixin):
     """A drafter for a backbone of its own choice.
 
-    A class that uses it sets `_backbones = []` before anything else, offers `make_drafter`, and may check the backbone
+    A class that uses it sets `_backbones = []` before anything else, offers `start`, and may check the backbone
     in `check_backbone` and take over what it needs in `on_attach` and `on_detach`.
     """
 
@@ -48,7 +48,7 @@ class Attachable(SpeculatorMixin):
         """Whether there is a backbone."""
         return bool(self._backbones)
 
-    def stands_for(self, model: Any) -> bool:
+    def matches(self, model: Any) -> bool:
         """Whether `generate` may be given that model in the place of this drafter."""
         return False
 
@@ -137,7 +137,7 @@ class Route:
 
     Attributes:
         drafters: What is attached to it.
-        version: Of this code: drafters of several folders, each with its own copy of the code, share one route.
+        version: Of this code: drafters of several directories, each with its own copy of the code, share one route.
     """
 
     version = __version__
@@ -149,7 +149,9 @@ class Route:
     def of(cls, backbone: PreTrainedModel) -> Route:
         """The route of a backbone, laid where there is none."""
         route = vars(backbone).get("generate")
-        version = getattr(route, "version", None)  # also a route of another copy of this code, that came with a folder
+        version = getattr(
+            route, "version", None
+        )  # also a route of another copy of this code, that came with a directory
         if version not in (None, cls.version):
             raise RuntimeError(
                 f"{type(backbone).__name__} has drafters of tokenahead {version}, and this one is of {cls.version}: "
@@ -161,7 +163,7 @@ class Route:
             backbone.__getstate__ = route.state  # pickle and copy ask the instance, too
         return route
 
-    def remove(self, drafter: Attachable) -> None:
+    def remove(self, drafter: AttachableDrafter) -> None:
         """Takes a drafter off, and the route with the last one."""
         self.drafters = [other for other in self.drafters if other is not drafter]
         if not self.drafters:
@@ -184,7 +186,7 @@ class Route:
 
     def _drafter_of(self, assistant: Any) -> Any:
         """What a model became when it was attached as a whole (a PTPForCausalLM, say); other assistants as they are."""
-        known = (drafter for drafter in self.drafters if getattr(drafter, "stands_for", _nobody)(assistant))
+        known = (drafter for drafter in self.drafters if getattr(drafter, "matches", _nobody)(assistant))
         return next(known, assistant)
 
     def candidates(
@@ -208,7 +210,7 @@ class Route:
             assistant_model, self.backbone, generation_config, logits_processor, model_kwargs, input_ids
         )
 
-    def _check(self, assistant: Attachable) -> None:
+    def _check(self, assistant: AttachableDrafter) -> None:
         if not any(drafter is assistant for drafter in self.drafters):
             raise RuntimeError(
                 f"this {type(assistant).__name__} is not attached to this {type(self.backbone).__name__} (copies are "
@@ -224,13 +226,13 @@ class Route:
 
 
 def _nobody(model: Any) -> bool:
-    """`stands_for` of a drafter whose code, which came with a folder, does not know it."""
+    """`matches` of a drafter whose code, which came with a directory, does not know it."""
     return False
 
 
 def _is_drafter(assistant: Any) -> bool:
-    """Whether it is an `Attachable`, of this copy of the code or of one that came with a folder."""
-    return isinstance(assistant, Attachable) or all(hasattr(assistant, n) for n in ("make_drafter", "is_attached"))
+    """Whether it is an `AttachableDrafter`, of this copy of the code or of one that came with a directory."""
+    return isinstance(assistant, AttachableDrafter) or all(hasattr(assistant, n) for n in ("start", "is_attached"))
 
 
 def adopt_special_ids(config: Any, backbone: PreTrainedModel) -> None:

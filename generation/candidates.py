@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers.generation import CandidateGenerator
 
-from .contract import Verdict
-from .drafters.protocol import Drafter, DraftOptions
-from .targets import Fed
-from .tokens import Kept, TokenRows
+from .contract import VerificationResult
+from .drafters.protocol import DraftOptions, DraftSession
+from .targets import TargetOutput
+from .tokens import NewTokens, Sequences
 
 
 class CandidateAdapter(CandidateGenerator):
@@ -25,11 +25,11 @@ class CandidateAdapter(CandidateGenerator):
 
     requires_model_outputs = True
 
-    def __init__(self, drafter: Drafter, options: DraftOptions, mask: torch.Tensor | None = None) -> None:
-        self.drafter, self.options, self.mask = drafter, options, mask
+    def __init__(self, session: DraftSession, options: DraftOptions, mask: torch.Tensor | None = None) -> None:
+        self.session, self.options, self.mask = session, options, mask
         self.drafted = -1  # the prefill drafts nothing
         self.view = SimpleNamespace(shifts=None)
-        wanted = drafter.hidden_layers
+        wanted = session.hidden_layers
         self.model_kwargs_overrides = {} if wanted is None else {"output_hidden_states": wanted}
 
     def get_candidates(
@@ -55,13 +55,15 @@ class CandidateAdapter(CandidateGenerator):
         if is_first_iteration:
             return input_ids, None
         self._look(input_ids, model_outputs, n_last_matches)
-        length = min(self.drafter.num_tokens, self.options.max_length - input_ids.shape[1] - 1)
-        tree = self.drafter.propose(TokenRows(input_ids), max(length, 0))
+        length = min(self.session.num_tokens, self.options.max_length - input_ids.shape[1] - 1)
+        tree = self.session.propose(Sequences(input_ids), max(length, 0))
         self.drafted = tree.tokens.shape[1]
         if self.drafted == 0:
             return input_ids, None
-        q = tree.laws
-        if q is None and self.options.do_sample:  # transformers would take candidates without laws as greedy ones
+        q = tree.probs
+        if (
+            q is None and self.options.do_sample
+        ):  # transformers would take candidates without distributions as greedy ones
             q = torch.nn.functional.one_hot(tree.tokens, model_outputs.logits.shape[-1]).float()
         return torch.cat([input_ids, tree.tokens], dim=1), None if q is None else q.log()
 
@@ -72,11 +74,11 @@ class CandidateAdapter(CandidateGenerator):
         if self.mask is not None:
             mask[:, : self.mask.shape[1]] = self.mask[:, :length].bool()
         self.view.mask, self.view.counts, self.view.is_padded = mask, mask.sum(1), self.mask is not None
-        self.view.kept = Kept([matches + 1], device)
+        self.view.kept = NewTokens([matches + 1], device)
         if self.drafted < 0:
-            self.drafter.begin(outputs, self.view)
+            self.session.begin(outputs, self.view)
             return
         tokens = input_ids[:, -(matches + 1) :]
         padded = torch.nn.functional.pad(tokens, (0, self.drafted - matches))
         accepted = torch.full((1,), matches, device=device)
-        self.drafter.advance(Fed(outputs.logits, outputs.hidden_states), Verdict(accepted, padded))
+        self.session.advance(TargetOutput(outputs.logits, outputs.hidden_states), VerificationResult(accepted, padded))

@@ -1,4 +1,5 @@
-r"""The contract between drafters, the backbone and verification: a tree of drafted tokens, and a verdict on it.
+r"""The contract between drafters, the backbone and verification: a tree of drafted tokens, and a verification result on
+it.
 
 The backbone is fed a block: b, the token that the last verification added, and then the m nodes of a tree. Node i has
 place i + 1 in the block; parents come before their children, so that a path reads upwards in places:
@@ -20,33 +21,33 @@ from typing import Any
 
 import torch
 
-from ..modeling.indices import line
+from ..modeling.indices import cached_arange
 
 
 @dataclass(eq=False)
 class DraftTree:
-    """Drafted tokens behind b, and the laws that they were really drawn from.
+    """Drafted tokens behind b, and the distributions that they were really drawn from.
 
     Attributes:
         tokens: [B, m] int64; siblings are tried in the order of their nodes.
         parents: [B, m] int64 node numbers, smaller than their children's; -1 is b.
-        laws: [B, m + 1, V] probabilities that the children of each place were drawn from; rows of places without
+        probs: [B, m + 1, V] probabilities that the children of each place were drawn from; rows of places without
             children are never read, and a chain leaves the last one out. None: the tokens are certain given what is
             before them (argmax, top-k, n-grams).
         replacement: Siblings were drawn independently; otherwise without replacement, in the order of their nodes.
         depth: The longest path that the tree could have, fixed before drafting; None: m.
-        counts: [B] real nodes of every row, if not all of them; the others are never accepted.
-        riders: Rows that ride along in the block behind the nodes; only their drafter reads them.
+        num_nodes: [B] real nodes of every row, if not all of them; the others are never accepted.
+        auxiliary: Rows that ride along in the block behind the nodes; only their drafter reads them.
         is_chain: Whether node i is the parent of node i + 1 everywhere, as `chain` makes it.
     """
 
     tokens: torch.Tensor
     parents: torch.Tensor
-    laws: torch.Tensor | None = None
+    probs: torch.Tensor | None = None
     replacement: bool = False
     depth: int | None = None
-    counts: torch.Tensor | None = None
-    riders: Any = None
+    num_nodes: torch.Tensor | None = None
+    auxiliary: Any = None
     is_chain: bool = False
 
     def __post_init__(self) -> None:
@@ -58,24 +59,24 @@ class DraftTree:
         cls,
         draft: torch.Tensor,
         q: torch.Tensor | None = None,
-        counts: torch.Tensor | None = None,
-        riders: Any = None,
+        num_nodes: torch.Tensor | None = None,
+        auxiliary: Any = None,
     ) -> DraftTree:
         """One path of tokens.
 
         Args:
             draft: [B, m] int64.
             q: [B, m, V] probabilities that the tokens were drawn from; None: certain tokens.
-            counts: [B] real tokens of every row, if not all of them.
-            riders: Rows that ride along.
+            num_nodes: [B] real tokens of every row, if not all of them.
+            auxiliary: Rows that ride along.
         """
         parents = _chain_parents(draft.shape[1], draft.device).expand(draft.shape)
-        return cls(draft, parents, q, counts=counts, riders=riders, is_chain=True)
+        return cls(draft, parents, q, num_nodes=num_nodes, auxiliary=auxiliary, is_chain=True)
 
     def positions(self) -> torch.Tensor:
         """Distance of every place from b, [B, m + 1] int64."""
         if self.is_chain:
-            return line(self.tokens.shape[1] + 1, self.tokens.device).expand(len(self.tokens), -1)
+            return cached_arange(self.tokens.shape[1] + 1, self.tokens.device).expand(len(self.tokens), -1)
         return self.mask().sum(-1) - 1
 
     def mask(self) -> torch.Tensor:
@@ -88,9 +89,9 @@ class DraftTree:
 
     def real(self) -> torch.Tensor | None:
         """Which nodes count, [B, m] bool; None: all of them."""
-        if self.counts is None:
+        if self.num_nodes is None:
             return None
-        return line(self.tokens.shape[1], self.tokens.device) < self.counts[:, None]
+        return cached_arange(self.tokens.shape[1], self.tokens.device) < self.num_nodes[:, None]
 
     @cached_property
     def _ancestors(self) -> torch.Tensor:
@@ -107,39 +108,39 @@ class DraftTree:
 
 
 @dataclass(eq=False)
-class Verdict:
+class VerificationResult:
     """What verification keeps of a tree, and the token that it adds; k is `DraftTree.depth`.
 
     Attributes:
-        accepted: [B] int64 kept nodes.
-        tokens: [B, k + 1] int64; the first `accepted` are the kept drafts, the next is the added token, the rest is
+        num_accepted: [B] int64 kept nodes.
+        tokens: [B, k + 1] int64; the first `num_accepted` are the kept drafts, the next is the added token, the rest is
             arbitrary.
-        places: [B, k + 1] int64, `columns` of a tree; None: the first nodes of a chain are kept.
-        faults: [B] bool, rows whose added token was drawn from scores that are no law; None: not looked at.
+        tree_path: [B, k + 1] int64, `path` of a tree; None: the first nodes of a chain are kept.
+        invalid: [B] bool, rows whose added token was drawn from scores that are no distribution; None: not looked at.
     """
 
-    accepted: torch.Tensor
+    num_accepted: torch.Tensor
     tokens: torch.Tensor
-    places: torch.Tensor | None = None
-    faults: torch.Tensor | None = None
+    tree_path: torch.Tensor | None = None
+    invalid: torch.Tensor | None = None
 
     @cached_property
-    def columns(self) -> torch.Tensor:
+    def path(self) -> torch.Tensor:
         """Places of the kept path in the block, [B, k + 1] int64: b's is 0, and the last is repeated behind."""
-        if self.places is not None:
-            return self.places
-        return torch.minimum(line(self.tokens.shape[1], self.tokens.device), self.accepted[:, None])
+        if self.tree_path is not None:
+            return self.tree_path
+        return torch.minimum(cached_arange(self.tokens.shape[1], self.tokens.device), self.num_accepted[:, None])
 
     @property
     def nodes(self) -> torch.Tensor:
         """The kept nodes in the order of their path, [B, k] int64, and -1 behind them."""
-        behind = line(self.tokens.shape[1], self.tokens.device)[:-1] >= self.accepted[:, None]
-        return (self.columns[:, 1:] - 1).masked_fill(behind, -1)
+        behind = cached_arange(self.tokens.shape[1], self.tokens.device)[:-1] >= self.num_accepted[:, None]
+        return (self.path[:, 1:] - 1).masked_fill(behind, -1)
 
     @property
     def added(self) -> torch.Tensor:
         """The added token, [B] int64."""
-        return self.tokens.gather(1, self.accepted[:, None])[:, 0]
+        return self.tokens.gather(1, self.num_accepted[:, None])[:, 0]
 
 
 def path_columns(members: torch.Tensor, depth: int) -> torch.Tensor:
@@ -152,7 +153,7 @@ def path_columns(members: torch.Tensor, depth: int) -> torch.Tensor:
     Returns:
         [..., depth + 1] int64, the members' places in rising order, which is that of the path; the last is repeated.
     """
-    places = line(members.shape[-1], members.device)
+    places = cached_arange(members.shape[-1], members.device)
     last = (members * places).amax(-1, keepdim=True)
     return torch.where(members, places, last).sort(-1).values[..., : depth + 1]
 

@@ -1,4 +1,5 @@
-"""How drafters grow trees of drafts: in one way, from the laws of what follows the nodes of the level before."""
+"""How drafters grow trees of drafts: in one way, from the distributions of what follows the nodes of the level
+before."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from .contract import DraftTree
-from .drafters.protocol import DraftOptions, draft_law
+from .drafters.protocol import DraftOptions, draft_probs
 from .trees import check_size, drawn_tree, dynamic_tree, ranked_tree, static_tree
 
 _DEFAULTS = {"depth": 5, "top_k": 10, "total_tokens": 60}
@@ -57,12 +58,14 @@ def grow(growth: Growth, options: DraftOptions, length: int) -> DraftTree:
     if options.do_sample:
         columns = growth.draft_ids, growth.vocab_size
         return drawn_tree(
-            draft_law(logits, options, *columns),
-            lambda tokens, parents: draft_law(growth.behind(tokens, parents), options, *columns),
+            draft_probs(logits, options, *columns),
+            lambda tokens, parents: draft_probs(growth.behind(tokens, parents), options, *columns),
             **tree,
         )
     found = dynamic_tree(
-        _log_law(logits), lambda tokens, parents: _log_law(growth.behind(_ids(growth, tokens), parents)), **tree
+        _log_distribution(logits),
+        lambda tokens, parents: _log_distribution(growth.behind(_ids(growth, tokens), parents)),
+        **tree,
     )
     return _spelled(growth, found)
 
@@ -148,6 +151,6 @@ def _spelled(growth: Growth, tree: DraftTree) -> DraftTree:
     return tree
 
 
-def _log_law(logits: torch.Tensor) -> torch.Tensor:
-    """What ranks nodes: the drafter's raw law, in float32 at least (in half precision ties are common)."""
+def _log_distribution(logits: torch.Tensor) -> torch.Tensor:
+    """What ranks nodes: the drafter's raw distribution, in float32 at least (in half precision ties are common)."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

@@ -1,12 +1,12 @@
 """The decoding loop: draft, one backbone call, verify, keep, roll back. Rows of a batch accept on their own.
 
     tokens     ... x y b            b: the token that the last verification added, not in the cache yet
-    draft            |  d1 d2 d3                              Drafter.propose
+    draft            |  d1 d2 d3                              DraftSession.propose
     fed              b  d1 d2 d3    one backbone call         Target.forward
-    scores           d1 d2 z  -     the target's choices      Processing, Rule.judge
+    scores           d1 d2 z  -     the target's choices      Processing, Verifier.judge
     kept             d1 d2 z        two drafts and a token    Stopping.cut
     cache      ... x y b  d1 d2     rolled back to here       Target.keep
-    next                     z = b  and so on                 Drafter.advance
+    next                     z = b  and so on                 DraftSession.advance
 
 The host waits for the device once in a cycle, for all that it must know: accepted counts, tokens, drafts. What it then
 decides (rows end at eos, at stop strings, at the length limit) goes back in one copy, and only where rows differ.
@@ -22,16 +22,16 @@ from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCrite
 from transformers.generation.streamers import BaseStreamer
 
 from ..configuration.positions import learned_positions
-from ..modeling.indices import same_place
-from .contract import DraftTree, Verdict
-from .drafters.protocol import Drafter, DraftOptions
+from ..modeling.indices import to_device
+from .contract import DraftTree, VerificationResult
+from .drafters.protocol import DraftOptions, DraftSession
 from .records import Records
-from .rules import Rule
+from .rules import Verifier
 from .schedule import DraftSchedule
 from .statistics import GenerateSpeculativeOutput, Speculation
 from .stopping import Stopping
-from .targets import EvenTarget, Fed, HiddenLayers, RepackedTarget, RowLengthTarget, Target, is_repackable
-from .tokens import Kept, TokenRows
+from .targets import EvenTarget, HiddenLayers, RepackedTarget, RowLengthTarget, Target, TargetOutput, is_repackable
+from .tokens import NewTokens, Sequences
 
 
 class SpeculativeLoop:
@@ -42,7 +42,7 @@ class SpeculativeLoop:
     Args:
         model: The backbone, as `generate` sees it.
         drafter: Proposes tokens.
-        rule: Judges them.
+        rule: Verifies them.
         options: What was asked of this call.
         schedule: How many tokens to draft.
         prompt: [B, L] int64.
@@ -55,8 +55,8 @@ class SpeculativeLoop:
     def __init__(
         self,
         model: PreTrainedModel,
-        drafter: Drafter,
-        rule: Rule,
+        session: DraftSession,
+        rule: Verifier,
         options: DraftOptions,
         schedule: DraftSchedule,
         prompt: torch.Tensor,
@@ -65,10 +65,10 @@ class SpeculativeLoop:
         model_kwargs: dict[str, Any],
         cache_is_given: bool = False,
     ) -> None:
-        self.model, self.drafter, self.rule, self.options = model, drafter, rule, options
+        self.model, self.session, self.rule, self.options = model, session, rule, options
         self.config, self.model_kwargs = config, model_kwargs
         self.cache_is_seen = cache_is_given or config.return_dict_in_generate
-        self.tokens, self.streamed = TokenRows(prompt), prompt.shape[1]
+        self.tokens, self.streamed = Sequences(prompt), prompt.shape[1]
         self.done = [False] * len(prompt)
         self.processing, self.records = options.processing, Records(config, len(prompt))
         self.stopping = Stopping(criteria, options.processing.pad, self.records.scores_of)
@@ -101,7 +101,7 @@ class SpeculativeLoop:
 
     @property
     def _hidden_layers(self) -> HiddenLayers:
-        return True if self.config.output_hidden_states else self.drafter.hidden_layers
+        return True if self.config.output_hidden_states else self.session.hidden_layers
 
     def _prefill(self) -> None:
         """The first pass, through transformers' own prefill; it emits one token per row."""
@@ -112,13 +112,13 @@ class SpeculativeLoop:
         if self.table is not None and isinstance(self.target, RepackedTarget):
             self.starts = self.target.next_positions()
         self.statistics.backbone_calls += 1
-        logits = same_place(outputs.logits[:, -1:], prompt.device, torch.float32)
+        logits = to_device(outputs.logits[:, -1:], prompt.device, torch.float32)
         tree = DraftTree.chain(prompt[:, :0])
         scores = self.processing(self.tokens, logits, tree, self.done)
         first = self.rule.first(scores[:, 0], self.tokens)
-        verdict = Verdict(torch.zeros_like(first), first[:, None])
-        self._settle(tree, verdict, Fed(logits, outputs.hidden_states), scores, is_prefill=True)
-        self.drafter.begin(outputs, self.target)
+        result = VerificationResult(torch.zeros_like(first), first[:, None])
+        self._settle(tree, result, TargetOutput(logits, outputs.hidden_states), scores, is_prefill=True)
+        self.session.begin(outputs, self.target)
 
     def _target(self, cache: Cache) -> Target:
         mask = self.model_kwargs.get("attention_mask")
@@ -130,27 +130,28 @@ class SpeculativeLoop:
     def _cycle(self) -> None:
         started = time.perf_counter()
         length = self._length()
-        tree = self.drafter.propose(self.tokens, length)
+        tree = self.session.propose(self.tokens, length)
         drafted = time.perf_counter()
         block = torch.cat([self.tokens.last()[:, None], tree.tokens], dim=1)
         fed = self.target.forward(block, tree, self._hidden_layers)
         self.statistics.backbone_calls += 1
         called = time.perf_counter()
-        fed.logits = same_place(fed.logits, block.device, torch.float32)
+        fed.logits = to_device(fed.logits, block.device, torch.float32)
         scores = self.processing(self.tokens, fed.logits, tree, self.done)
-        verdict = self.rule.judge(tree, scores)
-        accepted, kept = self._settle(tree, verdict, fed, scores)
-        self.target.keep(kept, verdict, tree)
-        self.drafter.advance(fed.along(verdict, tree), verdict)
+        result = self.rule.verify(tree, scores)
+        accepted, kept = self._settle(tree, result, fed, scores)
+        self.target.keep(kept, result, tree)
+        self.session.advance(fed.along(result, tree), result)
         ended = time.perf_counter()
         self.schedule.update(tree.depth, accepted, ended - started, length)
         self.statistics.draft_seconds += drafted - started
         self.statistics.verify_seconds += ended - called
 
     def _length(self) -> int:
-        """The longest path to draft now: the verdict adds one more token, and nothing is drafted beyond the text."""
+        """The longest path to draft now: the verification result adds one more token, and nothing is drafted beyond the
+        text."""
         ahead = self._places_ahead()
-        if getattr(self.drafter, "is_repeatable", False):  # a draft that is cut short is judged otherwise
+        if getattr(self.session, "is_deterministic", False):  # a draft that is cut short is verified otherwise
             return self.schedule.length()
         open_rows = [n for n, done in zip(self.tokens.lengths, self.done) if not done]
         room = max((self.stopping.room(n) for n in open_rows), default=1)
@@ -171,18 +172,24 @@ class SpeculativeLoop:
         return ahead
 
     def _settle(
-        self, tree: DraftTree, verdict: Verdict, fed: Fed, scores: torch.Tensor, is_prefill: bool = False
-    ) -> tuple[list[int], Kept]:
-        """Takes a verdict over into texts, records and statistics; accepted drafts of open rows, and what is kept."""
-        self.tokens.write(verdict.tokens)
-        accepted, new, drafts = self._on_host(tree, verdict)
+        self,
+        tree: DraftTree,
+        result: VerificationResult,
+        fed: TargetOutput,
+        scores: torch.Tensor,
+        is_prefill: bool = False,
+    ) -> tuple[list[int], NewTokens]:
+        """Takes a verification result over into texts, records and statistics; accepted drafts of open rows, and what
+        is kept."""
+        self.tokens.write(result.tokens)
+        accepted, new, drafts = self._on_host(tree, result)
         verified = [ids[: count + 1] for ids, count in zip(new, accepted)]
         before = self.done
         if self.records.is_wanted:
             counts = [0 if done else count + 1 for count, done in zip(accepted, before)]
-            self.records.add(fed.along(verdict, tree), self._along(scores, verdict, tree), counts, is_prefill)
+            self.records.add(fed.along(result, tree), self._along(scores, result, tree), counts, is_prefill)
         counts, self.done = self.stopping.cut(self.tokens, verified, before)
-        kept = Kept(counts, self.tokens.ids.device)
+        kept = NewTokens(counts, self.tokens.ids.device)
         self.records.cut([n + count - self.tokens.prompt_length for n, count in zip(self.tokens.lengths, counts)])
         if not is_prefill:
             self._count(before, accepted, counts, drafts, tree.depth)
@@ -192,15 +199,17 @@ class SpeculativeLoop:
             self._stream()
         return [count for count, done in zip(accepted, before) if not done], kept
 
-    def _on_host(self, tree: DraftTree, verdict: Verdict) -> tuple[list[int], list[list[int]], list[list[int]]]:
+    def _on_host(
+        self, tree: DraftTree, result: VerificationResult
+    ) -> tuple[list[int], list[list[int]], list[list[int]]]:
         """The cycle's one wait: accepted counts, new tokens and real drafts of every row.
 
         Raises:
-            ValueError: A row was to be sampled from scores that are no law.
+            ValueError: A row was to be sampled from scores that are no distribution.
         """
-        faults, real, width = self.rule.faults(verdict), tree.counts, verdict.tokens.shape[1]
-        parts = [part[:, None] for part in (verdict.accepted, real, faults) if part is not None]
-        rows = torch.cat([*parts, verdict.tokens, tree.tokens], dim=1).tolist()
+        faults, real, width = self.rule.invalid(result), tree.num_nodes, result.tokens.shape[1]
+        parts = [part[:, None] for part in (result.num_accepted, real, faults) if part is not None]
+        rows = torch.cat([*parts, result.tokens, tree.tokens], dim=1).tolist()
         accepted = [row.pop(0) for row in rows]
         counts = [tree.tokens.shape[1] if real is None else row.pop(0) for row in rows]
         if faults is not None:
@@ -217,8 +226,8 @@ class SpeculativeLoop:
                 )
 
     @staticmethod
-    def _along(scores: torch.Tensor, verdict: Verdict, tree: DraftTree) -> torch.Tensor:
-        return Fed(scores).along(verdict, tree).logits
+    def _along(scores: torch.Tensor, result: VerificationResult, tree: DraftTree) -> torch.Tensor:
+        return TargetOutput(scores).along(result, tree).logits
 
     def _count(
         self, before: list[bool], accepted: list[int], kept: list[int], drafts: list[list[int]], depth: int
@@ -244,7 +253,7 @@ class SpeculativeLoop:
         if not self.config.return_dict_in_generate:
             return sequences
         generated = [n - self.tokens.prompt_length for n in self.tokens.lengths]
-        if coverage := getattr(self.drafter, "coverage", None):
+        if coverage := getattr(self.session, "coverage", None):
             rows = zip(sequences[:, self.tokens.prompt_length :], generated)
             self.statistics.vocabulary_coverage = coverage(torch.cat([row[:count] for row, count in rows]))
         scores, logits, hidden_states = self.records.per_token(generated, self.pad)
@@ -260,11 +269,11 @@ class SpeculativeLoop:
     def _align_cache(self) -> None:
         """Feeds the last token of rows that ended early, so that the next call may start at the last column."""
         longest = max(self.tokens.lengths)
-        kept = Kept([int(n < longest) for n in self.tokens.lengths], self.tokens.ids.device)
-        if any(kept.counts) and self.target.goes_back:
+        kept = NewTokens([int(n < longest) for n in self.tokens.lengths], self.tokens.ids.device)
+        if any(kept.counts) and self.target.supports_rollback:
             tree = DraftTree.chain(self.tokens.ids[:, :0])
             self.statistics.backbone_calls += 1
             self._places_ahead()
             self.target.forward(self.tokens.last()[:, None], tree, None)
-            self.target.keep(kept, Verdict(self.tokens.ends, self.tokens.last()[:, None]), tree)
+            self.target.keep(kept, VerificationResult(self.tokens.ends, self.tokens.last()[:, None]), tree)
         self.target.align(longest - 1)

@@ -1,6 +1,6 @@
-"""What the rows of a block see of a cache and of each other: masks of trees, of riders, of attention windows.
+"""What the rows of a block see of a cache and of each other: masks of trees, of auxiliary, of attention windows.
 
-Pure functions of tensors; they know neither caches nor laws.
+Pure functions of tensors; they know neither caches nor distributions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .contract import DraftTree, line
+from .contract import DraftTree, cached_arange
 
 
 def tree_mask(cached: torch.Tensor, tree: DraftTree, model: PreTrainedModel, held: int | None = None) -> Any:
@@ -42,7 +42,7 @@ def _near(config: Any, kinds: set[str], cached: torch.Tensor, tree: DraftTree) -
     is_chunked, width = "chunked_attention" in kinds, cached.shape[1]
     if not is_chunked and (window is None or kinds == {"full_attention"}):
         return None
-    columns = torch.cat([line(width, cached.device).expand(len(cached), -1), width + tree.positions()], dim=1)
+    columns = torch.cat([cached_arange(width, cached.device).expand(len(cached), -1), width + tree.positions()], dim=1)
     if not is_chunked:
         return columns[:, width:, None] - columns[:, None] < window
     chunks = (columns - (cached.cumsum(1) == 0).sum(1)[:, None]) // config.attention_chunk_size  # from the first token

@@ -32,8 +32,8 @@ from .drafters.protocol import DraftOptions, warn_of_threshold
 from .loop import SpeculativeLoop
 from .options import OWN, CallOptions, obstacle, prepared_options, warn_of_unread
 from .processing import counts_calls
-from .speculators import Speculator, SpeculatorMixin, schedule_of
-from .targets import can_go_back, is_repackable
+from .speculators import Drafter, DrafterMixin, schedule_of
+from .targets import can_roll_back, is_repackable
 from .tree_choice import choose_tree
 
 logger = logging.get_logger(__name__)
@@ -57,9 +57,9 @@ class _Call:
         cache_is_given: Whether the cache is the caller's own.
     """
 
-    def __init__(self, backbone: PreTrainedModel, speculator: Any, own: dict[str, Any]) -> None:
-        self.backbone, self.speculator, self.own = backbone, speculator, own
-        self.runner = backbone if speculator is None else speculator.runner(backbone)
+    def __init__(self, backbone: PreTrainedModel, drafter: Any, own: dict[str, Any]) -> None:
+        self.backbone, self.drafter, self.own = backbone, drafter, own
+        self.runner = backbone if drafter is None else drafter.runner(backbone)
         self.options: CallOptions | None = None
         self.speculates = self.is_ours = self.cache_is_given = False
 
@@ -80,20 +80,20 @@ def _view_class(kind: type) -> type:
     return type(kind.__name__, bases, {"__module__": kind.__module__, "_is_stateful": False})
 
 
-def speculate(backbone: PreTrainedModel, speculator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def speculate(backbone: PreTrainedModel, drafter: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`backbone.generate(*args, **kwargs)` with the drafts of `speculator` (None: plainly)."""
     own = {name: kwargs.pop(name) for name in OWN if name in kwargs}
     view = object.__new__(_view_class(type(backbone)))
     object.__setattr__(view, "__dict__", backbone.__dict__)
-    view.speculation_call = _Call(backbone, speculator, own)
+    view.speculation_call = _Call(backbone, drafter, own)
     with torch.no_grad(), caches_kept(backbone):
         return type(view).generate(view, *args, **kwargs)
 
 
-class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
+class MTPGenerationMixin(DrafterMixin, GenerationMixin):
     """Adds lossless speculation to `generate`.
 
-    A model that drafts for itself offers `window` and `make_drafter`, a forward that takes `output_hidden_states=-1`,
+    A model that drafts for itself offers `window` and `start`, a forward that takes `output_hidden_states=-1`,
     and `_new_cache()` where it has a cache of its own. `generate` gains:
 
     - `use_mtp`: None (on where possible), True (on, or an error that says why not), False (one token at a time);
@@ -135,25 +135,25 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
         if call is None:
             return super()._prepare_generation_config(generation_config, **kwargs)
         sources = (kwargs, generation_config, self.generation_config)
-        kwargs |= {} if call.speculator is None else call.speculator.sampling_defaults(sources)
+        kwargs |= {} if call.drafter is None else call.drafter.sampling_defaults(sources)
         config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         if config.assistant_early_exit is not None:
             raise ValueError(
                 f"assistant_early_exit={config.assistant_early_exit} is not offered here: it would cut the layers of "
                 f"{type(self).__name__} in place; leave it out"
             )
-        if call.speculator is None or config.prompt_lookup_num_tokens:
+        if call.drafter is None or config.prompt_lookup_num_tokens:
             call.options = CallOptions.read(call.own, sources)
             _refuse_unread(call.own, config)
             config.use_mtp = False
             return config, model_kwargs
-        call.options = options = prepared_options(call.speculator, call.backbone, call.own, sources, config)
+        call.options = options = prepared_options(call.drafter, call.backbone, call.own, sources, config)
         call.speculates = self._decides_to_speculate(config, model_kwargs)
         if call.speculates:
             warn_of_unread(config)
         if call.speculates and options.draft_tree is not None:
             check_trees(call.backbone)
-        options.num_assistant_tokens = _draft_length(options.num_assistant_tokens, call.speculator)
+        options.num_assistant_tokens = _draft_length(options.num_assistant_tokens, call.drafter)
         if options.needs_our_loop and (reason := obstacle(config, model_kwargs, of_drafts=False)):
             _refuse_source(reason, options)
         call.is_ours = config.use_mtp = call.speculates or options.needs_our_loop
@@ -163,7 +163,7 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
         call = self._current
         if call.options.use_mtp is False:
             return False
-        if call.speculator.longest_draft() == 0:
+        if call.drafter.longest_draft() == 0:
             if call.options.use_mtp:
                 logger.warning("use_mtp=True: the head has window 1 and drafts nothing; decoding one token at a time.")
             return False
@@ -179,9 +179,9 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
         if not hasattr(self, "_new_cache"):
             if cache is not None and not is_repackable(cache) and not hasattr(cache, "keep_last"):
                 return f"past_key_values with layers that cannot go back ({type(cache).__name__})"
-            if not can_go_back(self._current.backbone) or not self._supports_default_dynamic_cache():
+            if not can_roll_back(self._current.backbone) or not self._supports_default_dynamic_cache():
                 return f"the recurrent states of {type(self).__name__}, which cannot go back behind a rejected draft"
-        own = self._current.speculator.obstacle(config, model_kwargs)
+        own = self._current.drafter.obstacle(config, model_kwargs)
         return obstacle(config, model_kwargs) or own
 
     def _validate_generation_mode(
@@ -269,9 +269,9 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
     ) -> CandidateGenerator:
         """This call's own drafter for transformers' assisted loop, unless another assistant was asked for."""
         call = self._current
-        speculator = self if call is None and generation_config.use_mtp else call and call.speculator
-        if speculator is not None and assistant_model is None and generation_config.use_mtp:
-            return candidate_generator(speculator, self, generation_config, logits_processor, model_kwargs, input_ids)
+        drafter = self if call is None and generation_config.use_mtp else call and call.drafter
+        if drafter is not None and assistant_model is None and generation_config.use_mtp:
+            return candidate_generator(drafter, self, generation_config, logits_processor, model_kwargs, input_ids)
         return super()._get_candidate_generator(
             generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, assistant_model, **kwargs
         )
@@ -308,7 +308,7 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
             return self._sample(*common, **model_kwargs)
         if call.options.draft_tree == "auto":
             choose_tree(
-                partial(speculate, call.backbone), call.speculator, call.options, generation_config, input_ids,
+                partial(speculate, call.backbone), call.drafter, call.options, generation_config, input_ids,
                 last_place(self.config.get_text_config(), input_ids.shape[1], 2 * _DEPTH),
                 {name: model_kwargs[name] for name in model_kwargs.keys() - _OF_THE_CALL}
                 | {"synced_gpus": synced_gpus},
@@ -316,31 +316,31 @@ class MTPGenerationMixin(SpeculatorMixin, GenerationMixin):
         options = DraftOptions.of_call(
             call.options, call.backbone, call.speculates, generation_config, logits_processor, input_ids
         )
-        drafter = call.speculator.make_drafter(options)
-        warn_of_threshold(options, drafter, type(call.speculator).__name__)
-        rule = call.speculator.make_rule(options, drafter)
-        with schedule_of(call.speculator, drafter, options) as schedule:
+        session = call.drafter.start(options)
+        warn_of_threshold(options, session, type(call.drafter).__name__)
+        rule = call.drafter.make_verifier(options, session)
+        with schedule_of(call.drafter, session, options) as schedule:
             loop = SpeculativeLoop(
-                self, drafter, rule, options, schedule, input_ids, generation_config, stopping_criteria, model_kwargs,
+                self, session, rule, options, schedule, input_ids, generation_config, stopping_criteria, model_kwargs,
                 call.cache_is_given,
             )  # fmt: skip
             return loop.run(streamer, synced_gpus)
 
 
 def candidate_generator(
-    speculator: Speculator,
+    drafter: Drafter,
     backbone: PreTrainedModel,
     config: GenerationConfig,
     processors: LogitsProcessorList,
     model_kwargs: dict[str, Any],
     input_ids: torch.Tensor,
 ) -> CandidateAdapter:
-    """A speculator's chains for transformers' own assisted loop (batch 1)."""
-    number, longest = speculator.default_draft(), speculator.longest_draft()
+    """A drafter's chains for transformers' own assisted loop (batch 1)."""
+    number, longest = drafter.default_draft(), drafter.longest_draft()
     number = min(config.num_assistant_tokens or number, number if longest is None else longest)
     options = CallOptions(num_assistant_tokens=number)
     made = DraftOptions.of_call(options, backbone, True, config, processors, input_ids)
-    return CandidateAdapter(speculator.make_drafter(made), made, model_kwargs.get("attention_mask"))
+    return CandidateAdapter(drafter.start(made), made, model_kwargs.get("attention_mask"))
 
 
 def _tell(reason: str, options: CallOptions) -> None:
@@ -376,10 +376,10 @@ def _refuse_unread(own: dict[str, Any], config: GenerationConfig) -> None:
         raise ValueError(f"{given}= is not read by {other}, which drafts here; drop one of them")
 
 
-def _draft_length(asked: int | None, speculator: Speculator) -> int:
-    longest = speculator.longest_draft()
+def _draft_length(asked: int | None, drafter: Drafter) -> int:
+    longest = drafter.longest_draft()
     if asked is None:
-        return speculator.default_draft()
+        return drafter.default_draft()
     if longest is not None and asked > longest > 0:
         logger.warning_once(f"num_assistant_tokens={asked} exceeds window - 1 = {longest}; drafting {longest} tokens.")
     return asked if longest is None else min(asked, longest)

@@ -25,8 +25,8 @@ class CallOptions:
         verification: Name of the rule; None for the default.
         num_assistant_tokens: Tokens to draft; None for the default.
         schedule: How that number changes in the course of the call.
-        threshold: A chain ends with a token that its own law gave less probability in every row; 0: never. Trees,
-            n-grams and parallel token prediction do not look at it, and say so.
+        threshold: A chain ends with a token that its own distribution gave less probability in every row; 0: never.
+            Trees, n-grams and parallel token prediction do not look at it, and say so.
         draft_tree: Options of a tree of drafts, or its rank paths, or `"auto"`; None for a chain.
         extra: Options of one kind of drafter only: `uniforms`, `seed`, `slot_budget`, `best_of` of parallel token
             prediction, `draft_vocabulary` of sequential modules.
@@ -80,9 +80,9 @@ class CallOptions:
 
 
 def prepared_options(
-    speculator: Any, backbone: Any, own: dict[str, Any], sources: tuple[Any, ...], config: GenerationConfig
+    drafter: Any, backbone: Any, own: dict[str, Any], sources: tuple[Any, ...], config: GenerationConfig
 ) -> CallOptions:
-    """The options of a call, completed by what drafts (`Speculator.prepare_call`).
+    """The options of a call, completed by what drafts (`DraftSession.prepare_call`).
 
     What the backbone's own config says of trees, slots and the like may be meant for another of its drafters: one that
     cannot follow it warns, and goes on without. A drafter that is the backbone itself refuses it, as it does what a
@@ -100,15 +100,15 @@ def prepared_options(
     """
     # as an assistant in transformers' own loop, the backbone is passed the config of its target
     options = CallOptions.read(own, sources, OWN[1:] if getattr(sources[1], "is_assistant", None) else ())
-    _check_rule(options, speculator.rules)
+    _check_rule(options, drafter.rules)
     try:
-        speculator.prepare_call(options, config)
+        drafter.prepare_call(options, config)
     except ValueError as error:
         saved = _saved(own, sources)
-        if speculator is backbone or not saved:
+        if drafter is backbone or not saved:
             raise
         options = CallOptions.read(own, sources, saved)
-        speculator.prepare_call(options, config)
+        drafter.prepare_call(options, config)
         logger.warning_once(f"The generation_config of {type(backbone).__name__} is not followed in all: {error}")
     return options
 
@@ -195,7 +195,7 @@ _PLAIN = {
 
 _UNREAD = {
     "compile_config": "compile the backbone itself, by model.forward = torch.compile(model.forward)",
-    "assistant_ensemble_weight": "it would change the law of the text, which verification keeps",
+    "assistant_ensemble_weight": "it would change the distribution of the text, which verification keeps",
     "speculation_type": "the drafter that the call was given drafts",
 }
 """Fields of a GenerationConfig that transformers' own loops read and ours does not, and what there is to do."""

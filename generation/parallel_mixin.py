@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 from transformers import GenerationConfig, PreTrainedModel
 
 from .mixins import MTPGenerationMixin
-from .parallel_speculator import ParallelSpeculator
+from .parallel_drafter import ParallelDrafter
 
 if TYPE_CHECKING:
     from .drafters.parallel_assistant import ParallelAssistant
 
 
-class ParallelGenerationMixin(ParallelSpeculator, MTPGenerationMixin):
+class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
     """`generate` that drafts a block of tokens from uniforms, in the forward that verifies the last block.
 
     Beside the options of `MTPGenerationMixin`:
 
     - `verification`: `"coupled"` (the same uniforms for draft and target; the default where slots predict tokens,
-      `variant="one_hot"`), `"block"` (the default where they predict laws) or `"token"`;
+      `variant="one_hot"`), `"block"` (the default where they predict distributions) or `"token"`;
     - `uniforms`: [B, max_new_tokens] in [0, 1), `uniforms[:, 0]` for the first new token: the tokens are those of
       sequential inverse-CDF decoding, with or without `use_mtp`;
     - `seed`: an int, of which row i reads stream i, or one int per row. It repeats a run under every rule, and a row's

@@ -18,7 +18,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as library
 
 from .contract import DraftTree
-from .tokens import TokenRows
+from .tokens import Sequences
 
 _POINTWISE = (
     library.TemperatureLogitsWarper,
@@ -79,7 +79,7 @@ class Processing:
         self.is_known = all(type(p) in known for p in self.processors)
         self.is_pointwise = len(self.pointwise) == len(self.processors)
 
-    def __call__(self, tokens: TokenRows, logits: torch.Tensor, tree: DraftTree, done: list[bool]) -> torch.Tensor:
+    def __call__(self, tokens: Sequences, logits: torch.Tensor, tree: DraftTree, done: list[bool]) -> torch.Tensor:
         """Scores of the target.
 
         Args:
@@ -100,7 +100,7 @@ class Processing:
             flat = _apply_known(processor, places, flat)
         return flat.view(logits.shape)
 
-    def _by_length(self, tokens: TokenRows, logits: torch.Tensor, tree: DraftTree, done: list[bool]) -> torch.Tensor:
+    def _by_length(self, tokens: Sequences, logits: torch.Tensor, tree: DraftTree, done: list[bool]) -> torch.Tensor:
         """The whole list at one length after the other, along paths until they meet a token that it excludes.
 
         What follows such a token is never used, and a constraint need not know what to say of it.
@@ -128,13 +128,13 @@ class Processing:
         asked: list[int],
         chosen: dict[int, int],
         parents: list[list[int]],
-        law: torch.Tensor,
+        distribution: torch.Tensor,
         drafted: torch.Tensor,
     ) -> None:
-        """Marks the children of the places that were asked about as impossible where the law excludes them."""
+        """Marks the children of the places that were asked about as impossible where the distribution excludes them."""
         if not drafted.shape[1]:
             return
-        allowed = (law.gather(-1, drafted) > 0).tolist()
+        allowed = (distribution.gather(-1, drafted) > 0).tolist()
         for row in asked:
             for node, parent in enumerate(parents[row]):
                 if parent + 1 == chosen[row]:
@@ -143,9 +143,10 @@ class Processing:
                     possible[row][node + 1] = False
 
     def warp(self, probs: torch.Tensor) -> torch.Tensor:
-        """Draft laws [..., v] after the processors that look at scores alone; probabilities in, probabilities out.
+        """Draft distributions [..., v] after the processors that look at scores alone; probabilities in, probabilities
+        out.
 
-        A draft's law may be any law, so the processors that read prefixes are left out.
+        A draft's distribution may be any distribution, so the processors that read prefixes are left out.
         """
         if not self.pointwise:
             return probs
@@ -162,7 +163,7 @@ class _Places:
         size: Places per row, m + 1.
     """
 
-    def __init__(self, tokens: TokenRows, tree: DraftTree, fill: int) -> None:
+    def __init__(self, tokens: Sequences, tree: DraftTree, fill: int) -> None:
         self.tokens, self.tree, self.fill = tokens, tree, fill
         self.size = tree.tokens.shape[1] + 1
         self._ids: torch.Tensor | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import GenerationConfig
 
-from .targets import Fed
+from .targets import TargetOutput
 
 Entries = tuple[torch.Tensor, ...] | None
 
@@ -33,7 +33,7 @@ class Records:
         """Whether anything is collected."""
         return any(self.wanted.values())
 
-    def add(self, fed: Fed, scores: torch.Tensor, counts: list[int], is_prefill: bool = False) -> None:
+    def add(self, fed: TargetOutput, scores: torch.Tensor, counts: list[int], is_prefill: bool = False) -> None:
         """Takes the first `counts[b]` steps of row b.
 
         Args:
@@ -68,7 +68,7 @@ class Records:
     def per_token(self, generated: list[int], pad: int) -> tuple[Entries, Entries, tuple | None]:
         """scores and logits as tuples of [B, v], hidden states as a tuple (per token) of tuples (per layer).
 
-        A row that ended early has, from then on, the law that puts `pad` for certain, and hidden states of 0.
+        A row that ended early has, from then on, the distribution that puts `pad` for certain, and hidden states of 0.
         """
         longest = max(generated)
         scores, logits = (self._entries(name, longest, pad) for name in ("scores", "logits"))

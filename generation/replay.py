@@ -4,7 +4,7 @@ The state of a recurrent layer is s_t = F(s_{t-1}, x_t), with x_t its mixer's in
 By causality x_t depends on tokens up to t alone. So the states before a block are cloned, every mixer's inputs of the
 block are remembered and, where a row keeps only the first c tokens, its states are restored and F is applied to
 x_1 .. x_c again: the mixers run alone, rows that keep equally many together. Attention layers are cropped as ever.
-Knows neither drafts nor laws.
+Knows neither drafts nor distributions.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class AdaptiveSchedule:
         """Full drafts at first (and a plain cycle, for its cost), then the best length by expectation."""
         if self.cycles == 1 - self.lead:
             return 0
-        if self._again:  # one cycle made the draft that is tried, and the next judges it
+        if self._again:  # one cycle made the draft that is tried, and the next verifies it
             self._again -= 1
             return self._probed
         self.warm = self.warm or (self.costs.count(self.longest) > 1 and self.rates.trials[0] > _FIRST_TRIALS)

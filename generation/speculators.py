@@ -9,10 +9,10 @@ from weakref import WeakKeyDictionary
 
 from transformers import GenerationConfig
 
-from .drafters.protocol import Drafter, DraftOptions
+from .drafters.protocol import DraftOptions, DraftSession
 from .growth import tree_options
 from .options import CallOptions
-from .rules import GreedyRule, Rule, SampledRule
+from .rules import GreedyVerifier, SampledVerifier, Verifier
 from .schedule import AdaptiveSchedule, ConstantSchedule, DraftSchedule
 from .tree_choice import DEEPEST
 
@@ -22,7 +22,7 @@ _SCHEDULES: WeakKeyDictionary[Any, dict[tuple[Any, ...], AdaptiveSchedule]] = We
 """By drafter, and by what decides over a cycle's cost: what adaptive calls have learned."""
 
 
-class Speculator(Protocol):
+class Drafter(Protocol):
     """What makes drafters for calls of `generate`: a model that drafts for itself, or something attached to one."""
 
     rules: tuple[str, ...]
@@ -46,14 +46,14 @@ class Speculator(Protocol):
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
         """Checks the options that only this kind knows, and fills in defaults."""
 
-    def make_drafter(self, options: DraftOptions) -> Drafter:
+    def start(self, options: DraftOptions) -> DraftSession:
         """A drafter for one call."""
 
-    def make_rule(self, options: DraftOptions, drafter: Drafter) -> Rule:
-        """How the drafts of one call are judged."""
+    def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
+        """How the drafts of one call are verified."""
 
 
-class SpeculatorMixin:
+class DrafterMixin:
     """What most speculators share: token and block verification, greedy and sampled."""
 
     rules: tuple[str, ...] = ("block", "token")
@@ -125,26 +125,26 @@ class SpeculatorMixin:
         options.draft_tree, longest = tree_options(options.draft_tree, self.longest_draft())
         options.num_assistant_tokens = min(options.num_assistant_tokens or longest, longest)
 
-    def make_rule(self, options: DraftOptions, drafter: Drafter) -> Rule:
+    def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
         """Greedy where the call is, else the rule that was asked for."""
-        return SampledRule(options.verification) if options.do_sample else GreedyRule()
+        return SampledVerifier(options.verification) if options.do_sample else GreedyVerifier()
 
 
 @contextmanager
-def schedule_of(speculator: SpeculatorMixin, drafter: Drafter, options: DraftOptions) -> Iterator[DraftSchedule]:
+def schedule_of(drafter: DrafterMixin, session: DraftSession, options: DraftOptions) -> Iterator[DraftSchedule]:
     """How many tokens to draft in one call.
 
     An adaptive length begins with what calls of the same kind have learned: short calls would otherwise pay for trials
     of lengths that are known not to pay. Every call has a copy of its own, and what it learned is kept when it ends
     well, so that calls in several threads do not meet.
     """
-    lead = getattr(drafter, "lead", 0)
+    lead = getattr(session, "lead", 0)
     if options.schedule != "adaptive":
-        yield ConstantSchedule(drafter.num_tokens)
+        yield ConstantSchedule(session.num_tokens)
         return
     processors = tuple(type(processor).__name__ for processor in options.processing.processors)
-    kind = (len(options.prompt), options.do_sample, drafter.num_tokens, lead, str(options.draft_tree), processors)
-    known = speculator.schedules.get(kind)
-    schedule = AdaptiveSchedule(drafter.num_tokens, lead) if known is None else known.resumed()
+    kind = (len(options.prompt), options.do_sample, session.num_tokens, lead, str(options.draft_tree), processors)
+    known = drafter.schedules.get(kind)
+    schedule = AdaptiveSchedule(session.num_tokens, lead) if known is None else known.resumed()
     yield schedule
-    speculator.schedules[kind] = schedule
+    drafter.schedules[kind] = schedule

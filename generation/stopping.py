@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
-from .tokens import TokenRows
+from .tokens import Sequences
 
 Scores = Callable[[int], tuple[torch.Tensor, ...] | None]
 """From a number of new tokens to the scores of as many steps, [B, v] each, where the call records them."""
@@ -45,7 +45,7 @@ class Stopping:
         """How many more tokens a row of `length` may take."""
         return 2**31 if self.max_length is None else self.max_length - length
 
-    def cut(self, tokens: TokenRows, new: list[list[int]], done: list[bool]) -> tuple[list[int], list[bool]]:
+    def cut(self, tokens: Sequences, new: list[list[int]], done: list[bool]) -> tuple[list[int], list[bool]]:
         """Decides how many new tokens each row keeps.
 
         Args:
@@ -69,7 +69,7 @@ class Stopping:
     def _until_eos(self, ids: list[int]) -> int:
         return next((i + 1 for i, token in enumerate(ids) if token in self.eos), len(ids))
 
-    def _first_hits(self, tokens: TokenRows, kept: list[int]) -> list[int | None]:
+    def _first_hits(self, tokens: Sequences, kept: list[int]) -> list[int | None]:
         """For each row, how many new tokens there are when another criterion first holds."""
         hits: list[int | None] = [None] * len(kept)
         ask = StoppingCriteriaList(self.others)

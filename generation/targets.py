@@ -9,7 +9,7 @@ stay distances between tokens. Layers with an attention window rely on it; what 
     row 0                    . a b c          . a b c d e f g                    . a b c d e f g
     row 1                    r s t u          r s t u v w - -                    . . r s t u v w
 
-Knows neither laws nor verification.
+Knows neither distributions nor verification.
 """
 
 from __future__ import annotations
@@ -29,42 +29,45 @@ from transformers.cache_utils import (
 )
 
 from .continuation import Continuation
-from .contract import DraftTree, Verdict, line
+from .contract import DraftTree, VerificationResult, cached_arange
 from .masks import dense_mask, tree_mask
 from .replay import Replay, is_recurrent
-from .tokens import Kept
+from .tokens import NewTokens
 from .windows import held_columns, hold, release, window_layers
 
 HiddenLayers = int | list[int] | bool | None
 
 
 @dataclass
-class Fed:
+class TargetOutput:
     """What one backbone call gave for a block.
 
     Attributes:
         logits: [B, F, v] of b and the nodes.
         hidden_states: Per layer [B, F, D] or None; those that were asked for.
-        riders: [B, A, v] logits of the rows that rode along.
-        rider_states: Their `hidden_states`.
+        auxiliary: [B, A, v] logits of the rows that rode along.
+        auxiliary_states: Their `hidden_states`.
     """
 
     logits: torch.Tensor
     hidden_states: tuple[torch.Tensor | None, ...] | None = None
-    riders: torch.Tensor | None = None
-    rider_states: tuple[torch.Tensor | None, ...] | None = None
+    auxiliary: torch.Tensor | None = None
+    auxiliary_states: tuple[torch.Tensor | None, ...] | None = None
 
-    def along(self, verdict: Verdict, tree: DraftTree) -> Fed:
+    def along(self, result: VerificationResult, tree: DraftTree) -> TargetOutput:
         """The same along the kept path only, [B, k + 1, ...]; a chain's path is its beginning."""
         if tree.is_chain:
             return self
-        take = verdict.columns[..., None]
+        take = result.path[..., None]
         states = self.hidden_states and tuple(
             None if state is None else state.gather(1, take.to(state.device).expand(-1, -1, state.shape[-1]))
             for state in self.hidden_states
         )
-        return Fed(
-            self.logits.gather(1, take.expand(-1, -1, self.logits.shape[-1])), states, self.riders, self.rider_states
+        return TargetOutput(
+            self.logits.gather(1, take.expand(-1, -1, self.logits.shape[-1])),
+            states,
+            self.auxiliary,
+            self.auxiliary_states,
         )
 
 
@@ -72,16 +75,17 @@ class Target(Protocol):
     """What the loop needs of a model with a filled cache.
 
     Attributes:
-        goes_back: Whether rows keep different numbers of tokens; else all rows keep b, those that have ended, too.
+        supports_rollback: Whether rows keep different numbers of tokens; else all rows keep b, those that have ended,
+            too.
     """
 
     cache: Cache
-    goes_back: bool
+    supports_rollback: bool
 
-    def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> Fed:
+    def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
         """One backbone call on block [B, m + 1], b and the nodes, behind every row's prefix."""
 
-    def keep(self, kept: Kept, verdict: Verdict, tree: DraftTree) -> None:
+    def keep(self, kept: NewTokens, result: VerificationResult, tree: DraftTree) -> None:
         """Leaves b and the kept path of the last block in the cache, `kept.counts[b]` tokens in row b."""
 
     def align(self, columns: int) -> None:
@@ -101,13 +105,13 @@ class RowLengthTarget:
         kept: What the last `keep` left.
     """
 
-    goes_back = True
+    supports_rollback = True
 
     def __init__(self, model: PreTrainedModel, cache: Cache, mask: torch.Tensor | None = None) -> None:
         self.model, self.cache, self.mask = model, cache, mask
-        self.kept: Kept | None = None
+        self.kept: NewTokens | None = None
 
-    def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> Fed:
+    def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
         """See `Target`.
 
         Raises:
@@ -118,9 +122,9 @@ class RowLengthTarget:
         outputs = self.model(
             block, past_key_values=self.cache, use_cache=True, return_dict=True, output_hidden_states=hidden_layers
         )
-        return Fed(outputs.logits, outputs.hidden_states)
+        return TargetOutput(outputs.logits, outputs.hidden_states)
 
-    def keep(self, kept: Kept, verdict: Verdict, tree: DraftTree) -> None:
+    def keep(self, kept: NewTokens, result: VerificationResult, tree: DraftTree) -> None:
         """See `Target`."""
         self.kept = kept
         self.cache.keep_last(tree.tokens.shape[1] + 1, kept)
@@ -148,7 +152,7 @@ class RepackedTarget:
         last_position: Where the positions of rows that have ended stop; None: nowhere.
     """
 
-    goes_back = True
+    supports_rollback = True
     last_position: int | None = None
 
     def __init__(
@@ -168,16 +172,16 @@ class RepackedTarget:
         self.is_padded = mask is not None and not bool(self.mask.all())
         self.shifts: torch.Tensor | None = None
         self.moved: torch.Tensor | None = None
-        self.kept: Kept | None = None
+        self.kept: NewTokens | None = None
         self.replay = Replay(model.get_decoder(), cache) if is_recurrent(cache) else None
 
-    def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> Fed:
-        """See `Target`; positions go on by real tokens. Riders leave the cache again at once.
+    def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
+        """See `Target`; positions go on by real tokens. AuxiliaryPositions leave the cache again at once.
 
         Raises:
             ValueError: A draft that is no chain, for a backbone with recurrent layers, which see all tokens in a row.
         """
-        if self.replay is not None and not (tree.is_chain and tree.riders is None):
+        if self.replay is not None and not (tree.is_chain and tree.auxiliary is None):
             raise ValueError(
                 f"{type(self.model).__name__} has recurrent layers, which take chains and no trees of drafts: leave "
                 "draft_tree out"
@@ -185,11 +189,11 @@ class RepackedTarget:
         with nullcontext() if self.replay is None else self.replay.record():
             return self._call(block, tree, hidden_layers)
 
-    def _call(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> Fed:
-        fed, riders = block.shape[1], tree.riders
-        inputs: dict[str, Any] = {} if riders is None else dict(riders.inputs)
-        places = tree.positions() if riders is None else riders.positions
-        last = self.last_position if riders is None or riders.last_position is None else riders.last_position
+    def _call(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
+        fed, auxiliary = block.shape[1], tree.auxiliary
+        inputs: dict[str, Any] = {} if auxiliary is None else dict(auxiliary.inputs)
+        places = tree.positions() if auxiliary is None else auxiliary.positions
+        last = self.last_position if auxiliary is None or auxiliary.last_position is None else auxiliary.last_position
         inputs |= self.continuation.inputs(self.counts[:, None] + places, last)
         hold(self.cache)
         outputs = self.model(
@@ -201,20 +205,20 @@ class RepackedTarget:
             output_hidden_states=hidden_layers,
             **inputs,
         )
-        if riders is None:
-            return Fed(outputs.logits, outputs.hidden_states)
+        if auxiliary is None:
+            return TargetOutput(outputs.logits, outputs.hidden_states)
         crop(self.cache, fed - places.shape[-1])
         layers = outputs.hidden_states
         states, behind = (
             layers and tuple(None if state is None else state[:, part] for state in layers)
             for part in (slice(fed), slice(fed, None))
         )
-        return Fed(outputs.logits[:, :fed], states, outputs.logits[:, fed:], behind)
+        return TargetOutput(outputs.logits[:, :fed], states, outputs.logits[:, fed:], behind)
 
     def _mask(self, fed: int, tree: DraftTree) -> Any:
         """None or [B, W + F] for a chain, whose order the backbone knows; else what each row sees, dense."""
-        if tree.riders is not None:
-            return dense_mask(self.mask, tree.riders.mask, self.model)
+        if tree.auxiliary is not None:
+            return dense_mask(self.mask, tree.auxiliary.mask, self.model)
         if not tree.is_chain:
             return tree_mask(self.mask, tree, self.model, held_columns(self.cache))
         return torch.nn.functional.pad(self.mask, (0, fed), value=True) if self.is_padded else None
@@ -224,13 +228,13 @@ class RepackedTarget:
         positions = self.continuation.inputs(self.counts[:, None])["position_ids"]
         return positions.reshape(-1, len(self.counts)).amax(0).tolist()
 
-    def keep(self, kept: Kept, verdict: Verdict, tree: DraftTree) -> None:
+    def keep(self, kept: NewTokens, result: VerificationResult, tree: DraftTree) -> None:
         """See `Target`."""
         fed, self.kept = tree.tokens.shape[1] + 1, kept
         if self.replay is not None:
             self.replay.keep(kept.counts)
         if not tree.is_chain:
-            compact(self.cache, verdict.columns[:, : kept.longest], fed)
+            compact(self.cache, result.path[:, : kept.longest], fed)
             fed = min(fed, kept.longest)
         crop(self.cache, kept.longest - fed)
         self.mask = torch.nn.functional.pad(self.mask, (0, kept.longest), value=True)
@@ -260,9 +264,9 @@ class EvenTarget(RepackedTarget):
     Rows that have ended go on reading what stands behind them, as in transformers' own loop; nobody looks at it.
     """
 
-    goes_back = False
+    supports_rollback = False
 
-    def keep(self, kept: Kept, verdict: Verdict, tree: DraftTree) -> None:
+    def keep(self, kept: NewTokens, result: VerificationResult, tree: DraftTree) -> None:
         """See `Target`; all rows keep b."""
         self.kept, self.counts = kept, self.counts + 1
         self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=True)
@@ -332,7 +336,7 @@ def _states_with_columns(cache: Cache) -> list[tuple[Any, str, int]]:
 
 def shift_source(shifts: torch.Tensor, width: int) -> torch.Tensor:
     """Where every column comes from when row b moves by `shifts[b]` [B] to the right, [B, W]; may lie outside."""
-    return line(width, shifts.device) - shifts[:, None]
+    return cached_arange(width, shifts.device) - shifts[:, None]
 
 
 def shifted(states: torch.Tensor, source: torch.Tensor, dim: int) -> torch.Tensor:
@@ -368,7 +372,7 @@ def is_repackable(cache: Cache | None) -> bool:
     return cache is None or all(type(layer) in _KINDS for layer in cache.layers)
 
 
-def can_go_back(model: PreTrainedModel) -> bool:
+def can_roll_back(model: PreTrainedModel) -> bool:
     """Whether a model's states can go back behind a rejected draft: columns are cropped, recurrent layers replayed.
 
     Columns are needed to tell how long a cache is, and a class that keeps states in another way than transformers'

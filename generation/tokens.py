@@ -11,7 +11,7 @@ _GROWTH = 256
 
 
 @dataclass(frozen=True)
-class Kept:
+class NewTokens:
     """How many tokens each row keeps of a cycle: known to the host, and copied to the device once, where asked for.
 
     Attributes:
@@ -40,7 +40,7 @@ class Kept:
         return torch.tensor(self.counts, device=self.device)
 
 
-class TokenRows:
+class Sequences:
     """Rows of token ids, each with its own length, in one tensor.
 
     Args:
@@ -82,7 +82,7 @@ class TokenRows:
         else:
             self.ids.scatter_(1, self.ends[:, None] + self.steps[: tokens.shape[1]], tokens)
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: NewTokens) -> None:
         """Counts the first tokens written last to every row."""
         ends = None if self.is_even and kept.is_even else self.ends + kept.on_device
         self.lengths = [length + count for length, count in zip(self.lengths, kept.counts)]

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from .contract import DraftTree, Verdict
+from .contract import DraftTree, VerificationResult
 from .options import CallOptions
-from .rules import Rule
+from .rules import Verifier
 from .trees import level_sizes
 
 DEEPEST = 8
@@ -41,7 +41,7 @@ Decode = Callable[[dict[str, int], int], "Trial"]
 
 def choose_tree(
     generate: Callable[..., Any],
-    speculator: Any,
+    drafter: Any,
     options: CallOptions,
     config: GenerationConfig,
     prompt: torch.Tensor,
@@ -51,7 +51,7 @@ def choose_tree(
     """Settles `draft_tree="auto"` by trials on this prompt, which leave no trace but the drafter's memory.
 
     Args:
-        generate: From a speculator, positional and keyword arguments to what the backbone generates with its drafts.
+        generate: From a drafter, positional and keyword arguments to what the backbone generates with its drafts.
         speculator: Drafts.
         options: Of the call; `draft_tree` is completed.
         config: Of the call.
@@ -60,12 +60,12 @@ def choose_tree(
         common: Further keyword arguments of trials.
     """
     room = (positions or 1 << 30) - prompt.shape[1]
-    do_sample, longest = bool(config.do_sample), speculator.longest_draft() or DEEPEST
+    do_sample, longest = bool(config.do_sample), drafter.longest_draft() or DEEPEST
     longest = min(longest, options.num_assistant_tokens or longest)
     common = common | options.extra | {"verification": options.verification}
 
     def decode(tree: dict[str, int], tokens: int) -> Trial:
-        watched, trial = Watched(speculator), _trial_config(config, options.use_mtp, min(tokens, room))
+        watched, trial = Watched(drafter), _trial_config(config, options.use_mtp, min(tokens, room))
         out = generate(watched, (prompt,), common | {"generation_config": trial, "draft_tree": tree})
         if watched.rule is None:  # something in the model's own config made it decode plainly
             return Trial()
@@ -77,9 +77,9 @@ def choose_tree(
     with torch.random.fork_rng([prompt.device] if prompt.is_cuda else []):
         chosen = measured_tree(decode, longest, do_sample) if is_possible else None
     if chosen is not None:
-        speculator.tree_choices[do_sample] = chosen
+        drafter.tree_choices[do_sample] = chosen
     options.draft_tree = chosen or {}
-    speculator.prepare_tree(options, config)
+    drafter.prepare_tree(options, config)
 
 
 def _trial_config(config: GenerationConfig, use_mtp: bool | None, tokens: int) -> GenerationConfig:
@@ -215,14 +215,14 @@ def expected_tokens(rates: Rates, depth: int, top_k: int, total: int, is_drawn: 
     return 1 + sum(sorted(nodes, reverse=True)[: total - 1])
 
 
-class WatchedRule:
+class WatchedVerifier:
     """A rule that notes when it was asked, and what it kept.
 
     Args:
         rule: Decides.
     """
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: Verifier) -> None:
         self.rule = rule
         self.times: list[float] = []
         self.size = 0
@@ -231,13 +231,13 @@ class WatchedRule:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rule, name)
 
-    def judge(self, tree: DraftTree, scores: torch.Tensor) -> Verdict:
-        """See `Rule`."""
-        verdict = self.rule.judge(tree, scores)
+    def verify(self, tree: DraftTree, scores: torch.Tensor) -> VerificationResult:
+        """See `Verifier`."""
+        result = self.rule.verify(tree, scores)
         self.times.append(time.perf_counter())
         self.size = max(self.size, tree.tokens.shape[1] + 1)
-        self.kept.append((tree.parents, verdict.nodes))
-        return verdict
+        self.kept.append((tree.parents, result.nodes))
+        return result
 
     def trial(self, rows_accepted: list[list[int]]) -> Trial:
         """What was seen of rows while they were open, for so many verifications as they have entries."""
@@ -253,20 +253,20 @@ class WatchedRule:
 
 
 class Watched:
-    """A speculator whose rules are watched; all else is the speculator's.
+    """A drafter whose rules are watched; all else is the drafter's.
 
     Args:
         speculator: Drafts.
     """
 
-    def __init__(self, speculator: Any) -> None:
-        self.speculator = speculator
-        self.rule: WatchedRule | None = None
+    def __init__(self, drafter: Any) -> None:
+        self.drafter = drafter
+        self.rule: WatchedVerifier | None = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.speculator, name)
+        return getattr(self.drafter, name)
 
-    def make_rule(self, options: Any, drafter: Any) -> WatchedRule:
-        """See `Speculator`."""
-        self.rule = WatchedRule(self.speculator.make_rule(options, drafter))
+    def make_verifier(self, options: Any, session: Any) -> WatchedVerifier:
+        """See `DraftSession`."""
+        self.rule = WatchedVerifier(self.drafter.make_verifier(options, session))
         return self.rule

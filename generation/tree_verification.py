@@ -3,8 +3,9 @@ r"""Verification of draft trees: which path is kept, and which token is added. P
 Where the tokens of a tree are certain given what is before them, the target draws (or greedily picks) a token at every
 place, and `follow` walks along the picks: what it emits is ancestral sampling of the target, whatever the tree is.
 
-Where they were drawn, every node is accepted with a probability that makes up for the law it was drawn from. Both rules
-are one recursion. At a place with weight w, rest b (a law, at first the target's) and children drawn from q in turn:
+Where they were drawn, every node is accepted with a probability that makes up for the distribution it was drawn from.
+Both rules are one recursion. At a place with weight w, rest b (a distribution, at first the target's) and children
+drawn from q in turn:
 
     offer a child c:     w_c = min(1, w b(c) / q(c))                        its weight
     without it:          b <- max(0, w b - q) / S,  w <- S / (S + 1 - w)    where S is the sum of max(0, w b - q)
@@ -20,49 +21,50 @@ from __future__ import annotations
 import torch
 
 from ..modeling.sampling import draw
-from .contract import DraftTree, Verdict, line, path_columns
+from .contract import DraftTree, VerificationResult, cached_arange, path_columns
 
 
-def follow(tree: DraftTree, picks: torch.Tensor) -> Verdict:
+def follow(tree: DraftTree, picks: torch.Tensor) -> VerificationResult:
     """Goes from b to the child that the target picks, as long as there is one, and adds the pick at the end.
 
     Args:
-        tree: Any tree; its laws are not read.
+        tree: Any tree; its distributions are not read.
         picks: [B, m + 1] int64, the token that the target picks after every place: the argmax of its scores, or a draw
             that the draft did not depend on, or one that the draft anticipates (coupled uniforms).
     """
     if tree.is_chain:
         agrees = _of_real(tree, tree.tokens == picks[:, :-1])
-        return Verdict(agrees.cumprod(1, dtype=torch.long).sum(1), picks)
+        return VerificationResult(agrees.cumprod(1, dtype=torch.long).sum(1), picks)
     reached = _down(tree, _of_real(tree, tree.tokens == picks.gather(1, tree.parents + 1)))
     columns = path_columns(reached, tree.depth)
-    return Verdict(reached.sum(1) - 1, picks.gather(1, columns), columns)
+    return VerificationResult(reached.sum(1) - 1, picks.gather(1, columns), columns)
 
 
 def tree_acceptance(tree: DraftTree, p: torch.Tensor, rule: str = "token") -> tuple[torch.Tensor, torch.Tensor]:
-    """The probabilities from which a tree is verified; certain tokens count as draws from laws without a choice.
+    """The probabilities from which a tree is verified; certain tokens count as draws from distributions without a
+    choice.
 
     Args:
         tree: Any tree.
-        p: [B, m + 1, V] the target's law after every place; its dtype is that of all results.
+        p: [B, m + 1, V] the target's distribution after every place; its dtype is that of all results.
         rule: `"token"` or `"block"`.
 
     Returns:
         accept [B, m]: `"token"`: the probability to take node i where its parent is taken and its elder siblings are
             refused. `"block"`: the probability to keep the path to node i where all before it in post-order are
             refused. 0 for a token that the target excludes, that cannot have been drawn, or that repeats a certain one.
-        residual [B, m + 1, V]: law of the token that is added where the kept path ends at place j.
+        residual [B, m + 1, V]: distribution of the token that is added where the kept path ends at place j.
 
     Raises:
         ValueError: An unknown rule.
     """
     check_rule(rule)
-    rows, places, tiny = line(len(p), p.device), tree.parents + 1, torch.finfo(p.dtype).tiny
-    accept, rest, laws = torch.ones_like(p[..., 0]), p.clone(), _own_laws(tree, p.dtype)
+    rows, places, tiny = cached_arange(len(p), p.device), tree.parents + 1, torch.finfo(p.dtype).tiny
+    accept, rest, probs = torch.ones_like(p[..., 0]), p.clone(), _own_probs(tree, p.dtype)
     for node in range(tree.tokens.shape[1]):
         here, token = (rows, places[:, node]), tree.tokens[:, node, None]
         weight = accept[here][:, None] if rule == "block" else torch.ones_like(accept[:, :1])
-        scaled, q = weight * rest[here], _next_law(tree, laws, node, p)
+        scaled, q = weight * rest[here], _next_distribution(tree, probs, node, p)
         chance, drawn = scaled.gather(1, token), q.gather(1, token)
         surplus = (scaled - q).clamp_(min=0)
         total = surplus.sum(-1, keepdim=True)
@@ -75,12 +77,12 @@ def tree_acceptance(tree: DraftTree, p: torch.Tensor, rule: str = "token") -> tu
 
 def verify_drawn_tree(
     tree: DraftTree, p: torch.Tensor, rule: str = "block", generator: torch.Generator | None = None
-) -> Verdict:
+) -> VerificationResult:
     """Draws from the probabilities of `tree_acceptance`.
 
     Args:
-        tree: A tree with laws.
-        p: [B, m + 1, V] the target's law after every place.
+        tree: A tree with distributions.
+        p: [B, m + 1, V] the target's distribution after every place.
         rule: `"token"` or `"block"`.
         generator: Source of randomness.
 
@@ -91,9 +93,11 @@ def verify_drawn_tree(
     kept = torch.rand(accept.shape, dtype=p.dtype, device=p.device, generator=generator) < accept
     reached = kept_path(tree, kept, rule)
     accepted, columns = reached.sum(1) - 1, path_columns(reached, tree.depth)
-    added = draw(residual[line(len(p), p.device), columns[:, -1]], generator)[:, None]
+    added = draw(residual[cached_arange(len(p), p.device), columns[:, -1]], generator)[:, None]
     drafts = torch.nn.functional.pad(tree.tokens, (1, 0)).gather(1, columns)[:, 1:]
-    return Verdict(accepted, torch.cat([drafts, added], dim=1).scatter_(1, accepted[:, None], added), columns)
+    return VerificationResult(
+        accepted, torch.cat([drafts, added], dim=1).scatter_(1, accepted[:, None], added), columns
+    )
 
 
 def kept_path(tree: DraftTree, kept: torch.Tensor, rule: str) -> torch.Tensor:
@@ -121,31 +125,32 @@ def check_rule(rule: str) -> None:
         raise ValueError(f"verification={rule!r} is unknown; choose 'token' or 'block'")
 
 
-def _own_laws(tree: DraftTree, dtype: torch.dtype) -> torch.Tensor | None:
-    """The laws in a dtype, as a copy where draws without replacement will change them."""
-    return None if tree.laws is None else tree.laws.to(dtype, copy=not tree.replacement)
+def _own_probs(tree: DraftTree, dtype: torch.dtype) -> torch.Tensor | None:
+    """The distributions in a dtype, as a copy where draws without replacement will change them."""
+    return None if tree.probs is None else tree.probs.to(dtype, copy=not tree.replacement)
 
 
-def _next_law(tree: DraftTree, laws: torch.Tensor | None, node: int, p: torch.Tensor) -> torch.Tensor:
-    """The law [B, V] of a node given its elder siblings, 0 where the node is none; moves `laws` on to the next one."""
-    here, token = (line(len(p), p.device), tree.parents[:, node] + 1), tree.tokens[:, node, None]
-    if laws is None:
+def _next_distribution(tree: DraftTree, probs: torch.Tensor | None, node: int, p: torch.Tensor) -> torch.Tensor:
+    """The distribution [B, V] of a node given its elder siblings, 0 where the node is none; moves `probs` on to the
+    next one."""
+    here, token = (cached_arange(len(p), p.device), tree.parents[:, node] + 1), tree.tokens[:, node, None]
+    if probs is None:
         q = torch.zeros_like(p[:, 0]).scatter_(1, token, 1)
     else:
-        q = laws[here]
+        q = probs[here]
         if not tree.replacement:
             others = q.scatter(1, token, 0)
-            laws[here] = others / others.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
-    return q if tree.counts is None else q * (node < tree.counts)[:, None]
+            probs[here] = others / others.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
+    return q if tree.num_nodes is None else q * (node < tree.num_nodes)[:, None]
 
 
 def _of_real(tree: DraftTree, wanted: torch.Tensor) -> torch.Tensor:
-    return wanted if tree.counts is None else wanted & tree.real()
+    return wanted if tree.num_nodes is None else wanted & tree.real()
 
 
 def _elders(tree: DraftTree) -> torch.Tensor:
     """[B, m, m] bool: whether node j is an elder sibling of node i."""
-    nodes = line(tree.tokens.shape[1], tree.tokens.device)
+    nodes = cached_arange(tree.tokens.shape[1], tree.tokens.device)
     return (tree.parents[:, :, None] == tree.parents[:, None]) & (nodes < nodes[:, None])
 
 
@@ -160,7 +165,7 @@ def _first_in_post_order(tree: DraftTree, wanted: torch.Tensor) -> torch.Tensor:
     """Takes the first wanted node in post-order, or b: which places [B, m + 1] are on the way to it."""
     unwanted = torch.nn.functional.pad(~wanted, (1, 0))
     place = _post_order(tree).masked_fill(unwanted, unwanted.shape[1]).argmin(1)
-    return tree.mask()[line(len(place), place.device), place]
+    return tree.mask()[cached_arange(len(place), place.device), place]
 
 
 def _post_order(tree: DraftTree) -> torch.Tensor:

@@ -16,16 +16,16 @@ from typing import NamedTuple
 import torch
 
 from ..modeling.sampling import race_order
-from .contract import DraftTree, Verdict, line, path_columns
+from .contract import DraftTree, VerificationResult, cached_arange, path_columns
 
 __all__ = [
     "DraftTree",
     "Expand",
-    "Verdict",
+    "VerificationResult",
     "choices_from_accuracies",
     "drawn_tree",
     "dynamic_tree",
-    "line",
+    "cached_arange",
     "path_columns",
     "ranked_tree",
     "static_tree",
@@ -73,13 +73,13 @@ def _prune(values: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, de
     size = min(size, values.shape[1])
     chosen = _best(values, size).sort(-1).values
     place = torch.zeros_like(torch.nn.functional.pad(tokens, (1, 0)))
-    place.scatter_(1, chosen + 1, (line(size, tokens.device) + 1).expand_as(chosen))
+    place.scatter_(1, chosen + 1, (cached_arange(size, tokens.device) + 1).expand_as(chosen))
     parents = place.gather(1, parents.gather(1, chosen) + 1) - 1
     return DraftTree(tokens.gather(1, chosen), parents, depth=depth)
 
 
 def drawn_tree(
-    law: torch.Tensor,
+    distribution: torch.Tensor,
     expand: Expand,
     *,
     depth: int,
@@ -87,16 +87,17 @@ def drawn_tree(
     total_tokens: int,
     generator: torch.Generator | None = None,
 ) -> DraftTree:
-    """A dynamic tree of draws without replacement, with their laws.
+    """A dynamic tree of draws without replacement, with their distributions.
 
     Only what is known before a node's children are drawn may decide how many there are: dropping some afterwards by
-    their probability would leave tokens that are no draws of their law, and the emitted text would be biased. So the
-    block's size is split over the levels beforehand, and on every level the draws that are worth most, by the chance
-    that their path is kept (`_chance_kept`), say how many each frontier node makes. Which nodes are in the frontier,
-    those of the level that are worth most, may depend on all draws before.
+    their probability would leave tokens that are no draws of their distribution, and the emitted text would be biased.
+    So the block's size is split over the levels beforehand, and on every level the draws that are worth most, by the
+    chance that their path is kept (`_chance_kept`), say how many each frontier node makes. Which nodes are in the
+    frontier, those of the level that are worth most, may depend on all draws before.
 
     Args:
-        law: [B, V] probabilities of the first token, as they are to be sampled (temperature, top-k, ... applied).
+        distribution: [B, V] probabilities of the first token, as they are to be sampled (temperature, top-k, ...
+            applied).
         expand: Returns probabilities [B, k, V], as they are to be sampled.
         depth: Calls of `expand`; paths are one longer.
         top_k: The most children per node, and nodes in the frontier.
@@ -107,14 +108,14 @@ def drawn_tree(
         ValueError: A size that leaves nothing to draft.
     """
     check_size(depth, top_k, total_tokens)
-    width = min(top_k, law.shape[-1])
+    width = min(top_k, distribution.shape[-1])
     sizes = level_sizes(depth + 1, width, total_tokens - 1)
-    rows = line(len(law), law.device)[:, None]
-    laws = law.new_zeros(len(law), sum(sizes) + 1, law.shape[1])
-    q, worth, place, start = law[:, None], torch.ones_like(law[:, :1]), torch.zeros_like(rows), 1
+    rows = cached_arange(len(distribution), distribution.device)[:, None]
+    probs = distribution.new_zeros(len(distribution), sum(sizes) + 1, distribution.shape[1])
+    q, worth, place, start = distribution[:, None], torch.ones_like(distribution[:, :1]), torch.zeros_like(rows), 1
     tokens, parents = [], []
     for level, size in enumerate(sizes):
-        laws[rows, place] = q
+        probs[rows, place] = q
         token, worth, parent = _draw_children(q, worth, width, size, generator)
         tokens.append(token)
         parents.append(place.gather(1, parent) - 1)
@@ -122,7 +123,7 @@ def drawn_tree(
             best = _best(worth, min(width, size))
             q = expand(token.gather(1, best), parent.gather(1, best) if level else torch.full_like(best, -1))
             worth, place, start = worth.gather(1, best), best + start, start + size
-    return DraftTree(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), laws, depth=len(sizes))
+    return DraftTree(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), probs, depth=len(sizes))
 
 
 def _draw_children(
@@ -131,16 +132,17 @@ def _draw_children(
     """Tokens, chances that their paths are kept, and parents (places in the frontier) of a level, all [B, size].
 
     Args:
-        q: [B, k, V] laws of the frontier.
+        q: [B, k, V] distributions of the frontier.
         worth: [B, k] chances that its paths are kept.
         width: The most children per node.
         size: Children in all.
         generator: Source of randomness.
     """
     drawn = race_order(q, width, generator)
-    # of what will be drawn only the law is known: the first draw has its own mean probability, the others next to none
+    # of what will be drawn only the distribution is known: the first draw has its own mean probability, the others next
+    # to none
     mean = torch.nn.functional.pad(q.square().sum(-1, keepdim=True), (0, width - 1))
-    exists = (q > 0).sum(-1, keepdim=True) > line(width, q.device)
+    exists = (q > 0).sum(-1, keepdim=True) > cached_arange(width, q.device)
     slots = _best((worth[..., None] * _chance_kept(mean) * exists).flatten(1), size).sort(-1).values
     own = q.gather(-1, drawn)
     left = (1 - own.cumsum(-1) + own).clamp(min=torch.finfo(q.dtype).eps)
@@ -158,7 +160,7 @@ def _chance_kept(q: torch.Tensor) -> torch.Tensor:
     Args:
         q: [.., w] the probability of each draw given the draws before.
     """
-    accepted = (1 + q) / (2 * (line(q.shape[-1], q.device) + 1))
+    accepted = (1 + q) / (2 * (cached_arange(q.shape[-1], q.device) + 1))
     refused = torch.nn.functional.pad((1 - accepted).cumprod(-1)[..., :-1], (1, 0), value=1.0)
     return accepted * refused
 

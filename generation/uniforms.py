@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ..modeling.philox import stream_uniforms
-from .tokens import TokenRows
+from .tokens import Sequences
 
 _CHUNK = 256
 _POSITIONS, _FRESH = 0, 1
@@ -50,7 +50,7 @@ class Uniforms:
         self.used = 0
         self.current: torch.Tensor | None = None
 
-    def draw(self, tokens: TokenRows, count: int) -> torch.Tensor:
+    def draw(self, tokens: Sequences, count: int) -> torch.Tensor:
         """u of the next `count` output positions of every row, [B, count]."""
         if not self.stay:
             self.current = self.fresh(count)

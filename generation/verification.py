@@ -1,18 +1,19 @@
 """Verification: which drafted tokens are kept, and which token is added. Pure functions of tensors.
 
-Indices: a draft has m tokens d_1..d_m; row i - 1 of `p` and `q` is the target's and the drafter's law of token i given
-the tokens before it in the draft; row m of `p` is the target's law after the whole draft. Every rule emits s accepted
-drafts and one added token, and the emitted tokens follow the target's law exactly, whatever `q` is, as long as `q` is
-the law that the draft was really drawn from. Trees: `tree_verification`, whose functions are offered here, too.
+Indices: a draft has m tokens d_1..d_m; row i - 1 of `p` and `q` is the target's and the drafter's distribution of token
+i given the tokens before it in the draft; row m of `p` is the target's distribution after the whole draft. Every rule
+emits s accepted drafts and one added token, and the emitted tokens follow the target's distribution exactly, whatever
+`q` is, as long as `q` is the distribution that the draft was really drawn from. Trees: `tree_verification`, whose
+functions are offered here, too.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ..modeling.indices import line
+from ..modeling.indices import cached_arange
 from ..modeling.sampling import draw, draw_checked, pick
-from .contract import DraftTree, Verdict
+from .contract import DraftTree, VerificationResult
 from .tree_verification import check_rule, follow, tree_acceptance, verify_drawn_tree
 
 __all__ = [
@@ -44,7 +45,7 @@ def token_acceptance(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> t
 
     Returns:
         accept [B, m]: probability min(1, p / q) of keeping each draft if those before it were kept.
-        residual [B, m + 1, v]: law of the added token when s drafts are accepted.
+        residual [B, m + 1, v]: distribution of the added token when s drafts are accepted.
     """
     return _ratios(draft, q, p).clamp(max=1), _residuals(q, p, torch.ones_like(p[..., :1]))
 
@@ -62,7 +63,7 @@ def block_acceptance(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> t
 
     Returns:
         accept [B, m]: h_i, each tested by an independent uniform.
-        residual [B, m + 1, v]: law of the added token when s drafts are accepted.
+        residual [B, m + 1, v]: distribution of the added token when s drafts are accepted.
     """
     weight = _block_weights(draft, q, p)
     scaled = (weight[:, :-1, None] * p[:, :-1] - q).clamp(min=0)
@@ -112,7 +113,7 @@ def verify(
     uniforms: torch.Tensor | None = None,
     tests: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws from the laws of `token_acceptance` or `block_acceptance`.
+    """Draws from the distributions of `token_acceptance` or `block_acceptance`.
 
     Args:
         draft: [B, m] int64, drawn from `q`.
@@ -143,7 +144,8 @@ def _verify(
     uniforms: torch.Tensor | None = None,
     tests: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`verify`, and what `draw_checked` says of the added token's law [B] (NaN: it was none); None where not asked.
+    """`verify`, and what `draw_checked` says of the added token's distribution [B] (NaN: it was none); None where not
+    asked.
 
     Every operation counts here, since on an accelerator each is a launch; `token_acceptance` and `block_acceptance` say
     the same in the words of the papers.
@@ -153,16 +155,16 @@ def _verify(
         return draft.new_zeros(len(draft)), *_add(p[:, 0], None if uniforms is None else uniforms[:, 0], generator)
     if tests is None:
         tests = torch.rand(draft.shape, dtype=p.dtype, device=p.device, generator=generator)
-    batch = line(len(draft), p.device)
+    batch = cached_arange(len(draft), p.device)
     if rule == "token":
         accepted = (tests < _ratios(draft, q, p)).long().cumprod(1).sum(1)
-        law = p[batch, accepted]
-        mass = (law - torch.nn.functional.pad(q, (0, 0, 0, 1))[batch, accepted]).clamp_(min=0)
+        distribution = p[batch, accepted]
+        mass = (distribution - torch.nn.functional.pad(q, (0, 0, 0, 1))[batch, accepted]).clamp_(min=0)
     else:
         accepted, surplus = _block_accepted(draft, q, p, tests)
-        law, mass = p[batch, accepted], surplus[batch, accepted]
+        distribution, mass = p[batch, accepted], surplus[batch, accepted]
     # a trace of p decides where rounding left no surplus; it is far below the precision of what it is added to
-    mass = torch.add(mass, law, alpha=_TRACE)
+    mass = torch.add(mass, distribution, alpha=_TRACE)
     return accepted, *_add(mass, None if uniforms is None else uniforms.gather(1, accepted[:, None])[:, 0], generator)
 
 
@@ -172,7 +174,7 @@ def _block_accepted(
     """Accepted drafts [B] of block verification for uniforms [B, m], and max(0, P_i p_{i+1} - q_{i+1}), [B, m + 1, v].
 
     With q_{m+1} = 0, h_i = Z_i / (Z_i + 1 - P_i) holds for i = m, too. Prefix i is kept where its uniform is at least
-    1 - h_i, which needs no division, so that P_i = 1 and Z_i = 0 (the laws are equal) are no special case.
+    1 - h_i, which needs no division, so that P_i = 1 and Z_i = 0 (the distributions are equal) are no special case.
     """
     weight = _block_weights(draft, q, p)
     surplus = weight[..., None] * p
@@ -180,36 +182,37 @@ def _block_accepted(
     surplus.clamp_(min=0)
     gap = 1 - weight[:, 1:]
     kept = gap <= uniform * (surplus.sum(-1)[:, 1:] + gap)
-    return (kept * line(draft.shape[1] + 1, p.device)[1:]).amax(1), surplus
+    return (kept * cached_arange(draft.shape[1] + 1, p.device)[1:]).amax(1), surplus
 
 
 def verify_chain(
     tree: DraftTree, p: torch.Tensor, rule: str = "block", generator: torch.Generator | None = None
-) -> Verdict:
+) -> VerificationResult:
     """`verify` for the chain `DraftTree.chain(draft, q)`.
 
     Args:
         tree: A drawn chain of which every row has all tokens.
-        p: [B, m + 1, V] the target's law after every place.
+        p: [B, m + 1, V] the target's distribution after every place.
         rule: `"token"` or `"block"`.
         generator: Source of randomness.
 
     Raises:
         ValueError: An unknown rule.
     """
-    accepted, added, check = _verify(tree.tokens, tree.laws, p, rule, generator)
+    accepted, added, check = _verify(tree.tokens, tree.probs, p, rule, generator)
     tokens = torch.nn.functional.pad(tree.tokens, (0, 1)).scatter_(1, accepted[:, None], added[:, None])
-    return Verdict(accepted, tokens, faults=None if check is None else check.isnan())
+    return VerificationResult(accepted, tokens, invalid=None if check is None else check.isnan())
 
 
 def verify_sampled(
     tree: DraftTree, p: torch.Tensor, rule: str = "block", generator: torch.Generator | None = None
-) -> Verdict:
-    """Verification of any tree against a target that is sampled: what is emitted has the target's law.
+) -> VerificationResult:
+    """Verification of any tree against a target that is sampled: what is emitted has the target's distribution.
 
     Args:
-        tree: Any tree; where it has no laws, the target draws a token at every place, and both rules `follow` them.
-        p: [B, m + 1, V] the target's law after every place, with all its logits processors.
+        tree: Any tree; where it has no distributions, the target draws a token at every place, and both rules `follow`
+            them.
+        p: [B, m + 1, V] the target's distribution after every place, with all its logits processors.
         rule: `"token"` or `"block"`.
         generator: Source of randomness.
 
@@ -217,9 +220,9 @@ def verify_sampled(
         ValueError: An unknown rule.
     """
     check_rule(rule)
-    if tree.laws is None:
+    if tree.probs is None:
         return follow(tree, draw(p, generator))
-    if tree.is_chain and tree.counts is None:
+    if tree.is_chain and tree.num_nodes is None:
         return verify_chain(tree, p, rule, generator)
     return verify_drawn_tree(tree, p, rule, generator)
 
@@ -233,8 +236,8 @@ def verify_tree(
         nodes [B, depth] int64, the kept nodes in the order of their path and -1 behind them; num_accepted [B]; and
         next_token [B].
     """
-    verdict = verify_sampled(tree, p, rule, generator)
-    return verdict.nodes, verdict.accepted, verdict.added
+    result = verify_sampled(tree, p, rule, generator)
+    return result.nodes, result.num_accepted, result.added
 
 
 def verify_tree_greedy(tree: DraftTree, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -247,14 +250,14 @@ def verify_tree_greedy(tree: DraftTree, scores: torch.Tensor) -> tuple[torch.Ten
     Returns:
         nodes [B, depth], num_accepted [B] and next_token [B], as `verify_tree` gives them.
     """
-    verdict = follow(tree, scores.argmax(-1))
-    return verdict.nodes, verdict.accepted, verdict.added
+    result = follow(tree, scores.argmax(-1))
+    return result.nodes, result.num_accepted, result.added
 
 
 def _add(
     mass: torch.Tensor, uniforms: torch.Tensor | None, generator: torch.Generator | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A token [B] from unnormalised laws [B, v], and what `draw_checked` says of them."""
+    """A token [B] from unnormalised distributions [B, v], and what `draw_checked` says of them."""
     if uniforms is None:
         return draw_checked(mass, generator)
     return pick(uniforms.double(), mass.double() / mass.double().sum(-1, keepdim=True)), None

@@ -1,9 +1,9 @@
 """Heads of `MTPHeads` as a drafter of vLLM: independent positions and circuits, on any backbone that vLLM serves.
 
-vLLM takes a drafter by the name of its class (`method="custom_class"`), but hands it tokens alone. What the law of a
-head is made from, the hidden state before each request's newest token, is taken from the arguments of the model
-runner's own method that asks for drafts. Written for vLLM 0.32 (model runner V1), whose extension point is marked
-experimental; what is looked up there is checked when the engine starts. Importing this module needs no vLLM.
+vLLM takes a drafter by the name of its class (`method="custom_class"`), but hands it tokens alone. What the
+distribution of a head is made from, the hidden state before each request's newest token, is taken from the arguments of
+the model runner's own method that asks for drafts. Written for vLLM 0.32 (model runner V1), whose extension point is
+marked experimental; what is looked up there is checked when the engine starts. Importing this module needs no vLLM.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import nn
 
 from ..configuration import MTPHeadConfig
 from ..modeling.heads.backbone_parts import BackboneParts
-from ..modeling.heads.registry import FAMILIES, build_head, law_behind
+from ..modeling.heads.registry import FAMILIES, build_head, distribution_after
 from ..modeling.heads.tensor_files import read_tensors
 from ..modeling.sampling import draw
 
 logger = logging.getLogger(__name__)
 
 OPTION = "tokenahead_heads"
-"""The entry of vLLM's `additional_config` that names the folder of the heads."""
+"""The entry of vLLM's `additional_config` that names the directory of the heads."""
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _SAMPLER, _EXPAND = "vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"
 _ARGUMENTS = ("sample_hidden_states", "spec_decode_metadata", "sampling_metadata")
@@ -55,7 +55,7 @@ class HeadProposer:
 
     Greedy requests get the argmax of each exact conditional, as in this library. Sampled requests get it too, and vLLM
     takes it as certain, which is lossless; with `"draft_sample_method": "probabilistic"` their drafts are drawn from
-    the conditionals at the request's temperature, and vLLM judges them by these laws, which accepts more.
+    the conditionals at the request's temperature, and vLLM verifies them by these distributions, which accepts more.
 
     On CPUs vLLM 0.32 loses the temperatures of requests with drafts, whoever drafts, and sampled text is not the
     backbone's. That is tried when the engine starts, and the one function of vLLM that is wrong is replaced there.
@@ -64,12 +64,12 @@ class HeadProposer:
     gathers the shards; engines that gather on one rank only are refused. More than one device was not tried.
 
     Args:
-        vllm_config: vLLM's configuration; `additional_config["tokenahead_heads"]` is a folder that
+        vllm_config: vLLM's configuration; `additional_config["tokenahead_heads"]` is a directory that
             `MTPHeads.save_pretrained` wrote.
 
     Raises:
-        ValueError: No such folder, heads that read more than the last hidden state, heads for another backbone, or more
-            drafted tokens than their window covers.
+        ValueError: No such directory, heads that read more than the last hidden state, heads for another backbone, or
+            more drafted tokens than their window covers.
         RuntimeError: A version of vLLM without what is needed here.
 
     Example:
@@ -97,7 +97,7 @@ class HeadProposer:
         self.head: nn.Module | None = None
         self.parts: BackboneParts | None = None
         self._step: _Step | None = None
-        self._laws: torch.Tensor | None = None
+        self._probs: torch.Tensor | None = None
         listen()
 
     def _check(self) -> None:
@@ -155,10 +155,11 @@ class HeadProposer:
         counts = [] if metadata is None else list(metadata.num_draft_tokens)
         self._step = _Step(states, counts, None if sampling.all_greedy else sampling.temperature)
 
-    def take_laws(self) -> torch.Tensor | None:
-        """The laws [requests, k, V] that the last drafts were drawn from, once; None where drafts are certain."""
-        laws, self._laws = self._laws, None
-        return laws
+    def take_probs(self) -> torch.Tensor | None:
+        """The distributions [requests, k, V] that the last drafts were drawn from, once; None where drafts are
+        certain."""
+        probs, self._probs = self._probs, None
+        return probs
 
     @torch.inference_mode()
     def propose(
@@ -187,13 +188,13 @@ class HeadProposer:
         device = step.states.device
         states = step.states[torch.tensor(_rows(sampled_token_ids, step.counts), device=device)]
         last = torch.tensor([sampled_token_ids[index][-1] for index in live], device=device)
-        law = law_behind(self.head, self.config, states, last, self.num_tokens, self.parts)
+        distribution = distribution_after(self.head, self.config, states, last, self.num_tokens, self.parts)
         if self.draws and step.temperature is not None:
-            tokens, laws = law.draft(_warped(step.temperature[live]), self.num_tokens)
-            self._laws = laws.new_zeros(len(sampled_token_ids), *laws.shape[1:])
-            self._laws[live] = laws
+            tokens, probs = distribution.draft(_warped(step.temperature[live]), self.num_tokens)
+            self._probs = probs.new_zeros(len(sampled_token_ids), *probs.shape[1:])
+            self._probs[live] = probs
         else:
-            tokens = law.greedy(self.num_tokens)
+            tokens = distribution.greedy(self.num_tokens)
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         for index, draft in zip(live, tokens.tolist()):
             drafts[index] = draft[: max(self.max_length - int(num_tokens_no_spec[index]), 0)]
@@ -224,9 +225,9 @@ def listen() -> None:
         given = signature.bind(self, *args, **kwargs).arguments
         self.drafter.take(*(given[name] for name in _ARGUMENTS))
         drafts = original(self, *args, **kwargs)
-        laws = self.drafter.take_laws()
-        if laws is not None:  # read by `_get_spec_decode_draft_probs`, where an EAGLE drafter's would lie
-            self._draft_probs, self._draft_prob_req_ids = laws, self.input_batch.req_ids.copy()
+        probs = self.drafter.take_probs()
+        if probs is not None:  # read by `_get_spec_decode_draft_probs`, where an EAGLE drafter's would lie
+            self._draft_probs, self._draft_prob_req_ids = probs, self.input_batch.req_ids.copy()
         return drafts
 
     propose_draft_token_ids.of_tokenahead = True
@@ -243,10 +244,10 @@ def register() -> None:
 def _folder(options: Any) -> Path:
     options = options if isinstance(options, dict) else vars(options or object)
     if OPTION not in options:
-        raise ValueError(f"additional_config lacks {OPTION!r}: the folder that MTPHeads.save_pretrained wrote")
+        raise ValueError(f"additional_config lacks {OPTION!r}: the directory that MTPHeads.save_pretrained wrote")
     folder = Path(options[OPTION])
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{OPTION}={str(folder)!r} is no folder of heads: it has no config.json")
+        raise ValueError(f"{OPTION}={str(folder)!r} is no directory of heads: it has no config.json")
     return folder
 
 
@@ -295,10 +296,10 @@ def _warped(temperature: torch.Tensor) -> Any:
     def choose(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # independent positions come all at once, [requests, k, V]
         own = heat.to(probs).view(-1, *[1] * (probs.dim() - 1))
-        law = (probs.log() / own.clamp(min=1e-6)).softmax(-1)
+        distribution = (probs.log() / own.clamp(min=1e-6)).softmax(-1)
         certain = nn.functional.one_hot(probs.argmax(-1), probs.shape[-1]).to(probs)
-        law = torch.where(own > 0, law, certain)
-        return draw(law), law
+        distribution = torch.where(own > 0, distribution, certain)
+        return draw(distribution), distribution
 
     return choose
 

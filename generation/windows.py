@@ -1,9 +1,9 @@
-"""Cache layers with an attention window, of which a block is fed, judged and taken back.
+"""Cache layers with an attention window, of which a block is fed, verified and taken back.
 
 Such a layer needs the last W - 1 columns for its next token, and forgets what is older. A block pushes columns out that
-are wanted again when its drafts are rejected; so while a block is judged the layer holds W - 1 columns and the block's,
-and nothing older. Rows that keep fewer tokens are first moved to the right, then the layer is restricted again: the
-W - 1 columns that end with a row's own last token are still there, whatever the row kept.
+are wanted again when its drafts are rejected; so while a block is verified the layer holds W - 1 columns and the
+block's, and nothing older. Rows that keep fewer tokens are first moved to the right, then the layer is restricted
+again: the W - 1 columns that end with a row's own last token are still there, whatever the row kept.
 
     W = 4, columns held           restricted     + block of 3, kept 3 and 1      repacked         restricted
     row 0                         a b c          a b c d e f                     a b c d e f      d e f

@@ -1,8 +1,8 @@
-"""Code that travels with a model: the modules that a class needs, flattened into one folder.
+"""Code that travels with a model: the modules that a class needs, flattened into one directory.
 
-transformers copies code by a regular expression that knows no folders (`from ..heads.ff import FFHead` would be a file
-`.heads.ff.py`). So every module that a class reaches by relative imports is taken here under one name of its own, and
-its imports are rewritten in place; the rest of a file stays as it is. Reads source files, imports nothing.
+transformers copies code by a regular expression that knows no directories (`from ..heads.ff import FFHead` would be a
+file `.heads.ff.py`). So every module that a class reaches by relative imports is taken here under one name of its own,
+and its imports are rewritten in place; the rest of a file stays as it is. Reads source files, imports nothing.
 """
 
 from __future__ import annotations

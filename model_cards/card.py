@@ -56,7 +56,7 @@ def render_card(
         base_model: Hub id (or ids) of the model that this one derives from.
         model_name: Title; None takes the last part of `repo_id`, or the class name.
         repo_id: Where the model is or will be on the Hub, for the example code.
-        picture: File name of the picture of acceptance by draft position, which lies beside the card.
+        picture: File name of the figure of acceptance by draft position, which lies beside the card.
         training_description: How the model was trained, as Markdown; None says that this was not described.
         metadata: Further fields of `ModelCardData` (`datasets`, `tags`, ...); not those that have an argument here.
         remote_code: What of the model's code travels with it, as for its `save_pretrained`; `"bundle"` gives a section
@@ -81,7 +81,7 @@ def render_card(
 
     Example:
         >>> card = render_card(model, MeasuredResults.from_json("results.json"), license="apache-2.0")
-        >>> write_card(folder, card)
+        >>> write_card(directory, card)
     """
     if remote_code not in ("bundle", "package", None):
         raise ValueError(f"remote_code={remote_code!r}: choose 'bundle', 'package' or None")
@@ -121,7 +121,7 @@ def write_card(folder: str | Path, card: ModelCard, *, overwrite: bool = False) 
     """Writes `card` as README.md into `folder`, under a temporary name first.
 
     Args:
-        folder: The model's folder; the pictures that the card shows must lie in it.
+        folder: The model's directory; the figures that the card shows must lie in it.
         card: The card.
         overwrite: Replace a README.md that is not a card rendered here, or that was edited since.
 
@@ -130,17 +130,17 @@ def write_card(folder: str | Path, card: ModelCard, *, overwrite: bool = False) 
 
     Raises:
         FileExistsError: README.md holds someone's own words and `overwrite` is False.
-        FileNotFoundError: The card shows a picture that is not in `folder`.
+        FileNotFoundError: The card shows a figure that is not in `folder`.
     """
     folder = Path(folder)
     path = folder / "README.md"
     for name in local_pictures(card):
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"the card shows the picture {name!r}, which is not in {folder}")
+            raise FileNotFoundError(f"the card shows the figure {name!r}, which is not in {folder}")
     if path.exists() and not overwrite and not is_generated(path):
         raise FileExistsError(
             f"{path} was written or edited by hand and would be lost; pass overwrite=True to replace it, "
-            "or write the card to another folder"
+            "or write the card to another directory"
         )
     return replace_text(path, str(card))
 
@@ -160,13 +160,13 @@ def is_generated(path: str | Path) -> bool:
 
 
 def local_pictures(card: ModelCard) -> list[str]:
-    """Names the pictures that must travel with a card.
+    """Names the figures that must travel with a card.
 
     Args:
         card: The card.
 
     Returns:
-        The relative paths of the pictures that it shows; web addresses are left out.
+        The relative paths of the figures that it shows; web addresses are left out.
     """
     return _LOCAL_PICTURE.findall(card.text)
 
@@ -214,10 +214,10 @@ def _check_picture(picture: str | None, results: MeasuredResults | None) -> None
     if picture is None:
         return
     if results is None:
-        raise ValueError(f"picture={picture!r} shows measurements; pass the results that it was drawn from")
+        raise ValueError(f"figure={picture!r} shows measurements; pass the results that it was drawn from")
     if not picture or Path(picture).name != picture or re.search(r"[\s()]", picture):
         raise ValueError(
-            f"picture={picture!r} must be the bare name of a file beside the card, without spaces or parentheses, "
+            f"figure={picture!r} must be the bare name of a file beside the card, without spaces or parentheses, "
             "for example 'acceptance.png'"
         )
 
@@ -229,7 +229,7 @@ def check_no_local_path(text: str) -> None:
         text: A card.
 
     Raises:
-        ValueError: A path of a home folder, or one that exists here; it is named.
+        ValueError: A path of a home directory, or one that exists here; it is named.
     """
     for match in _PATH.finditer(text):
         path = match[0].rstrip(".,;:)'\"`")

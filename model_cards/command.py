@@ -36,11 +36,11 @@ class CardRequest:
     """What `tokenahead card` was asked for.
 
     Attributes:
-        model: Folder of a model or a drafter, or its name on the Hub.
+        model: Directory of a model or a drafter, or its name on the Hub.
         measure: File of prompts: one per line, or JSON lines (`read_prompts`); None measures nothing.
         backbone: Of a drafter: what to attach it to; None takes the one that its config names.
         new_tokens: Tokens per completion, at most.
-        output: Where README.md and the figures go; None: the model's folder.
+        output: Where README.md and the figures go; None: the model's directory.
         license: Licence id; None keeps what the card there says. So do the other texts.
         language: Codes of languages.
         base_model: Hub id of the model that this one derives from.
@@ -75,7 +75,7 @@ def make_card(request: CardRequest) -> Path:
         The path of README.md.
 
     Raises:
-        FileNotFoundError: No such folder, prompts or template.
+        FileNotFoundError: No such directory, prompts or template.
         FileExistsError: A card that a person wrote, without `overwrite`.
         ValueError: A model that does not draft; no prompts, a drafter without a backbone, a template with an unknown
             field.
@@ -83,7 +83,9 @@ def make_card(request: CardRequest) -> Path:
     """
     output = request.output or Path(request.model)
     if request.output is None and not output.is_dir():
-        raise FileNotFoundError(f"{request.model}: no such folder; for a model of the Hub, name a folder with --output")
+        raise FileNotFoundError(
+            f"{request.model}: no such directory; for a model of the Hub, name a directory with --output"
+        )
     prompts = [] if request.measure is None else read_prompts(request.measure)
     model, generator, tokenizer = _load(request, needs_backbone=bool(prompts))
     try:
@@ -238,7 +240,7 @@ def _part(text: str, heading: str) -> str | None:
 
 
 def _travelling(source: str) -> str | None:
-    """What of the code lies in a folder, or in a repository of the Hub by what its config says."""
+    """What of the code lies in a directory, or in a repository of the Hub by what its config says."""
     folder = Path(source) / CODE_FOLDER
     if Path(source).is_dir() and not folder.is_dir():
         return None

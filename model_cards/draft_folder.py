@@ -1,7 +1,7 @@
 """A retrofitted backbone for vLLM: the backbone as it is, and beside it the module in a layout that vLLM knows.
 
 vLLM has no code for modules of Llama, Qwen or Mistral, and refuses tensors of layers that a backbone does not have. But
-it takes a drafter from a folder of its own, and two families that it knows hold our module tensor for tensor: Hy3
+it takes a drafter from a directory of its own, and two families that it knows hold our module tensor for tensor: Hy3
 (attention without biases) and MiMo (with biases of q, k and v).
 """
 
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from ..modeling import DeepSeekMTP
 
 LAYOUTS = {"llama": "hy3", "mistral": "hy3", "qwen2": "mimo", "qwen3": "hy3"}
-"""Families whose backbones vLLM serves with such a folder, and its layout."""
+"""Families whose backbones vLLM serves with such a directory, and its layout."""
 _GEMMA = ", whose MLP has gelu where the layouts have silu, and whose layers have norms that they lack"
 _REASONS = dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA)
 _REASONS["gemma"] = ", whose MLP has gelu where the layouts have silu, and whose norms multiply by 1 + weight"
@@ -54,7 +54,7 @@ def check_retrofit(model: DeepSeekMTP) -> None:
         reason = _REASONS.get(config.model_type, "")
         raise ValueError(
             f"vllm has no layout that holds a module of {config.model_type!r}{reason} (it has for "
-            f"{', '.join(sorted(LAYOUTS))}); serve the backbone alone (model.main.save_pretrained(folder)), or with "
+            f"{', '.join(sorted(LAYOUTS))}); serve the backbone alone (model.main.save_pretrained(directory)), or with "
             "heads (MTPHeads)"
         )
     if model.num_modules > 1:
@@ -80,7 +80,7 @@ def save_retrofit(model: DeepSeekMTP, folder: Path, **options: Any) -> tuple[Pat
         options: As for `save_pretrained`, for the backbone.
 
     Returns:
-        Both folders.
+        Both directories.
     """
     backbone, draft = folder / "backbone", folder / "draft"
     count = model.config.num_nextn_predict_layers

@@ -1,4 +1,4 @@
-"""Drafters that stand apart from their backbone, as engines serve them: folder, command, and what was checked."""
+"""Drafters that stand apart from their backbone, as engines serve them: directory, command, and what was checked."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..modeling.deepseek.checkpoint_files import tensor_dtypes
 PROPOSER = f"tokenahead.generation.{HeadProposer.__module__.rpartition('.')[2]}.{HeadProposer.__name__}"
 _MEDUSA = ("ff", "medusa")
 _THROUGH_US = ("cp", "hmm", "btree")
-_RUN = "folders of this kind were run in vLLM 0.32.0 on CPUs: greedy text equal, drafts as here"
+_RUN = "directories of this kind were run in vLLM 0.32.0 on CPUs: greedy text equal, drafts as here"
 _READ = "SGLang's loader was read and not run"
 
 
 @dataclass
 class ServedFolder:
-    """A folder that was written, and what there is to say of it.
+    """A directory that was written, and what there is to say of it.
 
     Attributes:
         num_tensors: Tensors in it.
@@ -85,7 +85,7 @@ def _write_circuit(heads: MTPHeads, folder: Path) -> ServedFolder:
     if not all(torch.equal(tensor.cpu(), again.state_dict()[name]) for name, tensor in heads.state_dict().items()):
         raise RuntimeError(f"{folder}: its tensors differ from those of the heads")
     speculative = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": heads.window - 1}
-    checked = ["the folder was read back, and its tensors are those of the heads", _RUN]
+    checked = ["the directory was read back, and its tensors are those of the heads", _RUN]
     warnings = [
         "install this library beside vLLM, whose pin of transformers is older: pip install --no-deps tokenahead",
         "tensor parallelism was read in vLLM's source, and not run; vLLM calls custom_class experimental",
@@ -101,7 +101,10 @@ def _write_eagle(head: EagleHead, folder: Path, engine: str) -> ServedFolder:
     if not all(torch.equal(tensor.cpu(), again[name]) for name, tensor in head.state_dict().items() if name in again):
         raise RuntimeError(f"{folder}: its tensors differ from those of the head")
     version = head.config.version
-    checked = ["the folder was read back, and its tensors are those of the head", _RUN if engine == "vllm" else _READ]
+    checked = [
+        "the directory was read back, and its tensors are those of the head",
+        _RUN if engine == "vllm" else _READ,
+    ]
     if engine == "vllm":
         method = "eagle" if version == 1 else "eagle3"
         command = _command(head, {"method": method, "model": str(folder), "num_speculative_tokens": 3})
@@ -124,5 +127,5 @@ def _command(drafter: Any, speculative: dict[str, Any]) -> str:
 
 
 def _backbone(drafter: Any) -> str:
-    """The backbone's name, or a word that stands for its folder."""
+    """The backbone's name, or a word that stands for its directory."""
     return drafter.config.base_model_name_or_path or "BACKBONE"

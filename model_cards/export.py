@@ -1,6 +1,7 @@
-"""A folder that serving engines read: official names and fields, copies of embeddings and head, checked once written.
+"""A directory that serving engines read: official names and fields, copies of embeddings and head, checked once
+written.
 
-The checks compare the folder with what the engines' loaders ask for; the report says what was run and what was read.
+The checks compare the directory with what the engines' loaders ask for; the report says what was run and what was read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .draft_folder import check_retrofit, overrides, save_retrofit
 from .drafter_folders import write_drafter
 
 MEASURED = {"vllm": ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3")}
-"""The families whose exported folders were run in an engine (vLLM 0.32.0 on CPUs): text and drafts were as here."""
+"""The families whose exported directories were run in an engine (vLLM 0.32.0 on CPUs): text and drafts were as here."""
 ENGINES = {
     "vllm": (
         *("bailing_hybrid", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite"),
@@ -50,7 +51,7 @@ class ExportReport:
     Attributes:
         folder: Where.
         engine: For which engine.
-        num_tensors: Tensors in the folder.
+        num_tensors: Tensors in the directory.
         command: How to serve it.
         warnings: What will not work as in this library.
         checked: What was checked, and how; `print(report)` shows all of it.
@@ -81,8 +82,9 @@ def export(
 
     Besides what `save_pretrained` writes, config.json has the older names of fields that transformers 5 renamed, and
     every module has its copies of embeddings and head, where official files have them. A retrofitted backbone becomes
-    two folders for vLLM, `backbone` and `draft`. Heads that stand apart are written alone: independent and Medusa heads
-    in vLLM's Medusa layout, circuits as they are (`HeadProposer` drafts with them there), EAGLE heads in the engine's.
+    two directories for vLLM, `backbone` and `draft`. Heads that stand apart are written alone: independent and Medusa
+    heads in vLLM's Medusa layout, circuits as they are (`HeadProposer` drafts with them there), EAGLE heads in the
+    engine's.
 
     Args:
         model: Backbone and modules, not quantised; or a drafter that stands apart, attached.
@@ -94,12 +96,12 @@ def export(
         **options: As for `save_pretrained`, for example `max_shard_size="5GB"`.
 
     Returns:
-        How to serve the folder, what was checked, and warnings.
+        How to serve the directory, what was checked, and warnings.
 
     Raises:
         ValueError: An unknown engine, a family that it cannot serve, a model without modules, or more modules than it
             loads.
-        RuntimeError: The folder is not what the engine asks for.
+        RuntimeError: The directory is not what the engine asks for.
 
     Example:
         >>> print(export(model, "served", engine="vllm", tokenizer=tokenizer))
@@ -141,7 +143,7 @@ def _check_model(model: DeepSeekMTP, engine: str) -> list[str]:
     elif model_type not in ENGINES[engine]:
         raise ValueError(
             f"{engine} has no code for modules of {model_type!r} (it has for {', '.join(ENGINES[engine])}); "
-            "serve the backbone alone: model.main.save_pretrained(folder)"
+            "serve the backbone alone: model.main.save_pretrained(directory)"
         )
     if engine == "sglang" and count > 1:
         raise ValueError(f"SGLang loads exactly one module of {model_type!r}, and this model has {count}; train one")
@@ -160,13 +162,13 @@ def _check_model(model: DeepSeekMTP, engine: str) -> list[str]:
 
 
 def _checked(model: DeepSeekMTP, engine: str) -> list[str]:
-    """What is known of the folder, and how."""
+    """What is known of the directory, and how."""
     family, model_type = family_of(model.config), model.config.model_type
     found = ["config.json and the tensors' names were read back: fields, parts, copies, no fused experts, none unknown"]
     if not _is_like_last(model):
         found = ["config.json and the names of every module's own parts were read back; its block was not compared"]
     if model_type in MEASURED.get(engine, ()):
-        return [*found, f"folders of this family were {_RUN}{_NOTES.get(model_type, '')}"]
+        return [*found, f"directories of this family were {_RUN}{_NOTES.get(model_type, '')}"]
     place = "names of its tensors" if family.names else "layout"
     return [*found, f"the {place} follow {engine}'s loader, which was read and not run"]
 
@@ -186,7 +188,7 @@ def _export_retrofit(
         f"--speculative-config '{json.dumps(speculative)}'"
     )
     checked = [
-        "both folders were read back: the backbone has no tensor of the module, the draft folder has nothing else",
+        "both directories were read back: the backbone has no tensor of the module, the draft nothing else",
         f"retrofits of this family were {_RUN}",
     ]
     return ExportReport(folder, "vllm", len(names), command, warnings, checked)
@@ -223,7 +225,7 @@ def _hy3_fields(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _problems(folder: Path, names: set[str], model: DeepSeekMTP) -> list[str]:
-    """What differs from an official folder, in words."""
+    """What differs from an official directory, in words."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     main, layers, count = model.main, num_layers(model.config), model.num_modules
     family = family_of(model.config)

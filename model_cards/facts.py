@@ -16,8 +16,8 @@ from .citations import OF_HEADS, PAPERS
 _CHAIN = 5  # tokens that an EAGLE head drafts where nobody asks for a number
 _SLOTS = {
     "one_hot": "parallel token prediction; a slot predicts the token that its own uniform picks",
-    "categorical": "parallel token prediction; a slot predicts the law of the token behind its own",
-    "mask": "masked prediction; a slot, made of a mask token, predicts the law of the token behind its own",
+    "categorical": "parallel token prediction; a slot predicts the distribution of the token behind its own",
+    "mask": "masked prediction; a slot, made of a mask token, predicts the distribution of the token behind its own",
 }
 
 _SIZES = {
@@ -122,14 +122,14 @@ def _drafting(config: PreTrainedConfig, model: PreTrainedModel | None) -> tuple[
 
 def _slots(config: PreTrainedConfig) -> tuple[str, int, list[tuple[str, str]]]:
     window = config.num_slots + (not config.predicts_first)
-    law = ", ".join(f"{name} {value}" for name, value in config.sampling.items())
+    distribution = ", ".join(f"{name} {value}" for name, value in config.sampling.items())
     rows = [
         ("Drafts", f"`{config.variant}`: {_SLOTS[config.variant]}"),
         ("Slots", f"{config.num_slots}: {window - 1} drafted beside the next token"),
         ("Uniforms as", f"`{config.features}`, {config.feature_dim} features")
         if config.reads_uniforms
         else ("Sampler head", f"`{config.sampler}`"),
-        ("Learned for", law),
+        ("Learned for", distribution),
     ]
     return "uniforms", window, rows
 

@@ -1,4 +1,4 @@
-"""Copies of saved folders that say nothing of the machine they were made on. Uploads nothing."""
+"""Copies of saved directories that say nothing of the machine they were made on. Uploads nothing."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from .facts import hub_id
 
 logger = logging.get_logger(__name__)
 _NAMES = {"base_model_name_or_path", "_name_or_path", "name_or_path", "best_model_checkpoint"}
-"""Fields that hold the name of a model or its folder, in config.json of any layout and in files of peft and Trainer."""
+"""Fields that hold the name of a model or its directory, in config.json of any layout and in files of peft and
+Trainer."""
 _FILES = {"config.json", "adapter_config.json", "tokenizer_config.json", "trainer_state.json"}
 
 
 def public_copy(source: Path, target: Path, left_out: Sequence[str] = (), also: Sequence[Path] = ()) -> None:
-    """Copies a folder for the world: names of local folders are taken out of its configs.
+    """Copies a directory for the world: names of local directories are taken out of its configs.
 
     A card that shows a path of this machine is left out, with a warning. Files are linked where the disk can.
 
     Args:
-        source: The folder; it stays as it is.
+        source: The directory; it stays as it is.
         target: Where to; made if it is not there.
         left_out: Patterns of paths in `source`; `*` stands for slashes, too.
         also: Further files for the top of `target`.
@@ -46,10 +47,10 @@ def public_copy(source: Path, target: Path, left_out: Sequence[str] = (), also: 
 
 
 def hide_local_names(folder: Path) -> None:
-    """Has configs name a backbone, or a folder that they were read from, only where the Hub knows that name.
+    """Has configs name a backbone, or a directory that they were read from, only where the Hub knows that name.
 
     Args:
-        folder: A folder, whose subfolders are looked at, too.
+        folder: A directory, whose subfolders are looked at, too.
         also: Further files for the top of `target`.
     """
     for file in folder.rglob("*.json"):

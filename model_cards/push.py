@@ -47,7 +47,7 @@ def push_to_hub(
         tokenizer: The tokenizer; None if there is none (heads apart from a backbone).
         card: The card, which becomes README.md and replaces the one on the Hub. The Hub checks its metadata first.
         repo_id: `"user/name"`; created if it does not exist.
-        files: Further files for the top folder: the picture that the card shows, the measured results.
+        files: Further files for the top directory: the figure that the card shows, the measured results.
         private: Whether a new repository is private; None takes the account's default.
         token: Access token; None takes the one of this machine (`hf auth login`).
         commit_message: First line of the commit.
@@ -61,11 +61,11 @@ def push_to_hub(
         ValueError: No token; the Hub finds the card's metadata malformed; `files` clash with what is saved; `private`
             is True and the repository exists and is public; or it holds another model.
         ConnectionError: The Hub cannot be reached.
-        FileNotFoundError: A file of `files` does not exist, or the card shows a picture that is not among them.
+        FileNotFoundError: A file of `files` does not exist, or the card shows a figure that is not among them.
         huggingface_hub.errors.HfHubHTTPError: The Hub refuses, for example a wrong token (401).
 
     Example:
-        >>> card = render_card(model, results, license="apache-2.0", repo_id="me/toy", picture="acceptance.png")
+        >>> card = render_card(model, results, license="apache-2.0", repo_id="me/toy", figure="acceptance.png")
         >>> push_to_hub(model, tokenizer, card, "me/toy", files=["acceptance.png", "results.json"])
         'https://huggingface.co/me/toy'
     """
@@ -177,15 +177,15 @@ def _check_files(files: Sequence[str | Path]) -> dict[str, Path]:
         if not source.is_file():
             raise FileNotFoundError(f"files: {source} is not a file")
     if len(sources) < len(files):
-        raise ValueError(f"files={[str(file) for file in files]}: two have the same name, and all go to one folder")
+        raise ValueError(f"files={[str(file) for file in files]}: two have the same name, and all go to one directory")
     return sources
 
 
 def _check_pictures(card: ModelCard, sources: dict[str, Path]) -> None:
-    """Refuses a card whose pictures would be broken links on the Hub."""
+    """Refuses a card whose figures would be broken links on the Hub."""
     missing = [name for name in local_pictures(card) if name not in sources]
     if missing:
-        raise FileNotFoundError(f"the card shows the picture {missing[0]!r}; pass its path in files=[...]")
+        raise FileNotFoundError(f"the card shows the figure {missing[0]!r}; pass its path in files=[...]")
 
 
 def _check_private(api: HfApi, repo_id: str) -> None:

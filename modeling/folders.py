@@ -1,4 +1,4 @@
-"""Folders that are written whole or not at all, and weights of an earlier save taken away. Knows no model."""
+"""Directories that are written whole or not at all, and weights of an earlier save taken away. Knows no model."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _TEMPORARY = re.compile(r"\.tokenahead-saving\.(\d+)")
 
 @contextmanager
 def whole_folder(target: str | PathLike, variant: str | None = None) -> Iterator[Path]:
-    """A folder to write into, whose files come to `target` once all of them are there.
+    """A directory to write into, whose files come to `target` once all of them are there.
 
     An exception, Ctrl-C or a full disk leaves `target` as it was, or absent; what a killed process left is removed by
     the next save.
 
     Args:
-        target: The folder; files of the same names are replaced, config.json last, others stay.
+        target: The directory; files of the same names are replaced, config.json last, others stay.
         variant: As for `save_pretrained`: weights of an earlier save of this variant are removed, when others came.
 
     Yields:
-        The temporary folder, on the same disk.
+        The temporary directory, on the same disk.
 
     Raises:
         NotADirectoryError: `target` is a file.
     """
     target = Path(target)
     if target.is_file():
-        raise NotADirectoryError(f"{target} is a file; name a folder to save to")
-    # inside of a folder that exists: it may be a mount point, or in a folder where we may not write
+        raise NotADirectoryError(f"{target} is a file; name a directory to save to")
+    # inside of a directory that exists: it may be a mount point, or in a directory where we may not write
     place = target if target.is_dir() else target.parent
     for left in place.glob(".tokenahead-saving.*") if place.is_dir() else ():
         if (match := _TEMPORARY.fullmatch(left.name)) and not _runs(int(match[1])):

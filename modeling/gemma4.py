@@ -53,7 +53,7 @@ def load_assistant(folder: str | PathLike, **kwargs: Any) -> PreTrainedModel:
     """A causal language model that is to draft: one with a cache of its own, or an assistant of Gemma 4.
 
     Args:
-        folder: A folder or a repository of the Hub.
+        folder: A directory or a repository of the Hub.
         **kwargs: Of `from_pretrained`.
     """
     if "config" not in kwargs:

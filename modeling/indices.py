@@ -8,16 +8,16 @@ import torch
 
 
 @lru_cache(maxsize=256)
-def line(length: int, device: torch.device) -> torch.Tensor:
+def cached_arange(length: int, device: torch.device) -> torch.Tensor:
     """0, 1, .., length - 1, made once; never to be written to."""
     with torch.inference_mode(False):  # it may serve a later call that is not in inference mode
         return torch.arange(length, device=device)
 
 
-def steps(start: int, length: int, device: torch.device) -> torch.Tensor:
+def cached_range(start: int, length: int, device: torch.device) -> torch.Tensor:
     """start, start + 1, .., start + length - 1, a slice of a line that is long enough for many more."""
     first = max(start, 0)
-    found = line(1 << (first + length).bit_length(), device)[first : first + length]
+    found = cached_arange(1 << (first + length).bit_length(), device)[first : first + length]
     return found if start >= 0 else found + start
 
 
@@ -28,13 +28,13 @@ def numbers(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=device)
 
 
-def same_place(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The tensor on a device and, where one is given, in a dtype; itself where it is that already."""
     dtype = dtype or tensor.dtype
     return tensor if tensor.device == device and tensor.dtype == dtype else tensor.to(device, dtype)
 
 
-def kept_positions(states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+def selected_positions(states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
     """The states whose logits are asked for; transformers has such a function from 5.20 on, engines pin older ones.
 
     Args:

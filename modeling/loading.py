@@ -22,18 +22,18 @@ def check_is_there(name: str | PathLike) -> None:
     """Refuses a path that leads nowhere, which the Hub could only call no name of its own.
 
     Raises:
-        FileNotFoundError: What can only be a folder, and is none.
+        FileNotFoundError: What can only be a directory, and is none.
     """
     text = str(name)
     is_path = text.startswith((".", "~")) or Path(text).is_absolute() or text.count("/") > 1
     if is_path and not Path(text).exists():
-        raise FileNotFoundError(f"{text}: no such folder")
+        raise FileNotFoundError(f"{text}: no such directory")
 
 
 class StrictLoadingMixin(SavingMixin):
     """`from_pretrained` that raises where transformers would warn and go on with random weights.
 
-    And folders that are saved whole (`SavingMixin`). To be placed before `PreTrainedModel` among the bases.
+    And directories that are saved whole (`SavingMixin`). To be placed before `PreTrainedModel` among the bases.
     """
 
     @classmethod
@@ -41,7 +41,7 @@ class StrictLoadingMixin(SavingMixin):
         """Loads a model as `PreTrainedModel.from_pretrained` does.
 
         Raises:
-            ValueError: A folder of another architecture, tensors that are missing or have another shape than the
+            ValueError: A directory of another architecture, tensors that are missing or have another shape than the
                 config says, or a damaged safetensors file.
         """
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
@@ -61,20 +61,20 @@ class StrictLoadingMixin(SavingMixin):
         if missing := sorted(info["missing_keys"]):
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             raise ValueError(f"{name}: the checkpoint lacks {len(missing)} tensors of {cls.__name__}: {shown}")
-        vars(model.config).pop("auto_map", None)  # says where code lies in the folder that was read, and in no other
+        vars(model.config).pop("auto_map", None)  # says where code lies in the directory that was read, and in no other
         return (model, info) if wants_info else model
 
     @classmethod
     def check_model_type(cls, name: str | PathLike | None, config: Any = None, **hub: Any) -> None:
-        """Looks at a folder's config.json before its fields are taken for those of this class.
+        """Looks at a directory's config.json before its fields are taken for those of this class.
 
         Args:
-            name: Folder or Hub repository; None loads nothing.
-            config: What was given as `config`; where it is a configuration, the folder's own is not read.
+            name: Directory or Hub repository; None loads nothing.
+            config: What was given as `config`; where it is a configuration, the directory's own is not read.
             **hub: `revision`, `token`, ...
 
         Raises:
-            ValueError: The folder holds another architecture.
+            ValueError: The directory holds another architecture.
         """
         if name is None or isinstance(config, PreTrainedConfig):
             return

@@ -40,9 +40,9 @@ class MTPOutput(CausalLMOutputWithPast):
         hidden_states: Tuple over layers of [B, L, D], the last after the final norm; unselected entries are None.
         head_losses: [n] detached mean cross-entropy in nats per depth, the ordinary next token first; with labels only.
         backbone_loss: Detached scalar, the mean cross-entropy in nats of the backbone's own next-token head, where that
-            trains beside a head with a law of its own for the first token; it is then a part of `loss`.
+            trains beside a head with a distribution of its own for the first token; it is then a part of `loss`.
         acceptances: [n] detached mean probability that a token drawn at a depth is kept by a verifier that knows the
-            true tokens before it, NaN at depth 1; where the backbone's law is what the drafter learns.
+            true tokens before it, NaN at depth 1; where the backbone's distribution is what the drafter learns.
         missing_mass: Detached scalar, the backbone's mean mass outside `loss_top_k`; it bounds the acceptances' error.
         head_squares: [n] detached mean squared term per depth, where depths are balanced.
     """

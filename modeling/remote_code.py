@@ -1,4 +1,4 @@
-"""Code that travels with what is saved, so that a folder loads where this library is not installed.
+"""Code that travels with what is saved, so that a directory loads where this library is not installed.
 
 In the package, the code is that which `model_cards.bundle` flattens; a model that was itself loaded from such code
 hands on the files beside this one. Knows no model, and imports no torch.
@@ -23,15 +23,15 @@ from .folders import whole_folder
 logger = logging.get_logger(__name__)
 
 CODE_FOLDER = "tokenahead_code"
-"""Where a saved folder has its code."""
+"""Where a saved directory has its code."""
 TRAVELS = __name__.rpartition(".")[2] != "remote_code"
 """Whether this very file came with a model."""
 TRANSFORMERS = "5.23"
 """The version of transformers that the code is written for: it leans on private methods of `generate`."""
 _CHOICES = ("auto", "bundle", "package", None)
-_CHECKPOINT = "checkpoint-"  # how trainers name folders that they resume from
-_README = f"""This is code of tokenahead {__version__} (Apache-2.0), with which the folder above is loaded, by the Auto
-classes of transformers that config.json names under `auto_map` (tokenizer_config.json for the tokenizer):
+_CHECKPOINT = "checkpoint-"  # how trainers name directories that they resume from
+_README = f"""This is code of tokenahead {__version__} (Apache-2.0), with which the directory above is loaded, by the
+Auto classes of transformers that config.json names under `auto_map` (tokenizer_config.json for the tokenizer):
 
     AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True)
 
@@ -51,7 +51,7 @@ def check_choice(remote_code: str | None) -> None:
 
 
 def resolved_choice(kind: type, remote_code: str | None, folder: Path) -> str | None:
-    """What `"auto"` means for a class and a folder: see `save_pretrained`.
+    """What `"auto"` means for a class and a directory: see `save_pretrained`.
 
     Raises:
         ValueError: An unknown choice, or `"bundle"` for a class whose code this library does not know.
@@ -79,7 +79,7 @@ def code_of(kind: type, names: Mapping[str, str], choice: str) -> tuple[dict[str
         choice: `"bundle"` or `"package"`.
 
     Returns:
-        The `auto_map` of a config.json, and source text by path in the saved folder.
+        The `auto_map` of a config.json, and source text by path in the saved directory.
 
     Raises:
         ValueError: `"package"`, where this library is not installed.
@@ -119,7 +119,7 @@ def _root() -> str:
 def auto_map_set(config: Any, auto_map: dict[str, str] | None) -> Iterator[None]:
     """Has a configuration say where its code lies, for the time of writing it.
 
-    Auto classes mark a class that came with a folder; transformers would copy its code once more, by its own rule.
+    Auto classes mark a class that came with a directory; transformers would copy its code once more, by its own rule.
     """
     own = vars(config)
     names = ("auto_map", "_auto_class")
@@ -155,7 +155,7 @@ class TravellingMixin:
             super().register_for_auto_class(auto_class)
 
     def code_for(self, remote_code: str | None, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-        """`auto_map` and files for a folder, by the choice of `save_pretrained`; both empty where none travels."""
+        """`auto_map` and files for a directory, by the choice of `save_pretrained`; both empty where none travels."""
         kind = type(self)
         choice = resolved_choice(kind, remote_code, folder)
         if choice is None or not self.remote_classes:
@@ -179,7 +179,7 @@ class TravellingTokenizerMixin(TravellingMixin):
         """Saves as every tokenizer of transformers does.
 
         Args:
-            save_directory: The folder; that of the model, as a rule.
+            save_directory: The directory; that of the model, as a rule.
             *args: As in transformers.
             push_to_hub: Upload afterwards; `repo_id` and so on as for `push_to_hub`.
             remote_code: As for `save_pretrained` of a model.
@@ -207,10 +207,10 @@ class TravellingTokenizerMixin(TravellingMixin):
 
 
 def write_code(folder: Path, files: Mapping[str, str]) -> None:
-    """Writes code into a folder; a file that has the same text is left alone.
+    """Writes code into a directory; a file that has the same text is left alone.
 
     Args:
-        folder: The folder of the model.
+        folder: The directory of the model.
         files: Source text by path.
     """
     for name, text in files.items():

@@ -1,8 +1,8 @@
-"""How a token is drawn from a law: freely, or by the uniform that picks it. A leaf that every room may use.
+"""How a token is drawn from a distribution: freely, or by the uniform that picks it. A leaf that every room may use.
 
-A token is a function of a uniform u in [0, 1): with F the cumulative law, Pick(u) is the first token j with F_j > u
-(PTP paper, Eq. 3). Cumulative sums are float64, whatever the law's dtype: in float32 they misplace picks over large
-vocabularies. Knows no model.
+A token is a function of a uniform u in [0, 1): with F the cumulative distribution, Pick(u) is the first token j with
+F_j > u (PTP paper, Eq. 3). Cumulative sums are float64, whatever the distribution's dtype: in float32 they misplace
+picks over large vocabularies. Knows no model.
 
 Free draws: processors make random numbers one after the other, so that one uniform per token is cheapest there, by far.
 Accelerators make them side by side, and there an exponential race, argmax w / E with E ~ Exp(1), saves the cumulative
@@ -15,7 +15,7 @@ import torch
 
 
 def draw(weights: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """One token from each of the unnormalised laws [..., v]: [...] int64."""
+    """One token from each of the unnormalised distributions [..., v]: [...] int64."""
     return draw_checked(weights, generator)[0]
 
 

@@ -1,4 +1,4 @@
-"""Folders that are saved whole, say which library reads them, and carry its code. Knows no architecture."""
+"""Directories that are saved whole, say which library reads them, and carry its code. Knows no architecture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .folders import whole_folder
 from .remote_code import TRAVELS, TravellingMixin, auto_map_set, write_code
 
 LIBRARY = "tokenahead"
-"""The name that folders carry in config.json (`library_name`), for those who find them without the package."""
+"""The name that directories carry in config.json (`library_name`), for those who find them without the package."""
 _PUSH_OPTIONS = ("repo_id", "commit_message", "private", "create_pr", "revision", "commit_description")
 
 
@@ -42,12 +42,12 @@ class SavingMixin(TravellingMixin):
         that are not replaced are removed. config.json also names this library and its version.
 
         Args:
-            save_directory: The folder; made if it is not there.
+            save_directory: The directory; made if it is not there.
             is_main_process: Whether this process writes.
             state_dict: The tensors of this model, where they had to be gathered.
             push_to_hub: Upload afterwards; `repo_id` and so on as for `push_to_hub`.
-            remote_code: What loads the folder where this library is not installed, with `trust_remote_code=True`:
-                `"bundle"`, its code, in a folder of its own; `"package"`, one line that asks for the library; None,
+            remote_code: What loads the directory where this library is not installed, with `trust_remote_code=True`:
+                `"bundle"`, its code, in a directory of its own; `"package"`, one line that asks for the library; None,
                 nothing. `"auto"` is `"bundle"`, but `"package"` in a trainer's `checkpoint-123`, which is resumed
                 where it was written, and None for classes of users, whose code is not known.
             **kwargs: As for transformers' `save_pretrained`.
@@ -60,7 +60,7 @@ class SavingMixin(TravellingMixin):
         auto_map, files = self.code_for(remote_code, target)
         hub = {key: kwargs.pop(key) for key in _PUSH_OPTIONS if key in kwargs}
         self.config.library_name, self.config.library_version = LIBRARY, __version__
-        # torch's distributed checkpoints are written by all processes into one folder
+        # torch's distributed checkpoints are written by all processes into one directory
         spread = kwargs.get("distributed_checkpoint", False)
         with (
             nullcontext(target) if spread else whole_folder(target, kwargs.get("variant")) as folder,
@@ -76,7 +76,7 @@ class SavingMixin(TravellingMixin):
     def _write_folder(
         self, folder: Path, is_main_process: bool, state_dict: dict[str, torch.Tensor] | None, **kwargs: Any
     ) -> None:
-        """Writes everything but code into a folder."""
+        """Writes everything but code into a directory."""
         super().save_pretrained(folder, is_main_process, state_dict, **kwargs)
 
     def push_to_hub(self, repo_id: str, *, remote_code: str | None = "auto", **kwargs: Any) -> Any:

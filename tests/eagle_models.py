@@ -24,7 +24,7 @@ class RecordedBackbone(nn.Module):
     """Answers with the hidden states that the goldens' backbone had, for the sequences it was asked about.
 
     Args:
-        case: Folder of the goldens.
+        case: Directory of the goldens.
     """
 
     def __init__(self, case: str) -> None:
@@ -68,7 +68,7 @@ class Case:
 
 
 def golden_case(name: str, folder: Path | None = None, **options) -> Case:
-    """The head of a case, or the same head from another folder."""
+    """The head of a case, or the same head from another directory."""
     base = RecordedBackbone(name)
     head = EagleHead.from_pretrained(folder or DATA / name / "official", dtype=torch.float32, **options)
     return Case(base.golden, head.eval().attach(base), base)

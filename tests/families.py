@@ -3,8 +3,9 @@
 import torch
 from transformers import AutoConfig
 
+from tests.internals import mtp_families_FAMILIES as FAMILIES
+from tests.internals import set_modules
 from tokenahead import DeepSeekMTP
-from tokenahead.configuration.mtp_families import FAMILIES, set_modules
 
 VOCABULARY = 96
 _COMMON = dict(

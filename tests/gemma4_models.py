@@ -12,7 +12,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tokenahead.modeling.gemma4 import buildable
+from tests.internals import buildable
 
 KINDS = ["sliding_attention", "full_attention"]
 WINDOW = 6

@@ -151,13 +151,13 @@ class LoopbackHub:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def run(self, client: Path, folder: Path, *arguments: str, home: str = "home", **environment: Any) -> str:
-        """Runs a script in a process of its own, with a folder as its first argument and its place.
+        """Runs a script in a process of its own, with a directory as its first argument and its place.
 
         Args:
             client: The script.
             folder: Where it works.
             *arguments: Further ones.
-            home: Folder there for its cache of the Hub.
+            home: Directory there for its cache of the Hub.
             **environment: Of `environment`.
 
         Returns:

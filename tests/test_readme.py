@@ -1,4 +1,4 @@
-"""Every Python block of the README runs, in order, in a fresh folder."""
+"""Every Python block of the README runs, in order, in a fresh directory."""
 
 import os
 import re

@@ -1,11 +1,10 @@
-"""Drafters of random trees, which know the text to come or a law of their own; several tests share them."""
+"""Drafters of random trees, which know the text to come or a distribution of their own; several tests share them."""
 
 import random
 
 import torch
 
-from tokenahead.generation.attachment import Attachable
-from tokenahead.generation.trees import DraftTree, drawn_tree
+from tests.internals import AttachableDrafter, DraftTree, drawn_tree
 
 DEPTH = 4
 
@@ -21,11 +20,11 @@ class _Call:
     def begin(self, outputs, view) -> None:
         pass
 
-    def advance(self, fed, verdict) -> None:
+    def advance(self, fed, result) -> None:
         pass
 
 
-class _Trees(Attachable):
+class _Trees(AttachableDrafter):
     drafts_trees = True
 
     def __init__(self) -> None:
@@ -52,7 +51,7 @@ class KnowingTrees(_Trees):
         self.vocabulary, self.nodes, self.random = vocabulary, nodes, random.Random(0)
         self.fewer = 0.3
 
-    def make_drafter(self, options):
+    def start(self, options):
         return _Knowing(self, options)
 
     def grow(self, truth: list[int], length: int) -> tuple[list[int], list[int]]:
@@ -79,19 +78,19 @@ class _Knowing(_Call):
         rows = [owner.grow(text[end : end + length], length) for text, end in zip(owner.texts, tokens.lengths)]
         drafts, parents = (torch.tensor(part) for part in zip(*rows))
         some = torch.tensor([owner.random.randrange(owner.nodes + 1) for _ in rows])
-        return DraftTree(drafts, parents, depth=length, counts=some if owner.random.random() < owner.fewer else None)
+        return DraftTree(drafts, parents, depth=length, num_nodes=some if owner.random.random() < owner.fewer else None)
 
 
 class DrawnTrees(_Trees):
-    """Trees drawn from a law that knows the last token only."""
+    """Trees drawn from a distribution that knows the last token only."""
 
     def __init__(self, vocabulary: int, top_k: int = 2, nodes: int = 6) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(7)
-        self.law = torch.randn(vocabulary, vocabulary, generator=generator).softmax(-1)
+        self.distribution = torch.randn(vocabulary, vocabulary, generator=generator).softmax(-1)
         self.top_k, self.nodes = top_k, nodes
 
-    def make_drafter(self, options):
+    def start(self, options):
         return _Drawn(self, options)
 
 
@@ -99,8 +98,8 @@ class _Drawn(_Call):
     def propose(self, tokens, length):
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
-        law = self.options.processing.warp(self.owner.law)
+        distribution = self.options.processing.warp(self.owner.distribution)
         return drawn_tree(
-            law[tokens.last()], lambda ids, _: law[ids], depth=length - 1, top_k=self.owner.top_k,
+            distribution[tokens.last()], lambda ids, _: distribution[ids], depth=length - 1, top_k=self.owner.top_k,
             total_tokens=self.owner.nodes + 1,
         )  # fmt: skip

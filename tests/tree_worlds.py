@@ -1,4 +1,5 @@
-"""Targets and drafters as tables over short texts, and the law of what trees emit, in float64 and by enumeration.
+"""Targets and drafters as tables over short texts, and the distribution of what trees emit, in float64 and by
+enumeration.
 
 A text over V tokens has a number: the empty one has 0, and token t behind text c makes V c + 1 + t.
 """
@@ -8,9 +9,7 @@ import itertools
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tokenahead.generation.processing import Processing
-from tokenahead.generation.tree_verification import kept_path, tree_acceptance
-from tokenahead.generation.trees import DraftTree, path_columns
+from tests.internals import DraftTree, Processing, kept_path, path_columns, tree_acceptance
 
 V = 3
 WARPS = {
@@ -31,7 +30,7 @@ class World:
 
     Attributes:
         depth: The longest path of trees.
-        p: [2, texts, V] the targets' laws after every text of up to `depth` tokens.
+        p: [2, texts, V] the targets' distributions after every text of up to `depth` tokens.
         q: The drafters'.
     """
 
@@ -41,34 +40,37 @@ class World:
         self.p, self.q = Processing(LogitsProcessorList(WARPS[warp])).warp(logits.softmax(-1))
         self.depth = depth
 
-    def along(self, laws: torch.Tensor, tree: DraftTree) -> torch.Tensor:
-        """The laws after every place of 2 n trees, [2 n, m + 1, V]; the first n belong to the batch's first row."""
+    def along(self, probs: torch.Tensor, tree: DraftTree) -> torch.Tensor:
+        """The distributions after every place of 2 n trees, [2 n, m + 1, V]; the first n belong to the batch's first
+        row."""
         row = torch.arange(2).repeat_interleave(len(tree.tokens) // 2)
-        return laws[row[:, None], texts(tree)]
+        return probs[row[:, None], texts(tree)]
 
     def completed(self, tree: DraftTree, mass: torch.Tensor) -> torch.Tensor:
-        """The law of depth + 1 tokens, [2, V^(depth + 1)].
+        """The distribution of depth + 1 tokens, [2, V^(depth + 1)].
 
         Args:
             tree: 2 n trees.
             mass: [2 n, m + 1, V], how likely a tree is to occur, its path to end at a place, and a token to be added;
                 the target completes the text.
         """
-        law = torch.zeros(2, first_of_length(self.depth + 2), dtype=torch.float64)
-        law.scatter_add_(1, (V * texts(tree)[..., None] + 1 + torch.arange(V)).view(2, -1), mass.reshape(2, -1))
-        return self._text(law)
+        distribution = torch.zeros(2, first_of_length(self.depth + 2), dtype=torch.float64)
+        distribution.scatter_add_(
+            1, (V * texts(tree)[..., None] + 1 + torch.arange(V)).view(2, -1), mass.reshape(2, -1)
+        )
+        return self._text(distribution)
 
     def target(self) -> torch.Tensor:
-        """The law of depth + 1 tokens of the target alone."""
-        law = torch.zeros(2, first_of_length(self.depth + 2), dtype=torch.float64)
-        law[:, 0] = 1
-        return self._text(law)
+        """The distribution of depth + 1 tokens of the target alone."""
+        distribution = torch.zeros(2, first_of_length(self.depth + 2), dtype=torch.float64)
+        distribution[:, 0] = 1
+        return self._text(distribution)
 
-    def _text(self, law: torch.Tensor) -> torch.Tensor:
+    def _text(self, distribution: torch.Tensor) -> torch.Tensor:
         starts = [first_of_length(length) for length in range(self.depth + 3)]
         for start, end, last in zip(starts, starts[1:], starts[2:]):
-            law[:, end:last] += (law[:, start:end, None] * self.p[:, start:end]).flatten(1)
-        return law[:, starts[-2] :]
+            distribution[:, end:last] += (distribution[:, start:end, None] * self.p[:, start:end]).flatten(1)
+        return distribution[:, starts[-2] :]
 
 
 def texts(tree: DraftTree) -> torch.Tensor:
@@ -83,17 +85,20 @@ def texts(tree: DraftTree) -> torch.Tensor:
 def all_trees(world: World, shape: list[int], replacement: bool) -> tuple[DraftTree, torch.Tensor]:
     """Every way to draw a tree of some parents, once for each row of the batch, and its probability [2 n].
 
-    Where siblings have used up their law, the next one takes the first token that is left: it is no draw of it.
+    Where siblings have used up their distribution, the next one takes the first token that is left: it is no draw of
+    it.
     """
     tokens = torch.tensor(list(itertools.product(range(V), repeat=len(shape)))).repeat(2, 1)
     tree = DraftTree(tokens, torch.tensor(shape).expand_as(tokens), replacement=replacement)
-    tree.laws, rows = world.along(world.q, tree), torch.arange(len(tokens))
-    left, unused, chance = tree.laws.clone(), torch.ones_like(tree.laws), torch.ones(len(tokens), dtype=torch.float64)
+    tree.probs, rows = world.along(world.q, tree), torch.arange(len(tokens))
+    left, unused, chance = tree.probs.clone(), torch.ones_like(tree.probs), torch.ones(len(tokens), dtype=torch.float64)
     for node, parent in enumerate(shape):
-        token, law = tokens[:, node], left[:, parent + 1]
-        empty = law.sum(-1) == 0
+        token, distribution = tokens[:, node], left[:, parent + 1]
+        empty = distribution.sum(-1) == 0
         first = unused[:, parent + 1].argmax(-1) == token
-        chance *= torch.where(empty, first.double(), law[rows, token] / law.sum(-1).masked_fill(empty, 1))
+        chance *= torch.where(
+            empty, first.double(), distribution[rows, token] / distribution.sum(-1).masked_fill(empty, 1)
+        )
         if not replacement:
             left[rows, parent + 1, token] = 0
             unused[rows, parent + 1, token] = 0
@@ -103,16 +108,17 @@ def all_trees(world: World, shape: list[int], replacement: bool) -> tuple[DraftT
 
 def ends(tree: DraftTree, accept: torch.Tensor, rule: str) -> torch.Tensor:
     """The probability that the path ends at each place, [n, m + 1], over all outcomes of the tries."""
-    law = torch.zeros(len(accept), accept.shape[1] + 1, dtype=torch.float64)
+    distribution = torch.zeros(len(accept), accept.shape[1] + 1, dtype=torch.float64)
     for outcome in itertools.product([False, True], repeat=accept.shape[1]):
         kept = torch.tensor(outcome).expand(accept.shape)
         last = path_columns(kept_path(tree, kept, rule), tree.depth)[:, -1:]
-        law.scatter_add_(1, last, torch.where(kept, accept, 1 - accept).prod(1, keepdim=True))
-    return law
+        distribution.scatter_add_(1, last, torch.where(kept, accept, 1 - accept).prod(1, keepdim=True))
+    return distribution
 
 
-def emitted_law(world: World, tree: DraftTree, chance: torch.Tensor, rule: str) -> torch.Tensor:
-    """The law of depth + 1 tokens [2, V^(depth + 1)]: the kept path, the added token, then the target's own."""
+def emitted_distribution(world: World, tree: DraftTree, chance: torch.Tensor, rule: str) -> torch.Tensor:
+    """The distribution of depth + 1 tokens [2, V^(depth + 1)]: the kept path, the added token, then the target's
+    own."""
     accept, residual = tree_acceptance(tree, world.along(world.p, tree), rule)
     assert accept.isfinite().all() and residual.isfinite().all()
     return world.completed(tree, (chance[:, None] * ends(tree, accept, rule))[..., None] * residual)

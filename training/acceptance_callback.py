@@ -13,10 +13,10 @@ from datasets import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from ..generation.attachment import Attachable
+from ..generation.attachment import AttachableDrafter
 from ..modeling.heads.joint import JointMTPModel
+from .evaluation.distributions import has_probs, verified_drafts
 from .evaluation.drafts import DraftMeasures, measure_drafts
-from .evaluation.laws import has_laws, judged_drafts
 
 logger = logging.get_logger(__name__)
 _GENERATED = ("generated_accepted", "generated_tokens_per_call")
@@ -28,7 +28,7 @@ class AcceptanceCallback(TrainerCallback):
     - `eval_expected_accepted`: drafts that one block verification is expected to keep at T = 1, along the evaluation
       data (an expectation, not a sample; `evaluation.expected` says how), and `eval_accepted_1`, `eval_accepted_2`,
       ...: the share of drafts of which so many tokens are kept. Equal for any batch size and number of processes.
-      Models of PTP have no laws that are known without their uniforms: they log `eval_num_correct` instead.
+      Models of PTP have no distributions that are known without their uniforms: they log `eval_num_correct` instead.
     - `eval_generated_accepted` and `eval_generated_tokens_per_call`: mean accepted drafts per verification, and new
       tokens per call of the backbone, of texts sampled at T = 1 from beginnings of held-out rows.
 
@@ -88,7 +88,7 @@ class AcceptanceCallback(TrainerCallback):
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             return []
         model = _model_of(trainer)
-        places = range(1, judged_drafts(model) + 1) if has_laws(model) else ()
+        places = range(1, verified_drafts(model) + 1) if has_probs(model) else ()
         expected = ["expected_accepted", *(f"accepted_{place}" for place in places)] if places else []
         return expected + (list(_GENERATED) if self.generate_every == 1 else [])
 
@@ -126,7 +126,7 @@ class AcceptanceCallback(TrainerCallback):
         found: dict[str, float] = {}
         devices = [] if model.device.type == "cpu" else [model.device]
         with torch.random.fork_rng(devices, device_type=model.device.type):
-            if has_laws(model):
+            if has_probs(model):
                 found |= self._expected(trainer, model, data)
             if self.generate_every and self._evaluations % self.generate_every == 0:
                 torch.manual_seed(self.seed)
@@ -160,14 +160,14 @@ class AcceptanceCallback(TrainerCallback):
 
 @torch.no_grad()
 def sampled_speculation(model: Any, prompt: torch.Tensor, new_tokens: int) -> Any:
-    """What speculation did in one text sampled at T = 1 from the whole law, with no early end.
+    """What speculation did in one text sampled at T = 1 from the whole distribution, with no early end.
 
     Args:
         model: A model that drafts for itself, or a drafter that is attached to one.
         prompt: [T] int64.
         new_tokens: Tokens to write.
     """
-    is_attached, was_training = isinstance(model, Attachable), model.training
+    is_attached, was_training = isinstance(model, AttachableDrafter), model.training
     backbone = model.backbone if is_attached else model
     options = {"assistant_model": model} if is_attached else {"use_mtp": True}
     ids = prompt[None].to(backbone.device)

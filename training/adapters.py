@@ -27,7 +27,7 @@ def learn_by_adapters(backbone: PreTrainedModel, strategy: TrainingStrategy) -> 
     if not getattr(backbone, "_hf_peft_config_loaded", False):
         raise ValueError(
             "train='lora': the backbone carries adapters in a wrapper of peft, and a second pair would be drawn over "
-            "them; merge_and_unload() them, or put them on the plain backbone with backbone.load_adapter(folder)"
+            "them; merge_and_unload() them, or put them on the plain backbone with backbone.load_adapter(directory)"
         )
     names = backbone.active_adapters()
     for name in names:

@@ -1,4 +1,5 @@
-"""What a model already knows of tokens further ahead: marginals by enumeration, the logit lens, the spread of its law.
+"""What a model already knows of tokens further ahead: marginals by enumeration, the logit lens, the spread of its
+distribution.
 
 Marginals (Mehra et al. 2025, Eq. 6): p_k(x | X) = sum over s of p(s | X) p(x | X, s) over all continuations s of k - 1
 tokens. They are the best that heads without access to the tokens between can predict, exactly or with a bound.
@@ -23,12 +24,12 @@ MOST_BRANCHES = 10**6
 
 @dataclass
 class Marginals:
-    """Laws of the next k tokens, each without knowing the ones between.
+    """Distributions of the next k tokens, each without knowing the ones between.
 
     Attributes:
-        log_probs: [B, P, k, V] float64; entry 0 is the ordinary next-token law.
-        missing: [B, P, k] mass of the continuations that were left out, m. Renormalised as they are, the laws are
-            within m of the exact ones in total variation; exp(log_probs) (1 - m) is at most m below them.
+        log_probs: [B, P, k, V] float64; entry 0 is the ordinary next-token distribution.
+        missing: [B, P, k] mass of the continuations that were left out, m. Renormalised as they are, the distributions
+            are within m of the exact ones in total variation; exp(log_probs) (1 - m) is at most m below them.
         branches: [B, P, k] int64, continuations that were looked at.
     """
 
@@ -94,17 +95,17 @@ def _of_prefix(
     """Marginals [k, V], missing mass [k] and branches [k] behind one prefix [T]."""
     branches = _Branches(model, prefix)
     paths, weights = prefix.new_zeros(1, 0), torch.ones(1, dtype=torch.float64, device=prefix.device)
-    laws, missing, counts = [], [], []
+    draft_probs, missing, counts = [], [], []
     for step in range(k):
         total, children = 0.0, []
         for start in range(0, len(paths), batch_size):
             part, weight = paths[start : start + batch_size], weights[start : start + batch_size]
-            law = branches.laws(part)
-            total = total + weight @ law
+            distribution = branches.probs(part)
+            total = total + weight @ distribution
             if step + 1 < k:
-                children.append(_children(part, weight, law, mass))
+                children.append(_children(part, weight, distribution, mass))
         kept = weights.sum()
-        laws.append((total / kept).log())
+        draft_probs.append((total / kept).log())
         missing.append((1 - kept).clamp(min=0))
         counts.append(torch.tensor(len(paths), device=prefix.device))
         if children:
@@ -112,14 +113,14 @@ def _of_prefix(
             if max_branches is not None and len(paths) > max_branches:
                 best = weights.topk(max_branches).indices
                 paths, weights = paths[best], weights[best]
-    return torch.stack(laws), torch.stack(missing), torch.stack(counts)
+    return torch.stack(draft_probs), torch.stack(missing), torch.stack(counts)
 
 
 def _children(
-    paths: torch.Tensor, weights: torch.Tensor, laws: torch.Tensor, mass: float
+    paths: torch.Tensor, weights: torch.Tensor, draft_probs: torch.Tensor, mass: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The likeliest continuations of paths [N, j] by one token: paths [M, j + 1] and their weights [M]."""
-    probs, tokens = laws.sort(-1, descending=True)
+    probs, tokens = draft_probs.sort(-1, descending=True)
     before = probs.cumsum(-1) - probs
     node, rank = ((before < mass) if mass < 1 else torch.ones_like(before, dtype=torch.bool)).nonzero(as_tuple=True)
     return torch.cat([paths[node], tokens[node, rank, None]], 1), weights[node] * probs[node, rank]
@@ -137,8 +138,9 @@ class _Branches:
         if len(prefix) > 1:
             model(prefix[None, :-1], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
 
-    def laws(self, paths: torch.Tensor) -> torch.Tensor:
-        """Next-token laws [N, V] float64 behind paths [N, j]: branches of one tree, each with nodes of its own."""
+    def draft_probs(self, paths: torch.Tensor) -> torch.Tensor:
+        """Next-token distributions [N, V] float64 behind paths [N, j]: branches of one tree, each with nodes of its
+        own."""
         count, length = paths.shape
         if length == 0:
             tree = DraftTree.chain(paths.new_zeros(1, 0))
@@ -190,7 +192,7 @@ def next_token_spread(
     attention_mask: torch.Tensor | None = None,
     masses: Sequence[float] = (0.9, 0.99),
 ) -> tuple[torch.Tensor, dict[float, torch.Tensor]]:
-    """How far the next-token law is spread.
+    """How far the next-token distribution is spread.
 
     Args:
         model: A causal language model.

@@ -1,4 +1,4 @@
-"""The checkpoints in the folder of a run: which of them is whole, and whether its training has come to its end."""
+"""The checkpoints in the directory of a run: which of them is whole, and whether its training has come to its end."""
 
 from __future__ import annotations
 

@@ -119,9 +119,9 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
     demo.add_argument("--seconds", type=positive, default=40.0, help="time for measuring (%(default)g)")
     demo.add_argument("--new-bytes", type=_whole(1), default=128, help="bytes per completion (%(default)s)")
     demo.add_argument("--batch-size", type=_whole(1), default=1, help="measure batches of so many prompts, too")
-    demo.add_argument("--output", type=Path, default=Path("tokenahead-demo"), help="folder of results (%(default)s)")
+    demo.add_argument("--output", type=Path, default=Path("tokenahead-demo"), help="directory of results (%(default)s)")
     demo.add_argument("--seed", type=_seed, default=0, help="of prompts and samples (%(default)s)")
-    demo.add_argument("--overwrite", action="store_true", help="write into a folder that no demo made")
+    demo.add_argument("--overwrite", action="store_true", help="write into a directory that no demo made")
     demo.set_defaults(run=_demo)
 
 
@@ -142,11 +142,11 @@ def _add_card(commands: argparse._SubParsersAction) -> None:
     prompts = "file of prompts to measure on: one per line, or JSON lines"
     keeps = "; as the card there says if not given"
     card = commands.add_parser("card", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
-    card.add_argument("model", help="folder, or name on the Hub (owner/name)")
+    card.add_argument("model", help="directory, or name on the Hub (owner/name)")
     card.add_argument("--measure", type=Path, metavar="PROMPTS", help=prompts)
     card.add_argument("--backbone", help="of a drafter: what to attach it to; what its config names if not given")
     card.add_argument("--new-tokens", type=_whole(1), default=128, help="per prompt, at most (%(default)s)")
-    card.add_argument("--output", type=Path, help="folder of the card and the figures; the model's if not given")
+    card.add_argument("--output", type=Path, help="directory of the card and the figures; the model's if not given")
     card.add_argument("--license", help=f"licence id of the weights{keeps}")
     card.add_argument("--language", nargs="+", help=f"codes of the languages that it writes{keeps}")
     card.add_argument("--base-model", help=f"name on the Hub of what it derives from{keeps}")
@@ -158,8 +158,8 @@ def _add_card(commands: argparse._SubParsersAction) -> None:
 
 def _add_model(command: argparse.ArgumentParser) -> None:
     drafter = command.add_mutually_exclusive_group()
-    command.add_argument("--model", required=True, help="folder, or name on the Hub (owner/name)")
-    drafter.add_argument("--heads", help="folder, or name on the Hub, of heads that were trained for this model")
+    command.add_argument("--model", required=True, help="directory, or name on the Hub (owner/name)")
+    drafter.add_argument("--heads", help="directory, or name on the Hub, of heads that were trained for this model")
     drafter.add_argument("--plain", action="store_true", help="one token at a time, without drafts")
     command.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
     command.add_argument("--dtype", choices=_DTYPES, default="auto", help="of the weights (auto: the checkpoint's)")

@@ -36,9 +36,9 @@ class Request:
     """What to complete, and how. Greedy, unless `temperature`, `top_k` or `top_p` asks for samples.
 
     Attributes:
-        model: Folder of a checkpoint, or its name on the Hub.
+        model: Directory of a checkpoint, or its name on the Hub.
         prompt: The bytes to complete; what is no UTF-8 needs a byte-level model.
-        heads: Folder, or name on the Hub, of heads to attach to the model; None: what the model itself drafts with.
+        heads: Directory, or name on the Hub, of heads to attach to the model; None: what the model itself drafts with.
         chat: The prompt is what a user says, and is put into the tokenizer's chat template.
         dtype: Of the weights; `"auto"` is that of the checkpoint.
         device: Where to run, such as `"cuda:1"`; None is a GPU where there is one.
@@ -144,8 +144,8 @@ def complete(request: Request, write: Callable[[bytes], None]) -> Completed:
         write: Takes the bytes of every piece.
 
     Raises:
-        FileNotFoundError: No such folder.
-        OSError: A folder without a config, weights or tokenizer, or a name that the Hub cannot give.
+        FileNotFoundError: No such directory.
+        OSError: A directory without a config, weights or tokenizer, or a name that the Hub cannot give.
         ValueError: A checkpoint that is not whole, or no language model; heads of another model; a prompt that is too
             long or no text; a device that is not there; an option that means nothing for this model.
     """
@@ -230,21 +230,21 @@ def _load_heads(source: str) -> PreTrainedModel:
 
 
 def load_config(source: str, option: str) -> PreTrainedConfig:
-    """The configuration of a folder or of a name on the Hub.
+    """The configuration of a directory or of a name on the Hub.
 
     Raises:
-        FileNotFoundError: What can only be a folder, and is none.
-        OSError: A folder without a configuration, or a name that the Hub cannot give, also because it is offline.
+        FileNotFoundError: What can only be a directory, and is none.
+        OSError: A directory without a configuration, or a name that the Hub cannot give, also because it is offline.
     """
     if Path(source).is_dir():
         return AutoConfig.from_pretrained(source)
     if not is_hub_name(source):
-        raise FileNotFoundError(f"{option} {source}: no such folder")
+        raise FileNotFoundError(f"{option} {source}: no such directory")
     try:
         return AutoConfig.from_pretrained(source)
     except OSError as error:
         reason = "HF_HUB_OFFLINE is set, and the cache does not hold it" if is_offline_mode() else error
-        raise OSError(f"{option} {source}: no such folder, and the Hub did not give it: {reason}") from error
+        raise OSError(f"{option} {source}: no such directory, and the Hub did not give it: {reason}") from error
 
 
 def _check_drafter(request: Request, model: PreTrainedModel) -> None:

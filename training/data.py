@@ -28,7 +28,7 @@ class SourceText:
     """Files joined into one tensor.
 
     Attributes:
-        files: Paths of the files, relative to the library's folder.
+        files: Paths of the files, relative to the library's directory.
         data: [total bytes] uint8.
         starts: Where each file begins in `data`, and at the end where the last one ends.
     """
@@ -60,7 +60,7 @@ class Corpus:
     """The standard library's source in two parts that share no file.
 
     Attributes:
-        root: The folder that the files come from.
+        root: The directory that the files come from.
         train: What is learned from.
         held_out: What is measured on.
     """
@@ -74,7 +74,7 @@ def load_corpus(root: str | Path | None = None, seed: int = 0, held_out: float =
     """Reads the source and splits it by file.
 
     Args:
-        root: The folder to read; None asks `sysconfig` where the standard library is.
+        root: The directory to read; None asks `sysconfig` where the standard library is.
         seed: Chooses the held-out files; the same files and seed give the same split.
         held_out: Share of the bytes to hold out, at least one file.
 

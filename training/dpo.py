@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import ModelOutput
 
-from ..generation.attachment import Attachable
+from ..generation.attachment import AttachableDrafter
 from .extras import needs_extra
 
 with needs_extra("train", "MTPDPOTrainer"):
@@ -26,8 +26,9 @@ Inputs = dict[str, Any]
 class MTPDPOTrainer(DPOTrainer):
     """`trl.DPOTrainer` for `EvaByteForMTPC` and `DeepSeekMTP`.
 
-    The loss is TRL's, of the backbone's own next-token law, plus `drafter_weight` times the model's own loss (that of
-    all its heads or modules, the next token included) on the chosen completions. The log carries `drafter_loss`.
+    The loss is TRL's, of the backbone's own next-token distribution, plus `drafter_weight` times the model's own loss
+    (that of all its heads or modules, the next token included) on the chosen completions. The log carries
+    `drafter_loss`.
 
     Args:
         model: The model.
@@ -48,7 +49,7 @@ class MTPDPOTrainer(DPOTrainer):
     def __init__(
         self, model: nn.Module, ref_model: Any = None, args: Any = None, *, drafter_weight: float = 0.1, **kwargs: Any
     ) -> None:
-        if isinstance(model, Attachable) or not hasattr(model, "pooled_loss"):
+        if isinstance(model, AttachableDrafter) or not hasattr(model, "pooled_loss"):
             raise TypeError(
                 f"MTPDPOTrainer trains a model that drafts for itself (EvaByteForMTPC, DeepSeekMTP), not a "
                 f"{type(model).__name__}; attached heads are trained after the preferences, with MTPSFTTrainer"
@@ -61,7 +62,7 @@ class MTPDPOTrainer(DPOTrainer):
         super().__init__(model, ref_model, args, **kwargs)
         for each in (self.accelerator.unwrap_model(self.model), self.ref_model):
             if each is not None:
-                _score_own_law(each.get_base_model() if hasattr(each, "peft_config") else each)
+                _score_own_distribution(each.get_base_model() if hasattr(each, "peft_config") else each)
 
     def compute_loss(
         self,
@@ -84,7 +85,7 @@ class MTPDPOTrainer(DPOTrainer):
         return (loss, *rest) if return_outputs else loss
 
 
-def _score_own_law(model: nn.Module) -> None:
+def _score_own_distribution(model: nn.Module) -> None:
     """Answers TRL's question for log-probabilities from the model's next-token logits.
 
     TRL would multiply states with all rows of `lm_head.weight`, which in EvaByte are those of all heads.
@@ -98,15 +99,15 @@ def _score_own_law(model: nn.Module) -> None:
         outputs = asked(*args, **kwargs)
         targets = labels[:, 1:]
         scored = targets != -100
-        law = outputs.logits[:, :-1].float().log_softmax(-1)
-        log_probs = law.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+        distribution = outputs.logits[:, :-1].float().log_softmax(-1)
+        log_probs = distribution.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
         mean = (outputs.logits[:, :-1].float().mean(-1)).masked_fill(~scored, 0.0)
         return ModelOutput(
             log_probs=torch.where(scored, log_probs, 0.0),
-            entropy=torch.where(scored, -(law.exp() * law).sum(-1), 0.0).detach(),
-            log_sum_sq_probs=torch.where(scored, (2 * law).logsumexp(-1), 0.0),
+            entropy=torch.where(scored, -(distribution.exp() * distribution).sum(-1), 0.0).detach(),
+            log_sum_sq_probs=torch.where(scored, (2 * distribution).logsumexp(-1), 0.0),
             mean_logits=mean.detach(),
-            is_top1=(law.argmax(-1) == targets) & scored,
+            is_top1=(distribution.argmax(-1) == targets) & scored,
             label_mask=scored,
             aux_loss=getattr(outputs, "aux_loss", None),
         )

@@ -37,10 +37,10 @@ Row = Mapping[str, Any]
 
 @dataclass
 class FeatureIndex:
-    """What a folder of features holds.
+    """What a directory of features holds.
 
     Attributes:
-        backbone: Its name, or its folder's; what counts is `weights`.
+        backbone: Its name, or its directory's; what counts is `weights`.
         weights: Checksum of a sample of every weight of the backbone.
         layers: Indices of the states, as `output_hidden_states` counts them.
         width: d.
@@ -81,10 +81,10 @@ class FeatureIndex:
 
     @classmethod
     def read(cls, folder: str | Path) -> FeatureIndex:
-        """The index of a folder.
+        """The index of a directory.
 
         Raises:
-            FileNotFoundError: The folder holds no features.
+            FileNotFoundError: The directory holds no features.
         """
         path = Path(folder) / INDEX
         if not path.exists():
@@ -92,7 +92,7 @@ class FeatureIndex:
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def write(self, folder: Path) -> None:
-        """Replaces the index of a folder."""
+        """Replaces the index of a directory."""
         replace_text(folder / INDEX, json.dumps(asdict(self)))
 
 
@@ -120,7 +120,7 @@ def cache_features(
         The rows, to train with.
 
     Raises:
-        ValueError: A data set without rows, or a folder with features of another backbone, data set or layers.
+        ValueError: A data set without rows, or a directory with features of another backbone, data set or layers.
         OSError: Less room on the disk than the states need; nothing is written.
     """
     folder, backbone = Path(folder), drafter.backbone
@@ -155,7 +155,7 @@ class FeatureDataset(Dataset):
         check: Compare checksums of the shards first, which reads all of them.
 
     Raises:
-        FileNotFoundError: A folder without features.
+        FileNotFoundError: A directory without features.
         ValueError: Features that are not whole, or a damaged shard.
 
     Example:
@@ -255,7 +255,7 @@ def _same(found: FeatureIndex, wanted: FeatureIndex, folder: Path) -> FeatureInd
             what = {"weights": "another backbone", "data": "another data set"}.get(name, f"other {name}")
             raise ValueError(
                 f"{folder} holds features of {what} ({getattr(found, name)}, not {getattr(wanted, name)}); choose "
-                "another folder, or remove it"
+                "another directory, or remove it"
             )
     return found
 

@@ -14,7 +14,7 @@ def replace_text(path: str | Path, text: str) -> Path:
     """Writes `text` to a temporary name beside `path` and renames it; an interruption leaves the old file whole.
 
     Args:
-        path: The file to write or replace. Its folder is created if missing.
+        path: The file to write or replace. Its directory is created if missing.
         text: The whole new content, written as UTF-8 with the line ends that it has.
 
     Returns:

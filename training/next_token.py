@@ -1,4 +1,5 @@
-"""Accuracy and entropy of the backbone's own next-token law, which TRL logs beside every loss. Knows no trainer."""
+"""Accuracy and entropy of the backbone's own next-token distribution, which TRL logs beside every loss. Knows no
+trainer."""
 
 from __future__ import annotations
 
@@ -34,9 +35,9 @@ def next_token_sums(model: Any, states: torch.Tensor, inputs: Mapping[str, Any])
     unembed, sums = _unembedding(model), states.new_zeros(2, dtype=torch.float32)
     size = max(1, LOGITS_PER_CHUNK // model.config.get_text_config().vocab_size)
     for part, target in zip(states[scored].split(size), targets[scored].split(size)):
-        log_law = unembed(part).float().log_softmax(-1)
-        sums[0] += (log_law.argmax(-1) == target).sum()
-        sums[1] -= (log_law.exp() * log_law).nan_to_num(nan=0.0).sum()
+        log_distribution = unembed(part).float().log_softmax(-1)
+        sums[0] += (log_distribution.argmax(-1) == target).sum()
+        sums[1] -= (log_distribution.exp() * log_distribution).nan_to_num(nan=0.0).sum()
     return sums, scored.sum().expand(2)
 
 

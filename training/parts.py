@@ -15,24 +15,24 @@ from ..modeling.heads.joint import BACKBONE
 _ADAPTERS = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
 _OF_BACKBONE = [f"{BACKBONE}/*", "*.json", "*.jinja", "*.model", "*.txt"]
-"""What is fetched of a backbone that learned with heads: its folder, and the tokenizer beside it."""
+"""What is fetched of a backbone that learned with heads: its directory, and the tokenizer beside it."""
 
 
 def has_adapters(folder: str | PathLike) -> bool:
-    """Whether a folder holds adapters of peft, and not the model that they belong to."""
+    """Whether a directory holds adapters of peft, and not the model that they belong to."""
     return (Path(folder) / _ADAPTERS).is_file() and not holds_model(folder)
 
 
 def holds_model(folder: str | PathLike) -> bool:
-    """Whether a folder holds a whole model or drafter."""
+    """Whether a directory holds a whole model or drafter."""
     return (Path(folder) / "config.json").is_file()
 
 
 def base_of(adapters: str | PathLike) -> str:
-    """The model that adapters were trained for, as their folder names it.
+    """The model that adapters were trained for, as their directory names it.
 
     Raises:
-        ValueError: A folder that names none.
+        ValueError: A directory that names none.
     """
     name = named_base(adapters)
     if not name:
@@ -41,7 +41,7 @@ def base_of(adapters: str | PathLike) -> str:
 
 
 def named_base(adapters: str | PathLike) -> str | None:
-    """The model that a folder of adapters names, if any."""
+    """The model that a directory of adapters names, if any."""
     return json.loads((Path(adapters) / _ADAPTERS).read_text(encoding="utf-8")).get("base_model_name_or_path")
 
 
@@ -73,10 +73,10 @@ def _misfit(model: PreTrainedModel, folder: str | PathLike, reason: str) -> str:
 
 
 def trained_backbone(heads: str | PathLike) -> Path | None:
-    """The folder of the backbone that learned together with heads, or of its adapters; None: it stayed as it was.
+    """The directory of the backbone that learned together with heads, or of its adapters; None: it stayed as it was.
 
     Args:
-        heads: Folder of the heads, or their name on the Hub, from where what is found is fetched.
+        heads: Directory of the heads, or their name on the Hub, from where what is found is fetched.
     """
     if not Path(heads).is_dir() and is_hub_name(heads):
         return _trained_on_hub(str(heads))
@@ -104,7 +104,7 @@ def adapters_for(heads: str | PathLike, model: str, option: str) -> Path | None:
     """The adapters that a named backbone needs to be the one that heads learned with.
 
     Args:
-        heads: Folder of the heads, or their name on the Hub.
+        heads: Directory of the heads, or their name on the Hub.
         model: The backbone that was named.
         option: The name of the setting that names it.
 
@@ -120,7 +120,7 @@ def adapters_for(heads: str | PathLike, model: str, option: str) -> Path | None:
 
 
 def tokenizer_source(model: str) -> str:
-    """Where the tokenizer of a model lies: a backbone that learned with heads has it in the folder of the heads."""
+    """Where the tokenizer of a model lies: a backbone that learned with heads has it in the directory of the heads."""
     folder = Path(model)
     is_apart = (
         folder.name == BACKBONE and holds_model(folder.parent) and not (folder / "tokenizer_config.json").exists()

@@ -144,13 +144,13 @@ def _set_losses(model: nn.Module, strategy: TrainingStrategy) -> None:
 
 
 def _check_teacher(model: nn.Module, strategy: TrainingStrategy, options: Any) -> None:
-    """Refuses how a teacher's law is to be compared, where none is; EAGLE heads learn no labels alone."""
+    """Refuses how a teacher's distribution is to be compared, where none is; EAGLE heads learn no labels alone."""
     target = getattr(options, "loss_target", getattr(options, "target", "teacher"))
     for name in ("loss_divergence", "loss_label_weight", "loss_top_k"):
         value = getattr(strategy, name)
         if value is not None and target != "teacher":
             raise ValueError(
-                f"{name}={value!r} is how far the drafter is from the backbone's law, and this {type(model).__name__} "
+                f"{name}={value!r} is a divergence from the backbone's distribution, and this {type(model).__name__} "
                 f"learns the {target}: set loss_target='teacher', or leave {name} out"
             )
 

@@ -17,7 +17,7 @@ _OF_THE_RUN = (
     *("run.json", "config.yaml", "training_args.bin", "evaluation.json", "analysis.json", "results.json"),
     *("checkpoint-*", "_*", ".*"),
 )
-"""Files of a run folder that name paths and commands, and what `Trainer` leaves behind, too."""
+"""Files of a run directory that name paths and commands, and what `Trainer` leaves behind, too."""
 _OF_RESUMING = (
     *("training_args.bin", "trainer_state.json", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*"),
     *("pytorch_model_fsdp*", "global_step*", "latest", "zero_to_fp32.py", "*.distcp", ".*"),
@@ -116,7 +116,7 @@ class TrainerPushMixin(TrainerCardMixin):
     def _uploaded(
         self, folder: str, left_out: Sequence[str], also: Sequence[Path] = (), *, blocking: bool, **options: Any
     ) -> Any:
-        """Uploads a public copy of a folder, which is made at once: checkpoints are removed while uploads run."""
+        """Uploads a public copy of a directory, which is made at once: checkpoints are removed while uploads run."""
         from ..model_cards.hub import reachable
         from ..model_cards.public_copy import public_copy
         from ..model_cards.push import WEIGHTS

@@ -32,7 +32,7 @@ class RegeneratedText(Dataset):
         folder: What `regenerate` wrote.
 
     Raises:
-        FileNotFoundError: A folder without text.
+        FileNotFoundError: A directory without text.
         ValueError: Text that is not whole.
     """
 
@@ -56,7 +56,7 @@ class RegeneratedText(Dataset):
 
 
 def holds_text(folder: str | Path) -> bool:
-    """Whether `regenerate` wrote a folder."""
+    """Whether `regenerate` wrote a directory."""
     return (Path(folder) / _PLAN).is_file() and (Path(folder) / _TEXT).is_file()
 
 
@@ -84,7 +84,7 @@ def regenerate(
         The rows, to train with.
 
     Raises:
-        ValueError: No prompts, an empty one, or a folder of another backbone, other prompts or other options.
+        ValueError: No prompts, an empty one, or a directory of another backbone, other prompts or other options.
     """
     for name, value in {"max_new_tokens": max_new_tokens, "batch_size": batch_size}.items():
         if value < 1:
@@ -166,7 +166,7 @@ def _check_plan(folder: Path, plan: dict[str, Any]) -> None:
         if found.get(name) != value:
             other = {"backbone": "of another backbone", "prompts": "of other prompts"}
             what = other.get(name, f"with {name}={found.get(name)!r}, not {value!r}")
-            raise ValueError(f"{folder} holds text {what}; choose another folder, or remove it")
+            raise ValueError(f"{folder} holds text {what}; choose another directory, or remove it")
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

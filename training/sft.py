@@ -52,10 +52,10 @@ class MTPSFTTrainer(_SFTHabits, MTPTrainer, SFTTrainer):
     `MTPTrainer` come exact gradient accumulation per depth, `loss_head_1`, ... in the log, and packed borders that no
     window crosses. Pass a model, not a path.
 
-    `mean_token_accuracy` and `entropy` are those of the backbone's own next-token law, over all targets: in evaluation
-    of all data; in training of the last update before a log entry, because its logits are made for them alone. They are
-    left out under FSDP and DeepSpeed, whose shards are gathered inside the model's forward only, and in training on
-    kept features, which has no forward of the backbone.
+    `mean_token_accuracy` and `entropy` are those of the backbone's own next-token distribution, over all targets: in
+    evaluation of all data; in training of the last update before a log entry, because its logits are made for them
+    alone. They are left out under FSDP and DeepSpeed, whose shards are gathered inside the model's forward only, and in
+    training on kept features, which has no forward of the backbone.
 
     Raises:
         ValueError: Settings of TRL that would have no effect or a wrong one: `loss_type="dft"`, which is a loss of
@@ -77,7 +77,7 @@ class MTPSFTTrainer(_SFTHabits, MTPTrainer, SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """The model's own loss; TRL's figures of the next-token law are noted beside it."""
+        """The model's own loss; TRL's figures of the next-token distribution are noted beside it."""
         is_measured = self._measures_next_token(model.training) and STATES not in inputs
         given = {"output_hidden_states": [-1]} | inputs if is_measured else inputs
         loss, outputs = super().compute_loss(model, given, True, num_items_in_batch)

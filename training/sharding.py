@@ -12,8 +12,8 @@ _WHOLE = "FULL_STATE_DICT"
 class WholeModelMixin:
     """Whole models are written, and read, also where their parameters are sharded; to be placed before `Trainer`.
 
-    `save_model` always leaves a folder for `from_pretrained`. A trainer's `_owner` that consists of several folders has
-    `load_checkpoint`, which reads them; a sharded checkpoint is read by the library.
+    `save_model` always leaves a directory for `from_pretrained`. A trainer's `_owner` that consists of several
+    directories has `load_checkpoint`, which reads them; a sharded checkpoint is read by the library.
     """
 
     _owner: Any

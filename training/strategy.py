@@ -47,11 +47,11 @@ class TrainingStrategy:
         draft_layers: MtPC's draft LoRA: the drafter runs the backbone's last k layers with adapters of its own
             (`MTPHeads`, EvaByte); None: as the heads have it.
         draft_lora_rank: Of these adapters; None: as they are, and 8 where they are new.
-        loss_target: `"labels"`: the negative log-likelihood of the text; `"teacher"`: the backbone's own law.
-        loss_divergence: How far the drafter is from that law: one of `DIVERGENCES`.
+        loss_target: `"labels"`: the negative log-likelihood of the text; `"teacher"`: the backbone's own distribution.
+        loss_divergence: How far the drafter is from that distribution: one of `DIVERGENCES`.
         loss_label_weight: Share of the likelihood mixed with it, 0 to 1.
-        loss_top_k: Compare that law at its so many likeliest tokens and the rest as one; the mass of the rest is in
-            the log and bounds the error. None: at all tokens.
+        loss_top_k: Compare that distribution at its so many likeliest tokens and the rest as one; the mass of the rest
+            is in the log and bounds the error. None: at all tokens.
         loss_balance: `"rms"` scales every depth to the spread of the first.
         gamma: Discount of depths, 0 to 1.
         loss_weight: lambda, what the drafter's loss weighs beside the backbone's.

@@ -34,11 +34,12 @@ class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
       rules for padding and packed documents, and the loss of depth j is divided by count j;
     - the log carries `loss_head_1` to `loss_head_n` (evaluation: `eval_loss_head_1`, ...): the plain mean in nats per
       target of each depth since the last log, whatever the discount and the number of micro-batches; and
-      `loss_backbone`, where the backbone's own head learns beside a head that has another law of the next token;
+      `loss_backbone`, where the backbone's own head learns beside a head that has another distribution of the next
+      token;
     - `eval_loss` is that of all data, made from sums and counts per depth, whatever the size of the batches;
-    - where the backbone's law is what the drafter learns, the log carries `acceptance_head_2`, ...: the probability
-      that a drafted token is kept, given the true tokens before it; of EAGLE heads `loss_step_1`, `acceptance_step_1`,
-      ..., of each step of drafting;
+    - where the backbone's distribution is what the drafter learns, the log carries `acceptance_head_2`, ...: the
+      probability that a drafted token is kept, given the true tokens before it; of EAGLE heads `loss_step_1`,
+      `acceptance_step_1`, ..., of each step of drafting;
     - `strategy` says which parts learn, when, how fast and from what;
     - where the next-token head is frozen (`model.train_only("drafter")`), its rows stay bit-equal: they share a tensor
       with the heads that learn, so that tensor gets no weight decay.
@@ -178,7 +179,7 @@ class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
             self.balance.add(outputs.head_squares.reshape(-1, depths).nanmean(0), counts[:depths])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """As in `Trainer`; heads and their backbone are read from their two folders, and balanced depths go on."""
+        """As in `Trainer`; heads and their backbone are read from their two directories, and balanced depths go on."""
         check_checkpoint(resume_from_checkpoint, self._owner)
         if self.balance is not None:
             self.balance.load(resume_from_checkpoint)

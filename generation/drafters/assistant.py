@@ -11,20 +11,20 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.positions import learned_positions
 from ...modeling.gemma4 import borrows_states, load_assistant
-from ..attachment import Attachable
+from ..attachment import AttachableDrafter
 from ..backbones import takes_dense_masks
-from ..contract import DraftTree, Verdict, line
+from ..contract import DraftTree, VerificationResult, cached_arange
 from ..masks import tree_mask
 from ..replay import is_recurrent
-from ..targets import Fed, RepackedTarget
-from ..tokens import Kept, TokenRows
+from ..targets import RepackedTarget, TargetOutput
+from ..tokens import NewTokens, Sequences
 from ..windows import held_columns, hold
 from .gemma4 import Gemma4Chain, check_lender
-from .protocol import Drafter, DraftOptions, View
+from .protocol import DraftOptions, DraftSession, View
 
 
-class AssistantDrafter(Attachable):
-    """Lets a smaller model draft for a larger one; sampled drafts come with their laws.
+class AssistantDrafter(AttachableDrafter):
+    """Lets a smaller model draft for a larger one; sampled drafts come with their distributions.
 
     Args:
         model: A causal language model of transformers with attention in every layer; or an assistant of Gemma 4
@@ -43,10 +43,10 @@ class AssistantDrafter(Attachable):
     def __init__(self, model: PreTrainedModel, num_tokens: int = 5) -> None:
         if not isinstance(num_tokens, int) or num_tokens < 1:
             raise ValueError(f"num_tokens={num_tokens!r} must be a whole number of at least 1")
-        if isinstance(model, Attachable) or not (isinstance(model, nn.Module) and hasattr(model, "config")):
+        if isinstance(model, AttachableDrafter) or not (isinstance(model, nn.Module) and hasattr(model, "config")):
             raise TypeError(
                 f"model is a {type(model).__name__}: AssistantDrafter takes a causal language model of transformers "
-                "(AssistantDrafter.from_pretrained reads a folder or a name); other drafters attach by themselves"
+                "(AssistantDrafter.from_pretrained reads a directory or a name); other drafters attach by themselves"
             )
         self._backbones = []
         self.model, self.num_tokens = model, num_tokens
@@ -58,15 +58,15 @@ class AssistantDrafter(Attachable):
         """Loads a drafting model, not attached yet.
 
         Args:
-            folder: A folder or a repository of the Hub; of Gemma 4's assistants, too, which `AutoModelForCausalLM` of
-                transformers 5.23.0 cannot build.
+            folder: A directory or a repository of the Hub; of Gemma 4's assistants, too, which `AutoModelForCausalLM`
+                of transformers 5.23.0 cannot build.
             num_tokens: Tokens to draft; None for the class's default.
             **kwargs: Of transformers' `from_pretrained`: `dtype`, `device_map`, `revision`, ...
         """
         model = load_assistant(folder, **kwargs)
         return cls(model) if num_tokens is None else cls(model, num_tokens)
 
-    def stands_for(self, model: Any) -> bool:
+    def matches(self, model: Any) -> bool:
         """The drafting model itself, once it is attached."""
         return model is self.model
 
@@ -108,13 +108,13 @@ class AssistantDrafter(Attachable):
         """`num_tokens`."""
         return self.num_tokens
 
-    def make_drafter(self, options: DraftOptions) -> Drafter:
+    def start(self, options: DraftOptions) -> DraftSession:
         """One call's chains."""
-        chain = Gemma4Chain if borrows_states(self.model.config) else AssistantChain
+        chain = Gemma4Chain if borrows_states(self.model.config) else AssistantSession
         return chain(self.model, options)
 
 
-class AssistantChain:
+class AssistantSession:
     """The drafts of one call; see `AssistantDrafter`.
 
     Between cycles the assistant's cache holds all tokens but the last two of every row: a row that keeps its whole
@@ -122,7 +122,7 @@ class AssistantChain:
     """
 
     hidden_layers = None
-    heeds_threshold = True
+    supports_confidence_threshold = True
 
     def __init__(self, model: PreTrainedModel, options: DraftOptions) -> None:
         self.model, self.options, self.num_tokens = model, options, options.num_tokens
@@ -151,7 +151,7 @@ class AssistantChain:
             )
         self.target = RepackedTarget(self.model, cache, whole[:, 0], mask)
 
-    def propose(self, tokens: TokenRows, length: int) -> DraftTree:
+    def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """A chain of up to `length` tokens behind every row; it ends with a token of which no row was sure."""
         length = min(length, self.table + 1 - max(tokens.lengths))
         if length < 1:
@@ -159,10 +159,10 @@ class AssistantChain:
             return DraftTree.chain(tokens.ids[:, :0])
         behind, device = self.target, self.model.device
         block = tokens.newest(2 + self.lag)
-        positions = behind.counts[:, None] + line(block.shape[1], block.device)
+        positions = behind.counts[:, None] + cached_arange(block.shape[1], block.device)
         mask = behind.mask
         hold(behind.cache)
-        drafts, laws = [], []
+        drafts, probs = [], []
         for _ in range(length):
             logits = self.model(
                 block.to(device),
@@ -172,14 +172,14 @@ class AssistantChain:
                 use_cache=True,
                 logits_to_keep=1,
             ).logits[:, -1]
-            token, law = self.options.choose(logits.to(tokens.ids.device))
+            token, distribution = self.options.choose(logits.to(tokens.ids.device))
             drafts.append(token)
-            laws.append(law)
-            if self.options.is_unsure(token, law):
+            probs.append(distribution)
+            if self.options.is_unsure(token, distribution):
                 break
             mask = torch.nn.functional.pad(mask, (0, block.shape[1]), value=True)
             block, positions = token[:, None], positions[:, -1:] + 1
-        q = torch.stack(laws, 1) if self.options.do_sample else None
+        q = torch.stack(probs, 1) if self.options.do_sample else None
         return DraftTree.chain(torch.stack(drafts, 1), q)
 
     def _seen(self, cached: torch.Tensor, fed: int) -> Any:
@@ -189,14 +189,14 @@ class AssistantChain:
         alone = DraftTree.chain(cached[:, :0].long())
         return tree_mask(cached, alone, self.model, held_columns(self.target.cache))
 
-    def advance(self, fed: Fed, verdict: Verdict) -> None:
+    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
         """Leaves all but the last two tokens of every row in the assistant's cache."""
-        drafted = verdict.tokens.shape[1] - 1
+        drafted = result.tokens.shape[1] - 1
         if drafted == 0:
             return
         kept = self.view.kept
         if self.lag:
-            kept = Kept([count + self.lag if count else 0 for count in kept.counts], kept.device)
-        fed_tokens = torch.zeros(len(kept.counts), drafted + self.lag, dtype=torch.long, device=verdict.tokens.device)
-        self.target.keep(kept, verdict, DraftTree.chain(fed_tokens))
+            kept = NewTokens([count + self.lag if count else 0 for count in kept.counts], kept.device)
+        fed_tokens = torch.zeros(len(kept.counts), drafted + self.lag, dtype=torch.long, device=result.tokens.device)
+        self.target.keep(kept, result, DraftTree.chain(fed_tokens))
         self.lag = 0

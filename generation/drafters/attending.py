@@ -13,23 +13,23 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from ..contract import Verdict, line
-from ..targets import Fed, shift_cache
-from .heads import HeadDrafter
+from ..contract import VerificationResult, cached_arange
+from ..targets import TargetOutput, shift_cache
+from .heads import HeadSession
 from .protocol import DraftOptions, View
 
 
-class AttendingHeadDrafter(HeadDrafter):
+class AttendingHeadSession(HeadSession):
     """The drafts of one call.
 
     Args:
-        heads: The attached heads: `features`, `law_behind` and `hidden_layers` are used.
+        heads: The attached heads: `features`, `distribution_after` and `hidden_layers` are used.
         options: Of the call.
         read: Makes features [B, T, F] from the backbone's hidden states; the heads' own if not given.
     """
 
     def __init__(self, heads: Any, options: DraftOptions, read: Callable[..., torch.Tensor] | None = None) -> None:
-        super().__init__(heads.law_behind, options, heads.hidden_layers, read or heads.features)
+        super().__init__(heads.distribution_after, options, heads.hidden_layers, read or heads.features)
         self.cache = DynamicCache()
         self.view: View | None = None
         self.mask = self.counts = None
@@ -49,20 +49,20 @@ class AttendingHeadDrafter(HeadDrafter):
         features = self._run(outputs.hidden_states, view.mask[:, -rows:])
         self.hidden, self.counts = features[:, -1], view.counts
 
-    def advance(self, fed: Fed, verdict: Verdict) -> None:
+    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
         """Runs over the tokens that verification kept, and moves the cache as the backbone's was moved."""
         shifts, longest = self.view.shifts, self.view.kept.longest
         if longest == 0:
             return
         states = tuple(None if state is None else state[:, :longest] for state in fed.hidden_states)
         features = self._run(states, torch.ones_like(self.mask[:, :1]).expand(-1, longest))
-        last = verdict.accepted.clamp(max=longest - 1).to(features.device)  # a row that has ended keeps any
-        self.hidden, self.counts = features[line(len(features), features.device), last], self.view.counts
+        last = result.num_accepted.clamp(max=longest - 1).to(features.device)  # a row that has ended keeps any
+        self.hidden, self.counts = features[cached_arange(len(features), features.device), last], self.view.counts
         if shifts is not None:
             self.is_padded, self.mask = True, shift_cache(self.cache, shifts, self.mask)
 
     def _run(self, states: tuple[torch.Tensor | None, ...], real: torch.Tensor) -> torch.Tensor:
         """Features [B, T, F] of new columns; `real` [B, T] is False for padding."""
         self.mask = torch.cat([self.mask, real], dim=1)
-        positions = (self.counts[:, None] + line(real.shape[1], real.device)).clamp(min=0)
+        positions = (self.counts[:, None] + cached_arange(real.shape[1], real.device)).clamp(min=0)
         return self.read(states, self.mask if self.is_padded else None, positions, self.cache)

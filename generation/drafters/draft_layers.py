@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from ...modeling.heads.window_law import WindowLaw
-from ..contract import Verdict, line
-from ..targets import Fed
-from .heads import HeadDrafter
+from ...modeling.heads.window_distribution import WindowDistribution
+from ..contract import VerificationResult, cached_arange
+from ..targets import TargetOutput
+from .heads import HeadSession
 from .protocol import DraftOptions, View
 
 
-class DraftLayersDrafter(HeadDrafter):
+class DraftLayersSession(HeadSession):
     """The drafts of one call.
 
     Args:
-        law: See `HeadDrafter`.
+        distribution: See `HeadSession`.
         options: Of the call.
         layer: Index of the backbone's state that the layers read.
         run: From such states [B, T, D], `attention_mask` and `cache` to features [B, T, F]; extends the cache.
@@ -31,13 +31,13 @@ class DraftLayersDrafter(HeadDrafter):
 
     def __init__(
         self,
-        law: Callable[[torch.Tensor, torch.Tensor, int], WindowLaw],
+        distribution: Callable[[torch.Tensor, torch.Tensor, int], WindowDistribution],
         options: DraftOptions,
         layer: int,
         run: Callable[..., torch.Tensor],
         cache: Any,
     ) -> None:
-        super().__init__(law, options, [layer])
+        super().__init__(distribution, options, [layer])
         self.layer, self.run, self.cache = layer, run, cache
         self.view: View | None = None
 
@@ -47,12 +47,12 @@ class DraftLayersDrafter(HeadDrafter):
         mask = None if view.mask is None else view.mask[:, -states.shape[1] :]
         self.hidden = self.run(states, attention_mask=mask, cache=self.cache)[:, -1]
 
-    def advance(self, fed: Fed, verdict: Verdict) -> None:
+    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
         """Runs over the tokens that verification kept."""
         kept = self.view.kept
         if kept.longest == 0:
             return
         features = self.run(fed.hidden_states[self.layer][:, : kept.longest], cache=self.cache)
         self.cache.keep_last(kept.longest, kept)
-        last = verdict.accepted.clamp(max=kept.longest - 1).to(features.device)  # a row that has ended keeps any
-        self.hidden = features[line(len(features), features.device), last]
+        last = result.num_accepted.clamp(max=kept.longest - 1).to(features.device)  # a row that has ended keeps any
+        self.hidden = features[cached_arange(len(features), features.device), last]

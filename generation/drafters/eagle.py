@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ..contract import DraftTree, Verdict, line
+from ..contract import DraftTree, VerificationResult, cached_arange
 from ..growth import Ancestry, grow, taken
-from ..targets import Fed, HiddenLayers, shift_cache
-from ..tokens import TokenRows
+from ..targets import HiddenLayers, TargetOutput, shift_cache
+from ..tokens import Sequences
 from .protocol import DraftOptions, View
 
 
@@ -43,7 +43,7 @@ class _Pairs:
     shifts: torch.Tensor | None = None
 
 
-class EagleDrafter:
+class EagleSession:
     """The drafts of one call.
 
     Args:
@@ -51,7 +51,7 @@ class EagleDrafter:
         options: Of the call; `draft_tree` is complete (`growth.tree_options`).
     """
 
-    heeds_threshold = True
+    supports_confidence_threshold = True
 
     def __init__(self, head: Any, options: DraftOptions) -> None:
         self.head, self.options, self.num_tokens = head, options, options.num_tokens
@@ -70,16 +70,16 @@ class EagleDrafter:
         self.mask, self.counts = view.mask[:, :0], view.counts - rows
         self.real = view.mask[:, -rows:]
 
-    def advance(self, fed: Fed, verdict: Verdict) -> None:
+    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
         """Pairs the features of the kept path with the tokens behind them."""
         longest = self.view.kept.longest
         if longest:
             states = tuple(None if state is None else state[:, :longest] for state in fed.hidden_states)
-            ids = verdict.tokens[:, :longest]
+            ids = result.tokens[:, :longest]
             real = torch.ones_like(ids, dtype=torch.bool)
             self.pairs.append(_Pairs(self.head.fuse(states), ids, real, self.view.shifts))
 
-    def propose(self, tokens: TokenRows, length: int) -> DraftTree:
+    def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """A chain or a tree behind every row, with paths of at most `length` tokens."""
         if self.prompt is not None:  # its last pair has the token that was added first
             self.pairs.append(_Pairs(self.prompt, tokens.newest(self.prompt.shape[1]), self.real))
@@ -100,7 +100,7 @@ class EagleDrafter:
         """Runs new pairs for good, and moves the rows that kept fewer of them as the backbone's cache moved them."""
         size = pairs.ids.shape[1]
         self.mask = torch.cat([self.mask, pairs.real], dim=1)
-        positions = (self.counts[:, None] + line(size, self.counts.device)).clamp(min=0)
+        positions = (self.counts[:, None] + cached_arange(size, self.counts.device)).clamp(min=0)
         features = self._run(pairs.features, pairs.ids, positions, _causal(self.mask, size) if self.is_padded else None)
         if pairs.shifts is None:
             self.features, self.counts = features[:, -1:], self.counts + size
@@ -118,17 +118,17 @@ class EagleDrafter:
 
     def _chain(self, length: int) -> DraftTree:
         """Up to `length` tokens one after the other; it ends with a token of which no row was sure."""
-        features, drafts, laws = self.features, [], []
+        features, drafts, probs = self.features, [], []
         for step in range(length):
             logits = self.head.draft_logits(features)[:, 0]
-            token, law = self.options.choose(logits, self.draft_ids, self.vocab_size)
+            token, distribution = self.options.choose(logits, self.draft_ids, self.vocab_size)
             drafts.append(token)
-            laws.append(law)
-            if step + 1 == length or self.options.is_unsure(token, law):
+            probs.append(distribution)
+            if step + 1 == length or self.options.is_unsure(token, distribution):
                 break
             mask = nn.functional.pad(self.mask, (0, step + 1), value=True)[:, None, None] if self.is_padded else None
             features = self._run(features, token[:, None], self.counts[:, None] + step, mask)
-        return DraftTree.chain(torch.stack(drafts, 1), torch.stack(laws, 1) if self.options.do_sample else None)
+        return DraftTree.chain(torch.stack(drafts, 1), torch.stack(probs, 1) if self.options.do_sample else None)
 
 
 class _Growth:
@@ -138,7 +138,7 @@ class _Growth:
         drafter: Whose settled columns the tree grows from.
     """
 
-    def __init__(self, drafter: EagleDrafter) -> None:
+    def __init__(self, drafter: EagleSession) -> None:
         self.drafter, self.features = drafter, drafter.features
         self.draft_ids, self.vocab_size = drafter.draft_ids, drafter.vocab_size
         self.ancestry, self.level = Ancestry(), 0
@@ -163,6 +163,6 @@ def _causal(mask: torch.Tensor, rows: int) -> torch.Tensor:
 
     Padding sees itself, so that it gives numbers.
     """
-    columns = line(mask.shape[1], mask.device)
+    columns = cached_arange(mask.shape[1], mask.device)
     own = columns[-rows:, None]
     return ((mask[:, None] & (columns <= own)) | (columns == own))[:, None]

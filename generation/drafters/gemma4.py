@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from ..contract import DraftTree, Verdict, line
+from ..contract import DraftTree, VerificationResult, cached_arange
 from ..masks import added_to_scores
-from ..targets import Fed
-from ..tokens import TokenRows
+from ..targets import TargetOutput
+from ..tokens import Sequences
 from .protocol import DraftOptions, View
 
 
@@ -74,7 +74,7 @@ class Gemma4Chain:
     """
 
     hidden_layers = -1
-    heeds_threshold = True
+    supports_confidence_threshold = True
 
     def __init__(self, model: PreTrainedModel, options: DraftOptions) -> None:
         self.model, self.options, self.num_tokens = model, options, options.num_tokens
@@ -88,23 +88,23 @@ class Gemma4Chain:
         self.view, self.cache = view, outputs.past_key_values
         self.state = outputs.hidden_states[-1][:, -1:]
 
-    def advance(self, fed: Fed, verdict: Verdict) -> None:
+    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
         """Keeps the state before each row's last token; a row that has ended keeps any."""
         states = fed.hidden_states[-1]
-        self.state = states[line(len(states), states.device), verdict.accepted.to(states.device)][:, None]
+        self.state = states[cached_arange(len(states), states.device), result.num_accepted.to(states.device)][:, None]
 
-    def propose(self, tokens: TokenRows, length: int) -> DraftTree:
+    def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """A chain of up to `length` tokens behind every row; it ends with a token of which no row was sure."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         token, state, lent = tokens.last(), self.state, self._lent()
-        drafts, laws = [], []
-        while len(drafts) < length and not (drafts and self.options.is_unsure(token, laws[-1])):
+        drafts, probs = [], []
+        while len(drafts) < length and not (drafts and self.options.is_unsure(token, probs[-1])):
             logits, state = self._step(token, state, lent)
-            token, law = self.options.choose(logits.to(tokens.ids.device))
+            token, distribution = self.options.choose(logits.to(tokens.ids.device))
             drafts.append(token)
-            laws.append(law)
-        return DraftTree.chain(torch.stack(drafts, 1), torch.stack(laws, 1) if self.options.do_sample else None)
+            probs.append(distribution)
+        return DraftTree.chain(torch.stack(drafts, 1), torch.stack(probs, 1) if self.options.do_sample else None)
 
     def _lent(self) -> dict[str, Any]:
         """What all steps of a draft read: the backbone's keys and values, which of them exist, and the position.

@@ -19,20 +19,20 @@ from typing import Any
 
 import torch
 
-from ..contract import line
+from ..contract import cached_arange
 from ..growth import Ancestry, taken
-from ..tokens import TokenRows
+from ..tokens import Sequences
 
 
 class ModuleGrowth:
     """Grows a tree behind the columns of one cycle.
 
     Args:
-        drafter: The `ModuleDrafter` whose cache and states it starts from; at least D of its columns are not settled.
+        drafter: The `ModuleSession` whose cache and states it starts from; at least D of its columns are not settled.
         tokens: The rows.
     """
 
-    def __init__(self, drafter: Any, tokens: TokenRows) -> None:
+    def __init__(self, drafter: Any, tokens: Sequences) -> None:
         self.drafter, self.ancestry = drafter, Ancestry()
         self.draft_ids, self.vocab_size = drafter.draft_ids(tokens.ids.device), drafter.vocab_size
         self.rows = tokens
@@ -47,7 +47,7 @@ class ModuleGrowth:
         drafter, mask = self.drafter, self.drafter.mask
         pending = mask.shape[1] - drafter.cached
         hidden, ids = drafter.states[:, -pending:], self.rows.newest(pending)
-        positions = drafter.view.counts[:, None] - pending + line(pending, ids.device)
+        positions = drafter.view.counts[:, None] - pending + cached_arange(pending, ids.device)
         for k in range(1, drafter.depth + 1):
             if k > 1:
                 hidden, ids, positions, mask = hidden[:, :-1], ids[:, 1:], positions[:, :-1], mask[:, :-1]

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..contract import DraftTree, Verdict, line
+from ..contract import DraftTree, VerificationResult, cached_arange
 from ..growth import grow
 from ..masks import added_to_scores
-from ..targets import Fed, crop_layer, shift_cache, shift_mask, shift_source, shifted
-from ..tokens import TokenRows
+from ..targets import TargetOutput, crop_layer, shift_cache, shift_mask, shift_source, shifted
+from ..tokens import Sequences
 from ..windows import hold, restrict
 from .module_trees import ModuleGrowth
 from .protocol import DraftOptions, View
@@ -29,10 +29,11 @@ _TREE_KINDS = ("full_attention", "sliding_attention")
 """Ways to attend in which a mask says what each row sees."""
 
 
-class ModuleDrafter:
+class ModuleSession:
     """Drafts by chaining modules on the backbone's last hidden state.
 
-    A draft ends with the first token to which its own law gave less probability than the threshold, in all rows.
+    A draft ends with the first token to which its own distribution gave less probability than the threshold, in all
+    rows.
 
     Args:
         model: Offers `mtp.step`, `num_modules`, and its embeddings in and out.
@@ -43,7 +44,7 @@ class ModuleDrafter:
     """
 
     hidden_layers = -1
-    heeds_threshold = True
+    supports_confidence_threshold = True
 
     def __init__(self, model: Any, options: DraftOptions) -> None:
         self.model, self.options, self.depth = model, options, model.num_modules
@@ -68,7 +69,7 @@ class ModuleDrafter:
         self.mask = view.mask[:, -self.states.shape[1] :]
         self.is_padded = view.is_padded
 
-    def advance(self, fed: Fed, verdict: Verdict) -> None:
+    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
         """Appends the newest states of every row, right-aligned, and moves the modules' cache as the backbone's."""
         shifts, longest = self.view.shifts, self.view.kept.longest
         self.states = torch.cat([self.states, fed.hidden_states[-1][:, :longest]], dim=1)
@@ -83,7 +84,7 @@ class ModuleDrafter:
         wanted = self.mask.shape[1] - self.cached + _LAG + self.num_tokens + 1
         self.states = self.states[:, -wanted:]
 
-    def propose(self, tokens: TokenRows, length: int) -> DraftTree:
+    def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """A chain or a tree behind every row, with paths of at most `length` tokens."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
@@ -93,24 +94,24 @@ class ModuleDrafter:
             self._settle(self.depth)
             return tree
         hidden, ids, mask = self.states[:, -pending:], tokens.newest(pending), self.mask
-        positions = self.view.counts[:, None] - pending + line(pending, ids.device)
+        positions = self.view.counts[:, None] - pending + cached_arange(pending, ids.device)
         late, prepared = pending > _LAG, self._prepared(hidden, positions, mask)
-        drafts, laws = [], []
+        drafts, probs = [], []
         for k in range(1, max(length, self.depth if late else 1) + 1):
             if k > self.depth:  # the last module goes on, one new column at a time
                 hidden, ids, positions = hidden[:, -1:], ids[:, -1:], positions[:, -1:] + 1
                 mask, prepared = nn.functional.pad(mask, (0, 1), value=True), None
             hidden = self._step(k, hidden, ids, positions, mask, prepared)
             logits = self._logits(hidden[:, -1])
-            token, law = self.options.choose(logits, self.draft_ids(logits.device), self.vocab_size)
+            token, distribution = self.options.choose(logits, self.draft_ids(logits.device), self.vocab_size)
             ids = torch.cat([ids[:, 1:], token[:, None]], dim=1)
             drafts.append(token)
-            laws.append(law)
-            if not late and self.options.is_unsure(token, law):
+            probs.append(distribution)
+            if not late and self.options.is_unsure(token, distribution):
                 break
         self._settle(len(drafts))
         draft = torch.stack(drafts[:length], 1)
-        return DraftTree.chain(draft, torch.stack(laws[:length], 1) if self.options.do_sample else None)
+        return DraftTree.chain(draft, torch.stack(probs[:length], 1) if self.options.do_sample else None)
 
     def _step(
         self,
@@ -157,7 +158,7 @@ class ModuleDrafter:
         places = self.view.counts[:, None] - 1 + distances
         visible = torch.cat([settled[:, None].expand(-1, count, -1), seen], dim=2)
         if self.model.mtp.kinds[k - 1] == "sliding_attention":
-            old = self.view.counts[:, None] - self.mask.shape[1] + line(settled.shape[1], ids.device)
+            old = self.view.counts[:, None] - self.mask.shape[1] + cached_arange(settled.shape[1], ids.device)
             away = places[:, -count:, None] - torch.cat([old, places], dim=1)[:, None]
             visible = visible & (away < self.model.config.get_text_config().sliding_window)
         return self.model.mtp.step(

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
-from ..attachment import Attachable
-from ..contract import DraftTree, Verdict, line
+from ..attachment import AttachableDrafter
+from ..contract import DraftTree, VerificationResult, cached_arange
 from ..options import CallOptions
-from ..targets import Fed
-from ..tokens import TokenRows
+from ..targets import TargetOutput
+from ..tokens import Sequences
 from .protocol import DraftOptions, View
 
 
-class NgramDrafter(Attachable):
+class NgramDrafter(AttachableDrafter):
     """Drafts from each row's own text, for any backbone and batch, without a model.
 
     The longest n-gram that ends the text and stood in it before wins, and of several places the latest; their
@@ -58,7 +58,7 @@ class NgramDrafter(Attachable):
         return self.num_tokens
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
-        """See `SpeculatorMixin`; several branches are a tree, also where the call asks for none."""
+        """See `DrafterMixin`; several branches are a tree, also where the call asks for none."""
         if options.draft_tree is None and self.branches > 1:
             options.draft_tree = {"top_k": self.branches}
         super().prepare_call(options, config)
@@ -76,12 +76,12 @@ class NgramDrafter(Attachable):
                 f"draft_tree={wanted!r} of n-grams must be {{'top_k': branches}}, a whole number of at least 1"
             )
 
-    def make_drafter(self, options: DraftOptions) -> NgramLookup:
+    def start(self, options: DraftOptions) -> NgramSession:
         """One call's look-up."""
-        return NgramLookup(options, self.longest, (options.draft_tree or {}).get("top_k", self.branches))
+        return NgramSession(options, self.longest, (options.draft_tree or {}).get("top_k", self.branches))
 
 
-class NgramLookup:
+class NgramSession:
     """The drafts of one call; see `NgramDrafter`."""
 
     hidden_layers = None
@@ -92,10 +92,10 @@ class NgramLookup:
     def begin(self, outputs: Any, view: View) -> None:
         """Nothing of the backbone is needed."""
 
-    def advance(self, fed: Fed, verdict: Verdict) -> None:
+    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
         """Nothing of the backbone is needed."""
 
-    def propose(self, tokens: TokenRows, length: int) -> DraftTree:
+    def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """Continuations of the best places, which repeat from the place on where they reach the end of the text."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
@@ -105,14 +105,14 @@ class NgramLookup:
         found = best.values[:, :1] > 0
         places = torch.where(best.values > 0, best.indices, best.indices[:, :1])
         period = (tokens.ends[:, None] - 1 - places).clamp(min=1)
-        source = places[..., None] + 1 + line(length, places.device) % period[..., None]
+        source = places[..., None] + 1 + cached_arange(length, places.device) % period[..., None]
         drafts = tokens.ids.gather(1, source.clamp(max=tokens.ids.shape[1] - 1).flatten(1))
         counts = torch.where(found, branches * length, 0)[:, 0]
         if branches == 1:
-            return DraftTree.chain(drafts, counts=counts)
-        return DraftTree(drafts, _merged(drafts.unflatten(1, (branches, length))), depth=length, counts=counts)
+            return DraftTree.chain(drafts, num_nodes=counts)
+        return DraftTree(drafts, _merged(drafts.unflatten(1, (branches, length))), depth=length, num_nodes=counts)
 
-    def _quality(self, tokens: TokenRows) -> torch.Tensor:
+    def _quality(self, tokens: Sequences) -> torch.Tensor:
         """How good every place is to continue from, [B, W] int64: long n-grams first, then late places; 0: useless."""
         width = max(tokens.lengths)
         ids, steps = tokens.ids[:, :width], tokens.steps[:width]
@@ -131,5 +131,5 @@ def _merged(drafts: torch.Tensor) -> torch.Tensor:
     count, length = drafts.shape[1:]
     same = (drafts[:, :, None] == drafts[:, None]).cumprod(-1)  # [B, branch, other, length]: equal up to here
     first = same.argmax(2)  # the first branch with this beginning
-    node = first * length + line(length, drafts.device)
+    node = first * length + cached_arange(length, drafts.device)
     return torch.nn.functional.pad(node[..., :-1], (1, 0), value=-1).flatten(1)

@@ -16,21 +16,21 @@ from typing import Any
 
 import torch
 
-from ...modeling.heads.window_law import WindowLaw
-from ...modeling.indices import same_place
+from ...modeling.heads.window_distribution import WindowDistribution
+from ...modeling.indices import to_device
 from ...modeling.ptp.embedding import GREEDY
 from ...modeling.sampling import pick
-from ..contract import DraftTree, Verdict, line
+from ..contract import DraftTree, VerificationResult, cached_arange
 from ..schedule import AcceptanceRates
-from ..targets import Fed
-from ..tokens import TokenRows
+from ..targets import TargetOutput
+from ..tokens import Sequences
 from ..uniforms import Uniforms
 from .protocol import DraftOptions, View
 from .slots import SlotLayout, split_budget
 
 
 @dataclass
-class Riders:
+class AuxiliaryPositions:
     """Rows that ride along in a forward behind b and the nodes.
 
     Attributes:
@@ -46,7 +46,7 @@ class Riders:
     last_position: int | None = None
 
 
-class ParallelDrafter:
+class ParallelSession:
     """Reads the next drafts off the auxiliary slots of the forward that verified the last ones.
 
     Args:
@@ -54,12 +54,12 @@ class ParallelDrafter:
         options: Of the call; `extra["slot_budget"]` says how many slots ride in every forward.
         uniforms: Of the output positions.
         many: Vectors of uniforms to draft from.
-        law: The law of a group of slots, from their states and the token before (`PTPForCausalLM.slot_law`); read where
-            the config has a sampler head.
+        distribution: The distribution of a group of slots, from their states and the token before
+            (`PTPForCausalLM.slot_distribution`); read where the config has a sampler head.
 
     Attributes:
-        is_repeatable: Whether the text of a row may depend on its own seed and prompt alone: the rule judges drafts by
-            their length, so that neither room nor what other rows accepted may change it.
+        is_deterministic: Whether the text of a row may depend on its own seed and prompt alone: the rule verifies
+            drafts by their length, so that neither room nor what other rows accepted may change it.
     """
 
     hidden_layers = None
@@ -71,24 +71,24 @@ class ParallelDrafter:
         options: DraftOptions,
         uniforms: Uniforms,
         many: int = 1,
-        law: Callable[[torch.Tensor, torch.Tensor], WindowLaw] | None = None,
+        distribution: Callable[[torch.Tensor, torch.Tensor], WindowDistribution] | None = None,
     ) -> None:
-        self.many, self.law = many, law if config.has_sampler else None
+        self.many, self.distribution = many, distribution if config.has_sampler else None
         self.config, self.options, self.uniforms = config, options, uniforms
         self.is_one_hot = config.variant == "one_hot"
         self.num_tokens = options.num_tokens
         # a one-hot slot 0 predicts what the target picks itself
         self.longest_group = min(config.num_slots, self.num_tokens + self.is_one_hot)
-        warps = options.processing.is_pointwise and not config.learns_warped_law
+        warps = options.processing.is_pointwise and not config.learns_warped_distribution
         self.warps = options.processing if warps else None
-        self.gives_laws = options.do_sample and not uniforms.stay
+        self.gives_probs = options.do_sample and not uniforms.stay
         self.rates = AcceptanceRates(self.num_tokens)
-        self.is_repeatable = options.do_sample and "seed" in options.extra and (many > 1 or not uniforms.stay)
-        self.some_lack_drafts = self.is_repeatable or many > 1
+        self.is_deterministic = options.do_sample and "seed" in options.extra and (many > 1 or not uniforms.stay)
+        self.some_lack_drafts = self.is_deterministic or many > 1
         self.layout: SlotLayout | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.view: View | None = None
-        self.hidden_layers = -1 if config.reads_state or self.law is not None else None
+        self.hidden_layers = -1 if config.reads_state or self.distribution is not None else None
         self.state: torch.Tensor | None = None
 
     def begin(self, outputs: Any, view: View) -> None:
@@ -97,15 +97,15 @@ class ParallelDrafter:
         if self.config.reads_state:
             self.state = outputs.hidden_states[-1][:, -1:]
 
-    def propose(self, tokens: TokenRows, length: int) -> DraftTree:
+    def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """The drafts read last, at most `length` of them, and slots for as many next ones; none where 0 is asked."""
         draft, q = (tokens.ids[:, :0], None) if self.pending is None else self.pending
         draft, q = draft[:, :length], None if q is None else q[:, :length]
         tree = DraftTree.chain(draft, q)
-        tree.riders = self._riders(tokens, draft.shape[1], length)
+        tree.auxiliary = self._auxiliary(tokens, draft.shape[1], length)
         return tree
 
-    def _riders(self, tokens: TokenRows, drafted: int, length: int, branches: int = 1) -> Riders | None:
+    def _auxiliary(self, tokens: Sequences, drafted: int, length: int, branches: int = 1) -> AuxiliaryPositions | None:
         self._draw(tokens, drafted + 2 + self.longest_group)
         self.layout = None
         if not self.options.drafts or length < 1:  # nothing is asked for: a plain forward
@@ -114,14 +114,14 @@ class ParallelDrafter:
         self.layout = layout = SlotLayout.of(sizes, tokens.ids.device, branches, self.many)
         fed = 1 + branches * drafted
         inputs = self._inputs(layout)
-        if self.law is not None:  # nobody asks for the slots' logits
-            inputs |= {"logits_to_keep": line(fed, tokens.ids.device)}
+        if self.distribution is not None:  # nobody asks for the slots' logits
+            inputs |= {"logits_to_keep": cached_arange(fed, tokens.ids.device)}
         positions = layout.order
         if not self.is_one_hot:
-            positions = positions + (line(len(positions), positions.device) >= fed)
+            positions = positions + (cached_arange(len(positions), positions.device) >= fed)
         table = self.config.learned_positions
         # what is drafted beyond a table of positions is beyond the text
-        return Riders(inputs, positions, layout.new, None if table is None else table - 1)
+        return AuxiliaryPositions(inputs, positions, layout.new, None if table is None else table - 1)
 
     def _sizes(self, drafted: int, length: int) -> list[int]:
         """Slots per group 0..m: a budget is split by what is accepted; names say what the paper of masks does."""
@@ -149,77 +149,79 @@ class ParallelDrafter:
         """What slots read where these are the uniforms of their positions: greedy decoding has no use for them."""
         return uniforms if self.options.do_sample else torch.full_like(uniforms, GREEDY if self.config.greedy else 0.5)
 
-    def _draw(self, tokens: TokenRows, count: int) -> None:
+    def _draw(self, tokens: Sequences, count: int) -> None:
         self.uniforms.draw(tokens, count)
 
     def _of_slots(self, layout: SlotLayout) -> torch.Tensor:
         """Uniforms of the slots, [B, A]: those of their output positions."""
         return self.uniforms.current[:, layout.group + layout.place]
 
-    def advance(self, fed: Fed, verdict: Verdict) -> None:
+    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
         """Drafts from the group behind the tokens that each row kept."""
         self.pending = None
-        self._keep_state(fed, verdict)
+        self._keep_state(fed, result)
         if self.layout is None:
             return
-        self._learn(verdict)
-        index, exists = self.layout.of_group(verdict.accepted)
+        self._learn(result)
+        index, exists = self.layout.of_group(result.num_accepted)
         index, first = index[:, 0], int(self.is_one_hot)  # a one-hot slot 0 predicts what the target picks itself
         index, exists = index[:, first:], exists[:, first:]
         if index.shape[1] == 0 or not self._found_drafts():
             return
-        rows = line(len(index), index.device)[:, None]
-        start = verdict.accepted[:, None] + 1  # the target picks the token before
-        uniforms = self.uniforms.current.gather(1, start + line(index.shape[1], index.device))
-        slots = fed.riders if self.law is None else same_place(fed.rider_states[-1], index.device)
-        self.pending = self._drafts(slots[rows, index], uniforms, exists, verdict.added)
+        rows = cached_arange(len(index), index.device)[:, None]
+        start = result.num_accepted[:, None] + 1  # the target picks the token before
+        uniforms = self.uniforms.current.gather(1, start + cached_arange(index.shape[1], index.device))
+        slots = fed.auxiliary if self.distribution is None else to_device(fed.auxiliary_states[-1], index.device)
+        self.pending = self._drafts(slots[rows, index], uniforms, exists, result.added)
 
     def _found_drafts(self) -> bool:
         """Whether any open row stands at a group that has slots; notes whether some row does not.
 
-        A run with a seed goes on as if some did: a draft is judged by its length, which other rows must not tell.
+        A run with a seed goes on as if some did: a draft is verified by its length, which other rows must not tell.
         """
         sizes, kept = self.layout.sizes, self.view.kept.counts
         found = [sizes[min(count, len(sizes)) - 1] > self.is_one_hot for count in kept if count]
-        self.some_lack_drafts = self.is_repeatable or not all(found)
-        return self.is_repeatable or any(found)
+        self.some_lack_drafts = self.is_deterministic or not all(found)
+        return self.is_deterministic or any(found)
 
-    def _keep_state(self, fed: Fed, verdict: Verdict) -> None:
+    def _keep_state(self, fed: TargetOutput, result: VerificationResult) -> None:
         """The state of the last token that was kept, [B, 1, D]: the next b stands behind it."""
         if self.config.reads_state:
-            rows = line(len(verdict.accepted), verdict.accepted.device)
-            self.state = fed.hidden_states[-1][rows, verdict.accepted][:, None]
+            rows = cached_arange(len(result.num_accepted), result.num_accepted.device)
+            self.state = fed.hidden_states[-1][rows, result.num_accepted][:, None]
 
-    def _learn(self, verdict: Verdict) -> None:
-        if self.is_repeatable:
+    def _learn(self, result: VerificationResult) -> None:
+        if self.is_deterministic:
             return
-        drafted = verdict.tokens.shape[1] - 1
+        drafted = result.tokens.shape[1] - 1
         self.rates.update(drafted, [count - 1 for count in self.view.kept.counts if count])
 
     def _drafts(
         self, slots: torch.Tensor, uniforms: torch.Tensor, exists: torch.Tensor, before: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens, and their laws where a rule asks for them; a place that a row lacks holds token 0, for certain.
+        """Tokens, and their distributions where a rule asks for them; a place that a row lacks holds token 0, for
+        certain.
 
         Args:
-            slots: [..., L, v] logits of the slots; or [..., L, D] their states, which a sampler head makes a law of.
+            slots: [..., L, v] logits of the slots; or [..., L, D] their states, which a sampler head makes a
+                distribution of.
             uniforms: [..., L], what picks.
             exists: [..., L] bool.
             before: [...] int64, the token before, for a sampler head.
         """
-        if self.law is None:
+        if self.distribution is None:
             draft, probs = self._pick(slots.to(torch.promote_types(slots.dtype, torch.float32)).softmax(-1), uniforms)
         else:
             steps = iter(uniforms.unbind(-1))
-            draft, probs = self.law(slots, before).draft(lambda probs: self._pick(probs, next(steps)))
+            draft, probs = self.distribution(slots, before).draft(lambda probs: self._pick(probs, next(steps)))
         draft = draft.masked_fill(~exists, 0)
-        if not self.gives_laws:
+        if not self.gives_probs:
             return draft, None
         certain = torch.nn.functional.one_hot(draft, probs.shape[-1]).to(probs)
         return draft, certain if self.config.predicts_tokens else torch.where(exists[..., None], probs, certain)
 
     def _pick(self, probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [...] from probabilities [..., v], and the laws that they were picked from."""
+        """Tokens [...] from probabilities [..., v], and the distributions that they were picked from."""
         if self.config.predicts_tokens or not self.options.do_sample:
             return probs.argmax(-1), probs
         probs = probs if self.warps is None else self.warps.warp(probs)

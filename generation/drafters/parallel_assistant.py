@@ -7,20 +7,20 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ...modeling.heads.window_law import WindowLaw
+from ...modeling.heads.window_distribution import WindowDistribution
 from ...modeling.sampling import pick
-from ..contract import DraftTree, Verdict, line
+from ..contract import DraftTree, VerificationResult, cached_arange
 from ..options import CallOptions
-from ..parallel_speculator import ParallelSpeculator, make_uniforms
-from ..targets import Fed, crop, shift_cache
-from ..tokens import Kept, TokenRows
+from ..parallel_drafter import ParallelDrafter, make_uniforms
+from ..targets import TargetOutput, crop, shift_cache
+from ..tokens import NewTokens, Sequences
 from ..uniforms import Uniforms
-from .assistant import AssistantChain, AssistantDrafter
-from .parallel import ParallelDrafter
+from .assistant import AssistantDrafter, AssistantSession
+from .parallel import ParallelSession
 from .protocol import DraftOptions, View
 
 
-class ParallelAssistant(ParallelSpeculator, AssistantDrafter):
+class ParallelAssistant(ParallelDrafter, AssistantDrafter):
     """Lets a model with parallel token prediction draft for a larger one with the same vocabulary.
 
     The larger model verifies: its text is its own, by every rule. With `verification="coupled"` and a seed, or with
@@ -42,13 +42,14 @@ class ParallelAssistant(ParallelSpeculator, AssistantDrafter):
         """The drafting model's."""
         return self.model.config
 
-    def slot_law(self, states: torch.Tensor, before: torch.Tensor) -> WindowLaw:
+    def slot_distribution(self, states: torch.Tensor, before: torch.Tensor) -> WindowDistribution:
         """The drafting model's."""
-        return self.model.slot_law(states, before)
+        return self.model.slot_distribution(states, before)
 
     @property
     def window(self) -> int:
-        """The longest draft and one: a slot drafts a token each; before laws goes what the last token predicts."""
+        """The longest draft and one: a slot drafts a token each; before distributions goes what the last token
+        predicts."""
         return self.config.num_slots + 1 + (not self.config.predicts_first)
 
     def longest_draft(self) -> int:
@@ -60,11 +61,11 @@ class ParallelAssistant(ParallelSpeculator, AssistantDrafter):
         return self.longest_draft()
 
     def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
-        """transformers' own: an assistant does not change the law of its target."""
+        """transformers' own: an assistant does not change the distribution of its target."""
         return {}
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
-        """See `ParallelSpeculator`; there is one group of slots.
+        """See `ParallelSession`; there is one group of slots.
 
         Raises:
             ValueError: Options for several groups or several vectors.
@@ -74,13 +75,13 @@ class ParallelAssistant(ParallelSpeculator, AssistantDrafter):
                 raise ValueError(f"{name}= is for a model that drafts for itself; leave it out beside assistant_model")
         super().prepare_call(options, config)
 
-    def make_drafter(self, options: DraftOptions) -> SeparateDrafter:
+    def start(self, options: DraftOptions) -> SeparateSession:
         """One call's chains."""
         self.warn_of_mismatch(options)
-        return SeparateDrafter(self.model, options, make_uniforms(options))
+        return SeparateSession(self.model, options, make_uniforms(options))
 
 
-class SeparateDrafter(ParallelDrafter):
+class SeparateSession(ParallelSession):
     """The drafts of one call; see `ParallelAssistant`.
 
     The drafting model has a cache of its own, of tokens that were kept: slots leave it at once. Rows that kept
@@ -90,9 +91,9 @@ class SeparateDrafter(ParallelDrafter):
     lead = 0
 
     def __init__(self, model: PreTrainedModel, options: DraftOptions, uniforms: Uniforms) -> None:
-        super().__init__(model.config, options, uniforms, law=model.slot_law)
+        super().__init__(model.config, options, uniforms, distribution=model.slot_distribution)
         self.hidden_layers = None  # slots read states of their own model
-        self.chain = AssistantChain(model, options)
+        self.chain = AssistantSession(model, options)
         self.unfed: list[int] = []
         """Tokens of every row that the drafting model has not read."""
 
@@ -103,7 +104,7 @@ class SeparateDrafter(ParallelDrafter):
         if self.options.drafts:
             self.chain.begin(outputs, view)
 
-    def propose(self, tokens: TokenRows, length: int) -> DraftTree:
+    def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """A chain of `length` tokens behind every row, from one call."""
         if length < 1 or not self.options.drafts:
             self.uniforms.draw(tokens, 1)
@@ -116,7 +117,7 @@ class SeparateDrafter(ParallelDrafter):
         first, slots = (part.to(tokens.ids.device) for part in self._read(tokens, drawn, length))
         return DraftTree.chain(*self._chosen(first, slots, drawn))
 
-    def advance(self, fed: Fed, verdict: Verdict) -> None:
+    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
         """Counts what was kept; a row that has ended goes on with the others."""
         kept = self.view.kept
         self.unfed = [unfed + (count or kept.longest) for unfed, count in zip(self.unfed, kept.counts)]
@@ -124,7 +125,8 @@ class SeparateDrafter(ParallelDrafter):
     def _chosen(
         self, first: torch.Tensor, slots: torch.Tensor, drawn: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens and laws of a draft; where slots give laws, the first one is the drafting model's own.
+        """Tokens and distributions of a draft; where slots give distributions, the first one is the drafting model's
+        own.
 
         Args:
             first: [B, v] logits of the last token.
@@ -134,25 +136,25 @@ class SeparateDrafter(ParallelDrafter):
         exists = torch.ones_like(drawn, dtype=torch.bool)
         if self.is_one_hot:
             return self._drafts(slots, drawn, exists)
-        law = first.to(torch.promote_types(first.dtype, torch.float32)).softmax(-1)
-        law = self.options.processing.warp(law) if self.options.do_sample else law
-        token = pick(drawn[:, 0], law) if self.options.do_sample else law.argmax(-1)
-        laws = law[:, None] if self.gives_laws else None
+        distribution = first.to(torch.promote_types(first.dtype, torch.float32)).softmax(-1)
+        distribution = self.options.processing.warp(distribution) if self.options.do_sample else distribution
+        token = pick(drawn[:, 0], distribution) if self.options.do_sample else distribution.argmax(-1)
+        probs = distribution[:, None] if self.gives_probs else None
         if slots.shape[1] == 0:
-            return token[:, None], laws
+            return token[:, None], probs
         tokens, others = self._drafts(slots, drawn[:, 1:], exists[:, 1:], token)
-        laws = laws if laws is None else torch.cat([laws.to(others.dtype), others], dim=1)
-        return torch.cat([token[:, None], tokens], dim=1), laws
+        probs = probs if probs is None else torch.cat([probs.to(others.dtype), others], dim=1)
+        return torch.cat([token[:, None], tokens], dim=1), probs
 
-    def _read(self, tokens: TokenRows, drawn: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, tokens: Sequences, drawn: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Feeds what is new, and slots behind it: logits [B, v] of the last token; logits or states of the slots."""
         own, model = self.chain.target, self.chain.model
         gaps = torch.tensor(self.unfed, device=drawn.device)[:, None] if self.config.reads_state else None
         fed = self._even()
         slots = length if self.is_one_hot else length - 1
-        places = own.counts[:, None] + line(fed + slots, drawn.device)
+        places = own.counts[:, None] + cached_arange(fed + slots, drawn.device)
         real = places[:, :fed] >= 0
-        is_slot = (line(fed + slots, drawn.device) >= fed).long()
+        is_slot = (cached_arange(fed + slots, drawn.device) >= fed).long()
         positions = (places - is_slot * self.is_one_hot).clamp(min=0)  # a one-hot slot 0 stands where b does
         if self.config.learned_positions is not None:
             positions = positions.clamp(max=self.config.learned_positions - 1)
@@ -167,7 +169,7 @@ class SeparateDrafter(ParallelDrafter):
             past_key_values=own.cache,
             use_cache=True,
             logits_to_keep=slots + 1,
-            output_hidden_states=None if self.law is None and not self.config.reads_state else -1,
+            output_hidden_states=None if self.distribution is None and not self.config.reads_state else -1,
             **inputs,
         )
         if self.config.reads_state:
@@ -175,7 +177,7 @@ class SeparateDrafter(ParallelDrafter):
         if slots:
             crop(own.cache, -slots)
         own.counts, self.unfed = own.counts + fed, [0] * len(self.unfed)
-        behind = outputs.logits[:, 1:] if self.law is None else outputs.hidden_states[-1][:, fed:]
+        behind = outputs.logits[:, 1:] if self.distribution is None else outputs.hidden_states[-1][:, fed:]
         return outputs.logits[:, 0], behind
 
     def _slot_inputs(
@@ -183,7 +185,7 @@ class SeparateDrafter(ParallelDrafter):
     ) -> dict[str, torch.Tensor]:
         """What slots [B, A] read, on a device."""
         if not self.config.reads_uniforms:
-            return {"masks": line(drawn.shape[1], device)[None]}
+            return {"masks": cached_arange(drawn.shape[1], device)[None]}
         inputs = {"uniforms": self.asked(drawn).to(device)}
         return inputs if gaps is None else inputs | self._state_inputs(gaps.expand(drawn.shape).to(device))
 
@@ -196,7 +198,7 @@ class SeparateDrafter(ParallelDrafter):
 
     def _even(self) -> int:
         """Drops what rows that kept fewer tokens are fed again; tokens to feed."""
-        own, kept = self.chain.target, Kept(self.unfed, self.chain.target.counts.device)
+        own, kept = self.chain.target, NewTokens(self.unfed, self.chain.target.counts.device)
         if not kept.is_even:
             shifts = kept.longest - kept.on_device
             own.counts, own.is_padded = own.counts - shifts, True

@@ -10,11 +10,11 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.utils import logging
 
 from ...modeling.sampling import draw
-from ..contract import DraftTree, Verdict
+from ..contract import DraftTree, VerificationResult
 from ..options import CallOptions
 from ..processing import Processing
-from ..targets import Fed, HiddenLayers
-from ..tokens import TokenRows
+from ..targets import HiddenLayers, TargetOutput
+from ..tokens import Sequences
 
 logger = logging.get_logger(__name__)
 
@@ -27,7 +27,7 @@ class View(Protocol):
         counts: [B] int64, real tokens per row.
         is_padded: Whether any column is no real token.
         shifts: [B] int64, by how many columns each row was moved to the right; None where none was.
-        kept: How many tokens each row kept (`Kept`), known to the host.
+        kept: How many tokens each row kept (`NewTokens`), known to the host.
     """
 
     mask: torch.Tensor
@@ -37,8 +37,8 @@ class View(Protocol):
     kept: Any
 
 
-class Drafter(Protocol):
-    """Proposes tokens behind every row, and says which laws they were drawn from.
+class DraftSession(Protocol):
+    """Proposes tokens behind every row, and says which distributions they were drawn from.
 
     Attributes:
         num_tokens: The longest path of a draft.
@@ -46,9 +46,9 @@ class Drafter(Protocol):
 
     A drafter may say more of itself:
 
-    - `heeds_threshold = True`: its chains end as `CallOptions.threshold` asks for;
+    - `supports_confidence_threshold = True`: its chains end as `CallOptions.threshold` asks for;
     - `lead = 1`: the forward of one cycle makes the draft of the next (`AdaptiveSchedule`);
-    - `is_repeatable = True`: see `ParallelDrafter`.
+    - `is_deterministic = True`: see `ParallelSession`.
     """
 
     num_tokens: int
@@ -57,10 +57,10 @@ class Drafter(Protocol):
     def begin(self, outputs: Any, view: View) -> None:
         """Takes in the prompt: the backbone's output of the prefill, and its cache as drafters may see it."""
 
-    def propose(self, tokens: TokenRows, length: int) -> DraftTree:
+    def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """Drafts behind every row, with paths of at most `length` tokens; 0 asks for an empty draft."""
 
-    def advance(self, fed: Fed, verdict: Verdict) -> None:
+    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
         """Takes in a verified block: what the backbone gave along the kept path; the cache is rolled back already."""
 
 
@@ -130,42 +130,42 @@ class DraftOptions:
     def choose(
         self, logits: torch.Tensor, draft_ids: torch.Tensor | None = None, vocab_size: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A token of a chain, and the law that it was drawn from.
+        """A token of a chain, and the distribution that it was drawn from.
 
         Args:
             logits: [B, v] of the drafter.
-            draft_ids: See `draft_law`.
-            vocab_size: See `draft_law`.
+            draft_ids: See `draft_probs`.
+            vocab_size: See `draft_probs`.
 
         Returns:
-            Tokens [B], and laws [B, V] in float32 at least: warped where drawn, raw where greedy with a threshold, None
-            where greedy without one.
+            Tokens [B], and distributions [B, V] in float32 at least: warped where drawn, raw where greedy with a
+            threshold, None where greedy without one.
         """
         if not self.do_sample and not self.threshold:
             token = logits.argmax(-1)
             return token if draft_ids is None else draft_ids[token], None
-        law = draft_law(logits, self, draft_ids, vocab_size)
-        return (draw(law) if self.do_sample else law.argmax(-1)), law
+        distribution = draft_probs(logits, self, draft_ids, vocab_size)
+        return (draw(distribution) if self.do_sample else distribution.argmax(-1)), distribution
 
-    def is_unsure(self, token: torch.Tensor, law: torch.Tensor | None) -> bool:
+    def is_unsure(self, token: torch.Tensor, distribution: torch.Tensor | None) -> bool:
         """Whether all rows gave their tokens [B] less than the threshold; then a draft ends.
 
-        Asked of tokens that are drafted in any case, so that the drafts kept still follow their laws.
+        Asked of tokens that are drafted in any case, so that the drafts kept still follow their distributions.
         """
-        return self.threshold > 0 and bool((law.gather(-1, token[:, None]) < self.threshold).all())
+        return self.threshold > 0 and bool((distribution.gather(-1, token[:, None]) < self.threshold).all())
 
-    def sure_length(self, draft: torch.Tensor, laws: torch.Tensor) -> int:
+    def sure_length(self, draft: torch.Tensor, probs: torch.Tensor) -> int:
         """How many tokens of whole drafts [B, m] to verify: the first of which no row was sure is the last.
 
-        The host waits for it, once for all tokens. What is left follows the laws [B, m, V], for a draft ends where its
-        own tokens say so, whatever would have come behind them.
+        The host waits for it, once for all tokens. What is left follows the distributions [B, m, V], for a draft ends
+        where its own tokens say so, whatever would have come behind them.
         """
-        chances = laws.gather(-1, draft[..., None])[..., 0]
+        chances = probs.gather(-1, draft[..., None])[..., 0]
         *unsure, _ = (chances < self.threshold).all(0).tolist()
         return [*unsure, True].index(True) + 1
 
 
-def warn_of_threshold(options: DraftOptions, drafter: Drafter, name: str) -> None:
+def warn_of_threshold(options: DraftOptions, session: DraftSession, name: str) -> None:
     """Warns where a threshold was asked for and drafts do not end as it says.
 
     Args:
@@ -174,14 +174,18 @@ def warn_of_threshold(options: DraftOptions, drafter: Drafter, name: str) -> Non
         name: Of what made the drafter.
     """
     is_tree = options.draft_tree is not None
-    if options.drafts and options.threshold and (is_tree or not getattr(drafter, "heeds_threshold", False)):
+    if (
+        options.drafts
+        and options.threshold
+        and (is_tree or not getattr(session, "supports_confidence_threshold", False))
+    ):
         logger.warning_once(
             f"assistant_confidence_threshold={options.threshold} is not read by {'trees' if is_tree else 'drafts'} of "
             f"{name}: they are verified whole."
         )
 
 
-def draft_law(
+def draft_probs(
     logits: torch.Tensor, options: DraftOptions, draft_ids: torch.Tensor | None = None, vocab_size: int = 0
 ) -> torch.Tensor:
     """Probabilities over the whole vocabulary [..., V] from a drafter's logits [..., v], warped where sampled.
@@ -192,14 +196,16 @@ def draft_law(
         draft_ids: [v] int64, the token ids that columns of logits stand for; None: every token, in order.
         vocab_size: V; not read where every token has a column.
     """
-    law = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-    is_part = draft_ids is not None and law.shape[-1] < vocab_size
+    distribution = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+    is_part = draft_ids is not None and distribution.shape[-1] < vocab_size
     if is_part:
-        law = law.new_zeros(*law.shape[:-1], vocab_size).index_copy_(-1, draft_ids, law)
+        distribution = distribution.new_zeros(*distribution.shape[:-1], vocab_size).index_copy_(
+            -1, draft_ids, distribution
+        )
     if not options.do_sample:
-        return law
-    warped = options.processing.warp(law)
+        return distribution
+    warped = options.processing.warp(distribution)
     if not is_part:
         return warped
-    # processors may have left none of its tokens: any law will do then
-    return torch.where(warped.isnan().any(-1, keepdim=True), law, warped)
+    # processors may have left none of its tokens: any distribution will do then
+    return torch.where(warped.isnan().any(-1, keepdim=True), distribution, warped)

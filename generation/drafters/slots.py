@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from ..contract import line
+from ..contract import cached_arange
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class SlotLayout:
             chosen: [B] int64, a group per row of the batch.
             branch: One for all rows, or [B] int64.
         """
-        places = line(max(self.sizes), self.group.device)
+        places = cached_arange(max(self.sizes), self.group.device)
         return self.index[branch, chosen], places < self.counts[chosen][:, None]
 
 

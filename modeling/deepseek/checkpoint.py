@@ -1,6 +1,6 @@
-"""Modules and main model in one ordinary checkpoint folder: how both are built, loaded and named there.
+"""Modules and main model in one ordinary checkpoint directory: how both are built, loaded and named there.
 
-A folder holds module k as if it were layer L + k of the main model. So the main model's own class, given that many
+A directory holds module k as if it were layer L + k of the main model. So the main model's own class, given that many
 layers and the few parts that a plain layer lacks, loads everything at once, with all that transformers knows about
 fused experts, quantised weights, shards, dtypes and devices. The extra layers are then taken out of it again.
 """
@@ -163,7 +163,7 @@ def load(
     """Main model and modules from a checkpoint.
 
     Args:
-        name: Folder or Hub repository, or None with `state_dict` among the options.
+        name: Directory or Hub repository, or None with `state_dict` among the options.
         config: Its configuration.
         inference_only: Leave the modules out.
         options: As for `PreTrainedModel.from_pretrained`.
@@ -213,7 +213,7 @@ def load_dequantized(
     """As `load`, from float8 weights that are multiplied by their scales first.
 
     Args:
-        name: Folder or Hub repository.
+        name: Directory or Hub repository.
         config: Its configuration.
         inference_only: Leave the modules out.
         hub: `revision`, `token`, ...
@@ -250,7 +250,7 @@ def own_device_map(devices: dict[str, Any], num_layers: int) -> dict[str, Any]:
 
 
 def official_device_map(devices: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
-    """The reverse of `own_device_map`; a map that has the folder's names already stays as it is.
+    """The reverse of `own_device_map`; a map that has the directory's names already stays as it is.
 
     Args:
         devices: Devices by beginnings of names, as accelerate infers them from a `DeepSeekMTP`, or as `hf_device_map`

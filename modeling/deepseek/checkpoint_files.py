@@ -46,7 +46,7 @@ def check_checkpoint(
     """Looks at the names and dtypes of a checkpoint's tensors.
 
     Args:
-        name: Folder or Hub repository.
+        name: Directory or Hub repository.
         config: Its configuration.
         inference_only: The modules will not be loaded.
         variant: As for `from_pretrained`: files like `model.fp16.safetensors`.
@@ -66,7 +66,7 @@ def check_checkpoint(
     if not found:
         example = family.prefixes(layers, 0)[0]
         raise ValueError(
-            f"{name}: the folder has no tensors of modules (names like {example}*); "
+            f"{name}: the directory has no tensors of modules (names like {example}*); "
             "use inference_only=True to decode plainly, or DeepSeekMTP.from_backbone to make new modules"
         )
     if wanted is None:  # official files of some families do not say it
@@ -74,8 +74,7 @@ def check_checkpoint(
         set_modules(config, found)
     elif found != wanted:
         raise ValueError(
-            f"{name}: config.json says {family.count}={wanted}, but the folder holds {found} modules; correct one of "
-            "them"
+            f"{name}: config.json says {family.count}={wanted}, but it holds {found} modules; correct one of them"
         )
     copies = {copy_: family.file_name(f"model.layers.{layers}.{copy_}", layers, found) for copy_ in family.copies}
     files = {key: file for key, (_, file) in headers.items()}

@@ -1,7 +1,7 @@
 """Tokens that modules may draft: a part of the vocabulary, whose rows of the head are all that drafting multiplies.
 
-A draft law q over a part U of the vocabulary, 0 elsewhere, changes no output: verification divides by q at drafted
-tokens alone, and what it adds comes from the residual over the whole vocabulary. FastMTP (2509.18362) calls it
+A draft distribution q over a part U of the vocabulary, 0 elsewhere, changes no output: verification divides by q at
+drafted tokens alone, and what it adds comes from the residual over the whole vocabulary. FastMTP (2509.18362) calls it
 vocabulary compression.
 """
 
@@ -119,10 +119,10 @@ class DraftVocabularyMixin:
 
 
 def stored_ids(name: Any, **hub: Any) -> list[int] | None:
-    """The ids in a folder or a Hub repository; None where there are none.
+    """The ids in a directory or a Hub repository; None where there are none.
 
     Args:
-        name: Folder or Hub repository.
+        name: Directory or Hub repository.
         hub: `revision`, `token`, ...
     """
     options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}

@@ -31,7 +31,8 @@ class ModuleLossOptions:
         detach_trunk: The modules' losses do not train the main model's layers.
         detach_head: They do not train the head.
         detach_embedding: They do not train the embeddings.
-        target: What modules learn: `"labels"`, or the whole law of the `"teacher"`, the main model on the true tokens.
+        target: What modules learn: `"labels"`, or the whole distribution of the `"teacher"`, the main model on the true
+            tokens.
         divergence: How far a module is from the teacher (`heads.divergences`).
         label_weight: Share of the labels' likelihood that is mixed with it, 0 to 1.
         top_k: The teacher's so many likeliest tokens are compared, and the rest as one; None: all.
@@ -123,7 +124,7 @@ def chain_loss(
     options: ModuleLossOptions,
     counts: torch.Tensor | int | None = None,
 ) -> ChainLoss:
-    """Weighted sum over depths of the summed cross-entropy (or distance from the main model's law), in chunks.
+    """Weighted sum over depths of the summed cross-entropy (or distance from the main model's distribution), in chunks.
 
     The depths are not independent: h^k is made from h^{k-1}. So all chunks first leave their gradients on the h^k, and
     autograd then goes down the chain once.
@@ -180,7 +181,7 @@ def chain_loss(
 def _taught(
     log_p: torch.Tensor, log_q: torch.Tensor, options: ModuleLossOptions
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Distance from the teacher, acceptance and mass outside the top k of rows of laws [R, V], [R] each."""
+    """Distance from the teacher, acceptance and mass outside the top k of rows of distributions [R, V], [R] each."""
     missing = torch.zeros_like(log_p[:, 0])
     if options.top_k is not None:
         ids, log_p = head_and_rest(log_p, options.top_k)

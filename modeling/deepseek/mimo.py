@@ -8,7 +8,7 @@ from ...configuration.mimo import MiMoConfig
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
-    """Qwen2's network under the name that MiMo-7B's folders, vLLM and SGLang use.
+    """Qwen2's network under the name that MiMo-7B's directories, vLLM and SGLang use.
 
     Args:
         config: The model's configuration.

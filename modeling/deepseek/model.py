@@ -12,13 +12,13 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration.mimo import MiMoConfig
 from ...configuration.mtp_families import family_of, num_layers
-from ...generation.drafters.modules import ModuleDrafter
+from ...generation.drafters.modules import ModuleSession
 from ...generation.drafters.protocol import DraftOptions
 from ...generation.mixins import MTPGenerationMixin
 from ..checkpointing import caches_kept
 from ..copies import PicklableMixin
 from ..heads.losses import depth_targets
-from ..indices import kept_positions
+from ..indices import selected_positions
 from ..loading import HUB_OPTIONS
 from ..outputs import DeepSeekMTPOutput, states_asked_for
 from .checkpoint import build, load, load_dequantized, official_device_map, own_device_map, text_config
@@ -38,8 +38,8 @@ _NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits", "acceptances"
 class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTPGenerationMixin, PreTrainedModel):
     """A causal language model and its D sequential modules (DeepSeek-V3), which draft what the model then verifies.
 
-    `main` is transformers' own model, unchanged; `mtp` are the modules. Folders are read and written as DeepSeek and
-    GLM publish them, so that plain transformers, vLLM and SGLang read them too.
+    `main` is transformers' own model, unchanged; `mtp` are the modules. Directories are read and written as DeepSeek
+    and GLM publish them, so that plain transformers, vLLM and SGLang read them too.
 
     Args:
         config: Configuration of the main model with `num_nextn_predict_layers` = D.
@@ -49,11 +49,11 @@ class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTP
         main: The main model.
         mtp: The modules (`MTPModules`).
         loss_options: How the modules' losses are weighed (`ModuleLossOptions`).
-        shared_copies: Whether the folder repeats embeddings and head in every module, as official ones do.
+        shared_copies: Whether the directory repeats embeddings and head in every module, as official ones do.
         draft_vocabulary: The tokens that modules may draft (`DraftVocabulary`); None: all. See `set_draft_vocabulary`.
 
     Example:
-        >>> model = DeepSeekMTP.from_pretrained(folder)
+        >>> model = DeepSeekMTP.from_pretrained(directory)
         >>> model.train_only("drafter")
         >>> Trainer(model, TrainingArguments("out"), train_dataset=data).train()
         >>> out = model.generate(**tokenizer("def main(", return_tensors="pt"), max_new_tokens=64)
@@ -105,17 +105,17 @@ class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTP
         draft_vocabulary: Any = None,
         **kwargs: Any,
     ) -> DeepSeekMTP:
-        """Loads a folder or a Hub repository.
+        """Loads a directory or a Hub repository.
 
         Args:
-            pretrained_model_name_or_path: A folder in the official layout, or a repository on the Hub.
+            pretrained_model_name_or_path: A directory in the official layout, or a repository on the Hub.
             inference_only: Leave the modules out: the model is then exactly the plain one.
-            draft_vocabulary: Token ids that modules may draft; None: those in the folder, or else all.
+            draft_vocabulary: Token ids that modules may draft; None: those in the directory, or else all.
             **kwargs: As for transformers' `from_pretrained`: `dtype` (that of the checkpoint by default),
                 `device_map`, `attn_implementation`, `revision`, ...
 
         Raises:
-            ValueError: A family that is not supported, a folder without modules or with another number of them than
+            ValueError: A family that is not supported, a directory without modules or with another number of them than
                 its config says, missing tensors, wrong shapes, quantised weights without scales.
         """
         name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
@@ -133,7 +133,7 @@ class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTP
             main, modules, report = load(name, facts.config, inference_only, **kwargs)
         model = cls(main.config, (main, modules)).eval()
         model.shared_copies = facts.shared_copies
-        vars(main.config).pop("auto_map", None)  # says where code lies in the folder that was read, and in no other
+        vars(main.config).pop("auto_map", None)  # says where code lies in the directory that was read, and in no other
         if hasattr(main, "hf_device_map"):
             model.hf_device_map = own_device_map(main.hf_device_map, num_layers(main.config))
         model.set_draft_vocabulary(stored_ids(name, **hub) if draft_vocabulary is None else draft_vocabulary)
@@ -194,9 +194,9 @@ class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTP
         """As many as the loss trains: D, or `unroll_steps`."""
         return self.num_depths
 
-    def make_drafter(self, options: DraftOptions) -> ModuleDrafter:
+    def start(self, options: DraftOptions) -> ModuleSession:
         """Drafts of the modules, for one call of `generate`."""
-        return ModuleDrafter(self, options)
+        return ModuleSession(self, options)
 
     @property
     def mtp_loss_weight(self) -> float:
@@ -342,7 +342,7 @@ class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTP
         if output_mtp_logits:
             mtp_logits = tuple(self.readout(state) for state in chain[1 : self.num_modules + 1])
         if logits_to_keep is not None or not (has_labels and self.training):
-            logits = self.readout(kept_positions(hidden, logits_to_keep or 0))
+            logits = self.readout(selected_positions(hidden, logits_to_keep or 0))
         return DeepSeekMTPOutput(
             loss=loss,
             logits=logits,

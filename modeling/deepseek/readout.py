@@ -15,7 +15,7 @@ from ..sharding import call
 class Readout:
     """The head and what a family does to its logits: z = factor W h / divisor, and then cap tanh(z / cap).
 
-    Greedy drafts do not feel it; losses, confidences and the laws that drafts are drawn from do.
+    Greedy drafts do not feel it; losses, confidences and the distributions that drafts are drawn from do.
 
     Args:
         main: The main model, whose head is looked up at every call.

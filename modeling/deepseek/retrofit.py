@@ -91,7 +91,7 @@ def _twin(config: PreTrainedConfig) -> int:
 
 
 def _check_shapes(main: PreTrainedModel, modules: MTPModules) -> None:
-    """Raises where a folder of these modules could not be read back, the next layer being unlike the copied one."""
+    """Raises where a directory of these modules could not be read back, the next layer being unlike the copied one."""
     config = main.config
     with torch.device("meta"):
         extended = extended_class(config, 1, [])(extended_config(config, 1))

@@ -1,4 +1,4 @@
-"""One ordinary folder for main model and modules: written under DeepSeek's names, and read back by a Trainer."""
+"""One ordinary directory for main model and modules: written under DeepSeek's names, and read back by a Trainer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OURS = "keys_to_ignore_at_inference"  # says what this class returns, and is no
 
 
 class OfficialFolderMixin(SavingMixin):
-    """Folders of a model with `main`, `mtp`, `shared_copies`, `loss_options` and `draft_vocabulary`."""
+    """Directories of a model with `main`, `mtp`, `shared_copies`, `loss_options` and `draft_vocabulary`."""
 
     def save_pretrained(
         self,
@@ -35,7 +35,7 @@ class OfficialFolderMixin(SavingMixin):
     def _write_folder(
         self, folder: Path, is_main_process: bool, state_dict: dict[str, torch.Tensor] | None, **kwargs: Any
     ) -> None:
-        """Writes one ordinary folder that transformers, vLLM and SGLang read.
+        """Writes one ordinary directory that transformers, vLLM and SGLang read.
 
         It keeps the main model's `model_type` and `architectures`, and holds module k as `model.layers.{L + k}.*`,
         experts one by one, with copies of embeddings and head where the model was loaded with them.
@@ -81,13 +81,13 @@ class OfficialFolderMixin(SavingMixin):
                 setattr(config, name, value)
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor], strict: bool = True, assign: bool = False) -> Any:
-        """Takes this model's own names, or a saved folder's (a Trainer that resumes reads the folder's files).
+        """Takes this model's own names, or a saved directory's (a Trainer that resumes reads the directory's files).
 
-        A folder in several files comes file by file, with `strict=False`; experts may be spread over them. They are
+        A directory in several files comes file by file, with `strict=False`; experts may be spread over them. They are
         kept until all are there, and then loaded.
 
         Raises:
-            ValueError: A folder's tensors that are not complete.
+            ValueError: A directory's tensors that are not complete.
         """
         if all(name.startswith(("main.", "mtp.")) and not _is_official(name) for name in state_dict):
             return super().load_state_dict(state_dict, strict, assign)
@@ -103,7 +103,7 @@ class OfficialFolderMixin(SavingMixin):
         return super().load_state_dict(loaded, strict, assign)
 
     def _size_in_files(self) -> int:
-        """Numbers that a saved folder of this model holds, copies left out."""
+        """Numbers that a saved directory of this model holds, copies left out."""
         return _size({str(tensor.data_ptr()): tensor for tensor in self.state_dict().values()})
 
 

@@ -1,1 +1,1 @@
-"""EAGLE heads: layers, layouts of folders, losses, `EagleHead`."""
+"""EAGLE heads: layers, layouts of directories, losses, `EagleHead`."""

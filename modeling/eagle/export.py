@@ -1,4 +1,5 @@
-"""Folders of EAGLE heads for other libraries and engines: names, configurations, and what each of them cannot read."""
+"""Directories of EAGLE heads for other libraries and engines: names, configurations, and what each of them cannot
+read."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ _OPTIONS_OF_3 = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_outp
 
 
 def folder_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of a folder.
+    """config.json of a directory.
 
     Args:
         config: The head's.
@@ -111,7 +112,7 @@ def _verifier_classes(config: EagleHeadConfig) -> list[str]:
 def folder_tensors(
     config: EagleHeadConfig, layout: str, state: dict[str, torch.Tensor], embeddings: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """Tensors of a folder under the layout's names.
+    """Tensors of a directory under the layout's names.
 
     Args:
         config: The head's.

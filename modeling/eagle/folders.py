@@ -1,4 +1,4 @@
-"""Reading and writing folders of a head: our own through transformers, those of others through their layouts."""
+"""Reading and writing directories of a head: our own through transformers, those of others through their layouts."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class EagleFolderMixin(StrictLoadingMixin):
         norm_before_residual: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Loads a folder or a Hub repository: ours, or an official, SpecForge's or speculators'.
+        """Loads a directory or a Hub repository: ours, or an official, SpecForge's or speculators'.
 
         Args:
             pretrained_model_name_or_path: Where the head is.
-            aux_layers: Indices into `hidden_states`, where the folder's ids are wrong or missing.
+            aux_layers: Indices into `hidden_states`, where the directory's ids are wrong or missing.
             norm_output: See `EagleHeadConfig`; False for heads that SpecForge trained from July to September
                 2026, whose configs say true and mean something else.
             norm_before_residual: See `EagleHeadConfig`; libraries differ in what a missing field means.
@@ -75,7 +75,7 @@ class EagleFolderMixin(StrictLoadingMixin):
     def _write_folder(
         self, folder: Path, is_main_process: bool, state_dict: dict[str, torch.Tensor] | None, **kwargs: Any
     ) -> None:
-        """Writes a folder in the layout that the head came from; a new head's is ours."""
+        """Writes a directory in the layout that the head came from; a new head's is ours."""
         self.config.loss_options = self.loss_options.changed()
         if self.config.layout == "tokenahead":
             if self.config.base_model_type is None and self.is_attached:
@@ -85,7 +85,7 @@ class EagleFolderMixin(StrictLoadingMixin):
             self._write(folder, self.config.layout, state_dict)
 
     def code_for(self, remote_code: str | None, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-        """As everywhere, but folders in the layout of others have a config.json that their tools read: no code.
+        """As everywhere, but directories in the layout of others have a config.json that their tools read: no code.
 
         Raises:
             ValueError: Code is asked for, and the layout is not ours.
@@ -101,7 +101,7 @@ class EagleFolderMixin(StrictLoadingMixin):
         return {}, {}
 
     def export(self, folder: str | PathLike, layout: str = "vllm") -> None:
-        """Writes a folder for another library or engine.
+        """Writes a directory for another library or engine.
 
         Args:
             folder: Where to.
@@ -124,7 +124,7 @@ class EagleFolderMixin(StrictLoadingMixin):
         (folder / CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor], strict: bool = True, assign: bool = False) -> Any:
-        """Takes this head's own names or a saved folder's (a Trainer that resumes reads the folder's file)."""
+        """Takes this head's own names or a saved directory's (a Trainer that resumes reads the directory's file)."""
         state = own_names(state_dict)
         held = set(self.state_dict())
         state = {name: tensor for name, tensor in state.items() if name in held or name not in ("d2t", "t2d")}

@@ -1,7 +1,8 @@
 """The layers of an EAGLE head: transformers' Llama blocks, and the one place where each version differs from them.
 
 Version 1 (EAGLE-1, EAGLE-2, HASS) merges embedding and feature before a block without input norm. Version 3 hands both,
-normed, to the first block's attention. The embedding comes first in either. Knows neither backbone, folders nor losses.
+normed, to the first block's attention. The embedding comes first in either. Knows neither backbone, directories nor
+losses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Folders of EAGLE heads as others write them: configuration and tensors in this library's names. Knows no network.
+"""Directories of EAGLE heads as others write them: configuration and tensors in this library's names. Knows no network.
 
 Layouts: the official one of EAGLE-1, EAGLE-2 and HASS; the official one of EAGLE-3; SpecForge's; speculators'. What a
 config leaves open is read off the tensors; what contradicts them, or what nobody here knows, is refused by name.
@@ -58,10 +58,10 @@ def _own_name(name: str) -> str:
 def foreign_head(
     name: Any, raw: dict[str, Any], state: dict[str, torch.Tensor], **overrides: Any
 ) -> tuple[EagleHeadConfig, dict[str, torch.Tensor]]:
-    """Configuration and tensors of a folder that another library wrote.
+    """Configuration and tensors of a directory that another library wrote.
 
     Args:
-        name: What the folder is called, for messages.
+        name: What the directory is called, for messages.
         raw: Its config.json.
         state: Its tensors.
         overrides: Fields of the configuration that the caller knows better; None: not given.
@@ -186,7 +186,7 @@ def check_vocabulary(name: Any, config: EagleHeadConfig, state: dict[str, torch.
     """`d2t` holds offsets, and says the same as `t2d`; where all tokens are drafted it says nothing and goes.
 
     Args:
-        name: What the folder is called, for messages.
+        name: What the directory is called, for messages.
         config: Of the head.
         state: Tensors under this library's names.
 
@@ -218,7 +218,7 @@ def check_vocabulary(name: Any, config: EagleHeadConfig, state: dict[str, torch.
 
 
 def read_tensors(name: Any, **hub: Any) -> dict[str, torch.Tensor]:
-    """All tensors of a folder or a Hub repository; pickles are read with `weights_only=True`.
+    """All tensors of a directory or a Hub repository; pickles are read with `weights_only=True`.
 
     Raises:
         ValueError: No weights, a damaged file, or a pickle of more than tensors.

@@ -24,7 +24,7 @@ class EagleLossOptions:
         topk_weight: ... with this weight.
         noise: Version 1, while training: features get uniform noise of this width, times 512 / the length of their text
             (official: 0.2).
-        divergence: How far the head's law is from the backbone's: `"cross_entropy"` (the papers'), `"kl"`,
+        divergence: How far the head's distribution is from the backbone's: `"cross_entropy"` (the papers'), `"kl"`,
             `"reverse_kl"`, `"tv"`, or the acceptance itself, `"lk"` and `"lk_kl"` (see `heads.divergences`).
         label_weight: Share of the labels' negative log-likelihood that is mixed into that distance, 0 to 1.
     """

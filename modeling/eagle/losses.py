@@ -28,7 +28,7 @@ from .loss_options import EagleLossOptions
 _BLOCK = 128
 """Rows of a sequence that go through the later steps together."""
 _LAW_WEIGHT = 0.1
-"""Weight of the law's cross-entropy beside the regression of features (EAGLE-1, section 4.2)."""
+"""Weight of the distribution's cross-entropy beside the regression of features (EAGLE-1, section 4.2)."""
 
 
 @dataclass
@@ -278,24 +278,24 @@ def cross_entropy_terms(
         options: `divergence` and `label_weight` are read.
 
     Returns:
-        [N, 3] float32: the loss, the law's part of it, and the acceptance, detached.
+        [N, 3] float32: the loss, the distribution's part of it, and the acceptance, detached.
     """
     with torch.no_grad():
         logits, ids = head.backbone_logits(states).float(), head.draft_ids
         drafted = torch.isin(logits.argmax(-1), ids)
-        law = logits.log_softmax(-1)[:, ids]
-    log_law = head.draft_logits(features).float().log_softmax(-1)
-    kept = acceptance(law, log_law.detach())
+        distribution = logits.log_softmax(-1)[:, ids]
+    log_distribution = head.draft_logits(features).float().log_softmax(-1)
+    kept = acceptance(distribution, log_distribution.detach())
     if options.divergence in ("cross_entropy", "kl", "reverse_kl"):
-        law = law.log_softmax(-1)
-    term = torch.where(drafted, divergence(options.divergence, law, log_law), 0.0)
-    return torch.stack([_mixed(term, head, log_law, labels, options), term, kept], dim=-1)
+        distribution = distribution.log_softmax(-1)
+    term = torch.where(drafted, divergence(options.divergence, distribution, log_distribution), 0.0)
+    return torch.stack([_mixed(term, head, log_distribution, labels, options), term, kept], dim=-1)
 
 
 def regression_terms(
     head: Any, features: torch.Tensor, states: torch.Tensor, labels: torch.Tensor, options: EagleLossOptions
 ) -> torch.Tensor:
-    """Terms of EAGLE-1 and HASS: smooth L1 distance of features, and of the laws made from them.
+    """Terms of EAGLE-1 and HASS: smooth L1 distance of features, and of the distributions made from them.
 
     Args:
         head: The head.
@@ -305,31 +305,33 @@ def regression_terms(
         options: `objective`, `divergence`, `label_weight`, `topk` and `topk_weight` are read.
 
     Returns:
-        [N, 3] float32: the loss; for EAGLE-1 the distance of laws alone, for HASS the loss; the acceptance, detached.
+        [N, 3] float32: the loss; for EAGLE-1 the distance of distributions alone, for HASS the loss; the acceptance,
+        detached.
     """
     with torch.no_grad():
-        law = head.backbone_logits(states).float().log_softmax(-1)
-    log_law = head.draft_logits(features).float().log_softmax(-1)
-    kept = acceptance(law, log_law.detach())
+        distribution = head.backbone_logits(states).float().log_softmax(-1)
+    log_distribution = head.draft_logits(features).float().log_softmax(-1)
+    kept = acceptance(distribution, log_distribution.detach())
     distance = nn.functional.smooth_l1_loss(features.float(), states.float(), reduction="none").mean(-1)
-    apart = divergence(options.divergence, law, log_law)
-    loss = distance + _LAW_WEIGHT * _mixed(apart, head, log_law, labels, options)
+    apart = divergence(options.divergence, distribution, log_distribution)
+    loss = distance + _LAW_WEIGHT * _mixed(apart, head, log_distribution, labels, options)
     if options.objective == "eagle1":
         return torch.stack([loss, apart, kept], dim=-1)
-    best, ids = law.exp().topk(min(options.topk, law.shape[-1]), dim=-1)
-    loss = loss - options.topk_weight * (best * log_law.gather(-1, ids)).sum(-1)
+    best, ids = distribution.exp().topk(min(options.topk, distribution.shape[-1]), dim=-1)
+    loss = loss - options.topk_weight * (best * log_distribution.gather(-1, ids)).sum(-1)
     return torch.stack([loss, loss, kept], dim=-1)
 
 
 def _mixed(
-    apart: torch.Tensor, head: Any, log_law: torch.Tensor, labels: torch.Tensor, options: EagleLossOptions
+    apart: torch.Tensor, head: Any, log_distribution: torch.Tensor, labels: torch.Tensor, options: EagleLossOptions
 ) -> torch.Tensor:
-    """(1 - w) D(p, q) - w log q(label), [N]; a label that is not drafted adds nothing, as such rows of the law do."""
+    """(1 - w) D(p, q) - w log q(label), [N]; a label that is not drafted adds nothing, as such rows of the distribution
+    do."""
     share, ids = options.label_weight, head.draft_ids
     if not share:
         return apart
     places = torch.full((head.config.vocab_size,), -1, device=ids.device)
     places[ids] = torch.arange(len(ids), device=ids.device)
     place = places[labels]
-    likelihood = log_law.gather(-1, place.clamp(min=0)[:, None])[:, 0]
+    likelihood = log_distribution.gather(-1, place.clamp(min=0)[:, None])[:, 0]
     return (1 - share) * apart - share * torch.where(place >= 0, likelihood, 0.0)

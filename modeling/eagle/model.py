@@ -17,8 +17,8 @@ from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from ...configuration import EagleHeadConfig
-from ...generation.attachment import Attachable, NoGenerationMixin, adopt_special_ids
-from ...generation.drafters.eagle import EagleDrafter
+from ...generation.attachment import AttachableDrafter, NoGenerationMixin, adopt_special_ids
+from ...generation.drafters.eagle import EagleSession
 from ...generation.drafters.protocol import DraftOptions
 from ..heads.backbone_parts import backbone_parts, dtype_of, frozen
 from ..unwrapping import unwrap
@@ -32,7 +32,7 @@ _CHAIN = 5
 """Tokens of a chain where nobody asks for a number."""
 
 
-class EagleHead(EagleLearningMixin, EagleFolderMixin, Attachable, NoGenerationMixin, PreTrainedModel):
+class EagleHead(EagleLearningMixin, EagleFolderMixin, AttachableDrafter, NoGenerationMixin, PreTrainedModel):
     """An EAGLE head, apart from its backbone, which stays as it is.
 
     `hidden_states` below are those of transformers: a tuple over layers of [B, L, D], the last after the final norm.
@@ -45,7 +45,7 @@ class EagleHead(EagleLearningMixin, EagleFolderMixin, Attachable, NoGenerationMi
         loss_options: How `forward` makes its loss (`EagleLossOptions`).
 
     Example:
-        >>> head = EagleHead.from_pretrained(folder).attach(backbone)
+        >>> head = EagleHead.from_pretrained(directory).attach(backbone)
         >>> tree = {"depth": 5, "top_k": 10, "total_tokens": 60}
         >>> out = backbone.generate(**inputs, assistant_model=head, draft_tree=tree)
     """
@@ -167,9 +167,9 @@ class EagleHead(EagleLearningMixin, EagleFolderMixin, Attachable, NoGenerationMi
         """What the published chains of these heads have."""
         return _CHAIN
 
-    def make_drafter(self, options: DraftOptions) -> EagleDrafter:
+    def start(self, options: DraftOptions) -> EagleSession:
         """Drafts of the head, for one call of `generate`."""
-        return EagleDrafter(self, options)
+        return EagleSession(self, options)
 
     @property
     def hidden_layers(self) -> int | list[int]:

@@ -1,6 +1,6 @@
 """EvaByte, native: a byte-level decoder with EVA attention and several next-byte heads (EvaByte, 2025).
 
-Parameter names and shapes are the official ones. How drafts are made and judged is not known here: `EvaByteForMTPC`
+Parameter names and shapes are the official ones. How drafts are made and verified is not known here: `EvaByteForMTPC`
 mixes that in.
 """
 

@@ -16,7 +16,7 @@ from functools import cached_property
 
 import torch
 
-from ..indices import line, steps
+from ..indices import cached_arange, cached_range
 
 
 @dataclass
@@ -88,10 +88,10 @@ class EvaBlock:
         """
         if self.is_uniform:
             start = summaries * self.summaries[0] + offsets * self.offsets[0]
-            return steps(start, length, self.device)[None]
+            return cached_range(start, length, self.device)[None]
         own_offsets, own_summaries = self._rows
         start = own_summaries * summaries + own_offsets * offsets
-        return start[:, None] + line(length, self.device)
+        return start[:, None] + cached_arange(length, self.device)
 
     @cached_property
     def new_slots(self) -> torch.Tensor:

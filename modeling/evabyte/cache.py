@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...configuration import EvaByteConfig
-from ...generation.tokens import Kept
+from ...generation.tokens import NewTokens
 from .block import EvaBlock
 
 Summarise = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -84,7 +84,7 @@ class EvaRows:
         self.gaps = [gap + block.length - count for gap, count in zip(self.gaps, counts)]
         self.starts = [start + fold * self.window for start, fold in zip(self.starts, block.settle)]
 
-    def keep_last(self, fed: int, kept: Kept) -> None:
+    def keep_last(self, fed: int, kept: NewTokens) -> None:
         """Leaves the first `kept.counts[r]` of the last `fed` tokens in row r."""
         mirror = self._mirror
         self.crop([fed - count for count in kept.counts])
@@ -262,7 +262,7 @@ class EvaByteCache(Cache):
             raise ValueError(f"crop: got {len(removed)} numbers for {rows} rows")
         self.rows.crop([-count for count in removed])
 
-    def keep_last(self, fed: int, kept: Kept) -> None:
+    def keep_last(self, fed: int, kept: NewTokens) -> None:
         """Leaves the first `kept.counts[r]` of the last `fed` tokens in row r."""
         self.rows.keep_last(fed, kept)
 

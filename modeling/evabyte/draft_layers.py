@@ -11,7 +11,7 @@ import torch
 from ...configuration import EvaByteConfig, MTPHeadConfig
 from ..heads.draft_layers import LayerAdapters
 from ..heads.registry import init_head
-from ..heads.window_law import WindowLaw
+from ..heads.window_distribution import WindowDistribution
 from .backbone import EvaByteDecoderLayer, EvaByteModel
 
 
@@ -97,7 +97,8 @@ class DraftLayersMixin:
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What the law of every position is made from, [B, L, D]: the last states, or those of the draft layers.
+        """What the distribution of every position is made from, [B, L, D]: the last states, or those of the draft
+        layers.
 
         Args:
             hidden_states: The backbone's, of which `hidden_layers` are read.
@@ -110,13 +111,13 @@ class DraftLayersMixin:
         states = hidden_states[self.hidden_layers[0]].detach()
         return run(states, attention_mask=attention_mask, position_ids=position_ids)
 
-    def law(
+    def distribution(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-    ) -> WindowLaw:
-        """Laws of the next `window` tokens behind every position of a text: runs the backbone.
+    ) -> WindowDistribution:
+        """Distributions of the next `window` tokens behind every position of a text: runs the backbone.
 
         Args:
             input_ids: [B, L] int64.
@@ -124,11 +125,11 @@ class DraftLayersMixin:
             position_ids: [B or 1, L]; only to mark packed documents.
 
         Returns:
-            A law whose tensors have leading axes [B, L].
+            A distribution whose tensors have leading axes [B, L].
         """
         wanted = {"use_cache": False, "output_hidden_states": self.hidden_layers}
         states = self.model(input_ids, attention_mask, position_ids, **wanted).hidden_states
-        return self.law_of_features(self.features(states, attention_mask, position_ids))
+        return self.distribution_of_features(self.features(states, attention_mask, position_ids))
 
 
 def with_layer(layer: int, wanted: bool | int | list[int] | None) -> bool | list[int]:

@@ -1,4 +1,4 @@
-"""EvaByte with multi-token heads: next-byte logits, the discounted loss, and the law of the next window."""
+"""EvaByte with multi-token heads: next-byte logits, the discounted loss, and the distribution of the next window."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
 from ...configuration.options import check_options
-from ...generation.drafters.draft_layers import DraftLayersDrafter
-from ...generation.drafters.heads import HeadDrafter
+from ...generation.drafters.draft_layers import DraftLayersSession
+from ...generation.drafters.heads import HeadSession
 from ...generation.drafters.protocol import DraftOptions
 from ...generation.mixins import MTPGenerationMixin
 from ..heads.backbone_parts import BackboneParts, frozen
 from ..heads.ff import FFHead
 from ..heads.losses import depth_targets, depth_weights, head_loss
-from ..heads.registry import build_head, init_head, law_behind, window_law
-from ..heads.window_law import WindowLaw
-from ..indices import kept_positions
+from ..heads.registry import build_head, distribution_after, init_head, window_distribution
+from ..heads.window_distribution import WindowDistribution
+from ..indices import selected_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..outputs import MTPOutput
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
@@ -61,14 +61,14 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
-        """Loads a folder or a Hub repository.
+        """Loads a directory or a Hub repository.
 
         `mtp_head={...}` asks for another head than the stored one: a smaller window of FF heads uses the first, a
         larger one appends new ones, and a circuit starts from stored FF heads (`set_head`).
 
         Raises:
             TypeError: An option of `mtp_head` that is no field of `MTPHeadConfig`.
-            ValueError: A folder of another architecture, missing tensors, wrong shapes, a damaged file, or a stored
+            ValueError: A directory of another architecture, missing tensors, wrong shapes, a damaged file, or a stored
                 circuit of another shape.
         """
         if isinstance(kwargs.get("mtp_head"), dict):
@@ -78,7 +78,7 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         dtypes = {key: kwargs.pop(key) for key in ("dtype", "torch_dtype") if key in kwargs}  # a config would keep them
         cls.check_model_type(name, config, **hub)
         if isinstance(config, PreTrainedConfig) and not isinstance(config, EvaByteConfig):
-            config = EvaByteConfig.from_dict(config.to_dict())  # of code that travelled with another folder
+            config = EvaByteConfig.from_dict(config.to_dict())  # of code that travelled with another directory
         elif not isinstance(config, EvaByteConfig):
             config, kwargs = EvaByteConfig.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
         wanted = config.mtp_head
@@ -106,7 +106,7 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
 
     @property
     def window(self) -> int:
-        """n: tokens that the head's law covers; a draft has n - 1."""
+        """n: tokens that the head's distribution covers; a draft has n - 1."""
         return self.config.mtp_head.window
 
     @property
@@ -118,7 +118,8 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         """Chooses another head; what it needs beyond the FF heads is made from them.
 
         FF heads are appended (drawn like fresh weights) where the window asks for more; a circuit starts with every
-        state of position i equal to FF head i, so that its law is that of the FF heads, and with random sum weights.
+        state of position i equal to FF head i, so that its distribution is that of the FF heads, and with random sum
+        weights.
 
         Args:
             **options: Fields of `MTPHeadConfig`; the window and draft layers stay as they are unless given.
@@ -198,23 +199,24 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         self.lm_head.requires_grad_(part == "all" or self.mtp_head is None)
         self.lm_head.target_frozen = part != "all" and self.mtp_head is None
 
-    def law_of_features(self, features: torch.Tensor) -> WindowLaw:
-        """Law of the next `window` tokens given `features` [..., D]."""
-        return window_law(self.head, self.config.mtp_head, features, self.backbone_parts())
+    def distribution_of_features(self, features: torch.Tensor) -> WindowDistribution:
+        """Distribution of the next `window` tokens given `features` [..., D]."""
+        return window_distribution(self.head, self.config.mtp_head, features, self.backbone_parts())
 
-    def law_behind(self, features: torch.Tensor, last: torch.Tensor, length: int) -> WindowLaw:
-        """Law of the next `length` tokens given `features` [..., F] and the token [...] behind them."""
-        return law_behind(self.head, self.config.mtp_head, features, last, length, self.backbone_parts())
+    def distribution_after(self, features: torch.Tensor, last: torch.Tensor, length: int) -> WindowDistribution:
+        """Distribution of the next `length` tokens given `features` [..., F] and the token [...] behind them."""
+        return distribution_after(self.head, self.config.mtp_head, features, last, length, self.backbone_parts())
 
-    def window_law(self, hidden_states: torch.Tensor) -> WindowLaw:
-        """Law of the next `window` tokens given last hidden states [..., D].
+    def window_distribution(self, hidden_states: torch.Tensor) -> WindowDistribution:
+        """Distribution of the next `window` tokens given last hidden states [..., D].
 
         Raises:
-            ValueError: A model with draft layers, whose law reads other states; use `features` and `law_of_features`.
+            ValueError: A model with draft layers, whose distribution reads other states; use `features` and
+                `distribution_of_features`.
         """
         if self.draft_layers is not None:
             raise ValueError("window_law of last states: draft layers read others; use law_of_features(features(...))")
-        return self.law_of_features(hidden_states)
+        return self.distribution_of_features(hidden_states)
 
     @can_return_tuple
     def forward(
@@ -266,7 +268,7 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
             **kwargs,
         )
         hidden = outputs.last_hidden_state
-        kept = kept_positions(hidden, logits_to_keep)
+        kept = selected_positions(hidden, logits_to_keep)
         logits = self.lm_head(kept, None if return_all_pred_logits else 1)
         logits = logits if return_all_pred_logits and self.config.num_pred_heads > 1 else logits[..., 0, :]
         found = {}
@@ -325,12 +327,12 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         scale = self._loss_scale(sums).to(sums)
         return (sums * scale * depth_weights(self.config.mtp_head, counts.to(sums))).sum()
 
-    def make_drafter(self, options: DraftOptions) -> HeadDrafter:
+    def start(self, options: DraftOptions) -> HeadSession:
         """Drafts of the head, for one call of `generate`."""
         if self.draft_layers is None:
-            return HeadDrafter(self.law_behind, options)
+            return HeadSession(self.distribution_after, options)
         run, layer = self.draft_layers.bind(self.model), self.hidden_layers[0]
-        return DraftLayersDrafter(self.law_behind, options, layer, run, self._new_cache())
+        return DraftLayersSession(self.distribution_after, options, layer, run, self._new_cache())
 
     def _new_cache(self) -> EvaByteCache:
         """The cache that `generate` starts with."""

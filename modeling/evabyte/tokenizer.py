@@ -64,7 +64,7 @@ CHAT_TEMPLATE = r"""
 """
 """Jinja text of the chat format; the marked assistant turns are what trainers learn from."""
 
-# The official template says the same without `{% generation %}` marks: a folder that carries it would lose the mask.
+# The official template says the same without `{% generation %}` marks: a directory that carries it would lose the mask.
 _UNMARKED_TEMPLATE_SHA256 = "e7f20b18720fcbdf7a411fe92aa7e944b13b762a7b9afdf269c9972f78f57669"
 
 _BYTE_TOKENS = {chr(byte): byte + BYTE_OFFSET for byte in range(256)}
@@ -88,7 +88,7 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         pad_token: Fills short rows, on the left by default (`padding_side`), as generation needs.
         chat_template: Jinja text; `CHAT_TEMPLATE` if not given.
         **kwargs: As for every `PreTrainedTokenizer`. `added_tokens_decoder` and `extra_special_tokens` may add tokens
-            from id 320 on; ids 0 to 63 are always the 64 specials, whatever flags a folder gives them.
+            from id 320 on; ids 0 to 63 are always the 64 specials, whatever flags a directory gives them.
 
     Raises:
         ValueError: A named token that is no token, or an `added_tokens_decoder` that contradicts ids 0 to 319.
@@ -124,7 +124,9 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         }
         added = _complete_added_tokens(kwargs.pop("added_tokens_decoder", None) or {})
         _check_named_tokens(named, known={token.content for token in added.values()})
-        kwargs.pop("auto_map", None)  # it names code files of the folder read, which a saved folder would not have
+        kwargs.pop(
+            "auto_map", None
+        )  # it names code files of the directory read, which a saved directory would not have
         extra = kwargs.pop("extra_special_tokens", None) or kwargs.pop("additional_special_tokens", None) or ()
         kwargs["extra_special_tokens"] = list(dict.fromkeys([*SPECIAL_TOKENS, *map(str, extra)]))
         kwargs["special_tokens_pattern"] = "bos"

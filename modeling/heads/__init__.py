@@ -1,1 +1,2 @@
-"""Heads: modules, the laws they describe, their losses, and `MTPHeads`, which live apart from their backbone."""
+"""Heads: modules, the distributions they describe, their losses, and `MTPHeads`, which live apart from their
+backbone."""

@@ -1,4 +1,4 @@
-"""Heads that live apart from their backbone: a small folder that makes any plain causal LM speculate.
+"""Heads that live apart from their backbone: a small directory that makes any plain causal LM speculate.
 
 The heads know the backbone only while attached to it, and what they save is theirs alone.
 """
@@ -16,9 +16,9 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import takers
 from ...configuration.options import check_options
-from ...generation.attachment import Attachable, adopt_special_ids
-from ...generation.drafters.attending import AttendingHeadDrafter
-from ...generation.drafters.heads import HeadDrafter
+from ...generation.attachment import AttachableDrafter, adopt_special_ids
+from ...generation.drafters.attending import AttendingHeadSession
+from ...generation.drafters.heads import HeadSession
 from ...generation.drafters.protocol import DraftOptions
 from ..loading import StrictLoadingMixin
 from ..unwrapping import unwrap
@@ -26,13 +26,21 @@ from .backbone_parts import BackboneParts, backbone_parts, compute_device
 from .draft_layers import BoundLayers, DraftLayers
 from .learning import LearningMixin, counted_positions
 from .official import OfficialLayoutsMixin
-from .registry import FAMILIES, HeadFamily, build_head, head_features, init_head, law_behind, window_law
-from .window_law import WindowLaw
+from .registry import (
+    FAMILIES,
+    HeadFamily,
+    build_head,
+    distribution_after,
+    head_features,
+    init_head,
+    window_distribution,
+)
+from .window_distribution import WindowDistribution
 
 _FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
 
 
-class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachable, PreTrainedModel):
+class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, AttachableDrafter, PreTrainedModel):
     """Multi-token heads for a backbone that stays as it is.
 
     Attached heads pass as `assistant_model`: `backbone.generate(..., assistant_model=heads)` speculates losslessly, any
@@ -109,7 +117,7 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
 
     @property
     def window(self) -> int:
-        """n: tokens that the law covers; a draft has n - 1."""
+        """n: tokens that the distribution covers; a draft has n - 1."""
         return self.config.window
 
     def _parts(self) -> BackboneParts | None:
@@ -166,11 +174,11 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         adopt_special_ids(self.config, backbone)
         self._expected_embedding = None
 
-    def make_drafter(self, options: DraftOptions) -> HeadDrafter:
+    def start(self, options: DraftOptions) -> HeadSession:
         """Drafts of the heads, for one call of `generate`."""
         if self.attends:
-            return AttendingHeadDrafter(self, options, self.features_of_call())
-        return HeadDrafter(self.law_behind, options, self.hidden_layers, self.features)
+            return AttendingHeadSession(self, options, self.features_of_call())
+        return HeadSession(self.distribution_after, options, self.hidden_layers, self.features)
 
     @property
     def family(self) -> HeadFamily:
@@ -236,7 +244,7 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         cache: Cache | None = None,
         layers: BoundLayers | None = None,
     ) -> torch.Tensor:
-        """What the law of every position is made from, [B, T, F].
+        """What the distribution of every position is made from, [B, T, F].
 
         Args:
             hidden_states: The backbone's output of that name, with those that `hidden_layers` names (or a mapping).
@@ -255,13 +263,13 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         states = [hidden_states[index] for index in self.hidden_layers]
         return head_features(self.head, states, attention_mask, position_ids, self._parts(), cache)
 
-    def law(
+    def distribution(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-    ) -> WindowLaw:
-        """Laws of the next `window` tokens behind every position of a text: runs the backbone.
+    ) -> WindowDistribution:
+        """Distributions of the next `window` tokens behind every position of a text: runs the backbone.
 
         Args:
             input_ids: [B, T] int64.
@@ -269,34 +277,34 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
             position_ids: [B or 1, T]; None: the real tokens are counted.
 
         Returns:
-            A law whose tensors have leading axes [B, T].
+            A distribution whose tensors have leading axes [B, T].
         """
         if position_ids is None and attention_mask is not None:
             position_ids = counted_positions(input_ids[..., None], attention_mask)
         outputs = self._run_backbone(input_ids, attention_mask, position_ids)
         features = self.features(outputs.hidden_states, attention_mask, position_ids)
-        return self.law_of_features(features)
+        return self.distribution_of_features(features)
 
-    def law_of_features(self, features: torch.Tensor) -> WindowLaw:
-        """Law of the next `window` tokens given `features` [..., F]."""
-        return window_law(self.head, self.config, features, self._parts())
+    def distribution_of_features(self, features: torch.Tensor) -> WindowDistribution:
+        """Distribution of the next `window` tokens given `features` [..., F]."""
+        return window_distribution(self.head, self.config, features, self._parts())
 
-    def law_behind(self, features: torch.Tensor, last: torch.Tensor, length: int) -> WindowLaw:
-        """Law of the next `length` tokens given `features` [..., F] and the token [...] behind them."""
-        return law_behind(self.head, self.config, features, last, length, self._parts())
+    def distribution_after(self, features: torch.Tensor, last: torch.Tensor, length: int) -> WindowDistribution:
+        """Distribution of the next `length` tokens given `features` [..., F] and the token [...] behind them."""
+        return distribution_after(self.head, self.config, features, last, length, self._parts())
 
-    def window_law(self, hidden_states: torch.Tensor) -> WindowLaw:
-        """Law of the next `window` tokens given the backbone's last hidden states [..., D].
+    def window_distribution(self, hidden_states: torch.Tensor) -> WindowDistribution:
+        """Distribution of the next `window` tokens given the backbone's last hidden states [..., D].
 
         Raises:
-            ValueError: Heads that read more than one state; use `law`.
+            ValueError: Heads that read more than one state; use `distribution`.
         """
         if self.attends or set(self.hidden_layers) != {-1}:
             raise ValueError(
                 f"head_type={self.config.head_type!r} reads more than the last state of one position: use "
-                "law(input_ids, attention_mask)"
+                "distribution(input_ids, attention_mask)"
             )
-        return self.law_of_features(hidden_states)
+        return self.distribution_of_features(hidden_states)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .circuits import ChainLaw, MixtureLaw, TreeLaw
-from .window_law import FactorisedLaw, WindowLaw
+from .circuits import ChainDistribution, MixtureDistribution, TreeDistribution
+from .window_distribution import FactorisedDistribution, WindowDistribution
 
 
 @dataclass(frozen=True)
@@ -16,13 +16,13 @@ class Circuit:
     """What tells one family of circuits from another; independent positions are the one without sums.
 
     Args:
-        law: From its parameters, in this order, and the leaves to the law.
+        distribution: From its parameters, in this order, and the leaves to the distribution.
         parameters: Their names: the root, then the [r, r] sums if the family has any.
         sum_counts: From the window n to how many such sums there are: one per step, and if all steps share theirs.
         persistent: When a head is new, states tend to stay what they are from one sum to the next.
     """
 
-    law: Callable[..., WindowLaw]
+    distribution: Callable[..., WindowDistribution]
     parameters: tuple[str, ...] = ("root_logits",)
     sum_counts: Callable[[int], tuple[int, ...]] = lambda window: (0,)
     persistent: bool = False
@@ -35,12 +35,12 @@ class Circuit:
 
 
 CIRCUITS = {
-    "ff": Circuit(FactorisedLaw, ()),
-    "cp": Circuit(MixtureLaw),
-    "hmm": Circuit(ChainLaw, ("root_logits", "trans_logits"), lambda window: (window - 1, 1), persistent=True),
-    "btree": Circuit(TreeLaw, ("root_logits", "node_logits"), lambda window: (max(window - 2, 0),)),
+    "ff": Circuit(FactorisedDistribution, ()),
+    "cp": Circuit(MixtureDistribution),
+    "hmm": Circuit(ChainDistribution, ("root_logits", "trans_logits"), lambda window: (window - 1, 1), persistent=True),
+    "btree": Circuit(TreeDistribution, ("root_logits", "node_logits"), lambda window: (max(window - 2, 0),)),
 }
-"""The laws that `circuit_from_logits` can build, by `head_type`."""
+"""The distributions that `circuit_from_logits` can build, by `head_type`."""
 
 
 def circuit_from_logits(
@@ -51,8 +51,8 @@ def circuit_from_logits(
     trans_logits: torch.Tensor | None = None,
     node_logits: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
-) -> WindowLaw:
-    """Builds the law of a head family from unnormalised parameters; layouts in the docstring of `circuits`.
+) -> WindowDistribution:
+    """Builds the distribution of a head family from unnormalised parameters; layouts in the docstring of `circuits`.
 
     Args:
         head_type: `"ff"` (leaves only, r = 1), `"cp"` (and root), `"hmm"` (root, trans) or `"btree"` (root, node).
@@ -60,14 +60,14 @@ def circuit_from_logits(
         root_logits: [..., r].
         trans_logits: [..., n - 1 or 1, r, r].
         node_logits: [..., n - 2, r, r]; None for n = 2.
-        dtype: Of the arithmetic and of what the law returns. Models use float32.
+        dtype: Of the arithmetic and of what the distribution returns. Models use float32.
 
     Raises:
         ValueError: An unknown `head_type`, or parameters that the family lacks or does not have.
 
     Example:
-        >>> law = circuit_from_logits("cp", root_logits=torch.zeros(3), leaf_logits=torch.zeros(4, 3, 10))
-        >>> law.condition(torch.tensor(7)).window
+        >>> distribution = circuit_from_logits("cp", root_logits=torch.zeros(3), leaf_logits=torch.zeros(4, 3, 10))
+        >>> distribution.condition(torch.tensor(7)).window
         3
     """
     window, rank = leaf_logits.shape[-3], leaf_logits.shape[-2]
@@ -81,7 +81,7 @@ def circuit_from_logits(
     if not family.parameters and rank != 1:
         raise ValueError(f"leaf_logits: {head_type!r} has rank 1, got {tuple(leaf_logits.shape)}")
     cast = [None if given[name] is None else given[name].to(dtype) for name in family.parameters]
-    return family.law(*cast, leaf_logits.to(dtype))
+    return family.distribution(*cast, leaf_logits.to(dtype))
 
 
 def _check(head_type: str, name: str, value: torch.Tensor | None, shapes: list[tuple[int, ...]] | None) -> None:

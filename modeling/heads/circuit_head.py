@@ -1,4 +1,4 @@
-"""The head of every circuit (MtPC): from a hidden state to the parameters of its law."""
+"""The head of every circuit (MtPC): from a hidden state to the parameters of its distribution."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class CircuitHead(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, backbone: BackboneParts | None = None, places: int | None = None
     ) -> dict[str, torch.Tensor]:
-        """Parameters of the law given hidden states [..., d].
+        """Parameters of the distribution given hidden states [..., d].
 
         Args:
             hidden_states: [..., d].
             backbone: Whose unembedding the leaves share; not needed with `leaf="full"`.
-            places: Only the leaves of so many first positions are computed, and the others are uniform, which no law of
-                the tokens before them notices; None: all.
+            places: Only the leaves of so many first positions are computed, and the others are uniform, which no
+                distribution of the tokens before them notices; None: all.
 
         Returns:
             `leaf_logits` [..., n, r, V], `root_logits` [..., r] and what else the family has (`circuit_from_logits`).
@@ -96,7 +96,8 @@ class CircuitHead(nn.Module):
 
     @torch.no_grad()
     def copy_leaves(self, heads: FFHead) -> None:
-        """Gives all states of position i the weights of FF head i (of the last head, beyond it): then q is FF's law."""
+        """Gives all states of position i the weights of FF head i (of the last head, beyond it): then q is FF's
+        distribution."""
         rows = heads.weight.unflatten(0, (heads.num_heads, heads.vocab_size))
         source = [min(i, heads.num_heads - 1) for i in range(self.config.window) for _ in range(self.config.rank)]
         self.leaf.weight.copy_(rows[source].flatten(0, 1))

@@ -17,13 +17,13 @@ import torch
 from ..indices import numbers
 from ..sampling import draw
 from .tree_structure import TreeStructure, Unit, balanced
-from .window_law import Choose, WindowLaw, logsumexp, normalised_logits
+from .window_distribution import Choose, WindowDistribution, logsumexp, normalised_logits
 
 Walk = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
 Scale = Callable[[torch.Tensor], torch.Tensor]
 
 
-class LatentLaw(WindowLaw):
+class LatentDistribution(WindowDistribution):
     """What circuits share: all follows from the weight of the owner's state before each position.
 
     Args:
@@ -100,18 +100,19 @@ class LatentLaw(WindowLaw):
     def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Exact conditionals one after the other, in linear space (each is normalised, so nothing underflows)."""
         leaves = self.leaf_logits[..., :length, :, :].softmax(-1)
-        tokens, laws, _ = self._walk_along(choose, leaves, leaves, _unit)
-        return torch.stack(tokens, -1), torch.stack(laws, -2)
+        tokens, probs, _ = self._walk_along(choose, leaves, leaves, _unit)
+        return torch.stack(tokens, -1), torch.stack(probs, -2)
 
     def greedy(self, length: int | None = None) -> torch.Tensor:
         """Argmax of each exact conditional in turn; an argmax needs no normalisation, but for what would underflow."""
         leaves = self.leaf_logits[..., :length, :, :].softmax(-1)
         return torch.stack(self._walk_along(_largest, leaves, leaves, _now_and_then())[0], -1)
 
-    def sample_with_laws(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One race for all positions, whose noise divides the leaves instead of the laws; the laws come all at once.
+    def sample_with_probs(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One race for all positions, whose noise divides the leaves instead of the distributions; the distributions
+        come all at once.
 
-        A law is a mixture of leaves, so that argmax (w leaf / E) is a free draw from w leaf.
+        A distribution is a mixture of leaves, so that argmax (w leaf / E) is a free draw from w leaf.
         """
         leaves = self.leaf_logits[..., :length, :, :].softmax(-1)
         noise = torch.empty_like(leaves[..., :1, :]).exponential_().clamp_min_(torch.finfo(leaves.dtype).tiny)
@@ -121,17 +122,18 @@ class LatentLaw(WindowLaw):
     def _walk_along(
         self, choose: Choose, shown: torch.Tensor, leaves: torch.Tensor, unit: Scale
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """Tokens and laws that `choose` gives for mixtures of `shown` in turn, and the weights, which `unit` scaled."""
-        walk, tokens, laws = self._walk(unit), [], []
+        """Tokens and distributions that `choose` gives for mixtures of `shown` in turn, and the weights, which `unit`
+        scaled."""
+        walk, tokens, probs = self._walk(unit), [], []
         weights = [next(walk)]
         for position in range(leaves.shape[-3]):
-            token, law = choose((weights[-1][..., None, :] @ shown[..., position, :, :])[..., 0, :])
+            token, distribution = choose((weights[-1][..., None, :] @ shown[..., position, :, :])[..., 0, :])
             tokens.append(token)
-            laws.append(law)
+            probs.append(distribution)
             if position + 1 < leaves.shape[-3]:
                 leaf = leaves[..., position, :, :]
                 weights.append(walk.send(leaf.gather(-1, token[..., None, None].expand(*leaf.shape[:-1], 1))[..., 0]))
-        return tokens, laws, weights
+        return tokens, probs, weights
 
     def _leaves_after_first(self) -> torch.Tensor:
         return self.leaf_logits[..., 1:, :, :]
@@ -142,7 +144,7 @@ class LatentLaw(WindowLaw):
         return chosen - leaf.logsumexp(-1)
 
 
-class MixtureLaw(LatentLaw):
+class MixtureDistribution(LatentDistribution):
     """CP: q(x) = sum_z root[z] prod_i leaf_i[z, x_i]."""
 
     def __init__(self, root_logits: torch.Tensor, leaf_logits: torch.Tensor) -> None:
@@ -158,9 +160,9 @@ class MixtureLaw(LatentLaw):
         """One state for all positions."""
         return draw(self.root.exp(), generator)[..., None].expand(*self.root.shape[:-1], self.window)
 
-    def condition(self, first: torch.Tensor) -> MixtureLaw:
+    def condition(self, first: torch.Tensor) -> MixtureDistribution:
         """root'[z] ~ root[z] leaf_1[z, b]."""
-        return MixtureLaw(_safe(self.root + self._first_evidence(first)), self._leaves_after_first())
+        return MixtureDistribution(_safe(self.root + self._first_evidence(first)), self._leaves_after_first())
 
     def _walk(self, unit: Scale) -> Walk:
         weights = self.root.exp()
@@ -168,7 +170,7 @@ class MixtureLaw(LatentLaw):
             weights = unit(weights * (yield weights))
 
 
-class ChainLaw(LatentLaw):
+class ChainDistribution(LatentDistribution):
     """HMM: z_1 ~ root, z_{i+1} ~ trans_i[z_i], x_i ~ leaf_i[z_i]; one transition for all steps if only one is given.
 
     The filter is n dependent steps of r^2 work in log space: a parallel scan would need r^3 per step and lose -inf.
@@ -210,12 +212,12 @@ class ChainLaw(LatentLaw):
         states = maps.gather(-1, first[..., None, :].expand(*batch, self.window - 1, 1))[..., 0]
         return torch.cat([first, states], dim=-1)
 
-    def condition(self, first: torch.Tensor) -> ChainLaw:
+    def condition(self, first: torch.Tensor) -> ChainDistribution:
         """root'[z_2] = sum_{z_1} q(z_1 | b) trans_1[z_1, z_2]."""
         posterior = normalised_logits(_safe(self.root + self._first_evidence(first)))
         root = posterior if self.window == 1 else logsumexp(posterior[..., None] + self._step(0), -2)
         rest = self.transitions if self.transitions.shape[-3] == 1 else self.transitions[..., 1:, :, :]
-        return ChainLaw(root, rest, self._leaves_after_first(), normalised=True)
+        return ChainDistribution(root, rest, self._leaves_after_first(), normalised=True)
 
     def _walk(self, unit: Scale) -> Walk:
         weights, steps = self.root.exp(), self.transitions.exp()
@@ -226,7 +228,7 @@ class ChainLaw(LatentLaw):
                 weights = (weights[..., None, :] @ step)[..., 0, :]
 
 
-class TreeLaw(LatentLaw):
+class TreeDistribution(LatentDistribution):
     """BTree: q(x) = sum_z root[z_0] prod_{h>0} node_h[z_parent(h), z_h] prod_i leaf_i[z_owner(i), x_i].
 
     All prefixes at once take one pass up and one down the levels: a prefix has seen every left sibling of the path to
@@ -293,7 +295,7 @@ class TreeLaw(LatentLaw):
             order |= {node: len(order) + i for i, node in enumerate(level)}
         return _select(torch.cat(states, -1), [order[owner] for owner in tree.owner], -1)
 
-    def condition(self, first: torch.Tensor) -> TreeLaw:
+    def condition(self, first: torch.Tensor) -> TreeDistribution:
         """Reweights the path from the first position's owner to the root: log n nodes."""
         message, nodes, root = self._first_evidence(first), self.nodes, self.root
         for node in self.structure.path_to_root(0):
@@ -303,7 +305,7 @@ class TreeLaw(LatentLaw):
             joint = nodes[..., node - 1, :, :] + message[..., None, :]
             message, nodes = logsumexp(joint, -1), nodes.clone()
             nodes[..., node - 1, :, :] = _safe(joint)
-        return TreeLaw(root, nodes, self._leaves_after_first(), self.structure.without_first())
+        return TreeDistribution(root, nodes, self._leaves_after_first(), self.structure.without_first())
 
     def _walk(self, unit: Scale) -> Walk:
         nodes = None if self.nodes is None else self.nodes.exp()
@@ -347,5 +349,6 @@ def _now_and_then() -> Scale:
 
 
 def _safe(joint: torch.Tensor) -> torch.Tensor:
-    """Log weights [..., r] without -inf; where all were, they are equal: after an impossible token any law will do."""
+    """Log weights [..., r] without -inf; where all were, they are equal: after an impossible token any distribution
+    will do."""
     return joint.clamp_min(torch.finfo(joint.dtype).min / 4)

@@ -1,4 +1,4 @@
-"""How far a drafter's law q is from the verifier's law p, at one place: what distillation minimises.
+"""How far a drafter's distribution q is from the verifier's distribution p, at one place: what distillation minimises.
 
 All are computed from log-probabilities and are finite and differentiable where q is. The acceptance of a drafted token
 is alpha = sum_x min(p(x), q(x)) (Leviathan et al. 2023), so total variation is 1 - alpha, and LK is -log alpha.
@@ -53,10 +53,10 @@ def log_acceptance(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 
 
 def head_and_rest(log_p: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k likeliest tokens of a law, and all others as one.
+    """The k likeliest tokens of a distribution, and all others as one.
 
-    Lumping tokens together never makes two laws look further apart: every KL is a lower bound of the true one, and with
-    m the mass of the rest under p, TV - m <= TV of the lumped laws <= TV.
+    Lumping tokens together never makes two distributions look further apart: every KL is a lower bound of the true one,
+    and with m the mass of the rest under p, TV - m <= TV of the lumped distributions <= TV.
 
     Args:
         log_p: [..., V], normalised.
@@ -70,7 +70,7 @@ def head_and_rest(log_p: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def lumped(log_q: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """A law [..., V] at the tokens `ids` [..., k], and all others as one: [..., k + 1]."""
+    """A distribution [..., V] at the tokens `ids` [..., k], and all others as one: [..., k + 1]."""
     chosen = log_q.gather(-1, ids)
     return torch.cat([chosen, _log_rest(chosen)], -1)
 

@@ -2,9 +2,9 @@
 
 The backbone's layers are shared up to the last k. The verifier V runs those as they are; the drafter D runs them with
 adapters, on z, the input of the first of them, and over verified tokens only: so D's cache never goes back, the
-backbone is called once per cycle, and its law stays bit for bit what it is. Only adapters are parameters here. The
-weights are the backbone's, borrowed for a call: W + s B A is made anew for every step of training and once per call of
-`generate`.
+backbone is called once per cycle, and its distribution stays bit for bit what it is. Only adapters are parameters here.
+The weights are the backbone's, borrowed for a call: W + s B A is made anew for every step of training and once per call
+of `generate`.
 """
 
 from __future__ import annotations

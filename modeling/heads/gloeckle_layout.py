@@ -1,4 +1,4 @@
-"""Folders of facebook/multi-token-prediction: `consolidated.pth` and `params.json`. Names and rope order only.
+"""Directories of facebook/multi-token-prediction: `consolidated.pth` and `params.json`. Names and rope order only.
 
 The numbered layers are the trunk and, last, head 1; `extra_heads.{j}` are the others, on the same trunk. With head 1 as
 its last layer the rest is a plain Llama.

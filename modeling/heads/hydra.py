@@ -13,13 +13,14 @@ from ...configuration import MTPHeadConfig
 from .backbone_parts import BackboneParts, backbone_parts
 from .blocks import ConcatBlock, ResidualBlock, repeated
 from .decoder_layers import DecoderLayers, read_config
-from .sequential_law import SequentialLaw
+from .sequential_distribution import SequentialDistribution
 from .unembeddings import OwnUnembeddings, SharedUnembedding, next_token_logits
-from .window_law import FactorisedLaw, WindowLaw
+from .window_distribution import FactorisedDistribution, WindowDistribution
 
 
 class HydraHead(nn.Module):
-    """Head k = 1..n-1 predicts x_{t+1+k} from [s; e(x_{t+1}); ..; e(x_{t+k})]; position 1 is the backbone's own law.
+    """Head k = 1..n-1 predicts x_{t+1+k} from [s; e(x_{t+1}); ..; e(x_{t+k})]; position 1 is the backbone's own
+    distribution.
 
     s is the state at t, or what a decoder layer over all states up to t makes of it (`arch="prefix-mlp"`).
 
@@ -141,17 +142,18 @@ def prefix_config(hidden_size: int, intermediate_size: int, heads: int, key_head
     return config.to_dict()
 
 
-def hydra_law(
+def hydra_distribution(
     head: HydraHead,
     config: MTPHeadConfig,
     features: torch.Tensor,
     backbone: BackboneParts | None,
     start: int = 0,
     stop: int | None = None,
-) -> WindowLaw:
-    """The law of the next n tokens given features [..., 2 d] or [..., d], in float32 (float64 kept).
+) -> WindowDistribution:
+    """The distribution of the next n tokens given features [..., 2 d] or [..., d], in float32 (float64 kept).
 
-    Conditionals are computed when they are asked for, so that `start` and `stop` (`HeadFamily.law`) change nothing.
+    Conditionals are computed when they are asked for, so that `start` and `stop` (`HeadFamily.distribution`) change
+    nothing.
     """
     state = head.state(features)
     known = state[..., None, :][..., :0, :]
@@ -161,7 +163,7 @@ def hydra_law(
         return head.first(features, backbone) if count == 0 else head.logits(count - 1, state, prefix, backbone)
 
     if config.grounded:
-        return SequentialLaw(next_logits, backbone.embed, config.window, known)
+        return SequentialDistribution(next_logits, backbone.embed, config.window, known)
     logits = [next_logits(known), *(head.logits(k, state, known, backbone) for k in range(config.window - 1))]
     dtype = torch.promote_types(logits[0].dtype, torch.float32)
-    return FactorisedLaw(torch.stack([part.to(dtype) for part in logits], -2).unsqueeze(-2))
+    return FactorisedDistribution(torch.stack([part.to(dtype) for part in logits], -2).unsqueeze(-2))

@@ -1,4 +1,4 @@
-"""Folders of Hydra heads as their authors write them: `hydra_lm_head.pt` and `config.json`. Names only."""
+"""Directories of Hydra heads as their authors write them: `hydra_lm_head.pt` and `config.json`. Names only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads and their backbone learning together (Medusa-2, Mehra et al.): one module, two folders."""
+"""Heads and their backbone learning together (Medusa-2, Mehra et al.): one module, two directories."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .losses import IGNORE, counts_of_update, depth_targets
 from .tensor_files import below
 
 BACKBONE = "backbone"
-"""Folder of the backbone, or of its adapters, within that of the heads."""
+"""Directory of the backbone, or of its adapters, within that of the heads."""
 
 
 class JointMTPModel(PreTrainedModel):
@@ -29,7 +29,7 @@ class JointMTPModel(PreTrainedModel):
     The loss is the backbone's own next-token loss, and lambda (`heads.mtp_loss_weight`) times that of the heads, whose
     gradient reaches the backbone's layers, and not its norm, embeddings or unembedding.
 
-    `save_pretrained(folder)` writes the heads' folder, and the backbone (or its adapters alone, where it has any) in
+    `save_pretrained(folder)` writes the heads' directory, and the backbone (or its adapters alone, where it has any) in
     `folder/backbone`. Afterwards the two are used as ever: `heads` is attached to `backbone`. What is verified is then
     the backbone *as trained*.
 
@@ -55,7 +55,7 @@ class JointMTPModel(PreTrainedModel):
 
     @property
     def window(self) -> int:
-        """n: tokens that the heads' law covers."""
+        """n: tokens that the heads' distribution covers."""
         return self.heads.window
 
     @property
@@ -141,7 +141,8 @@ class JointMTPModel(PreTrainedModel):
         state_dict: dict[str, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Writes the heads' folder and, in it, the backbone's; `state_dict` holds tensors that had to be gathered."""
+        """Writes the heads' directory and, in it, the backbone's; `state_dict` holds tensors that had to be
+        gathered."""
         state = self.state_dict() if state_dict is None else state_dict
         for name, folder in (("heads", Path(save_directory)), ("backbone", Path(save_directory) / BACKBONE)):
             getattr(self, name).save_pretrained(folder, is_main_process, below(state, f"{name}."), **kwargs)
@@ -150,7 +151,7 @@ class JointMTPModel(PreTrainedModel):
         """Takes over what `save_pretrained` wrote, into this very model.
 
         Raises:
-            ValueError: A folder of other heads, or of another backbone.
+            ValueError: A directory of other heads, or of another backbone.
         """
         load_trained(self.heads, Path(folder), "heads")
         load_trained(self.backbone, Path(folder) / BACKBONE, "backbone")
@@ -160,10 +161,10 @@ def load_trained(model: PreTrainedModel, folder: Path, what: str) -> None:
     """Takes over what the `save_pretrained` of a model, or of one that carries adapters of peft, wrote.
 
     Raises:
-        ValueError: A folder of another model; `what` it should be is said.
+        ValueError: A directory of another model; `what` it should be is said.
     """
     for name in getattr(model, "peft_config", {}):
-        # peft writes the adapter "default" into the folder itself, and every other one into a folder of its name
+        # peft writes the adapter "default" into the directory itself, and every other one into a directory of its name
         adapters = (folder if name == "default" else folder / name) / "adapter_model.safetensors"
         if adapters.exists():
             from peft import set_peft_model_state_dict

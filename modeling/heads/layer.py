@@ -19,7 +19,8 @@ class LayerHead(nn.Module):
     """Logits of head k are W norm(f_k(z)): a decoder layer f_k of its own, the backbone's norm and unembedding.
 
     z is the input of the backbone's last layer or, with `mix="weighted"`, a learned mean of the outputs of all layers
-    below it, one mean per head. Position 1 is the backbone's own law (`first="backbone"`), or has a head like the rest.
+    below it, one mean per head. Position 1 is the backbone's own distribution (`first="backbone"`), or has a head like
+    the rest.
 
     Args:
         config: Head options: `window`, `first`, `mix`, `mix_temperature`, `mix_init`, `backbone_config`.

@@ -11,7 +11,7 @@ from torch import nn
 from ...configuration import MTPHeadConfig
 from .backbone_parts import BackboneParts
 from .chunks import Part, chunked_sums
-from .registry import window_law
+from .registry import window_distribution
 from .teacher import Teacher
 
 IGNORE = -100
@@ -240,8 +240,8 @@ def head_loss(
     """The loss of a head over all windows of a batch, in chunks.
 
     A term is -log q(x_{t+j} | x_{t+1..t+j-1}), where x is the label if that is scored, and else the token observed; or,
-    from depth 2 on, how far that law is from the backbone's own (`loss_target="teacher"`, see `divergences`), mixed
-    with a share `loss_label_weight` of the former.
+    from depth 2 on, how far that distribution is from the backbone's own (`loss_target="teacher"`, see `divergences`),
+    mixed with a share `loss_label_weight` of the former.
 
     Args:
         head: The head.
@@ -277,11 +277,11 @@ def head_loss(
         unknown: torch.Tensor | None,
         *taught: torch.Tensor,
     ) -> torch.Tensor:
-        law = window_law(head, config, part, backbone)
+        distribution = window_distribution(head, config, part, backbone)
         if teacher is None:
-            values = [-law.token_log_probs(tokens, unknown)]
+            values = [-distribution.token_log_probs(tokens, unknown)]
         else:
-            values = list(teacher.terms(law, tokens, taught))
+            values = list(teacher.terms(distribution, tokens, taught))
         if balanced and balance is not None:
             values.append(values[0].detach().square())
         return torch.cat([torch.where(scored, value, 0.0) for value in values], -1)

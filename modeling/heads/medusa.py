@@ -13,7 +13,8 @@ from .unembeddings import OwnUnembeddings, SharedUnembedding, next_token_logits
 
 
 class MedusaHead(nn.Module):
-    """Head k = 1..n-1 predicts the token k + 1 ahead: W_k block(...block(h)); position 1 is the backbone's own law.
+    """Head k = 1..n-1 predicts the token k + 1 ahead: W_k block(...block(h)); position 1 is the backbone's own
+    distribution.
 
     Args:
         config: Head options: `window`, `num_blocks`, `tied_blocks`, `unembed`, `block`, `block_size`.

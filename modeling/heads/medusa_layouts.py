@@ -1,4 +1,4 @@
-"""Folders of Medusa heads: the authors' (version 1, 2, merged into a model) and vLLM's. Names only.
+"""Directories of Medusa heads: the authors' (version 1, 2, merged into a model) and vLLM's. Names only.
 
 Authors': `{k}.{j}.linear.{weight, bias}` for head k and block j, `{k}.{blocks}.weight` its unembedding (version 2 has
 none). Merged: the same behind `medusa_head.` in a model's files. vLLM: `blocks.{k}.layers.{j}.*` and
@@ -40,7 +40,7 @@ def read_official(folder: Path) -> Folder:
 
 
 def read_vllm(folder: Path) -> Folder:
-    """Options of the heads and their tensors, from a folder that vLLM serves."""
+    """Options of the heads and their tensors, from a directory that vLLM serves."""
     values = read_json(folder / "config.json")
     tensors = read_tensors(sorted(folder.glob("*.safetensors")))
     tensors = {name.removeprefix("medusa_heads."): tensor for name, tensor in tensors.items()}
@@ -56,7 +56,7 @@ def read_vllm(folder: Path) -> Folder:
 
 
 def write_official(config: MTPHeadConfig, tensors: Tensors, unembedding: torch.Tensor) -> Folder:
-    """Fields and tensors of a version 1 folder, or of version 2 where the unembedding is the backbone's."""
+    """Fields and tensors of a version 1 directory, or of version 2 where the unembedding is the backbone's."""
     _check(config)
     fields: dict[str, Any] = {"medusa_num_heads": config.window - 1, "medusa_num_layers": config.num_blocks}
     if config.unembed == "shared":
@@ -71,7 +71,7 @@ def write_official(config: MTPHeadConfig, tensors: Tensors, unembedding: torch.T
 
 
 def write_vllm(config: MTPHeadConfig, tensors: Tensors, unembedding: torch.Tensor) -> Folder:
-    """Fields and tensors of a folder that vLLM serves; biases are announced, which it would else drop in silence."""
+    """Fields and tensors of a directory that vLLM serves; biases are announced, which it would else drop in silence."""
     if config.head_type == "ff":
         return _vllm_fields(config, num_hidden_layers=0), _independent_unembeddings(config, tensors, unembedding)
     _check(config)
@@ -119,7 +119,7 @@ def _block(config: MTPHeadConfig, tensors: Tensors, k: int, j: int, part: str) -
 def _check(config: MTPHeadConfig) -> None:
     if config.head_type != "medusa" or config.block != "residual":
         raise ValueError(
-            f"layout: Medusa's folders hold head_type='medusa' with block='residual' (and vLLM's also 'ff'), not "
+            f"layout: Medusa's directories hold head_type='medusa' with block='residual' (and vLLM's also 'ff'), not "
             f"{config.head_type!r} with block={config.block!r}"
         )
 
@@ -142,7 +142,7 @@ def _options(folder: Path, values: dict[str, Any], ours: Tensors) -> Folder:
         if "unembeddings.heads.0.weight" in ours:
             raise ValueError(
                 f"{folder}: heads without blocks are independent ('ff') heads written for vLLM, which lack the first "
-                "one; load the folder that they were written from"
+                "one; load the directory that they were written from"
             )
         raise ValueError(f"{folder}: no Medusa heads among its tensors")
     heads, blocks = (1 + max(numbers) for numbers in zip(*places))

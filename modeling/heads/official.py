@@ -1,4 +1,5 @@
-"""Public folders of parallel heads, read and written: which layout a folder has, and what `MTPHeads` makes of it."""
+"""Public directories of parallel heads, read and written: which layout a directory has, and what `MTPHeads` makes of
+it."""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ class OfficialLayoutsMixin:
 
     @classmethod
     def from_official(cls, folder: str | PathLike, **options: Any) -> Any:
-        """Heads from a folder of their authors: Medusa (version 1, 2, merged, vLLM's), Hydra, Gloeckle et al.
+        """Heads from a directory of their authors: Medusa (version 1, 2, merged, vLLM's), Hydra, Gloeckle et al.
 
         Args:
-            folder: A local folder; its layout is found by its files.
-            **options: Fields of `MTPHeadConfig` that the folder does not say (`vocab_size` for Medusa's version 2), or
-                that should differ, as `loss_weights`.
+            folder: A local directory; its layout is found by its files.
+            **options: Fields of `MTPHeadConfig` that the directory does not say (`vocab_size` for Medusa's version 2),
+                or that should differ, as `loss_weights`.
 
         Returns:
             The heads, in the dtype of their tensors, not attached.
@@ -55,10 +56,10 @@ class OfficialLayoutsMixin:
 
     @classmethod
     def backbone_from_official(cls, folder: str | PathLike) -> PreTrainedModel:
-        """The backbone in a folder that holds it beside its heads (merged Medusa-2, Gloeckle et al.).
+        """The backbone in a directory that holds it beside its heads (merged Medusa-2, Gloeckle et al.).
 
         Raises:
-            ValueError: A folder of heads alone.
+            ValueError: A directory of heads alone.
         """
         folder = Path(folder)
         if (folder / gloeckle_layout.PARAMS).is_file():
@@ -100,7 +101,7 @@ class OfficialLayoutsMixin:
         save_file(named, folder / ("medusa_lm_head.safetensors" if layout == "medusa" else "model.safetensors"))
 
     def check_embedding(self, backbone: PreTrainedModel) -> None:
-        """Hydra's folders repeat the embedding of their backbone, which tells a wrong one.
+        """Hydra's directories repeat the embedding of their backbone, which tells a wrong one.
 
         Raises:
             ValueError: Another embedding.
@@ -115,7 +116,7 @@ class OfficialLayoutsMixin:
 
 
 def _reader(folder: Path) -> Callable[[Path], Reading]:
-    """How to read a folder.
+    """How to read a directory.
 
     Raises:
         ValueError: No known layout.

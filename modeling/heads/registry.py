@@ -1,4 +1,4 @@
-"""The families of heads: what builds the module of each, and what its law is. Heads know no backbone.
+"""The families of heads: what builds the module of each, and what its distribution is. Heads know no backbone.
 
 A family is registered here and, with its options and what cards say of it, in `configuration.head_families` under the
 same name. Everything else asks the registry, never a name or a class.
@@ -25,7 +25,7 @@ from .hydra import HydraHead
 from .layer import LayerHead
 from .medusa import MedusaHead
 from .shared import SharedHead
-from .window_law import FactorisedLaw, WindowLaw
+from .window_distribution import FactorisedDistribution, WindowDistribution
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,18 @@ class HeadFamily:
 
     Args:
         build: From the config, the width d and the number of token ids V to the module.
-        law: Of the module and its config, at features [..., F], with what is borrowed of the backbone (None while there
-            is none): the law of the next n tokens, in float32 (float64 kept). It takes `start` and `stop`, too, the
-            places of the window that are asked about: what concerns others alone need not be computed, and independent
-            positions are those places only.
+        distribution: Of the module and its config, at features [..., F], with what is borrowed of the backbone (None
+            while there is none): the distribution of the next n tokens, in float32 (float64 kept). It takes `start` and
+            `stop`, too, the places of the window that are asked about: what concerns others alone need not be computed,
+            and independent positions are those places only.
         hidden_layers: Which states of the backbone it reads, as `output_hidden_states` counts them, the last included.
         attends: Whether features look at other positions; the head then has a cache, of verified rows only.
         layer_config: From a head's config and its backbone's to the config of the decoder layer that it needs, if any.
-        is_independent: Whether the law behind the window's first token is the same, whatever that token is.
+        is_independent: Whether the distribution behind the window's first token is the same, whatever that token is.
     """
 
     build: Callable[[MTPHeadConfig, int, int], nn.Module]
-    law: Callable[..., WindowLaw]
+    distribution: Callable[..., WindowDistribution]
     hidden_layers: Callable[[MTPHeadConfig], list[int]] = lambda config: [-1]
     attends: Callable[[MTPHeadConfig], bool] = lambda config: False
     layer_config: Callable[[MTPHeadConfig, PreTrainedConfig], dict[str, Any] | None] = lambda config, text: None
@@ -57,37 +57,37 @@ def _build_independent(config: MTPHeadConfig, hidden_size: int, vocab_size: int)
     return leaves[config.leaf](hidden_size, vocab_size, config.window)
 
 
-def _independent_law(
+def _independent_distribution(
     head: nn.Module,
     config: MTPHeadConfig,
     features: torch.Tensor,
     backbone: BackboneParts | None,
     start: int = 0,
     stop: int | None = None,
-) -> WindowLaw:
+) -> WindowDistribution:
     stop = config.window if stop is None else stop
-    return FactorisedLaw(_exact(call(head, features, stop, backbone, start).unsqueeze(-2)))
+    return FactorisedDistribution(_exact(call(head, features, stop, backbone, start).unsqueeze(-2)))
 
 
-def _factorised_law(
+def _factorised_distribution(
     head: nn.Module,
     config: MTPHeadConfig,
     features: torch.Tensor,
     backbone: BackboneParts | None,
     start: int = 0,
     stop: int | None = None,
-) -> WindowLaw:
-    return FactorisedLaw(_exact(call(head, features, backbone, start, stop)["leaf_logits"]))
+) -> WindowDistribution:
+    return FactorisedDistribution(_exact(call(head, features, backbone, start, stop)["leaf_logits"]))
 
 
-def _circuit_law(
+def _circuit_distribution(
     head: nn.Module,
     config: MTPHeadConfig,
     features: torch.Tensor,
     backbone: BackboneParts | None,
     start: int = 0,
     stop: int | None = None,
-) -> WindowLaw:
+) -> WindowDistribution:
     parameters = call(head, features, backbone, stop)
     dtype = _exact(parameters["leaf_logits"][..., :0]).dtype
     return circuit_from_logits(config.head_type, dtype=dtype, **parameters)
@@ -98,15 +98,15 @@ def _exact(logits: torch.Tensor) -> torch.Tensor:
 
 
 FAMILIES: dict[str, HeadFamily] = {
-    "ff": HeadFamily(_build_independent, _independent_law, is_independent=True),
-    "cp": HeadFamily(CircuitHead, _circuit_law),
-    "hmm": HeadFamily(CircuitHead, _circuit_law),
-    "btree": HeadFamily(CircuitHead, _circuit_law),
-    "medusa": HeadFamily(MedusaHead, _factorised_law, is_independent=True),
-    "hydra": HeadFamily(HydraHead, hydra.hydra_law, hydra.hidden_layers, hydra.attends, hydra.layer_config),
+    "ff": HeadFamily(_build_independent, _independent_distribution, is_independent=True),
+    "cp": HeadFamily(CircuitHead, _circuit_distribution),
+    "hmm": HeadFamily(CircuitHead, _circuit_distribution),
+    "btree": HeadFamily(CircuitHead, _circuit_distribution),
+    "medusa": HeadFamily(MedusaHead, _factorised_distribution, is_independent=True),
+    "hydra": HeadFamily(HydraHead, hydra.hydra_distribution, hydra.hidden_layers, hydra.attends, hydra.layer_config),
     "layer": HeadFamily(
         LayerHead,
-        _factorised_law,
+        _factorised_distribution,
         layer.hidden_layers,
         lambda config: True,
         lambda config, text: text.to_dict(),
@@ -123,7 +123,7 @@ def head_features(
     backbone: BackboneParts | None = None,
     cache: Cache | None = None,
 ) -> torch.Tensor:
-    """What the law of every position is made from.
+    """What the distribution of every position is made from.
 
     Args:
         head: The head; one that reads more than the last state has `features`.
@@ -145,26 +145,27 @@ def build_head(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> nn.M
     return FAMILIES[config.head_type].build(config, hidden_size, vocab_size)
 
 
-def window_law(
+def window_distribution(
     head: nn.Module, config: MTPHeadConfig, features: torch.Tensor, backbone: BackboneParts | None = None
-) -> WindowLaw:
-    """The law of the next `config.window` tokens given features [..., F], in float32 (float64 kept).
+) -> WindowDistribution:
+    """The distribution of the next `config.window` tokens given features [..., F], in float32 (float64 kept).
 
     For most families the features are the last hidden states [..., d] (`head_features`). The head computes in its own
     dtype, whatever that of the features is.
     """
-    return FAMILIES[config.head_type].law(head, config, _in_dtype(features, head), backbone)
+    return FAMILIES[config.head_type].distribution(head, config, _in_dtype(features, head), backbone)
 
 
-def law_behind(
+def distribution_after(
     head: nn.Module,
     config: MTPHeadConfig,
     features: torch.Tensor,
     last: torch.Tensor,
     length: int,
     backbone: BackboneParts | None = None,
-) -> WindowLaw:
-    """`window_law` given its first token, as far as a draft of `length` tokens reads it: no other leaf is computed.
+) -> WindowDistribution:
+    """`window_distribution` given its first token, as far as a draft of `length` tokens reads it: no other leaf is
+    computed.
 
     Args:
         head: The head.
@@ -175,12 +176,12 @@ def law_behind(
         backbone: What the head borrows.
 
     Returns:
-        A law of `length` tokens or more, of which the first `length` are as they should be.
+        A distribution of `length` tokens or more, of which the first `length` are as they should be.
     """
     family, features = FAMILIES[config.head_type], _in_dtype(features, head)
     if family.is_independent:
-        return family.law(head, config, features, backbone, 1, length + 1)
-    return family.law(head, config, features, backbone, 0, length + 1).condition(last)
+        return family.distribution(head, config, features, backbone, 1, length + 1)
+    return family.distribution(head, config, features, backbone, 0, length + 1).condition(last)
 
 
 def _in_dtype(features: torch.Tensor, head: nn.Module) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""The backbone as a teacher: its own law at every place that a head predicts, given the true tokens.
+"""The backbone as a teacher: its own distribution at every place that a head predicts, given the true tokens.
 
-The law of x_{t+j} is that of the backbone's state at t + j - 1, so it costs no further forward.
+The distribution of x_{t+j} is that of the backbone's state at t + j - 1, so it costs no further forward.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...configuration import MTPHeadConfig
 from .backbone_parts import BackboneParts
 from .chunks import LOGITS_PER_CHUNK
 from .divergences import acceptance, divergence, head_and_rest, lumped
-from .window_law import WindowLaw
+from .window_distribution import WindowDistribution
 
 
 @dataclass
@@ -66,16 +66,16 @@ class Teacher:
         return cls(config, backbone, (_ahead(ids, window), _ahead(log_probs, window)), missing)
 
     def terms(
-        self, law: WindowLaw, tokens: torch.Tensor, taught: Sequence[torch.Tensor]
+        self, distribution: WindowDistribution, tokens: torch.Tensor, taught: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Terms of some positions and the acceptances there, [N, n] each; at depth 1 of the tokens, and 0.
 
         Args:
-            law: Of the head.
+            distribution: Of the head.
             tokens: [N, n] int64.
             taught: Pieces of `arguments`.
         """
-        log_probs = law.conditional_log_probs(tokens)
+        log_probs = distribution.conditional_log_probs(tokens)
         likelihood = log_probs.gather(-1, tokens[..., None])[..., 0]
         log_q, depths = log_probs[..., 1:, :], tokens.shape[-1] - 1
         parts = [part.unflatten(-1, (depths, -1)) for part in taught]
@@ -93,7 +93,7 @@ class Teacher:
 
 @torch.no_grad()
 def likeliest(backbone: BackboneParts, states: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`head_and_rest` of the law at every state [B, L, d], a chunk of positions at a time."""
+    """`head_and_rest` of the distribution at every state [B, L, d], a chunk of positions at a time."""
     flat = states.flatten(0, -2)
     logits = backbone.unembed(flat[:1])
     rows = max(1, LOGITS_PER_CHUNK // logits.shape[-1])

@@ -1,4 +1,4 @@
-"""Tensors of foreign folders: safetensors, or pickles that hold tensors and nothing else."""
+"""Tensors of foreign directories: safetensors, or pickles that hold tensors and nothing else."""
 
 from __future__ import annotations
 

@@ -62,5 +62,7 @@ def next_token_logits(hidden_states: torch.Tensor, backbone: BackboneParts | Non
         RuntimeError: No backbone was given.
     """
     if backbone is None:
-        raise RuntimeError("position 1 of these heads is their backbone's own law: call attach(backbone) first")
+        raise RuntimeError(
+            "position 1 of these heads is their backbone's own distribution: call attach(backbone) first"
+        )
     return backbone.unembed(hidden_states)

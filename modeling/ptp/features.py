@@ -112,8 +112,8 @@ def best_of(teacher_positions: torch.Tensor, num_correct: torch.Tensor) -> torch
     """Which of M uniform vectors to keep: the one whose picks lie nearest the centres of the target's intervals.
 
     The score is sum_k |v_k - 1/2| over positions v_k of u_k in the interval of the *target's* pick, and the least wins
-    (the paper's Eq. 18 has the sign reversed). v is independent of what is picked, so choosing by it changes no law, if
-    uniforms after the first mismatch are drawn afresh.
+    (the paper's Eq. 18 has the sign reversed). v is independent of what is picked, so choosing by it changes no
+    distribution, if uniforms after the first mismatch are drawn afresh.
 
     Args:
         teacher_positions: [..., M, N] in [0, 1].

@@ -96,7 +96,7 @@ class Siblings:
     def packed(self, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
         """What decoding multiplies by: the A's of all [n r, in], and each s B, transposed: [r, out].
 
-        Kept until a weight changes; `forget` where that does not show (weights that are set through `.data`). None
+        NewTokens until a weight changes; `forget` where that does not show (weights that are set through `.data`). None
         where weights are offloaded, or their changes not counted.
         """
         halves = self.halves

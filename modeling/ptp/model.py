@@ -17,9 +17,9 @@ from ...generation.parallel_mixin import ParallelGenerationMixin
 from ..checkpointing import caches_kept
 from ..copies import PicklableMixin
 from ..heads.losses import check_targets, depth_targets
-from ..heads.sequential_law import SequentialLaw
-from ..heads.window_law import FactorisedLaw, WindowLaw
-from ..indices import kept_positions
+from ..heads.sequential_distribution import SequentialDistribution
+from ..heads.window_distribution import FactorisedDistribution, WindowDistribution
+from ..indices import selected_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..merging import merged_copy
 from ..outputs import PTPOutput, states_asked_for
@@ -41,9 +41,10 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
     Behind the tokens of a forward may stand auxiliary rows, one uniform (or mask) each. Gated adapters act on them
     alone: on ordinary tokens the model is the backbone, bit for bit. `variant="one_hot"` (O-PTP): slot k, behind a
     context of s tokens, reads u_{s+k} and predicts the token that this uniform picks, at position s + k - 1.
-    `"categorical"` (C-PTP): slot k reads u_{s+k} in place of token s + k and predicts the law of token s + k + 1, at
-    position s + k. `"mask"` (masked prediction, Samragh et al. 2025): as `"categorical"`, but slot k reads the learned
-    mask k and no uniform, and a sampler head makes the law of its token from its state and the token before.
+    `"categorical"` (C-PTP): slot k reads u_{s+k} in place of token s + k and predicts the distribution of token s + k +
+    1, at position s + k. `"mask"` (masked prediction, Samragh et al. 2025): as `"categorical"`, but slot k reads the
+    learned mask k and no uniform, and a sampler head makes the distribution of its token from its state and the token
+    before.
 
     Args:
         config: Configuration, with the backbone's inside.
@@ -87,8 +88,8 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         """Loads a model as `PreTrainedModel.from_pretrained` does, and nothing but what the checkpoint was trained as.
 
         Raises:
-            ValueError: A folder of another architecture, another embedding of uniforms than the checkpoint has, missing
-                tensors, wrong shapes.
+            ValueError: A directory of another architecture, another embedding of uniforms than the checkpoint has,
+                missing tensors, wrong shapes.
         """
         asked = {name: kwargs.pop(name) for name in (_EMBEDDING | {"sampler"}) & kwargs.keys()}
         if asked:  # the same shapes would not tell
@@ -140,7 +141,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
 
     @classmethod
     def from_official(cls, folder: str | PathLike) -> PTPForCausalLM:
-        """Reads a folder of the public PTP code: `config.json` and its weights (`.npz`, or pickles read safely).
+        """Reads a directory of the public PTP code: `config.json` and its weights (`.npz`, or pickles read safely).
 
         Raises:
             ValueError: An embedding of uniforms that this library does not have, or missing tensors.
@@ -172,24 +173,24 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         """What makes slots, beside the adapters: the embedding of uniforms; or masks, and their sampler head."""
         return [part for name in SLOT_PARTS if (part := getattr(self, name)) is not None]
 
-    def slot_law(self, states: torch.Tensor, before: torch.Tensor) -> WindowLaw:
-        """The law of the tokens that a group of slots predicts.
+    def slot_distribution(self, states: torch.Tensor, before: torch.Tensor) -> WindowDistribution:
+        """The distribution of the tokens that a group of slots predicts.
 
         Args:
             states: [..., L, D] of the slots, after the final norm.
             before: [...] int64, the token before those that they predict; a sampler head reads it.
 
         Returns:
-            A law of L tokens: sequential where there is a sampler head, else independent.
+            A distribution of L tokens: sequential where there is a sampler head, else independent.
         """
         head, embed = self.get_output_embeddings(), self.get_input_embeddings()
         if not self.config.has_sampler:
-            return FactorisedLaw(head(states)[..., None, :])
+            return FactorisedDistribution(head(states)[..., None, :])
 
         def next_logits(known: torch.Tensor) -> torch.Tensor:
             return head(self.sampler(states[..., known.shape[-2] - 1, :], known[..., -1, :]))
 
-        return SequentialLaw(next_logits, embed, states.shape[-2], embed(before)[..., None, :])
+        return SequentialDistribution(next_logits, embed, states.shape[-2], embed(before)[..., None, :])
 
     @property
     def trains_backbone(self) -> bool:
@@ -286,7 +287,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
                 **kwargs,
             )
         hidden, head = outputs.last_hidden_state, self.get_output_embeddings()
-        logits = None if read else head(kept_positions(hidden, logits_to_keep))
+        logits = None if read else head(selected_positions(hidden, logits_to_keep))
         return PTPOutput(
             loss=None if read else self._loss(logits[:, :tokens], labels, **loss_options),
             logits=logits,

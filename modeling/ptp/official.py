@@ -1,4 +1,4 @@
-"""Folders of the public PTP code, as this library's configuration and tensor names. Knows no network."""
+"""Directories of the public PTP code, as this library's configuration and tensor names. Knows no network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_official(folder: str | PathLike) -> tuple[PTPConfig, dict[str, torch.Te
 
     Raises:
         ValueError: An embedding of uniforms that this library does not have, or a pickle of more than tensors.
-        FileNotFoundError: No weights in the folder.
+        FileNotFoundError: No weights in the directory.
     """
     folder = Path(folder)
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -57,7 +57,7 @@ def _config(folder: Path, values: dict[str, Any]) -> PTPConfig:
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder; pickles are read with `weights_only=True`."""
+    """All tensors of a directory; pickles are read with `weights_only=True`."""
     for file in sorted(folder.glob("*.safetensors")):
         return load_file(file)
     if (folder / "weights.npz").is_file():

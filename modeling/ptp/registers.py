@@ -127,7 +127,7 @@ class RegisterModel(PreTrainedModel):
         """Takes over what `save_pretrained` wrote, into this very model.
 
         Raises:
-            ValueError: A folder of another model.
+            ValueError: A directory of another model.
         """
         load_trained(self.backbone, Path(folder), "weights")
         with torch.no_grad():

@@ -9,7 +9,8 @@ from torch import nn
 class Sampler(nn.Sequential):
     """MLP([e(x_{i-1}); z_i]): two times Linear, SiLU, LayerNorm, the first from 2 d to d.
 
-    The unembedding of what it gives is the law of x_i, so that the laws of a group of slots are sequential.
+    The unembedding of what it gives is the distribution of x_i, so that the distributions of a group of slots are
+    sequential.
 
     Args:
         hidden_size: d.

@@ -1,4 +1,4 @@
-"""PTPStudent: what a backbone needs for parallel token prediction, apart from it, in a folder of megabytes."""
+"""PTPStudent: what a backbone needs for parallel token prediction, apart from it, in a directory of megabytes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.ptp import PTPConfig, PTPStudentConfig
-from ...generation.attachment import Attachable, adopt_special_ids
-from ...generation.parallel_speculator import ParallelSpeculator
-from ..heads.window_law import WindowLaw
+from ...generation.attachment import AttachableDrafter, adopt_special_ids
+from ...generation.parallel_drafter import ParallelDrafter
+from ..heads.window_distribution import WindowDistribution
 from ..loading import StrictLoadingMixin
 from ..merging import adapter_marks
 from ..unwrapping import unwrap
@@ -22,7 +22,7 @@ from .model import PTPForCausalLM
 _SAME = ("model_type", "hidden_size", "vocab_size", "num_hidden_layers")
 
 
-class PTPStudent(StrictLoadingMixin, ParallelSpeculator, Attachable, PreTrainedModel):
+class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrainedModel):
     """Gated adapters and an embedding of uniforms, or masks, for a backbone that stays as it is.
 
     An attached student passes as `assistant_model`: `backbone.generate(..., assistant_model=student)` writes the
@@ -106,9 +106,9 @@ class PTPStudent(StrictLoadingMixin, ParallelSpeculator, Attachable, PreTrainedM
         """What runs forwards with slots in them: on tokens it is the backbone."""
         return self.whole
 
-    def slot_law(self, states: torch.Tensor, before: torch.Tensor) -> WindowLaw:
-        """`PTPForCausalLM.slot_law`."""
-        return self.whole.slot_law(states, before)
+    def slot_distribution(self, states: torch.Tensor, before: torch.Tensor) -> WindowDistribution:
+        """`PTPForCausalLM.slot_distribution`."""
+        return self.whole.slot_distribution(states, before)
 
     def _joined(self, backbone: PreTrainedModel) -> PTPForCausalLM:
         model = PTPForCausalLM.from_backbone(backbone, **self.config.options)
@@ -121,7 +121,7 @@ class PTPStudent(StrictLoadingMixin, ParallelSpeculator, Attachable, PreTrainedM
         return model.train(self.training)
 
     def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
-        """transformers' own: an assistant does not change the law of its target."""
+        """transformers' own: an assistant does not change the distribution of its target."""
         return {}
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:

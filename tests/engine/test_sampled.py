@@ -1,13 +1,15 @@
-"""Sampled text in the engine: it has the backbone's law, whether the proposer's drafts come with theirs or not.
+"""Sampled text in the engine: it has the backbone's distribution, whether the proposer's drafts come with theirs or
+not.
 
-A vocabulary of eight tokens and random weights: all laws are known exactly, and many drafts are right and many wrong.
+A vocabulary of eight tokens and random weights: all distributions are known exactly, and many drafts are right and many
+wrong.
 """
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.laws import chi_square, continuation_law
+from tests.distributions import chi_square, continuation_distribution
 from tokenahead import MTPHeads
 
 VOCABULARY, WINDOW, TEXTS, NEW = 8, 4, 2000, 5
@@ -59,17 +61,17 @@ def answered(interpreter, base, tmp_path_factory):
 
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("method", METHODS)
-def test_sampled_text_has_the_backbones_law(answered, base, kind, method):
+def test_sampled_text_has_the_backbones_distribution(answered, base, kind, method):
     found = answered[f"{kind} {method}"]
     assert "error" not in found, found
     counts = found["counts"]
     assert 0 < counts["accepted_tokens"] < counts["draft_tokens"]
     for index, options in enumerate(ASKED.values()):
         texts = torch.tensor(found["together"][index * TEXTS : (index + 1) * TEXTS])
-        whole = continuation_law(base, torch.tensor([PROMPT]), 4, **options)
-        law = torch.tensor(list(whole.values()), dtype=torch.double).view([VOCABULARY] * 4).sum(0).flatten()
+        whole = continuation_distribution(base, torch.tensor([PROMPT]), 4, **options)
+        distribution = torch.tensor(list(whole.values()), dtype=torch.double).view([VOCABULARY] * 4).sum(0).flatten()
         cells = (texts[:, 1:4] * torch.tensor([VOCABULARY**2, VOCABULARY, 1])).sum(1)  # the drafted places
-        assert chi_square(cells, law) > 1e-3, options
+        assert chi_square(cells, distribution) > 1e-3, options
 
 
 def test_greedy_requests_among_sampled_ones_are_plain_decodings(answered, base):
@@ -78,8 +80,8 @@ def test_greedy_requests_among_sampled_ones_are_plain_decodings(answered, base):
         assert found["together"][-GREEDY:] == [out[0, len(PROMPT) :].tolist()] * GREEDY
 
 
-def test_drafts_with_their_laws_are_accepted_more_often(answered):
-    """Than certain ones: on such flat laws."""
+def test_drafts_with_their_distributions_are_accepted_more_often(answered):
+    """Than certain ones: on such flat distributions."""
     for kind in HEADS:
         drawn, certain = (answered[f"{kind} {method}"]["counts"] for method in METHODS)
         assert drawn["accepted_tokens"] / drawn["draft_tokens"] > certain["accepted_tokens"] / certain["draft_tokens"]

@@ -15,9 +15,16 @@ import torch
 from transformers import TrainerCallback
 
 from tests.boxes import CONFIG, HELD_OUT, ROOT, TRAIN, card, release, text, train
-from tokenahead.training.box import BoxDamagedError, Excerpt, box_folder, check_box, load_box
-from tokenahead.training.demo.measure import BoxMeasurement
-from tokenahead.training.evaluation import read_reports
+from tests.internals import (
+    BoxDamagedError,
+    BoxMeasurement,
+    Excerpt,
+    box_folder,
+    check_box,
+    load_box,
+    read_reports,
+)
+from tokenahead import EvaByteForMTPC
 
 RECIPE = train.Recipe(
     config=CONFIG, phases=[(4, 32, 1), (2, 64, 1)], ranks={"ff": 1, "btree": 2}, head_steps=2, save_steps=3
@@ -56,7 +63,7 @@ class Kill(TrainerCallback):
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return train.EvaByteForMTPC.from_pretrained(folder).state_dict()
+    return EvaByteForMTPC.from_pretrained(folder).state_dict()
 
 
 def test_a_killed_training_goes_on_as_if_nothing_had_been(run: Path, tmp_path: Path) -> None:

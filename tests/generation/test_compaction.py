@@ -3,7 +3,7 @@
 import torch
 from transformers import DynamicCache
 
-from tokenahead.generation.targets import compact
+from tests.internals import compact
 
 
 def test_any_path_of_a_block_is_left():

@@ -4,9 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenahead.generation.tree_verification import follow
-from tokenahead.generation.trees import DraftTree
-from tokenahead.generation.verification import verify_greedy, verify_tree_greedy
+from tests.internals import DraftTree, follow, verify_greedy, verify_tree_greedy
 
 
 @st.composite
@@ -19,7 +17,7 @@ def trees(draw):
     counts = draw(st.none() | st.lists(st.integers(0, size), min_size=batch, max_size=batch))
     to_tensor = lambda rows, n: torch.tensor(rows).view(batch, n).long()  # noqa: E731
     tree = DraftTree(to_tensor(tokens, size), to_tensor(parents, size))
-    tree.counts = None if counts is None else torch.tensor(counts)
+    tree.num_nodes = None if counts is None else torch.tensor(counts)
     return tree, to_tensor(picks, size + 1)
 
 
@@ -35,32 +33,32 @@ def walk(tokens: list[int], parents: list[int], picks: list[int]) -> tuple[list[
         kept.append(node)
 
 
-def check_verdict(tree: DraftTree, picks: torch.Tensor) -> None:
-    verdict = follow(tree, picks)
-    assert verdict.columns.shape == verdict.tokens.shape == (len(picks), tree.depth + 1)
-    assert verdict.columns.dtype == verdict.tokens.dtype == verdict.accepted.dtype == torch.long
+def check_result(tree: DraftTree, picks: torch.Tensor) -> None:
+    result = follow(tree, picks)
+    assert result.path.shape == result.tokens.shape == (len(picks), tree.depth + 1)
+    assert result.path.dtype == result.tokens.dtype == result.num_accepted.dtype == torch.long
     for row in range(len(picks)):
-        size = tree.tokens.shape[1] if tree.counts is None else int(tree.counts[row])
+        size = tree.tokens.shape[1] if tree.num_nodes is None else int(tree.num_nodes[row])
         kept, emitted = walk(tree.tokens[row, :size].tolist(), tree.parents[row, :size].tolist(), picks[row].tolist())
         columns = [0] + [node + 1 for node in kept]
         padding = tree.depth + 1 - len(columns)
-        assert verdict.accepted[row] == len(kept) and verdict.added[row] == emitted[-1]
-        assert verdict.tokens[row, : len(emitted)].tolist() == emitted
-        assert verdict.columns[row].tolist() == columns + columns[-1:] * padding
-        assert verdict.nodes[row].tolist() == kept + [-1] * padding
+        assert result.num_accepted[row] == len(kept) and result.added[row] == emitted[-1]
+        assert result.tokens[row, : len(emitted)].tolist() == emitted
+        assert result.path[row].tolist() == columns + columns[-1:] * padding
+        assert result.nodes[row].tolist() == kept + [-1] * padding
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(case=trees())
 def test_follow_walks_as_one_row_at_a_time(case):
-    check_verdict(*case)
+    check_result(*case)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(case=trees())
 def test_follow_walks_along_chains(case):
     tree, picks = case
-    check_verdict(DraftTree.chain(tree.tokens, counts=tree.counts), picks)
+    check_result(DraftTree.chain(tree.tokens, num_nodes=tree.num_nodes), picks)
 
 
 def test_greedy_verification_follows_the_argmax():

@@ -7,9 +7,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation import logits_process as library
 
-from tokenahead.generation.contract import DraftTree
-from tokenahead.generation.processing import Processing
-from tokenahead.generation.tokens import Kept, TokenRows
+from tests.internals import DraftTree, NewTokens, Processing, Sequences
 
 V, PROMPT, DRAFTS = 17, 6, 4
 EOS = 2
@@ -37,17 +35,17 @@ class HeatsWithLength(TemperatureLogitsWarper):
         return scores / (self.temperature * input_ids.shape[1])
 
 
-def rows_of(growth: list[int], drafts: int = DRAFTS) -> tuple[TokenRows, torch.Tensor, torch.Tensor]:
+def rows_of(growth: list[int], drafts: int = DRAFTS) -> tuple[Sequences, torch.Tensor, torch.Tensor]:
     """Rows of which each kept `growth[b]` of the tokens of an earlier cycle, with drafts behind; drafts, and logits."""
-    tokens = TokenRows(torch.randint(3, V, (len(growth), PROMPT)))
+    tokens = Sequences(torch.randint(3, V, (len(growth), PROMPT)))
     tokens.write(torch.randint(3, V, (len(growth), 5)))
-    tokens.keep(Kept(growth, tokens.ids.device))
+    tokens.keep(NewTokens(growth, tokens.ids.device))
     draft = torch.randint(0, V, (len(growth), drafts))
     tokens.write(draft)
     return tokens, draft, 3 * torch.randn(len(growth), drafts + 1, V)
 
 
-def true_prefix(tokens: TokenRows, row: int, position: int) -> torch.Tensor:
+def true_prefix(tokens: Sequences, row: int, position: int) -> torch.Tensor:
     return tokens.ids[row, : tokens.lengths[row] + position]
 
 
@@ -100,11 +98,11 @@ MAKE = {
 """Processors for the rows `rows` of a batch, of which `prompt` are the prompts."""
 
 
-def processors_of(names: list[str], tokens: TokenRows, rows: list[int]) -> LogitsProcessorList:
+def processors_of(names: list[str], tokens: Sequences, rows: list[int]) -> LogitsProcessorList:
     return LogitsProcessorList(MAKE[name](tokens.ids[rows, :PROMPT], rows) for name in names)
 
 
-def expected(names: list[str], tokens: TokenRows, logits: torch.Tensor, only: int | None = None) -> torch.Tensor:
+def expected(names: list[str], tokens: Sequences, logits: torch.Tensor, only: int | None = None) -> torch.Tensor:
     """transformers' own list on every row alone, one position at a time, or at one position only."""
     output = logits.clone()
     for row in range(len(logits)):
@@ -115,13 +113,13 @@ def expected(names: list[str], tokens: TokenRows, logits: torch.Tensor, only: in
     return output
 
 
-def chain_of(tokens: TokenRows, logits: torch.Tensor) -> DraftTree:
+def chain_of(tokens: Sequences, logits: torch.Tensor) -> DraftTree:
     """The drafts that stand behind every row."""
     length = logits.shape[1] - 1
     return DraftTree.chain(torch.stack([tokens.ids[row, n : n + length] for row, n in enumerate(tokens.lengths)]))
 
 
-def applied(names: list[str], tokens: TokenRows, logits: torch.Tensor) -> torch.Tensor:
+def applied(names: list[str], tokens: Sequences, logits: torch.Tensor) -> torch.Tensor:
     batch = len(logits)
     processing = Processing(processors_of(names, tokens, list(range(batch))))
     return processing(tokens, logits, chain_of(tokens, logits), [False] * batch)
@@ -143,7 +141,7 @@ MIXES = {
 }
 
 
-def reached(tokens: TokenRows, want: torch.Tensor) -> torch.Tensor:
+def reached(tokens: Sequences, want: torch.Tensor) -> torch.Tensor:
     """Positions that a draft can still be accepted to reach [B, k]: no drafted token before them is excluded."""
     drafts = torch.stack([tokens.ids[row, n : n + want.shape[1] - 1] for row, n in enumerate(tokens.lengths)])
     excluded = torch.finfo(want.dtype).min  # what "no inf" makes of -inf
@@ -151,7 +149,7 @@ def reached(tokens: TokenRows, want: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.ones_like(possible[:, :1]), possible.long().cumprod(1).bool()], dim=1)
 
 
-def write_likely_drafts(names: list[str], tokens: TokenRows, logits: torch.Tensor, draft: torch.Tensor) -> None:
+def write_likely_drafts(names: list[str], tokens: Sequences, logits: torch.Tensor, draft: torch.Tensor) -> None:
     """Replaces drafts by what the processed scores prefer, but for a few: most positions can then be reached."""
     for position in range(DRAFTS):
         random = torch.arange(len(draft)) + position == 5
@@ -302,7 +300,7 @@ def test_prefix_function_is_not_asked_what_follows_an_excluded_draft():
 
 def test_a_later_processor_may_allow_what_an_earlier_one_excluded():
     """`prefix_allowed_tokens_fn` wins where nothing else is left; those before it act on after that."""
-    tokens = TokenRows(torch.tensor([[4, 5, 4, 5]]))
+    tokens = Sequences(torch.tensor([[4, 5, 4, 5]]))
     tokens.write(torch.tensor([[4, 6, 4]]))
 
     def only_fours_at_even_places(batch_id: int, ids: torch.Tensor) -> list[int]:
@@ -322,7 +320,7 @@ def test_a_later_processor_may_allow_what_an_earlier_one_excluded():
 
 
 @pytest.mark.parametrize("names", [["top-k", "n-grams", "temperature"], ["temperature", "suppress", "top-p"], []])
-def test_draft_laws_take_the_processors_that_need_no_ids(names):
+def test_draft_distributions_take_the_processors_that_need_no_ids(names):
     tokens, _, logits = rows_of([1, 3])
     probs = logits.softmax(-1)
     probs[0, 0, 4:] = 0  # a drafter may exclude tokens, too

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from tokenahead.generation.records import Records
-from tokenahead.generation.targets import Fed
+from tests.internals import Records, TargetOutput
 
 BATCH, V, LAYERS, WIDTH, PROMPT = 2, 5, 3, 4, 6
 KEPT = [[1, 1], [3, 0], [2, 0]]
@@ -38,7 +37,7 @@ def calls(kept: list[list[int]] = KEPT) -> list[Call]:
 def recorded(made: list[Call], **options: bool) -> Records:
     records = Records(GenerationConfig(**({"return_dict_in_generate": True} | options)), BATCH)
     for index, call in enumerate(made):
-        records.add(Fed(call.logits, call.hidden_states), call.scores, call.kept, is_prefill=index == 0)
+        records.add(TargetOutput(call.logits, call.hidden_states), call.scores, call.kept, is_prefill=index == 0)
     return records
 
 
@@ -105,7 +104,7 @@ def test_steps_that_were_verified_and_not_kept_are_dropped():
     records = Records(GenerationConfig(return_dict_in_generate=True, **ALL), BATCH)
     made = calls([[1, 1], [3, 3]])
     for index, call in enumerate(made):
-        records.add(Fed(call.logits, call.hidden_states), call.scores, call.kept, is_prefill=index == 0)
+        records.add(TargetOutput(call.logits, call.hidden_states), call.scores, call.kept, is_prefill=index == 0)
         records.cut([[1, 1], [4, 2]][index])
     scores, logits, hidden = records.per_token([4, 2], pad=3)
     assert len(scores) == len(logits) == len(hidden) == 4

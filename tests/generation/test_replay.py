@@ -7,11 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, JambaConfig, JambaForCausalLM
 
 from tests.families import RECURRENT, family_config, random_ids, shake
+from tests.internals import DraftTree, RepackedTarget, Replay, is_recurrent
 from tests.models import left_padded
-from tokenahead.generation.contract import DraftTree
-from tokenahead.generation.drafters.ngram import NgramDrafter
-from tokenahead.generation.replay import Replay, is_recurrent
-from tokenahead.generation.targets import RepackedTarget
+from tokenahead import NgramDrafter
 
 
 def recurrent_model(name, **changes):

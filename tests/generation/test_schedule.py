@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from tokenahead.generation.schedule import AdaptiveSchedule, ConstantSchedule
+from tests.internals import AdaptiveSchedule, ConstantSchedule
 
 
 def run(schedule, chance, seconds, cycles, seed=0, rows=1):
@@ -163,7 +163,7 @@ def test_plain_decoding_where_a_forward_makes_the_next_draft_and_none_is_ever_ri
     assert asked[0] == 0 and set(asked[1:5]) == {4}
     assert sum(length == 0 for length in asked[20:]) > 0.93 * 580
     probes = [a for a, b in zip(asked[20:], asked[21:]) if a and b]
-    assert probes  # two cycles in a row: one that makes the draft, one that judges it
+    assert probes  # two cycles in a row: one that makes the draft, one that verifies it
 
 
 def test_drafts_that_come_a_cycle_later_and_pay_are_made():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenahead.generation.statistics import GenerateSpeculativeOutput, Speculation
+from tokenahead import GenerateSpeculativeOutput, Speculation
 
 
 def test_one_row_is_a_plain_list():

@@ -13,8 +13,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from tokenahead.generation.stopping import Stopping
-from tokenahead.generation.tokens import Kept, TokenRows
+from tests.internals import NewTokens, Sequences, Stopping
 
 PROMPT = 4
 WORDS = ["<unk>", "st", "op", "stop", "sto", "pper", "x", "y", " "]
@@ -50,17 +49,17 @@ class EndsBelow(EosTokenCriteria):
         return input_ids[:, -1] < self.eos_token_id[0]
 
 
-def rows_with(new: list[list[int]], growth: list[int] | None = None, width: int = 6) -> TokenRows:
+def rows_with(new: list[list[int]], growth: list[int] | None = None, width: int = 6) -> Sequences:
     """Rows that kept `growth[b]` tokens before, with `new[b]` behind, and rubbish behind that as in a real cycle."""
-    tokens = TokenRows(torch.randint(10, 90, (len(new), PROMPT)))
+    tokens = Sequences(torch.randint(10, 90, (len(new), PROMPT)))
     if growth:
         tokens.write(torch.randint(10, 90, (len(new), 5)))
-        tokens.keep(Kept(growth, tokens.ids.device))
+        tokens.keep(NewTokens(growth, tokens.ids.device))
     tokens.write(torch.tensor([ids + [99] * (width - len(ids)) for ids in new]))
     return tokens
 
 
-def one_at_a_time(criteria: StoppingCriteriaList, tokens: TokenRows, new: list[list[int]], done: list[bool]):
+def one_at_a_time(criteria: StoppingCriteriaList, tokens: Sequences, new: list[list[int]], done: list[bool]):
     """What plain decoding keeps of each row, and whether it has ended."""
     kept, ended = [], []
     for row, ids in enumerate(new):
@@ -127,7 +126,7 @@ def test_eos_inside_the_draft():
 
 
 def test_eos_of_the_prompt_does_not_count():
-    tokens = TokenRows(torch.full((1, PROMPT), 2))
+    tokens = Sequences(torch.full((1, PROMPT), 2))
     tokens.write(torch.tensor([[5, 6]]))
     assert Stopping(StoppingCriteriaList([EosTokenCriteria(2)])).cut(tokens, [[5, 6]], [False]) == ([2], [False])
 
@@ -165,16 +164,16 @@ def test_the_smallest_length_counts():
 )
 def test_stop_strings(words, kept):
     new = [[WORDS.index(word) for word in words]]
-    tokens = TokenRows(torch.full((1, PROMPT), WORDS.index("y")))
+    tokens = Sequences(torch.full((1, PROMPT), WORDS.index("y")))
     tokens.write(torch.tensor(new))
     stopping = Stopping(StoppingCriteriaList([StopStringCriteria(tokenizer(), ["stop"])]))
     assert stopping.cut(tokens, new, [False]) == ([kept], [kept < 4])
 
 
 def test_a_stop_string_may_begin_in_an_earlier_cycle():
-    tokens = TokenRows(torch.full((2, PROMPT), WORDS.index("y")))
+    tokens = Sequences(torch.full((2, PROMPT), WORDS.index("y")))
     tokens.write(torch.tensor([[WORDS.index("st")], [WORDS.index("x")]]))
-    tokens.keep(Kept([1, 1], tokens.ids.device))
+    tokens.keep(NewTokens([1, 1], tokens.ids.device))
     new = [[WORDS.index("op"), WORDS.index("x")]] * 2
     tokens.write(torch.tensor(new))
     stopping = Stopping(StoppingCriteriaList([StopStringCriteria(tokenizer(), ["stop"])]))

@@ -5,10 +5,16 @@ import torch
 from transformers import DynamicCache
 
 from tests.backbones import ATTENTION_WINDOW, backbone
-from tokenahead.generation.contract import DraftTree, Verdict
-from tokenahead.generation.masks import dense_mask, tree_mask
-from tokenahead.generation.targets import RepackedTarget, compact, shift_cache
-from tokenahead.generation.tokens import Kept
+from tests.internals import (
+    DraftTree,
+    NewTokens,
+    RepackedTarget,
+    VerificationResult,
+    compact,
+    dense_mask,
+    shift_cache,
+    tree_mask,
+)
 
 NAMES = ["llama", "mistral", "gemma3", "gpt2"]
 LENGTHS = [9, 4]
@@ -81,7 +87,9 @@ def test_the_kept_path_is_continued_by_row(model, kept):
     target.forward(torch.cat([last, draft.tokens], dim=1), draft, None)
     columns = draft.paths()[torch.arange(2), torch.tensor(ends)]
     way = [paths(draft)[row][place] for row, place in enumerate(ends)]
-    target.keep(Kept(kept, last.device), Verdict(torch.tensor([3, 4]), draft.tokens[:, :5], columns), draft)
+    target.keep(
+        NewTokens(kept, last.device), VerificationResult(torch.tensor([3, 4]), draft.tokens[:, :5], columns), draft
+    )
     written = [text.tolist() + tokens[: max(count - 1, 0)] for text, tokens, count in zip(texts(), way, kept)]
     if 0 in kept:  # an ended row keeps nothing, not even b: it is fed again
         written[kept.index(0)] = written[kept.index(0)][:-1]

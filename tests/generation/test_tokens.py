@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from tokenahead.generation.tokens import Kept, TokenRows
+from tests.internals import NewTokens, Sequences
 
 CPU = torch.device("cpu")
 
 
-def simulate(batch: int, cycles: int, widest: int, seed: int) -> tuple[TokenRows, list[list[int]]]:
+def simulate(batch: int, cycles: int, widest: int, seed: int) -> tuple[Sequences, list[list[int]]]:
     """Random cycles of writing and keeping, and the same on plain lists; rows may keep nothing."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -16,7 +16,7 @@ def simulate(batch: int, cycles: int, widest: int, seed: int) -> tuple[TokenRows
         return int(torch.randint(low, high + 1, (), generator=generator))
 
     prompt = torch.randint(1, 90, (batch, 5), generator=generator)
-    rows, tokens = prompt.tolist(), TokenRows(prompt)
+    rows, tokens = prompt.tolist(), Sequences(prompt)
     for _ in range(cycles):
         width = number(1, widest)
         draft = torch.randint(100, 190, (batch, width), generator=generator)
@@ -24,13 +24,13 @@ def simulate(batch: int, cycles: int, widest: int, seed: int) -> tuple[TokenRows
         new = torch.randint(200, 290, (batch, width + 1), generator=generator)
         tokens.write(new)  # what verification says replaces the draft
         counts = [number(0, width + 1) for _ in range(batch)]
-        tokens.keep(Kept(counts, CPU))
+        tokens.keep(NewTokens(counts, CPU))
         for row, count, ids in zip(rows, counts, new.tolist()):
             row += ids[:count]
     return tokens, rows
 
 
-def assert_rows(tokens: TokenRows, rows: list[list[int]]) -> None:
+def assert_rows(tokens: Sequences, rows: list[list[int]]) -> None:
     assert tokens.lengths == [len(row) for row in rows]
     for index, row in enumerate(rows):
         assert tokens.ids[index, : len(row)].tolist() == row
@@ -56,22 +56,22 @@ def test_buffer_grows_beyond_its_first_size():
 
 
 def test_growth_is_rare():
-    tokens = TokenRows(torch.zeros(1, 3, dtype=torch.long))
+    tokens = Sequences(torch.zeros(1, 3, dtype=torch.long))
     sizes = set()
     for _ in range(1000):
         tokens.write(torch.ones(1, 1, dtype=torch.long))
-        tokens.keep(Kept([1], CPU))
+        tokens.keep(NewTokens([1], CPU))
         sizes.add(tokens.ids.shape[1])
     assert len(sizes) < 10
 
 
 def test_the_longest_row_may_fill_the_buffer():
     """A short row's write must not reach beyond what the longest row needs, and the other way round."""
-    tokens = TokenRows(torch.zeros(2, 1, dtype=torch.long))
+    tokens = Sequences(torch.zeros(2, 1, dtype=torch.long))
     tokens.write(torch.full((2, 250), 7))
-    tokens.keep(Kept([250, 0], CPU))
+    tokens.keep(NewTokens([250, 0], CPU))
     tokens.write(torch.arange(20).expand(2, 20))
-    tokens.keep(Kept([20, 20], CPU))
+    tokens.keep(NewTokens([20, 20], CPU))
     assert tokens.ids[0, 251:271].tolist() == tokens.ids[1, 1:21].tolist() == list(range(20))
 
 
@@ -84,7 +84,7 @@ def test_an_empty_write_changes_nothing():
 def test_the_prompt_is_not_touched():
     prompt = torch.arange(6).view(2, 3)
     before = prompt.clone()
-    tokens = TokenRows(prompt)
+    tokens = Sequences(prompt)
     tokens.write(torch.full((2, 4), 9))
     assert torch.equal(prompt, before)
 
@@ -125,9 +125,9 @@ def test_columns_are_padded_behind_a_rows_end(start):
 
 def test_columns_do_not_change_with_the_rows():
     """A streamer or a caller may keep what it was given."""
-    tokens = TokenRows(torch.zeros(2, 1, dtype=torch.long))
+    tokens = Sequences(torch.zeros(2, 1, dtype=torch.long))
     tokens.write(torch.ones(2, 3, dtype=torch.long))
-    tokens.keep(Kept([3, 3], CPU))
+    tokens.keep(NewTokens([3, 3], CPU))
     held = tokens.columns(0, 4, 0)
     tokens.ids.fill_(9)
     assert held.tolist() == [[0, 1, 1, 1]] * 2

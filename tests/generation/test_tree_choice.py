@@ -8,17 +8,18 @@ import pytest
 import torch
 
 from tests.backbones import backbone, check_greedy, prompts, train_heads
-from tokenahead import EagleHead, MTPHeads
-from tokenahead.generation.tree_choice import (
+from tests.internals import (
     CycleSeconds,
+    DraftTree,
     Trial,
-    WatchedRule,
+    WatchedVerifier,
     best_tree,
+    choices_from_accuracies,
     expected_tokens,
     measured_tree,
     rates_of,
 )
-from tokenahead.generation.trees import DraftTree, choices_from_accuracies
+from tokenahead import EagleHead, MTPHeads
 
 RATES = [[0.5, 0.2, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1, 0.1]]
 
@@ -78,13 +79,13 @@ def test_a_watched_rule_sees_ranks_and_ends():
     tree = DraftTree(torch.zeros(2, 5, dtype=torch.long), torch.tensor([[-1, -1, 0, 1, 1], [-1, 0, 0, 1, -1]]))
 
     class Fixed:
-        def judge(self, tree, scores):
+        def verify(self, tree, scores):
             from types import SimpleNamespace
 
             return SimpleNamespace(nodes=torch.tensor([[1, 4, -1], [0, -1, -1]]))
 
-    rule = WatchedRule(Fixed())
-    rule.judge(tree, None), rule.judge(tree, None)
+    rule = WatchedVerifier(Fixed())
+    rule.verify(tree, None), rule.verify(tree, None)
     trial = rule.trial([[2, 2], [1]])
     assert trial.kept == [([1, 1], False), ([0], True), ([1, 1], False)] and len(trial.seconds) == 1
 

@@ -1,4 +1,4 @@
-"""Tree verification: exact laws by enumeration, chains as a special case, planted mistakes."""
+"""Tree verification: exact distributions by enumeration, chains as a special case, planted mistakes."""
 
 import contextlib
 import itertools
@@ -7,20 +7,22 @@ import pytest
 import torch
 
 from tests import tree_worlds
-from tests.laws import chi_square
-from tests.no_sync import NoSync
-from tests.tree_worlds import WARPS, V, World, all_trees, emitted_law, ends, first_of_length
-from tokenahead.generation import tree_verification
-from tokenahead.generation.tree_verification import follow, tree_acceptance
-from tokenahead.generation.trees import DraftTree, drawn_tree
-from tokenahead.generation.verification import (
+from tests.distributions import chi_square
+from tests.internals import (
+    DraftTree,
     block_acceptance,
+    draw,
+    drawn_tree,
+    follow,
     token_acceptance,
+    tree_acceptance,
     verify,
     verify_sampled,
     verify_tree,
 )
-from tokenahead.modeling.sampling import draw
+from tests.internals import tree_verification_module as tree_verification
+from tests.no_sync import NoSync
+from tests.tree_worlds import WARPS, V, World, all_trees, emitted_distribution, ends, first_of_length
 
 SHAPES = {
     "chain": [-1, 0, 1],
@@ -42,51 +44,52 @@ def depth_of(parents: list[int]) -> int:
 @pytest.mark.parametrize("replacement", [False, True])
 @pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_emitted_law_of_drawn_trees_is_the_targets(shape, warp, replacement, rule):
+def test_emitted_distribution_of_drawn_trees_is_the_targets(shape, warp, replacement, rule):
     parents = SHAPES[shape]
     world = World(warp, depth_of(parents))
     tree, chance = all_trees(world, parents, replacement)
-    error = (emitted_law(world, tree, chance, rule) - world.target()).abs().max()
+    error = (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max()
     assert error < 1e-12, float(error)
 
 
 @pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_emitted_law_of_certain_trees_is_the_targets(shape, warp):
+def test_emitted_distribution_of_certain_trees_is_the_targets(shape, warp):
     """The walk along draws of the target, and the rejections it equals: for every single tree, repeated tokens too."""
     parents = SHAPES[shape]
     world = World(warp, depth_of(parents))
     for tokens in torch.randint(V, (3, len(parents))):
         tree = DraftTree(tokens.expand(2, -1), torch.tensor(parents).expand(2, -1))
         for rule in RULES:
-            error = (emitted_law(world, tree, torch.ones(2), rule) - world.target()).abs().max()
+            error = (emitted_distribution(world, tree, torch.ones(2), rule) - world.target()).abs().max()
             assert error < 1e-12, (rule, tokens, float(error))
-        assert (walked_law(world, tree) - world.target()).abs().max() < 1e-12
+        assert (walked_distribution(world, tree) - world.target()).abs().max() < 1e-12
 
 
-def walked_law(world: World, tree: DraftTree) -> torch.Tensor:
-    """The law of depth + 1 tokens when `follow` walks along draws of the target, over all of them; one tree."""
+def walked_distribution(world: World, tree: DraftTree) -> torch.Tensor:
+    """The distribution of depth + 1 tokens when `follow` walks along draws of the target, over all of them; one
+    tree."""
     size = tree.tokens.shape[1]
     picks = torch.tensor(list(itertools.product(range(V), repeat=size + 1))).repeat(2, 1)
     many = DraftTree(*(part[:1].expand(len(picks), -1) for part in (tree.tokens, tree.parents)))
-    p, verdict = world.along(world.p, many), follow(many, picks)
+    p, result = world.along(world.p, many), follow(many, picks)
     mass = torch.zeros_like(p)
     drawn = p.gather(-1, picks[..., None])[..., 0].prod(1)
-    mass[torch.arange(len(picks)), verdict.columns[:, -1], verdict.added] = drawn
+    mass[torch.arange(len(picks)), result.path[:, -1], result.added] = drawn
     return world.completed(many, mass)
 
 
 def ranked(tree: DraftTree) -> DraftTree:
     """The same tokens under the root, likeliest first: no longer draws in their order."""
-    order = tree.laws[:, 0].gather(1, tree.tokens).argsort(dim=1, descending=True, stable=True)
-    return DraftTree(tree.tokens.gather(1, order), tree.parents, tree.laws, tree.replacement)
+    order = tree.probs[:, 0].gather(1, tree.tokens).argsort(dim=1, descending=True, stable=True)
+    return DraftTree(tree.tokens.gather(1, order), tree.parents, tree.probs, tree.replacement)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_enumeration_notices_drawn_children_that_were_ranked_again(rule):
     world, parents = World("plain", 1), SHAPES["siblings"]
     tree, chance = all_trees(world, parents, False)
-    error = (emitted_law(world, ranked(tree), chance, rule) - world.target()).abs().max()
+    error = (emitted_distribution(world, ranked(tree), chance, rule) - world.target()).abs().max()
     assert error > 1e-3
 
 
@@ -96,8 +99,8 @@ def test_enumeration_notices_drawn_children_that_were_dropped(rule):
     world = World("plain", 1)
     tree, chance = all_trees(world, SHAPES["siblings"], False)
     best = ranked(tree)
-    kept = DraftTree(best.tokens[:, :1], best.parents[:, :1], best.laws[:, :2])
-    assert (emitted_law(world, kept, chance, rule) - world.target()).abs().max() > 1e-3
+    kept = DraftTree(best.tokens[:, :1], best.parents[:, :1], best.probs[:, :2])
+    assert (emitted_distribution(world, kept, chance, rule) - world.target()).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -106,7 +109,7 @@ def test_enumeration_notices_the_wrong_kind_of_draws(replacement, rule):
     world, parents = World("plain", 2), SHAPES["bushy"]
     tree, chance = all_trees(world, parents, replacement)
     tree.replacement = not replacement
-    assert (emitted_law(world, tree, chance, rule) - world.target()).abs().max() > 1e-3
+    assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() > 1e-3
 
 
 def test_enumeration_notices_leaves_taken_in_another_order(monkeypatch):
@@ -114,7 +117,7 @@ def test_enumeration_notices_leaves_taken_in_another_order(monkeypatch):
     tree, chance = all_trees(world, parents, False)
     levels = tree_verification._post_order(tree).amax() - torch.arange(len(parents) + 1)
     monkeypatch.setattr(tree_verification, "_post_order", lambda tree: levels.expand(len(tree.tokens), -1))
-    assert (emitted_law(world, tree, chance, "block") - world.target()).abs().max() > 1e-3
+    assert (emitted_distribution(world, tree, chance, "block") - world.target()).abs().max() > 1e-3
 
 
 def test_enumeration_notices_a_rule_judged_by_the_other(monkeypatch):
@@ -122,7 +125,7 @@ def test_enumeration_notices_a_rule_judged_by_the_other(monkeypatch):
     tree, chance = all_trees(world, parents, False)
     right = tree_acceptance
     monkeypatch.setattr(tree_worlds, "tree_acceptance", lambda tree, p, rule: right(tree, p, "token"))
-    assert (emitted_law(world, tree, chance, "block") - world.target()).abs().max() > 1e-3
+    assert (emitted_distribution(world, tree, chance, "block") - world.target()).abs().max() > 1e-3
 
 
 def expected_accepted(world: World, parents: list[int], replacement: bool, rule: str) -> torch.Tensor:
@@ -143,9 +146,10 @@ def test_traversal_keeps_more_than_recursive_rejection(shape):
 
 
 def traverse(tree: DraftTree, p: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Traversal verification of one tree as its paper has it: (place, probability, law of the added token) in order."""
+    """Traversal verification of one tree as its paper has it: (place, probability, distribution of the added token) in
+    order."""
     tokens, parents = tree.tokens[0].tolist(), (tree.parents[0] + 1).tolist()
-    target, drafter, weight = p[0].clone(), tree.laws[0].clone(), torch.ones(len(tokens) + 1, dtype=p.dtype)
+    target, drafter, weight = p[0].clone(), tree.probs[0].clone(), torch.ones(len(tokens) + 1, dtype=p.dtype)
     children = {place: [i + 1 for i, parent in enumerate(parents) if parent == place] for place in range(len(weight))}
     trials = []
 
@@ -183,14 +187,14 @@ def test_the_recursion_is_traversal_verification(shape, replacement):
     accept, residual = tree_acceptance(tree, p, "block")
     order = tree_verification._post_order(tree)
     for row in chance.nonzero()[::17, 0].tolist():
-        one = DraftTree(tree.tokens[row : row + 1], tree.parents[row : row + 1], tree.laws[row : row + 1], replacement)
+        one = DraftTree(tree.tokens[row : row + 1], tree.parents[row : row + 1], tree.probs[row : row + 1], replacement)
         trials = traverse(one, p[row : row + 1])
         assert order[row, [place for place, *_ in trials]].tolist() == list(range(len(trials)))
-        for place, weight, law in trials:
+        for place, weight, distribution in trials:
             have = accept[row, place - 1] if place else torch.ones_like(weight)
             torch.testing.assert_close(have, weight, rtol=0, atol=1e-12)
             if weight > 0:
-                torch.testing.assert_close(residual[row, place], law, rtol=0, atol=1e-12)
+                torch.testing.assert_close(residual[row, place], distribution, rtol=0, atol=1e-12)
 
 
 def random_chain(dtype: torch.dtype, rows: int = 64, length: int = 4) -> tuple[torch.Tensor, ...]:
@@ -198,8 +202,8 @@ def random_chain(dtype: torch.dtype, rows: int = 64, length: int = 4) -> tuple[t
     logits = 2 * torch.randn(rows, 2 * length + 1, 6, dtype=dtype)
     logits = logits.masked_fill(torch.rand(logits.shape) < 0.4, float("-inf"))
     logits[..., 0] = logits[..., 0].nan_to_num(neginf=0.0)
-    laws = logits.softmax(-1)
-    q, p = laws[:, :length], laws[:, length:].clone()
+    probs = logits.softmax(-1)
+    q, p = probs[:, :length], probs[:, length:].clone()
     p[0, :length] = q[0]
     draft = torch.multinomial(q.flatten(0, 1), 1).view(rows, length)
     return draft, q, p
@@ -216,7 +220,7 @@ def test_a_chain_is_judged_as_a_chain(rule, chain_rule, replacement, dtype, tole
     want_accept, want_residual = chain_rule(draft, q, p)
     assert accept.dtype == residual.dtype == dtype
     torch.testing.assert_close(accept, want_accept, rtol=0, atol=tolerance)
-    # where all is accepted for certain, nothing is added there and any law will do
+    # where all is accepted for certain, nothing is added there and any distribution will do
     reachable = (want_accept < 1).cummax(1).values if rule == "token" else torch.ones_like(want_accept, dtype=bool)
     torch.testing.assert_close(residual[:, :-1][reachable], want_residual[:, :-1][reachable], rtol=0, atol=tolerance)
     torch.testing.assert_close(residual[:, -1], p[:, -1])
@@ -231,12 +235,12 @@ def drawn_batch(count: int, dtype: torch.dtype) -> tuple[DraftTree, torch.Tensor
     drawn = [torch.multinomial(first, count, True), torch.multinomial(second, count, True) + len(first)]
     rows = torch.cat(drawn)
     p = world.along(world.p, tree)[rows]
-    return DraftTree(tree.tokens[rows], tree.parents[rows], tree.laws[rows].to(dtype)), p.to(dtype), world
+    return DraftTree(tree.tokens[rows], tree.parents[rows], tree.probs[rows].to(dtype)), p.to(dtype), world
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rule", RULES)
-def test_verify_tree_emits_the_targets_law(rule, dtype):
+def test_verify_tree_emits_the_targets_distribution(rule, dtype):
     count = 30_000
     tree, p, world = drawn_batch(count, dtype)
     nodes, accepted, added = verify_tree(tree, p, torch.Generator().manual_seed(1), rule)
@@ -264,33 +268,33 @@ def test_verify_tree_uses_its_generator_only(rule):
 @pytest.mark.parametrize("noise", [0.0, 1e-7, 1e-3, 2.0])
 @pytest.mark.parametrize("rule", RULES)
 def test_excluded_tokens_are_never_emitted_in_float32(rule, noise):
-    """Laws of which half the tokens are excluded; p and q differ by rounding, a little, or much."""
+    """Distributions of which half the tokens are excluded; p and q differ by rounding, a little, or much."""
     logits = 4 * torch.randn(5000, 1, 12)
     logits = logits.masked_fill(torch.rand(logits.shape) < 0.5, float("-inf"))
     logits[..., 0] = logits[..., 0].nan_to_num(neginf=0.0)
     q = logits.softmax(-1)
-    law = lambda tokens, parents: q.expand(-1, tokens.shape[1], -1)  # noqa: E731
-    tree = drawn_tree(q[:, 0], law, depth=2, top_k=4, total_tokens=13)
+    distribution = lambda tokens, parents: q.expand(-1, tokens.shape[1], -1)  # noqa: E731
+    tree = drawn_tree(q[:, 0], distribution, depth=2, top_k=4, total_tokens=13)
     p = (logits + noise * torch.randn(5000, 13, 12)).masked_fill(torch.rand(5000, 13, 12) < 0.1 * noise, -1e9)
     p = p.softmax(-1)
-    verdict = verify_sampled(tree, p, rule)
-    after = p.gather(1, verdict.columns[..., None].expand(-1, -1, 12))
-    emitted = torch.arange(4) <= verdict.accepted[:, None]
-    assert (after.gather(-1, verdict.tokens[..., None])[..., 0][emitted] > 0).all()
+    result = verify_sampled(tree, p, rule)
+    after = p.gather(1, result.path[..., None].expand(-1, -1, 12))
+    emitted = torch.arange(4) <= result.num_accepted[:, None]
+    assert (after.gather(-1, result.tokens[..., None])[..., 0][emitted] > 0).all()
     if noise < 1e-2:  # the path goes on to a leaf
-        assert (tree.parents + 1 == verdict.columns[:, -1:]).any(1).float().mean() < 0.01
+        assert (tree.parents + 1 == result.path[:, -1:]).any(1).float().mean() < 0.01
     else:
-        assert verdict.accepted.unique().tolist() == [0, 1, 2, 3]
+        assert result.num_accepted.unique().tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_nodes_beyond_the_count_are_as_if_not_drafted(rule):
     tree, p, _ = drawn_batch(50, torch.float64)
     counts = torch.arange(100) % 6
-    accept, residual = tree_acceptance(DraftTree(tree.tokens, tree.parents, tree.laws, counts=counts), p, rule)
+    accept, residual = tree_acceptance(DraftTree(tree.tokens, tree.parents, tree.probs, num_nodes=counts), p, rule)
     for count in range(6):
         rows = counts == count
-        small = DraftTree(tree.tokens[rows, :count], tree.parents[rows, :count], tree.laws[rows])
+        small = DraftTree(tree.tokens[rows, :count], tree.parents[rows, :count], tree.probs[rows])
         want_accept, want_residual = tree_acceptance(small, p[rows, : count + 1], rule)
         torch.testing.assert_close(accept[rows, :count], want_accept, rtol=0, atol=1e-12)
         torch.testing.assert_close(residual[rows, : count + 1], want_residual, rtol=0, atol=1e-12)
@@ -301,10 +305,10 @@ def test_nodes_beyond_the_count_are_as_if_not_drafted(rule):
 def test_a_drawn_chain_of_rows_of_different_lengths(rule):
     draft, q, p = random_chain(torch.float32, rows=4000)
     counts = torch.arange(4000) % 5
-    verdict = verify_sampled(DraftTree.chain(draft, q, counts=counts), p, rule)
-    assert (verdict.accepted <= counts).all() and (verdict.accepted[counts == 4] == 4).any()
-    after = p.gather(1, verdict.accepted[:, None, None].expand(-1, 1, 6))[:, 0]
-    assert (after.gather(1, verdict.added[:, None]) > 0).all()
+    result = verify_sampled(DraftTree.chain(draft, q, num_nodes=counts), p, rule)
+    assert (result.num_accepted <= counts).all() and (result.num_accepted[counts == 4] == 4).any()
+    after = p.gather(1, result.num_accepted[:, None, None].expand(-1, 1, 6))[:, 0]
+    assert (after.gather(1, result.added[:, None]) > 0).all()
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -313,9 +317,9 @@ def test_chains_and_certain_trees_take_their_short_ways(rule):
     draft, q, p = random_chain(torch.float64)
     seeded = lambda: torch.Generator().manual_seed(5)  # noqa: E731
     accepted, added = verify(draft, q, p, rule, seeded())
-    verdict = verify_sampled(DraftTree.chain(draft, q), p, rule, seeded())
-    assert torch.equal(verdict.accepted, accepted) and torch.equal(verdict.added, added)
-    assert torch.equal(verdict.tokens[:, :-1][verdict.nodes >= 0], draft[verdict.nodes >= 0])
+    result = verify_sampled(DraftTree.chain(draft, q), p, rule, seeded())
+    assert torch.equal(result.num_accepted, accepted) and torch.equal(result.added, added)
+    assert torch.equal(result.tokens[:, :-1][result.nodes >= 0], draft[result.nodes >= 0])
     walked, picked = verify_sampled(DraftTree.chain(draft), p, rule, seeded()), draw(p, seeded())
     assert torch.equal(walked.tokens, picked)
 
@@ -334,13 +338,13 @@ def test_an_unknown_rule_is_refused():
 def test_verification_never_makes_the_host_wait(replacement, counts):
     tokens, parents = torch.tensor([[0, 1, 0, 1, 2], [2, 1, 0, 1, 2]]), torch.tensor([SHAPES["bushy"]] * 2)
     p = torch.rand(2, 6, 3).softmax(-1)
-    drawn = DraftTree(tokens, parents, p.flip(0), replacement, depth=2, counts=counts)
-    certain = DraftTree(tokens, parents, depth=2, counts=counts)
+    drawn = DraftTree(tokens, parents, p.flip(0), replacement, depth=2, num_nodes=counts)
+    certain = DraftTree(tokens, parents, depth=2, num_nodes=counts)
     chains = [DraftTree.chain(tokens, q, counts) for q in (None, p[:, :-1])]
     for mode in (contextlib.nullcontext(), NoSync()):  # index tensors are made once, in the first round
         with mode:
             for tree, rule in itertools.product([drawn, certain, *chains], RULES):
-                verdict = verify_sampled(tree, p, rule)
-                verdict.nodes, verdict.columns, verdict.added, tree.positions(), tree.paths()  # noqa: B018
+                result = verify_sampled(tree, p, rule)
+                result.nodes, result.path, result.added, tree.positions(), tree.paths()  # noqa: B018
                 follow(tree, p.argmax(-1))
                 tree_acceptance(tree, p, rule)

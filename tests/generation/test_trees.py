@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from tests.laws import chi_square
-from tests.no_sync import NoSync
-from tests.tree_worlds import WARPS, V, World, emitted_law
-from tokenahead.generation import trees as growth
-from tokenahead.generation.trees import (
+from tests.distributions import chi_square
+from tests.internals import (
     DraftTree,
     choices_from_accuracies,
     drawn_tree,
     dynamic_tree,
+    race_order,
     ranked_tree,
     static_tree,
 )
-from tokenahead.modeling.sampling import race_order
+from tests.internals import trees_module as growth
+from tests.no_sync import NoSync
+from tests.tree_worlds import WARPS, V, World, emitted_distribution
 
 DATA = Path(__file__).parent.parent / "data" / "trees"
 GROWTH, CHOICES = load_file(DATA / "growth.safetensors"), load_file(DATA / "choices.safetensors")
@@ -59,12 +59,14 @@ def test_a_chain_is_a_tree(length):
     for name in ("mask", "positions", "paths"):
         assert torch.equal(getattr(chain, name)(), getattr(tree, name)())
     assert chain.real() is None
-    assert DraftTree.chain(draft, counts=counts).real().tolist() == [[i < n for i in range(length)] for n in (0, 1, 2)]
+    assert DraftTree.chain(draft, num_nodes=counts).real().tolist() == [
+        [i < n for i in range(length)] for n in (0, 1, 2)
+    ]
 
 
-def test_a_chain_keeps_the_drafters_laws_as_they_are():
+def test_a_chain_keeps_the_drafters_distributions_as_they_are():
     q = torch.rand(2, 3, 5)
-    assert DraftTree.chain(torch.zeros(2, 3, dtype=torch.long), q).laws is q
+    assert DraftTree.chain(torch.zeros(2, 3, dtype=torch.long), q).probs is q
 
 
 def test_tensors_made_in_inference_mode_serve_outside():
@@ -75,17 +77,19 @@ def test_tensors_made_in_inference_mode_serve_outside():
 
 
 class Table:
-    """Laws that depend on a state, which moves with every token; grows trees for a batch of states."""
+    """Distributions that depend on a state, which moves with every token; grows trees for a batch of states."""
 
-    def __init__(self, laws: torch.Tensor, states: list[int], move=lambda state, token: state * 31 + token + 7) -> None:
-        self.laws, self.move, self.frontier = laws, move, torch.tensor(states)[:, None]
-        self.first, self.calls = laws[self.frontier[:, 0]], []
+    def __init__(
+        self, probs: torch.Tensor, states: list[int], move=lambda state, token: state * 31 + token + 7
+    ) -> None:
+        self.probs, self.move, self.frontier = probs, move, torch.tensor(states)[:, None]
+        self.first, self.calls = probs[self.frontier[:, 0]], []
 
     def expand(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
         assert (parents == -1).all() if not self.calls else (parents >= 0).all()
         self.calls.append(tokens.shape[1])
-        self.frontier = self.move(self.frontier.gather(1, parents.clamp(min=0)), tokens) % len(self.laws)
-        return self.laws[self.frontier]
+        self.frontier = self.move(self.frontier.gather(1, parents.clamp(min=0)), tokens) % len(self.probs)
+        return self.probs[self.frontier]
 
     def likeliest(self, state: int, depth: int, top_k: int, size: int) -> tuple[list[int], list[int]]:
         """Tokens and parents of a dynamic tree, by sorting lists in float32."""
@@ -93,8 +97,8 @@ class Table:
         for _ in range(depth + 1):
             start = len(nodes)
             for value, at, parent in level:
-                for token in self.laws[at].topk(top_k).indices.tolist():
-                    nodes.append((value + self.laws[at][token], self.move(at, token) % len(self.laws), parent, token))
+                for token in self.probs[at].topk(top_k).indices.tolist():
+                    nodes.append((value + self.probs[at][token], self.move(at, token) % len(self.probs), parent, token))
             best = sorted(range(start, len(nodes)), key=lambda i: (-float(nodes[i][0]), i))[:top_k]
             level = [(nodes[i][0], nodes[i][1], i) for i in best]
         kept = sorted(sorted(range(len(nodes)), key=lambda i: (-float(nodes[i][0]), i))[:size])
@@ -106,7 +110,7 @@ def test_dynamic_trees_are_those_of_the_official_code(number):
     total, depth, top_k = GROWTH["options"][number].tolist()
     table = Table(GROWTH["table"], [0, 0])
     tree = dynamic_tree(table.first, table.expand, depth=depth, top_k=top_k, total_tokens=total)
-    assert table.calls == [top_k] * depth and tree.depth == min(depth + 1, total - 1) and tree.laws is None
+    assert table.calls == [top_k] * depth and tree.depth == min(depth + 1, total - 1) and tree.probs is None
     have = {"tokens": tree.tokens, "parents": tree.parents, "mask": tree.mask(), "positions": tree.positions()}
     for name, got in have.items():
         assert torch.equal(got, GROWTH[f"tree{number}_{name}"].expand_as(got)), name
@@ -117,7 +121,7 @@ def test_every_row_grows_its_own_tree(depth, top_k, total):
     states = [3, 11, 40]
     table = Table(GROWTH["table"].clone(), states)
     tree = dynamic_tree(table.first, table.expand, depth=depth, top_k=top_k, total_tokens=total)
-    width = min(top_k, table.laws.shape[1])
+    width = min(top_k, table.probs.shape[1])
     size = min(total - 1, width + depth * width**2)
     for row, state in enumerate(states):
         want = table.likeliest(state, depth, width, size)
@@ -125,24 +129,25 @@ def test_every_row_grows_its_own_tree(depth, top_k, total):
 
 
 def test_no_child_comes_without_its_parent_where_values_tie():
-    """Laws of certainty: every value on the certain path is 0, and the others' differ by less than they round to."""
-    laws = torch.full((7, 12), -1e9)
-    laws[torch.arange(7), torch.tensor([3, 1, 4, 1, 5, 9, 2])] = 0.0
-    laws = (laws + torch.linspace(-1, 0, 12)).log_softmax(-1)
-    table = Table(laws, [0, 5], lambda state, token: state * 3 + token + 1)
+    """Distributions of certainty: every value on the certain path is 0, and the others' differ by less than they round
+    to."""
+    probs = torch.full((7, 12), -1e9)
+    probs[torch.arange(7), torch.tensor([3, 1, 4, 1, 5, 9, 2])] = 0.0
+    probs = (probs + torch.linspace(-1, 0, 12)).log_softmax(-1)
+    table = Table(probs, [0, 5], lambda state, token: state * 3 + token + 1)
     tree = dynamic_tree(table.first, table.expand, depth=6, top_k=4, total_tokens=7)
     for row, state in enumerate((0, 5)):
         path = []
         for _ in range(6):
-            path.append(int(laws[state].argmax()))
+            path.append(int(probs[state].argmax()))
             state = (state * 3 + path[-1] + 1) % 7  # noqa: PLW2901
         assert tree.tokens[row].tolist() == path and tree.parents[row].tolist() == list(range(-1, 5))
 
 
 def test_excluded_tokens_are_drafted_last():
-    laws = torch.full((1, 6), -torch.inf)
-    laws[0, [2, 4]] = math.log(0.5)
-    table = Table(laws, [0, 0])
+    probs = torch.full((1, 6), -torch.inf)
+    probs[0, [2, 4]] = math.log(0.5)
+    table = Table(probs, [0, 0])
     tree = dynamic_tree(table.first, table.expand, depth=1, top_k=3, total_tokens=7)
     assert tree.tokens.tolist() == [[2, 4, 2, 4, 2, 4]] * 2
     assert tree.parents.tolist() == [[-1, -1, 0, 0, 1, 1]] * 2
@@ -166,7 +171,7 @@ def test_impossible_sizes_are_refused(grow, options, message):
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_text_from_drawn_trees_has_the_targets_law(depth, warp, rule, monkeypatch):
+def test_text_from_drawn_trees_has_the_targets_distribution(depth, warp, rule, monkeypatch):
     """All draws of trees whose shapes depend on them: two of three tokens for b, then three nodes below the two.
 
     The three are children of the two, or two children and a grandchild of one of them.
@@ -195,19 +200,19 @@ def test_text_from_drawn_trees_has_the_targets_law(depth, warp, rule, monkeypatc
         chance *= torch.where(alone, 0.5 * first, first * second / left.masked_fill(alone, 1)).prod(1)
     torch.testing.assert_close(chance.view(2, -1).sum(1), torch.ones(2, dtype=torch.float64))
     assert (tree.parents[chance > 0].unique(dim=0)).shape[0] > 1
-    assert (emitted_law(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
+    assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
 
 
-def random_laws(count: int) -> Table:
+def random_probs(count: int) -> Table:
     return Table((2 * torch.randn(23, 30, generator=torch.Generator().manual_seed(7))).softmax(-1), list(range(count)))
 
 
 @pytest.mark.parametrize(("depth", "top_k", "total"), [(5, 10, 60), (2, 3, 8), (0, 4, 5), (4, 1, 4), (7, 2, 60)])
-def test_drawn_trees_are_trees_with_their_laws(depth, top_k, total):
-    table = random_laws(8)
+def test_drawn_trees_are_trees_with_their_distributions(depth, top_k, total):
+    table = random_probs(8)
     tree = drawn_tree(table.first, table.expand, depth=depth, top_k=top_k, total_tokens=total)
     size = tree.tokens.shape[1]
-    assert size <= total - 1 and tree.laws.shape == (8, size + 1, 30) and not tree.replacement
+    assert size <= total - 1 and tree.probs.shape == (8, size + 1, 30) and not tree.replacement
     assert size == total - 1 or top_k < 3
     for row in range(8):
         states, parents = [row], tree.parents[row].tolist()
@@ -217,24 +222,24 @@ def test_drawn_trees_are_trees_with_their_laws(depth, top_k, total):
         for parent in set(parents):
             children = tree.tokens[row][tree.parents[row] == parent].tolist()
             assert len(set(children)) == len(children) <= top_k
-            assert torch.equal(tree.laws[row, parent + 1], table.laws[states[parent + 1]])
+            assert torch.equal(tree.probs[row, parent + 1], table.probs[states[parent + 1]])
     assert int(tree.positions().max()) == tree.depth
 
 
-def same_law_everywhere(law: torch.Tensor):
+def same_distribution_everywhere(distribution: torch.Tensor):
     """The callback of a drafter that always thinks the same."""
-    return lambda tokens, parents: law[:, None].expand(-1, tokens.shape[1], -1)
+    return lambda tokens, parents: distribution[:, None].expand(-1, tokens.shape[1], -1)
 
 
 def test_first_draws_have_more_below_them_than_later_ones():
-    law = torch.full((1, 40), 1 / 40)
-    tree = drawn_tree(law, same_law_everywhere(law), depth=1, top_k=6, total_tokens=13)
+    distribution = torch.full((1, 40), 1 / 40)
+    tree = drawn_tree(distribution, same_distribution_everywhere(distribution), depth=1, top_k=6, total_tokens=13)
     assert tree.parents.tolist() == [[-1] * 6 + [0, 0, 0, 1, 2, 3]]
 
 
 def test_likely_draws_have_more_below_them_than_unlikely_ones():
-    law = torch.tensor([[0.9, 0.06, 0.04]]).expand(400, 3)
-    tree = drawn_tree(law, same_law_everywhere(law), depth=1, top_k=2, total_tokens=5)
+    distribution = torch.tensor([[0.9, 0.06, 0.04]]).expand(400, 3)
+    tree = drawn_tree(distribution, same_distribution_everywhere(distribution), depth=1, top_k=2, total_tokens=5)
     sure, children = tree.tokens[:, 0] == 0, (tree.parents[:, 2:] == 0).sum(1)
     assert 0.8 < sure.float().mean() < 1
     assert (children[sure] == 2).all() and (children[~sure] == 1).all()
@@ -243,7 +248,7 @@ def test_likely_draws_have_more_below_them_than_unlikely_ones():
 def test_tokens_that_cannot_be_drawn_have_no_place_where_others_can():
     """Three tokens can come first and two behind each of them, which are all that the tree has room for."""
     first, second = torch.tensor([[1 / 3, 1 / 3, 1 / 3, 0]]), torch.tensor([[0.5, 0.5, 0, 0]])
-    tree = drawn_tree(first, same_law_everywhere(second), depth=1, top_k=3, total_tokens=10)
+    tree = drawn_tree(first, same_distribution_everywhere(second), depth=1, top_k=3, total_tokens=10)
     assert tree.parents.tolist() == [[-1, -1, -1, 0, 0, 1, 1, 2, 2]]
     assert tree.tokens.max() == 2 and tree.tokens[:, 3:].max() == 1
 
@@ -251,17 +256,17 @@ def test_tokens_that_cannot_be_drawn_have_no_place_where_others_can():
 @pytest.mark.parametrize("top_k", [2, 4])
 def test_a_sure_drafter_draws_long_paths(top_k):
     """Chances of tokens that cannot be drawn stay 0 all along, and the first of equal places goes on."""
-    law = torch.nn.functional.one_hot(torch.tensor([3]), 9).double()
-    tree = drawn_tree(law, same_law_everywhere(law), depth=5, top_k=top_k, total_tokens=7)
+    distribution = torch.nn.functional.one_hot(torch.tensor([3]), 9).double()
+    tree = drawn_tree(distribution, same_distribution_everywhere(distribution), depth=5, top_k=top_k, total_tokens=7)
     assert tree.parents.tolist() == [[-1, 0, 1, 2, 3, 4]] and tree.tokens.unique().tolist() == [3]
 
 
-def test_draws_without_replacement_come_in_the_order_of_their_law():
+def test_draws_without_replacement_come_in_the_order_of_their_distribution():
     weights = torch.tensor([0.5, 0.0, 0.3, 0.2]).expand(40_000, 4)
     drawn = race_order(weights, 2, torch.Generator().manual_seed(2))
     w = weights[0].double()
-    law = (w[:, None] * w / (1 - w[:, None])).fill_diagonal_(0)
-    assert chi_square(drawn[:, 0] * 4 + drawn[:, 1], law.flatten()) > 1e-4
+    distribution = (w[:, None] * w / (1 - w[:, None])).fill_diagonal_(0)
+    assert chi_square(drawn[:, 0] * 4 + drawn[:, 1], distribution.flatten()) > 1e-4
 
 
 def paths_of(table: torch.Tensor) -> list[tuple[int, ...]]:
@@ -308,19 +313,19 @@ def test_ranked_trees_hold_the_tokens_of_their_ranks(choices):
         found = {(): state}
         for node, path in enumerate(paths):
             before = found[path[:-1]]
-            token = int(table.laws[before].topk(10).indices[path[-1]])
+            token = int(table.probs[before].topk(10).indices[path[-1]])
             assert tree.tokens[row, node] == token
-            found[path] = (before * 31 + token + 7) % len(table.laws)
+            found[path] = (before * 31 + token + 7) % len(table.probs)
 
 
 def test_growing_never_makes_the_host_wait():
     log_probs = GROWTH["table"][:2]
     expand = lambda tokens, parents: log_probs[:, None].expand(-1, tokens.shape[1], -1)  # noqa: E731
-    laws = lambda tokens, parents: expand(tokens, parents).exp()  # noqa: E731
+    probs = lambda tokens, parents: expand(tokens, parents).exp()  # noqa: E731
     for mode in (contextlib.nullcontext(), NoSync()):
         with mode:
             dynamic_tree(log_probs, expand, depth=2, top_k=3, total_tokens=9)
-            drawn_tree(log_probs.exp(), laws, depth=2, top_k=3, total_tokens=9)
+            drawn_tree(log_probs.exp(), probs, depth=2, top_k=3, total_tokens=9)
             ranked_tree([(0,), (1,), (1, 2)], log_probs, expand)
 
 

@@ -1,4 +1,5 @@
-"""Verification: exact laws by enumeration, goldens, drawn laws by chi-square, and inputs at the edge."""
+"""Verification: exact distributions by enumeration, goldens, drawn distributions by chi-square, and inputs at the
+edge."""
 
 import itertools
 from dataclasses import dataclass
@@ -8,9 +9,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.laws import chi_square, golden
-from tokenahead.generation import verification
-from tokenahead.generation.verification import block_acceptance, token_acceptance, verify
+from tests.distributions import chi_square, golden
+from tests.internals import block_acceptance, token_acceptance, verify
+from tests.internals import verification_module as verification
 
 RULES = {"token": token_acceptance, "block": block_acceptance}
 V = 3
@@ -32,47 +33,49 @@ class World:
         """All V^m drafts [N, m], q [N, m, V] and p [N, m + 1, V] along each, and the drafts' probabilities [N]."""
         drafts = torch.tensor(list(itertools.product(range(V), repeat=self.length)))
         rows = [
-            torch.stack([torch.stack([law[i][tuple(d[:i])] for i in range(len(law))]) for d in drafts])
-            for law in (self.q, self.p)
+            torch.stack(
+                [torch.stack([distribution[i][tuple(d[:i])] for i in range(len(distribution))]) for d in drafts]
+            )
+            for distribution in (self.q, self.p)
         ]
         drawn = rows[0].gather(-1, drafts[..., None])[..., 0].prod(1)
         return drafts, rows[0], rows[1], drawn
 
     def target(self) -> torch.Tensor:
-        """Law of the next m + 1 tokens, [V] * (m + 1)."""
+        """Distribution of the next m + 1 tokens, [V] * (m + 1)."""
         return self.tail(0)
 
     def tail(self, start: int) -> torch.Tensor:
-        """Law of tokens start + 1 .. m + 1 given those before, [V] * (m + 1)."""
-        law = torch.ones([V] * (self.length + 1), dtype=torch.float64)
+        """Distribution of tokens start + 1 .. m + 1 given those before, [V] * (m + 1)."""
+        distribution = torch.ones([V] * (self.length + 1), dtype=torch.float64)
         for i in range(start, self.length + 1):
-            law = law * self.p[i].reshape([V] * (i + 1) + [1] * (self.length - i))
-        return law
+            distribution = distribution * self.p[i].reshape([V] * (i + 1) + [1] * (self.length - i))
+        return distribution
 
 
 def tables(depth: int, seed: int, zeros: float = 0.0) -> list[torch.Tensor]:
     """Random conditionals for prefixes of 0 .. depth - 1 tokens; a share `zeros` of the entries is 0."""
     generator = torch.Generator().manual_seed(seed)
-    laws = []
+    probs = []
     for i in range(depth):
         weights = torch.rand([V] * (i + 1), generator=generator, dtype=torch.float64) ** 3 + 1e-3
         dropped = torch.rand(weights.shape, generator=generator) < zeros
         dropped.scatter_(-1, weights.argmax(-1, keepdim=True), False)
         weights = weights.masked_fill(dropped, 0)
-        laws.append(weights / weights.sum(-1, keepdim=True))
-    return laws
+        probs.append(weights / weights.sum(-1, keepdim=True))
+    return probs
 
 
-def one_hot(laws: list[torch.Tensor]) -> list[torch.Tensor]:
+def one_hot(probs: list[torch.Tensor]) -> list[torch.Tensor]:
     """The greedy drafter of some conditionals."""
-    return [torch.nn.functional.one_hot(law.argmax(-1), V).double() for law in laws]
+    return [torch.nn.functional.one_hot(distribution.argmax(-1), V).double() for distribution in probs]
 
 
 def world(kind: str, length: int, seed: int) -> World:
     p = tables(length + 1, seed, zeros=0.4 if kind in ("zeros in p", "zeros in both") else 0.0)
     q = tables(length, seed + 1000, zeros=0.4 if kind in ("zeros in q", "zeros in both") else 0.0)
     if kind == "equal":
-        q = [law.clone() for law in p[:-1]]
+        q = [distribution.clone() for distribution in p[:-1]]
     elif kind == "greedy draft":
         q = one_hot(q)
     elif kind == "greedy draft of the target":
@@ -80,9 +83,9 @@ def world(kind: str, length: int, seed: int) -> World:
     elif kind == "greedy target":
         p = one_hot(p)
     elif kind == "disjoint":
-        p = [law * torch.tensor([0.0, 1.0, 1.0]) for law in p]
-        p = [law / law.sum(-1, keepdim=True) for law in p]
-        q = [torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64).expand(law.shape) for law in q]
+        p = [distribution * torch.tensor([0.0, 1.0, 1.0]) for distribution in p]
+        p = [distribution / distribution.sum(-1, keepdim=True) for distribution in p]
+        q = [torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64).expand(distribution.shape) for distribution in q]
     return World(p, q)
 
 
@@ -99,7 +102,7 @@ KINDS = (
 )
 
 
-def accepted_law(rule: str, accept: torch.Tensor) -> torch.Tensor:
+def accepted_distribution(rule: str, accept: torch.Tensor) -> torch.Tensor:
     """P(s drafts accepted) for s = 0..m, [N, m + 1]."""
     one = torch.ones_like(accept[:, :1])
     if rule == "token":  # the first failure ends
@@ -108,43 +111,43 @@ def accepted_law(rule: str, accept: torch.Tensor) -> torch.Tensor:
     return torch.cat([one, accept], 1) * torch.cat([failing, one], 1)
 
 
-def emitted_law(world: World, rule: str) -> torch.Tensor:
-    """Law of m + 1 tokens: the accepted drafts, the added token, and then the target's own, [V] * (m + 1)."""
+def emitted_distribution(world: World, rule: str) -> torch.Tensor:
+    """Distribution of m + 1 tokens: the accepted drafts, the added token, and then the target's own, [V] * (m + 1)."""
     drafts, q, p, drawn = world.cases()
     accept, residual = RULES[rule](drafts, q, p)
     assert accept.isfinite().all() and residual.isfinite().all()
-    counts = accepted_law(rule, accept) * drawn[:, None]
-    law = torch.zeros([V] * (world.length + 1), dtype=torch.float64)
+    counts = accepted_distribution(rule, accept) * drawn[:, None]
+    distribution = torch.zeros([V] * (world.length + 1), dtype=torch.float64)
     for count in range(world.length + 1):
         rest = world.tail(count + 1)
         for row, draft in enumerate(drafts):
             kept = tuple(draft[:count])
             added = residual[row, count].reshape([V] + [1] * (world.length - count))
-            law[kept] += counts[row, count] * added * rest[kept]
-    return law
+            distribution[kept] += counts[row, count] * added * rest[kept]
+    return distribution
 
 
 def expected_accepted(world: World, rule: str) -> float:
     drafts, q, p, drawn = world.cases()
-    counts = accepted_law(rule, RULES[rule](drafts, q, p)[0])
+    counts = accepted_distribution(rule, RULES[rule](drafts, q, p)[0])
     return float((counts @ torch.arange(world.length + 1.0, dtype=torch.float64)) @ drawn)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", RULES)
-def test_emitted_law_is_the_targets(rule, kind, length):
+def test_emitted_distribution_is_the_targets(rule, kind, length):
     for seed in range(5):
         case = world(kind, length, seed)
-        error = (emitted_law(case, rule) - case.target()).abs().max()
+        error = (emitted_distribution(case, rule) - case.target()).abs().max()
         assert error < 1e-12, (seed, float(error))
 
 
 def test_enumeration_notices_a_wrong_residual(monkeypatch):
-    """Adding a token of the target's own law after a rejection must show, or the test above proves nothing."""
+    """Adding a token of the target's own distribution after a rejection must show, or the test above proves nothing."""
     case = world("random", 2, 0)
     monkeypatch.setitem(RULES, "token", lambda draft, q, p: (token_acceptance(draft, q, p)[0], p))
-    assert (emitted_law(case, "token") - case.target()).abs().max() > 1e-2
+    assert (emitted_distribution(case, "token") - case.target()).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -162,7 +165,7 @@ def test_block_accepts_at_least_as_many(kind):
 
 def test_published_example():
     """Sun et al. 2024, section 2: 10/9 accepted tokens become 11/9."""
-    p, q = (torch.tensor(law, dtype=torch.float64) for law in ([1 / 3, 2 / 3, 0], [2 / 3, 1 / 3, 0]))
+    p, q = (torch.tensor(distribution, dtype=torch.float64) for distribution in ([1 / 3, 2 / 3, 0], [2 / 3, 1 / 3, 0]))
     case = World([p.expand([V] * (i + 1)) for i in range(3)], [q.expand([V] * (i + 1)) for i in range(2)])
     assert expected_accepted(case, "token") == pytest.approx(10 / 9, abs=1e-15)
     assert expected_accepted(case, "block") == pytest.approx(11 / 9, abs=1e-15)
@@ -182,7 +185,7 @@ def test_goldens(name, rule, accept_key):
     accept, residual = RULES[rule](data["x"], data["q"], data["p"])
     torch.testing.assert_close(accept, data[accept_key][:, -length:], rtol=0, atol=1e-12)
     torch.testing.assert_close(residual, data[f"{rule}_residual"], rtol=0, atol=1e-12)
-    torch.testing.assert_close(accepted_law(rule, accept), data[f"{rule}_len_prob"], rtol=0, atol=1e-12)
+    torch.testing.assert_close(accepted_distribution(rule, accept), data[f"{rule}_len_prob"], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", GOLDENS)
@@ -197,7 +200,7 @@ def test_goldens_in_float32(name, rule):
 
 
 def draws(case: World, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`count` drafts from the world's drafter, by number, with the laws along each."""
+    """`count` drafts from the world's drafter, by number, with the distributions along each."""
     drafts, q, p, drawn = case.cases()
     number = torch.multinomial(drawn, count, replacement=True)
     return number, drafts[number], q[number], p[number]
@@ -206,20 +209,20 @@ def draws(case: World, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("kind", "length"), [("random", 1), ("random", 3), ("zeros in both", 3), ("greedy draft", 2)])
-def test_verify_draws_from_the_laws(kind, length, rule, dtype):
+def test_verify_draws_from_the_distributions(kind, length, rule, dtype):
     case = world(kind, length, 3)
     number, draft, q, p = draws(case, 100_000)
     accepted, added = verify(draft, q.to(dtype), p.to(dtype), rule)
     drafts, q, p, drawn = case.cases()
     accept, residual = RULES[rule](drafts, q, p)
-    law = drawn[:, None, None] * accepted_law(rule, accept)[..., None] * residual
+    distribution = drawn[:, None, None] * accepted_distribution(rule, accept)[..., None] * residual
     cells = (number * (length + 1) + accepted) * V + added
-    assert chi_square(cells, law.flatten()) > 1e-4
+    assert chi_square(cells, distribution.flatten()) > 1e-4
 
 
 @pytest.mark.parametrize("kind", ["random", "zeros in both", "greedy draft"])
 @pytest.mark.parametrize("rule", RULES)
-def test_verify_emits_the_targets_law(rule, kind):
+def test_verify_emits_the_targets_distribution(rule, kind):
     """End to end in float32: what is emitted, completed by the target to m + 1 tokens, is the target's."""
     case = world(kind, 3, 8)
     _, draft, q, p = draws(case, 100_000)
@@ -243,7 +246,8 @@ def test_verify_uses_its_generator_only():
 
 
 def close_pair(rows: int, length: int, size: int, noise: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 laws p [rows, length + 1, size], of which half the tokens are excluded, and a q that hardly differs."""
+    """float32 distributions p [rows, length + 1, size], of which half the tokens are excluded, and a q that hardly
+    differs."""
     logits = 4 * torch.randn(rows, length + 1, size)
     p = logits.masked_fill(torch.rand(logits.shape) < 0.5, float("-inf"))
     p[..., 0] = p[..., 0].nan_to_num(neginf=0.0)  # one token at least
@@ -280,7 +284,7 @@ def test_a_residual_of_rounding_noise_emits_no_excluded_token(rule, monkeypatch)
     """All that is left after the rejection is 1e-45, which a race would round to 0 like the excluded token's."""
     q = torch.tensor([0.0, 0.9, 0.0, 0.1])
     p = torch.tensor([0.0, 0.9, 1e-45, 0.09999999])
-    rows = [torch.stack(laws)[None].expand(2000, -1, -1) for laws in ([q], [p, p])]
+    rows = [torch.stack(probs)[None].expand(2000, -1, -1) for probs in ([q], [p, p])]
     refusing = 0.0 if rule == "block" else 1 - 2**-24
     monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.full(shape, refusing, dtype=options["dtype"]))
     accepted, added = verify(torch.full((2000, 1), 3), *rows, rule)
@@ -292,7 +296,9 @@ def test_float32_agrees_with_float64_on_long_drafts(rule):
     p = (3 * torch.randn(200, 16, 320, dtype=torch.float64)).softmax(-1)
     q = (p[:, :-1].log() + 0.3 * torch.randn(200, 15, 320, dtype=torch.float64)).softmax(-1)
     draft = torch.multinomial(q.flatten(0, 1), 1).view(200, 15)
-    exact, single = (accepted_law(rule, RULES[rule](draft, q.to(d), p.to(d))[0]) for d in (q.dtype, torch.float32))
+    exact, single = (
+        accepted_distribution(rule, RULES[rule](draft, q.to(d), p.to(d))[0]) for d in (q.dtype, torch.float32)
+    )
     assert 2 < float((exact @ torch.arange(16, dtype=torch.float64)).mean()) < 13
     assert (exact - single).abs().sum(1).max() < 1e-4
 
@@ -321,8 +327,8 @@ WEIGHTS = st.sampled_from([0.0, 0.0, 1e-300, 1e-30, 1e-9, 0.3, 1.0, 1.0])
 
 
 @st.composite
-def laws(draw, dtype):
-    """A draft [1, m] and laws q [1, m, v], p [1, m + 1, v]; the draft need not be possible under q."""
+def probs(draw, dtype):
+    """A draft [1, m] and distributions q [1, m, v], p [1, m + 1, v]; the draft need not be possible under q."""
     length, size = draw(st.integers(1, 4)), draw(st.integers(2, 5))
     rows = []
     for _ in range(2 * length + 1):
@@ -336,7 +342,7 @@ def laws(draw, dtype):
     return draft, q, p
 
 
-def check_laws(rule: str, draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor, tolerance: float) -> None:
+def check_probs(rule: str, draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor, tolerance: float) -> None:
     accept, residual = RULES[rule](draft, q, p)
     assert accept.shape == draft.shape and residual.shape == p.shape
     assert accept.isfinite().all() and accept.min() >= 0 and accept.max() <= 1 + tolerance
@@ -349,22 +355,22 @@ def check_laws(rule: str, draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor,
 
 @pytest.mark.parametrize("rule", RULES)
 @settings(max_examples=80, deadline=None, derandomize=True, database=None)
-@given(case=laws(torch.float64))
-def test_laws_are_laws(rule, case):
-    check_laws(rule, *case, tolerance=1e-12)
+@given(case=probs(torch.float64))
+def test_distributions_are_distributions(rule, case):
+    check_probs(rule, *case, tolerance=1e-12)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @settings(max_examples=80, deadline=None, derandomize=True, database=None)
-@given(case=laws(torch.float32))
-def test_laws_are_laws_in_float32(rule, case):
-    check_laws(rule, *case, tolerance=1e-5)
+@given(case=probs(torch.float32))
+def test_distributions_are_distributions_in_float32(rule, case):
+    check_probs(rule, *case, tolerance=1e-5)
     accepted, added = verify(*case, rule)
     assert case[2][0, accepted[0], added[0]] > 0
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(case=laws(torch.float64))
+@given(case=probs(torch.float64))
 def test_block_follows_its_recursion(case):
     """The closed form against P_i = min(1, P_{i-1} p_i / q_i) and h_i = Z_i / (Z_i + 1 - P_i), one step at a time."""
     draft, q, p = (tensor[0] for tensor in case)

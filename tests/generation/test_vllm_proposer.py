@@ -1,7 +1,7 @@
 """The proposer for vLLM, without vLLM: a runner that calls it as vLLM's does, on a backbone of transformers.
 
-Real engines are run by tests/engine and benchmarks/serving.py. Here: which row of which request the law is made from,
-ragged requests, laws of sampled drafts, what is refused.
+Real engines are run by tests/engine and benchmarks/serving.py. Here: which row of which request the distribution is
+made from, ragged requests, distributions of sampled drafts, what is refused.
 """
 
 import sys
@@ -10,9 +10,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from tests.internals import HeadProposer, listen
 from tests.modeling.heads.backbones import backbone, shaken
 from tokenahead import MTPHeads
-from tokenahead.generation.vllm_proposer import HeadProposer, listen
 
 KINDS = {
     "ff": {},
@@ -155,7 +155,7 @@ def test_requests_without_a_token_and_at_their_end_get_no_drafts(runner_class, t
 
 
 @pytest.mark.parametrize("kind", ["ff", "hmm"])
-def test_sampled_drafts_come_with_the_laws_they_were_drawn_from(kind, runner_class, tmp_path):
+def test_sampled_drafts_come_with_the_distributions_they_were_drawn_from(kind, runner_class, tmp_path):
     base, heads = saved(kind, tmp_path)
     proposer = HeadProposer(configuration(base, tmp_path, method="probabilistic"))
     proposer.load_model(served(base))
@@ -165,11 +165,11 @@ def test_sampled_drafts_come_with_the_laws_they_were_drawn_from(kind, runner_cla
     sampling, sampled = SimpleNamespace(all_greedy=False, temperature=temperature), [[4], [3], [1]]
     drafts = runner.propose_draft_token_ids(None, sampled, sampling, None, states, None, None, None, None)
     assert runner._draft_prob_req_ids == ["0", "1", "2"] and runner._draft_probs.shape == (3, DRAFTS, VOCABULARY)
-    law = heads.law_of_features(states).condition(torch.tensor([4, 3, 1]))
-    exact = law.conditional_log_probs(torch.tensor(drafts))
+    distribution = heads.distribution_of_features(states).condition(torch.tensor([4, 3, 1]))
+    exact = distribution.conditional_log_probs(torch.tensor(drafts))
     for row, heat in ((0, 0.7), (2, 2.0)):
         torch.testing.assert_close(runner._draft_probs[row], (exact[row] / heat).softmax(-1), atol=1e-5, rtol=0)
-    assert drafts[1] == law.greedy(DRAFTS)[1].tolist()
+    assert drafts[1] == distribution.greedy(DRAFTS)[1].tolist()
     assert torch.equal(runner._draft_probs[1].argmax(-1), torch.tensor(drafts[1]))
     sampling.all_greedy = True
     runner.propose_draft_token_ids(None, sampled, sampling, None, states, None, None, None, None)

@@ -1,4 +1,4 @@
-"""Layers with an attention window hold the window and the block while drafts are judged, and nothing older."""
+"""Layers with an attention window hold the window and the block while drafts are verified, and nothing older."""
 
 import copy
 
@@ -8,11 +8,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.families import family_config, family_model, shake
+from tests.internals import DraftTree
+from tests.internals import drafters_modules as modules
 from tests.models import left_padded
 from tests.tree_drafters import DEPTH, KnowingTrees, _Call
-from tokenahead.generation.contract import DraftTree
-from tokenahead.generation.drafters import modules
-from tokenahead.generation.drafters.assistant import AssistantDrafter
+from tokenahead import AssistantDrafter
 
 WINDOW, NEW, NODES, VOCABULARY = 6, 40, 7, 24
 NAMES = ["mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text"]
@@ -29,7 +29,7 @@ class Chains(KnowingTrees):
 
     drafts_trees = False
 
-    def make_drafter(self, options):
+    def start(self, options):
         return _Chain(self, options)
 
 

@@ -10,9 +10,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.backbones import backbone, blurred, word_tokenizer
-from tokenahead import DeepSeekMTP, EagleHead, MTPHeads, PTPForCausalLM, PTPStudent
-from tokenahead.generation.drafters.assistant import AssistantDrafter
-from tokenahead.generation.drafters.ngram import NgramDrafter
+from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, MTPHeads, NgramDrafter, PTPForCausalLM, PTPStudent
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 10, 11, 9, 10, 11, 9]])
 OPTIONS = dict(attention_mask=torch.ones_like(PROMPT), max_new_tokens=16, do_sample=False)
@@ -123,8 +121,8 @@ def test_pipelines_take_drafters(kind, batch_size):
     texts = ["w5. w6. w7. w5. w6.", "w9. w10."]
     common = dict(model=model, tokenizer=word_tokenizer(), batch_size=batch_size)
     plain = transformers.pipeline("text-generation", **common)(texts, **options)
-    drafting = drafter.make_drafter
-    drafter.make_drafter = lambda options: calls.append(1) or drafting(options)
+    drafting = drafter.start
+    drafter.start = lambda options: calls.append(1) or drafting(options)
     ours = transformers.pipeline("text-generation", assistant_model=drafter, **common)(texts, **options)
     assert ours == plain and len(calls) == 2 // batch_size
 

@@ -3,16 +3,14 @@
 import pytest
 import torch
 
+from tests.distributions import continuation_distribution, continuation_p_value
 from tests.every_model import llama
-from tests.laws import continuation_law, continuation_p_value
+from tests.internals import DraftOptions, HeadSession
+from tests.internals import drafters_protocol as protocol
 from tests.modeling.heads.backbones import KINDS, shaken
 from tests.models import left_padded, tiny_model
 from tests.ptp_models import student
-from tokenahead import MTPHeads
-from tokenahead.generation.drafters import protocol
-from tokenahead.generation.drafters.heads import HeadDrafter
-from tokenahead.generation.drafters.ngram import NgramDrafter
-from tokenahead.generation.drafters.protocol import DraftOptions
+from tokenahead import MTPHeads, NgramDrafter
 
 PROMPT = torch.tensor([[1, 3, 2, 4, 3]])
 GREEDY = dict(max_new_tokens=24, do_sample=False, return_dict_in_generate=True)
@@ -51,16 +49,16 @@ def test_drafts_end_with_the_first_token_of_which_no_row_was_sure(name, monkeypa
     batch = left_padded([torch.tensor([5, 6, 7, 8, 5, 6, 7]), torch.tensor([9, 10, 11])])
     plain = model.generate(**batch, **GREEDY, use_mtp=None if extra else False).sequences
     chances, ends = [], []
-    whole = HeadDrafter._chain
+    whole = HeadSession._chain
 
-    def watched(drafter, law, length):
-        laws = law.draft(lambda probs: (probs.argmax(-1), probs), length)[1]
-        chances.append(laws.amax(-1).amax(0).tolist())
-        draft, q = whole(drafter, law, length)
+    def watched(drafter, distribution, length):
+        draft_probs = distribution.draft(lambda probs: (probs.argmax(-1), probs), length)[1]
+        chances.append(draft_probs.amax(-1).amax(0).tolist())
+        draft, q = whole(drafter, distribution, length)
         ends.append(draft.shape[1])
         return draft, q
 
-    monkeypatch.setattr(HeadDrafter, "_chain", watched)
+    monkeypatch.setattr(HeadSession, "_chain", watched)
     model.generate(**batch, **GREEDY, **extra)
     threshold = sorted(row[0] for row in chances)[len(chances) // 2]  # half of the first tokens are sure
     assert set(ends[:2]) == {5}
@@ -85,7 +83,7 @@ def test_a_sampled_text_follows_the_target(name):
     assert {len(draft) for out in outs for row in out.speculation.rows_drafts for draft in row} >= {1, 2, 3}
     assert {count for out in outs for row in out.speculation.rows_accepted for count in row} >= {0, 1, 2, 3}
     samples = torch.cat([out.sequences for out in outs])[:, 5:8]
-    assert continuation_p_value(samples, continuation_law(target, PROMPT, 3, **options)) > 0.001
+    assert continuation_p_value(samples, continuation_distribution(target, PROMPT, 3, **options)) > 0.001
 
 
 @pytest.mark.parametrize("threshold", [None, 0.0, 0.5])

@@ -1,4 +1,5 @@
-"""The law of what is emitted, enumerated: every head family, both rules, plain and warped drafts and targets."""
+"""The distribution of what is emitted, enumerated: every head family, both rules, plain and warped drafts and
+targets."""
 
 import itertools
 from types import SimpleNamespace
@@ -7,11 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from tests.internals import DraftOptions, Processing, block_acceptance, circuit_from_logits, token_acceptance
 from tests.ptp_models import backbone, student
-from tokenahead.generation.drafters.protocol import DraftOptions
-from tokenahead.generation.processing import Processing
-from tokenahead.generation.verification import block_acceptance, token_acceptance
-from tokenahead.modeling.heads.circuit_families import circuit_from_logits
 
 V, WINDOW, RANK = 3, 4, 2
 WARPS = {
@@ -23,11 +21,11 @@ WARPS = {
 DRAFTS = torch.tensor(list(itertools.product(range(V), repeat=WINDOW - 1)))
 
 
-def law_of(kind, seed):
-    """A random law of the next tokens after a kept one, as a batch over all drafts."""
+def distribution_of(kind, seed):
+    """A random distribution of the next tokens after a kept one, as a batch over all drafts."""
     generator = torch.Generator().manual_seed(seed)
     if kind == "mask":
-        return mask_law(generator)
+        return mask_distribution(generator)
     normal = lambda *shape: 1.5 * torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
     rank = 1 if kind == "ff" else RANK
     parameters = {"leaf_logits": normal(WINDOW, rank, V)}
@@ -39,25 +37,25 @@ def law_of(kind, seed):
 
 
 @torch.no_grad()
-def mask_law(generator):
-    """The law of a group of three masks behind a kept token, by a random sampler head."""
+def mask_distribution(generator):
+    """The distribution of a group of three masks behind a kept token, by a random sampler head."""
     config = LlamaConfig(vocab_size=V, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
                          bos_token_id=None, eos_token_id=None, pad_token_id=None)  # fmt: skip
     model = student("mask", backbone(config).double(), num_slots=WINDOW - 1).requires_grad_(False)
     for parameter in (*model.sampler.parameters(), model.get_output_embeddings().weight):
         parameter.normal_(generator=generator)
     states = torch.randn(WINDOW - 1, 8, generator=generator, dtype=torch.float64)
-    return model.slot_law(states.expand(len(DRAFTS), -1, -1), torch.full((len(DRAFTS),), 1))
+    return model.slot_distribution(states.expand(len(DRAFTS), -1, -1), torch.full((len(DRAFTS),), 1))
 
 
 def target_rows(processing, seed):
-    """Processed next-token laws of a random order-2 target along every draft, [N, m + 1, V]."""
+    """Processed next-token distributions of a random order-2 target along every draft, [N, m + 1, V]."""
     logits = 1.5 * torch.randn(V, V, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     text = torch.cat([torch.tensor([[0, 1]]).expand(len(DRAFTS), 2), DRAFTS], dim=1)
     return processing.warp(torch.stack([logits[text[:, i], text[:, i + 1]] for i in range(WINDOW)], 1).softmax(-1))
 
 
-def drafted(law, processing):
+def drafted(distribution, processing):
     """q along every draft [N, m, V], through the drafter's own path with the choice dictated."""
     position = itertools.count()
 
@@ -66,11 +64,11 @@ def drafted(law, processing):
         step = next(position)
         return (DRAFTS[:, step], q) if probs.dim() == 2 else (DRAFTS, q)
 
-    return law.draft(dictate)[1]
+    return distribution.draft(dictate)[1]
 
 
 def ends_of(rule, drafts, q, p):
-    """How likely 0, .., m drafts are kept, [N, m + 1], and the laws of the token added then."""
+    """How likely 0, .., m drafts are kept, [N, m + 1], and the distributions of the token added then."""
     accept, residual = {"token": token_acceptance, "block": block_acceptance}[rule](drafts, q, p)
     one = torch.ones_like(accept[:, :1])
     if rule == "token":
@@ -90,13 +88,13 @@ def shares_of_lengths(q, other, threshold):
 
 
 def emitted(rule, q, p, shares=None):
-    """Law of the next m + 1 tokens: accepted drafts, the added token, then the target.
+    """Distribution of the next m + 1 tokens: accepted drafts, the added token, then the target.
 
     `shares` [N, m] says how often a draft ends after 1, .., m tokens; None: it never ends before m.
     """
     rows = {tuple(draft): row for draft, row in zip(DRAFTS.tolist(), p)}
     first = {prefix[:i]: row[i] for prefix, row in rows.items() for i in range(WINDOW)}
-    law = dict.fromkeys(itertools.product(range(V), repeat=WINDOW), 0.0)
+    distribution = dict.fromkeys(itertools.product(range(V), repeat=WINDOW), 0.0)
     for length in range(1, WINDOW) if shares is not None else [WINDOW - 1]:
         stopped, residual = ends_of(rule, DRAFTS[:, :length], q[:, :length], p[:, : length + 1])
         for n, draft in enumerate(map(tuple, DRAFTS.tolist())):
@@ -109,45 +107,45 @@ def emitted(rule, q, p, shares=None):
                     text, value = head + tail, mass
                     for i in range(len(head), WINDOW):
                         value *= float(first[text[:i]][text[i]])
-                    law[text] += value
+                    distribution[text] += value
     target = {}
-    for text in law:
+    for text in distribution:
         target[text] = 1.0
         for i in range(WINDOW):
             target[text] *= float(first[text[:i]][text[i]])
-    return law, target
+    return distribution, target
 
 
 @pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("kind", ["ff", "cp", "hmm", "btree", "mask"])
-def test_the_emitted_law_is_the_targets(kind, rule, warp):
+def test_the_emitted_distribution_is_the_targets(kind, rule, warp):
     processing = Processing(LogitsProcessorList(WARPS[warp]))
     for seed in range(2):
-        q = drafted(law_of(kind, seed), processing)
+        q = drafted(distribution_of(kind, seed), processing)
         p = target_rows(processing, seed + 50)
-        law, target = emitted(rule, q, p)
-        assert abs(sum(law.values()) - 1) < 1e-12
-        assert max(abs(law[text] - target[text]) for text in law) < 1e-12
+        distribution, target = emitted(rule, q, p)
+        assert abs(sum(distribution.values()) - 1) < 1e-12
+        assert max(abs(distribution[text] - target[text]) for text in distribution) < 1e-12
 
 
 @pytest.mark.parametrize("warp", ["plain", "top_p"])
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("kind", ["ff", "hmm", "btree"])
-def test_drafts_that_end_where_no_row_is_sure_emit_the_targets_law(kind, rule, warp):
+def test_drafts_that_end_where_no_row_is_sure_emit_the_targets_distribution(kind, rule, warp):
     """Both rows' drafts say where the drafts of the batch end (`assistant_confidence_threshold`)."""
     processing = Processing(LogitsProcessorList(WARPS[warp]))
-    q, other = (drafted(law_of(kind, seed), processing) for seed in (0, 7))
+    q, other = (drafted(distribution_of(kind, seed), processing) for seed in (0, 7))
     p, shares = target_rows(processing, 50), shares_of_lengths(q, other, 0.4)
     assert (shares > 0).any(0).sum() > 1, "lengths must differ, or the test shows nothing"
-    law, target = emitted(rule, q, p, shares)
-    assert max(abs(law[text] - target[text]) for text in law) < 1e-12
+    distribution, target = emitted(rule, q, p, shares)
+    assert max(abs(distribution[text] - target[text]) for text in distribution) < 1e-12
 
 
 def test_enumeration_notices_drafts_that_end_by_what_comes_behind():
     """A draft whose last token decides whether its first one is verified at all."""
     processing = Processing(LogitsProcessorList())
-    q, p = drafted(law_of("hmm", 0), processing), target_rows(processing, 50)
+    q, p = drafted(distribution_of("hmm", 0), processing), target_rows(processing, 50)
     shares = torch.nn.functional.one_hot(torch.where(DRAFTS[:, -1] == 0, 0, 2), WINDOW - 1).double()
-    law, target = emitted("block", q, p, shares)
-    assert max(abs(law[text] - target[text]) for text in law) > 1e-4
+    distribution, target = emitted("block", q, p, shares)
+    assert max(abs(distribution[text] - target[text]) for text in distribution) > 1e-4

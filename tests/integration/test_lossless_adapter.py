@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from tests.backbones import backbone, blurred, code, code_prompts, learn, plain_continuations, train_heads
-from tests.laws import continuation_law, continuation_p_value
-from tokenahead import MTPHeads
-from tokenahead.generation.drafters.assistant import AssistantDrafter
-from tokenahead.generation.drafters.ngram import NgramDrafter
+from tests.distributions import continuation_distribution, continuation_p_value
+from tokenahead import AssistantDrafter, MTPHeads, NgramDrafter
 
 MAKE = {
     "heads": lambda model: MTPHeads.from_backbone(model, window=4, leaf="full").eval(),
@@ -40,10 +38,10 @@ def test_greedy_output_is_the_backbones_own(name, kind):
 
 
 @pytest.mark.parametrize("kind", MAKE)
-def test_sampled_law(kind):
+def test_sampled_distribution(kind):
     model, prompt = backbone(vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3]])
     options = dict(temperature=0.8, top_k=4, repetition_penalty=1.2)
     drafter = MAKE[kind](model)
     draws = [generate(model, prompt, drafter, do_sample=True, max_new_tokens=4, **options) for _ in range(500)]
-    law = continuation_law(model, prompt, 2, **options)
-    assert continuation_p_value(torch.cat(draws)[:, 5:7], law) > 0.001
+    distribution = continuation_distribution(model, prompt, 2, **options)
+    assert continuation_p_value(torch.cat(draws)[:, 5:7], distribution) > 0.001

@@ -1,4 +1,4 @@
-"""N-gram and assistant drafters on code: greedy output is the backbone's own, sampled output has its law."""
+"""N-gram and assistant drafters on code: greedy output is the backbone's own, sampled output has its distribution."""
 
 import pytest
 import torch
@@ -14,12 +14,11 @@ from transformers import (
 )
 
 from tests.backbones import ATTENTION_WINDOW, backbone, blurred, check_greedy, code, code_prompts, learn
-from tests.laws import continuation_law, continuation_p_value
+from tests.distributions import continuation_distribution, continuation_p_value
+from tests.internals import AssistantSession
 from tests.models import left_padded
 from tests.no_sync import NoSync
-from tokenahead import EvaByteConfig, EvaByteForMTPC
-from tokenahead.generation.drafters.assistant import AssistantChain, AssistantDrafter
-from tokenahead.generation.drafters.ngram import NgramDrafter
+from tokenahead import AssistantDrafter, EvaByteConfig, EvaByteForMTPC, NgramDrafter
 
 NAMES = ["llama", "mistral", "gpt2"]
 NEW, DRAFT = 30, 4
@@ -59,14 +58,14 @@ def test_no_step_of_a_padded_batch_waits_for_the_device(name, monkeypatch):
     """transformers looks at the mask of a single token; from the second drafted token on there is none to look at."""
     model, asked = backbone(name), []
     drafter = AssistantDrafter(blurred(model, 0.3), num_tokens=DRAFT).attach(model)
-    propose = AssistantChain.propose
+    propose = AssistantSession.propose
 
     def watched(self, tokens, length):
         asked.append(length)
         with NoSync():
             return propose(self, tokens, length)
 
-    monkeypatch.setattr(AssistantChain, "propose", watched)
+    monkeypatch.setattr(AssistantSession, "propose", watched)
     options = dict(max_new_tokens=NEW, do_sample=False, assistant_model=drafter)
     out = model.generate(**left_padded(code_prompts(3)), **options)
     drafter.detach()
@@ -93,7 +92,7 @@ def test_ngram_statistics_hold_what_was_found(branches):
 @pytest.mark.parametrize("processors", [{}, {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}], ids=str)
 @pytest.mark.parametrize("kind", ["block", "token", "ngram"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_sampled_law(name, kind, processors):
+def test_sampled_distribution(name, kind, processors):
     model, prompt = backbone(name, vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
     assert prompt.shape[1] > ATTENTION_WINDOW
     options = {"top_k": 0} | processors
@@ -105,12 +104,12 @@ def test_sampled_law(name, kind, processors):
         return_dict_in_generate=True, **options,
     )  # fmt: skip
     assert {count for row in out.speculation.rows_accepted for count in row} == {0, 1, 2, 3}
-    law = continuation_law(model, prompt, 3, **options)
-    assert continuation_p_value(out.sequences[:, 8:11], law) > 0.001
+    distribution = continuation_distribution(model, prompt, 3, **options)
+    assert continuation_p_value(out.sequences[:, 8:11], distribution) > 0.001
 
 
-def test_sampled_law_of_ragged_rows():
-    """Two prompts of different lengths in one batch, in turn; each has its own law."""
+def test_sampled_distribution_of_ragged_rows():
+    """Two prompts of different lengths in one batch, in turn; each has its own distribution."""
     model = backbone("mistral", vocabulary=5, seed=2)
     drafter = AssistantDrafter(blurred(model, 0.5), num_tokens=3).attach(model)
     batch = [torch.tensor([1, 3, 2, 4, 3, 2, 2, 4]), torch.tensor([4, 1, 3])]
@@ -119,8 +118,8 @@ def test_sampled_law_of_ragged_rows():
         num_assistant_tokens_schedule="adaptive",
     )  # fmt: skip
     for row, prompt in enumerate(batch):
-        law = continuation_law(model, prompt[None], 3, top_k=0)
-        assert continuation_p_value(out[row::2, 8:11], law) > 0.001
+        distribution = continuation_distribution(model, prompt[None], 3, top_k=0)
+        assert continuation_p_value(out[row::2, 8:11], distribution) > 0.001
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.9])

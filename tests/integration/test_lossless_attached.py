@@ -1,4 +1,4 @@
-"""Heads attached to plain backbones: greedy output is the backbone's own, sampled output has its law."""
+"""Heads attached to plain backbones: greedy output is the backbone's own, sampled output has its distribution."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.backbones import (
     train_heads,
     word_tokenizer,
 )
-from tests.laws import continuation_law, continuation_p_value
+from tests.distributions import continuation_distribution, continuation_p_value
 from tests.models import left_padded
 
 NAMES = ["llama", "gemma3", "gpt2"]
@@ -33,7 +33,7 @@ def test_greedy_alone_and_in_ragged_batches(pair):
 
 @pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize("name", NAMES)
-def test_sampled_law(name, rule):
+def test_sampled_distribution(name, rule):
     model = backbone(name, vocabulary=5, seed=2)
     heads, prompt = train_heads(model, steps=30), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
     assert prompt.shape[1] > ATTENTION_WINDOW
@@ -43,8 +43,8 @@ def test_sampled_law(name, rule):
         assistant_model=heads, verification=rule, return_dict_in_generate=True, **options,
     )  # fmt: skip
     assert {count for row in out.speculation.rows_accepted for count in row} == {0, 1, 2, 3}
-    law = continuation_law(model, prompt, 3, **options)
-    assert continuation_p_value(out.sequences[:, 8:11], law) > 0.001
+    distribution = continuation_distribution(model, prompt, 3, **options)
+    assert continuation_p_value(out.sequences[:, 8:11], distribution) > 0.001
 
 
 def generate_group(model, heads, **options):

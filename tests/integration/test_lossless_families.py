@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributions import chi_square
 from tests.families import NAMES, RECURRENT, family_model
 from tests.integration.test_lossless_modules import enumerate_outcomes
-from tests.laws import chi_square
 from tests.models import left_padded
 from tokenahead import DeepSeekMTP
 
@@ -63,12 +63,12 @@ def test_samples_of_a_recurrent_model_follow_it():
     """As for the other modules: at most 81 outcomes of known probability, from a trained model."""
     model = DeepSeekMTP.from_pretrained(TRAINED, dtype=torch.float32)
     prompt = torch.arange(30, 42)[None]
-    outcomes, law = enumerate_outcomes(model, prompt)
+    outcomes, distribution = enumerate_outcomes(model, prompt)
     torch.manual_seed(11)
     rows, warp = prompt.expand(400, -1), {"do_sample": True, "temperature": 2.0, "top_k": 3, "pad_token_id": 0}
     options = {"max_new_tokens": 4, "num_assistant_tokens": 2, "attention_mask": torch.ones_like(rows)}
     out = model.generate(rows, return_dict_in_generate=True, **options, **warp)
     cells = (out.sequences[:, None, -4:] == outcomes).all(-1)
     assert cells.any(1).all()
-    assert chi_square(cells.long().argmax(1), law) > 0.001
+    assert chi_square(cells.long().argmax(1), distribution) > 0.001
     assert {0, 1} <= set().union(*out.speculation.rows_accepted)

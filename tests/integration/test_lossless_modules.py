@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from tests.laws import chi_square
+from tests.distributions import chi_square
 from tests.models import left_padded
 from tokenahead import DeepSeekMTP
 
@@ -121,24 +121,24 @@ def test_adaptive_length_is_lossless_and_shortens_drafts(model):
 def test_samples_follow_the_target(model, rule, drafts):
     """Four tokens after a prompt, top_k = 3 at temperature 2: at most 81 outcomes of known probability."""
     prompt, warp = torch.arange(30, 42)[None], {"do_sample": True, "temperature": 2.0, "top_k": 3}
-    outcomes, law = enumerate_outcomes(model, prompt)
+    outcomes, distribution = enumerate_outcomes(model, prompt)
     torch.manual_seed(11)
     rows = prompt.expand(1500, -1)
     options = {"max_new_tokens": 4, "num_assistant_tokens": drafts, "verification": rule}
     out = model.generate(rows, attention_mask=torch.ones_like(rows), **warp, **options)[:, -4:]
     cells = (out[:, None] == outcomes).all(-1)
     assert cells.any(1).all()
-    assert chi_square(cells.long().argmax(1), law) > 0.001
+    assert chi_square(cells.long().argmax(1), distribution) > 0.001
 
 
 @torch.no_grad()
 def enumerate_outcomes(model, prompt):
-    sequences, law = prompt, torch.ones(1, dtype=torch.float64)
+    sequences, distribution = prompt, torch.ones(1, dtype=torch.float64)
     for _ in range(4):
         values, ids = model(sequences, output_mtp_logits=False).logits[:, -1].topk(3)
-        law = (law[:, None] * (values.double() / 2).softmax(-1)).flatten()
+        distribution = (distribution[:, None] * (values.double() / 2).softmax(-1)).flatten()
         sequences = torch.cat([sequences.repeat_interleave(3, 0), ids.flatten()[:, None]], 1)
-    return sequences[:, -4:], law
+    return sequences[:, -4:], distribution
 
 
 def test_drafting_needs_at_least_one_token(model):

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.laws import chi_square
+from tests.distributions import chi_square
+from tests.internals import parallel_drafter_module as parallel_drafter
+from tests.internals import pick
 from tests.models import left_padded
 from tokenahead import PTPForCausalLM
-from tokenahead.generation import parallel_speculator
-from tokenahead.modeling.sampling import pick
 
 DATA = Path(__file__).parents[1] / "data" / "ptp"
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 8, "top_p": 0.95}
@@ -107,8 +107,8 @@ def test_plain_decoding_from_uniforms_is_inverse_cdf_sampling():
     expected = prompt[None]
     for step in range(5):
         with torch.no_grad():
-            law = model(expected).logits[:, -1].softmax(-1)
-        expected = torch.cat([expected, pick(uniforms[:, step], law)[:, None]], dim=1)
+            distribution = model(expected).logits[:, -1].softmax(-1)
+        expected = torch.cat([expected, pick(uniforms[:, step], distribution)[:, None]], dim=1)
     assert torch.equal(got, expected)
 
 
@@ -150,18 +150,18 @@ def test_drafts_follow_the_target(variant, rule, many):
     """Speculative rules, and the coupled one with the best of several drafts."""
     how = {"informative": False} if variant == "independent" else {}
     model, prompt = tiny("one_hot" if how else variant, **how), torch.tensor([[1, 2, 3]])
-    outcomes, law = prompt, torch.ones(1, dtype=torch.float64)
+    outcomes, distribution = prompt, torch.ones(1, dtype=torch.float64)
     for _ in range(5):  # three tokens are possible at each place: 243 outcomes
         with torch.no_grad():
             values, ids = model(outcomes).logits[:, -1].topk(3)
-        law = (law[:, None] * (values.double() / 3).softmax(-1)).flatten()
+        distribution = (distribution[:, None] * (values.double() / 3).softmax(-1)).flatten()
         outcomes = torch.cat([outcomes.repeat_interleave(3, 0), ids.flatten()[:, None]], dim=1)
     rows = prompt.expand(4000, -1)
     options = {"do_sample": True, "temperature": 3.0, "top_k": 3, "verification": rule, "best_of": many}
     inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
     out = model.generate(**inputs, max_new_tokens=5, return_dict_in_generate=True, **options)
     found = (out.sequences[:, None, 3:] == outcomes[:, 3:]).all(-1)
-    assert found.any(1).all() and chi_square(found.long().argmax(1), law) > 0.001
+    assert found.any(1).all() and chi_square(found.long().argmax(1), distribution) > 0.001
     assert {1, 2} <= set().union(*out.speculation.rows_accepted)
 
 
@@ -244,12 +244,14 @@ def test_bad_input_to_forward_and_config():
         PTPForCausalLM.from_backbone(sliding)
 
 
-def test_another_law_than_was_learned_is_warned_of(monkeypatch):
+def test_another_distribution_than_was_learned_is_warned_of(monkeypatch):
     said = []
-    monkeypatch.setattr(parallel_speculator.logger, "warning_once", said.append)
+    monkeypatch.setattr(parallel_drafter.logger, "warning_once", said.append)
     model = official()
     decode(model, prompts(1), **SAMPLING)
-    learned = decode(model, prompts(1), do_sample=True, seed=3)  # where nothing is set, it is the law that was learned
+    learned = decode(
+        model, prompts(1), do_sample=True, seed=3
+    )  # where nothing is set, it is the distribution that was learned
     assert not said and torch.equal(learned.sequences, decode(model, prompts(1), seed=3, **SAMPLING).sequences)
     decode(model, prompts(1), **(SAMPLING | {"top_p": 0.5}))
     assert "learned for temperature=0.7, top_k=8, top_p=0.95" in said[0] and "top_p=0.5" in said[0]

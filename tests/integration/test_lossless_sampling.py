@@ -1,12 +1,13 @@
-"""Sampled output follows the target's law after all processors: chi-square on a real model with a small vocabulary."""
+"""Sampled output follows the target's distribution after all processors: chi-square on a real model with a small
+vocabulary."""
 
 import pytest
 import torch
 from transformers import GenerationMixin
 
+from tests.distributions import continuation_distribution
+from tests.distributions import continuation_p_value as p_value
 from tests.every_model import llama
-from tests.laws import continuation_law
-from tests.laws import continuation_p_value as p_value
 from tests.models import tiny_model
 from tokenahead import MTPHeads
 
@@ -26,13 +27,13 @@ def model():
     return tiny_model(3, vocab_size=VOCAB, num_pred_heads=4, window_size=8, pad_token_id=None, initializer_range=0.3)
 
 
-def target_law(target, **options):
-    return continuation_law(target, PROMPT, LENGTH, **options)
+def target_probs(target, **options):
+    return continuation_distribution(target, PROMPT, LENGTH, **options)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_sampled_law(name, rule):
+def test_sampled_distribution(name, rule):
     target, options = model(), {"top_k": 0} | SETTINGS[name]
     out = target.generate(
         PROMPT, do_sample=True, max_new_tokens=LENGTH + 2, num_return_sequences=DRAWS, verification=rule,
@@ -41,20 +42,20 @@ def test_sampled_law(name, rule):
     accepted = [count for row in out.speculation.accepted for count in row]
     assert set(accepted) >= {0, 1, 2}, "every accept count must occur, or the test shows nothing"
     samples = out.sequences[:, PROMPT.shape[1] : PROMPT.shape[1] + LENGTH]
-    assert p_value(samples, target_law(target, **options)) > 0.001
+    assert p_value(samples, target_probs(target, **options)) > 0.001
 
 
-def test_a_wrong_law_is_found():
+def test_a_wrong_distribution_is_found():
     target = model()
     out = target.generate(PROMPT, do_sample=True, top_k=0, max_new_tokens=LENGTH, num_return_sequences=DRAWS)
-    assert p_value(out[:, PROMPT.shape[1] :], target_law(target, top_k=0, temperature=0.9)) < 1e-6
+    assert p_value(out[:, PROMPT.shape[1] :], target_probs(target, top_k=0, temperature=0.9)) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])
-def test_sampled_law_in_the_assisted_loop_of_transformers(name, monkeypatch):
+def test_sampled_distribution_in_the_assisted_loop_of_transformers(name, monkeypatch):
     """The drafter as a plain candidate generator, and heads apart as `assistant_model`."""
     target, options = model(), {"top_k": 0} | SETTINGS[name]
-    law = target_law(target, **options)
+    distribution = target_probs(target, **options)
     draws = 800
     monkeypatch.setattr(type(target), "_assisted_decoding", GenerationMixin._assisted_decoding)
     heads = MTPHeads.from_backbone(target, window=4, leaf="full").eval()
@@ -62,7 +63,7 @@ def test_sampled_law_in_the_assisted_loop_of_transformers(name, monkeypatch):
         extra = {} if assistant is None else {"assistant_model": assistant, "use_mtp": False}
         run = lambda: target.generate(PROMPT, do_sample=True, max_new_tokens=LENGTH, **extra, **options)  # noqa: E731, B023
         samples = torch.cat([run() for _ in range(draws)])[:, PROMPT.shape[1] :]
-        assert p_value(samples, law) > 0.001
+        assert p_value(samples, distribution) > 0.001
 
 
 def _shaken(drafter, seed=6):
@@ -75,7 +76,7 @@ def _shaken(drafter, seed=6):
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("owner", ["evabyte", "heads"])
-def test_sampled_law_of_draft_lora(owner, rule):
+def test_sampled_distribution_of_draft_lora(owner, rule):
     """The drafter reads other states than the verifier; EvaByte's windows of 8 are crossed while it drafts."""
     options = {"temperature": 0.8, "top_k": 4}
     if owner == "evabyte":
@@ -90,4 +91,4 @@ def test_sampled_law_of_draft_lora(owner, rule):
     )  # fmt: skip
     assert {count for row in out.speculation.accepted for count in row} >= {0, 1, 2}
     samples = out.sequences[:, PROMPT.shape[1] : PROMPT.shape[1] + LENGTH]
-    assert p_value(samples, continuation_law(target, PROMPT, LENGTH, **options)) > 0.001
+    assert p_value(samples, continuation_distribution(target, PROMPT, LENGTH, **options)) > 0.001

@@ -1,13 +1,13 @@
-"""Trees of drafts in the decoding loop: greedy output is the backbone's own, sampled output has its law."""
+"""Trees of drafts in the decoding loop: greedy output is the backbone's own, sampled output has its distribution."""
 
 import pytest
 import torch
 
 from tests.backbones import ATTENTION_WINDOW, backbone, plain_continuations, prompts
-from tests.laws import continuation_law, continuation_p_value
+from tests.distributions import continuation_distribution, continuation_p_value
+from tests.internals import DraftTree
 from tests.models import left_padded
 from tests.tree_drafters import DEPTH, DrawnTrees, KnowingTrees
-from tokenahead.generation.contract import DraftTree
 
 NAMES = ["llama", "mistral", "gemma3", "gpt2"]
 NEW = 20
@@ -50,7 +50,7 @@ def test_the_cache_of_trees_is_continued_plainly(name):
 @pytest.mark.parametrize("processors", [{}, {"temperature": 0.7, "top_k": 4, "repetition_penalty": 1.2}], ids=str)
 @pytest.mark.parametrize("kind", ["block", "token", "certain"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_sampled_law(name, kind, processors):
+def test_sampled_distribution(name, kind, processors):
     model, prompt = backbone(name, vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
     assert prompt.shape[1] > ATTENTION_WINDOW
     options = {"top_k": 0} | processors
@@ -66,8 +66,8 @@ def test_sampled_law(name, kind, processors):
         **(OPTIONS | {"max_new_tokens": 6} | options),
     )  # fmt: skip
     assert {count for row in out.speculation.rows_accepted for count in row} == set(range(DEPTH + 1))
-    law = continuation_law(model, prompt, 3, **options)
-    assert continuation_p_value(out.sequences[:, 8:11], law) > 0.001
+    distribution = continuation_distribution(model, prompt, 3, **options)
+    assert continuation_p_value(out.sequences[:, 8:11], distribution) > 0.001
 
 
 def test_statistics_hold_real_nodes_only(monkeypatch):
@@ -78,7 +78,7 @@ def test_statistics_hold_real_nodes_only(monkeypatch):
 
     def watch(tokens, parents, counts, **options):
         proposed.append([row[:count] for row, count in zip(tokens.tolist(), counts.tolist())])
-        return DraftTree(tokens, parents, counts=counts, **options)
+        return DraftTree(tokens, parents, num_nodes=counts, **options)
 
     watch.chain = DraftTree.chain
     monkeypatch.setattr("tests.tree_drafters.DraftTree", watch)

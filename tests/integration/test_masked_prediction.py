@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.laws import chi_square
+from tests.distributions import chi_square
 from tests.models import left_padded
 from tests.ptp_models import backbone, ids, student
 
@@ -58,14 +58,14 @@ def test_linear_decoding_takes_a_plain_step_after_a_rejection():
 
 
 @pytest.mark.parametrize(("rule", "budget"), [("block", "quadratic"), ("token", "linear"), ("coupled", None)])
-def test_sampled_text_has_the_law_of_the_backbone(rule, budget):
+def test_sampled_text_has_the_distribution_of_the_backbone(rule, budget):
     torch.manual_seed(5)
     model, prompt = masked(), torch.tensor([[1, 2, 3]])
-    outcomes, law = prompt, torch.ones(1, dtype=torch.float64)
+    outcomes, distribution = prompt, torch.ones(1, dtype=torch.float64)
     for _ in range(5):  # three tokens are possible at each place: 243 outcomes
         with torch.no_grad():
             values, tokens = model(outcomes).logits[:, -1].topk(3)
-        law = (law[:, None] * (values.double() / 3).softmax(-1)).flatten()
+        distribution = (distribution[:, None] * (values.double() / 3).softmax(-1)).flatten()
         outcomes = torch.cat([outcomes.repeat_interleave(3, 0), tokens.flatten()[:, None]], dim=1)
     rows = prompt.expand(3000, -1)
     options = {"do_sample": True, "temperature": 3.0, "top_k": 3, "verification": rule}
@@ -73,7 +73,7 @@ def test_sampled_text_has_the_law_of_the_backbone(rule, budget):
     inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows), "pad_token_id": 0}
     out = model.generate(**inputs, max_new_tokens=5, return_dict_in_generate=True, **options)
     found = (out.sequences[:, None, 3:] == outcomes[:, 3:]).all(-1)
-    assert found.any(1).all() and chi_square(found.long().argmax(1), law) > 0.001
+    assert found.any(1).all() and chi_square(found.long().argmax(1), distribution) > 0.001
     assert {1, 2} <= set().union(*out.speculation.rows_accepted)
 
 

@@ -8,12 +8,10 @@ from transformers import GenerationConfig
 
 from tests.every_model import llama, moved_heads
 from tests.families import family_model
+from tests.internals import options_module, tree_options
 from tests.models import tiny_model
 from tests.ptp_models import student
-from tokenahead.generation import options as options_module
-from tokenahead.generation.drafters.assistant import AssistantDrafter
-from tokenahead.generation.drafters.ngram import NgramDrafter
-from tokenahead.generation.growth import tree_options
+from tokenahead import AssistantDrafter, NgramDrafter
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7]])
 PLAIN = dict(max_new_tokens=8, do_sample=False, return_dict_in_generate=True)

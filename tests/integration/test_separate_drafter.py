@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
-from tests.laws import chi_square
+from tests.distributions import chi_square
+from tests.internals import pick
 from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, backbone, ids, student
 from tokenahead import PTPStudent
-from tokenahead.modeling.sampling import pick
 
 
 def pair(variant="one_hot", noise=0.02, base=None):
@@ -59,8 +59,8 @@ def test_the_same_uniforms_pick_the_same_tokens(variant, how):
         with torch.no_grad():
             scores = large(text).logits[:, -1] / how.get("temperature", 1.0)
         least = scores.topk(how.get("top_k", VOCABULARY)).values[:, -1:]
-        law = scores.masked_fill(scores < least, -torch.inf).softmax(-1)
-        text = torch.cat([text, pick(uniforms[:, step], law)[:, None]], dim=1)
+        distribution = scores.masked_fill(scores < least, -torch.inf).softmax(-1)
+        text = torch.cat([text, pick(uniforms[:, step], distribution)[:, None]], dim=1)
     options = {"do_sample": True, "verification": "coupled", "top_k": 0, "max_new_tokens": 14, "pad_token_id": 0} | how
     out = large.generate(prompt, assistant_model=small, uniforms=uniforms, return_dict_in_generate=True, **options)
     assert torch.equal(out.sequences, text)
@@ -70,7 +70,8 @@ def test_the_same_uniforms_pick_the_same_tokens(variant, how):
 
 
 def test_an_equal_model_never_misses_the_first_token():
-    """What slots of laws stand behind is the model's own next token: rows of different lengths, fed again or not."""
+    """What slots of distributions stand behind is the model's own next token: rows of different lengths, fed again or
+    not."""
     large, small = pair("categorical", noise=0.0)
     small.attach(large)
     for how in ({}, {"do_sample": True, "verification": "coupled", "seed": 5}):
@@ -103,11 +104,11 @@ def test_sampled_text_follows_the_larger_model(variant, rule):
     )  # fmt: skip
     large, small = pair(variant, 0.1, LlamaForCausalLM(config).eval())
     small.attach(large)
-    outcomes, law = torch.tensor([[1, 2, 3]]), torch.ones(1, dtype=torch.float64)
+    outcomes, distribution = torch.tensor([[1, 2, 3]]), torch.ones(1, dtype=torch.float64)
     for _ in range(4):  # three tokens are possible at each place
         with torch.no_grad():
             values, tokens = large(outcomes).logits[:, -1].topk(3)
-        law = (law[:, None] * (values.double() / 3).softmax(-1)).flatten()
+        distribution = (distribution[:, None] * (values.double() / 3).softmax(-1)).flatten()
         outcomes = torch.cat([outcomes.repeat_interleave(3, 0), tokens.flatten()[:, None]], dim=1)
     rows = torch.tensor([[1, 2, 3]]).expand(3000, -1)
     out = large.generate(
@@ -115,7 +116,7 @@ def test_sampled_text_follows_the_larger_model(variant, rule):
         seed=1, pad_token_id=0,
     )  # fmt: skip
     found = (out[:, None, 3:] == outcomes[:, 3:]).all(-1)
-    assert found.any(1).all() and chi_square(found.long().argmax(1), law) > 0.001
+    assert found.any(1).all() and chi_square(found.long().argmax(1), distribution) > 0.001
 
 
 def test_backbones_of_different_families():

@@ -7,13 +7,11 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from tests.backbones import backbone, blurred
+from tests.internals import SampledVerifier
+from tests.internals import mixins_module as mixins
 from tests.models import tiny_model
 from tests.ptp_models import ids, student
-from tokenahead import MTPHeads
-from tokenahead.generation import mixins
-from tokenahead.generation.drafters.assistant import AssistantDrafter
-from tokenahead.generation.drafters.ngram import NgramDrafter
-from tokenahead.generation.rules import SampledRule
+from tokenahead import AssistantDrafter, MTPHeads, NgramDrafter
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 10, 11, 9, 10, 11, 9]])
 OPTIONS = dict(attention_mask=torch.ones_like(PROMPT), max_new_tokens=12, do_sample=False)
@@ -52,7 +50,7 @@ def speculating(request):
 
 
 class Broken(LogitsProcessor):
-    """Makes the scores of the last row no law, from some length on."""
+    """Makes the scores of the last row no distribution, from some length on."""
 
     def __init__(self, value: float, length: int) -> None:
         self.value, self.length = value, length
@@ -66,7 +64,7 @@ class Broken(LogitsProcessor):
 
 @pytest.mark.parametrize("length", [7, 11])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")], ids=str)
-def test_sampling_from_no_law_raises(speculating, value, length):
+def test_sampling_from_no_distribution_raises(speculating, value, length):
     with pytest.raises(ValueError, match=r"row 1 has no token to sample: its scores are NaN, or all -inf"):
         speculating.generate(do_sample=True, logits_processor=LogitsProcessorList([Broken(value, length)]))
 
@@ -89,8 +87,10 @@ def test_attentions_are_given_by_plain_decoding_with_one_warning(speculating, ca
 
 
 def test_verification_of_a_saved_config_is_honoured(speculating, monkeypatch, tmp_path):
-    rules, make = [], SampledRule.__init__
-    monkeypatch.setattr(SampledRule, "__init__", lambda self, rule=None, *rest: make(self, rules.append(rule) or rule))
+    rules, make = [], SampledVerifier.__init__
+    monkeypatch.setattr(
+        SampledVerifier, "__init__", lambda self, rule=None, *rest: make(self, rules.append(rule) or rule)
+    )
     GenerationConfig(verification="token", do_sample=True, max_new_tokens=4).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "generation_config.json").read_text())["verification"] == "token"
     config = GenerationConfig.from_pretrained(tmp_path)

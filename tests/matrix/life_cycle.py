@@ -1,4 +1,4 @@
-"""What happens to models beside `generate`: copies, folders, dtypes, offload, training, adapters; then they write.
+"""What happens to models beside `generate`: copies, directories, dtypes, offload, training, adapters; then they write.
 
 `HABITS` is whole once this module is imported.
 """
@@ -19,11 +19,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from tests.internals import ParallelAssistant, TravellingMixin
 from tests.matrix.habits import DICT, HABITS, as_plain, habit
 from tests.matrix.models import Entry
 from tokenahead import AssistantDrafter
-from tokenahead.generation.drafters.parallel_assistant import ParallelAssistant
-from tokenahead.modeling.remote_code import TravellingMixin
 
 __all__ = ["HABITS"]
 
@@ -42,20 +41,20 @@ def pickled(entry: Entry) -> None:
 
 @habit
 def saved(entry: Entry) -> None:
-    """So does a folder."""
+    """So does a directory."""
     with tempfile.TemporaryDirectory() as folder:
         same(entry.through(lambda thing: reloaded(thing, Path(folder))), entry)
 
 
 @habit
 def remote_code(entry: Entry) -> None:
-    """So does the code that travels with the folder, where there is any of ours."""
+    """So does the code that travels with the directory, where there is any of ours."""
     with tempfile.TemporaryDirectory() as folder:
         same(entry.through(lambda thing: by_its_own_code(thing, Path(folder))), entry)
 
 
 def by_its_own_code(thing: Any, folder: Path) -> Any:
-    """What the Auto classes make of a saved folder where the package is not installed."""
+    """What the Auto classes make of a saved directory where the package is not installed."""
     if not isinstance(thing, TravellingMixin):
         return reloaded(thing, folder)
     place = folder / str(id(thing))
@@ -73,7 +72,7 @@ def same(twin: Entry, entry: Entry) -> None:
 
 
 def reloaded(thing: Any, folder: Path, **options: Any) -> Any:
-    """A model, a folder of heads, an assistant: saved and loaded; what has no weights is copied."""
+    """A model, a directory of heads, an assistant: saved and loaded; what has no weights is copied."""
     if isinstance(thing, ParallelAssistant):
         return ParallelAssistant(reloaded(thing.model, folder, **options))
     if isinstance(thing, AssistantDrafter):
@@ -95,7 +94,7 @@ def halved(thing: Any) -> Any:
 
 @habit
 def dtype_auto(entry: Entry) -> None:
-    """A folder in bfloat16 loads as such and runs; its values in float32 write the plain text."""
+    """A directory in bfloat16 loads as such and runs; its values in float32 write the plain text."""
     with tempfile.TemporaryDirectory() as folder:
         twin = entry.through(lambda thing: reloaded(halved(thing), Path(folder), dtype="auto"))
     assert twin.model.dtype == torch.bfloat16

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from tests.internals import ParallelAssistant
 from tests.models import left_padded, trained_model
 from tests.ptp_models import backbone as small_backbone
 from tests.ptp_models import student
 from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, EvaByteTokenizer, MTPHeads, NgramDrafter, PTPStudent
-from tokenahead.generation.drafters.parallel_assistant import ParallelAssistant
 
 DEEPSEEK = Path(__file__).parents[1] / "data" / "deepseek_mtp" / "dsv3_d2_trained"
 NEW_TOKENS = 16

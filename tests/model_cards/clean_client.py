@@ -80,13 +80,13 @@ def load_model(case: Path, expected: dict) -> dict:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """The code in a folder, and the names of everything else."""
+    """The code in a directory, and the names of everything else."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
     return {path.relative_to(folder).as_posix(): path.read_bytes() if path.suffix == ".py" else b"" for path in paths}
 
 
 def load_drafters(folder: Path, cases: dict) -> dict:
-    """Drafters of several folders, all attached to one backbone that is plain transformers."""
+    """Drafters of several directories, all attached to one backbone that is plain transformers."""
     from transformers import AutoModel, AutoModelForCausalLM
 
     backbone = AutoModelForCausalLM.from_pretrained(folder / "backbone")
@@ -117,7 +117,7 @@ def load_tokenizer(case: Path, expected: dict) -> dict:
 
 
 def refusals(folder: Path) -> dict:
-    """What users are told who do not trust, or have a folder that asks for the package."""
+    """What users are told who do not trust, or have a directory that asks for the package."""
     from transformers import AutoModelForCausalLM
 
     load = AutoModelForCausalLM.from_pretrained

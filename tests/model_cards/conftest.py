@@ -1,4 +1,4 @@
-"""Measured results and configs that the tests of this folder share."""
+"""Measured results and configs that the tests of this directory share."""
 
 import pytest
 

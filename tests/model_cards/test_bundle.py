@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
-from tokenahead.model_cards import bundle as module
-from tokenahead.model_cards.bundle import bundle
-from tokenahead.modeling.remote_code import TRANSFORMERS
+from tests.internals import TRANSFORMERS, bundle
+from tests.internals import bundle_module as module
 
 ENTRIES = {
     "modeling.evabyte.model": "modeling_evabyte",

@@ -1,4 +1,4 @@
-"""What engines read: names, fields and copies; refusals; the folder still loads here and in plain transformers."""
+"""What engines read: names, fields and copies; refusals; the directory still loads here and in plain transformers."""
 
 import json
 from pathlib import Path
@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.families import family_config, family_model, random_ids
+from tests.internals import export
+from tests.internals import export_module as module
 from tokenahead import DeepSeekMTP
-from tokenahead.model_cards import export as module
-from tokenahead.model_cards.export import export
 
 GOLDEN = Path(__file__).parents[1] / "data" / "deepseek_mtp" / "glm4moe_d1"
 
@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / "deepseek_mtp" / "glm4moe_d1"
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_golden_has_the_official_index(engine, tmp_path):
     model = DeepSeekMTP.from_pretrained(GOLDEN)
-    model.shared_copies = False  # as if it had been read from a folder without copies
+    model.shared_copies = False  # as if it had been read from a directory without copies
     report = export(model, tmp_path / "out", engine)
     official = set(json.loads((GOLDEN / "model.safetensors.index.json").read_text())["weight_map"])
     assert set(load_file(report.folder / "model.safetensors")) == official

@@ -5,11 +5,11 @@ import shlex
 
 import pytest
 
+from tests.internals import drafter_folders_module as drafter_folders
+from tests.internals import export
+from tests.internals import vllm_proposer_module as vllm_proposer
 from tests.modeling.heads.backbones import KINDS, backbone
 from tokenahead import EagleHead, MTPHeads
-from tokenahead.generation import vllm_proposer
-from tokenahead.model_cards import drafter_folders
-from tokenahead.model_cards.export import export
 
 
 def options_of(command, name):

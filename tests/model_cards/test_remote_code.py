@@ -1,4 +1,4 @@
-"""Folders load where tokenahead is not installed: same logits, same texts, greedy and sampled, with drafts.
+"""Directories load where tokenahead is not installed: same logits, same texts, greedy and sampled, with drafts.
 
 Everything is saved here, and loaded in one process that knows torch and transformers alone (clean_client.py).
 """
@@ -71,7 +71,7 @@ def save_tokenizer(folder: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    """What clean_client.py found, and the folder of everything."""
+    """What clean_client.py found, and the directory of everything."""
     folder = tmp_path_factory.mktemp("anywhere")
     expected = {"models": save_models(folder), "drafters": save_drafters(folder)}
     expected["tokenizer"] = save_tokenizer(folder / "both")

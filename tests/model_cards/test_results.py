@@ -113,8 +113,7 @@ def test_truncated_file_is_named(results, tmp_path):
 
 
 def test_text_that_repeats_itself_claims_no_speed_up(results, row, config):
-    from tokenahead.model_cards.facts import describe
-    from tokenahead.model_cards.metadata import card_metadata
+    from tests.internals import card_metadata, describe
 
     loops = dataclasses.replace(row, repeated_share=0.6, expected_tokens_per_call=3.0)
     assert loops.is_degenerate and not row.is_degenerate

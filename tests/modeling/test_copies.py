@@ -69,8 +69,8 @@ def test_a_copy_of_heads_is_detached(leaf, how):
     assert not any("layers" in name for name, _ in twin.named_modules())
     states = base(prompt_for(base), output_hidden_states=-1).hidden_states[-1]
     other = copy.deepcopy(heads.detach()).attach(llama())
-    expected = heads.attach(base).window_law(states).greedy()
-    assert torch.equal(other.window_law(states).greedy(), expected)
+    expected = heads.attach(base).window_distribution(states).greedy()
+    assert torch.equal(other.window_distribution(states).greedy(), expected)
 
 
 @pytest.mark.parametrize("how", COPIES)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.modeling_utils import slice_logits_to_keep
 
-from tokenahead.modeling.indices import kept_positions
+from tests.internals import selected_positions
 
 STATES = torch.arange(24.0).view(2, 4, 3)
 
@@ -22,4 +22,4 @@ STATES = torch.arange(24.0).view(2, 4, 3)
     ids=str,
 )
 def test_positions_are_kept_as_transformers_keeps_them(kept):
-    assert torch.equal(kept_positions(STATES, kept), slice_logits_to_keep(STATES, kept))
+    assert torch.equal(selected_positions(STATES, kept), slice_logits_to_keep(STATES, kept))

@@ -5,9 +5,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from tests.every_model import every_model, llama, moved_heads, prompt_for, same_texts, texts
+from tests.internals import HEAD_TYPES
 from tests.models import tiny_model
 from tokenahead import EagleHead, MTPHeads
-from tokenahead.configuration.heads import HEAD_TYPES
 
 OWNERS = {
     **{f"evabyte_{kind}": kind for kind in ("ff", "cp", "hmm", "btree")},
@@ -69,7 +69,8 @@ def test_save_load_merge_and_generate(name, way, tmp_path):
 
 @pytest.mark.parametrize("kind", HEAD_TYPES)
 def test_heads_apart_serve_an_adapted_and_a_merged_backbone(kind, tmp_path):
-    """Adapters belong to the backbone, heads to a folder of their own: both are saved, loaded, merged and generate."""
+    """Adapters belong to the backbone, heads to a directory of their own: both are saved, loaded, merged and
+    generate."""
     options = RANKED.get(kind, {})
     leaf = {"leaf": "shared" if kind in ("ff", *RANKED) else None}
     base = moved(get_peft_model(llama(), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))).eval()

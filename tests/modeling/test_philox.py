@@ -2,8 +2,7 @@
 
 import torch
 
-from tokenahead.generation.uniforms import Uniforms, seed_streams
-from tokenahead.modeling.philox import philox, stream_uniforms
+from tests.internals import Uniforms, philox, seed_streams, stream_uniforms
 
 KNOWN = [
     ("0 0 0 0", "0 0", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),

@@ -35,9 +35,9 @@ def test_the_old_tokens_keep_their_logits(name, change, tmp_path):
 def test_every_head_of_evabyte_keeps_its_own_rows(name, mean_resizing):
     model: EvaByteForMTPC = every_model(name)
     states, size = torch.randn(3, 32), vocabulary(model)
-    before = model.window_law(states).leaf_logits
+    before = model.window_distribution(states).leaf_logits
     model.resize_token_embeddings(size + 5, mean_resizing=mean_resizing)
-    after = model.window_law(states).leaf_logits
+    after = model.window_distribution(states).leaf_logits
     torch.testing.assert_close(after[..., :size], before)
     new, mean = after[..., size:], before.mean(-1, keepdim=True)
     assert new.shape[-1] == 5 and torch.allclose(new, mean.expand_as(new), atol=1e-2) == mean_resizing

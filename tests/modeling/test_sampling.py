@@ -1,10 +1,11 @@
-"""Free draws, by one uniform and by race: they follow their weights, row by row, and say where there is no law."""
+"""Free draws, by one uniform and by race: they follow their weights, row by row, and say where there is no
+distribution."""
 
 import pytest
 import torch
 
-from tests.laws import chi_square
-from tokenahead.modeling.sampling import draw, picked, raced
+from tests.distributions import chi_square
+from tests.internals import draw, picked, raced
 
 WAYS = pytest.mark.parametrize("way", [picked, raced])
 
@@ -13,21 +14,21 @@ WAYS = pytest.mark.parametrize("way", [picked, raced])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [1.0, 1e-20, 7.0])
 def test_draws_follow_their_weights(way, dtype, scale):
-    law = torch.tensor([0.45, 0.0, 0.3, 0.15, 0.0989, 0.0011, 0.0], dtype=torch.float64)
-    tokens, _ = way((law * scale).to(dtype).expand(200_000, -1))
-    assert chi_square(tokens, law) > 1e-4
+    distribution = torch.tensor([0.45, 0.0, 0.3, 0.15, 0.0989, 0.0011, 0.0], dtype=torch.float64)
+    tokens, _ = way((distribution * scale).to(dtype).expand(200_000, -1))
+    assert chi_square(tokens, distribution) > 1e-4
 
 
 @WAYS
 def test_rows_are_independent(way):
-    """Pairs drawn in one call, [N, 2, v] at once, follow the product law."""
-    laws = torch.rand(2, 6, dtype=torch.float64) + 0.01
-    laws = laws / laws.sum(-1, keepdim=True)
-    pairs, _ = way(laws.float().expand(100_000, 2, 6))
+    """Pairs drawn in one call, [N, 2, v] at once, follow the product distribution."""
+    probs = torch.rand(2, 6, dtype=torch.float64) + 0.01
+    probs = probs / probs.sum(-1, keepdim=True)
+    pairs, _ = way(probs.float().expand(100_000, 2, 6))
     assert pairs.shape == (100_000, 2)
-    assert chi_square(pairs[:, 0] * 6 + pairs[:, 1], torch.outer(*laws).flatten()) > 1e-4
-    singles = torch.stack([way(laws[0].float())[0] for _ in range(5_000)])
-    assert chi_square(singles, laws[0]) > 1e-4
+    assert chi_square(pairs[:, 0] * 6 + pairs[:, 1], torch.outer(*probs).flatten()) > 1e-4
+    singles = torch.stack([way(probs[0].float())[0] for _ in range(5_000)])
+    assert chi_square(singles, probs[0]) > 1e-4
 
 
 @WAYS
@@ -57,7 +58,7 @@ def test_a_race_survives_an_exponential_of_zero(monkeypatch):
 
 
 @WAYS
-def test_what_is_no_law_is_told_and_gives_a_token(way):
+def test_what_is_no_distribution_is_told_and_gives_a_token(way):
     weights = torch.tensor([[0.2, 0.8], [0.2, float("nan")], [0.0, 0.0], [float("nan"), float("nan")]])
     tokens, check = way(weights)
     assert check.isnan().tolist() == [False, True, False, True]

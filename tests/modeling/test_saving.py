@@ -1,4 +1,4 @@
-"""Folders are saved whole or not at all, with or without code, and leave no trace on the model."""
+"""Directories are saved whole or not at all, with or without code, and leave no trace on the model."""
 
 import json
 import os
@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.every_model import every_model, llama, moved_heads
+from tests.internals import whole_folder
 from tests.models import tiny_model
 from tokenahead import EagleHead, EvaByteForMTPC, EvaByteTokenizer
-from tokenahead.modeling.folders import whole_folder
 
 KINDS = ("evabyte_ff", "deepseek_llama", "ptp_one_hot", "heads", "eagle", "tokenizer")
 

@@ -1,4 +1,4 @@
-"""What the tests of training share: rows of ids, a trainer on one thread, and a folder of source."""
+"""What the tests of training share: rows of ids, a trainer on one thread, and a directory of source."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from transformers import TrainingArguments
 
 from tests.models import tiny_model
 from tokenahead import EvaByteConfig
-from tokenahead.training.trainer import MTPTrainer
+from tokenahead.training import MTPTrainer
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
 
@@ -75,12 +75,12 @@ def trainer_for(model, folder, rows, trainer_class=MTPTrainer, strategy=None, **
 
 @pytest.fixture
 def source(tmp_path):
-    """A folder with eight files of code, and some that must be left out."""
+    """A directory with eight files of code, and some that must be left out."""
     return write_source(tmp_path / "source")
 
 
 def write_source(root):
-    """Fills the folder that `source` gives."""
+    """Fills the directory that `source` gives."""
     for number in range(8):
         text = "".join(_function(number, part) for part in range(12))
         _write(root / f"module_{number}.py", text)

@@ -77,7 +77,8 @@ def make_trainer(name: str, folder: Path, processes: int, size: int, **options):
 
 
 def run(name: str, folder: Path, processes: int, size: int) -> None:
-    """Three steps of one model; files `NAME.json` and `NAME.safetensors`, and, of shards, the folder `NAME_whole`."""
+    """Three steps of one model; files `NAME.json` and `NAME.safetensors`, and, of shards, the directory
+    `NAME_whole`."""
     drawn, tasks.RandomDraws = tasks.RandomDraws, lambda _: Places()  # what a step draws must not depend on the rank
     try:
         trainer = make_trainer(name, folder, processes, size, **({"save_steps": 2} if _shards() else {}),

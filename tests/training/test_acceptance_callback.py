@@ -5,10 +5,10 @@ import torch
 from transformers import EarlyStoppingCallback, Trainer
 
 from tests.every_model import llama
+from tests.internals import measure_drafts
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tokenahead import MTPHeads
-from tokenahead.training.acceptance_callback import AcceptanceCallback
-from tokenahead.training.evaluation.drafts import measure_drafts
+from tokenahead.training import AcceptanceCallback
 
 SHORT = dict(prompts=2, prompt_tokens=6, new_tokens=8)
 

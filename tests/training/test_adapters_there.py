@@ -4,12 +4,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from tests.internals import put_adapters
 from tests.training.conftest import ragged_rows, trainer_for
 from tests.training.test_evaluation_loss import llama
 from tests.training.test_strategies import modules
 from tokenahead import MTPHeads
-from tokenahead.training.parts import put_adapters
-from tokenahead.training.strategy import TrainingStrategy
+from tokenahead.training import TrainingStrategy
 
 ROWS = ragged_rows(4)
 THERE = dict(r=3, lora_alpha=5, lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
@@ -17,7 +17,7 @@ THERE = dict(r=3, lora_alpha=5, lora_dropout=0.0, target_modules=["q_proj", "v_p
 
 @pytest.fixture
 def adapted(tmp_path):
-    """A backbone with adapters from a folder, which are not at zero, and do not learn."""
+    """A backbone with adapters from a directory, which are not at zero, and do not learn."""
     torch.manual_seed(0)
     plain = llama(num_hidden_layers=2)
     plain.add_adapter(LoraConfig(**THERE, init_lora_weights=False))

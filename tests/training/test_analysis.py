@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import MistralConfig
 
+from tests.internals import layer_divergences, marginal_log_probs, next_token_spread
 from tests.modeling.heads.backbones import backbone
 from tests.models import tiny_model
-from tokenahead.training.analysis import layer_divergences, marginal_log_probs, next_token_spread
 
 V = 12
 PREFIX = torch.tensor([[3, 7, 5, 9, 2, 4]])
@@ -20,14 +20,14 @@ def small(family=None):
 
 @torch.no_grad()
 def enumerated(model, prefix, k):
-    """Law of the k-th next token: a forward per continuation."""
+    """Distribution of the k-th next token: a forward per continuation."""
     total = torch.zeros(V, dtype=torch.float64)
     for path in itertools.product(range(V), repeat=k - 1):
         text, weight = torch.cat([prefix, torch.tensor([path], dtype=torch.long)], 1), 1.0
-        laws = model(text).logits[0].double().softmax(-1)
+        probs = model(text).logits[0].double().softmax(-1)
         for step, token in enumerate(path):
-            weight *= float(laws[prefix.shape[1] - 1 + step, token])
-        total += weight * laws[-1]
+            weight *= float(probs[prefix.shape[1] - 1 + step, token])
+        total += weight * probs[-1]
     return total
 
 
@@ -45,9 +45,9 @@ def test_what_is_left_out_bounds_the_error(options):
     model = small()
     exact = marginal_log_probs(model, PREFIX, 3, mass=1.0).log_probs[0, 0].exp()
     cut = marginal_log_probs(model, PREFIX, 3, **options)
-    laws, missing = cut.log_probs[0, 0].exp(), cut.missing[0, 0]
-    assert ((laws - exact).abs().sum(-1) / 2 <= missing + 1e-6).all() and missing[1] > 0.01
-    floor = laws * (1 - missing)[:, None]
+    probs, missing = cut.log_probs[0, 0].exp(), cut.missing[0, 0]
+    assert ((probs - exact).abs().sum(-1) / 2 <= missing + 1e-6).all() and missing[1] > 0.01
+    floor = probs * (1 - missing)[:, None]
     assert (floor <= exact + 1e-6).all() and (exact <= floor + missing[:, None] + 1e-6).all()
     if "max_branches" in options:
         assert cut.branches[0, 0].tolist() == [1, 5, 5]
@@ -80,16 +80,16 @@ def test_what_cannot_be_enumerated_is_refused_by_name():
 def test_lens_and_spread_by_definition():
     model = small()
     out = model(PREFIX, output_hidden_states=True)
-    law = out.logits.softmax(-1)
+    distribution = out.logits.softmax(-1)
     got = layer_divergences(model, PREFIX)
     assert got.shape == (2, 1, 6)
     for layer in (1, 2):
         seen = model.lm_head(model.model.norm(out.hidden_states[layer])).softmax(-1)
-        want = (seen * (seen.log() - law.log())).sum(-1)
+        want = (seen * (seen.log() - distribution.log())).sum(-1)
         torch.testing.assert_close(got[layer - 1], want, atol=1e-5, rtol=0)
     entropy, counts = next_token_spread(model, PREFIX, masses=(0.5, 0.9))
-    torch.testing.assert_close(entropy, -(law * law.log()).sum(-1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy, -(distribution * distribution.log()).sum(-1), atol=1e-5, rtol=0)
     for mass, count in counts.items():
         for place, size in enumerate(count[0].tolist()):
-            best = law[0, place].sort(descending=True).values
+            best = distribution[0, place].sort(descending=True).values
             assert best[:size].sum() >= mass - 1e-6 and best[: size - 1].sum() < mass

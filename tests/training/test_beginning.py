@@ -13,9 +13,7 @@ from tests.every_model import llama
 from tests.families import family_model
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tokenahead import EagleHead, EvaByteTokenizer, MTPHeads, PTPForCausalLM
-from tokenahead.training.ptp.trainer import PTPTrainer
-from tokenahead.training.sft import MTPSFTTrainer, PTPSFTTrainer
-from tokenahead.training.trainer import MTPTrainer
+from tokenahead.training import MTPSFTTrainer, MTPTrainer, PTPSFTTrainer, PTPTrainer
 
 
 def student(**options):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.boxes import HELD_OUT, release, untrained_box
-from tokenahead.training.box import (
+from tests.internals import (
     EXCERPT,
     BoxDamagedError,
     box_folder,

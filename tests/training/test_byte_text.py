@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.internals import RawWriter, TerminalWriter, decode, encode, escaped, writer_for
 from tokenahead import EvaByteTokenizer
-from tokenahead.training.byte_text import RawWriter, TerminalWriter, decode, encode, escaped, writer_for
 
 TOKENIZER = EvaByteTokenizer()
 

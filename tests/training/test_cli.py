@@ -7,14 +7,13 @@ import sys
 import pytest
 
 from tests.every_model import llama
+from tests.internals import BoxMeasurement, HeadReport
+from tests.internals import cli_module as cli
+from tests.internals import completion_module as completion
+from tests.internals import demo_run as demo_module
 from tests.training.conftest import micro_config, small_model
-from tokenahead import EvaByteTokenizer, MTPHeads, __version__
-from tokenahead.configuration import MTPHeadConfig
+from tokenahead import EvaByteTokenizer, MTPHeadConfig, MTPHeads, __version__
 from tokenahead.model_cards import DecodingResult, MeasuredResults
-from tokenahead.training import cli, completion
-from tokenahead.training.demo import run as demo_module
-from tokenahead.training.demo.measure import BoxMeasurement
-from tokenahead.training.evaluation import HeadReport
 
 
 @pytest.fixture(scope="module")

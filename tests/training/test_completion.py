@@ -12,19 +12,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.families import family_config, shake
+from tests.internals import Request, complete
+from tests.internals import completion_module as completion
 from tests.ptp_models import student
 from tests.training.conftest import small_model
 from tests.training.test_cli import Terminal, run
-from tokenahead import DeepSeekMTP, EvaByteForMTPC, EvaByteTokenizer, MTPHeads, PTPForCausalLM
-from tokenahead.configuration import MTPHeadConfig
-from tokenahead.training import completion
-from tokenahead.training.completion import Request, complete
+from tokenahead import DeepSeekMTP, EvaByteForMTPC, EvaByteTokenizer, MTPHeadConfig, MTPHeads, PTPForCausalLM
 
 SIZES = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=320)
 
 
 def save(folder, model, tokenizer=None):
-    """A folder with a model that never ends a text by itself."""
+    """A directory with a model that never ends a text by itself."""
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     (tokenizer or EvaByteTokenizer()).save_pretrained(folder)
@@ -202,8 +201,10 @@ def test_heads_are_attached_to_a_plain_model(llama, tmp_path, capsysbinary, monk
     backbone = LlamaForCausalLM.from_pretrained(llama)
     MTPHeads.from_backbone(backbone, window=3).save_pretrained(tmp_path)
     drafting = []
-    original = MTPHeads.law_behind
-    monkeypatch.setattr(MTPHeads, "law_behind", lambda self, *asked: drafting.append(1) or original(self, *asked))
+    original = MTPHeads.distribution_after
+    monkeypatch.setattr(
+        MTPHeads, "distribution_after", lambda self, *asked: drafting.append(1) or original(self, *asked)
+    )
     assert run("generate", "--model", llama, "--heads", tmp_path, "--max-new-tokens", 20, "--", "--x") == 0
     captured = capsysbinary.readouterr()
     assert captured.out == data_of(llama, b"--x", max_new_tokens=20) and drafting

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.internals import ByteWindows, SourceText, code_prompts, load_corpus, source_files
 from tokenahead import EvaByteTokenizer
-from tokenahead.training.data import ByteWindows, SourceText, code_prompts, load_corpus, source_files
 
 
 def test_only_code_is_read_in_the_order_of_paths(source):

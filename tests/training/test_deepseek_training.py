@@ -7,8 +7,7 @@ from transformers import Trainer, TrainingArguments
 
 from tests.families import family_model, random_ids
 from tokenahead import DeepSeekMTP
-from tokenahead.training.loss_weight import MTPLossWeightSchedule
-from tokenahead.training.trainer import MTPTrainer
+from tokenahead.training import MTPLossWeightSchedule, MTPTrainer
 
 
 def rows(count=16):
@@ -95,7 +94,7 @@ def test_trl(packing, tmp_path):
     from trl import SFTConfig, SFTTrainer
 
     from tokenahead import EvaByteTokenizer
-    from tokenahead.training.sft import MTPSFTTrainer
+    from tokenahead.training import MTPSFTTrainer
 
     model = family_model("llama", vocab_size=320, num_nextn_predict_layers=2)
     before = model.mtp[1].eh_proj.weight.clone()

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 from tests.families import family_model
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tokenahead import MTPHeads
-from tokenahead.training.trainer import MTPTrainer
+from tokenahead.training import MTPTrainer
 
 
 def llama(**changes):
@@ -134,7 +134,7 @@ def test_both_trainers_take_the_same_step(make, tmp_path):
 
 
 def test_training_never_holds_all_logits(tmp_path, monkeypatch):
-    from tokenahead.modeling.heads import chunks
+    from tests.internals import heads_chunks as chunks
 
     monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 7 * 320)
     model, rows = modules(), []

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.internals import FeatureDataset, FeatureIndex
+from tests.internals import features_module as features
 from tests.training.conftest import ragged_rows, trainer_for
 from tests.training.test_evaluation_loss import llama
 from tokenahead import EagleHead, MTPHeads
-from tokenahead.training import features
-from tokenahead.training.features import FeatureDataset, FeatureIndex, cache_features
+from tokenahead.training import cache_features
 
 ROOT = Path(__file__).resolve().parents[2]
 

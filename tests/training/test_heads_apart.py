@@ -9,8 +9,7 @@ from trl import SFTConfig
 from tests.training.conftest import ragged_rows, trainer_for
 from tests.training.test_evaluation_loss import llama
 from tokenahead import EvaByteTokenizer, MTPHeads
-from tokenahead.training.sft import MTPSFTTrainer
-from tokenahead.training.trainer import MTPTrainer
+from tokenahead.training import MTPSFTTrainer, MTPTrainer
 
 TEXTS = ["def f(x):\n    return x + 1\n", "import os\n", "# a comment\nx = [1, 2]\n"] * 4
 

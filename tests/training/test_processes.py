@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.internals import JointMTPModel
+from tests.internals import sharding_module as sharding
 from tests.training import process_client
 from tests.training.conftest import ragged_rows, small_model, trainer_for
-from tokenahead.modeling.heads.joint import JointMTPModel
-from tokenahead.training import sharding
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,7 +90,7 @@ def test_two_processes_do_what_one_does(name, two, alone):
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards_do_what_one_process_does(name, two, alone):
-    """Two steps, a sharded checkpoint, a third step after resuming from it; the folder at the end is whole."""
+    """Two steps, a sharded checkpoint, a third step after resuming from it; the directory at the end is whole."""
     history, weights = alone(name)
     for mine, theirs in zip(history, _history(two["fsdp2"], name), strict=True):
         assert theirs == pytest.approx({key: mine[key] for key in theirs}, rel=1e-6, abs=1e-6)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from tests.internals import RegeneratedText
 from tests.training.test_evaluation_loss import llama
 from tokenahead import NgramDrafter
-from tokenahead.training.regeneration import RegeneratedText, regenerate
+from tokenahead.training import regenerate
 
 PROMPTS = [[70, 71, 72], [80], [90, 91], [100, 101, 102, 103], [75, 76]]
 
@@ -56,7 +57,7 @@ def test_refusals(tmp_path):
 
 
 def test_a_misspelt_option_binds_no_folder(tmp_path):
-    """Nothing was written: the right spelling may have the same folder."""
+    """Nothing was written: the right spelling may have the same directory."""
     backbone = llama()
     with pytest.raises(ValueError, match="max_tokns"):
         regenerate(backbone, PROMPTS, tmp_path, max_new_tokens=4, max_tokns=3)

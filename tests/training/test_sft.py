@@ -7,7 +7,7 @@ from trl import SFTConfig, SFTTrainer
 
 from tests.models import tiny_model
 from tokenahead import EvaByteTokenizer
-from tokenahead.training.sft import MTPSFTTrainer
+from tokenahead.training import MTPSFTTrainer
 
 TEXTS = [
     "def f(x):\n    return x + 1\n",

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tokenahead.training import threads
-from tokenahead.training.threads import threads_as_before, use_fastest_threads
+from tests.internals import threads_as_before, use_fastest_threads
+from tests.internals import threads_module as threads
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
+from tests.internals import window_targets
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tokenahead import EvaByteForMTPC, MTPHeads
-from tokenahead.training.losses import window_targets
-from tokenahead.training.trainer import MTPTrainer
+from tokenahead.training import MTPTrainer
 
 
 def means_per_depth(model, rows, window: int = 4) -> list[float]:

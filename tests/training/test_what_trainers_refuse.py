@@ -14,8 +14,7 @@ from tests import ptp_models
 from tests.families import family_model
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tokenahead import EagleHead, EvaByteTokenizer, MTPHeads
-from tokenahead.training.sft import MTPSFTTrainer
-from tokenahead.training.trainer import MTPTrainer
+from tokenahead.training import MTPSFTTrainer, MTPTrainer
 
 KINDS = [MTPTrainer, MTPSFTTrainer]
 

@@ -1,4 +1,4 @@
-"""The picture of an analysis: losses by depth, and the logit lens by layer. Measures nothing."""
+"""The figure of an analysis: losses by depth, and the logit lens by layer. Measures nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def analysis_figure(found: dict[str, Any]) -> Figure:
     axes[0].legend(loc="best", fontsize=8)
     if has_layers:
         axes[1].plot(range(1, len(found["layers"]) + 1), found["layers"], "C4o-")
-        axes[1].set(title="Divergence of a layer's law from the last", xlabel="layer", ylabel="nats")
+        axes[1].set(title="Divergence of a layer's distribution from the last", xlabel="layer", ylabel="nats")
     for one in axes:
         from_zero(one)
     finish(axes)

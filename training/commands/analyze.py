@@ -2,11 +2,11 @@
 
 At places in held-out text, for every depth j, in nats per token of the text:
 
-- `marginal`: the law of token j that the backbone implies, with everything between summed out (Mehra et al. 2025,
-  Eq. 6): the best that can be done without knowing the tokens between;
-- `head`: the drafter's law of token j, the same way (heads apart from sequential ones);
-- `head_given`: the drafter's law given the true tokens between, as it drafts;
-- `backbone_given`: the backbone's own law given the true tokens between, which no drafter beats.
+- `marginal`: the distribution of token j that the backbone implies, with everything between summed out (Mehra et al.
+  2025, Eq. 6): the best that can be done without knowing the tokens between;
+- `head`: the drafter's distribution of token j, the same way (heads apart from sequential ones);
+- `head_given`: the drafter's distribution given the true tokens between, as it drafts;
+- `backbone_given`: the backbone's own distribution given the true tokens between, which no drafter beats.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers.utils import logging
 from ...modeling.heads.losses import IGNORE, depth_targets
 from ..analysis import layer_divergences, marginal_log_probs, next_token_spread
 from ..evaluation import environment
-from ..evaluation.laws import drafted_laws, has_laws
+from ..evaluation.distributions import drafted_probs, has_probs
 from ..files import replace_picture, replace_text
 from .analysis_figure import analysis_figure
 from .evaluate import drafter_and_data, named
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def analyze(settings: Settings) -> dict[str, Any]:
-    """Compares marginals of the backbone with the laws of its drafter, and writes what was found.
+    """Compares marginals of the backbone with the distributions of its drafter, and writes what was found.
 
     Args:
         settings: Of the run, with `AnalysisArguments` as `extra`.
@@ -63,12 +63,12 @@ def analyze(settings: Settings) -> dict[str, Any]:
         What is written to `analysis.json`.
 
     Raises:
-        ValueError: A drafter without laws, or data that cannot be used.
+        ValueError: A drafter without distributions, or data that cannot be used.
     """
     asked: AnalysisArguments = settings.extra
     settings, trainee, trainer = drafter_and_data(settings)
-    if not has_laws(trainee.model):
-        raise ValueError(f"a {type(trainee.model).__name__} drafts without laws that are known beforehand")
+    if not has_probs(trainee.model):
+        raise ValueError(f"a {type(trainee.model).__name__} drafts without distributions that are known beforehand")
     trainee.model.eval()
     trainee.backbone.eval()
     places = Places(asked.depth)
@@ -171,11 +171,11 @@ def _of_place(
 def _of_drafter(model: Any, whole: torch.Tensor, column: int, ahead: torch.Tensor) -> dict[str, torch.Tensor]:
     labels = torch.full_like(whole, IGNORE)
     labels[:, column + 1 :] = whole[:, column + 1 :]
-    laws = next(drafted_laws(model, {"input_ids": whole, "labels": labels}), None)
+    probs = next(drafted_probs(model, {"input_ids": whole, "labels": labels}), None)
     found = {}
-    if laws is not None:  # the first position that is scored throughout is the place itself
-        known = min(laws.draft.shape[1], len(ahead) - 1)
-        given = -laws.draft[0, :known].gather(-1, ahead[1 : known + 1, None])[:, 0]
+    if probs is not None:  # the first position that is scored throughout is the place itself
+        known = min(probs.draft.shape[1], len(ahead) - 1)
+        given = -probs.draft[0, :known].gather(-1, ahead[1 : known + 1, None])[:, 0]
         found["head_given"] = torch.cat([given.new_full((1,), torch.nan), given])
     summed_out = _summed_out(model, whole[:, : column + 1], ahead)
     return found if summed_out is None else found | {"head": summed_out}
@@ -184,23 +184,24 @@ def _of_drafter(model: Any, whole: torch.Tensor, column: int, ahead: torch.Tenso
 def _summed_out(model: Any, prefix: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor | None:
     """The drafter's losses of tokens 1, 2, .. with the ones between unknown; None where it cannot sum them out."""
     head = getattr(model.config, "mtp_head", model.config)
-    if not hasattr(model, "law") or head.family.sequential:
+    if not hasattr(model, "distribution") or head.family.sequential:
         return None
-    law = model.law(prefix)
+    distribution = model.distribution(prefix)
     count = min(model.window, len(ahead))
     tokens = torch.nn.functional.pad(ahead[:count], (0, model.window - count))
     losses = []
     for depth in range(count):
         unknown = torch.arange(model.window, device=tokens.device) != depth
         shape = (1, prefix.shape[1], model.window)
-        log_prob = law.prefix_log_prob(tokens.expand(shape), unknown.expand(shape))[0, -1, depth]
+        log_prob = distribution.prefix_log_prob(tokens.expand(shape), unknown.expand(shape))[0, -1, depth]
         losses.append(-log_prob)
     return torch.stack(losses)
 
 
 @torch.no_grad()
 def _layers(trainee: Trainee, places: Places) -> list[float]:
-    """Logit lens: divergence of every layer's law from the last one's, mean over places; none for EVA's own cache."""
+    """Logit lens: divergence of every layer's distribution from the last one's, mean over places; none for EVA's own
+    cache."""
     if hasattr(trainee.backbone, "_new_cache"):
         return []
     rows = [
@@ -212,7 +213,7 @@ def _layers(trainee: Trainee, places: Places) -> list[float]:
 
 @torch.no_grad()
 def _spread(trainee: Trainee, places: Places) -> dict[str, float]:
-    """Entropy of the next token, and how many tokens 90 and 99 % of its law need; means over places."""
+    """Entropy of the next token, and how many tokens 90 and 99 % of its distribution need; means over places."""
     entropies, counts = [], []
     for index in range(len(places)):
         entropy, sizes = next_token_spread(trainee.backbone, places.prefix(index).to(trainee.backbone.device))

@@ -40,7 +40,7 @@ def check_settings(settings: Settings) -> None:
     _check_schedule(settings.training)
     template = settings.training.chat_template_path
     if template and template.startswith((".", "/", "~")) and not Path(template).exists():
-        raise FileNotFoundError(f"chat_template_path={template}: no such file or folder")
+        raise FileNotFoundError(f"chat_template_path={template}: no such file or directory")
     if settings.mixture.datasets and settings.data.dataset_name:
         raise ValueError(
             f"dataset_name={settings.data.dataset_name} beside `datasets`: either one text or a mixture is read; leave "

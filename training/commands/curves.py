@@ -1,4 +1,4 @@
-"""The picture of a run: losses by depth and acceptance over steps. Draws what was logged, measures nothing."""
+"""The figure of a run: losses by depth and acceptance over steps. Draws what was logged, measures nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ with needs_extra("demo", "pictures"):
     from matplotlib.figure import Figure
 
 PICTURE = "learning_curve.png"
-"""Name of the picture beside the log."""
+"""Name of the figure beside the log."""
 _FEW = 6  # lines between which a legend finds room
 _OF_DEPTH = re.compile(r"(eval_)?loss_(?:head|step)_(\d+)$")
 _ACCEPTANCE = {
@@ -83,5 +83,5 @@ def _series(history: list[dict[str, Any]], name: str) -> tuple[list[int], list[f
 
 
 def draw_learning(history: list[dict[str, Any]], folder: Path) -> Path:
-    """Writes the picture of a log into a folder."""
+    """Writes the figure of a log into a directory."""
     return replace_picture(folder / PICTURE, learning_figure(history))

@@ -39,7 +39,7 @@ def load_data(
 ) -> dict[str, Data]:
     """Training data, and data to evaluate on.
 
-    `dataset_name` is a file (JSON, JSON lines, Parquet, CSV, Arrow, or text with a row per line), a folder of such
+    `dataset_name` is a file (JSON, JSON lines, Parquet, CSV, Arrow, or text with a row per line), a directory of such
     files, of `Dataset.save_to_disk` or of `regenerate` (whose completions alone are scored), or a name on the Hub;
     `datasets` is a mixture of them, as in TRL.
 
@@ -90,7 +90,7 @@ def _loaded(settings: Settings) -> Any:
             settings.mixture.test_split_size = size
     name = settings.data.dataset_name
     if name is None:
-        raise ValueError("dataset_name is missing: a file, a folder or a name on the Hub; or `datasets`, a mixture")
+        raise ValueError("dataset_name is missing: a file, a directory or a name on the Hub; or `datasets`, a mixture")
     options: dict[str, Any] = {"streaming": settings.data.dataset_streaming or settings.mixture.streaming}
     path = Path(name)
     if path.is_file():
@@ -105,13 +105,13 @@ def _loaded(settings: Settings) -> Any:
     if holds_text(path):
         return _regenerated(path)
     if not path.is_dir() and (name.startswith((".", "/", "~")) or path.suffix in _BUILDERS):
-        raise FileNotFoundError(f"dataset_name={name}: no such file or folder")
+        raise FileNotFoundError(f"dataset_name={name}: no such file or directory")
     try:
         with _readable(name):
             return load_dataset(name, settings.data.dataset_config, **options)
     except (DatasetNotFoundError, ConnectionError) as error:
         raise FileNotFoundError(
-            f"dataset_name={name}: no such file or folder, and the Hub gave none: {error}"
+            f"dataset_name={name}: no such file or directory, and the Hub gave none: {error}"
         ) from error
 
 

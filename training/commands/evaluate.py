@@ -1,4 +1,4 @@
-"""`tokenahead evaluate MODEL DATA`: losses, accuracies, acceptance and speed-up, as JSON and a picture."""
+"""`tokenahead evaluate MODEL DATA`: losses, accuracies, acceptance and speed-up, as JSON and a figure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from transformers import PreTrainedModel, PrinterCallback, set_seed
 from transformers.utils import logging
 
 from ... import __version__
-from ...generation.attachment import Attachable
+from ...generation.attachment import AttachableDrafter
 from ..byte_text import is_byte_level
 from ..completion import load_config
 from ..evaluation import GREEDY, Comparison, Measurement, environment, hardware, sampled
+from ..evaluation.distributions import has_probs
 from ..evaluation.drafts import DraftMeasures, measure_drafts
-from ..evaluation.laws import has_laws
 from ..files import replace_picture, replace_text
 from ..parts import adapters_for, base_of, has_adapters, holds_model, trained_backbone
 from ..results import MeasuredResults
@@ -86,7 +86,7 @@ def evaluate(settings: Settings) -> dict[str, Any]:
     settings, trainee, trainer = drafter_and_data(settings)
     metrics = trainer.evaluate()
     measures = DraftMeasures()
-    if has_laws(trainee.model):
+    if has_probs(trainee.model):
         for batch in trainer.get_eval_dataloader(first_rows(trainer.eval_dataset, asked.rows)):
             measure_drafts(trainee.model, batch, measures)
     comparisons = decode(trainee, prompts(trainer, trainee, asked), asked, settings.training.seed)
@@ -129,10 +129,10 @@ def settings_of_drafter(settings: Settings) -> Settings:
     """The same settings with the drafter that is meant.
 
     A file for training means what that training has left in its `output_dir`; and where `model_name_or_path` names
-    heads, an EAGLE head or adapters of PEFT, their folder names the backbone.
+    heads, an EAGLE head or adapters of PEFT, their directory names the backbone.
 
     Raises:
-        ValueError: A drafter that does not say which backbone it was trained for, or a folder in which a training
+        ValueError: A drafter that does not say which backbone it was trained for, or a directory in which a training
             began and left no model.
     """
     trained, settings = Path(settings.training.output_dir), with_moved_backbone(settings)
@@ -159,7 +159,7 @@ def settings_of_drafter(settings: Settings) -> Settings:
 
 
 def _holds_training(folder: Path) -> bool:
-    """Whether a training has left a model in its folder; what a training that did not end has left is refused."""
+    """Whether a training has left a model in its directory; what a training that did not end has left is refused."""
     if holds_model(folder) or has_adapters(folder):
         return True
     names = {entry.name for entry in folder.iterdir()} - _MEASURED if folder.is_dir() else set()
@@ -173,7 +173,7 @@ def _holds_training(folder: Path) -> bool:
 
 
 def _with_drafter(settings: Settings, folder: str) -> Settings:
-    """The drafter that a folder holds, or the model that brings its own."""
+    """The drafter that a directory holds, or the model that brings its own."""
     if has_adapters(folder):
         return _with_adapters(settings, folder)
     if settings.drafter.drafter in ("heads", "eagle"):
@@ -184,7 +184,7 @@ def _with_drafter(settings: Settings, folder: str) -> Settings:
 
 
 def _with_trained_backbone(settings: Settings, heads: str) -> Settings:
-    """The backbone that learned together with heads, if it did: its folder, or its adapters on what was named."""
+    """The backbone that learned together with heads, if it did: its directory, or its adapters on what was named."""
     folder = trained_backbone(heads)
     if folder is None:
         return settings
@@ -238,7 +238,7 @@ class AttachedDecoder:
         drafter: What is attached to it.
     """
 
-    def __init__(self, backbone: PreTrainedModel, drafter: Attachable) -> None:
+    def __init__(self, backbone: PreTrainedModel, drafter: AttachableDrafter) -> None:
         self.backbone, self.drafter = backbone, drafter
         self.device, self.generation_config = backbone.device, backbone.generation_config
 
@@ -253,7 +253,7 @@ def decode(trainee: Trainee, texts: list[str], asked: EvaluationArguments, seed:
     """Decodes plainly and with drafts, by turns: greedily, and sampled at the temperatures asked for."""
     model: Any = trainee.model.eval()
     trainee.backbone.eval()
-    if isinstance(model, Attachable):
+    if isinstance(model, AttachableDrafter):
         model = AttachedDecoder(trainee.backbone, model)
     modes = [GREEDY if temperature == 0 else sampled(temperature) for temperature in asked.temperatures]
     measurement = Measurement(texts, asked.new_tokens, seed=seed, seconds=asked.seconds)

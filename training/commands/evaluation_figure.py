@@ -1,4 +1,4 @@
-"""The picture of an evaluation: what drafts know by depth, and how far they are kept. Measures nothing."""
+"""The figure of an evaluation: what drafts know by depth, and how far they are kept. Measures nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _MARKERS = "osD^v"
 
 
 def evaluation_figure(figures: dict[str, Any]) -> Figure:
-    """Accuracy and loss by depth, where laws are known, each in a panel; acceptance by position in the draft at last.
+    """Accuracy and loss by depth, where distributions are known, each in a panel; acceptance by position in the draft
+    at last.
 
     Args:
         figures: What `evaluate` found.

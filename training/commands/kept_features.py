@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from ...generation.attachment import Attachable
+from ...generation.attachment import AttachableDrafter
 from ..extras import needs_extra
 from ..features import STATES, FeatureDataset, cache_features
 from .settings import Settings
@@ -22,7 +22,7 @@ def check_features(settings: Settings, model: Any) -> None:
     """Refuses a run that has no states to keep, before anything is written.
 
     Args:
-        settings: Of the run; `features` names the folder.
+        settings: Of the run; `features` names the directory.
         model: What is trained.
 
     Raises:
@@ -32,8 +32,8 @@ def check_features(settings: Settings, model: Any) -> None:
     if folder is None:
         return
     if Path(folder).is_file():
-        raise ValueError(f"features={folder} is a file: choose a folder")
-    if not isinstance(model, Attachable) or settings.drafter.training_strategy().train != "drafter":
+        raise ValueError(f"features={folder} is a file: choose a directory")
+    if not isinstance(model, AttachableDrafter) or settings.drafter.training_strategy().train != "drafter":
         raise ValueError(
             f"features={folder} keeps the states of a backbone that stands still: leave it out, or train heads or an "
             "EAGLE head apart, with strategy: {train: drafter}"
@@ -51,7 +51,7 @@ def keep_features(trainer: Trainer, settings: Settings) -> None:
         settings: Of the run, which `check_features` took.
 
     Raises:
-        ValueError: A folder of other features.
+        ValueError: A directory of other features.
         OSError: Less room on the disk than they need.
     """
     folder, rows = settings.drafter.features, trainer.train_dataset

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 from ...configuration import MTPHeadConfig, PTPConfig, PTPStudentConfig
 from ...configuration.eagle import EagleHeadConfig
 from ...configuration.mtp_families import FAMILIES, count_modules
-from ...generation.attachment import Attachable
+from ...generation.attachment import AttachableDrafter
 from ...modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, EvaByteTokenizer, MTPHeads, PTPForCausalLM
 from ...modeling.deepseek.losses import ModuleLossOptions
 from ...modeling.eagle.loss_options import EagleLossOptions
@@ -43,7 +43,7 @@ class Trainee:
 
     def call_options(self) -> dict[str, Any]:
         """Options of `backbone.generate` that let the drafter draft."""
-        return {"assistant_model": self.model} if isinstance(self.model, Attachable) else {}
+        return {"assistant_model": self.model} if isinstance(self.model, AttachableDrafter) else {}
 
 
 def build(settings: Settings) -> Trainee:
@@ -54,11 +54,11 @@ def build(settings: Settings) -> Trainee:
 
     Raises:
         ValueError: No model, a drafter or adapters that do not fit the model, or an option that is none.
-        OSError: A folder or a name that holds no model.
+        OSError: A directory or a name that holds no model.
     """
     arguments, source = settings.drafter, settings.model.model_name_or_path
     if not source:
-        raise ValueError("model_name_or_path is missing: a folder, or a name on the Hub")
+        raise ValueError("model_name_or_path is missing: a directory, or a name on the Hub")
     if has_adapters(source):
         raise ValueError(
             f"model_name_or_path={source} holds adapters of peft without the model that they were trained for: merge "
@@ -72,8 +72,8 @@ def build(settings: Settings) -> Trainee:
         )
     if isinstance(config, PTPStudentConfig):
         raise ValueError(
-            f"model_name_or_path={source} holds a student without its backbone: give the folder of the whole model, "
-            "which student.whole.save_pretrained(folder) writes of an attached one"
+            f"model_name_or_path={source} holds a student without its backbone: give the directory of the whole model, "
+            "which student.whole.save_pretrained(directory) writes of an attached one"
         )
     backbone = _backbone(settings, source, config)
     tokenizer = _tokenizer(source, backbone)
@@ -83,7 +83,7 @@ def build(settings: Settings) -> Trainee:
         _choose_parts(model, arguments)
     except TypeError as error:  # an option that from_backbone does not know
         raise ValueError(f"drafter_options: {error}") from None
-    trainee = Trainee(model, model.backbone if isinstance(model, Attachable) else model, tokenizer)
+    trainee = Trainee(model, model.backbone if isinstance(model, AttachableDrafter) else model, tokenizer)
     if settings.adapters is not None:
         put_adapters(trainee.backbone, settings.adapters)
     return trainee
@@ -110,7 +110,7 @@ def _tokenizer(source: str, backbone: PreTrainedModel) -> PreTrainedTokenizerBas
     except (OSError, ValueError):
         if not isinstance(backbone, EvaByteForMTPC):
             raise
-        tokenizer = EvaByteTokenizer()  # bytes are bytes, also where a folder has none
+        tokenizer = EvaByteTokenizer()  # bytes are bytes, also where a directory has none
     size = backbone.config.get_text_config().vocab_size
     if len(tokenizer) > size:
         raise ValueError(
@@ -161,7 +161,7 @@ def _stored(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTraine
     config = load_config(name, "drafter_name_or_path")
     wanted = {"heads": MTPHeadConfig, "eagle": EagleHeadConfig}.get(arguments.drafter)
     if wanted is None:
-        raise ValueError(f"drafter={arguments.drafter!r}: only heads and eagle live in folders of their own")
+        raise ValueError(f"drafter={arguments.drafter!r}: only heads and eagle live in directories of their own")
     if not isinstance(config, wanted):
         raise ValueError(f"drafter_name_or_path={name} holds a {config.model_type!r}, not {wanted.model_type!r}")
     return AutoModel.from_pretrained(name).attach(backbone)

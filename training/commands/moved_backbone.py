@@ -6,7 +6,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from ...generation.attachment import Attachable
+from ...generation.attachment import AttachableDrafter
 from ..completion import load_config
 from ..parts import base_of, has_adapters, named_base, trained_backbone
 from .models import Trainee
@@ -17,7 +17,7 @@ def with_moved_backbone(settings: Settings) -> Settings:
     """The same settings with the backbone that learned together with the heads of `drafter_name_or_path`, if one did.
 
     `model_name_or_path` may name that backbone, or the one that it was before, or nothing. Adapters go on any backbone
-    that is named, for a folder may have been moved.
+    that is named, for a directory may have been moved.
 
     Args:
         settings: Of a run.
@@ -53,7 +53,7 @@ def note_backbone(trainee: Trainee, asked: Settings, settings: Settings) -> None
     Raises:
         ValueError: A backbone with adapters that stays as it is: saved would be heads without these adapters.
     """
-    if not isinstance(trainee.model, Attachable) or settings.drafter.drafter_name_or_path is None:
+    if not isinstance(trainee.model, AttachableDrafter) or settings.drafter.drafter_name_or_path is None:
         return
     is_frozen = settings.drafter.training_strategy().train == "drafter"
     if is_frozen and settings.adapters is not None:

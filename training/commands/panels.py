@@ -1,4 +1,4 @@
-"""Panels side by side, as all pictures of the commands have them. Knows no figures."""
+"""Panels side by side, as all figures of the commands have them. Knows no figures."""
 
 from __future__ import annotations
 

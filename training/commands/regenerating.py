@@ -31,14 +31,14 @@ def with_own_text(settings: Settings, trainee: Trainee) -> Settings:
         trainee: What is trained.
 
     Raises:
-        ValueError: No folder, a stream, or a folder of other text.
+        ValueError: No directory, a stream, or a directory of other text.
     """
     if settings.drafter.regenerate is None:
         return settings
     options = dict(settings.drafter.regenerate)
     folder, count = options.pop("folder", None), options.pop("prompt_tokens", _PROMPT_TOKENS)
     if not (folder and isinstance(folder, str) and isinstance(count, int) and count >= 1):
-        raise ValueError(f"regenerate={settings.drafter.regenerate} needs a folder, and prompt_tokens of at least 1")
+        raise ValueError(f"regenerate={settings.drafter.regenerate} needs a directory, and prompt_tokens of at least 1")
     vocab_size = trainee.backbone.config.get_text_config().vocab_size
     rows = load_data(settings, False, trainee.tokenizer, vocab_size)["train"]
     if not isinstance(rows, Dataset):

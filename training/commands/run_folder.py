@@ -1,4 +1,4 @@
-"""The folder of a run: what was asked, on what machine, with which versions; what was measured. Knows no model."""
+"""The directory of a run: what was asked, on what machine, with which versions; what was measured. Knows no model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..files import replace_text
 from ..parts import has_adapters, holds_model
 from .settings import Settings
 
-with needs_extra("train", "a run folder"):
+with needs_extra("train", "a run directory"):
     import yaml
 
 RUN = "run.json"
@@ -68,7 +68,8 @@ def _devices() -> dict[str, Any]:
 
 
 def git_state(folder: str | Path = ".") -> dict[str, Any] | None:
-    """Commit of the folder that the command runs in, and whether files differ from it; None where there is no git."""
+    """Commit of the directory that the command runs in, and whether files differ from it; None where there is no
+    git."""
     try:
         commit = _git(folder, "rev-parse", "HEAD")
         return {"commit": commit, "is_changed": bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))}
@@ -104,7 +105,7 @@ class RunWriter(TrainerCallback):
 
 @contextmanager
 def nothing_left_of_a_refusal(folder: Path) -> Iterator[None]:
-    """Takes away the empty folder that a trainer makes, where the run is then refused."""
+    """Takes away the empty directory that a trainer makes, where the run is then refused."""
     was_there = folder.exists()
     try:
         yield
@@ -146,17 +147,17 @@ def check_own_folder(folder: Path, settings: Settings) -> None:
         settings: Of the run.
 
     Raises:
-        ValueError: `output_dir` is the folder of one of them, or a file.
+        ValueError: `output_dir` is the directory of one of them, or a file.
     """
     if folder.is_file():
-        raise ValueError(f"output_dir={folder} is a file: choose a folder")
+        raise ValueError(f"output_dir={folder} is a file: choose a directory")
     sources = {
         "model_name_or_path": settings.model.model_name_or_path,
         "drafter_name_or_path": settings.drafter.drafter_name_or_path,
     }
     for name, source in sources.items():
         if source and Path(source).resolve() in (folder.resolve(), (folder / BACKBONE).resolve()):
-            raise ValueError(f"output_dir={folder} would be written over {name}={source}: choose another folder")
+            raise ValueError(f"output_dir={folder} would be written over {name}={source}: choose another directory")
 
 
 def check_nothing_is_lost(folder: Path, settings: Settings) -> None:
@@ -172,7 +173,7 @@ def check_nothing_is_lost(folder: Path, settings: Settings) -> None:
     if not (holds_model(folder) or has_adapters(folder)):
         return
     if not (folder / CONFIG).is_file():
-        raise ValueError(f"output_dir={folder} holds a model that no run wrote: choose another folder")
+        raise ValueError(f"output_dir={folder} holds a model that no run wrote: choose another directory")
     earlier = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8")).get("resolved", {})
     for kind, values in _resolved(settings).items():
         before = earlier.get(kind, {})
@@ -180,12 +181,12 @@ def check_nothing_is_lost(folder: Path, settings: Settings) -> None:
             if values.get(name) != before.get(name):
                 raise ValueError(
                     f"output_dir={folder} holds the model of a run with {name}={before.get(name)!r}, and this one has "
-                    f"{values.get(name)!r}: choose another folder"
+                    f"{values.get(name)!r}: choose another directory"
                 )
 
 
 def _without_tokens(words: Sequence[str]) -> list[str]:
-    """A command without its tokens for the Hub, which a folder that travels must not tell."""
+    """A command without its tokens for the Hub, which a directory that travels must not tell."""
     shown, hides = [], False
     for word in words:
         name, equals, _ = word.partition("=")
@@ -219,26 +220,26 @@ def checkpoint_to_resume(folder: Path, given: str | None, facts: dict[str, Any])
 
     Args:
         folder: The run's.
-        given: `resume_from_checkpoint`: None, a folder, or `"true"` for the last one in the run's folder, if any.
+        given: `resume_from_checkpoint`: None, a directory, or `"true"` for the last one in the run's directory, if any.
         facts: What is to be said of the model, which the earlier run must agree with.
 
     Raises:
-        ValueError: A folder with checkpoints where nothing was said, one of a run with another model, or a checkpoint
-            that is not whole.
-        FileNotFoundError: No such folder.
+        ValueError: A directory with checkpoints where nothing was said, one of a run with another model, or a
+            checkpoint that is not whole.
+        FileNotFoundError: No such directory.
     """
     if given is None or str(given).lower() in ("false", "none"):
         if folder.is_dir() and (last := get_last_checkpoint(str(folder))):
             raise ValueError(
                 f"output_dir={folder} holds {Path(last).name} of an earlier run: go on from it with "
-                "--resume_from_checkpoint true, or choose another folder"
+                "--resume_from_checkpoint true, or choose another directory"
             )
         return None
     chosen = last_whole_checkpoint(folder) if str(given).lower() == "true" else given
     if chosen is None:
         return None
     if not Path(chosen).is_dir():
-        raise FileNotFoundError(f"resume_from_checkpoint={chosen}: no such folder")
+        raise FileNotFoundError(f"resume_from_checkpoint={chosen}: no such directory")
     if lacking := missing_of(Path(chosen)):
         raise ValueError(f"resume_from_checkpoint={chosen} was cut off while it was written: {lacking} is missing")
     _check_same_model(Path(chosen), facts)
@@ -273,5 +274,5 @@ def check_space(folder: Path, checkpoint_bytes: int, kept: int) -> None:
     if needed > free:
         raise OSError(
             f"output_dir={folder} has {free / 1e9:.2f} GB left; {kept} checkpoints of {checkpoint_bytes / 1e9:.2f} GB "
-            "do not fit: choose another folder, or set save_total_limit or save_only_model"
+            "do not fit: choose another directory, or set save_total_limit or save_only_model"
         )

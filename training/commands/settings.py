@@ -57,7 +57,7 @@ class DrafterArguments:
         },
     )
     drafter_name_or_path: str | None = field(
-        default=None, metadata={"help": "Folder, or name on the Hub, of heads or an EAGLE head to go on from."}
+        default=None, metadata={"help": "Directory, or name on the Hub, of heads or an EAGLE head to go on from."}
     )
     drafter_options: dict | str | None = field(
         default=None,
@@ -70,14 +70,14 @@ class DrafterArguments:
     regenerate: dict | str | None = field(
         default=None,
         metadata={
-            "help": "Learn from what the backbone writes behind the beginnings of the data: folder, prompt_tokens, and "
+            "help": "Learn from what the backbone writes after the beginnings of the data: folder, prompt_tokens, and "
             "options of training.regeneration.regenerate (max_new_tokens, batch_size, do_sample, ...); JSON."
         },
     )
     features: str | None = field(
         default=None,
         metadata={
-            "help": "Folder that the frozen backbone's states are kept in, for heads or an EAGLE head: every epoch "
+            "help": "Directory that the frozen backbone's states are kept in, for heads or an EAGLE head: every epoch "
             "then goes without its forward, and a further run finds them there."
         },
     )
@@ -159,7 +159,7 @@ class EvaluationArguments:
     """What `tokenahead evaluate` measures.
 
     Args:
-        rows: Held-out rows whose drafts are judged along the text.
+        rows: Held-out rows whose drafts are verified along the text.
         prompts: Held-out rows that are continued.
         prompt_tokens: Tokens of each that are given.
         new_tokens: Tokens to write.
@@ -167,7 +167,7 @@ class EvaluationArguments:
         seconds: Time after which no further prompt is begun.
     """
 
-    rows: int = field(default=256, metadata={"help": "Held-out rows whose drafts are judged along the text."})
+    rows: int = field(default=256, metadata={"help": "Held-out rows whose drafts are verified along the text."})
     prompts: int = field(default=8, metadata={"help": "Held-out rows that are continued."})
     prompt_tokens: int = field(default=64, metadata={"help": "Tokens of each that are given."})
     new_tokens: int = field(default=128, metadata={"help": "Tokens to write."})
@@ -220,7 +220,7 @@ class Settings:
         drafter: What is trained.
         given: The YAML file and the flags, as they were given.
         extra: Settings of this command alone.
-        adapters: Folder of adapters of PEFT that are put on the backbone, for what is measured.
+        adapters: Directory of adapters of PEFT that are put on the backbone, for what is measured.
     """
 
     data: ScriptArguments

@@ -1,4 +1,4 @@
-"""`tokenahead train`: settings to a trained model in a run folder. Only the order of things is written here."""
+"""`tokenahead train`: settings to a trained model in a run directory. Only the order of things is written here."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         argv: `CONFIG.yaml` and flags.
 
     Raises:
-        ValueError: Settings, data, or a run folder that cannot be used; before the first step.
+        ValueError: Settings, data, or a run directory that cannot be used; before the first step.
         OSError: A file or a name that is not there, or a disk that is too small.
     """
     logging.set_verbosity_error()
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
-    """Trains what the settings ask for, and leaves model, log, picture and the facts of the run in `output_dir`.
+    """Trains what the settings ask for, and leaves model, log, figure and the facts of the run in `output_dir`.
 
     Args:
         settings: Of the run.
@@ -145,7 +145,7 @@ def _take_over(trainer: Trainer, checkpoint: str) -> None:
 
 @contextmanager
 def _no_push(settings: Settings) -> Iterator[None]:
-    """Has `save_model` save alone: the push comes once, with the log and its picture."""
+    """Has `save_model` save alone: the push comes once, with the log and its figure."""
     training = settings.training
     asked, training.push_to_hub = training.push_to_hub, False
     try:

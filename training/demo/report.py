@@ -100,7 +100,7 @@ def _cells(row: DecodingResult) -> Iterator[str | Text]:
     yield f"{row.tokens_per_second:,.0f}"
     yield Text("loops", "bold yellow") if row.is_degenerate else f"{row.speed_up:.2f}x"
     yield "" if row.repeated_share is None else f"{row.repeated_share:.0%}"
-    yield {True: Text("yes", "green"), False: Text("no", "bold red"), None: Text("law")}[row.identical]
+    yield {True: Text("yes", "green"), False: Text("no", "bold red"), None: Text("drawn")}[row.identical]
 
 
 def _short(row: DecodingResult) -> str:
@@ -121,7 +121,7 @@ def explanation(reports: Sequence[HeadReport]) -> Iterator[str]:
     if any(row.expected_tokens_per_call is not None for _, row in rows):
         yield "expected: computed along held-out text for drafts as long as the window; nothing is drawn."
     yield "repeats: text covered by passages that stand in it twice; above 50 % no speed-up is claimed."
-    yield "same: greedy texts are compared byte by byte; sampled ones have the same law."
+    yield "same: greedy texts are compared byte by byte; sampled ones have the same distribution."
     loops = [f"{report.name} {row.name}" for report, row in rows if row.is_degenerate]
     if loops:
         yield f"The text of these repeats itself, so that its speed says little: {'; '.join(loops)}."

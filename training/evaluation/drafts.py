@@ -1,6 +1,6 @@
 """What a drafter is worth along known text, by place in the draft: loss, accuracy, acceptance; nothing is drawn.
 
-Expected acceptance is that of `expected.accepted_up_to`, here for every drafter that has laws.
+Expected acceptance is that of `expected.accepted_up_to`, here for every drafter that has distributions.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from .distributions import Batch, DraftedProbs, drafted_probs
 from .expected import accepted_up_to
-from .laws import Batch, DraftedLaws, drafted_laws
 
 TOP_K = (1, 5)
 """How many of the drafter's likeliest tokens are looked at for accuracies."""
@@ -29,17 +29,17 @@ class DraftMeasures:
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     counts: torch.Tensor | None = None
 
-    def add(self, laws: DraftedLaws) -> None:
+    def add(self, probs: DraftedProbs) -> None:
         """Adds positions."""
-        target, scored = laws.target.log_softmax(-1), laws.scored
-        chosen = laws.draft.gather(-1, laws.tokens[..., None])
-        rank = (laws.draft > chosen).sum(-1)
+        target, scored = probs.target.log_softmax(-1), probs.scored
+        chosen = probs.draft.gather(-1, probs.tokens[..., None])
+        rank = (probs.draft > chosen).sum(-1)
         terms = {
             "loss": -chosen[..., 0],
-            "accepted_block": accepted_up_to(laws.tokens, laws.draft, target, 1.0, "block"),
-            "accepted_token": accepted_up_to(laws.tokens, laws.draft, target, 1.0, "token"),
-            "accepted_greedy": accepted_up_to(laws.tokens, laws.draft, target, 0.0, "block"),
-            "overlap": torch.minimum(laws.draft, target).exp().sum(-1),
+            "accepted_block": accepted_up_to(probs.tokens, probs.draft, target, 1.0, "block"),
+            "accepted_token": accepted_up_to(probs.tokens, probs.draft, target, 1.0, "token"),
+            "accepted_greedy": accepted_up_to(probs.tokens, probs.draft, target, 0.0, "block"),
+            "overlap": torch.minimum(probs.draft, target).exp().sum(-1),
             **{f"top_{k}": (rank < k).float() for k in TOP_K},
         }
         for name, values in terms.items():
@@ -79,15 +79,15 @@ def measure_drafts(model: Any, batch: Batch, measures: DraftMeasures | None = No
     """Adds a batch to the measures (new ones if there are none), in evaluation mode.
 
     Args:
-        model: See `drafted_laws`.
-        batch: See `drafted_laws`.
+        model: See `drafted_probs`.
+        batch: See `drafted_probs`.
         measures: Where to add.
     """
     measures, was_training = measures or DraftMeasures(), model.training
     model.eval()
     try:
-        for laws in drafted_laws(model, batch):
-            measures.add(laws)
+        for probs in drafted_probs(model, batch):
+            measures.add(probs)
     finally:
         model.train(was_training)
     return measures

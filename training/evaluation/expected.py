@@ -1,8 +1,8 @@
 """Expected acceptance, teacher-forced: what a head's drafts are worth along a given text, without drawing any draft.
 
-Let x be a text that follows the target's laws p_i, and q_i a head's laws given the tokens of x before them (the first
-token of the window, which the last verification added, included). With P_k and Q_k the products of p_i(x_i) and
-q_i(x_i), block verification (Sun et al. 2024) accepts the first k drafts of x with the weight
+Let x be a text that follows the target's distributions p_i, and q_i a head's distributions given the tokens of x before
+them (the first token of the window, which the last verification added, included). With P_k and Q_k the products of
+p_i(x_i) and q_i(x_i), block verification (Sun et al. 2024) accepts the first k drafts of x with the weight
 w_k = min(w_{k-1} p_k / q_k, 1), so that over drafts from q
 
     P(accepted >= k) = E_q[w_k] = E_p[w_k Q_k / P_k] = E_p[min_{j <= k} Q_j / P_j]
@@ -24,7 +24,7 @@ from ...generation.verification import check_rule
 from ...modeling.sampling import draw
 from .modes import DecodingMode
 
-_CHUNK = 128  # places per evaluation of a head's laws: [places, n, v] in float64 must fit into memory
+_CHUNK = 128  # places per evaluation of a head's distributions: [places, n, v] in float64 must fit into memory
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class ExpectedAcceptance:
 
 
 class TeacherForced:
-    """Places of texts, with the backbone's states and laws there: made once, asked for every head of this backbone.
+    """Places of texts, with the backbone's states and distributions there: made once, asked for every head of this
+    backbone.
 
     Args:
         hidden: [N, S, d] states, S places in each of N texts, of which heads draft.
@@ -72,7 +73,8 @@ class TeacherForced:
     def on_text(
         cls, backbone: Any, ids: torch.Tensor, window: int, first: int = 64, every: int = 16, batch_size: int = 8
     ) -> TeacherForced:
-        """Places on the texts themselves: right for T = 1, because text is what the backbone's own law imitates.
+        """Places on the texts themselves: right for T = 1, because text is what the backbone's own distribution
+        imitates.
 
         Args:
             backbone: The model.
@@ -133,8 +135,8 @@ class TeacherForced:
         """P(accepted >= k) for k = 1..n - 1 at every place.
 
         Args:
-            drafter: What has the `window_law` of the states.
-            mode: Greedy, or a temperature, which both laws get.
+            drafter: What has the `window_distribution` of the states.
+            mode: Greedy, or a temperature, which both distributions get.
             rule: `"block"` or `"token"`, for sampled drafts.
 
         Returns:
@@ -148,7 +150,7 @@ class TeacherForced:
         flat = [tensor.flatten(0, 1).split(_CHUNK) for tensor in (self.hidden, self.windows, self.logits)]
         found = []
         for hidden, window, logits in zip(*flat):
-            drafted = drafter.window_law(hidden).conditional_log_probs(window)[:, 1:]
+            drafted = drafter.window_distribution(hidden).conditional_log_probs(window)[:, 1:]
             found.append(accepted_up_to(window[:, 1:], drafted, logits, mode.temperature, rule))
         return torch.cat(found).view(count, places, -1)
 

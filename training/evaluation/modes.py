@@ -20,7 +20,7 @@ class DecodingMode:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether tokens are drawn; then two runs have the same law, not the same tokens."""
+        """Whether tokens are drawn; then two runs have the same distribution, not the same tokens."""
         return bool(self.options.get("do_sample"))
 
     @property
@@ -30,7 +30,7 @@ class DecodingMode:
 
 
 def sampled(temperature: float) -> DecodingMode:
-    """Sampling from the whole law: transformers' default `top_k=50` is switched off."""
+    """Sampling from the whole distribution: transformers' default `top_k=50` is switched off."""
     options = {"do_sample": True, "temperature": float(temperature), "top_k": 0}
     return DecodingMode(f"sampled, T={temperature:g}", options)
 

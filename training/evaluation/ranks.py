@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .laws import Batch, drafted_laws
+from .distributions import Batch, drafted_probs
 
 
 @torch.no_grad()
@@ -20,11 +20,11 @@ def rank_accuracies(model: Any, batches: Iterable[Batch], ranks: int = 10, tempe
         >>> out = backbone.generate(**inputs, assistant_model=heads, draft_tree=choices)
 
     Args:
-        model: A drafter, see `drafted_laws`; text that its backbone wrote measures what it will draft.
+        model: A drafter, see `drafted_probs`; text that its backbone wrote measures what it will draft.
         batches: `input_ids` and `labels` [B, L], and where there are `attention_mask` and `position_ids`.
         ranks: R, proposals to look at; no more than the vocabulary has.
-        temperature: Of the target. 0: its likeliest token counts. Else its law does: the probability to draw the
-            proposal, which is the chance to keep it in a tree of fixed shape.
+        temperature: Of the target. 0: its likeliest token counts. Else its distribution does: the probability to draw
+            the proposal, which is the chance to keep it in a tree of fixed shape.
 
     Returns:
         [m, R] float64, m depths; the first drafted token stands two tokens ahead.
@@ -38,14 +38,14 @@ def rank_accuracies(model: Any, batches: Iterable[Batch], ranks: int = 10, tempe
     model.eval()
     hits, counts = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for batch in batches:
-        for laws in drafted_laws(model, batch):
-            proposed = laws.draft.topk(min(ranks, laws.draft.shape[-1])).indices
+        for probs in drafted_probs(model, batch):
+            proposed = probs.draft.topk(min(ranks, probs.draft.shape[-1])).indices
             if temperature:
-                found = (laws.target / temperature).softmax(-1).gather(-1, proposed).double()
+                found = (probs.target / temperature).softmax(-1).gather(-1, proposed).double()
             else:
-                found = (laws.target.argmax(-1, keepdim=True) == proposed).double()
-            hits = hits + (found * laws.scored[..., None]).sum(0).cpu()
-            counts = counts + laws.scored.sum(0).double().cpu()
+                found = (probs.target.argmax(-1, keepdim=True) == proposed).double()
+            hits = hits + (found * probs.scored[..., None]).sum(0).cpu()
+            counts = counts + probs.scored.sum(0).double().cpu()
     model.train(was_training)
     if not hits.dim():
         raise ValueError("rank_accuracies: no position of the batches is a target; give labels that are not all -100")

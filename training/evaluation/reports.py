@@ -1,4 +1,4 @@
-"""What was measured of one head: the unit of tables, pictures and files of figures."""
+"""What was measured of one head: the unit of tables, figures and files of figures."""
 
 from __future__ import annotations
 

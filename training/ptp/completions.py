@@ -12,7 +12,7 @@ from ...modeling.ptp.features import place_between
 from ...modeling.ptp.masks import token_positions
 from ...modeling.sampling import interval
 from .columns import at_columns
-from .losses import target_law
+from .losses import target_probs
 from .scores import Scores
 
 
@@ -84,8 +84,9 @@ class Completions:
         known: [B, C, K] bool, tokens that exist.
         scored: [B, C, K] bool, tokens that may be targets.
         low: [B, C, K] float64, and
-        high: the same, the interval of every token under the verified law; empty where the law excludes it.
-        scores: [B, C, K], what the verified law of each token is made of, where a loss needs it.
+        high: the same, the interval of every token under the verified distribution; empty where the distribution
+            excludes it.
+        scores: [B, C, K], what the verified distribution of each token is made of, where a loss needs it.
     """
 
     starts: torch.Tensor
@@ -150,17 +151,17 @@ def completion_tokens(
 
 
 def token_intervals(scores: Scores, tokens: torch.Tensor, sampling: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Intervals of tokens under the verified law.
+    """Intervals of tokens under the verified distribution.
 
     Args:
         scores: [B, ...], what predicts each token.
         tokens: [B, ...] int64.
-        sampling: Arguments of `target_law`.
+        sampling: Arguments of `target_probs`.
 
     Returns:
         low and high, [B, ...] float64.
     """
-    low, high = scores.mapped(lambda logits, own: interval(own, target_law(logits, **sampling)), tokens)
+    low, high = scores.mapped(lambda logits, own: interval(own, target_probs(logits, **sampling)), tokens)
     return low, high
 
 

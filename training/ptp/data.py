@@ -1,6 +1,6 @@
 """Texts that a teacher writes ahead of training, in shards: a run that was cut off goes on where it stopped.
 
-A folder holds `settings.json` and `texts-00000.parquet`, `texts-00001.parquet`, ...; needs `datasets`.
+A directory holds `settings.json` and `texts-00000.parquet`, `texts-00001.parquet`, ...; needs `datasets`.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ def write_texts(
         batch_size: Prompts per call.
         shard_size: Prompts per file.
         seed: Of all texts.
-        sampling: `temperature`, `top_k` and `top_p`; None takes the law that a `PTPForCausalLM` is to verify, else the
-            whole law.
+        sampling: `temperature`, `top_k` and `top_p`; None takes the distribution that a `PTPForCausalLM` is to verify,
+            else the whole distribution.
 
     Returns:
         All texts, with columns `input_ids` and `labels` (-100 on prompts).
 
     Raises:
-        ValueError: An empty prompt, or a folder that was begun with other settings, other prompts or another teacher.
+        ValueError: An empty prompt, or a directory that was begun with other settings, other prompts or another
+            teacher.
     """
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
@@ -94,7 +95,7 @@ def write_texts(
 
 
 def load_texts(folder: str | os.PathLike) -> Dataset:
-    """The texts that a folder holds so far.
+    """The texts that a directory holds so far.
 
     Raises:
         FileNotFoundError: No texts.
@@ -108,7 +109,7 @@ def load_texts(folder: str | os.PathLike) -> Dataset:
 
 
 def _begin(folder: Path, settings: dict[str, Any]) -> None:
-    """Writes the settings, or compares them with those that the folder was begun with."""
+    """Writes the settings, or compares them with those that the directory was begun with."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "settings.json"
     if not file.is_file():
@@ -116,10 +117,10 @@ def _begin(folder: Path, settings: dict[str, Any]) -> None:
         return
     begun = json.loads(file.read_text(encoding="utf-8"))
     for name, value in settings.items():
-        if begun.get(name, value) != value:  # folders of older versions say less
+        if begun.get(name, value) != value:  # directories of older versions say less
             shown = {"prompt_ids": "other prompts", "teacher": "another teacher"}
             what = shown.get(name, f"{name}={begun[name]!r}, not {value!r}")
-            raise ValueError(f"{folder} was begun with {what}; choose another folder")
+            raise ValueError(f"{folder} was begun with {what}; choose another directory")
 
 
 @torch.no_grad()

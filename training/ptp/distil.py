@@ -42,15 +42,16 @@ def distil(
         prompts: Ids that the texts begin with; none may be empty.
         folder: Gets `texts/`, `checkpoints/` and `student/`.
         student: Arguments of `PTPForCausalLM.from_backbone`.
-        options: Of `PTPTrainer`; None: `"kl"` for slots that predict laws, `"ce"` for those that predict tokens.
-        arguments: Of the training; None: one epoch, a checkpoint every 500 steps. Their folder is not used.
+        options: Of `PTPTrainer`; None: `"kl"` for slots that predict distributions, `"ce"` for those that predict
+            tokens.
+        arguments: Of the training; None: one epoch, a checkpoint every 500 steps. Their directory is not used.
         **texts: Of `write_texts`: `max_new_tokens`, `per_prompt`, `batch_size`, `shard_size`, `seed`.
 
     Returns:
         The student, as it lies in `folder/student`.
 
     Raises:
-        ValueError: A folder that was begun with other settings.
+        ValueError: A directory that was begun with other settings.
     """
     folder = Path(folder)
     model = PTPForCausalLM.from_backbone(backbone, **(student or {}))
@@ -74,9 +75,9 @@ def distil(
 def main(words: Sequence[str] | None = None) -> None:
     """The command; see the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backbone", required=True, help="folder or name of a causal language model")
+    parser.add_argument("--backbone", required=True, help="directory or name of a causal language model")
     parser.add_argument("--text", type=Path, required=True, help="a file; its pieces are prompts")
-    parser.add_argument("--output", type=Path, required=True, help="folder of texts, checkpoints and student")
+    parser.add_argument("--output", type=Path, required=True, help="directory of texts, checkpoints and student")
     parser.add_argument("--variant", choices=VARIANTS, default="categorical")
     parser.add_argument("--slots", type=_positive, default=8, help="N")
     parser.add_argument("--prompt-tokens", type=_positive, default=32, help="length of a prompt")

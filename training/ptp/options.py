@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 METHODS = ("distil", "inverse")
-"""Where uniforms come from: a teacher's law, or the student's own (inverse autoregressive training)."""
+"""Where uniforms come from: a teacher's distribution, or the student's own (inverse autoregressive training)."""
 LOSSES = ("ce", "kl", "reverse_kl", "bce")
-"""How a slot's law is compared with its target."""
+"""How a slot's distribution is compared with its target."""
 SEQUENCES = ("dataset", "teacher", "student")
 """Who writes the tokens that completions consist of."""
 
@@ -17,10 +17,11 @@ class PTPOptions:
     """Options of `PTPTrainer`.
 
     Args:
-        method: `"distil"`: uniforms lie in the intervals of a teacher's law (PTP paper, Algorithm 2); `"inverse"`: in
-            those of the student's own, found one after the other (Algorithm 3, categorical slots, no teacher).
+        method: `"distil"`: uniforms lie in the intervals of a teacher's distribution (PTP paper, Algorithm 2);
+            `"inverse"`: in those of the student's own, found one after the other (Algorithm 3, categorical slots, no
+                teacher).
         loss: `"ce"`, `"kl"`, `"reverse_kl"` or `"bce"` (`slot_losses`). One-hot slots know their token, so that their
-            target is certain; categorical ones have the teacher's law as target, or its sample with `"ce"`.
+            target is certain; categorical ones have the teacher's distribution as target, or its sample with `"ce"`.
         sequences: `"dataset"`: completions are pieces of the data; `"teacher"`: the teacher continues a random
             beginning of every sequence; `"student"`: the student writes every completion itself. Use `"student"` only
             after other training, because a student that ignores its uniforms would learn to go on ignoring them.

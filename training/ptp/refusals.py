@@ -30,7 +30,7 @@ def check_arguments(trainer: Any) -> None:
 
 
 def check_noise(args: TrainingArguments) -> None:
-    """Refuses noise where a law is learned from the backbone itself.
+    """Refuses noise where a distribution is learned from the backbone itself.
 
     Raises:
         ValueError: NEFTune.
@@ -38,5 +38,5 @@ def check_noise(args: TrainingArguments) -> None:
     if args.neftune_noise_alpha:
         raise ValueError(
             f"neftune_noise_alpha={args.neftune_noise_alpha} would add noise to the embeddings that the teacher reads, "
-            "too, and its law is what the slots learn; leave it out"
+            "too, and its distribution is what the slots learn; leave it out"
         )

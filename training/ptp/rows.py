@@ -114,8 +114,8 @@ class PackedRows:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Uniforms that make the student itself write the completions (PTP paper, Algorithm 3).
 
-        u_k lies in the interval of token k under the student's law given u_0..u_{k-1}: one forward per token, with one
-        new slot for every completion at once.
+        u_k lies in the interval of token k under the student's distribution given u_0..u_{k-1}: one forward per token,
+        with one new slot for every completion at once.
 
         Args:
             first: [B, C], of the completions' first tokens, from `read`.

@@ -11,7 +11,7 @@ from torch import nn
 from ...modeling.heads.chunks import Part, chunked_sums
 from ...modeling.heads.losses import IGNORE
 from ...modeling.sampling import pick
-from .losses import slot_losses, slot_weights, target_law
+from .losses import slot_losses, slot_weights, target_probs
 from .options import PTPOptions
 from .tasks import Task
 
@@ -91,14 +91,14 @@ class SlotReader:
     ) -> torch.Tensor:
         """Weighed losses of slots, [n, 1]."""
         tokens, weights = tokens[:, 0], weights[:, 0]
-        logits, law = self._head(states), None
+        logits, distribution = self._head(states), None
         if teacher is not None:
             with torch.no_grad():
-                law = target_law(self.task.completions.scores.logits(teacher), **self.config.sampling)
+                distribution = target_probs(self.task.completions.scores.logits(teacher), **self.config.sampling)
         if drafts:
             with torch.no_grad():
                 self._hits.append(self._drafts(logits.detach(), uniforms[:, 0]) == tokens)
-        losses = slot_losses(logits, tokens, law, self.options.loss)
+        losses = slot_losses(logits, tokens, distribution, self.options.loss)
         return (losses.masked_fill(weights == 0, 0.0) * weights)[:, None]
 
     def _drafts(self, logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ class Task:
         u: [B, C, K], what picks these tokens; `GREEDY` where they are the most likely ones.
         reached: [B, C, K] bool, tokens that uniforms say something of.
         first: The token of a completion that slot 0 predicts: its own (0), or the one behind it.
-        with_law: Whether targets are laws; else they are certain.
+        with_distribution: Whether targets are distributions; else they are certain.
         anchors: [B, C, L, D], the backbone's states of the ordinary rows that predict the same tokens as the slots; for
             masks.
     """
@@ -44,7 +44,7 @@ class Task:
     u: torch.Tensor
     reached: torch.Tensor
     first: int
-    with_law: bool
+    with_distribution: bool
     anchors: torch.Tensor | None = None
 
     def release(self) -> None:
@@ -73,8 +73,8 @@ class Task:
 
     @property
     def scores(self) -> Scores | None:
-        """What the target laws are made of, [B, C, L]; None where targets are certain."""
-        return self.completions.scores[:, :, self.first :] if self.with_law else None
+        """What the target distributions are made of, [B, C, L]; None where targets are certain."""
+        return self.completions.scores[:, :, self.first :] if self.with_distribution else None
 
     def counts(self, gamma: float, next_tokens: torch.Tensor | None) -> torch.Tensor:
         """Weight of all slots, and targets of the backbone's own loss, [2] float64."""
@@ -89,7 +89,7 @@ class TaskMaker:
     Args:
         config: The student's.
         options: What to learn.
-        teacher: Whose law slots learn.
+        teacher: Whose distribution slots learn.
         is_own: Whether that is the student's own backbone.
     """
 
@@ -202,9 +202,9 @@ class TaskMaker:
         beside: dict[str, torch.Tensor],
     ) -> Task:
         """A categorical slot predicts the token behind its own; a one-hot one its own, for certain."""
-        with_law = self.options.loss != "ce" and not self.config.predicts_tokens
+        with_distribution = self.options.loss != "ce" and not self.config.predicts_tokens
         inputs = SlotInputs(u[..., : self.config.num_slots], **beside, are_masks=not self.config.reads_uniforms)
-        return Task(sequences, rows, inputs, completions, u, reached, int(not self.is_one_hot), with_law)
+        return Task(sequences, rows, inputs, completions, u, reached, int(not self.is_one_hot), with_distribution)
 
 
 def _inverse(

@@ -1,4 +1,4 @@
-"""The teacher of parallel token prediction: the law of every token of completions, and texts to complete.
+"""The teacher of parallel token prediction: the distribution of every token of completions, and texts to complete.
 
 A teacher is the student's own backbone, any other causal language model with the same vocabulary, or any module whose
 call with `input_ids`, `attention_mask` and `position_ids` gives an object with `logits`.
@@ -18,17 +18,17 @@ from ...modeling.ptp.masks import additive_mask, packed_mask, packed_positions, 
 from ...modeling.sampling import pick
 from .columns import at_columns
 from .completions import Completions, Sequences, before_eos, completion_tokens, draw_starts, token_intervals
-from .losses import target_law
+from .losses import target_probs
 from .rows import PackedRows, SlotInputs
 from .scores import Scores
 
 
 class Teacher:
-    """Laws from a model.
+    """Distributions from a model.
 
     Args:
         model: The teacher.
-        sampling: `temperature`, `top_k` and `top_p` of the law that decoding verifies.
+        sampling: `temperature`, `top_k` and `top_p` of the distribution that decoding verifies.
     """
 
     def __init__(self, model: nn.Module, sampling: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class Teacher:
     def pieces(
         self, sequences: Sequences, scores: Scores, starts: torch.Tensor, exists: torch.Tensor, length: int
     ) -> Completions:
-        """Pieces of the sequences as completions, judged by the scores [B, T] of the sequences."""
+        """Pieces of the sequences as completions, verified by the scores [B, T] of the sequences."""
         columns, tokens, known, scored = completion_tokens(sequences, starts, exists, length)
         low, high = token_intervals(scores[:, :-1], sequences.tokens[:, 1:], self.sampling)
         low, high = (at_columns(edge, columns - 1) for edge in (low, high))
@@ -60,7 +60,7 @@ class Teacher:
     def drafts(
         self, sequences: Sequences, starts: torch.Tensor, exists: torch.Tensor, tokens: torch.Tensor
     ) -> Completions:
-        """Completions [B, C, K] that somebody else wrote, judged in one forward with all of them packed."""
+        """Completions [B, C, K] that somebody else wrote, verified in one forward with all of them packed."""
         scores = self._of_completions(sequences, starts, tokens)
         low, high = token_intervals(scores, tokens, self.sampling)
         known = exists[..., None] & self.belong(tokens)
@@ -121,7 +121,7 @@ class Teacher:
 
 
 def verified_sampling(model: Any, sampling: dict[str, Any], length: int) -> GenerationConfig:
-    """How a model writes `length` tokens of the law that decoding verifies, one at a time."""
+    """How a model writes `length` tokens of the distribution that decoding verifies, one at a time."""
     eos = eos_ids(model)
     return GenerationConfig(
         do_sample=True,
@@ -163,5 +163,5 @@ def student_drafts(rows: PackedRows, scores: Scores, config: PTPConfig, inputs: 
     if is_one_hot:
         return behind.mapped(picked, uniforms[..., :-1])[0]
     first = scores.at(rows.starts - 1)
-    own = first.mapped(lambda logits, u: (pick(u, target_law(logits, **config.sampling)),), uniforms[..., 0])[0]
+    own = first.mapped(lambda logits, u: (pick(u, target_probs(logits, **config.sampling)),), uniforms[..., 0])[0]
     return torch.cat([own[..., None], behind.mapped(picked, uniforms[..., 1:])[0]], dim=-1)

@@ -26,9 +26,10 @@ LEARNING_RATE = 2e-3
 class PTPTrainer(UpdateTrainer):
     """transformers' Trainer for parallel token prediction.
 
-    Every step draws random starts in the sequences, finds uniforms that pick the tokens behind them under the law that
-    decoding verifies (`model.config.sampling`), and teaches the slots to predict the tokens from the uniforms. Slots of
-    masks (`variant="mask"`) read no uniforms; beside their tokens they learn the backbone's states (`MaskReader`).
+    Every step draws random starts in the sequences, finds uniforms that pick the tokens behind them under the
+    distribution that decoding verifies (`model.config.sampling`), and teaches the slots to predict the tokens from the
+    uniforms. Slots of masks (`variant="mask"`) read no uniforms; beside their tokens they learn the backbone's states
+    (`MaskReader`).
 
     The data are dictionaries with `input_ids` and, where wanted, `attention_mask`, `labels` (-100: never a target) and
     `position_ids` (packed documents start anew at 0). The log carries `num_correct`: how many
@@ -161,7 +162,9 @@ def _check(model: nn.Module, options: PTPOptions, teacher: nn.Module | None) -> 
         if teacher is not None:
             raise ValueError("method='inverse' learns without a teacher; drop teacher=")
         if model.config.sampling != SAMPLING:
-            raise ValueError(f"method='inverse' learns the data's own law, not sampling={model.config.sampling}")
+            raise ValueError(
+                f"method='inverse' learns the data's own distribution, not sampling={model.config.sampling}"
+            )
     elif teacher is None and model.trains_backbone and options.base_weight == 0:
         raise ValueError(
             "the backbone would be its own moving teacher: freeze it with train_only('drafter'), pass teacher=, "

@@ -225,7 +225,7 @@ class Collator:
 
 @contextmanager
 def at_rest(model: nn.Module) -> Iterator[None]:
-    """Without dropout: the law of the teacher is that of decoding."""
+    """Without dropout: the distribution of the teacher is that of decoding."""
     was_training = model.training
     model.eval()
     try:

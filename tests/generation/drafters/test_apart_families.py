@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import MistralConfig
 
+from tests.internals import AttendingHeadSession
 from tests.modeling.heads.backbones import KINDS, backbone, shaken
 from tokenahead import MTPHeads
-from tokenahead.generation.drafters.attending import AttendingHeadDrafter
 
 PROMPT = torch.tensor([[0, 0, 0, 7, 9, 4], [0, 5, 8, 3, 6, 2], [11, 12, 13, 14, 15, 16]])
 MASK = (PROMPT != 0).long()
@@ -48,7 +48,7 @@ def test_the_cache_of_heads_that_attend_gives_what_a_whole_pass_gives(kind, fami
     """Every feature that a draft starts from, in a ragged batch with left padding, against a pass without a cache."""
     base = backbone() if family == "full" else backbone(MistralConfig, sliding_window=5)
     heads, seen = trained(kind, base), []
-    propose = AttendingHeadDrafter.propose
+    propose = AttendingHeadSession.propose
 
     def watched(self, tokens, length):
         open_rows = [row for row, length in enumerate(tokens.lengths) if length < 18]  # others have ended
@@ -60,7 +60,7 @@ def test_the_cache_of_heads_that_attend_gives_what_a_whole_pass_gives(kind, fami
         assert torch.equal(self.mask, self.view.mask)
         return propose(self, tokens, length)
 
-    monkeypatch.setattr(AttendingHeadDrafter, "propose", watched)
+    monkeypatch.setattr(AttendingHeadSession, "propose", watched)
     base.generate(PROMPT, attention_mask=MASK, assistant_model=heads, **(GREEDY | {"max_new_tokens": 12}))
     assert {row for row, _ in seen} == {0, 1, 2} and max(error for _, error in seen) < 1e-4
 
@@ -76,23 +76,23 @@ def test_transformers_own_assisted_loop_takes_them_too(kind):
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "hydra++", "layer"])
-def test_samples_have_the_backbones_law(kind):
+def test_samples_have_the_backbones_distribution(kind):
     """Two tokens of top-k 3 at temperature 1.3: chi-square over nine outcomes."""
     base = backbone()
     heads = shaken(MTPHeads.from_backbone(base, window=3, **KINDS[kind]), 0.05)
-    count, prompt, law = 600, PROMPT[2:], {}
+    count, prompt, distribution = 600, PROMPT[2:], {}
     with torch.no_grad():
         first = (base(prompt).logits[0, -1] / 1.3).topk(3)
         for token, chance in zip(first.indices, first.values.softmax(-1)):
             second = (base(torch.cat([prompt, token.view(1, 1)], 1)).logits[0, -1] / 1.3).topk(3)
             for other, then in zip(second.indices, second.values.softmax(-1)):
-                law[int(token), int(other)] = float(chance * then)
+                distribution[int(token), int(other)] = float(chance * then)
     torch.manual_seed(0)
     out = base.generate(prompt.expand(count, -1), max_new_tokens=3, do_sample=True, top_k=3, temperature=1.3,
                         pad_token_id=0, assistant_model=heads)  # fmt: skip
     seen = [tuple(row) for row in out[:, 6:8].tolist()]
-    assert set(seen) <= law.keys()
-    square = sum((seen.count(pair) - count * chance) ** 2 / (count * chance) for pair, chance in law.items())
+    assert set(seen) <= distribution.keys()
+    square = sum((seen.count(pair) - count * chance) ** 2 / (count * chance) for pair, chance in distribution.items())
     assert (square - 8) / 16**0.5 < 5
 
 

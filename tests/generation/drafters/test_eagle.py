@@ -7,10 +7,9 @@ import torch
 from transformers import GenerationMixin, MistralConfig, Qwen3Config
 
 from tests.eagle_models import tiny_backbone
+from tests.internals import EagleSession, tree_options
 from tests.models import left_padded
 from tokenahead import EagleHead
-from tokenahead.generation.drafters.eagle import EagleDrafter
-from tokenahead.generation.growth import tree_options
 
 GREEDY = dict(max_new_tokens=30, do_sample=False, pad_token_id=0)
 CHOICES = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
@@ -70,7 +69,7 @@ def test_other_families_too(family, changes):
         assert torch.equal(head.backbone.generate(**batch, assistant_model=head, **GREEDY, **drafting), expected)
 
 
-class _Watched(EagleDrafter):
+class _Watched(EagleSession):
     """Compares what it goes on from with the head run afresh over every row's own text."""
 
     def propose(self, tokens, length):
@@ -99,17 +98,17 @@ def test_between_cycles_it_knows_true_features_only(trained_pair, name, monkeypa
         drafter.starts = (batch["attention_mask"] == 0).sum(1).tolist()
         return drafter
 
-    monkeypatch.setattr(head, "make_drafter", watched)
+    monkeypatch.setattr(head, "start", watched)
     head.backbone.generate(**batch, assistant_model=head, **GREEDY, **DRAFTS[name])
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_sampled_text_has_the_backbones_law(trained_pair, name):
+def test_sampled_text_has_the_backbones_distribution(trained_pair, name):
     head, prompts = trained_pair
     backbone, prompt, count, warp = head.backbone, prompts[0], 1500, dict(top_k=3, temperature=1.3, top_p=1.0)
-    law = {}
+    distribution = {}
     for first, p in _next(backbone, prompt, ()):
-        law |= {(first, second): p * q for second, q in _next(backbone, prompt, (first,))}
+        distribution |= {(first, second): p * q for second, q in _next(backbone, prompt, (first,))}
     torch.manual_seed(5)
     drafting = DRAFTS[name] if name != "tree" else dict(draft_tree=dict(depth=1, top_k=2, total_tokens=5))
     for rule in ("block", "token"):
@@ -124,9 +123,9 @@ def test_sampled_text_has_the_backbones_law(trained_pair, name):
             **drafting,
         )
         seen = [tuple(row) for row in out[:, len(prompt) : len(prompt) + 2].tolist()]
-        assert set(seen) <= set(law)
-        square = sum((seen.count(path) - count * p) ** 2 / (count * p) for path, p in law.items())
-        assert square < len(law) - 1 + 5 * (2 * (len(law) - 1)) ** 0.5
+        assert set(seen) <= set(distribution)
+        square = sum((seen.count(path) - count * p) ** 2 / (count * p) for path, p in distribution.items())
+        assert square < len(distribution) - 1 + 5 * (2 * (len(distribution) - 1)) ** 0.5
 
 
 @torch.no_grad()
@@ -136,11 +135,11 @@ def _next(backbone, prompt, path):
     return list(zip(top.indices.tolist(), top.values.softmax(-1).tolist()))
 
 
-def test_laws_of_a_sampled_chain_are_warped_and_stay_in_the_draft_vocabulary():
+def test_distributions_of_a_sampled_chain_are_warped_and_stay_in_the_draft_vocabulary():
     backbone = tiny_backbone(2)
     head = EagleHead.from_backbone(backbone, draft_ids=torch.arange(3, 60, 3)).eval()
     trees = []
-    make = head.make_drafter
+    make = head.start
 
     def recorded(options):
         drafter = make(options)
@@ -148,7 +147,7 @@ def test_laws_of_a_sampled_chain_are_warped_and_stay_in_the_draft_vocabulary():
         drafter.propose = lambda tokens, length: trees.append(propose(tokens, length)) or trees[-1]
         return drafter
 
-    head.make_drafter = recorded
+    head.start = recorded
     for drafting in (DRAFTS["chain"], DRAFTS["tree"]):
         trees.clear()
         prompt = torch.randint(2, 64, (2, 5))
@@ -159,9 +158,9 @@ def test_laws_of_a_sampled_chain_are_warped_and_stay_in_the_draft_vocabulary():
             if tree.tokens.shape[1]:
                 assert set(tree.tokens.flatten().tolist()) <= set(range(3, 60, 3))
                 inner = [sorted(set((row + 1).tolist())) for row in tree.parents]
-                laws = torch.cat([law[places] for law, places in zip(tree.laws, inner)])
-                assert (laws > 0).sum(-1).max() <= 4
-                torch.testing.assert_close(laws.sum(-1), torch.ones(len(laws)))
+                probs = torch.cat([distribution[places] for distribution, places in zip(tree.probs, inner)])
+                assert (probs > 0).sum(-1).max() <= 4
+                torch.testing.assert_close(probs.sum(-1), torch.ones(len(probs)))
 
 
 def test_transformers_own_assisted_loop_takes_its_chains(trained_pair):

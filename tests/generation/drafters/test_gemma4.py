@@ -14,15 +14,12 @@ from transformers import (
 )
 
 from tests.backbones import backbone, check_greedy, plain_continuations, prompts
+from tests.distributions import continuation_distribution, continuation_p_value
 from tests.gemma4_models import WINDOW, assistant, gemma4, read, trained_pair
-from tests.laws import continuation_law, continuation_p_value
+from tests.internals import CallOptions, DraftOptions, RepackedTarget, Sequences
 from tests.models import left_padded
 from tests.no_sync import NoSync
 from tokenahead import AssistantDrafter
-from tokenahead.generation.drafters.protocol import DraftOptions
-from tokenahead.generation.options import CallOptions
-from tokenahead.generation.targets import RepackedTarget
-from tokenahead.generation.tokens import TokenRows
 
 DRAFT = 3
 
@@ -74,8 +71,8 @@ WARPED = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
     [(False, "block", {}), (False, "token", WARPED), (True, "block", WARPED), (True, "token", {})],
     ids=["block", "token-warped", "clusters-block-warped", "clusters-token"],
 )
-def test_sampled_law_of_ragged_rows(clusters, rule, processors):
-    """Two prompts of different lengths in one batch, in turn; each has its own law."""
+def test_sampled_distribution_of_ragged_rows(clusters, rule, processors):
+    """Two prompts of different lengths in one batch, in turn; each has its own distribution."""
     model, small = trained_pair(8, has_clusters=clusters)
     drafter, options = AssistantDrafter(small, DRAFT).attach(model), {"top_k": 0} | processors
     batch = [torch.tensor([1, 3, 2, 4, 3, 2, 2, 4]), torch.tensor([4, 1, 3])]
@@ -87,8 +84,8 @@ def test_sampled_law_of_ragged_rows(clusters, rule, processors):
     drafter.detach()
     assert {count for row in out.speculation.rows_accepted for count in row} == set(range(DRAFT + 1))
     for row, prompt in enumerate(batch):
-        law = continuation_law(model, prompt[None], 2, **options)
-        assert continuation_p_value(out.sequences[row::2, 8:10], law) > 0.001
+        distribution = continuation_distribution(model, prompt[None], 2, **options)
+        assert continuation_p_value(out.sequences[row::2, 8:10], distribution) > 0.001
 
 
 def first_draft(model, small, batch, do_sample):
@@ -102,23 +99,23 @@ def first_draft(model, small, batch, do_sample):
     config, _ = model._prepare_generation_config(None, do_sample=do_sample, max_length=40)
     options = CallOptions(num_assistant_tokens=DRAFT)
     made = DraftOptions.of_call(options, model, True, config, LogitsProcessorList(), prompt)
-    chain = AssistantDrafter(small).make_drafter(made)
+    chain = AssistantDrafter(small).start(made)
     chain.begin(outputs, target)
-    tokens = TokenRows(torch.cat([prompt, outputs.logits[:, -1:].argmax(-1)], dim=1))
+    tokens = Sequences(torch.cat([prompt, outputs.logits[:, -1:].argmax(-1)], dim=1))
     with torch.no_grad(), NoSync():
         return tokens, chain.propose(tokens, DRAFT)
 
 
-def test_laws_are_those_of_transformers_own_forward():
+def test_distributions_are_those_of_transformers_own_forward():
     """For rows of a ragged batch as for each row alone, though no step looks at the mask or waits for the device."""
     model, small = trained_pair()
     batch = prompts(5)
     tokens, tree = first_draft(model, small, batch, do_sample=True)
-    assert tree.laws.shape == (5, DRAFT, 48) and len(batch[-1]) > WINDOW
+    assert tree.probs.shape == (5, DRAFT, 48) and len(batch[-1]) > WINDOW
     for row, prompt in enumerate(batch):
         text = torch.cat([prompt, tokens.last()[row, None], tree.tokens[row]])[None]
         expected = read(small, model, text, len(prompt), DRAFT, guided=True).softmax(-1)
-        torch.testing.assert_close(tree.laws[row], expected[0], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(tree.probs[row], expected[0], atol=1e-5, rtol=1e-4)
 
 
 def test_a_threshold_ends_drafts(plain_pair):

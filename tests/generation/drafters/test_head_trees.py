@@ -1,4 +1,5 @@
-"""Trees of drafts from window laws: what follows a path, greedy equality, the law of sampled text, and refusals."""
+"""Trees of drafts from window distributions: what follows a path, greedy equality, the distribution of sampled text,
+and refusals."""
 
 import contextlib
 import itertools
@@ -10,14 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LogitsProcessorList
 
 from tests.backbones import backbone, check_greedy, prompts, train_heads
-from tests.laws import continuation_law, continuation_p_value
+from tests.distributions import continuation_distribution, continuation_p_value
+from tests.internals import Processing, WindowGrowth
+from tests.internals import trees_module as growth
 from tests.modeling.heads.backbones import shaken
 from tests.no_sync import NoSync
-from tests.tree_worlds import WARPS, V, World, emitted_law, first_of_length
+from tests.tree_worlds import WARPS, V, World, emitted_distribution, first_of_length
 from tokenahead import EvaByteConfig, EvaByteForMTPC, MTPHeads
-from tokenahead.generation import trees as growth
-from tokenahead.generation.drafters.heads import WindowGrowth
-from tokenahead.generation.processing import Processing
 
 KINDS = {
     "ff": dict(leaf="full"),
@@ -49,7 +49,7 @@ def tiny(kind, vocabulary=V, dtype=torch.float64):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_follows_a_path_is_the_exact_conditional(kind):
     heads = tiny(kind, vocabulary=5)
-    states = heads.law(torch.randint(5, (3, 6))).condition(torch.randint(5, (3, 6)))
+    states = heads.distribution(torch.randint(5, (3, 6))).condition(torch.randint(5, (3, 6)))
     paths = torch.randint(5, (3, 6, 3))
     want = states.conditional_log_probs(paths)
     for length in range(3):
@@ -59,17 +59,18 @@ def test_what_follows_a_path_is_the_exact_conditional(kind):
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_short_draft_reads_the_law_of_the_whole_window(kind, length):
-    """What lies behind the draft, or is known already, is not computed, and the draft's own law does not notice."""
+def test_a_short_draft_reads_the_distribution_of_the_whole_window(kind, length):
+    """What lies behind the draft, or is known already, is not computed, and the draft's own distribution does not
+    notice."""
     heads = tiny(kind, vocabulary=5)
     features = heads.features(heads._run_backbone(torch.randint(5, (3, 6)), None, None).hidden_states)
     last, drafts = torch.randint(5, (3, 6)), torch.randint(5, (3, 6, 3))
-    want = heads.law_of_features(features).condition(last)
-    law = heads.law_behind(features, last, length)
-    found = law.conditional_log_probs(drafts[..., : law.window])[..., :length, :]
+    want = heads.distribution_of_features(features).condition(last)
+    distribution = heads.distribution_after(features, last, length)
+    found = distribution.conditional_log_probs(drafts[..., : distribution.window])[..., :length, :]
     torch.testing.assert_close(found, want.conditional_log_probs(drafts)[..., :length, :], atol=1e-12, rtol=0)
-    assert torch.equal(law.greedy(length), want.greedy(length))
-    tokens, q = law.sample_with_laws(length)
+    assert torch.equal(distribution.greedy(length), want.greedy(length))
+    tokens, q = distribution.sample_with_probs(length)
     again = torch.nn.functional.pad(tokens, (0, 3 - length))
     torch.testing.assert_close(q, want.conditional_log_probs(again)[..., :length, :].exp(), atol=1e-12, rtol=0)
 
@@ -80,25 +81,25 @@ def test_what_no_draft_reads_is_not_computed():
         model = EvaByteForMTPC(EvaByteConfig(**TINY_EVA)).eval()
         model.set_head(head_type=kind, window=8, **({} if kind == "ff" else {"rank": 2}))
         with FlopCounterMode(display=False) as counter:
-            model.law_behind(torch.randn(1, 32), torch.tensor([70]), 2)
+            model.distribution_after(torch.randn(1, 32), torch.tensor([70]), 2)
         rank = 1 if kind == "ff" else 2
         sums = 0 if kind == "ff" else 2 * 32 * rank
         assert counter.get_total_flops() == 2 * 32 * 320 * places * rank + sums
 
 
 @pytest.mark.parametrize("kind", ["ff", "btree", "hydra"])
-def test_every_node_has_the_law_of_its_own_path(kind):
+def test_every_node_has_the_distribution_of_its_own_path(kind):
     heads = tiny(kind, vocabulary=5)
     features = heads.features(heads._run_backbone(torch.randint(5, (2, 6)), None, None).hidden_states)[:, -1]
     last = torch.tensor([3, 1])
-    grown = WindowGrowth(heads.law_behind(features[:, None], last[:, None], 3), last[:, None])
+    grown = WindowGrowth(heads.distribution_after(features[:, None], last[:, None], 3), last[:, None])
     first = torch.tensor([[0, 4, 2], [1, 2, 3]])
     parents, second = torch.tensor([[2, 2, 0], [1, 0, 1]]), torch.tensor([[1, 3, 3], [0, 0, 4]])
     grown.first(), grown.behind(first, torch.full_like(first, -1))
     got = grown.behind(second, parents).log_softmax(-1)
     for row, node in itertools.product(range(2), range(3)):
         path = [int(last[row]), int(first[row, parents[row, node]]), int(second[row, node])]
-        alone = heads.law_of_features(features[row])
+        alone = heads.distribution_of_features(features[row])
         for token in path:
             alone = alone.condition(torch.tensor(token))
         want = alone.conditional_log_probs(torch.zeros(1, dtype=torch.long))[0]
@@ -120,7 +121,7 @@ class _BehindPrompts(World):
 @pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.parametrize("kind", ["ff", "hydra", "btree"])
-def test_text_from_drawn_trees_has_the_backbones_law(kind, warp, rule, monkeypatch):
+def test_text_from_drawn_trees_has_the_backbones_distribution(kind, warp, rule, monkeypatch):
     """Every way to draw a tree from the heads: two of three tokens for b, then three children for the two."""
     heads, processing = tiny(kind), Processing(LogitsProcessorList(WARPS[warp]))
     texts = torch.tensor([[0, 2, 1, 1], [2, 2, 0, 1]])
@@ -136,11 +137,11 @@ def test_text_from_drawn_trees_has_the_backbones_law(kind, warp, rule, monkeypat
     options = SimpleNamespace(
         num_tokens=3, do_sample=True, processing=processing, draft_tree=dict(depth=1, top_k=2, total_tokens=6)
     )
-    drafter, row = heads.make_drafter(options), torch.arange(2).repeat_interleave(len(draws) // 2)
+    drafter, row = heads.start(options), torch.arange(2).repeat_interleave(len(draws) // 2)
     states = heads._run_backbone(texts[:, :-1], None, None).hidden_states
     drafter.hidden = heads.features(states)[row, -1]
     tree = drafter.propose(SimpleNamespace(last=lambda: texts[row, -1]), 3)
-    assert tree.tokens.shape[1] == 5 and tree.laws.dtype == torch.float64 and len(used) == 2
+    assert tree.tokens.shape[1] == 5 and tree.probs.dtype == torch.float64 and len(used) == 2
     chance = torch.ones(len(draws), dtype=torch.float64)
     for q, drawn in zip(used, kept):
         first, second = q.gather(-1, drawn).unbind(-1)
@@ -149,7 +150,7 @@ def test_text_from_drawn_trees_has_the_backbones_law(kind, warp, rule, monkeypat
         chance *= torch.where(alone, 0.5 * first, first * second / left.masked_fill(alone, 1)).prod(1)
     torch.testing.assert_close(chance.view(2, -1).sum(1), torch.ones(2, dtype=torch.float64))
     world = _BehindPrompts(heads.backbone, texts, processing)
-    assert (emitted_law(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
+    assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def test_a_tree_keeps_more_than_a_chain(kind):
 
 @pytest.mark.parametrize("drafting", [TREE, dict(draft_tree=CHOICES)], ids=["drawn", "fixed"])
 @pytest.mark.parametrize("kind", ["ff", "btree", "hydra"])
-def test_sampled_text_has_the_backbones_law(kind, drafting):
+def test_sampled_text_has_the_backbones_distribution(kind, drafting):
     model, prompt = backbone(vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
     heads, options = train_heads(model, steps=20, **KINDS[kind]), dict(top_k=0, temperature=1.0)
     if "choices" not in drafting["draft_tree"]:
@@ -199,8 +200,8 @@ def test_sampled_text_has_the_backbones_law(kind, drafting):
         assistant_model=heads, return_dict_in_generate=True, **options, **drafting,
     )  # fmt: skip
     assert {count for row in out.speculation.rows_accepted for count in row} == {0, 1, 2, 3}
-    law = continuation_law(model, prompt, 3, **options)
-    assert continuation_p_value(out.sequences[:, 8:11], law) > 0.001
+    distribution = continuation_distribution(model, prompt, 3, **options)
+    assert continuation_p_value(out.sequences[:, 8:11], distribution) > 0.001
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -214,7 +215,7 @@ def test_growing_never_makes_the_host_wait(kind, do_sample):
             options = SimpleNamespace(
                 num_tokens=3, do_sample=do_sample, processing=Processing(LogitsProcessorList([])), draft_tree=tree
             )
-            drafter = heads.make_drafter(options)
+            drafter = heads.start(options)
             drafter.hidden, drafter._unchecked = heads.features(states)[:, -1], False
             with mode, torch.no_grad():
                 drafter.propose(SimpleNamespace(last=lambda: last), 3)

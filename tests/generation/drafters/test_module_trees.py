@@ -1,4 +1,4 @@
-"""Trees of sequential modules: every node has the law of its own chain, and the text is the backbone's."""
+"""Trees of sequential modules: every node has the distribution of its own chain, and the text is the backbone's."""
 
 import itertools
 from types import SimpleNamespace
@@ -7,16 +7,14 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
+from tests.distributions import chi_square
 from tests.families import family_model
 from tests.integration.test_lossless_modules import CHECKPOINT, enumerate_outcomes, greedy, prompts
-from tests.laws import chi_square
+from tests.internals import ModuleGrowth, Processing, Sequences
+from tests.internals import drafters_modules as modules
+from tests.internals import growth_module as growth
 from tests.models import left_padded
 from tokenahead import DeepSeekMTP
-from tokenahead.generation import growth
-from tokenahead.generation.drafters import modules
-from tokenahead.generation.drafters.module_trees import ModuleGrowth
-from tokenahead.generation.processing import Processing
-from tokenahead.generation.tokens import TokenRows
 
 TREE = dict(draft_tree=dict(depth=3, top_k=3, total_tokens=14))
 
@@ -52,7 +50,7 @@ class _Told(ModuleGrowth):
 def _options(draft_tree, num_tokens):
     return SimpleNamespace(
         num_tokens=num_tokens, do_sample=False, threshold=0.0, extra={}, draft_tree=draft_tree,
-        processing=Processing(LogitsProcessorList([])), is_unsure=lambda token, law: False,
+        processing=Processing(LogitsProcessorList([])), is_unsure=lambda token, distribution: False,
     )  # fmt: skip
 
 
@@ -70,10 +68,10 @@ def test_every_node_is_followed_by_what_a_chain_through_it_says(family, count):
         output_hidden_states=-1, output_mtp_logits=False,
     )  # fmt: skip
     view = SimpleNamespace(mask=real, counts=real.sum(1), is_padded=True, shifts=None)
-    rows = TokenRows(ids)
+    rows = Sequences(ids)
 
     def drafter(draft_tree):
-        made = modules.ModuleDrafter(model, _options(draft_tree, 5))
+        made = modules.ModuleSession(model, _options(draft_tree, 5))
         made.begin(outputs, view)
         return made
 
@@ -121,7 +119,7 @@ def test_greedy_text_is_the_backbones_own_alone_and_in_ragged_batches(model):
 
 
 def test_between_cycles_it_knows_verified_tokens_only(model, monkeypatch):
-    """Laws of a cycle's first token in a ragged batch are those of a fresh drafter on the row alone."""
+    """Distributions of a cycle's first token in a ragged batch are those of a fresh drafter on the row alone."""
     batch, seen = prompts(8)[4:], []
     grow = growth.grow
 
@@ -149,7 +147,7 @@ def test_between_cycles_it_knows_verified_tokens_only(model, monkeypatch):
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_samples_follow_the_target(model, rule):
     prompt, warp = torch.arange(30, 42)[None], {"do_sample": True, "temperature": 2.0, "top_k": 3}
-    outcomes, law = enumerate_outcomes(model, prompt)
+    outcomes, distribution = enumerate_outcomes(model, prompt)
     torch.manual_seed(11)
     rows = prompt.expand(1500, -1)
     tree = dict(depth=2, top_k=2, total_tokens=8)
@@ -158,7 +156,7 @@ def test_samples_follow_the_target(model, rule):
     )[:, -4:]
     cells = (out[:, None] == outcomes).all(-1)
     assert cells.any(1).all()
-    assert chi_square(cells.long().argmax(1), law) > 0.001
+    assert chi_square(cells.long().argmax(1), distribution) > 0.001
 
 
 def test_a_smaller_draft_vocabulary_and_fixed_shapes(model):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.backbones import backbone
-from tokenahead.generation.drafters.ngram import NgramDrafter, NgramLookup
-from tokenahead.generation.tokens import Kept, TokenRows
+from tests.internals import NewTokens, NgramSession, Sequences
+from tokenahead import NgramDrafter
 
 LONGEST, LENGTH = 3, 4
 
@@ -16,11 +16,11 @@ LONGEST, LENGTH = 3, 4
 def rows_of(texts):
     """Rows of different lengths, as a loop would hold them."""
     shortest = min(map(len, texts))
-    rows = TokenRows(torch.tensor([text[:shortest] for text in texts]))
+    rows = Sequences(torch.tensor([text[:shortest] for text in texts]))
     rest = [text[shortest:] for text in texts]
     width = max(map(len, rest))
     rows.write(torch.tensor([tail + [63] * (width - len(tail)) for tail in rest]).view(len(texts), width))
-    rows.keep(Kept([len(tail) for tail in rest], torch.device("cpu")))
+    rows.keep(NewTokens([len(tail) for tail in rest], torch.device("cpu")))
     return rows
 
 
@@ -46,7 +46,7 @@ def continuation(text, place):
 
 def proposals(branches, texts):
     options = SimpleNamespace(num_tokens=LENGTH)
-    return NgramLookup(options, LONGEST, branches).propose(rows_of(texts), LENGTH)
+    return NgramSession(options, LONGEST, branches).propose(rows_of(texts), LENGTH)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -54,10 +54,10 @@ def test_chains_follow_the_longest_and_latest_match(seed):
     rng = random.Random(seed)
     texts = [[rng.randrange(4 + 6 * row) for _ in range(rng.randint(2, 24))] for row in range(4)]
     tree = proposals(1, texts)
-    assert tree.is_chain and tree.laws is None
+    assert tree.is_chain and tree.probs is None
     for row, text in enumerate(texts):
         places = best_places(text)
-        assert int(tree.counts[row]) == (LENGTH if places else 0)
+        assert int(tree.num_nodes[row]) == (LENGTH if places else 0)
         if places:
             assert tree.tokens[row].tolist() == continuation(text, places[0])
 
@@ -70,7 +70,7 @@ def test_trees_hold_the_best_places_once(seed):
     assert tree.depth == LENGTH
     for row, text in enumerate(texts):
         places = best_places(text)[:branches]
-        assert int(tree.counts[row]) == (branches * LENGTH if places else 0)
+        assert int(tree.num_nodes[row]) == (branches * LENGTH if places else 0)
         if not places:
             continue
         ways = {(): -1}
@@ -83,7 +83,7 @@ def test_trees_hold_the_best_places_once(seed):
 
 def test_nothing_is_drafted_where_nothing_is_asked():
     options = SimpleNamespace(num_tokens=LENGTH)
-    assert NgramLookup(options, LONGEST, 2).propose(rows_of([[1, 2, 1]]), 0).tokens.shape == (1, 0)
+    assert NgramSession(options, LONGEST, 2).propose(rows_of([[1, 2, 1]]), 0).tokens.shape == (1, 0)
 
 
 @pytest.mark.parametrize("options", [{"longest": 0}, {"num_tokens": -1}, {"branches": 2.5}], ids=str)

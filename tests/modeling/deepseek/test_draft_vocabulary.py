@@ -1,4 +1,4 @@
-"""Modules that draft over a part of the vocabulary: the same output, smaller drafts, kept in the folder."""
+"""Modules that draft over a part of the vocabulary: the same output, smaller drafts, kept in the directory."""
 
 import copy
 import json
@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributions import chi_square
 from tests.families import family_model, random_ids
 from tests.integration.test_lossless_modules import enumerate_outcomes
-from tests.laws import chi_square
+from tests.internals import DraftVocabulary, frequent_tokens
 from tests.models import left_padded
 from tokenahead import DeepSeekMTP
-from tokenahead.modeling.deepseek.draft_vocabulary import DraftVocabulary, frequent_tokens
 
 TRAINED = Path(__file__).parents[2] / "data" / "deepseek_mtp" / "dsv3_d2_trained"
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "return_dict_in_generate": True, "pad_token_id": 0}
@@ -58,14 +58,14 @@ def test_a_whole_vocabulary_drafts_as_none(model):
 def test_samples_follow_the_target(model, rule):
     """The likeliest outcomes need tokens that cannot be drafted."""
     prompt, warp = torch.arange(30, 42)[None], {"do_sample": True, "temperature": 2.0, "top_k": 3}
-    outcomes, law = enumerate_outcomes(model, prompt)
-    kept = sorted(set(range(128)) - set(outcomes[law.argmax()][1:3].tolist()))
+    outcomes, distribution = enumerate_outcomes(model, prompt)
+    kept = sorted(set(range(128)) - set(outcomes[distribution.argmax()][1:3].tolist()))
     torch.manual_seed(5)
     batch = prompt.expand(1500, -1)
     options = {"max_new_tokens": 4, "num_assistant_tokens": 2, "verification": rule, "draft_vocabulary": kept}
     out = model.generate(batch, attention_mask=torch.ones_like(batch), **warp, **options)[:, -4:]
     cells = (out[:, None] == outcomes).all(-1)
-    assert cells.any(1).all() and chi_square(cells.long().argmax(1), law) > 0.001
+    assert cells.any(1).all() and chi_square(cells.long().argmax(1), distribution) > 0.001
 
 
 def test_processors_that_leave_nothing_to_draft(model):

@@ -17,9 +17,9 @@ from tests.families import (
     random_ids,
     shake,
 )
+from tests.internals import REFUSED, UNMADE, family_of, main_class
+from tests.internals import mtp_families_FAMILIES as FAMILIES
 from tokenahead import DeepSeekMTP
-from tokenahead.configuration.mtp_families import FAMILIES, REFUSED, UNMADE, family_of
-from tokenahead.modeling.deepseek.checkpoint import main_class
 
 
 @pytest.mark.parametrize("name", NAMES)

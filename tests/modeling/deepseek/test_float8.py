@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.families import family_model, random_ids
+from tests.internals import dequantize
 from tokenahead import DeepSeekMTP
-from tokenahead.modeling.deepseek.float8 import dequantize
 
 BLOCK = 32  # 48 rows end in the middle of a block, as 576 rows do in blocks of 128
 
@@ -26,7 +26,7 @@ def quantize(weight):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A float8 folder in DeepSeek's manner, with `eh_proj` in full precision; and the model it was made from."""
+    """A float8 directory in DeepSeek's manner, with `eh_proj` in full precision; and the model it was made from."""
     model = family_model("deepseek_v3")
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -6,9 +6,8 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from tests.families import family_model, random_ids
-from tokenahead.modeling.deepseek.losses import ModuleLossOptions, chain_loss
-from tokenahead.modeling.deepseek.unroll import teacher_forced
-from tokenahead.modeling.heads import chunks
+from tests.internals import ModuleLossOptions, chain_loss, teacher_forced
+from tests.internals import heads_chunks as chunks
 
 LENGTH = 16
 

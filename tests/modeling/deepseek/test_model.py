@@ -1,4 +1,5 @@
-"""Backbone and modules against float64 goldens, and everything about the folder they are read from and written to."""
+"""Backbone and modules against float64 goldens, and everything about the directory they are read from and written
+to."""
 
 import json
 import logging
@@ -24,7 +25,7 @@ def folder_tensors(folder):
 
 
 def rewrite(folder, tensors=None, **fields):
-    """A folder with other tensors, or other fields in its config.json."""
+    """A directory with other tensors, or other fields in its config.json."""
     if tensors is not None:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text()) | fields
@@ -103,7 +104,7 @@ def test_generate_needs_no_folder_even_after_saving(saved, tmp_path):
 
 
 def test_fresh_models_draft_with_their_own_modules(saved):
-    config = AutoConfig.from_pretrained(saved)  # transformers would read the modules of this folder
+    config = AutoConfig.from_pretrained(saved)  # transformers would read the modules of this directory
     first, second = DeepSeekMTP(config).eval(), DeepSeekMTP.from_pretrained(saved)
     ids = random_ids(1, 6)
     assert not torch.equal(first.mtp[0].block.self_attn.o_proj.weight, second.mtp[0].block.self_attn.o_proj.weight)

@@ -6,11 +6,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.families import BACKBONES, family_config, random_ids, shake
+from tests.internals import MTPFamily, Readout
+from tests.internals import deepseek_readout as readout
+from tests.internals import deepseek_retrofit as retrofit
+from tests.internals import mtp_families_FAMILIES as FAMILIES
 from tests.models import left_padded
 from tokenahead import DeepSeekMTP
-from tokenahead.configuration.mtp_families import FAMILIES, MTPFamily
-from tokenahead.modeling.deepseek import readout, retrofit
-from tokenahead.modeling.deepseek.readout import Readout
 
 VOCABULARY = 24
 OPTIONS = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
@@ -78,7 +79,7 @@ def test_norms_with_a_bias_start_at_nothing():
     torch.testing.assert_close(norm(states), nn.functional.layer_norm(states, (32,)), atol=1e-4, rtol=0)
 
 
-def test_sampled_drafts_follow_the_scaled_and_capped_law():
+def test_sampled_drafts_follow_the_scaled_and_capped_distribution():
     backbone = backbone_of("gemma2")
     states = torch.randn(5, 32)
     logits = Readout(backbone)(states)

@@ -1,4 +1,4 @@
-"""Folders for engines: what they will read, and what is refused because they would read it wrongly."""
+"""Directories for engines: what they will read, and what is refused because they would read it wrongly."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Folders of others: every layout gives the same head, and what cannot be right is refused by name."""
+"""Directories of others: every layout gives the same head, and what cannot be right is refused by name."""
 
 import json
 
@@ -15,7 +15,7 @@ AUX = "eagle_aux_hidden_state_layer_ids"
 
 
 def rewritten(folder, config=None, tensors=None):
-    """The golden EAGLE-3 folder with other fields (None: without them) and other tensors."""
+    """The golden EAGLE-3 directory with other fields (None: without them) and other tensors."""
     values = json.loads((OFFICIAL / "config.json").read_text()) | (config or {})
     state = torch.load(OFFICIAL / "pytorch_model.bin", weights_only=True) | (tensors or {})
     folder.mkdir(exist_ok=True)

@@ -5,9 +5,9 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from tests.eagle_models import CASES, golden_case, tiny_backbone
+from tests.internals import EagleLossOptions
+from tests.internals import eagle_losses as losses
 from tokenahead import EagleHead
-from tokenahead.modeling.eagle import losses
-from tokenahead.modeling.eagle.loss_options import EagleLossOptions
 
 IDS = torch.randint(2, 64, (2, 20), generator=torch.Generator().manual_seed(5))
 
@@ -71,7 +71,7 @@ def test_ignored_labels_do_not_count_and_are_still_read():
     labels[:, :10] = -100
     whole, part = head(IDS, labels=IDS).step_losses, head(IDS, labels=labels).step_losses
     assert not torch.allclose(whole, part)
-    labels[:, 10:] = 5  # what is predicted is the backbone's law: labels only choose rows
+    labels[:, 10:] = 5  # what is predicted is the backbone's distribution: labels only choose rows
     torch.testing.assert_close(head(IDS, labels=labels).step_losses, part)
 
 
@@ -96,8 +96,8 @@ def test_a_step_of_training_is_a_step_of_drafting():
         for step in range(3):
             features = head.rows(features, ids, past_key_values=cache)[:, -1:]
             ids = IDS[:, prefix + 1 + step][:, None]
-        law = head.backbone.lm_head(states[-1][:, prefix + 2]).softmax(-1)
-        expected = -(law * head.draft_logits(features)[:, 0].log_softmax(-1)).sum(-1).mean()
+        distribution = head.backbone.lm_head(states[-1][:, prefix + 2]).softmax(-1)
+        expected = -(distribution * head.draft_logits(features)[:, 0].log_softmax(-1)).sum(-1).mean()
     labels = torch.full_like(IDS, -100)
     labels[:, prefix + 3] = IDS[:, prefix + 3]
     torch.testing.assert_close(head(IDS, labels=labels).step_losses[2], expected)
@@ -111,8 +111,8 @@ def test_rows_outside_the_draft_vocabulary_count_and_add_nothing():
     drafted = torch.isin(best, common)
     states = base(IDS, output_hidden_states=True)
     features = head.rows(head.fuse(states.hidden_states)[:, :-2], IDS[:, 1:-1])
-    law = states.logits[:, 1:-1, common].softmax(-1)
-    terms = -(law * head.draft_logits(features).log_softmax(-1)).sum(-1)
+    distribution = states.logits[:, 1:-1, common].softmax(-1)
+    terms = -(distribution * head.draft_logits(features).log_softmax(-1)).sum(-1)
     assert 0 < drafted.sum() < drafted.numel()
     torch.testing.assert_close(head(IDS, labels=IDS).loss, terms[drafted].sum() / drafted.numel())
 
@@ -143,15 +143,16 @@ def test_noise_is_as_wide_as_the_text_is_short(version, options, monkeypatch):
 
 @pytest.mark.parametrize(("version", "options"), OBJECTIVES, ids=["ttt", "eagle1", "hass"])
 def test_labels_are_mixed_in(version, options):
-    """(1 - w) of the law's distance and w of the labels' negative log-likelihood; the papers' part is shown alone."""
+    """(1 - w) of the distribution's distance and w of the labels' negative log-likelihood; the papers' part is shown
+    alone."""
     head = head_and_batch(version, loss_options=options)
     found = []
     for share in (0.0, 1.0, 0.3):
         head.loss_options.label_weight = share
         found.append(head(IDS, labels=IDS))
-    laws, labels, mixed = (out.loss for out in found)
-    torch.testing.assert_close(mixed, 0.7 * laws + 0.3 * labels)
-    assert not torch.allclose(laws, labels)
+    probs, labels, mixed = (out.loss for out in found)
+    torch.testing.assert_close(mixed, 0.7 * probs + 0.3 * labels)
+    assert not torch.allclose(probs, labels)
     if version == 3 or not options:
         torch.testing.assert_close(found[2].step_losses, found[0].step_losses)
 
@@ -160,9 +161,9 @@ def test_a_label_that_is_not_drafted_adds_nothing():
     base, common = tiny_backbone(), IDS[:, 2:].unique()[::2]
     head = EagleHead.from_backbone(base, draft_ids=common, loss_options={"steps": 1, "label_weight": 1.0})
     features = head.rows(head.fuse(base(IDS, output_hidden_states=True).hidden_states)[:, :-2], IDS[:, 1:-1])
-    log_law, drafted = head.draft_logits(features).log_softmax(-1), torch.isin(IDS[:, 2:], common)
+    log_distribution, drafted = head.draft_logits(features).log_softmax(-1), torch.isin(IDS[:, 2:], common)
     places = torch.searchsorted(common, IDS[:, 2:]).clamp(max=len(common) - 1)
-    likelihood = log_law.gather(-1, places[..., None])[..., 0][drafted]
+    likelihood = log_distribution.gather(-1, places[..., None])[..., 0][drafted]
     assert 0 < drafted.sum() < drafted.numel()
     torch.testing.assert_close(head(IDS, labels=IDS).loss, -likelihood.sum() / drafted.numel())
 

@@ -5,9 +5,8 @@ import torch
 
 from tests.models import left_padded, tiny_model
 from tests.training.conftest import ragged_rows, trainer_for
-from tokenahead import EvaByteForMTPC
-from tokenahead.modeling.evabyte.cache import EvaByteCache
-from tokenahead.training.strategy import TrainingStrategy
+from tokenahead import EvaByteCache, EvaByteForMTPC
+from tokenahead.training import TrainingStrategy
 
 VOCAB = 6  # so small that some drafts of random heads are right
 SMALL = dict(vocab_size=VOCAB, window_size=8, chunk_size=4, num_pred_heads=4, num_hidden_layers=3)
@@ -69,11 +68,14 @@ def test_drafts_are_exact_across_borders_of_windows(head):
 def test_what_is_drafted_follows_from_verified_tokens_alone():
     """Every state that a cycle drafts from is a row of one run over the whole text, without a cache."""
     model = shaken(drafter())
-    seen, law = [], model.law_behind
-    model.law_behind = lambda features, *behind: (seen.append(features.clone()), law(features, *behind))[1]
+    seen, distribution = [], model.distribution_after
+    model.distribution_after = lambda features, *behind: (
+        seen.append(features.clone()),
+        distribution(features, *behind),
+    )[1]
     given = prompts()
     text = model.generate(**given, max_new_tokens=24, do_sample=False, pad_token_id=0)
-    del model.law_behind
+    del model.distribution_after
     mask = torch.nn.functional.pad(given["attention_mask"], (0, 24), value=1)
     outputs = model(text, attention_mask=mask, use_cache=False, output_hidden_states=model.hidden_layers)
     whole = model.features(outputs.hidden_states, mask)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tokenahead.modeling.evabyte.rows import Rows
+from tests.internals import Rows
 
 
 def check(rows: Rows, mask: torch.Tensor, want: list[list[int]]) -> None:

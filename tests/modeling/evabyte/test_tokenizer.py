@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TextStreamer
 
-from tokenahead.modeling.evabyte.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, EvaByteTokenizer
+from tests.internals import CHAT_TEMPLATE, SPECIAL_TOKENS
+from tokenahead import EvaByteTokenizer
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "data" / "evabyte_tokenizer.json").read_text(encoding="utf-8"))
 INFO = GOLDEN["info"]
@@ -260,11 +261,12 @@ def test_sanitized_user_text_cannot_inject_control_ids():
     assert TOKENIZER.decode(safe) == TOKENIZER.decode(injected)
 
 
-# --- folders ----------------------------------------------------------------------------------------------------------
+# --- directories ---
 
 
 def official_config() -> dict:
-    """A tokenizer_config.json as the official folders have it: mixed flags, the official template, code references."""
+    """A tokenizer_config.json as the official directories have it: mixed flags, the official template, code
+    references."""
     flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
     added = {str(i): {"content": literal, "special": i < 5, **flags} for i, literal in enumerate(SPECIAL_TOKENS)}
     return {

@@ -2,11 +2,16 @@
 
 import torch
 
+from tests.internals import (
+    IGNORE,
+    CircuitHead,
+    FFHead,
+    depth_means,
+    discounted_mtp_loss,
+    tokens_ahead,
+    window_distribution,
+)
 from tokenahead import MTPHeadConfig
-from tokenahead.modeling.heads.circuit_head import CircuitHead
-from tokenahead.modeling.heads.ff import FFHead
-from tokenahead.modeling.heads.losses import IGNORE, depth_means, discounted_mtp_loss, tokens_ahead
-from tokenahead.modeling.heads.registry import window_law
 
 
 def head_and_batch(kind: str = "ff"):
@@ -28,5 +33,5 @@ def plain_loss(head, config, hidden, targets, ids, counts=None):
         tokens = torch.where(valid, targets, tokens_ahead(ids, targets.shape[-1], 0))
     elif config.head_type != "ff":
         unknown = ~valid
-    terms = -window_law(head, config, hidden).token_log_probs(tokens, unknown)
+    terms = -window_distribution(head, config, hidden).token_log_probs(tokens, unknown)
     return discounted_mtp_loss(terms, valid, config.gamma, "tokens", counts), depth_means(terms, valid)

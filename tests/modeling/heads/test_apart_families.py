@@ -6,9 +6,9 @@ from huggingface_hub.errors import StrictDataclassError
 from torch.nn.functional import linear, silu
 from transformers import Gemma3TextConfig, GPT2Config, GPTNeoXConfig, Qwen3Config
 
+from tests.internals import heads_chunks as chunks
 from tests.modeling.heads.backbones import KINDS, backbone, shaken
 from tokenahead import MTPHeadConfig, MTPHeads
-from tokenahead.modeling.heads import chunks
 
 IDS = torch.randint(2, 64, (2, 11), generator=torch.Generator().manual_seed(0))
 
@@ -30,7 +30,7 @@ def test_medusa_by_hand():
             u = u + silu(linear(u, *block))
         rows.append(linear(u, names[f"head.unembeddings.heads.{k}.weight"]))
     want = torch.stack(rows, 2).log_softmax(-1)
-    got = heads.law(IDS).conditional_log_probs(torch.zeros(2, 11, 4, dtype=torch.long))
+    got = heads.distribution(IDS).conditional_log_probs(torch.zeros(2, 11, 4, dtype=torch.long))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
@@ -49,7 +49,7 @@ def test_hydra_by_hand():
         u = u + silu(linear(u, names[f"head.blocks.{k}.0.linear.weight"], names[f"head.blocks.{k}.0.linear.bias"]))
         rows.append(base.lm_head(u))
     want = torch.stack(rows, 2).log_softmax(-1)
-    torch.testing.assert_close(heads.law(IDS).conditional_log_probs(tokens), want, atol=1e-5, rtol=0)
+    torch.testing.assert_close(heads.distribution(IDS).conditional_log_probs(tokens), want, atol=1e-5, rtol=0)
 
 
 @torch.no_grad()
@@ -57,7 +57,10 @@ def test_weighted_layer_heads_are_the_backbone_with_another_last_layer():
     base, heads = made("layer-weighted")
     states = base(IDS, output_hidden_states=True).hidden_states
     shares = (heads.head.mix / heads.config.mix_temperature).softmax(-1)
-    law, last = heads.law(IDS).conditional_log_probs(torch.zeros(2, 11, 4, dtype=torch.long)), base.model.layers[-1]
+    distribution, last = (
+        heads.distribution(IDS).conditional_log_probs(torch.zeros(2, 11, 4, dtype=torch.long)),
+        base.model.layers[-1],
+    )
     for k, layer in enumerate(heads.head.layers):
         mixed = shares[k, 0] * states[1] + shares[k, 1] * states[2]
         handle = last.register_forward_pre_hook(lambda module, args, new=mixed: (new, *args[1:]))
@@ -66,7 +69,7 @@ def test_weighted_layer_heads_are_the_backbone_with_another_last_layer():
         want = base(IDS).logits.log_softmax(-1)
         last.load_state_dict(own)
         handle.remove()
-        torch.testing.assert_close(law[:, :, k], want, atol=1e-4, rtol=0)
+        torch.testing.assert_close(distribution[:, :, k], want, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", [Gemma3TextConfig, GPTNeoXConfig, Qwen3Config], ids=lambda family: family.__name__)
@@ -74,22 +77,22 @@ def test_weighted_layer_heads_are_the_backbone_with_another_last_layer():
 def test_new_layers_start_as_the_last_layer_of_any_family(family):
     base = backbone(family)
     heads = MTPHeads.from_backbone(base, window=3, head_type="layer", first="own")
-    got = heads.law(IDS).conditional_log_probs(torch.zeros(2, 11, 3, dtype=torch.long))
+    got = heads.distribution(IDS).conditional_log_probs(torch.zeros(2, 11, 3, dtype=torch.long))
     want = base(IDS).logits.log_softmax(-1)[:, :, None].expand(-1, -1, 3, -1)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_padding_changes_no_law(kind):
+def test_padding_changes_no_distribution(kind):
     _, heads = made(kind)
     tokens = torch.randint(2, 64, (1, 8, 4), generator=torch.Generator().manual_seed(1))
-    alone = heads.law(IDS[:1, :8]).conditional_log_probs(tokens)
+    alone = heads.distribution(IDS[:1, :8]).conditional_log_probs(tokens)
     for before in (0, 3):
         padded = torch.nn.functional.pad(IDS[:1, :8], (before, 3 - before))
         mask = torch.nn.functional.pad(torch.ones(1, 8, dtype=torch.long), (before, 3 - before))
         wide = torch.nn.functional.pad(tokens, (0, 0, before, 3 - before))
-        got = heads.law(padded, attention_mask=mask).conditional_log_probs(wide)[mask.bool()]
+        got = heads.distribution(padded, attention_mask=mask).conditional_log_probs(wide)[mask.bool()]
         torch.testing.assert_close(got, alone[0], atol=1e-4, rtol=0)
 
 
@@ -134,9 +137,9 @@ def test_chunks_change_no_gradient(kind, target, monkeypatch):
 def test_losses_are_weighed_taught_and_balanced_as_defined():
     base, heads = made("medusa", loss_weights=[0.5, 1.0, 2.0, 4.0])
     with torch.no_grad():
-        law = heads.law(IDS).conditional_log_probs(torch.zeros(2, 11, 4, dtype=torch.long))
+        distribution = heads.distribution(IDS).conditional_log_probs(torch.zeros(2, 11, 4, dtype=torch.long))
         target = base(IDS).logits.softmax(-1)
-    terms = [-law[:, : 10 - k, k].gather(-1, IDS[:, k + 1 :, None])[..., 0] for k in range(4)]
+    terms = [-distribution[:, : 10 - k, k].gather(-1, IDS[:, k + 1 :, None])[..., 0] for k in range(4)]
     means = torch.stack([part.mean() for part in terms])
     weights = torch.tensor(heads.config.loss_weights)
     out = heads(IDS, labels=IDS)
@@ -147,7 +150,7 @@ def test_losses_are_weighed_taught_and_balanced_as_defined():
     balanced = (weights * means * spread[0] / spread).sum()
     torch.testing.assert_close(heads(IDS, labels=IDS).loss.detach(), balanced, atol=1e-4, rtol=0)
     heads.config.loss_target = "teacher"
-    taught = [-(target[:, k:-1] * law[:, : 10 - k, k]).sum(-1).mean() for k in range(1, 4)]
+    taught = [-(target[:, k:-1] * distribution[:, : 10 - k, k]).sum(-1).mean() for k in range(1, 4)]
     got = heads(IDS, labels=IDS).head_losses
     torch.testing.assert_close(got, torch.stack([means[0], *taught]), atol=1e-4, rtol=0)
 
@@ -175,8 +178,8 @@ def test_a_backbone_without_fitting_layers_is_refused_by_name():
         MTPHeads.from_backbone(backbone(GPT2Config, n_embd=32, n_layer=2, n_head=2), head_type="layer")
 
 
-def test_heads_that_read_more_than_one_state_say_which_method_gives_their_law():
+def test_heads_that_read_more_than_one_state_say_which_method_gives_their_distribution():
     for kind in ("hydra++", "layer", "hydra-ungrounded"):
         _, heads = made(kind)
         with pytest.raises(ValueError, match=r"use law\(input_ids"):
-            heads.window_law(torch.zeros(1, 32))
+            heads.window_distribution(torch.zeros(1, 32))

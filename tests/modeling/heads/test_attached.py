@@ -63,9 +63,9 @@ def test_shared_heads_start_as_the_backbones_own_head():
     base = backbone()
     heads = MTPHeads.from_backbone(base, window=3)
     out = base(PROMPT, output_hidden_states=-1)
-    law = heads.window_law(out.hidden_states[-1][:, -1])
+    distribution = heads.window_distribution(out.hidden_states[-1][:, -1])
     expected = out.logits[:, -1].log_softmax(-1)[:, None].expand(-1, 3, -1)
-    torch.testing.assert_close(law.conditional_log_probs(torch.zeros(1, 3, dtype=torch.long)), expected)
+    torch.testing.assert_close(distribution.conditional_log_probs(torch.zeros(1, 3, dtype=torch.long)), expected)
 
 
 def test_a_folder_of_heads_is_small_and_round_trips(tmp_path):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from tests.internals import IGNORE, discounted_mtp_loss, head_loss, window_distribution
+from tests.internals import heads_chunks as chunks
+from tests.internals import heads_losses as losses
 from tests.modeling.heads.plain_losses import head_and_batch, plain_loss
-from tokenahead.modeling.heads import chunks, losses
-from tokenahead.modeling.heads.losses import IGNORE, discounted_mtp_loss, head_loss
-from tokenahead.modeling.heads.registry import window_law
 
 FAMILIES = ("ff", "cp", "hmm", "btree")
 
@@ -27,9 +27,9 @@ def test_chunks_change_nothing_and_are_computed_once(kind, observed, rows, sizes
 
     def counted(head, config, states, backbone):
         calls.append(len(states))
-        return window_law(head, config, states, backbone)
+        return window_distribution(head, config, states, backbone)
 
-    monkeypatch.setattr(losses, "window_law", counted)
+    monkeypatch.setattr(losses, "window_distribution", counted)
     monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", int(rows * 3 * config.rank * 11))
     for found, want in zip(with_gradients(head_loss, *arguments), expected, strict=True):
         torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
@@ -57,7 +57,9 @@ def test_no_gradients_are_made_where_none_are_wanted(monkeypatch):
     head, config, hidden, targets = head_and_batch()
     want = plain_loss(head, config, hidden, targets, None)[0]
     seen = []
-    monkeypatch.setattr(losses, "window_law", lambda *given: (seen.append(given[2]), window_law(*given))[1])
+    monkeypatch.setattr(
+        losses, "window_distribution", lambda *given: (seen.append(given[2]), window_distribution(*given))[1]
+    )
     with torch.no_grad():
         torch.testing.assert_close(head_loss(head, config, hidden, targets, None)[0], want)
     head.requires_grad_(False)
@@ -94,7 +96,7 @@ def test_float32_heads_read_states_of_any_dtype(kind):
     low = hidden.detach().bfloat16()
     loss, *_ = head_loss(head, config, low, targets, None)
     torch.testing.assert_close(loss, plain_loss(head, config, low.float(), targets, None)[0])
-    assert window_law(head, config, low).leaf_logits.dtype == loss.dtype == torch.float32
+    assert window_distribution(head, config, low).leaf_logits.dtype == loss.dtype == torch.float32
 
 
 def test_bfloat16_heads_have_a_float32_loss():

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
+from tests.internals import CircuitHead, build_head, window_distribution
 from tests.models import TRAINED, tiny_model
 from tokenahead import EvaByteForMTPC, MTPHeadConfig, MTPHeads
-from tokenahead.modeling.heads.circuit_head import CircuitHead
-from tokenahead.modeling.heads.registry import build_head, window_law
 
 CIRCUITS = ["cp", "hmm", "btree"]
 VARIANTS = [
@@ -25,14 +24,16 @@ def name(options):
 
 @pytest.mark.parametrize("window", [2, 3, 6, 8])
 @pytest.mark.parametrize("kind", CIRCUITS)
-def test_a_circuit_starts_as_the_law_of_the_ff_heads(kind, window):
+def test_a_circuit_starts_as_the_distribution_of_the_ff_heads(kind, window):
     model = tiny_model()
     hidden = torch.randn(5, 32)
     tokens = torch.randint(0, 320, (5, window))
     model.set_head(head_type="ff", window=window)
-    expected = model.window_law(hidden).conditional_log_probs(tokens)
+    expected = model.window_distribution(hidden).conditional_log_probs(tokens)
     model.set_head(head_type=kind, window=window, rank=4)
-    torch.testing.assert_close(model.window_law(hidden).conditional_log_probs(tokens), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        model.window_distribution(hidden).conditional_log_probs(tokens), expected, atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=name)
@@ -118,9 +119,9 @@ def test_masked_tokens_are_observed_or_summed_out():
         model.config.mtp_head.masked_tokens = way
         losses[way] = model(TOKENS, labels=labels).head_losses
     hidden = model(TOKENS, output_hidden_states=-1).hidden_states[-1]
-    law = model.window_law(hidden[:, :-3])
+    distribution = model.window_distribution(hidden[:, :-3])
     windows = TOKENS.unfold(1, 3, 1)[:, 1:]
-    observed = -law.token_log_probs(windows)
+    observed = -distribution.token_log_probs(windows)
     scored = labels.unfold(1, 3, 1)[:, 1:] != -100
     expected = (observed * scored).sum((0, 1)) / scored.sum((0, 1))
     padded = model(TOKENS[:, :-1], labels=labels[:, :-1])
@@ -168,9 +169,9 @@ def test_a_leaf_tensor_beyond_memory_is_refused_with_the_way_out():
         build_head(config, hidden_size=8192, vocab_size=256_000)
 
 
-def test_law_is_float32_whatever_the_models_dtype():
+def test_distribution_is_float32_whatever_the_models_dtype():
     config = MTPHeadConfig(head_type="btree", window=4, rank=2)
     head = build_head(config, 16, 20).to(torch.bfloat16)
     head.reset_head(0.02)
-    law = window_law(head, config, torch.randn(3, 16, dtype=torch.bfloat16))
-    assert law.log_prob(torch.zeros(3, 4, dtype=torch.long)).dtype == torch.float32
+    distribution = window_distribution(head, config, torch.randn(3, 16, dtype=torch.bfloat16))
+    assert distribution.log_prob(torch.zeros(3, 4, dtype=torch.long)).dtype == torch.float32

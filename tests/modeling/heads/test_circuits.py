@@ -1,4 +1,4 @@
-"""The law of independent positions, and what all laws share: goldens, enumeration, precision."""
+"""The distribution of independent positions, and what all distributions share: goldens, enumeration, precision."""
 
 import itertools
 
@@ -7,19 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.laws import chi_square, golden
+from tests.distributions import chi_square, golden
+from tests.internals import FactorisedDistribution, FFHead, circuit_from_logits, window_distribution
 from tokenahead import MTPHeadConfig
-from tokenahead.modeling.heads.circuit_families import circuit_from_logits
-from tokenahead.modeling.heads.ff import FFHead
-from tokenahead.modeling.heads.registry import window_law
-from tokenahead.modeling.heads.window_law import FactorisedLaw
 
 DENSITIES = ("ff_n2_r1_v5", "ff_n5_r1_v5", "ff_n8_r1_v5", "r1_ff")
 CLOSE = {torch.float64: {"rtol": 0, "atol": 1e-12}, torch.float32: {"rtol": 2e-5, "atol": 2e-5}}
 
 
-def batched(data: dict[str, torch.Tensor], dtype: torch.dtype) -> FactorisedLaw:
-    """The golden's law, once for each of its windows `x` [K, n]."""
+def batched(data: dict[str, torch.Tensor], dtype: torch.dtype) -> FactorisedDistribution:
+    """The golden's distribution, once for each of its windows `x` [K, n]."""
     logits = data["params.leaf_logits"]
     return circuit_from_logits("ff", leaf_logits=logits.expand(len(data["x"]), *logits.shape), dtype=dtype)
 
@@ -33,11 +30,11 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("name", DENSITIES)
 def test_golden_density(name, dtype):
     data = golden(name)
-    law, x = batched(data, dtype), data["x"]
-    assert_close(law.log_prob(x), data["logq"], dtype)
-    assert_close(law.prefix_log_prob(x), data["prefix_logq"], dtype)
-    assert_close(law.conditional_log_probs(x), data["cond_logp"], dtype)
-    assert law.window == x.shape[1]
+    distribution, x = batched(data, dtype), data["x"]
+    assert_close(distribution.log_prob(x), data["logq"], dtype)
+    assert_close(distribution.prefix_log_prob(x), data["prefix_logq"], dtype)
+    assert_close(distribution.conditional_log_probs(x), data["cond_logp"], dtype)
+    assert distribution.window == x.shape[1]
 
 
 @pytest.mark.parametrize("name", DENSITIES)
@@ -59,10 +56,10 @@ def test_golden_condition(name):
 @pytest.mark.parametrize("name", DENSITIES)
 def test_golden_greedy(name):
     data = golden(name)
-    law = circuit_from_logits("ff", leaf_logits=data["params.leaf_logits"])
-    assert torch.equal(law.greedy(), data["greedy_seq"])
+    distribution = circuit_from_logits("ff", leaf_logits=data["params.leaf_logits"])
+    assert torch.equal(distribution.greedy(), data["greedy_seq"])
     if "map_seq" in data:  # for independent positions the best window is the greedy one
-        assert torch.equal(law.greedy(), data["map_seq"])
+        assert torch.equal(distribution.greedy(), data["map_seq"])
     assert torch.equal(batched(data, torch.float32).greedy(), data["greedy_seq"].expand(len(data["x"]), -1))
 
 
@@ -81,9 +78,9 @@ def test_golden_contextual():
     data = golden("ctx_ff_n4")
     logits = torch.einsum("nrvd,bd->bnrv", data["leaf_weight"], data["e"])
     torch.testing.assert_close(logits, data["leaf_logits"])
-    law = circuit_from_logits("ff", leaf_logits=logits[:, None].expand(-1, data["x"].shape[1], -1, -1, -1))
-    assert_close(law.log_prob(data["x"]), data["logq"], torch.float64)
-    assert_close(law.prefix_log_prob(data["x"]), data["prefix_logq"], torch.float64)
+    distribution = circuit_from_logits("ff", leaf_logits=logits[:, None].expand(-1, data["x"].shape[1], -1, -1, -1))
+    assert_close(distribution.log_prob(data["x"]), data["logq"], torch.float64)
+    assert_close(distribution.prefix_log_prob(data["x"]), data["prefix_logq"], torch.float64)
 
 
 @pytest.mark.parametrize("name", ["ff_n2_r1_v5", "ff_n5_r1_v5", "r1_ff"])
@@ -93,8 +90,8 @@ def test_all_windows_together(name):
     joint = data["joint"]
     windows = torch.tensor(list(itertools.product(*map(range, joint.shape))))
     logits = data["params.leaf_logits"]
-    law = circuit_from_logits("ff", leaf_logits=logits.expand(len(windows), *logits.shape))
-    probability = law.log_prob(windows).exp()
+    distribution = circuit_from_logits("ff", leaf_logits=logits.expand(len(windows), *logits.shape))
+    probability = distribution.log_prob(windows).exp()
     torch.testing.assert_close(probability.view(joint.shape), joint, rtol=0, atol=1e-14)
     assert abs(float(probability.sum()) - 1) < 1e-12
 
@@ -102,18 +99,18 @@ def test_all_windows_together(name):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_sample_follows_the_joint(dtype):
     logits = golden("r1_ff")["params.leaf_logits"].to(dtype)
-    law = circuit_from_logits("ff", leaf_logits=logits.expand(100_000, *logits.shape), dtype=torch.float32)
+    distribution = circuit_from_logits("ff", leaf_logits=logits.expand(100_000, *logits.shape), dtype=torch.float32)
     joint = torch.einsum("a,b,c,d->abcd", *logits[:, 0].double().softmax(-1))
-    for tokens in (law.sample(), law.sample_with_laws(4)[0]):
+    for tokens in (distribution.sample(), distribution.sample_with_probs(4)[0]):
         assert tokens.shape == (100_000, 4) and tokens.dtype == torch.long
         cells = (tokens * 5 ** torch.arange(3, -1, -1)).sum(1)
         assert chi_square(cells, joint.flatten()) > 1e-4
 
 
 def test_sample_is_reproducible():
-    law = FactorisedLaw(torch.randn(50, 4, 1, 9))
+    distribution = FactorisedDistribution(torch.randn(50, 4, 1, 9))
     state = torch.get_rng_state()
-    first, again, other = (law.sample(torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    first, again, other = (distribution.sample(torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -132,56 +129,60 @@ def test_heads_of_any_dtype_are_evaluated_in_float32_at_least(dtype, inside):
     head.weight.data *= 20
     hidden = torch.randn(7, 6, dtype=dtype)
     x = torch.randint(0, 320, (7, 4))
-    law = window_law(head, MTPHeadConfig(window=4), hidden)
+    distribution = window_distribution(head, MTPHeadConfig(window=4), hidden)
     exact = circuit_from_logits("ff", leaf_logits=head(hidden).unsqueeze(-2))
     for method in ("log_prob", "prefix_log_prob", "conditional_log_probs", "token_log_probs"):
-        got, want = getattr(law, method)(x), getattr(exact, method)(x)
+        got, want = getattr(distribution, method)(x), getattr(exact, method)(x)
         assert got.dtype == inside and want.dtype == torch.float64
         torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-12 if inside == torch.float64 else 2e-5)
-    rest = law.condition(x[:, 0])
-    assert rest.log_prob(x[:, 1:]).dtype == rest.sample_with_laws(2)[1].dtype == inside
-    assert torch.equal(law.greedy(), exact.greedy())
+    rest = distribution.condition(x[:, 0])
+    assert rest.log_prob(x[:, 1:]).dtype == rest.sample_with_probs(2)[1].dtype == inside
+    assert torch.equal(distribution.greedy(), exact.greedy())
 
 
-def test_drafts_state_the_law_they_were_drawn_from():
-    law = FactorisedLaw(torch.randn(5, 4, 1, 9))
-    leaves = law.conditional_log_probs(torch.zeros(5, 4, dtype=torch.long)).exp()
+def test_drafts_state_the_distribution_they_were_drawn_from():
+    distribution = FactorisedDistribution(torch.randn(5, 4, 1, 9))
+    leaves = distribution.conditional_log_probs(torch.zeros(5, 4, dtype=torch.long)).exp()
     for length in (1, 3, 4):
-        tokens, laws = law.sample_with_laws(length)
+        tokens, draft_probs = distribution.sample_with_probs(length)
         assert tokens.shape == (5, length)
-        torch.testing.assert_close(laws, leaves[:, :length])
+        torch.testing.assert_close(draft_probs, leaves[:, :length])
         seen = []
-        tokens, laws = law.draft(lambda probs: (seen.append(probs) or probs.argmin(-1), probs**2), length)  # noqa: B023
+        tokens, draft_probs = distribution.draft(
+            lambda probs: (seen.append(probs) or probs.argmin(-1), probs**2), length
+        )  # noqa: B023
         torch.testing.assert_close(torch.cat(seen, dim=-2), leaves[:, :length])
         assert torch.equal(tokens, leaves[:, :length].argmin(-1))
-        torch.testing.assert_close(laws, leaves[:, :length] ** 2)
-        assert torch.equal(law.greedy(length), leaves[:, :length].argmax(-1))
+        torch.testing.assert_close(draft_probs, leaves[:, :length] ** 2)
+        assert torch.equal(distribution.greedy(length), leaves[:, :length].argmax(-1))
 
 
 def test_unknown_tokens_are_summed_out():
     """Under independence a token that is not known says nothing and costs nothing."""
-    law = FactorisedLaw(torch.randn(6, 4, 1, 5, dtype=torch.float64))
+    distribution = FactorisedDistribution(torch.randn(6, 4, 1, 5, dtype=torch.float64))
     x = torch.randint(0, 5, (6, 4))
     unknown = torch.rand(6, 4) < 0.5
-    terms = law.token_log_probs(x)
-    assert (law.token_log_probs(x, unknown)[unknown] == 0).all()
-    torch.testing.assert_close(law.token_log_probs(x, unknown)[~unknown], terms[~unknown])
-    torch.testing.assert_close(law.prefix_log_prob(x, unknown), terms.masked_fill(unknown, 0).cumsum(-1))
-    torch.testing.assert_close(law.prefix_log_prob(x), terms.cumsum(-1))
+    terms = distribution.token_log_probs(x)
+    assert (distribution.token_log_probs(x, unknown)[unknown] == 0).all()
+    torch.testing.assert_close(distribution.token_log_probs(x, unknown)[~unknown], terms[~unknown])
+    torch.testing.assert_close(distribution.prefix_log_prob(x, unknown), terms.masked_fill(unknown, 0).cumsum(-1))
+    torch.testing.assert_close(distribution.prefix_log_prob(x), terms.cumsum(-1))
 
 
 def test_leading_dimensions():
     logits = torch.randn(2, 3, 4, 1, 5)
     x = torch.randint(0, 5, (2, 3, 4))
-    law = FactorisedLaw(logits)
-    assert law.log_prob(x).shape == (2, 3)
-    assert law.prefix_log_prob(x).shape == (2, 3, 4)
-    assert law.conditional_log_probs(x).shape == (2, 3, 4, 5)
-    assert law.sample().shape == law.greedy().shape == (2, 3, 4)
-    rest = law.condition(x[..., 0])
+    distribution = FactorisedDistribution(logits)
+    assert distribution.log_prob(x).shape == (2, 3)
+    assert distribution.prefix_log_prob(x).shape == (2, 3, 4)
+    assert distribution.conditional_log_probs(x).shape == (2, 3, 4, 5)
+    assert distribution.sample().shape == distribution.greedy().shape == (2, 3, 4)
+    rest = distribution.condition(x[..., 0])
     assert rest.sample().shape == (2, 3, 3)
     for a, b in itertools.product(range(2), range(3)):
-        torch.testing.assert_close(law.log_prob(x)[a, b], FactorisedLaw(logits[a, b]).log_prob(x[a, b]))
+        torch.testing.assert_close(
+            distribution.log_prob(x)[a, b], FactorisedDistribution(logits[a, b]).log_prob(x[a, b])
+        )
 
 
 LOGITS = st.sampled_from([float("-inf"), -300.0, -60.0, -1.0, 0.0, 0.5, 2.0, 60.0, 300.0])
@@ -201,17 +202,17 @@ def leaf_logits(draw):
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(logits=leaf_logits())
 def test_masked_and_extreme_leaves(logits):
-    law = FactorisedLaw(logits)
-    greedy, drawn = law.greedy(), law.sample()
-    conditionals = law.conditional_log_probs(greedy)
+    distribution = FactorisedDistribution(logits)
+    greedy, drawn = distribution.greedy(), distribution.sample()
+    conditionals = distribution.conditional_log_probs(greedy)
     assert not conditionals.isnan().any()
     assert (conditionals <= 0).all()
-    torch.testing.assert_close(conditionals.exp().sum(-1), torch.ones(law.window))
+    torch.testing.assert_close(conditionals.exp().sum(-1), torch.ones(distribution.window))
     assert torch.isneginf(conditionals[torch.isneginf(logits[:, 0])]).all()
-    assert law.log_prob(drawn).isfinite()
-    assert law.log_prob(greedy) >= law.log_prob(drawn)
+    assert distribution.log_prob(drawn).isfinite()
+    assert distribution.log_prob(greedy) >= distribution.log_prob(drawn)
     worst = logits[:, 0].argmin(-1)
-    prefixes = law.prefix_log_prob(worst)
+    prefixes = distribution.prefix_log_prob(worst)
     assert not prefixes.isnan().any()
     assert (prefixes.diff() <= 0).logical_or(prefixes.diff().isnan()).all()  # -inf stays -inf
 

@@ -1,26 +1,20 @@
-"""Distances of laws: against float64 sums written out, bounds of lumped laws, gradients where laws hardly meet."""
+"""Distances of distributions: against float64 sums written out, bounds of lumped distributions, gradients where
+distributions hardly meet."""
 
 import pytest
 import torch
 
-from tokenahead.modeling.heads.divergences import (
-    DIVERGENCES,
-    acceptance,
-    divergence,
-    head_and_rest,
-    log_acceptance,
-    lumped,
-)
+from tests.internals import DIVERGENCES, acceptance, divergence, head_and_rest, log_acceptance, lumped
 
 
-def laws(scale=3.0, rows=50, size=40):
+def probs(scale=3.0, rows=50, size=40):
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(2, rows, size, generator=generator, dtype=torch.float64) * scale
     return drawn.log_softmax(-1)
 
 
 def test_values():
-    log_p, log_q = laws()
+    log_p, log_q = probs()
     p, q = log_p.exp(), log_q.exp()
     alpha = (p + q - (p - q).abs()).sum(-1) / 2
     want = {
@@ -41,8 +35,8 @@ def test_values():
 
 
 @pytest.mark.parametrize("k", [1, 5, 39, 100])
-def test_lumped_laws_look_no_further_apart_and_total_variation_is_bounded(k):
-    log_p, log_q = laws()
+def test_lumped_distributions_look_no_further_apart_and_total_variation_is_bounded(k):
+    log_p, log_q = probs()
     ids, head = head_and_rest(log_p, k)
     tail = lumped(log_q, ids)
     missing = 1 - log_p.exp().sort(descending=True).values[:, :k].sum(-1)
@@ -55,8 +49,8 @@ def test_lumped_laws_look_no_further_apart_and_total_variation_is_bounded(k):
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
-def test_gradients_are_right_and_finite_where_laws_hardly_meet(kind):
-    log_p, log_q = laws(rows=4, size=6)
+def test_gradients_are_right_and_finite_where_distributions_hardly_meet(kind):
+    log_p, log_q = probs(rows=4, size=6)
     logits = log_q.clone().requires_grad_(True)
     if kind == "lk_kl":  # its fading factor is detached
         logits.detach_()

@@ -41,13 +41,13 @@ def test_zero_adapters_are_the_drafter_without_layers(k):
     drafter.load_state_dict(plain.state_dict(), strict=False)
     drafter.attach(base)
     given = prompts()
-    want, found = (heads.law(**given).leaf_logits for heads in (plain, drafter))
+    want, found = (heads.distribution(**given).leaf_logits for heads in (plain, drafter))
     real = given["attention_mask"].bool()
     torch.testing.assert_close(found[real], want[real], atol=1e-5, rtol=1e-5)
     labels = given["input_ids"].masked_fill(~real, -100)
     torch.testing.assert_close(drafter(**given, labels=labels).loss, plain(**given, labels=labels).loss)
     shaken(drafter)
-    assert (drafter.law(**given).leaf_logits[real] - want[real]).abs().max() > 1e-2
+    assert (drafter.distribution(**given).leaf_logits[real] - want[real]).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3"])
@@ -70,11 +70,14 @@ def test_what_is_drafted_follows_from_verified_tokens_alone():
     """The state that a cycle drafts from is that of one run over the whole text."""
     base = backbone()
     heads = shaken(MTPHeads.from_backbone(base, window=4, draft_layers=2))
-    seen, law = [], heads.law_behind
-    heads.law_behind = lambda features, *behind: (seen.append(features.clone()), law(features, *behind))[1]
+    seen, distribution = [], heads.distribution_after
+    heads.distribution_after = lambda features, *behind: (
+        seen.append(features.clone()),
+        distribution(features, *behind),
+    )[1]
     ids = prompts()["input_ids"][1:2]
     text = base.generate(ids, max_new_tokens=16, do_sample=False, pad_token_id=0, assistant_model=heads)
-    del heads.law_behind
+    del heads.distribution_after
     outputs = heads._run_backbone(text, None, None)
     whole = heads.features(outputs.hidden_states)[0]
     assert len(seen) > 4
@@ -93,7 +96,7 @@ def test_the_backbone_learns_nothing_and_only_adapters_are_saved(tmp_path):
     names = {name.rpartition(".")[2] for name in heads.state_dict() if name.startswith("draft_layers")}
     assert names == {"lora_A", "lora_B"}
     again = MTPHeads.from_pretrained(tmp_path).attach(base)
-    torch.testing.assert_close(again.law(ids).leaf_logits, heads.law(ids).leaf_logits)
+    torch.testing.assert_close(again.distribution(ids).leaf_logits, heads.distribution(ids).leaf_logits)
     heads.draft_layers.gradient_checkpointing = True
     before = [p.grad.clone() for p in heads.parameters()]
     heads.zero_grad()

@@ -3,21 +3,21 @@
 import pytest
 import torch
 
-from tests.laws import golden
-from tests.modeling.heads.plain_losses import head_and_batch, plain_loss
-from tokenahead import MTPHeadConfig
-from tokenahead.modeling.heads.ff import FFHead
-from tokenahead.modeling.heads.losses import (
+from tests.distributions import golden
+from tests.internals import (
     IGNORE,
+    FFHead,
     counts_of_update,
     depth_means,
     depth_targets,
     discounted_mtp_loss,
     head_loss,
     tokens_ahead,
+    window_distribution,
     window_targets,
 )
-from tokenahead.modeling.heads.registry import window_law
+from tests.modeling.heads.plain_losses import head_and_batch, plain_loss
+from tokenahead import MTPHeadConfig
 
 FAMILIES = ("ff", "cp", "hmm", "btree")
 READINGS = ("observe", "marginalise", "univariate")
@@ -138,7 +138,7 @@ def test_golden_terms_of_independent_heads():
     valid = data["valid"].bool()
     assert torch.equal(targets != IGNORE, valid)
     config = MTPHeadConfig(window=4)
-    terms = -window_law(head, config, data["e"]).token_log_probs(targets.clamp(min=0))
+    terms = -window_distribution(head, config, data["e"]).token_log_probs(targets.clamp(min=0))
     torch.testing.assert_close(terms[valid], data["observe.terms"][valid], rtol=0, atol=1e-12)
     loss, means, *_ = head_loss(head, config, data["e"], targets, None)
     torch.testing.assert_close(loss[None], data["observe.loss_global_over_gammasum"], rtol=0, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Public folders of parallel heads: goldens, names, round trips through every layout, and what is refused."""
+"""Public directories of parallel heads: goldens, names, round trips through every layout, and what is refused."""
 
 import json
 import pickle
@@ -33,18 +33,20 @@ def made(kind, **changes):
 
 
 @torch.no_grad()
-def law_of(heads):
-    return heads.law(IDS).conditional_log_probs(TOKENS)
+def distribution_of(heads):
+    return heads.distribution(IDS).conditional_log_probs(TOKENS)
 
 
 @pytest.mark.parametrize("name", ["hydra_mlp", "gloeckle"])
-def test_laws_losses_and_gradients_are_the_authors(name):
+def test_distributions_losses_and_gradients_are_the_authors(name):
     base, heads, gold = golden(name)
     mask = gold["attention_mask"]
     with torch.no_grad():
-        law = heads.law(gold["input_ids"], attention_mask=mask).conditional_log_probs(gold["law_tokens"])
+        distribution = heads.distribution(gold["input_ids"], attention_mask=mask).conditional_log_probs(
+            gold["law_tokens"]
+        )
     real = mask[:, ::3].bool()
-    torch.testing.assert_close(law[:, ::3][real], gold["law_log_probs"][real], atol=1e-3, rtol=0)
+    torch.testing.assert_close(distribution[:, ::3][real], gold["law_log_probs"][real], atol=1e-3, rtol=0)
     out = heads(gold["input_ids"], attention_mask=mask, labels=gold["labels"])
     torch.testing.assert_close(out.head_losses, gold["head_losses"], atol=1e-3, rtol=0)
     out.loss.backward()
@@ -87,7 +89,7 @@ def test_a_layout_reads_back_what_it_wrote(kind, layout, changes, tmp_path):
     again = MTPHeads.from_official(tmp_path)
     assert again.config.num_blocks == heads.config.num_blocks
     assert again.config.tied_blocks == heads.config.tied_blocks
-    torch.testing.assert_close(law_of(again.attach(base)), law_of(heads), atol=1e-5, rtol=0)
+    torch.testing.assert_close(distribution_of(again.attach(base)), distribution_of(heads), atol=1e-5, rtol=0)
     if layout == "gloeckle":
         whole = MTPHeads.backbone_from_official(tmp_path)
         torch.testing.assert_close(whole(IDS).logits, base(IDS).logits, atol=1e-5, rtol=0)
@@ -121,7 +123,7 @@ def test_independent_heads_are_medusa_without_blocks_for_vllm(leaf, tmp_path):
     config, named = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
     assert config["num_heads"] == 3 and config["num_hidden_layers"] == 0 and config["truncated_vocab_size"] == 64
     states = base(IDS, output_hidden_states=True).hidden_states[-1]
-    logits = heads.law_of_features(states).leaf_logits[..., 0, :]
+    logits = heads.distribution_of_features(states).leaf_logits[..., 0, :]
     for k in range(3):
         torch.testing.assert_close(states @ named[f"lm_heads.{k}.weight"].T, logits[..., k + 1, :], atol=1e-4, rtol=0)
     with pytest.raises(ValueError, match="load the folder that they were written from"):
@@ -139,7 +141,7 @@ def test_heads_of_a_merged_model_and_their_backbone(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text()) | {"medusa_num_heads": 2, "medusa_num_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     whole, again = MTPHeads.backbone_from_official(tmp_path), MTPHeads.from_official(tmp_path)
-    torch.testing.assert_close(law_of(again.attach(whole)), law_of(heads), atol=1e-6, rtol=0)
+    torch.testing.assert_close(distribution_of(again.attach(whole)), distribution_of(heads), atol=1e-6, rtol=0)
     assert again.window == 4  # the weights decide, not medusa_num_heads
     with pytest.raises(ValueError, match="holds heads alone"):
         MTPHeads.backbone_from_official(tmp_path / "apart")
@@ -152,7 +154,7 @@ def test_heads_without_unembeddings_need_to_be_told_the_vocabulary(tmp_path):
     with pytest.raises(ValueError, match="lacks vocab_size"):
         MTPHeads.from_official(tmp_path)
     again = MTPHeads.from_official(tmp_path, vocab_size=64).attach(base)
-    torch.testing.assert_close(law_of(again), law_of(heads), atol=1e-6, rtol=0)
+    torch.testing.assert_close(distribution_of(again), distribution_of(heads), atol=1e-6, rtol=0)
 
 
 def test_hydra_heads_refuse_a_backbone_with_other_embeddings(tmp_path):
@@ -167,7 +169,7 @@ def test_hydra_heads_refuse_a_backbone_with_other_embeddings(tmp_path):
 
 
 def _broken(folder, **changes):
-    """A folder of Medusa heads with tensors added, or taken away (None)."""
+    """A directory of Medusa heads with tensors added, or taken away (None)."""
     _, heads = made("medusa-own")
     heads.export(folder, "vllm" if "token_map" in changes else "medusa")
     file = next(folder.glob("*.safetensors"))

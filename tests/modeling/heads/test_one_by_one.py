@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tests.internals import JointMTPModel
 from tests.training.test_evaluation_loss import llama
 from tokenahead import MTPHeads
-from tokenahead.modeling.heads.joint import JointMTPModel
 
 
 def inputs():

@@ -28,12 +28,14 @@ def quantised() -> nn.Module:
 
 
 @pytest.mark.parametrize("options", [{"leaf": "shared"}, {"leaf": "shared", "head_type": "cp", "rank": 2}])
-def test_the_law_starts_as_the_backbones_own(options):
+def test_the_distribution_starts_as_the_backbones_own(options):
     base = quantised()
     heads, ids = MTPHeads.from_backbone(base, window=3, **options), prompt_for(base)
     out = base(ids, output_hidden_states=-1)
-    laws = heads.window_law(out.hidden_states[-1]).conditional_log_probs(torch.zeros(2, 7, 3, dtype=torch.long))
-    torch.testing.assert_close(laws[..., 0, :], out.logits.log_softmax(-1))
+    probs = heads.window_distribution(out.hidden_states[-1]).conditional_log_probs(
+        torch.zeros(2, 7, 3, dtype=torch.long)
+    )
+    torch.testing.assert_close(probs[..., 0, :], out.logits.log_softmax(-1))
 
 
 @pytest.mark.parametrize("leaf", ["shared", "full"])

@@ -8,10 +8,10 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
+from tests.internals import HEAD_FAMILIES, build_head, init_head, window_distribution
+from tests.internals import heads_FAMILIES as FAMILIES
 from tests.models import tiny_model
 from tokenahead import MTPHeadConfig
-from tokenahead.configuration.head_families import HEAD_FAMILIES
-from tokenahead.modeling.heads.registry import FAMILIES, build_head, init_head, window_law
 
 TOKENS = torch.randint(64, 320, (1, 12), generator=torch.Generator().manual_seed(2))
 
@@ -52,12 +52,12 @@ def test_copies_of_a_model_draft_with_their_own_unembedding(leaf):
     model.set_head(head_type="cp", window=3, rank=2, leaf=leaf)
     hidden = torch.randn(2, 32)
     tokens = torch.zeros(2, 3, dtype=torch.long)
-    expected = model.window_law(hidden).conditional_log_probs(tokens)
+    expected = model.window_distribution(hidden).conditional_log_probs(tokens)
     twin, loaded = copy.deepcopy(model).double(), pickle.loads(pickle.dumps(model))
     with torch.no_grad():
         model.lm_head.weight.zero_()
-    torch.testing.assert_close(loaded.window_law(hidden).conditional_log_probs(tokens), expected)
-    exact = twin.window_law(hidden.double()).conditional_log_probs(tokens)
+    torch.testing.assert_close(loaded.window_distribution(hidden).conditional_log_probs(tokens), expected)
+    exact = twin.window_distribution(hidden.double()).conditional_log_probs(tokens)
     torch.testing.assert_close(exact.float(), expected)
 
 
@@ -84,7 +84,7 @@ def test_the_shared_unembedding_gets_no_gradient():
     head = build_head(MTPHeadConfig(window=3, leaf="shared"), 32, 320)
     model = tiny_model()
     config = MTPHeadConfig(window=3, leaf="shared")
-    window_law(head, config, torch.randn(2, 32), model.backbone_parts()).leaf_logits.sum().backward()
+    window_distribution(head, config, torch.randn(2, 32), model.backbone_parts()).leaf_logits.sum().backward()
     assert head.maps.grad is not None and model.lm_head.weight.grad is None
     with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
-        window_law(head, config, torch.randn(2, 32))
+        window_distribution(head, config, torch.randn(2, 32))

@@ -9,14 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenahead.modeling.ptp.features import best_of, place, place_beta, uniform_features
-from tokenahead.modeling.sampling import interval, pick
+from tests.internals import best_of, interval, pick, place, place_beta, uniform_features
 
 GOLDENS = Path(__file__).parents[2] / "data" / "ptp"
 LAWS = st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any)
 
 
-def law(weights: list[int]) -> torch.Tensor:
+def distribution(weights: list[int]) -> torch.Tensor:
     counts = torch.tensor(weights, dtype=torch.float64)
     return counts / counts.sum()
 
@@ -24,7 +23,7 @@ def law(weights: list[int]) -> torch.Tensor:
 @settings(max_examples=200, deadline=None)
 @given(LAWS, st.floats(0, 1, exclude_max=True))
 def test_a_pick_is_possible_and_lies_in_its_interval(weights, value):
-    probs, u = law(weights), torch.tensor(value, dtype=torch.float64)
+    probs, u = distribution(weights), torch.tensor(value, dtype=torch.float64)
     token = pick(u, probs)
     low, high = interval(token, probs)
     assert probs[token] > 0 and low <= u < high
@@ -33,7 +32,7 @@ def test_a_pick_is_possible_and_lies_in_its_interval(weights, value):
 @settings(max_examples=200, deadline=None)
 @given(LAWS, st.floats(0, 1), st.data())
 def test_a_placed_uniform_picks_its_token(weights, z, data):
-    probs = law(weights)
+    probs = distribution(weights)
     token = torch.tensor(data.draw(st.integers(0, len(weights) - 1)))
     u, valid = place(token, probs, torch.tensor(z, dtype=torch.float64))
     assert u.dtype == torch.float32 and 0 <= u < 1
@@ -54,7 +53,7 @@ def test_intervals_cover_the_unit_once():
     assert (low[:, 0] == 0).all() and (high[:, -1] == 1).all() and torch.equal(low[:, 1:], high[:, :-1])
 
 
-def test_picks_follow_the_law():
+def test_picks_follow_the_distribution():
     probs = torch.tensor([0.1, 0.0, 0.6, 0.3])
     grid = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
     counts = torch.bincount(pick(grid, probs.expand(10_000, -1)), minlength=4)

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from tokenahead.modeling.ptp.gated_lora import ADAPTER, gate_linears
-from tokenahead.modeling.ptp.gates import Gate
-from tokenahead.modeling.ptp.gates import opened as opened_gate
+from tests.internals import ADAPTER, Gate, gate_linears
+from tests.internals import opened as opened_gate
 
 
 def two_layers(std: float = 0.3) -> nn.Module:

@@ -1,4 +1,5 @@
-"""Masked prediction in the frame of parallel token prediction: rows, adapters, the sampler's law, and folders."""
+"""Masked prediction in the frame of parallel token prediction: rows, adapters, the sampler's distribution, and
+directories."""
 
 import copy
 import itertools
@@ -7,10 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.internals import FactorisedDistribution, packed_mask, packed_positions
 from tests.ptp_models import CONFIGS, VOCABULARY, backbone, ids, student
 from tokenahead import PTPConfig, PTPForCausalLM
-from tokenahead.modeling.heads.window_law import FactorisedLaw
-from tokenahead.modeling.ptp.masks import packed_mask, packed_positions
 
 
 def masked(base=None, **options):
@@ -64,25 +64,29 @@ def test_one_mask_behind_every_prefix_is_two_rows_by_hand():
         for first in (0, 3):
             mixed = F.silu(weights[f"{first}.weight"] @ mixed + weights[f"{first}.bias"])
             mixed = F.layer_norm(mixed, mixed.shape, weights[f"{first + 2}.weight"], weights[f"{first + 2}.bias"])
-        law = model.slot_law(out.hidden_states[-1][:, 7 + place : 8 + place], tokens[:, start])
-        torch.testing.assert_close(law.conditional_log_probs(tokens[:, :1])[0, 0].exp(), head(mixed).softmax(-1))
+        distribution = model.slot_distribution(out.hidden_states[-1][:, 7 + place : 8 + place], tokens[:, start])
+        torch.testing.assert_close(
+            distribution.conditional_log_probs(tokens[:, :1])[0, 0].exp(), head(mixed).softmax(-1)
+        )
 
 
 @torch.no_grad()
-def test_the_law_of_a_group_is_sequential_and_sums_to_one():
+def test_the_distribution_of_a_group_is_sequential_and_sums_to_one():
     model, tokens = masked(), ids(1, 5)
     states = model(tokens, masks=torch.tensor([[0, 1]]), output_hidden_states=-1).hidden_states[-1][:, 5:]
-    law = model.slot_law(states, tokens[:, -1])
+    distribution = model.slot_distribution(states, tokens[:, -1])
     windows = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=2)))
-    log_probs = law.conditional_log_probs(windows)
+    log_probs = distribution.conditional_log_probs(windows)
     chosen = log_probs.gather(-1, windows[..., None])[..., 0].sum(-1)
     assert abs(float(chosen.exp().sum()) - 1) < 1e-12
     second = log_probs[:, 1].view(VOCABULARY, VOCABULARY, VOCABULARY)[:, 0]  # by the first token
     assert (second - second[:1]).abs().max() > 1e-3
-    rest = law.condition(windows[:, 0]).conditional_log_probs(windows[:, 1:])
+    rest = distribution.condition(windows[:, 0]).conditional_log_probs(windows[:, 1:])
     torch.testing.assert_close(rest[:, 0], log_probs[:, 1])
     independent = masked(sampler="none")
-    assert independent.sampler is None and isinstance(independent.slot_law(states, tokens[:, -1]), FactorisedLaw)
+    assert independent.sampler is None and isinstance(
+        independent.slot_distribution(states, tokens[:, -1]), FactorisedDistribution
+    )
 
 
 @torch.no_grad()
@@ -94,7 +98,7 @@ def test_masks_see_the_prefix_and_the_masks_before_them():
 
 @pytest.mark.parametrize("sampler", ["mlp", "none"])
 @torch.no_grad()
-def test_folders_keep_the_law(sampler, tmp_path):
+def test_folders_keep_the_distribution(sampler, tmp_path):
     model = student("mask", sampler=sampler).eval()
     model.save_pretrained(tmp_path)
     again = PTPForCausalLM.from_pretrained(tmp_path).eval()
@@ -103,8 +107,8 @@ def test_folders_keep_the_law(sampler, tmp_path):
     tokens, masks = ids(2, 5), torch.tensor([[0, 1, 2]])
     outs = [each(tokens, masks=masks, output_hidden_states=-1) for each in (model, again)]
     assert torch.equal(outs[0].logits, outs[1].logits)
-    laws = [m.slot_law(out.hidden_states[-1][:, 5:], tokens[:, -1]) for m, out in zip((model, again), outs)]
-    assert torch.equal(*(law.conditional_log_probs(ids(2, 3)) for law in laws))
+    probs = [m.slot_distribution(out.hidden_states[-1][:, 5:], tokens[:, -1]) for m, out in zip((model, again), outs)]
+    assert torch.equal(*(distribution.conditional_log_probs(ids(2, 3)) for distribution in probs))
     with pytest.raises(ValueError, match="sampler='other'"):
         PTPForCausalLM.from_pretrained(tmp_path, sampler="other")
 
@@ -118,7 +122,7 @@ def test_masks_and_their_head_train_in_float32_beside_a_backbone_of_bfloat16(tmp
         assert each.mask_embedding.weight.dtype == each.sampler[0].weight.dtype == torch.float32
         assert each.backbone.get_output_embeddings().weight.dtype == torch.bfloat16
     states = torch.randn(1, 2, 16, dtype=torch.bfloat16)
-    assert model.slot_law(states, ids(1)).leaf_logits.dtype == torch.float32
+    assert model.slot_distribution(states, ids(1)).leaf_logits.dtype == torch.float32
     model.train_only("drafter")
     assert all(p.requires_grad for part in (model.sampler, model.mask_embedding) for p in part.parameters())
 

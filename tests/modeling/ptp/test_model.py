@@ -1,4 +1,4 @@
-"""PTPForCausalLM: layouts, backbones, packing, gradients, folders, and what it refuses."""
+"""PTPForCausalLM: layouts, backbones, packing, gradients, directories, and what it refuses."""
 
 import copy
 import threading
@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, CohereConfig, MambaConfig, MistralConfig, RwkvConfig
 
+from tests.internals import packed_mask, packed_positions, stepwise_mask, token_mask, token_positions
 from tests.ptp_models import CONFIGS, backbone, ids, student
 from tokenahead import PTPConfig, PTPForCausalLM
-from tokenahead.modeling.ptp.masks import packed_mask, packed_positions, stepwise_mask, token_mask, token_positions
 
 
 def plain(name: str) -> tuple[torch.nn.Module, PTPForCausalLM]:
@@ -172,7 +172,8 @@ def test_uniforms_keep_their_digits_in_bfloat16():
 
 
 def test_the_student_trains_in_float32_whatever_the_backbones_dtype(tmp_path):
-    """At the paper's rate AdamW moves next to no entry of a bfloat16 adapter; and folders read it back as it was."""
+    """At the paper's rate AdamW moves next to no entry of a bfloat16 adapter; and directories read it back as it
+    was."""
     model = student(base=backbone().bfloat16(), features="arithmetic", reads_state=True)
 
     def kinds(some: PTPForCausalLM) -> set[torch.dtype]:

@@ -1,4 +1,4 @@
-"""Folders of the public PTP code: what is read, as what, and what is refused."""
+"""Directories of the public PTP code: what is read, as what, and what is refused."""
 
 import json
 import pickle
@@ -16,7 +16,7 @@ DATA = Path(__file__).parents[2] / "data" / "ptp"
 
 @pytest.fixture(params=["official_binary", "official_linear_interpolation"])
 def folder(request, tmp_path):
-    """A copy of a folder without its weights, and the weights."""
+    """A copy of a directory without its weights, and the weights."""
     source = DATA / request.param
     shutil.copy(source / "config.json", tmp_path)
     with np.load(source / "weights.npz") as arrays:

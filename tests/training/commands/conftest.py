@@ -1,4 +1,5 @@
-"""What the tests of the commands share: folders of tiny models, files of text and chats, settings from a mapping."""
+"""What the tests of the commands share: directories of tiny models, files of text and chats, settings from a
+mapping."""
 
 import json
 
@@ -8,9 +9,9 @@ import yaml
 
 from tests.every_model import llama
 from tests.families import family_model
+from tests.internals import read_settings
 from tests.models import tiny_model
 from tokenahead import EvaByteTokenizer, PTPForCausalLM
-from tokenahead.training.commands.settings import read_settings
 
 LINES = ["def f(x):\n    return x + 1\n", "import os\n", "class A:\n    pass\n\n\nprint(A)\n", "# note\nx = [1, 2]\n"]
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
@@ -41,7 +42,7 @@ MODELS = {
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    """By name: a folder with a tiny byte-level model and its tokenizer."""
+    """By name: a directory with a tiny byte-level model and its tokenizer."""
     root = tmp_path_factory.mktemp("models")
     for name, make in MODELS.items():
         torch.manual_seed(0)

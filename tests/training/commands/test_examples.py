@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tokenahead.training.commands.settings import read_settings
-from tokenahead.training.strategy import TrainingStrategy
+from tests.internals import read_settings
+from tokenahead.training import TrainingStrategy
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 FILES = sorted((EXAMPLES / "train").glob("*.yaml"))

@@ -6,7 +6,7 @@ from typing import get_type_hints
 import pytest
 import yaml
 
-from tokenahead.training.commands.settings import _KINDS, AnalysisArguments, EvaluationArguments, read_settings
+from tests.internals import _KINDS, AnalysisArguments, EvaluationArguments, read_settings
 
 FIELDS = {
     entry.name: (entry, str(get_type_hints(kind)[entry.name]))

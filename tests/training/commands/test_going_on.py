@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 
+from tests.internals import cli_module as cli
+from tests.internals import commands_train as train
 from tokenahead import MTPHeads
-from tokenahead.training import cli
-from tokenahead.training.commands.train import train
 
 IDS = torch.arange(70, 90)[None]
 STILL = {"learning_rate": 0.0, "max_steps": 1}
@@ -20,7 +20,7 @@ def backbone_of(trainer):
 
 @pytest.fixture(params=["all", "lora"])
 def first(request, settings_of, tmp_path):
-    """What learned, the folder of that run, and what its backbone says."""
+    """What learned, the directory of that run, and what its backbone says."""
     trainer = train(settings_of(drafter="heads", strategy={"train": request.param}, learning_rate=0.05))
     return request.param, tmp_path / "run", backbone_of(trainer)(IDS).logits.detach()
 

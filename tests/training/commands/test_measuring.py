@@ -6,13 +6,13 @@ from base64 import b64encode
 import pytest
 import torch
 
+from tests.internals import AnalysisArguments, EvaluationArguments, decode, read_settings
+from tests.internals import cli_module as cli
+from tests.internals import commands_analyze as analyze
+from tests.internals import commands_evaluate as evaluate
+from tests.internals import commands_train as train
 from tokenahead import EagleHead, EvaByteTokenizer, MTPHeads
 from tokenahead.model_cards import MeasuredResults
-from tokenahead.training import cli
-from tokenahead.training.byte_text import decode
-from tokenahead.training.commands import analyze, evaluate
-from tokenahead.training.commands.settings import AnalysisArguments, EvaluationArguments, read_settings
-from tokenahead.training.commands.train import train
 
 from .conftest import byte_llama
 
@@ -128,7 +128,8 @@ def test_heads_that_do_not_name_their_backbone_are_refused(data, tmp_path, capsy
 
 
 def test_the_marginal_of_a_backbone_that_is_its_own_head(folders, data, settings_of, tmp_path):
-    """New FF heads with the backbone's own law at every depth: known losses at depth 1, and one order of the others."""
+    """New FF heads with the backbone's own distribution at every depth: known losses at depth 1, and one order of the
+    others."""
     settings = settings_of("llama", "analyze", drafter="heads", drafter_options={"window": 3})
     words = [str(tmp_path / "config.yaml"), "--positions", "3", "--depth", "3", "--mass", "1", "--max_branches", "320"]
     found = analyze.analyze(read_settings(words, "analyze", AnalysisArguments))
@@ -141,7 +142,7 @@ def test_the_marginal_of_a_backbone_that_is_its_own_head(folders, data, settings
     assert settings.drafter.drafter == "heads"
 
 
-def test_drafters_without_laws_and_rows_that_are_too_short_are_refused(folders, data, tmp_path, capsys):
+def test_drafters_without_distributions_and_rows_that_are_too_short_are_refused(folders, data, tmp_path, capsys):
     out = ["--output_dir", tmp_path / "out", "--use_cpu"]
     assert run("analyze", folders / "ptp", data["text"], *out) == 1
     assert "drafts without laws" in capsys.readouterr().err

@@ -1,12 +1,10 @@
-"""The pictures of the commands: nothing lies over a legend's text, lines are told apart, axes count whole numbers."""
+"""The figures of the commands: nothing lies over a legend's text, lines are told apart, axes count whole numbers."""
 
 import math
 
 import pytest
 
-from tokenahead.training.commands.analysis_figure import analysis_figure
-from tokenahead.training.commands.curves import learning_figure
-from tokenahead.training.commands.evaluation_figure import evaluation_figure
+from tests.internals import analysis_figure, evaluation_figure, learning_figure
 
 
 def figures_of(depths, loss=2.0):

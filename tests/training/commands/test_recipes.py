@@ -8,12 +8,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from tests.internals import commands_train as train
+from tests.internals import drafter_of, read_settings
 from tests.models import left_padded
 from tokenahead import EagleHead, MTPHeads
-from tokenahead.training.commands.settings import read_settings
-from tokenahead.training.commands.train import train
-from tokenahead.training.preparation import drafter_of
-from tokenahead.training.regeneration import regenerate
+from tokenahead.training import regenerate
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "train"
 STEPS = 4
@@ -109,7 +108,7 @@ def test_hydra_plus_plus(run, folders, tmp_path):
 
 
 def test_an_eagle_head_learns_text_that_its_backbone_wrote(folders, settings_of, tmp_path):
-    """From the folder of `regenerate`: the backbone's law, and its words, on completions alone."""
+    """From the directory of `regenerate`: the backbone's distribution, and its words, on completions alone."""
     backbone = AutoModelForCausalLM.from_pretrained(folders / "llama").eval()
     prompts = torch.randint(70, 200, (12, 6), generator=torch.Generator().manual_seed(0))
     regenerate(backbone, prompts, tmp_path / "text", max_new_tokens=20, batch_size=4, do_sample=True, top_k=0)

@@ -9,11 +9,11 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
+from tests.internals import build, ptp_options
+from tests.internals import cli_module as cli
+from tests.internals import commands_run_folder as run_folder
+from tests.internals import commands_train as train
 from tokenahead import PTPStudent
-from tokenahead.training import cli
-from tokenahead.training.commands import run_folder
-from tokenahead.training.commands.models import build, ptp_options
-from tokenahead.training.commands.train import train
 
 
 def error_of(tmp_path, capsys, *flags) -> str:

@@ -1,4 +1,4 @@
-"""`tokenahead train`: every drafter from a YAML file to a folder that loads again, with the facts of the run."""
+"""`tokenahead train`: every drafter from a YAML file to a directory that loads again, with the facts of the run."""
 
 import json
 
@@ -6,12 +6,11 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
+from tests.internals import JointMTPModel, write_run
+from tests.internals import cli_module as cli
+from tests.internals import commands_train as train
 from tests.training.commands.conftest import LINES
 from tokenahead import DeepSeekMTP, EagleHead, MTPHeads
-from tokenahead.modeling.heads.joint import JointMTPModel
-from tokenahead.training import cli
-from tokenahead.training.commands.run_folder import write_run
-from tokenahead.training.commands.train import train
 
 RUNS = {
     "evabyte": dict(model="evabyte", drafter_options={"head_type": "btree", "rank": 2}),

@@ -1,4 +1,4 @@
-"""The pictures can be read: every word lies inside them, none on another one, and every marker inside its axes."""
+"""The figures can be read: every word lies inside them, none on another one, and every marker inside its axes."""
 
 from itertools import combinations
 
@@ -6,9 +6,9 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 
-from tokenahead.training.demo import figures
-from tokenahead.training.evaluation import MODES, HeadReport
-from tokenahead.training.results import DecodingResult, MeasuredResults
+from tests.internals import MODES, HeadReport
+from tests.internals import demo_figures as figures
+from tokenahead.model_cards import DecodingResult, MeasuredResults
 
 MEASURED = {"ff": (2.22, 4.8, 2.39, 6.2), "cp": (2.65, 7.2, 2.83, 8.2), "hmm": (2.47, 8, 2.55, 7.3)}
 SPREAD = {"ff": (1, 1, 4, 3), "cp": (4, 41, 3, 3.5), "hmm": (7, 81, 2, 4), "btree": (10, 121, 1, 4.5)}

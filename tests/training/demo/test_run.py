@@ -10,10 +10,16 @@ import torch
 from rich.console import Console
 
 from tests.boxes import untrained_box
-from tokenahead.training.box import BoxDamagedError, excerpt_windows
-from tokenahead.training.demo.measure import Box, BoxMeasurement
-from tokenahead.training.demo.run import MARK, check_output, run_demo
-from tokenahead.training.evaluation import read_reports
+from tests.internals import (
+    MARK,
+    Box,
+    BoxDamagedError,
+    BoxMeasurement,
+    check_output,
+    excerpt_windows,
+    read_reports,
+    run_demo,
+)
 
 FEW = {"seconds": 0.1, "new_bytes": 20, "most_prompts": 2}
 

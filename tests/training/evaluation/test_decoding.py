@@ -5,18 +5,19 @@ import math
 import pytest
 import torch
 
-from tests.training.conftest import small_model
-from tokenahead import EvaByteTokenizer
-from tokenahead.training.data import ByteWindows, load_corpus
-from tokenahead.training.evaluation import (
+from tests.internals import (
     GREEDY,
     MODES,
+    ByteWindows,
     Measurement,
     bits_per_byte,
     compare_decoding,
-    decoding,
+    load_corpus,
     sampled,
 )
+from tests.internals import evaluation_decoding as decoding
+from tests.training.conftest import small_model
+from tokenahead import EvaByteTokenizer
 
 PROMPTS = ["def f(x):\n", "class Words:\n    pass\n"]
 
@@ -95,7 +96,7 @@ def test_an_early_end_is_a_difference_too(model, monkeypatch):
     assert comparison.result.identical is False and "after 7 tokens" in comparison.completions[0].difference
 
 
-def test_samples_are_drawn_from_the_whole_law_and_not_compared(model, monkeypatch):
+def test_samples_are_drawn_from_the_whole_distribution_and_not_compared(model, monkeypatch):
     seen = []
     generate = model.generate
 

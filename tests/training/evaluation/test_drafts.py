@@ -1,4 +1,4 @@
-"""Laws of drafts along text, for every drafter that has laws, and what is measured of them."""
+"""Distributions of drafts along text, for every drafter that has distributions, and what is measured of them."""
 
 import pytest
 import torch
@@ -6,10 +6,9 @@ from transformers import DynamicCache
 
 from tests.every_model import llama
 from tests.families import family_model
+from tests.internals import drafted_probs, measure_drafts
 from tests.models import tiny_model
 from tokenahead import EagleHead, MTPHeads
-from tokenahead.training.evaluation.drafts import measure_drafts
-from tokenahead.training.evaluation.laws import drafted_laws
 
 
 def models():
@@ -30,15 +29,15 @@ def batch_for(model, rows: int = 3, length: int = 12):
 
 
 @pytest.mark.parametrize(("name", "model"), [pytest.param(*pair, id=pair[0]) for pair in models()])
-def test_laws_are_normalised_and_the_losses_are_those_of_the_model(name, model):
+def test_distributions_are_normalised_and_the_losses_are_those_of_the_model(name, model):
     model = model.eval()
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     batch = batch_for(model)
-    for laws in drafted_laws(model, batch):
-        mass = laws.draft.exp().sum(-1)
+    for probs in drafted_probs(model, batch):
+        mass = probs.draft.exp().sum(-1)
         torch.testing.assert_close(mass, torch.ones_like(mass), rtol=0, atol=1e-5)
     means = measure_drafts(model, batch).means()
     assert all(0 <= share <= 1 for share in means["accepted_block"])
@@ -49,30 +48,31 @@ def test_laws_are_normalised_and_the_losses_are_those_of_the_model(name, model):
 
 
 def test_the_verifier_reads_the_backbone_where_the_draft_stands():
-    """A head that is the backbone's own, moved on: each draft's law is compared with the law of that very position."""
+    """A head that is the backbone's own, moved on: each draft's distribution is compared with the distribution of that
+    very position."""
     heads = MTPHeads.from_backbone(llama(), window=3).eval()
     batch = batch_for(heads)
     logits = heads.backbone(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    (laws,) = drafted_laws(heads, batch)
+    (probs,) = drafted_probs(heads, batch)
     rows, columns = (batch["labels"][:, 2:] != -100).nonzero(as_tuple=True)
-    torch.testing.assert_close(laws.target[:, 0], logits[rows, columns + 1], rtol=1e-4, atol=1e-4)
-    assert torch.equal(laws.tokens[:, 0], batch["input_ids"][rows, columns + 2])
+    torch.testing.assert_close(probs.target[:, 0], logits[rows, columns + 1], rtol=1e-4, atol=1e-4)
+    assert torch.equal(probs.tokens[:, 0], batch["input_ids"][rows, columns + 2])
 
 
 @pytest.mark.parametrize("version", [1, 3])
-def test_an_eagle_head_drafts_what_its_laws_say(version):
-    """The law of step i at a row is that of drafting by hand behind the same prefix with the true tokens."""
+def test_an_eagle_head_drafts_what_its_distributions_say(version):
+    """The distribution of step i at a row is that of drafting by hand behind the same prefix with the true tokens."""
     head = EagleHead.from_backbone(llama(num_hidden_layers=4), version=version).eval()
     batch = batch_for(head)
     batch = {name: value[:1] for name, value in batch.items()}
-    laws = torch.cat([part.draft for part in drafted_laws(head, batch)])
+    probs = torch.cat([part.draft for part in drafted_probs(head, batch)])
     ids, column = batch["input_ids"], 4
     wanted = True
     states = head.backbone(ids[:, : column + 1], output_hidden_states=wanted).hidden_states
     cache = DynamicCache()
     features, logits = head.step(head.fuse(states), ids[:, 1 : column + 2], past_key_values=cache)
     for step in range(3):
-        found = laws[column, step]
+        found = probs[column, step]
         torch.testing.assert_close(found, logits[0, -1].float().log_softmax(-1), rtol=1e-4, atol=1e-4)
         position = torch.tensor([[column + 1 + step]])
         features, logits = head.step(features[:, -1:], ids[:, column + 2 + step][:, None], position, None, cache)

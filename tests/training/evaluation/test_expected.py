@@ -5,23 +5,22 @@ from itertools import product
 import pytest
 import torch
 
+from tests.internals import GREEDY, TeacherForced, block_acceptance, expected_from_log_probs, sampled, token_acceptance
 from tests.training.conftest import small_model
-from tokenahead.generation.verification import block_acceptance, token_acceptance
-from tokenahead.training.evaluation import GREEDY, TeacherForced, sampled
-from tokenahead.training.evaluation.expected import expected_from_log_probs
 
 V, M, QUARTERS = 3, 3, 4
 
 
 class Tables:
-    """Laws of M tokens given those before them, with p in quarters, so that 4^M equally likely texts are all of p."""
+    """Distributions of M tokens given those before them, with p in quarters, so that 4^M equally likely texts are all
+    of p."""
 
     def __init__(self, seed: int) -> None:
         source = torch.Generator().manual_seed(seed)
         prefixes = [prefix for length in range(M) for prefix in product(range(V), repeat=length)]
         self.p = {prefix: torch.randint(V, (QUARTERS,), generator=source) for prefix in prefixes}
         self.q = {prefix: torch.rand(V, generator=source, dtype=torch.float64) for prefix in prefixes}
-        self.q = {prefix: law / law.sum() for prefix, law in self.q.items()}
+        self.q = {prefix: distribution / distribution.sum() for prefix, distribution in self.q.items()}
 
     def texts(self) -> torch.Tensor:
         """[4^M, M]."""
@@ -34,17 +33,17 @@ class Tables:
         return torch.tensor(rows)
 
     def along(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Laws p and q of every token of [N, M]: [N, M, V] each."""
+        """Distributions p and q of every token of [N, M]: [N, M, V] each."""
         prefixes = [[tuple(row[:i]) for i in range(M)] for row in tokens.tolist()]
         p = [[torch.bincount(self.p[x], minlength=V).double() / QUARTERS for x in row] for row in prefixes]
         q = [[self.q[x] for x in row] for row in prefixes]
         return torch.stack([torch.stack(row) for row in p]), torch.stack([torch.stack(row) for row in q])
 
-    def window_law(self, hidden: torch.Tensor) -> "Tables":
+    def window_distribution(self, hidden: torch.Tensor) -> "Tables":
         return self
 
     def conditional_log_probs(self, windows: torch.Tensor) -> torch.Tensor:
-        """Of windows [N, 1 + M], whose first token is known and has no law here."""
+        """Of windows [N, 1 + M], whose first token is known and has no distribution here."""
         return torch.nn.functional.pad(self.along(windows[:, 1:])[1].log(), (0, 0, 1, 0))
 
 
@@ -74,7 +73,7 @@ def test_the_sum_over_texts_is_the_sum_over_drafts(rule, seed):
     expected = accepted_of_drafts(tables, rule)
     assert found.by_position == pytest.approx(expected.tolist(), abs=1e-12)
     assert found.tokens_per_call == pytest.approx(1 + float(expected.sum())) and found.places == QUARTERS**M
-    chosen = [law.gather(-1, texts[..., None])[..., 0].log() for law in (q, p)]
+    chosen = [distribution.gather(-1, texts[..., None])[..., 0].log() for distribution in (q, p)]
     assert expected_from_log_probs(*chosen, rule).mean(0).tolist() == pytest.approx(expected.tolist(), abs=1e-12)
 
 
@@ -89,7 +88,7 @@ def model():
 
 
 @pytest.mark.parametrize("mode", [GREEDY, sampled(0.7)], ids=["greedy", "sampled"])
-def test_states_laws_and_tokens_of_continuations_belong_together(model, mode):
+def test_states_distributions_and_tokens_of_continuations_belong_together(model, mode):
     """What was kept on the way equals one pass over the prefix and what was written behind it."""
     prefixes = torch.randint(64, 320, (3, 10))
     places = TeacherForced.on_continuations(model, prefixes, model.window, mode, places=5)

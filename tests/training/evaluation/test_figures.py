@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from tokenahead.training.evaluation import figures, load_metric
-from tokenahead.training.evaluation.metrics import METRICS, metric_path
+from tests.internals import METRICS, load_metric, metric_path
+from tests.internals import evaluation_figures as figures
 
 
 def test_calls_are_counted_with_the_prefill():

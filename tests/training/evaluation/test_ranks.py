@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from tests.backbones import backbone, train_heads
+from tests.internals import choices_from_accuracies, rank_accuracies
 from tokenahead import MTPHeads
-from tokenahead.generation.trees import choices_from_accuracies
-from tokenahead.training.evaluation import rank_accuracies
 
 
 def written(model, rows=12, length=30):
@@ -27,7 +26,7 @@ def test_accuracies_are_those_of_proposals_one_by_one(kind, temperature):
     labels = ids.clone()
     labels[1, 6:] = -100
     found = rank_accuracies(heads, [{"input_ids": ids, "labels": labels}], 4, temperature)
-    law, logits = heads.law(ids), model(ids).logits
+    distribution, logits = heads.distribution(ids), model(ids).logits
     hits, counts = torch.zeros(3, 4, dtype=torch.float64), torch.zeros(3)
     for row, end in ((0, 9), (1, 6)):
         for column in range(end):
@@ -36,7 +35,7 @@ def test_accuracies_are_those_of_proposals_one_by_one(kind, temperature):
                     continue
                 window = torch.zeros(2, 9, 4, dtype=torch.long)
                 window[row, column, : depth + 1] = ids[row, column + 1 : column + 2 + depth]
-                best = law.conditional_log_probs(window)[row, column, depth + 1].topk(4).indices
+                best = distribution.conditional_log_probs(window)[row, column, depth + 1].topk(4).indices
                 target = logits[row, column + 1 + depth]
                 share = (target / temperature).softmax(-1)[best] if temperature else target.argmax() == best
                 hits[depth] += share.double()

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
+from tests.internals import load_texts, ptp_data, write_texts
 from tests.ptp_models import backbone, ids, student
-from tokenahead.training.ptp import data as ptp_data
-from tokenahead.training.ptp.data import load_texts, write_texts
 
 PROMPTS = [ids(n, seed=n).tolist() for n in (3, 1, 4, 2, 5)]
 SIZES = {"max_new_tokens": 6, "per_prompt": 2, "batch_size": 2, "shard_size": 2}
@@ -49,7 +48,7 @@ def test_a_run_that_was_cut_off_ends_with_the_same_texts(tmp_path, monkeypatch):
     assert written[0].stat().st_mtime_ns == before
 
 
-def test_texts_follow_the_verified_law(tmp_path):
+def test_texts_follow_the_verified_distribution(tmp_path):
     model = student(sampling={"top_k": 1})  # taken from the student's own configuration
     texts = write_texts(model, PROMPTS, tmp_path, max_new_tokens=4)
     for prompt, row in zip(PROMPTS, texts):

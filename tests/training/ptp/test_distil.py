@@ -5,10 +5,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
+from tests.internals import distil, main
+from tests.internals import ptp_distil as command
 from tests.ptp_models import VOCABULARY, backbone, ids
 from tokenahead import PTPForCausalLM
-from tokenahead.training.ptp import distil as command
-from tokenahead.training.ptp.distil import distil, main
 
 PROMPTS = [ids(3, seed=n).tolist() for n in range(8)]
 SIZES = {"max_new_tokens": 6, "batch_size": 4, "shard_size": 4}

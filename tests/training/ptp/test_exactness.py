@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from tests.internals import heads_chunks as chunks
+from tests.internals import ptp_scores as scores
 from tests.ptp_models import VOCABULARY, Places, backbone, ids, student
 from tests.training.ptp.test_trainer import FOLDED, texts, trainer
-from tokenahead.modeling.heads import chunks
-from tokenahead.training.ptp import scores
 
 
 def gradients(model, tmp_path, rows, size, **options) -> tuple[float, list[torch.Tensor]]:
@@ -67,7 +67,7 @@ def test_evaluation_on_written_texts_repeats_itself(sequences, tmp_path):
 
 @pytest.mark.parametrize(("variant", "loss"), [("one_hot", "ce"), ("categorical", "kl")])
 def test_pieces_of_the_loss_give_what_all_of_it_gives(variant, loss, tmp_path, monkeypatch):
-    """Slots and laws three rows at a time; no tensor over the vocabulary is larger."""
+    """Slots and distributions three rows at a time; no tensor over the vocabulary is larger."""
     model, rows = student(variant, backbone().double(), sampling=FOLDED), texts(backbone(), **FOLDED)[:4]
     options = {"loss": loss, "completions": 4, "greedy_share": 0.5}
     torch.manual_seed(7)

@@ -1,4 +1,4 @@
-"""Losses of parallel token prediction, and the law that is verified."""
+"""Losses of parallel token prediction, and the distribution that is verified."""
 
 import json
 from pathlib import Path
@@ -7,37 +7,38 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tokenahead.training.ptp.losses import slot_losses, slot_weights, target_law
-from tokenahead.training.ptp.options import LOSSES, PTPOptions
+from tests.internals import ptp_LOSSES as LOSSES
+from tests.internals import slot_losses, slot_weights, target_probs
+from tokenahead.training import PTPOptions
 
 GOLDENS = Path(__file__).parents[2] / "data" / "ptp"
 
 
-def test_the_verified_law_folds_sampling_in_the_librarys_order():
+def test_the_verified_distribution_folds_sampling_in_the_librarys_order():
     for case in json.loads((GOLDENS / "fold_sampling.json").read_text()):
         logits = torch.tensor(case["logits"], dtype=torch.float64)
-        law = target_law(logits[None, None], case["temperature"], case["top_k"], case["top_p"])[0, 0]
-        torch.testing.assert_close(law, torch.tensor(case["P_hf"], dtype=torch.float64), atol=1e-9, rtol=0)
+        distribution = target_probs(logits[None, None], case["temperature"], case["top_k"], case["top_p"])[0, 0]
+        torch.testing.assert_close(distribution, torch.tensor(case["P_hf"], dtype=torch.float64), atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_a_loss_is_least_at_the_target(kind):
     torch.manual_seed(0)
     target = torch.randn(9, dtype=torch.float64)
-    law = target.softmax(-1)
+    distribution = target.softmax(-1)
     logits = target.clone().requires_grad_()
     if kind == "ce":  # in expectation over tokens
-        value = (law * slot_losses(logits.expand(9, -1), torch.arange(9), None, kind)).sum()
+        value = (distribution * slot_losses(logits.expand(9, -1), torch.arange(9), None, kind)).sum()
     else:
-        value = slot_losses(logits, torch.tensor(0), law, kind)
+        value = slot_losses(logits, torch.tensor(0), distribution, kind)
     (gradient,) = torch.autograd.grad(value, logits)
     assert gradient.abs().max() < 1e-9
     for _ in range(20):
         other = target + 0.3 * torch.randn(9, dtype=torch.float64)
         if kind == "ce":
-            far = (law * slot_losses(other.expand(9, -1), torch.arange(9), None, kind)).sum()
+            far = (distribution * slot_losses(other.expand(9, -1), torch.arange(9), None, kind)).sum()
         else:
-            far = slot_losses(other, torch.tensor(0), law, kind)
+            far = slot_losses(other, torch.tensor(0), distribution, kind)
         assert far > value
 
 
@@ -56,10 +57,10 @@ def test_losses_of_certain_tokens(kind):
     assert logits.grad.isfinite().all()
 
 
-def test_reverse_kl_stays_finite_where_the_law_excludes_tokens():
-    law = torch.tensor([0.5, 0.5, 0.0])
+def test_reverse_kl_stays_finite_where_the_distribution_excludes_tokens():
+    distribution = torch.tensor([0.5, 0.5, 0.0])
     logits = torch.zeros(3, requires_grad=True)
-    loss = slot_losses(logits, torch.tensor(0), law, "reverse_kl")
+    loss = slot_losses(logits, torch.tensor(0), distribution, "reverse_kl")
     loss.backward()
     assert loss.isfinite() and logits.grad[2] > 0  # mass leaves the excluded token
 
@@ -72,8 +73,8 @@ def test_what_slots_weigh():
 @pytest.mark.parametrize(
     "sampling", [{}, {"top_p": 0.9}, {"temperature": 0.7, "top_k": 50}, {"top_k": 5, "top_p": 0.3}]
 )
-def test_the_verified_law_is_that_of_transformers_warpers(sampling):
-    """Also where the nucleus is larger than what is looked at first: flat laws over a large vocabulary."""
+def test_the_verified_distribution_is_that_of_transformers_warpers(sampling):
+    """Also where the nucleus is larger than what is looked at first: flat distributions over a large vocabulary."""
     logits = torch.randn(3, 5, 1000, dtype=torch.float64) * torch.tensor([0.05, 1.0, 8.0])[:, None, None]
     settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | sampling
     warpers = LogitsProcessorList([TemperatureLogitsWarper(settings["temperature"])])
@@ -82,13 +83,13 @@ def test_the_verified_law_is_that_of_transformers_warpers(sampling):
     if settings["top_p"] < 1:
         warpers.append(TopPLogitsWarper(settings["top_p"]))
     expected = warpers(None, logits.flatten(0, 1)).softmax(-1).view_as(logits)
-    torch.testing.assert_close(target_law(logits, **settings), expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(target_probs(logits, **settings), expected, atol=1e-12, rtol=0)
 
 
 def test_no_vocabulary_is_sorted(monkeypatch):
     monkeypatch.setattr(torch, "sort", None)
     monkeypatch.setattr(torch.Tensor, "sort", None)
-    assert target_law(torch.randn(2, 500), top_p=0.9).sum() == pytest.approx(2)
+    assert target_probs(torch.randn(2, 500), top_p=0.9).sum() == pytest.approx(2)
 
 
 @pytest.mark.parametrize(

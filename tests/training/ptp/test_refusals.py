@@ -4,11 +4,10 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
+from tests.internals import PackedRows, Sequences
 from tests.ptp_models import CONFIGS, backbone, ids, student
 from tokenahead import EvaByteTokenizer
-from tokenahead.training.ptp.completions import Sequences
-from tokenahead.training.ptp.rows import PackedRows
-from tokenahead.training.ptp.trainer import PTPTrainer
+from tokenahead.training import PTPTrainer
 
 
 def trainer(tmp_path, data=None, compute_metrics=None, processing_class=None, **arguments):

@@ -4,29 +4,35 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
+from tests.internals import (
+    SEQUENCES,
+    PackedRows,
+    Sequences,
+    SlotInputs,
+    Teacher,
+    at_columns,
+    draw_starts,
+    pick,
+    student_drafts,
+    target_probs,
+)
+from tests.internals import ptp_LOSSES as LOSSES
 from tests.ptp_models import VOCABULARY, backbone, ids, student
 from tokenahead import PTPForCausalLM
-from tokenahead.modeling.sampling import pick
-from tokenahead.training.ptp.columns import at_columns
-from tokenahead.training.ptp.completions import Sequences, draw_starts
-from tokenahead.training.ptp.losses import target_law
-from tokenahead.training.ptp.options import LOSSES, SEQUENCES, PTPOptions
-from tokenahead.training.ptp.rows import PackedRows, SlotInputs
-from tokenahead.training.ptp.teacher import Teacher, student_drafts
-from tokenahead.training.ptp.trainer import PTPTrainer
+from tokenahead.training import PTPOptions, PTPTrainer
 
 FOLDED = {"temperature": 0.8, "top_k": 7, "top_p": 0.9}
 VARIANTS = ("one_hot", "categorical")
 
 
 def texts(teacher: torch.nn.Module, count: int = 16, length: int = 12, **sampling) -> list[dict]:
-    """Texts of the verified law, of different lengths."""
+    """Texts of the verified distribution, of different lengths."""
     torch.manual_seed(0)
     tokens = ids(count, 2)
     with torch.no_grad():
         for _ in range(length - 2):
-            law = target_law(teacher(tokens).logits[:, -1], **sampling)
-            tokens = torch.cat([tokens, pick(torch.rand(count), law)[:, None]], dim=1)
+            distribution = target_probs(teacher(tokens).logits[:, -1], **sampling)
+            tokens = torch.cat([tokens, pick(torch.rand(count), distribution)[:, None]], dim=1)
     return [{"input_ids": row[: length - index % 4]} for index, row in enumerate(tokens)]
 
 
@@ -65,8 +71,8 @@ def test_every_loss_and_source_trains_the_student_alone(variant, loss, sequences
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("sequences", SEQUENCES)
-def test_uniforms_pick_the_tokens_under_the_verified_law(variant, sequences, tmp_path):
-    model = student(variant, backbone().double(), sampling=FOLDED)  # uniforms at borders ask for exact laws
+def test_uniforms_pick_the_tokens_under_the_verified_distribution(variant, sequences, tmp_path):
+    model = student(variant, backbone().double(), sampling=FOLDED)  # uniforms at borders ask for exact distributions
     rows = texts(backbone(), **FOLDED)
     (batch, _, completions, (u, reached)), _ = task(model, tmp_path, rows, sequences=sequences, completions=4)
     assert u.dtype == torch.float32 and reached.any()
@@ -75,11 +81,11 @@ def test_uniforms_pick_the_tokens_under_the_verified_law(variant, sequences, tmp
         context = batch.tokens[row, :start][batch.documents[row, :start] > 0]
         for slot in range(int(reached[row, completion].sum())):
             tokens = completions.tokens[row, completion]
-            law = target_law(model(torch.cat([context, tokens[:slot]])[None]).logits[:, -1], **FOLDED)
-            assert int(pick(u[row, completion, slot][None], law)) == int(tokens[slot])
+            distribution = target_probs(model(torch.cat([context, tokens[:slot]])[None]).logits[:, -1], **FOLDED)
+            assert int(pick(u[row, completion, slot][None], distribution)) == int(tokens[slot])
 
 
-def test_tokens_that_the_law_excludes_end_their_completions(tmp_path):
+def test_tokens_that_the_distribution_excludes_end_their_completions(tmp_path):
     model = student(sampling={"top_k": 1})  # only the most likely token is possible
     row = ids(1, 12)
     best = model(row).logits.argmax(-1)
@@ -144,10 +150,10 @@ def test_inverse_training_finds_the_students_own_uniforms(reads_state, tmp_path)
     with torch.no_grad():
         found = own._task(model, own.data_collator(texts(backbone())), True)
         u, reached, completions = found.u, found.reached, found.completions
-        law = found.rows.slots(found.inputs).softmax(-1)  # one forward confirms what was found step by step
+        distribution = found.rows.slots(found.inputs).softmax(-1)  # one forward confirms what was found step by step
         first = at_columns(model(found.sequences.tokens).logits, completions.starts - 1).softmax(-1)
     assert reached.sum() > 40
-    picked = torch.cat([pick(u[..., 0], first)[..., None], pick(u[..., 1:], law)], dim=-1)
+    picked = torch.cat([pick(u[..., 0], first)[..., None], pick(u[..., 1:], distribution)], dim=-1)
     assert torch.equal(picked[reached], completions.tokens[reached])
 
 
@@ -206,8 +212,8 @@ def test_drafts_are_judged_as_their_texts_are():
         for completion in range(3):
             start = int(starts[row, completion])
             text = torch.cat([batch.tokens[row, :start], written[row, completion]])[None]
-            law = target_law(model(text).logits[:, start - 1 : -1], **FOLDED)[0]
-            torch.testing.assert_close(target_law(judged.scores.states[row, completion], **FOLDED), law)
+            distribution = target_probs(model(text).logits[:, start - 1 : -1], **FOLDED)[0]
+            torch.testing.assert_close(target_probs(judged.scores.states[row, completion], **FOLDED), distribution)
 
 
 def test_continued_texts_begin_with_the_data():

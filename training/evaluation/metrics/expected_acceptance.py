@@ -8,7 +8,7 @@ from tokenahead.training.evaluation.expected import expected_from_log_probs
 
 _INPUTS = """
 Args:
-    predictions: For every place of a text, log q_i of its tokens under the laws that drafts are drawn from.
+    predictions: For every place of a text, log q_i of its tokens under the distributions that drafts are drawn from.
     references: For every place, log p_i of the same tokens under the target.
     rule: "block" (the default) or "token".
 Returns:

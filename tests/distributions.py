@@ -1,4 +1,4 @@
-"""Helpers for tests about probability laws: goldens, laws of continuations, and chi-square tests."""
+"""Helpers for tests about probability distributions: goldens, distributions of continuations, and chi-square tests."""
 
 from pathlib import Path
 
@@ -14,15 +14,15 @@ def golden(name: str) -> dict[str, torch.Tensor]:
     return load_file(CIRCUITS / f"{name}.safetensors")
 
 
-def chi_square(cells: torch.Tensor, law: torch.Tensor) -> float:
-    """p-value of drawn cell numbers [N] under `law` [C]; cells expected less than 5 times are counted as one.
+def chi_square(cells: torch.Tensor, distribution: torch.Tensor) -> float:
+    """p-value of drawn cell numbers [N] under `distribution` [C]; cells expected less than 5 times are counted as one.
 
-    A cell that the law excludes and that was drawn gives 0.
+    A cell that the distribution excludes and that was drawn gives 0.
     """
-    seen = torch.bincount(cells, minlength=len(law)).double()
-    if seen[law == 0].any():
+    seen = torch.bincount(cells, minlength=len(distribution)).double()
+    if seen[distribution == 0].any():
         return 0.0
-    expected = law.double() * len(cells)
+    expected = distribution.double() * len(cells)
     rare = expected < 5
     merged = [torch.cat([counts[~rare], counts[rare].sum()[None]]) for counts in (seen, expected)]
     if merged[1][-1] < 5:  # too few even together: they join the last frequent cell
@@ -32,7 +32,7 @@ def chi_square(cells: torch.Tensor, law: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def continuation_law(model, prompt: torch.Tensor, length: int, **options) -> dict[tuple[int, ...], float]:
+def continuation_distribution(model, prompt: torch.Tensor, length: int, **options) -> dict[tuple[int, ...], float]:
     """Probability of every continuation of `length` tokens, one by one, with transformers' own processors.
 
     Args:
@@ -44,16 +44,21 @@ def continuation_law(model, prompt: torch.Tensor, length: int, **options) -> dic
     config, _ = model._prepare_generation_config(None, do_sample=True, **options)
     model._prepare_special_tokens(config, device=prompt.device)
     processors = model._get_logits_processor(config, prompt.shape[1], prompt, None, [], device="cpu")
-    law = {(): 1.0}
+    distribution = {(): 1.0}
     for _ in range(length):
-        ids = torch.cat([prompt.expand(len(law), -1), torch.tensor(list(law)).long().view(len(law), -1)], dim=1)
-        next_laws = processors(ids, model(ids, use_cache=False).logits[:, -1].double()).softmax(-1).tolist()
-        law = {(*text, x): p * q for (text, p), row in zip(law.items(), next_laws) for x, q in enumerate(row)}
-    return law
+        ids = torch.cat(
+            [prompt.expand(len(distribution), -1), torch.tensor(list(distribution)).long().view(len(distribution), -1)],
+            dim=1,
+        )
+        next_probs = processors(ids, model(ids, use_cache=False).logits[:, -1].double()).softmax(-1).tolist()
+        distribution = {
+            (*text, x): p * q for (text, p), row in zip(distribution.items(), next_probs) for x, q in enumerate(row)
+        }
+    return distribution
 
 
-def continuation_p_value(samples: torch.Tensor, law: dict[tuple[int, ...], float]) -> float:
+def continuation_p_value(samples: torch.Tensor, distribution: dict[tuple[int, ...], float]) -> float:
     """Chi-square p-value of drawn continuations [N, length]; see `chi_square`."""
-    number = {text: cell for cell, text in enumerate(law)}
+    number = {text: cell for cell, text in enumerate(distribution)}
     cells = torch.tensor([number[tuple(text)] for text in samples.tolist()])
-    return chi_square(cells, torch.tensor(list(law.values()), dtype=torch.double))
+    return chi_square(cells, torch.tensor(list(distribution.values()), dtype=torch.double))

@@ -1,4 +1,5 @@
-"""The law of heads that read the tokens before theirs (Hydra): a product of conditionals, nothing to normalise."""
+"""The distribution of heads that read the tokens before theirs (Hydra): a product of conditionals, nothing to
+normalise."""
 
 from __future__ import annotations
 
@@ -7,17 +8,18 @@ from collections.abc import Callable
 import torch
 
 from ..sampling import draw
-from .window_law import Choose, WindowLaw, normalised_logits
+from .window_distribution import Choose, WindowDistribution, normalised_logits
 
 NextLogits = Callable[[torch.Tensor], torch.Tensor]
 """From the embeddings [..., k, d] of the first k tokens of the window to the logits [..., V] of the next one."""
 
 
-class SequentialLaw(WindowLaw):
+class SequentialDistribution(WindowDistribution):
     """q(x) = prod_k softmax(next_logits(e(x_1), .., e(x_{k-1})))[x_k].
 
-    Binding a token is exact and free: every conditional is given, none is computed from a joint law. With known tokens
-    all conditionals are evaluated without a loop over the batch or over drafts; drafting takes one step per token.
+    Binding a token is exact and free: every conditional is given, none is computed from a joint distribution. With
+    known tokens all conditionals are evaluated without a loop over the batch or over drafts; drafting takes one step
+    per token.
 
     Args:
         next_logits: The conditionals.
@@ -61,16 +63,16 @@ class SequentialLaw(WindowLaw):
         if unknown is None:
             return chosen
         if bool((unknown[..., :-1] & ~unknown[..., 1:]).any()):
-            raise ValueError("unknown: a sequential law can sum tokens out at the end of the window only")
+            raise ValueError("unknown: a sequential distribution can sum tokens out at the end of the window only")
         return chosen.masked_fill(unknown, 0)
 
     def prefix_log_prob(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
         """Cumulated conditionals; unknown tokens may stand at the end of the window only (`token_log_probs`)."""
         return self.token_log_probs(tokens, unknown).cumsum(-1)
 
-    def condition(self, first: torch.Tensor) -> SequentialLaw:
+    def condition(self, first: torch.Tensor) -> SequentialDistribution:
         """Binds the embedding of `first`."""
-        return SequentialLaw(self.next_logits, self.embed, self.window - 1, self._extended(first[..., None]))
+        return SequentialDistribution(self.next_logits, self.embed, self.window - 1, self._extended(first[..., None]))
 
     def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
         """One token after the other."""
@@ -78,16 +80,16 @@ class SequentialLaw(WindowLaw):
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """One token after the other."""
-        law, tokens, laws = self, [], []
+        distribution, tokens, draft_probs = self, [], []
         for _ in range(self.window if length is None else min(length, self.window)):
-            token, probs = choose(law._logits(law.known).softmax(-1))
+            token, probs = choose(distribution._logits(distribution.known).softmax(-1))
             tokens.append(token)
-            laws.append(probs)
-            law = law.condition(token)
-        return torch.stack(tokens, -1), torch.stack(laws, -2)
+            draft_probs.append(probs)
+            distribution = distribution.condition(token)
+        return torch.stack(tokens, -1), torch.stack(draft_probs, -2)
 
-    def sample_with_laws(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One token after the other; their laws come with them."""
+    def sample_with_probs(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token after the other; their distributions come with them."""
         return self.draft(lambda probs: (draw(probs), probs), length)
 
     def _logits(self, prefix: torch.Tensor) -> torch.Tensor:

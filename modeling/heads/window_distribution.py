@@ -1,7 +1,8 @@
-"""The contract of a law over a window of n tokens, the independent law, and the arithmetic that all laws share.
+"""The contract of a distribution over a window of n tokens, the independent distribution, and the arithmetic that all
+distributions share.
 
-A law computes in the dtype of the logits it is built from: float32 from models, whatever their own dtype, float64 for
-exact work. -inf logits are legal: they are safe in value and in gradient.
+A distribution computes in the dtype of the logits it is built from: float32 from models, whatever their own dtype,
+float64 for exact work. -inf logits are legal: they are safe in value and in gradient.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ Choose = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """From probabilities [..., v] to tokens [...] and the probabilities [..., v] that they were really drawn from."""
 
 
-class WindowLaw(ABC):
-    """A probability law q over windows x_1..x_n of token ids."""
+class WindowDistribution(ABC):
+    """A probability distribution q over windows x_1..x_n of token ids."""
 
     window: int
     """n, the number of positions that are still free."""
@@ -37,12 +38,12 @@ class WindowLaw(ABC):
     def next_log_probs(self, prefix: torch.Tensor) -> torch.Tensor:
         """log q(X_{j+1} = . | x_1..x_j) for prefixes [..., j], j < n: [..., v], up to a constant of each prefix.
 
-        Many prefixes of one law broadcast: a law with axes [B, 1] takes prefixes [B, k, j].
+        Many prefixes of one distribution broadcast: a distribution with axes [B, 1] takes prefixes [B, k, j].
         """
 
     @abstractmethod
-    def condition(self, first: torch.Tensor) -> WindowLaw:
-        """The law of x_2..x_n given x_1 = `first` [...], in the same family."""
+    def condition(self, first: torch.Tensor) -> WindowDistribution:
+        """The distribution of x_2..x_n given x_1 = `first` [...], in the same family."""
 
     @abstractmethod
     def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -53,11 +54,11 @@ class WindowLaw(ABC):
         """Lets `choose` pick from each exact conditional in turn.
 
         Args:
-            choose: Picks tokens and states the law that it picked from.
+            choose: Picks tokens and states the distribution that it picked from.
             length: Stop after so many tokens; None goes to the end of the window.
 
         Returns:
-            tokens [..., length], and the laws they were drawn from [..., length, v].
+            tokens [..., length], and the distributions they were drawn from [..., length, v].
         """
 
     def token_log_probs(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
@@ -79,13 +80,13 @@ class WindowLaw(ABC):
         """Argmax of each exact conditional in turn, [..., n] or the first `length` of them."""
         return self.draft(lambda probs: (probs.argmax(-1), probs), length)[0]
 
-    def sample_with_laws(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """An ancestral sample and the laws that its tokens follow, [..., length] and [..., length, v]."""
+    def sample_with_probs(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """An ancestral sample and the distributions that its tokens follow, [..., length] and [..., length, v]."""
         tokens = self.sample()
         return tokens[..., :length], self.conditional_log_probs(tokens)[..., :length, :].exp()
 
 
-class FactorisedLaw(WindowLaw):
+class FactorisedDistribution(WindowDistribution):
     """FF: q(x) = prod_i leaf_i[x_i] (Gloeckle et al. 2024).
 
     Args:
@@ -119,9 +120,9 @@ class FactorisedLaw(WindowLaw):
         leaf = self.leaf_logits[..., prefix.shape[-1], 0, :]
         return leaf.expand(*torch.broadcast_shapes(prefix.shape[:-1], leaf.shape[:-1]), -1)
 
-    def condition(self, first: torch.Tensor) -> FactorisedLaw:
+    def condition(self, first: torch.Tensor) -> FactorisedDistribution:
         """Independence: the other positions as they are."""
-        return FactorisedLaw(self.leaf_logits[..., 1:, :, :])
+        return FactorisedDistribution(self.leaf_logits[..., 1:, :, :])
 
     def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
         """Every position at once."""
@@ -135,8 +136,8 @@ class FactorisedLaw(WindowLaw):
         """Argmax of every leaf; no normalisation needed."""
         return self.leaf_logits[..., :length, 0, :].argmax(-1)
 
-    def sample_with_laws(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Every position at once; the laws are computed once."""
+    def sample_with_probs(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Every position at once; the distributions are computed once."""
         return self.draft(lambda probs: (draw(probs), probs), length)
 
 

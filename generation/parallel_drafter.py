@@ -10,27 +10,27 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ..configuration.ptp import SAMPLING, PTPConfig
-from ..modeling.heads.window_law import WindowLaw
-from .drafters.best_of import BestOfDrafter, CentralRule
-from .drafters.parallel import ParallelDrafter
-from .drafters.protocol import Drafter, DraftOptions
+from ..modeling.heads.window_distribution import WindowDistribution
+from .drafters.best_of import BestOfSession, CentralVerifier
+from .drafters.parallel import ParallelSession
+from .drafters.protocol import DraftOptions, DraftSession
 from .options import CallOptions, first_set
-from .rules import CoupledRule, GreedyRule, Rule, SampledRule
-from .speculators import SpeculatorMixin
+from .rules import CoupledVerifier, GreedyVerifier, SampledVerifier, Verifier
+from .speculators import DrafterMixin
 from .uniforms import Uniforms
 
 logger = logging.get_logger(__name__)
 _LAYOUTS = ("quadratic", "linear")
 
 
-class ParallelSpeculator(SpeculatorMixin):
+class ParallelDrafter(DrafterMixin):
     """Drafts from uniforms; see `ParallelGenerationMixin` for the options of a call.
 
-    A class that uses it offers `config`, a `PTPConfig`, and `slot_law` (`PTPForCausalLM.slot_law`).
+    A class that uses it offers `config`, a `PTPConfig`, and `slot_distribution` (`PTPForCausalLM.slot_distribution`).
     """
 
     config: PTPConfig
-    slot_law: Callable[[torch.Tensor, torch.Tensor], WindowLaw]
+    slot_distribution: Callable[[torch.Tensor, torch.Tensor], WindowDistribution]
     rules = ("coupled", "block", "token")
 
     @property
@@ -66,21 +66,21 @@ class ParallelSpeculator(SpeculatorMixin):
         extra.setdefault("slot_budget", 3 * self.config.num_slots)
         options.needs_our_loop = bool(config.do_sample and ("uniforms" in extra or "seed" in extra))
 
-    def make_drafter(self, options: DraftOptions) -> Drafter:
+    def start(self, options: DraftOptions) -> DraftSession:
         """Slots behind every possible number of accepted drafts."""
         self.warn_of_mismatch(options)
         many, uniforms = options.extra.get("best_of", 1) if options.drafts else 1, make_uniforms(options)
         if many > 1:
-            return BestOfDrafter(self.config, options, uniforms, many=many)
-        return ParallelDrafter(self.config, options, uniforms, law=self.slot_law)
+            return BestOfSession(self.config, options, uniforms, many=many)
+        return ParallelSession(self.config, options, uniforms, distribution=self.slot_distribution)
 
-    def make_rule(self, options: DraftOptions, drafter: Drafter) -> Rule:
+    def make_verifier(self, options: DraftOptions, drafter: DraftSession) -> Verifier:
         """Greedy, coupled, or a speculative rule with uniforms of its own."""
         if not options.do_sample:
-            return GreedyRule()
+            return GreedyVerifier()
         if options.verification != "coupled":
-            return SampledRule(options.verification, drafter.uniforms)
-        return CoupledRule(drafter.uniforms) if drafter.many == 1 else CentralRule(drafter)
+            return SampledVerifier(options.verification, drafter.uniforms)
+        return CoupledVerifier(drafter.uniforms) if drafter.many == 1 else CentralVerifier(drafter)
 
     def warn_of_mismatch(self, options: DraftOptions) -> None:
         """Warns of a target that the drafts were not learned for."""

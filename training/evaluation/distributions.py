@@ -1,7 +1,8 @@
-"""The laws of drafts and of the backbone along known text, for every drafter that has laws. Knows no trainer.
+"""The distributions of drafts and of the backbone along known text, for every drafter that has distributions. Knows no
+trainer.
 
-The verifier's law of the token at depth j is the backbone's own, j - 1 positions further on: one forward gives it for
-every depth. The drafter's is its conditional, given the true tokens before it.
+The verifier's distribution of the token at depth j is the backbone's own, j - 1 positions further on: one forward gives
+it for every depth. The drafter's is its conditional, given the true tokens before it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _EAGLE_STEPS = 5
 
 
 @dataclass(frozen=True)
-class DraftedLaws:
-    """Some positions of a text, and the laws of what is drafted behind them.
+class DraftedProbs:
+    """Some positions of a text, and the distributions of what is drafted behind them.
 
     Attributes:
         draft: [N, m, v] log-probabilities of the drafter for drafts 1 to m, given the true tokens before each.
@@ -46,24 +47,25 @@ class DraftedLaws:
     scored: torch.Tensor
 
 
-def has_laws(model: nn.Module) -> bool:
-    """Whether `drafted_laws` knows this model; PTP's slots have no law that is known without their uniforms."""
+def has_probs(model: nn.Module) -> bool:
+    """Whether `drafted_probs` knows this model; PTP's slots have no distribution that is known without their
+    uniforms."""
     return isinstance(model, (EvaByteForMTPC, MTPHeads, DeepSeekMTP, EagleHead))
 
 
-def judged_drafts(model: Any) -> int:
-    """Tokens of a draft that `drafted_laws` has laws of.
+def verified_drafts(model: Any) -> int:
+    """Tokens of a draft that `drafted_probs` has distributions of.
 
     Args:
-        model: One that `has_laws`.
+        model: One that `has_probs`.
     """
     if isinstance(model, EagleHead):
         return _EAGLE_STEPS
     return max(model.num_modules, model.num_depths) if isinstance(model, DeepSeekMTP) else model.window - 1
 
 
-def drafted_laws(model: Any, batch: Batch) -> Iterator[DraftedLaws]:
-    """Laws of all drafts along a batch of texts, some positions at a time.
+def drafted_probs(model: Any, batch: Batch) -> Iterator[DraftedProbs]:
+    """Distributions of all drafts along a batch of texts, some positions at a time.
 
     The first drafted token stands two tokens ahead of a position: the next one is the verifier's own.
 
@@ -78,9 +80,11 @@ def drafted_laws(model: Any, batch: Batch) -> Iterator[DraftedLaws]:
         return _of_eagle(model, batch)
     if isinstance(model, DeepSeekMTP):
         return _of_modules(model, batch)
-    if has_laws(model):
+    if has_probs(model):
         return _of_heads(model, batch)
-    raise TypeError(f"{type(model).__name__} drafts without laws that are known beforehand; measure what it generates")
+    raise TypeError(
+        f"{type(model).__name__} drafts without distributions that are known beforehand; measure what it generates"
+    )
 
 
 def _given(batch: Batch) -> dict[str, torch.Tensor]:
@@ -91,41 +95,41 @@ def _targets(batch: Batch, window: int) -> torch.Tensor:
     return depth_targets(batch["labels"], window, batch.get("attention_mask"), batch.get("position_ids"))
 
 
-def _of_heads(model: Any, batch: Batch) -> Iterator[DraftedLaws]:
+def _of_heads(model: Any, batch: Batch) -> Iterator[DraftedProbs]:
     given = _given(batch)
     if isinstance(model, MTPHeads):
         states = model._run_backbone(given["input_ids"], given.get("attention_mask"), given.get("position_ids"))
         states = states.hidden_states
         features = model.features(states, given.get("attention_mask"), given.get("position_ids"))
-        law_of, unembed = model.law_of_features, backbone_parts(model.backbone).unembed
+        distribution_of, unembed = model.distribution_of_features, backbone_parts(model.backbone).unembed
     else:
         states = model(
             **given, use_cache=False, output_hidden_states=model.hidden_layers, logits_to_keep=1
         ).hidden_states
         features = model.features(states, given.get("attention_mask"), given.get("position_ids"))
-        law_of, unembed = model.law_of_features, backbone_parts(model).unembed
+        distribution_of, unembed = model.distribution_of_features, backbone_parts(model).unembed
     targets, window = _targets(batch, model.window), model.window
     tokens = torch.where(targets == IGNORE, tokens_ahead(batch["input_ids"], window, 0), targets)
 
-    def laws(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        own = law_of(features[rows, columns]).conditional_log_probs(tokens[rows, columns])
+    def probs(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        own = distribution_of(features[rows, columns]).conditional_log_probs(tokens[rows, columns])
         return own[:, 1:].float()
 
-    yield from _chunks(laws, unembed, states[-1], targets, tokens, model.config.vocab_size)
+    yield from _chunks(probs, unembed, states[-1], targets, tokens, model.config.vocab_size)
 
 
 def _chunks(
-    laws: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    probs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     unembed: Callable[[torch.Tensor], torch.Tensor],
     states: torch.Tensor,
     targets: torch.Tensor,
     tokens: torch.Tensor,
     vocab_size: int,
-) -> Iterator[DraftedLaws]:
+) -> Iterator[DraftedProbs]:
     """Positions with a target at depth 2, so many at a time that their logits stay small.
 
     Args:
-        laws: From indices of rows and columns [N] to the drafter's log-probabilities [N, m, v].
+        probs: From indices of rows and columns [N] to the drafter's log-probabilities [N, m, v].
         unembed: From the backbone's last states to its logits.
         states: These states, [B, L, d].
         targets: [B, L, m + 1], -100 where nothing is scored.
@@ -141,15 +145,15 @@ def _chunks(
     ahead = torch.arange(1, drafts + 1, device=columns.device)
     for row, column in zip(rows.split(size), columns.split(size)):
         seen = (column[:, None] + ahead).clamp(max=last)
-        yield DraftedLaws(
-            laws(row, column),
+        yield DraftedProbs(
+            probs(row, column),
             unembed(states[row[:, None], seen]).float(),
             tokens[row, column, 1:],
             scored[row, column],
         )
 
 
-def _of_modules(model: DeepSeekMTP, batch: Batch) -> Iterator[DraftedLaws]:
+def _of_modules(model: DeepSeekMTP, batch: Batch) -> Iterator[DraftedProbs]:
     depths = max(model.num_modules, model.num_depths)
     outputs = model.get_decoder()(**_given(batch), use_cache=False)
     hidden, embeds = outputs.last_hidden_state, model.get_input_embeddings()(batch["input_ids"])
@@ -159,13 +163,13 @@ def _of_modules(model: DeepSeekMTP, batch: Batch) -> Iterator[DraftedLaws]:
     targets = _targets(batch, depths + 1)
     tokens = targets.clamp(min=0)
 
-    def laws(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    def probs(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         return model.readout(states[rows, columns]).float().log_softmax(-1)
 
-    yield from _chunks(laws, model.readout, hidden, targets, tokens, model.config.get_text_config().vocab_size)
+    yield from _chunks(probs, model.readout, hidden, targets, tokens, model.config.get_text_config().vocab_size)
 
 
-def _of_eagle(head: EagleHead, batch: Batch, steps: int = _EAGLE_STEPS) -> Iterator[DraftedLaws]:
+def _of_eagle(head: EagleHead, batch: Batch, steps: int = _EAGLE_STEPS) -> Iterator[DraftedProbs]:
     """Row t of step i - 1 drafts token t + 1 + i; steps go on from the head's own outputs, as drafting does."""
     given = _given(batch)
     wanted = head.hidden_layers
@@ -184,12 +188,12 @@ def _of_eagle(head: EagleHead, batch: Batch, steps: int = _EAGLE_STEPS) -> Itera
     )
     ids = head.draft_ids
 
-    def laws(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    def probs(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         drafted = head.draft_logits(unrolled[rows, columns]).float().log_softmax(-1)
         full = drafted.new_full((*drafted.shape[:-1], head.config.vocab_size), -torch.inf)
         return full.index_copy_(-1, ids, drafted)
 
-    yield from _chunks(laws, head.backbone_logits, states, targets, targets.clamp(min=0), head.config.vocab_size)
+    yield from _chunks(probs, head.backbone_logits, states, targets, targets.clamp(min=0), head.config.vocab_size)
 
 
 def _unrolled(head: EagleHead, features: torch.Tensor, batch: TrainingBatch, steps: int) -> list[torch.Tensor]:

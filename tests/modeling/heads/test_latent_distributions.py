@@ -5,11 +5,8 @@ import json
 import pytest
 import torch
 
-from tests.laws import CIRCUITS, chi_square, golden
-from tokenahead.modeling.heads.circuit_families import circuit_from_logits
-from tokenahead.modeling.heads.tree_structure import balanced
-from tokenahead.modeling.heads.window_law import logsumexp
-from tokenahead.modeling.sampling import draw
+from tests.distributions import CIRCUITS, chi_square, golden
+from tests.internals import balanced, circuit_from_logits, draw, logsumexp
 
 CASES = {case["name"]: case for case in json.loads((CIRCUITS / "index.json").read_text())["cases"]}
 DENSITY = [name for name, case in CASES.items() if case["type"] == "density"]
@@ -24,7 +21,7 @@ def load(name):
     return CASES[name]["kind"], parameters, data
 
 
-def law_of(kind, parameters, count=None, **options):
+def distribution_of(kind, parameters, count=None, **options):
     if count is not None:
         parameters = {key: value.expand(count, *value.shape) for key, value in parameters.items()}
     return circuit_from_logits(kind, **parameters, **options)
@@ -39,53 +36,56 @@ def close(got, want, tolerance=1e-9):
 def test_values_prefixes_and_conditionals(name):
     kind, parameters, data = load(name)
     x = data["x"]
-    law = law_of(kind, parameters, len(x))
-    close(law.log_prob(x), data["logq"])
-    close(law.prefix_log_prob(x), data["prefix_logq"])
+    distribution = distribution_of(kind, parameters, len(x))
+    close(distribution.log_prob(x), data["logq"])
+    close(distribution.prefix_log_prob(x), data["prefix_logq"])
     if "cond_logp" in data:
-        close(law.conditional_log_probs(x), data["cond_logp"])
+        close(distribution.conditional_log_probs(x), data["cond_logp"])
     if "cond_logp_x0" in data:
-        close(law.conditional_log_probs(x)[0], data["cond_logp_x0"])
+        close(distribution.conditional_log_probs(x)[0], data["cond_logp_x0"])
 
 
 @pytest.mark.parametrize("name", [name for name in DENSITY if not name.startswith("masked")])
 def test_conditioning_on_one_token_after_the_other(name):
     kind, parameters, data = load(name)
     x = data["x"]
-    law = law_of(kind, parameters, len(x))
-    close(law.condition(x[:, 0]).log_prob(x[:, 1:]), data["rest_given_first_logq"])
-    whole = law.conditional_log_probs(x)
-    for position in range(law.window - 1):
-        law = law.condition(x[:, position])
-        assert law.window == x.shape[1] - position - 1
-        close(law.conditional_log_probs(x[:, position + 1 :]), whole[:, position + 1 :], 1e-8)
+    distribution = distribution_of(kind, parameters, len(x))
+    close(distribution.condition(x[:, 0]).log_prob(x[:, 1:]), data["rest_given_first_logq"])
+    whole = distribution.conditional_log_probs(x)
+    for position in range(distribution.window - 1):
+        distribution = distribution.condition(x[:, position])
+        assert distribution.window == x.shape[1] - position - 1
+        close(distribution.conditional_log_probs(x[:, position + 1 :]), whole[:, position + 1 :], 1e-8)
 
 
 @pytest.mark.parametrize("name", [name for name in DENSITY if "greedy_seq" in golden(name)])
 def test_greedy_is_the_argmax_of_each_conditional(name):
     kind, parameters, data = load(name)
-    law = law_of(kind, parameters)
-    assert torch.equal(law.greedy(), data["greedy_seq"])
-    assert torch.equal(law.greedy(2), data["greedy_seq"][:2])
+    distribution = distribution_of(kind, parameters)
+    assert torch.equal(distribution.greedy(), data["greedy_seq"])
+    assert torch.equal(distribution.greedy(2), data["greedy_seq"][:2])
 
 
 @pytest.mark.parametrize("name", [name for name in DENSITY if "joint" in golden(name)])
-def test_draws_follow_the_joint_law(name):
+def test_draws_follow_the_joint_distribution(name):
     kind, parameters, data = load(name)
-    law = law_of(kind, parameters, 20_000, dtype=torch.float32)
+    distribution = distribution_of(kind, parameters, 20_000, dtype=torch.float32)
     joint = data["joint"].flatten().double()
-    strides = torch.tensor([data["joint"].shape[0] ** i for i in reversed(range(law.window))])
-    for tokens in (law.sample(), law.draft(lambda probs: (draw(probs), probs))[0]):
+    strides = torch.tensor([data["joint"].shape[0] ** i for i in reversed(range(distribution.window))])
+    for tokens in (distribution.sample(), distribution.draft(lambda probs: (draw(probs), probs))[0]):
         assert chi_square((tokens * strides).sum(-1), joint) > 1e-4
 
 
 @pytest.mark.parametrize("name", [name for name in DENSITY if name.split("_")[0] in ("cp", "hmm", "btree")])
-def test_the_laws_of_a_draft_are_the_exact_conditionals(name):
+def test_the_distributions_of_a_draft_are_the_exact_conditionals(name):
     kind, parameters, _ = load(name)
-    law = law_of(kind, parameters, 7)
-    for tokens, q in (law.draft(lambda probs: (draw(probs), probs)), law.sample_with_laws(law.window)):
-        torch.testing.assert_close(q, law.conditional_log_probs(tokens).exp(), atol=1e-10, rtol=1e-6)
-    tokens, q = law.draft(lambda probs: (draw(probs), probs), 2)
+    distribution = distribution_of(kind, parameters, 7)
+    for tokens, q in (
+        distribution.draft(lambda probs: (draw(probs), probs)),
+        distribution.sample_with_probs(distribution.window),
+    ):
+        torch.testing.assert_close(q, distribution.conditional_log_probs(tokens).exp(), atol=1e-10, rtol=1e-6)
+    tokens, q = distribution.draft(lambda probs: (draw(probs), probs), 2)
     assert tokens.shape == (7, 2) and q.shape[:2] == (7, 2)
 
 
@@ -93,7 +93,7 @@ def test_the_laws_of_a_draft_are_the_exact_conditionals(name):
 def test_gradients(name):
     kind, parameters, data = load(name)
     leaves = {key: value.clone().requires_grad_() for key, value in parameters.items()}
-    law_of(kind, leaves, len(data["x"])).log_prob(data["x"]).neg().mean().backward()
+    distribution_of(kind, leaves, len(data["x"])).log_prob(data["x"]).neg().mean().backward()
     for key, leaf in leaves.items():
         assert leaf.grad.isfinite().all()
         if not name.startswith("masked"):
@@ -103,22 +103,22 @@ def test_gradients(name):
 @pytest.mark.parametrize("name", [name for name in DENSITY if not name.startswith(("masked", "extreme"))])
 def test_float32_is_close(name):
     kind, parameters, data = load(name)
-    law = law_of(kind, parameters, len(data["x"]), dtype=torch.float32)
-    got = law.prefix_log_prob(data["x"])
+    distribution = distribution_of(kind, parameters, len(data["x"]), dtype=torch.float32)
+    got = distribution.prefix_log_prob(data["x"])
     assert got.dtype == torch.float32
     close(got, data["prefix_logq"], 2e-5)
 
 
 @pytest.mark.parametrize("name", CONTEXTUAL)
-def test_batches_of_laws(name):
+def test_batches_of_distributions(name):
     data, kind = golden(name), CASES[name]["kind"]
     logits = {key: data[key] for key in NAMES if key in data}
     count = data["x"].shape[1]
-    law = circuit_from_logits(
+    distribution = circuit_from_logits(
         kind, **{k: v.unsqueeze(1).expand(v.shape[0], count, *v.shape[1:]) for k, v in logits.items()}
     )
-    close(law.log_prob(data["x"]), data["logq"])
-    close(law.prefix_log_prob(data["x"]), data["prefix_logq"])
+    close(distribution.log_prob(data["x"]), data["logq"])
+    close(distribution.prefix_log_prob(data["x"]), data["prefix_logq"])
 
 
 @pytest.mark.parametrize("way", ["observe", "marginalise"])
@@ -136,28 +136,30 @@ def test_terms_with_masked_tokens(name, way):
         if weight in data:
             value = torch.einsum("nld,...d->nl...", e, data[weight])
             logits[key] = value + data[bias] if bias in data else value
-    law = circuit_from_logits(kind, **logits)
-    window = law.window
+    distribution = circuit_from_logits(kind, **logits)
+    window = distribution.window
     ahead = torch.nn.functional.pad(tokens, (0, window)).unfold(1, tokens.shape[1], 1)[:, 1:].transpose(1, 2)
     known = (
         torch.nn.functional.pad(data["target_mask"], (0, window)).unfold(1, tokens.shape[1], 1)[:, 1:].transpose(1, 2)
     )
     unknown = None if way == "observe" else known == 0
-    close(-law.token_log_probs(ahead, unknown), data[f"{way}.terms"])
+    close(-distribution.token_log_probs(ahead, unknown), data[f"{way}.terms"])
 
 
 @pytest.mark.parametrize("kind", ["cp", "hmm", "btree"])
-def test_an_impossible_first_token_leaves_a_law(kind):
+def test_an_impossible_first_token_leaves_a_distribution(kind):
     torch.manual_seed(0)
     extra = {"hmm": {"trans_logits": torch.randn(3, 2, 2)}, "btree": {"node_logits": torch.randn(2, 2, 2)}}.get(
         kind, {}
     )
     leaves = torch.randn(4, 2, 5)
     leaves[0, :, 3] = float("-inf")
-    law = circuit_from_logits(kind, leaf_logits=leaves, root_logits=torch.randn(2), **extra).condition(torch.tensor(3))
-    total = law.conditional_log_probs(torch.tensor([0, 1, 2])).exp().sum(-1)
+    distribution = circuit_from_logits(kind, leaf_logits=leaves, root_logits=torch.randn(2), **extra).condition(
+        torch.tensor(3)
+    )
+    total = distribution.conditional_log_probs(torch.tensor([0, 1, 2])).exp().sum(-1)
     torch.testing.assert_close(total, torch.ones(3, dtype=torch.float64))
-    assert law.sample().shape == (3,) and law.greedy().shape == (3,)
+    assert distribution.sample().shape == (3,) and distribution.greedy().shape == (3,)
 
 
 @pytest.mark.parametrize("window", range(1, 18))

@@ -1,0 +1,407 @@
+"""The one place where tests import names that are not public, so that moving them changes one file.
+
+Names are looked up when they are first asked for: a test pays for the modules that it uses.
+"""
+
+import importlib
+from typing import Any
+
+_MODULES = {
+    "bundle_module": "tokenahead.model_cards.bundle",
+    "card_module": "tokenahead.model_cards.card",
+    "cli_module": "tokenahead.training.cli",
+    "commands_analyze": "tokenahead.training.commands.analyze",
+    "commands_evaluate": "tokenahead.training.commands.evaluate",
+    "commands_run_folder": "tokenahead.training.commands.run_folder",
+    "completion_module": "tokenahead.training.completion",
+    "deepseek_readout": "tokenahead.modeling.deepseek.readout",
+    "deepseek_retrofit": "tokenahead.modeling.deepseek.retrofit",
+    "demo_figures": "tokenahead.training.demo.figures",
+    "demo_report": "tokenahead.training.demo.report",
+    "demo_run": "tokenahead.training.demo.run",
+    "drafter_folders_module": "tokenahead.model_cards.drafter_folders",
+    "drafters_modules": "tokenahead.generation.drafters.modules",
+    "drafters_protocol": "tokenahead.generation.drafters.protocol",
+    "eagle_losses": "tokenahead.modeling.eagle.losses",
+    "eagle_retrofit": "tokenahead.modeling.eagle.retrofit",
+    "evaluation_decoding": "tokenahead.training.evaluation.decoding",
+    "evaluation_figures": "tokenahead.training.evaluation.figures",
+    "export_module": "tokenahead.model_cards.export",
+    "features_module": "tokenahead.training.features",
+    "growth_module": "tokenahead.generation.growth",
+    "heads_chunks": "tokenahead.modeling.heads.chunks",
+    "heads_losses": "tokenahead.modeling.heads.losses",
+    "mixins_module": "tokenahead.generation.mixins",
+    "options_module": "tokenahead.generation.options",
+    "parallel_drafter_module": "tokenahead.generation.parallel_drafter",
+    "ptp_data": "tokenahead.training.ptp.data",
+    "ptp_distil": "tokenahead.training.ptp.distil",
+    "ptp_scores": "tokenahead.training.ptp.scores",
+    "schedule_module": "tokenahead.generation.schedule",
+    "sharding_module": "tokenahead.training.sharding",
+    "threads_module": "tokenahead.training.threads",
+    "tree_verification_module": "tokenahead.generation.tree_verification",
+    "trees_module": "tokenahead.generation.trees",
+    "verification_module": "tokenahead.generation.verification",
+    "vllm_proposer_module": "tokenahead.generation.vllm_proposer",
+}
+"""Whole modules, for tests that replace a name in them."""
+
+_NAMES = {
+    "tokenahead.configuration.head_families": ("HEAD_FAMILIES",),
+    "tokenahead.configuration.heads": ("HEAD_TYPES",),
+    "tokenahead.configuration.mtp_families": (
+        "MTPFamily",
+        "REFUSED",
+        "UNMADE",
+        "family_of",
+        "mtp_families_FAMILIES",
+        "set_modules",
+    ),
+    "tokenahead.configuration.positions": ("rotary_border",),
+    "tokenahead.generation.attachment": ("AttachableDrafter",),
+    "tokenahead.generation.contract": (
+        "DraftTree",
+        "VerificationResult",
+        "path_columns",
+    ),
+    "tokenahead.generation.drafters.assistant": ("AssistantSession",),
+    "tokenahead.generation.drafters.attending": ("AttendingHeadSession",),
+    "tokenahead.generation.drafters.eagle": ("EagleSession",),
+    "tokenahead.generation.drafters.heads": (
+        "HeadSession",
+        "WindowGrowth",
+    ),
+    "tokenahead.generation.drafters.module_trees": ("ModuleGrowth",),
+    "tokenahead.generation.drafters.ngram": ("NgramSession",),
+    "tokenahead.generation.drafters.parallel_assistant": ("ParallelAssistant",),
+    "tokenahead.generation.drafters.protocol": ("DraftOptions",),
+    "tokenahead.generation.drafters.slots": (
+        "SlotLayout",
+        "split_budget",
+    ),
+    "tokenahead.generation.growth": ("tree_options",),
+    "tokenahead.generation.masks": (
+        "dense_mask",
+        "tree_mask",
+    ),
+    "tokenahead.generation.options": ("CallOptions",),
+    "tokenahead.generation.processing": ("Processing",),
+    "tokenahead.generation.records": ("Records",),
+    "tokenahead.generation.replay": (
+        "Replay",
+        "is_recurrent",
+    ),
+    "tokenahead.generation.rules": ("SampledVerifier",),
+    "tokenahead.generation.schedule": (
+        "AdaptiveSchedule",
+        "ConstantSchedule",
+    ),
+    "tokenahead.generation.stopping": ("Stopping",),
+    "tokenahead.generation.targets": (
+        "TargetOutput",
+        "RepackedTarget",
+        "compact",
+        "shift_cache",
+    ),
+    "tokenahead.generation.tokens": (
+        "NewTokens",
+        "Sequences",
+    ),
+    "tokenahead.generation.tree_choice": (
+        "CycleSeconds",
+        "Trial",
+        "WatchedVerifier",
+        "best_tree",
+        "expected_tokens",
+        "measured_tree",
+        "rates_of",
+    ),
+    "tokenahead.generation.tree_verification": (
+        "follow",
+        "kept_path",
+        "tree_acceptance",
+    ),
+    "tokenahead.generation.trees": (
+        "choices_from_accuracies",
+        "drawn_tree",
+        "dynamic_tree",
+        "ranked_tree",
+        "static_tree",
+    ),
+    "tokenahead.generation.uniforms": (
+        "Uniforms",
+        "seed_streams",
+    ),
+    "tokenahead.generation.verification": (
+        "block_acceptance",
+        "token_acceptance",
+        "verify",
+        "verify_greedy",
+        "verify_sampled",
+        "verify_tree",
+        "verify_tree_greedy",
+    ),
+    "tokenahead.generation.vllm_proposer": (
+        "HeadProposer",
+        "listen",
+    ),
+    "tokenahead.model_cards.bundle": ("bundle",),
+    "tokenahead.model_cards.command": (
+        "CardRequest",
+        "make_card",
+        "read_prompts",
+    ),
+    "tokenahead.model_cards.export": ("export",),
+    "tokenahead.model_cards.facts": ("describe",),
+    "tokenahead.model_cards.metadata": ("card_metadata",),
+    "tokenahead.modeling.deepseek.checkpoint": ("main_class",),
+    "tokenahead.modeling.deepseek.draft_vocabulary": (
+        "DraftVocabulary",
+        "frequent_tokens",
+    ),
+    "tokenahead.modeling.deepseek.float8": ("dequantize",),
+    "tokenahead.modeling.deepseek.losses": (
+        "ModuleLossOptions",
+        "chain_loss",
+    ),
+    "tokenahead.modeling.deepseek.readout": ("Readout",),
+    "tokenahead.modeling.deepseek.unroll": ("teacher_forced",),
+    "tokenahead.modeling.eagle.loss_options": ("EagleLossOptions",),
+    "tokenahead.modeling.evabyte.rows": ("Rows",),
+    "tokenahead.modeling.evabyte.tokenizer": (
+        "CHAT_TEMPLATE",
+        "SPECIAL_TOKENS",
+    ),
+    "tokenahead.modeling.folders": ("whole_folder",),
+    "tokenahead.modeling.gemma4": ("buildable",),
+    "tokenahead.modeling.heads.circuit_families": ("circuit_from_logits",),
+    "tokenahead.modeling.heads.circuit_head": ("CircuitHead",),
+    "tokenahead.modeling.heads.divergences": (
+        "DIVERGENCES",
+        "acceptance",
+        "divergence",
+        "head_and_rest",
+        "log_acceptance",
+        "lumped",
+    ),
+    "tokenahead.modeling.heads.ff": ("FFHead",),
+    "tokenahead.modeling.heads.joint": ("JointMTPModel",),
+    "tokenahead.modeling.heads.losses": (
+        "IGNORE",
+        "counts_of_update",
+        "depth_means",
+        "depth_targets",
+        "discounted_mtp_loss",
+        "head_loss",
+        "tokens_ahead",
+        "window_targets",
+    ),
+    "tokenahead.modeling.heads.registry": (
+        "build_head",
+        "heads_FAMILIES",
+        "init_head",
+        "window_distribution",
+    ),
+    "tokenahead.modeling.heads.sequential_distribution": ("SequentialDistribution",),
+    "tokenahead.modeling.heads.tree_structure": ("balanced",),
+    "tokenahead.modeling.heads.window_distribution": (
+        "FactorisedDistribution",
+        "logsumexp",
+    ),
+    "tokenahead.modeling.indices": ("selected_positions",),
+    "tokenahead.modeling.philox": (
+        "philox",
+        "stream_uniforms",
+    ),
+    "tokenahead.modeling.ptp.features": (
+        "best_of",
+        "place",
+        "place_beta",
+        "uniform_features",
+    ),
+    "tokenahead.modeling.ptp.gated_lora": (
+        "ADAPTER",
+        "gate_linears",
+    ),
+    "tokenahead.modeling.ptp.gates": (
+        "Gate",
+        "opened",
+    ),
+    "tokenahead.modeling.ptp.masks": (
+        "packed_mask",
+        "packed_positions",
+        "stepwise_mask",
+        "token_mask",
+        "token_positions",
+    ),
+    "tokenahead.modeling.ptp.registers": (
+        "REGISTER",
+        "RegisterModel",
+    ),
+    "tokenahead.modeling.remote_code": (
+        "TRANSFORMERS",
+        "TravellingMixin",
+    ),
+    "tokenahead.modeling.sampling": (
+        "draw",
+        "interval",
+        "pick",
+        "picked",
+        "race_order",
+        "raced",
+    ),
+    "tokenahead.training.analysis": (
+        "layer_divergences",
+        "marginal_log_probs",
+        "next_token_spread",
+    ),
+    "tokenahead.training.box": (
+        "BoxDamagedError",
+        "EXCERPT",
+        "Excerpt",
+        "box_folder",
+        "check_box",
+        "excerpt_prompts",
+        "excerpt_windows",
+        "load_box",
+        "load_excerpts",
+        "load_heads",
+    ),
+    "tokenahead.training.byte_text": (
+        "RawWriter",
+        "TerminalWriter",
+        "decode",
+        "encode",
+        "escaped",
+        "writer_for",
+    ),
+    "tokenahead.training.commands.analysis_figure": ("analysis_figure",),
+    "tokenahead.training.commands.curves": ("learning_figure",),
+    "tokenahead.training.commands.evaluation_figure": ("evaluation_figure",),
+    "tokenahead.training.commands.models": (
+        "build",
+        "ptp_options",
+    ),
+    "tokenahead.training.commands.run_folder": ("write_run",),
+    "tokenahead.training.commands.settings": (
+        "AnalysisArguments",
+        "EvaluationArguments",
+        "_KINDS",
+        "read_settings",
+    ),
+    "tokenahead.training.commands.train": ("commands_train",),
+    "tokenahead.training.completion": (
+        "Request",
+        "complete",
+    ),
+    "tokenahead.training.data": (
+        "ByteWindows",
+        "SourceText",
+        "code_prompts",
+        "load_corpus",
+        "source_files",
+    ),
+    "tokenahead.training.demo.measure": (
+        "Box",
+        "BoxMeasurement",
+    ),
+    "tokenahead.training.demo.run": (
+        "MARK",
+        "check_output",
+        "run_demo",
+    ),
+    "tokenahead.training.evaluation": ("MODES",),
+    "tokenahead.training.evaluation.bits": ("bits_per_byte",),
+    "tokenahead.training.evaluation.decoding": (
+        "Comparison",
+        "Completion",
+        "Measurement",
+        "compare_decoding",
+        "drafted_flags",
+    ),
+    "tokenahead.training.evaluation.drafts": ("measure_drafts",),
+    "tokenahead.training.evaluation.expected": (
+        "TeacherForced",
+        "expected_from_log_probs",
+    ),
+    "tokenahead.training.evaluation.distributions": ("drafted_probs",),
+    "tokenahead.training.evaluation.metrics": (
+        "METRICS",
+        "load_metric",
+        "metric_path",
+    ),
+    "tokenahead.training.evaluation.modes": (
+        "GREEDY",
+        "sampled",
+    ),
+    "tokenahead.training.evaluation.ranks": ("rank_accuracies",),
+    "tokenahead.training.evaluation.reports": (
+        "HeadReport",
+        "read_reports",
+    ),
+    "tokenahead.training.extras": ("needs_extra",),
+    "tokenahead.training.features": (
+        "FeatureDataset",
+        "FeatureIndex",
+    ),
+    "tokenahead.training.parts": ("put_adapters",),
+    "tokenahead.training.preparation": ("drafter_of",),
+    "tokenahead.training.ptp.columns": ("at_columns",),
+    "tokenahead.training.ptp.completions": (
+        "Sequences",
+        "draw_starts",
+    ),
+    "tokenahead.training.ptp.data": (
+        "load_texts",
+        "write_texts",
+    ),
+    "tokenahead.training.ptp.distil": (
+        "distil",
+        "main",
+    ),
+    "tokenahead.training.ptp.losses": (
+        "ptp_LOSSES",
+        "slot_losses",
+        "slot_weights",
+        "target_probs",
+    ),
+    "tokenahead.training.ptp.mask_slots": ("MaskReader",),
+    "tokenahead.training.ptp.mutor": ("Registers",),
+    "tokenahead.training.ptp.options": (
+        "SEQUENCES",
+        "ptp_LOSSES",
+    ),
+    "tokenahead.training.ptp.rows": (
+        "PackedRows",
+        "SlotInputs",
+    ),
+    "tokenahead.training.ptp.teacher": (
+        "Teacher",
+        "student_drafts",
+    ),
+    "tokenahead.training.regeneration": ("RegeneratedText",),
+    "tokenahead.training.threads": (
+        "threads_as_before",
+        "use_fastest_threads",
+    ),
+}
+"""Internal names, by the module that defines them."""
+
+_RENAMED = {
+    "commands_train": "train",
+    "heads_FAMILIES": "FAMILIES",
+    "mtp_families_FAMILIES": "FAMILIES",
+    "ptp_LOSSES": "LOSSES",
+}
+"""Names that several modules use, and what they are called at home."""
+
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
+    if name not in _HOMES:
+        raise AttributeError(f"tests.internals has no name {name!r}: add it beside the module that defines it")
+    return getattr(importlib.import_module(_HOMES[name]), _RENAMED.get(name, name))

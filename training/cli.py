@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from huggingface_hub.errors import StrictDataclassError
 
@@ -32,10 +32,6 @@ TRAINING = {
 """Commands whose arguments are those of TRL, and their help."""
 _OF_VALIDATORS = re.compile(r"^Class validation error for validator '\w+': \w+: ")
 """What stands before a message of our configs, and says nothing to who reads it."""
-_TRAIN_INSTEAD = (
-    "`tokenahead train examples/train/evabyte.yaml` trains the heads of an EvaByte, and `python examples/box/train.py` "
-    "a small EvaByte with its heads"
-)
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _PROMPT = (
     "the text to complete; '-', or none: the standard input, every byte of it; write '--' before a prompt that begins "
@@ -87,17 +83,6 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-class _Removed(argparse.Action):
-    """An option of earlier versions: says what to use instead."""
-
-    def __init__(self, *args: Any, instead: str, **kwargs: Any) -> None:
-        super().__init__(*args, nargs=0, **kwargs)
-        self.instead = instead
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: object, option: Any = None) -> None:
-        raise argparse.ArgumentError(self, f"was removed; {self.instead}")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tokenahead", description="Lossless multi-token prediction for Hugging Face transformers.")
     parser.add_argument("--version", action="version", version=f"tokenahead {__version__}")
@@ -115,7 +100,7 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
     help_text = "watch the model in the box write with and without drafts; about a minute, nothing is trained"
     positive = _number("above 0", lambda x: x > 0)
     demo = commands.add_parser("demo", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
-    demo.add_argument("--train", action=_Removed, help=argparse.SUPPRESS, instead=_TRAIN_INSTEAD)
+    demo.add_argument("--train", nargs="?", const="", type=_refuse_training, help=argparse.SUPPRESS)
     demo.add_argument("--seconds", type=positive, default=40.0, help="time for measuring (%(default)g)")
     demo.add_argument("--new-bytes", type=_whole(1), default=128, help="bytes per completion (%(default)s)")
     demo.add_argument("--batch-size", type=_whole(1), default=1, help="measure batches of so many prompts, too")
@@ -266,6 +251,13 @@ def _whole(least: int) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def _refuse_training(text: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(
+        "was removed; `tokenahead train examples/train/evabyte.yaml` trains the heads of an EvaByte, and `python "
+        "examples/box/train.py` a small EvaByte with its heads"
+    )
 
 
 def _seed(text: str) -> int:

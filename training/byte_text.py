@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable
-from typing import Protocol, TextIO
+from typing import Protocol, TextIO, TypeGuard
 
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
@@ -17,7 +17,7 @@ from ..modeling.evabyte.tokenizer import EvaByteTokenizer
 _ESCAPED = re.compile("([\udc80-\udcff])")
 
 
-def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
+def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> TypeGuard[EvaByteTokenizer]:
     """Return whether a token is a byte."""
     return isinstance(tokenizer, EvaByteTokenizer)
 

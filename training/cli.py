@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from huggingface_hub.errors import StrictDataclassError
 
@@ -198,7 +198,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     from .byte_text import writer_for
     from .completion import Request, complete
 
-    given = vars(arguments) | {"prompt": prompt}
+    given: dict[str, Any] = vars(arguments) | {"prompt": prompt}
     request = Request(**{field.name: given[field.name] for field in fields(Request)})
     if arguments.json:
         print(json.dumps(complete(request, lambda data: None).as_dict()))

@@ -128,7 +128,7 @@ def save_box(folder: Path, models: dict[str, EvaByteForMTPC], drafts: dict[str, 
             stored.save_pretrained(folder, remote_code=None)  # who has the box has the package
             EvaByteTokenizer().save_pretrained(folder, remote_code=None)
             continue
-        weights = {name: weight.bfloat16().contiguous() for name, weight in model.mtp_head.state_dict().items()}
+        weights = {name: weight.bfloat16().contiguous() for name, weight in model.head.state_dict().items()}
         notes = {"options": json.dumps(model.config.mtp_head.options()), "num_assistant_tokens": str(drafts[kind])}
         save_file(weights, folder / f"{kind}.safetensors", metadata={"format": "pt"} | notes)
 

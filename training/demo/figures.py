@@ -44,8 +44,9 @@ def speed_figure(reports: Sequence[HeadReport]) -> Figure:
     points = [(cycle_ms(row), row.tokens_per_call) for *_, row in rows] + [(plain, 1.0)]
     axes.set(xlim=_range([x for x, _ in points]), ylim=_range([y for _, y in points]))
     for index, turn, row in rows:
-        axes.plot(cycle_ms(row), row.tokens_per_call, **_style(index, turn))
-    axes.plot(plain, 1.0, **_PLAIN)
+        style = f"C{index}", _MARKERS[index % len(_MARKERS)], _FILLS[turn % len(_FILLS)]
+        axes.add_line(_marker(*style, [cycle_ms(row)], [row.tokens_per_call]))
+    axes.add_line(_cross([plain], [1.0]))
     _draw_throughputs(axes, [1000 * y / x for x, y in points])
     axes.set(xlabel="milliseconds per call", ylabel="bytes per call")
     axes.set_title("Up and to the left is faster\n(dotted: equal bytes per second)", pad=22)
@@ -66,12 +67,12 @@ def acceptance_figure(reports: Sequence[HeadReport]) -> Figure:
     for axes, (turn, way) in zip(panels, enumerate(ways)):
         for index, report in enumerate(reports):
             row = report.single[turn]
-            for shares, style in (
-                (row.accepted_by_position, dict(marker=_MARKERS[index % len(_MARKERS)], markersize=5)),
-                (row.expected_by_position, dict(linewidth=0.9, alpha=0.7)),
-            ):
-                axes.plot(range(1, len(shares) + 1), [100 * share for share in shares], color=f"C{index}", **style)
-                longest = max(longest, len(shares))
+            generated = [100 * share for share in row.accepted_by_position]
+            expected = [100 * share for share in row.expected_by_position]
+            colour, marker = f"C{index}", _MARKERS[index % len(_MARKERS)]
+            axes.plot(range(1, len(generated) + 1), generated, color=colour, marker=marker, markersize=5)
+            axes.plot(range(1, len(expected) + 1), expected, color=colour, linewidth=0.9, alpha=0.7)
+            longest = max(longest, len(generated), len(expected))
         axes.set(title=way, xlabel="position in the draft", ylim=(-4, 104), yticks=range(0, 101, 20))
         axes.grid(alpha=0.3)
     for axes in panels:
@@ -83,9 +84,6 @@ def acceptance_figure(reports: Sequence[HeadReport]) -> Figure:
     has_expected = any(row.expected_by_position for report in reports for row in report.single)
     figure.legend(handles=heads + thin * has_expected, loc="outside lower center", ncols=5)
     return figure
-
-
-_PLAIN = dict(marker="x", color="black", markersize=9, markeredgewidth=1.8, linestyle="none")
 
 
 def _plain(rows: Sequence[DecodingResult]) -> float:
@@ -100,30 +98,37 @@ def _range(values: list[float]) -> tuple[float, float]:
     return min(values) - room, max(values) + room
 
 
-def _style(index: int, turn: int) -> dict[str, object]:
-    colour, fill = f"C{index}", _FILLS[turn % len(_FILLS)]
-    marker = _MARKERS[index % len(_MARKERS)]
-    face = "white" if fill == "none" else colour
-    return dict(
+def _marker(
+    colour: str, marker: str, fill: str, x: Sequence[float] = (), y: Sequence[float] = (), label: str = ""
+) -> Line2D:
+    """Return a marker of a family, filled as the way of decoding says."""
+    return Line2D(
+        x,
+        y,
         marker=marker,
         color=colour,
-        fillstyle="full" if fill == "none" else fill,
-        markerfacecolor=face,
+        fillstyle="left" if fill == "left" else "full",
+        markerfacecolor="white" if fill == "none" else colour,
         markerfacecoloralt="white",
         markeredgewidth=1.8,
         markersize=9,
         linestyle="none",
+        label=label,
     )
+
+
+def _cross(x: Sequence[float] = (), y: Sequence[float] = (), label: str = "") -> Line2D:
+    """Return the cross of plain decoding."""
+    return Line2D(x, y, marker="x", color="black", markersize=9, markeredgewidth=1.8, linestyle="none", label=label)
 
 
 def _draw_throughputs(axes: Axes, measured: list[float]) -> None:
     """Draw dotted lines through the origin, each labelled where it leaves the axes, so that no label meets a point."""
     for throughput, (x, y), is_right in _exits(axes, measured):
         axes.axline((0, 0), slope=throughput / 1000, linestyle=":", color="grey", linewidth=0.8, zorder=0)
-        alignment = dict(ha="left", va="center") if is_right else dict(ha="center", va="bottom")
-        offset = (4, 0) if is_right else (0, 3)
+        offset, ha, va = ((4, 0), "left", "center") if is_right else ((0, 3), "center", "bottom")
         label = f"{throughput:,.0f}/s"
-        axes.annotate(label, (x, y), offset, textcoords="offset points", color="grey", fontsize=8, **alignment)
+        axes.annotate(label, (x, y), offset, textcoords="offset points", color="grey", fontsize=8, ha=ha, va=va)
 
 
 def _exits(axes: Axes, measured: list[float]) -> Iterator[tuple[float, tuple[float, float], bool]]:
@@ -143,12 +148,9 @@ def _exits(axes: Axes, measured: list[float]) -> Iterator[tuple[float, tuple[flo
 
 
 def _add_legend(figure: Figure, names: list[str], ways: list[str]) -> None:
-    families = [Line2D([], [], label=name, **_style(index, 0)) for index, name in enumerate(names)]
+    families = [_marker(f"C{i}", _MARKERS[i % len(_MARKERS)], "full", label=name) for i, name in enumerate(names)]
     words = {"full": "filled", "left": "half", "none": "hollow"}
-    fills = []
-    for turn, way in enumerate(ways):
-        style = _style(0, turn) | {"marker": "o", "color": "grey"}
-        style["markerfacecolor"] = "white" if style["markerfacecolor"] == "white" else "grey"
-        fills.append(Line2D([], [], label=f"{words[_FILLS[turn % len(_FILLS)]]}: {way}", **style))
-    plain = Line2D([], [], label="one byte at a time", **_PLAIN)
+    used = [(_FILLS[turn % len(_FILLS)], way) for turn, way in enumerate(ways)]
+    fills = [_marker("grey", "o", fill, label=f"{words[fill]}: {way}") for fill, way in used]
+    plain = _cross(label="one byte at a time")
     figure.legend(handles=[*families, *fills, plain], loc="outside lower center", ncols=4)

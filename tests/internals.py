@@ -413,7 +413,7 @@ _NAMES = {
     "tokenahead.training.preparation": ("drafter_of",),
     "tokenahead.training.ptp.columns": ("at_columns",),
     "tokenahead.training.ptp.completions": (
-        "Sequences",
+        "CompletionSequences",
         "draw_starts",
     ),
     "tokenahead.training.ptp.data": (
@@ -454,6 +454,7 @@ _NAMES = {
 """Internal names, by the module that defines them."""
 
 _RENAMED = {
+    "CompletionSequences": "Sequences",
     "commands_train": "train",
     "demo_train": "train",
     "heads_FAMILIES": "FAMILIES",

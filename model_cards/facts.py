@@ -11,7 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedC
 
 from ..configuration import EagleHeadConfig, MTPHeadConfig
 from ..modeling.remote_code import TRANSFORMERS, TravellingMixin
-from .citations import OF_HEADS, PAPERS
+from .citations import PAPERS
 
 _CHAIN = 5  # tokens that an EAGLE head drafts where nobody asks for a number
 _SLOTS = {
@@ -147,7 +147,8 @@ def _citations(kind: str, config: PreTrainedConfig) -> list[str]:
         return [PAPERS["eagle1"], PAPERS["eagle3"]][: 1 if config.version == 1 else 2]
     if kind == "heads":
         head = getattr(config, "mtp_head", config)
-        return [PAPERS[name] for name in [OF_HEADS.get(head.head_type)] if name]
+        paper = head.family.paper
+        return [] if paper is None else [PAPERS.get(paper, paper)]
     return [PAPERS["mask" if getattr(config, "variant", None) == "mask" else kind]]
 
 

@@ -55,6 +55,7 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
 
     config_class = MTPHeadConfig
     remote_classes = {"AutoModel": "MTPHeads"}
+    travels_when_pushed = False
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -146,6 +147,19 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
             ValueError: Always.
         """
         raise ValueError(f"heads for vocab_size={self.config.vocab_size} cannot be resized: make new ones")
+
+    def code_for(self, remote_code: str | None) -> tuple[dict[str, str], dict[str, str]]:
+        """As for every class; the code of a family that was registered elsewhere is not known here.
+
+        Raises:
+            ValueError: Code is asked for, and the family is not of this library.
+        """
+        if remote_code in ("bundle", "package") and not self.family.is_built_in:
+            raise ValueError(
+                f"remote_code={remote_code!r}: head_type={self.config.head_type!r} is not of tokenahead, "
+                "and its code is not known here; leave remote_code out"
+            )
+        return super().code_for(remote_code)
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         """Refuses a backbone that the heads were not made for.

@@ -1,11 +1,17 @@
-"""Options that a method passes on to a configuration, which keeps fields that it does not know. Knows no torch."""
+"""Fields of configurations: reading those that only some models have, and refusing unknown ones. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from inspect import get_annotations
+from typing import Any
 
 from transformers import PreTrainedConfig
+
+
+def config_field(config: PreTrainedConfig | None, name: str, default: Any = None) -> Any:
+    """Return a field of a configuration that not every model has; `default` where it is missing."""
+    return getattr(config, name, default)
 
 
 def check_options(

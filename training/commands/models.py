@@ -14,8 +14,7 @@ from ...configuration.eagle import EagleHeadConfig
 from ...configuration.mtp_families import FAMILIES, count_modules
 from ...generation.attachment import AttachableDrafter
 from ...modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, EvaByteTokenizer, MTPHeads, PTPForCausalLM
-from ...modeling.deepseek.losses import ModuleLossOptions
-from ...modeling.eagle.loss_options import EagleLossOptions
+from ...modeling.loss_options import EagleLossOptions, ModuleLossOptions
 from ..completion import load_config
 from ..parts import has_adapters, put_adapters, tokenizer_source
 from ..ptp.options import PTPOptions

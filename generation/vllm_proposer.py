@@ -22,8 +22,8 @@ from torch import nn
 from ..configuration import MTPHeadConfig
 from ..modeling.heads.backbone_parts import BackboneParts
 from ..modeling.heads.registry import FAMILIES, build_head, distribution_after
-from ..modeling.heads.tensor_files import read_tensors
 from ..modeling.sampling import draw
+from ..modeling.tensor_files import read_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig
 
 from ...configuration import MTPHeadConfig
-from .tensor_files import read_json, read_tensors, refuse_unknown
+from ..tensor_files import read_json, read_tensors, refuse_unknown
 
 Tensors = dict[str, torch.Tensor]
 FILE, PARAMS = "consolidated.pth", "params.json"

@@ -10,9 +10,10 @@ from torch import nn
 from transformers import Cache, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration import MTPHeadConfig
+from ..decoder_layers import LayerSource, read_config
 from .backbone_parts import BackboneParts, backbone_parts
 from .blocks import ConcatBlock, ResidualBlock, repeated
-from .decoder_layers import DecoderLayers, read_config
+from .layer import DecoderLayers
 from .sequential_distribution import SequentialDistribution
 from .unembeddings import OwnUnembeddings, SharedUnembedding, next_token_logits
 from .window_distribution import FactorisedDistribution, WindowDistribution
@@ -91,9 +92,8 @@ class PrefixLayer(nn.Module):
 
     def __init__(self, config: MTPHeadConfig) -> None:
         super().__init__()
-        self.layers = DecoderLayers(read_config(config.backbone_config), 1)
-        self.rotary = self.layers.rotary()
-        self.norm = self.layers.norm()
+        source = LayerSource(read_config(config.backbone_config))
+        self.layers, self.rotary, self.norm = DecoderLayers(source, 1), source.rotary(), source.norm()
 
     def forward(
         self,

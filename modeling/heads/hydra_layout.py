@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ...configuration import MTPHeadConfig
+from ..tensor_files import below, read_json, read_tensors, refuse_unknown
 from .hydra import prefix_config
-from .tensor_files import below, read_json, read_tensors, refuse_unknown, untied
+from .untying import untied
 
 Tensors = dict[str, torch.Tensor]
 EMBEDDING = "input_embed_fn.weight"

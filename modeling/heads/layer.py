@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,9 +11,48 @@ from transformers import Cache, PreTrainedModel
 from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
-from .backbone_parts import BackboneParts, trunk
-from .decoder_layers import DecoderLayers, read_config
+from ..decoder_layers import LayerSource, layer_kind, layer_options, read_config
+from .backbone_parts import BackboneParts
 from .one_by_one import sums_one_by_one
+
+
+class DecoderLayers(nn.ModuleList):
+    """New layers like a model's last one, side by side over one sequence of states.
+
+    Args:
+        source: The model's layers.
+        count: How many.
+    """
+
+    def __init__(self, source: LayerSource, count: int) -> None:
+        super().__init__(source.new_layers(count))
+        self.config, self.cache_name = source.config, source.cache_name
+
+    def run(
+        self,
+        inputs: Sequence[torch.Tensor],
+        rotary: nn.Module,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        cache: Cache | None = None,
+    ) -> list[torch.Tensor]:
+        """Return every layer's output [B, T, d] for its own input; arguments as for `layer_options`."""
+        options = self.options(inputs[0], rotary, attention_mask, position_ids, cache)
+        return [layer(part, **options) for layer, part in zip(self, inputs)]
+
+    def options(
+        self,
+        states: torch.Tensor,
+        rotary: nn.Module,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        cache: Cache | None = None,
+    ) -> dict[str, Any]:
+        """Return what every layer takes besides its states."""
+        kind = layer_kind(self.config, -1)
+        return layer_options(
+            self.config, rotary, states, attention_mask, position_ids, cache, kind, cache_name=self.cache_name
+        )
 
 
 class LayerHead(nn.Module):
@@ -32,8 +72,8 @@ class LayerHead(nn.Module):
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
         count = config.window - (config.first == "backbone")
-        self.layers = DecoderLayers(read_config(config.backbone_config), count)
-        self.rotary = self.layers.rotary()
+        source = LayerSource(read_config(config.backbone_config))
+        self.layers, self.rotary = DecoderLayers(source, count), source.rotary()
         mixed = len(hidden_layers(config)) - 1
         self.mix = nn.Parameter(torch.zeros(count, mixed)) if config.mix == "weighted" else None
 
@@ -124,7 +164,7 @@ class LayerHead(nn.Module):
 
     def start_from(self, backbone: PreTrainedModel) -> None:
         """Every layer starts as the backbone's last one, as its adapters, if it has any, make it."""
-        weights = _merged(trunk(backbone).layers[-1])
+        weights = _merged(backbone.get_decoder().layers[-1])
         for layer in self.layers:
             layer.load_state_dict(weights)
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ...configuration import MTPHeadConfig
-from .tensor_files import read_json, read_tensors, refuse_unknown, untied
+from ..tensor_files import read_json, read_tensors, refuse_unknown
+from .untying import untied
 
 Tensors = dict[str, torch.Tensor]
 Folder = tuple[dict[str, Any], Tensors]

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from ...configuration import MTPHeadConfig
+from ..tensor_files import read_json, write_json
 from . import gloeckle_layout, hydra_layout, medusa_layouts
-from .tensor_files import read_json, write_json
 
 Reading = tuple[dict[str, Any], dict[str, torch.Tensor]]
 LAYOUTS = ("medusa", "vllm", "hydra", "gloeckle")

@@ -8,18 +8,18 @@ scales, which is wrong where the matrix ends within a block, and cannot save the
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
+from transformers.utils import logging
 
 from ...configuration.mtp_families import MTPFamily, announced_modules, family_of, num_layers, set_modules
 from ...configuration.options import config_field
+from ..tensor_files import read_tensors, tensor_headers
 
 logger = logging.get_logger(__name__)
 
@@ -62,7 +62,7 @@ def check_checkpoint(
             file.
     """
     family, wanted, layers = family_of(config), announced_modules(config), num_layers(config)
-    headers = _headers(name, variant, **hub)
+    headers = tensor_headers(name, variant, **hub)
     dtypes = {key: dtype for key, (dtype, _) in headers.items()}
     _check_scales(name, dtypes, config)
     if inference_only:
@@ -95,44 +95,7 @@ def tensor_dtypes(name: Any, **hub: Any) -> dict[str, str]:
     Raises:
         ValueError: No safetensors files, or a damaged one.
     """
-    return {key: dtype for key, (dtype, _) in _headers(name, None, **hub).items()}
-
-
-def _headers(name: Any, variant: str | None, **hub: Any) -> dict[str, tuple[str, str]]:
-    """Return the dtype and the file of every tensor."""
-    found = {}
-    for file in weight_files(name, variant, **hub):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                found |= {key: (tensors.get_slice(key).get_dtype(), file) for key in tensors.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{name}: a safetensors file is damaged or cut short ({error}); fetch it again") from error
-    return found
-
-
-def weight_files(name: Any, variant: str | None = None, **hub: Any) -> list[str]:
-    """Return the paths of a checkpoint's safetensors files; those of a Hub repository are downloaded.
-
-    Raises:
-        ValueError: There are none.
-    """
-    options = {"_raise_exceptions_for_missing_entries": False, **hub}
-    index_name, single_name = (_with_variant(file, variant) for file in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME))
-    index = cached_file(name, index_name, **options)
-    if index is not None:
-        with open(index, encoding="utf-8") as file:  # noqa: PTH123
-            shards = sorted(set(json.load(file)["weight_map"].values()))
-        return [cached_file(name, shard, **hub) for shard in shards]
-    single = cached_file(name, single_name, **options)
-    if single is None:
-        raise ValueError(f"{name}: neither {single_name} nor {index_name} is there")
-    return [single]
-
-
-def _with_variant(file: str, variant: str | None) -> str:
-    """Return transformers' name for a file of a variant."""
-    stem, _, ending = file.rpartition(".")
-    return file if variant is None else f"{stem}.{variant}.{ending}"
+    return {key: dtype for key, (dtype, _) in tensor_headers(name, **hub).items()}
 
 
 def _count_stored(names: Iterable[str], family: MTPFamily, layers: int) -> int:
@@ -205,10 +168,7 @@ def dequantized_tensors(files: list[str], config: PreTrainedConfig, dtype: torch
         config: Its configuration, with `weight_block_size`.
         dtype: Of the weights that were float8; other tensors are unchanged.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as stored:
-            tensors |= {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
+    tensors = read_tensors(files)
     block = _option(config.quantization_config, "weight_block_size") or _BLOCK
     for key in [key for key, tensor in tensors.items() if tensor.dtype in _CODES]:
         stem = key.removesuffix("weight")

@@ -18,9 +18,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 
 from ...configuration.mtp_families import MiMoConfig, MTPFamily, count_modules, family_of, num_layers, set_modules
 from ...configuration.options import config_field
+from ..decoder_layers import layer_kind
 from ..loading import StrictLoadingMixin
-from .checkpoint_files import dequantized_tensors, weight_files
-from .modules import MTPModule, MTPModules, layer_kind
+from ..tensor_files import weight_files
+from .checkpoint_files import dequantized_tensors
+from .modules import MTPModule, MTPModules
 
 PER_LAYER = ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers")
 """Fields of configurations that hold one entry for each layer."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
 from ..heads.chunks import Part, chunked_sums
 from ..heads.divergences import acceptance, divergence, head_and_rest, lumped
@@ -196,7 +197,15 @@ def _causal_mask(
 ) -> torch.Tensor:
     """Return the mask of depth D as a tensor [B, 1, R, R], whatever form the attention prefers."""
     padding = None if attention_mask is None else attention_mask[:, : states.shape[1]]
-    mask = modules.mask(modules.count - 1, states, position_ids, padding, allow_is_causal_skip=False)
+    mask = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[modules.last.kind](
+        config=modules.config,
+        inputs_embeds=states,
+        attention_mask=padding,
+        past_key_values=None,
+        position_ids=position_ids,
+        layer_idx=modules.count - 1,
+        allow_is_causal_skip=False,
+    )
     if not isinstance(mask, torch.Tensor) or mask.dim() < 4:
         raise ValueError(
             f"attn_implementation={modules.config._attn_implementation!r} takes no explicit mask, which more steps "

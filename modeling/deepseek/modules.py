@@ -7,20 +7,18 @@ The main model's head reads h' as it reads its own last hidden state (`Readout`)
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...configuration.options import config_field
 from ..checkpointing import caches_kept
+from ..decoder_layers import knows_layer_types, layer_kind, layer_options, set_cache_slots
 from ..sharding import call
 
 
@@ -130,10 +128,8 @@ class MTPModules(nn.Module):
         for index, module in enumerate(modules):
             module.slot = index  # of the modules' own cache
             module.kind = kinds[index] if kinds else layer_kind(config, -1)
-            for owner in module.block.modules():
-                if isinstance(vars(owner).get("layer_idx"), int):
-                    vars(owner)["layer_idx"] = index
             self.add_module(str(index), module)
+        set_cache_slots(module.block for module in modules)
         self.rotary_emb = copy.deepcopy(rotary)
 
     def __getitem__(self, index: int) -> MTPModule:
@@ -163,35 +159,6 @@ class MTPModules(nn.Module):
         window = self.config.sliding_window
         return Cache(
             layers=[DynamicSlidingWindowLayer(window) if bounded else DynamicLayer() for bounded in is_bounded]
-        )
-
-    def mask(
-        self,
-        index: int,
-        states: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **options: Any,
-    ) -> Any:
-        """Return the attention mask of a module for states [B, R, H] that follow the columns of a cache.
-
-        Args:
-            index: The module, from 0.
-            states: Read for shape, dtype and device.
-            position_ids: [B or 1, R].
-            attention_mask: [B, past + R], 0 for padding.
-            past_key_values: The modules' own cache.
-            options: Of transformers' mask functions.
-        """
-        return LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[self[index].kind](
-            config=self.config,
-            inputs_embeds=states,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-            layer_idx=index,
-            **options,
         )
 
     def step(
@@ -232,15 +199,10 @@ class MTPModules(nn.Module):
         past_key_values: Cache | None = None,
     ) -> dict[str, Any]:
         """Return the keyword arguments of the block of module `index`, from 0; arguments as for `step`."""
-        mask = attention_mask
-        if mask is None or mask.dim() < 4:
-            mask = self.mask(index, states, position_ids, attention_mask, past_key_values)
-        return {
-            "attention_mask": mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "position_embeddings": self.rotary(states, position_ids, index),
-        }
+        kind = self[index].kind
+        return layer_options(
+            self.config, self.rotary_emb, states, attention_mask, position_ids, past_key_values, kind, index
+        )
 
     def rotary(
         self, states: torch.Tensor, position_ids: torch.Tensor, index: int = -1
@@ -248,7 +210,7 @@ class MTPModules(nn.Module):
         """Return the rotary embedding of position_ids [B or 1, R] for module `index`."""
         if self.rotary_emb is None:
             return None
-        kind = (self[index].kind,) if _knows_kinds(type(self.rotary_emb)) else ()
+        kind = (self[index].kind,) if knows_layer_types(type(self.rotary_emb)) else ()
         return self.rotary_emb(states, position_ids, *kind)
 
 
@@ -297,24 +259,6 @@ class Readout:
 def _number(config: PreTrainedConfig, name: str) -> float | None:
     value = config_field(config, name)
     return None if value is None else float(value)
-
-
-@cache
-def _knows_kinds(rotary: type[nn.Module]) -> bool:
-    """Return whether the forward of a rotary embedding takes the layer type."""
-    return "layer_type" in inspect.signature(rotary.forward).parameters
-
-
-def layer_kind(config: PreTrainedConfig, index: int) -> str:
-    """Return the attention type of a layer as in `layer_types`."""
-    if layer_types := config_field(config, "layer_types"):
-        return layer_types[index]
-    return "full_attention" if config_field(config, "sliding_window") is None else "sliding_attention"
-
-
-def is_sliding(config: PreTrainedConfig) -> bool:
-    """Return whether the main model's last layer has a sliding window."""
-    return layer_kind(config, -1) == "sliding_attention"
 
 
 def new_cache(kind: str) -> Cache:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ...configuration.mtp_families import MTPFamily, count_modules, family_of, num_layers, set_modules
 from ...configuration.options import config_field
 from ..copies import sharing_copy
+from ..decoder_layers import layer_kind
 from ..unwrapping import uncompiled, unwrap
 from .conversion import (
     PER_LAYER,
@@ -28,7 +29,7 @@ from .conversion import (
     module_kinds,
     rotary_embedding,
 )
-from .modules import MTPModule, MTPModules, Readout, layer_kind
+from .modules import MTPModule, MTPModules, Readout
 
 _LENGTH, _PADDING = 8, 3
 _SHARES = {"embedding": (1.0, 0.0), "hidden": (0.0, 1.0), "both": (0.5, 0.5)}

@@ -6,26 +6,17 @@ that a config lacks are read off the tensors; unknown and contradictory values a
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    cached_file,
     logging,
 )
 
 from ...configuration import EagleHeadConfig
-from ..tensor_files import naming, read_pickle
 
 logger = logging.get_logger(__name__)
 
@@ -214,27 +205,3 @@ def check_vocabulary(name: Any, config: EagleHeadConfig, state: dict[str, torch.
         if bool(state["d2t"].any()):
             raise ValueError(f"{name}: d2t permutes a draft vocabulary that is the whole one, {vocab} tokens")
         del state["d2t"]
-
-
-def read_tensors(name: Any, **hub: Any) -> dict[str, torch.Tensor]:
-    """Return all tensors of a directory or a Hub repository; pickles are read with `weights_only=True`.
-
-    Raises:
-        ValueError: No weights, a damaged file, or a pickle of more than tensors.
-    """
-    found: dict[str, torch.Tensor] = {}
-    for file in _weight_files(name, **hub):
-        with naming(file):
-            found |= load_file(file) if file.endswith(".safetensors") else read_pickle(file)
-    return found
-
-
-def _weight_files(name: Any, **hub: Any) -> list[str]:
-    optional = {"_raise_exceptions_for_missing_entries": False, **hub}
-    for index, single in ((SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME), (WEIGHTS_INDEX_NAME, WEIGHTS_NAME)):
-        if listed := cached_file(name, index, **optional):
-            shards = json.loads(Path(listed).read_text(encoding="utf-8"))["weight_map"].values()
-            return [cached_file(name, shard, **hub) for shard in sorted(set(shards))]
-        if file := cached_file(name, single, **optional):
-            return [file]
-    raise ValueError(f"{name}: no weights; it needs {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}")

@@ -22,8 +22,9 @@ from ..loading import HUB_OPTIONS, StrictLoadingMixin, check_is_there
 from ..loss_options import EagleLossOptions, ResolvedEagleOptions
 from ..outputs import EagleOutput
 from ..remote_code import check_choice
+from ..tensor_files import read_tensors, weight_files
 from ..unwrapping import unwrap
-from .conversion import check_vocabulary, foreign_head, own_names, read_tensors
+from .conversion import check_vocabulary, foreign_head, own_names
 from .export import check_layout, write_layout
 from .losses import TrainingBatch, counts_per_step, eagle_loss, pooled_loss
 from .modules import EagleNetwork
@@ -188,7 +189,7 @@ class EagleHead(StrictLoadingMixin, NoGenerationMixin, EagleNetwork):
             changed = {key: value for key, value in fields.items() if value is not None}
             kwargs["config"] = EagleHeadConfig.from_dict(raw | changed)
         else:
-            config, state = foreign_head(name, raw, read_tensors(name, **hub), **fields)
+            config, state = foreign_head(name, raw, read_tensors(weight_files(name, pickles=True, **hub)), **fields)
             kwargs = {key: value for key, value in kwargs.items() if key not in HUB_OPTIONS}
             kwargs |= {"config": config, "state_dict": state}
         source = None if "state_dict" in kwargs else name

@@ -105,7 +105,13 @@ _FINAL_NORM = (("model.layers.{layer}.final_layernorm.", "model.layers.{layer}.s
 _FULL, _DENSE = ("layer_types", "full_attention"), ("mlp_layer_types", "dense")
 _DEEPSEEK = MTPFamily()
 _QWEN = MTPFamily(names=_MTP_NAMES, copies=(), block=(_FULL,))
-_RETROFIT = MTPFamily(copies=(), retrofit=True)
+_BACKBONES = (
+    "apertus", "arcee", "cohere2", "deepseek_v2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text",
+    "glm", "glm4", "gpt_oss", "granite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "minimax_m2",
+    "ministral3", "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
+"""Families without official modules; `from_backbone` checks each numerically."""
 FAMILIES: dict[str, MTPFamily] = {
     "bailing_hybrid": MTPFamily(names=_FINAL_NORM, copies=(), block=(_FULL, ("mlp_layer_types", "sparse"))),
     "deepseek_v3": _DEEPSEEK,
@@ -179,42 +185,8 @@ FAMILIES: dict[str, MTPFamily] = {
     "qwen3_5_moe_text": MTPFamily(names=_MTP_NAMES, copies=(), block=(_FULL,), count="mtp_num_hidden_layers"),
     "qwen3_5_text": MTPFamily(names=_MTP_NAMES, copies=(), block=(_FULL,), count="mtp_num_hidden_layers"),
     "qwen3_next": _QWEN,
-    # backbones without official modules; `from_backbone` checks each numerically
-    "apertus": _RETROFIT,
-    "arcee": _RETROFIT,
-    "cohere2": _RETROFIT,
-    "deepseek_v2": _RETROFIT,
-    "dots1": _RETROFIT,
-    "ernie4_5": _RETROFIT,
-    "exaone4": _RETROFIT,
-    "gemma": _RETROFIT,
-    "gemma2": _RETROFIT,
-    "gemma3_text": _RETROFIT,
-    "glm": _RETROFIT,
-    "glm4": _RETROFIT,
-    "gpt_oss": _RETROFIT,
-    "granite": _RETROFIT,
-    "granitemoe": _RETROFIT,
-    "hunyuan_v1_dense": _RETROFIT,
-    "hunyuan_v1_moe": _RETROFIT,
     "kimi_linear": MTPFamily(copies=(), block=(_FULL,), retrofit=True),
-    "llama": _RETROFIT,
-    "minimax_m2": _RETROFIT,
-    "ministral3": _RETROFIT,
-    "mistral": _RETROFIT,
-    "mixtral": _RETROFIT,
-    "nemotron": _RETROFIT,
-    "olmo2": _RETROFIT,
-    "olmo3": _RETROFIT,
-    "phi3": _RETROFIT,
-    "qwen2": _RETROFIT,
-    "qwen2_moe": _RETROFIT,
-    "qwen3": _RETROFIT,
-    "qwen3_moe": _RETROFIT,
-    "seed_oss": _RETROFIT,
-    "smollm3": _RETROFIT,
-    "stablelm": _RETROFIT,
-    "starcoder2": _RETROFIT,
+    **dict.fromkeys(_BACKBONES, MTPFamily(copies=(), retrofit=True)),
 }
 """Families by `model_type`."""
 

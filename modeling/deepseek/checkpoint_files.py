@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,22 +31,9 @@ _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BLOCK = (128, 128)
 
 
-@dataclass
-class CheckpointFacts:
-    """Facts about a checkpoint, known before loading.
-
-    Attributes:
-        config: The configuration to load with.
-        shared_copies: Whether the modules repeat the main model's embeddings and head.
-    """
-
-    config: PreTrainedConfig
-    shared_copies: bool
-
-
 def check_checkpoint(
     name: Any, config: PreTrainedConfig, inference_only: bool = False, variant: str | None = None, **hub: Any
-) -> CheckpointFacts:
+) -> tuple[PreTrainedConfig, bool]:
     """Check the names and dtypes of a checkpoint's tensors.
 
     Args:
@@ -56,6 +42,9 @@ def check_checkpoint(
         inference_only: The modules will not be loaded.
         variant: As for `from_pretrained`: files like `model.fp16.safetensors`.
         hub: `revision`, `token`, ... as for `from_pretrained`.
+
+    Returns:
+        The configuration to load with, and whether modules repeat the main model's embeddings and head.
 
     Raises:
         ValueError: No modules, another number than the configuration says, float8 weights without scales, a damaged
@@ -66,7 +55,7 @@ def check_checkpoint(
     dtypes = {key: dtype for key, (dtype, _) in headers.items()}
     _check_scales(name, dtypes, config)
     if inference_only:
-        return CheckpointFacts(config, False)
+        return config, False
     found = _count_stored(dtypes, family, layers)
     if not found:
         example = family.prefixes(layers, 0)[0]
@@ -86,7 +75,7 @@ def check_checkpoint(
     for k in range(found):
         _warn_of_other_copies(name, files, family, layers, k)
     shared = bool(copies) and all(key in dtypes for key in copies.values())
-    return CheckpointFacts(_spare_projection(config, dtypes), shared)
+    return _spare_projection(config, dtypes), shared
 
 
 def tensor_dtypes(name: Any, **hub: Any) -> dict[str, str]:

@@ -119,7 +119,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def module_kinds(config: PreTrainedConfig, name: str, count: int) -> list[str]:
     """Return the values of the per-layer field `name` of a configuration for `count` modules."""
     of_family = dict(family_of(config).block)
-    own = config_field(config, f"mtp_{name}") or [of_family.get(name, config_field(config, name)[-1])]
+    own: list[str] = config_field(config, f"mtp_{name}") or [of_family.get(name, config_field(config, name)[-1])]
     return [*own, *own[-1:] * count][:count]
 
 
@@ -255,7 +255,7 @@ def load(
     family, layers, stored = family_of(config), num_layers(config), count_modules(config)
     count = 0 if inference_only else stored
     patterns = _ignored(config, stored, inference_only)
-    model, report = extended_class(config, count, patterns).from_pretrained(
+    model, report = cast(Any, extended_class(config, count, patterns)).from_pretrained(
         name,
         config=extended_config(config, count),
         key_mapping=family.renames(layers, count) or None,

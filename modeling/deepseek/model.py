@@ -123,15 +123,15 @@ class DeepSeekMTP(OfficialCheckpointModel, PicklableMixin, MTPGenerationMixin, P
             config = AutoConfig.from_pretrained(config or name, **hub)
         config = text_config(config)
         wants_info = kwargs.pop("output_loading_info", False)
-        facts = check_checkpoint(name, config, inference_only, kwargs.get("variant"), **hub)
+        config, shared = check_checkpoint(name, config, inference_only, kwargs.get("variant"), **hub)
         if isinstance(devices := kwargs.get("device_map"), dict):
-            kwargs["device_map"] = official_device_map(devices, facts.config)
-        if is_to_be_dequantized(facts.config, kwargs.get("quantization_config")):
-            main, modules, report = load_dequantized(name, facts.config, inference_only, hub, **kwargs)
+            kwargs["device_map"] = official_device_map(devices, config)
+        if is_to_be_dequantized(config, kwargs.get("quantization_config")):
+            main, modules, report = load_dequantized(name, config, inference_only, hub, **kwargs)
         else:
-            main, modules, report = load(name, facts.config, inference_only, **kwargs)
+            main, modules, report = load(name, config, inference_only, **kwargs)
         model = cls(main.config, (main, modules)).eval()
-        model.shared_copies = facts.shared_copies
+        model.shared_copies = shared
         vars(main.config).pop("auto_map", None)  # valid for the loaded directory only
         if devices := vars(main).get("hf_device_map"):
             vars(model)["hf_device_map"] = own_device_map(devices, num_layers(main.config))
@@ -267,7 +267,8 @@ class DeepSeekMTP(OfficialCheckpointModel, PicklableMixin, MTPGenerationMixin, P
         self, input_ids: torch.Tensor, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """Return the main model's inputs; teacher-forced logits are off."""
-        inputs = self.main.prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+        prepare = cast(Any, self.main).prepare_inputs_for_generation
+        inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         return inputs | {"output_mtp_logits": False}
 
     @can_return_tuple

@@ -81,8 +81,8 @@ class MTPModule(GradientCheckpointingLayer):
                 cache.update_indexer(keys, self.slot)
         state = self.norm(self.run(merged, past_key_values=cache, **options))
         layer = cast(CacheLayerMixin, cache.layers[self.slot])
-        indexed = (layer.indexer_keys,) if isinstance(layer, DynamicIndexedLayer) else ()
-        return state, layer.keys, layer.values, *indexed
+        indexed = [layer.indexer_keys] if isinstance(layer, DynamicIndexedLayer) else []
+        return state, *cast(list[torch.Tensor], [layer.keys, layer.values, *indexed])
 
     def _check_dtype(self, states: torch.Tensor) -> None:
         dtype = self.eh_proj.weight.dtype

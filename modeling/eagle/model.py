@@ -136,9 +136,8 @@ class EagleHead(StrictLoadingMixin, NoGenerationMixin, EagleNetwork):
     def on_attach(self, backbone: PreTrainedModel) -> None:
         """Follow the backbone's dtype and device, take over its special ids, and warn of another kind of model."""
         if backbone.device.type != "meta":  # not offloaded
-            self.to(backbone.device)
-            if backbone.dtype.is_floating_point:
-                self.to(backbone.dtype)
+            dtype = backbone.dtype if backbone.dtype.is_floating_point else None
+            cast(nn.Module, self).to(backbone.device, dtype)
         adopt_special_ids(self.config, backbone)
         warn_of_another_kind(self.config, backbone)
 
@@ -314,7 +313,7 @@ class EagleHead(StrictLoadingMixin, NoGenerationMixin, EagleNetwork):
             outputs = self._run_backbone(input_ids, attention_mask, position_ids)
             states, logits = outputs.hidden_states, outputs.logits
         labels = _labels(labels, kwargs.get("shift_labels"))
-        shown = states if kwargs.get("output_hidden_states") and cached_states is None else None
+        shown = cast(Any, states) if kwargs.get("output_hidden_states") and cached_states is None else None
         if labels is None:
             return EagleOutput(logits=logits, hidden_states=shown)
         labels = check_targets(labels, self.config.vocab_size)

@@ -214,10 +214,10 @@ def _check_picture(picture: str | None, results: MeasuredResults | None) -> None
     if picture is None:
         return
     if results is None:
-        raise ValueError(f"figure={picture!r} shows measurements; pass the results that it was drawn from")
+        raise ValueError(f"picture={picture!r} shows measurements; pass the results that it was drawn from")
     if not picture or Path(picture).name != picture or re.search(r"[\s()]", picture):
         raise ValueError(
-            f"figure={picture!r} must be the bare name of a file beside the card, without spaces or parentheses, "
+            f"picture={picture!r} must be the bare name of a file beside the card, without spaces or parentheses, "
             "for example 'acceptance.png'"
         )
 

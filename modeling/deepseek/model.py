@@ -12,7 +12,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration.mtp_families import MiMoConfig, family_of, num_layers
 from ...configuration.options import config_field
-from ...generation.mixins import MTPGenerationMixin
+from ...generation.generate import MTPGenerationMixin
 from ..checkpointing import caches_kept
 from ..copies import PicklableMixin
 from ..heads.losses import depth_targets
@@ -28,9 +28,8 @@ from .losses import chain_loss, depth_weights, router_loss, teacher_forced
 from .modules import MTPModules, Readout
 
 if TYPE_CHECKING:
+    from ...generation.call.options import CallOptions, DraftOptions
     from ...generation.drafters.modules import ModuleSession
-    from ...generation.drafters.protocol import DraftOptions
-    from ...generation.options import CallOptions
 
 _NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits", "acceptances", "missing_mass"]
 

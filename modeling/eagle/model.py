@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EagleHeadConfig
-from ...generation.attachment import NoGenerationMixin, adopt_special_ids
+from ...generation.attach import NoGenerationMixin, adopt_special_ids
 from ..heads.learning import split_states
 from ..heads.losses import IGNORE, check_targets
 from ..loading import HUB_OPTIONS, StrictLoadingMixin, check_is_there
@@ -31,8 +31,8 @@ from .modules import EagleNetwork
 from .retrofit import backbone_config, resolved_aux_layers, warn_of_another_kind
 
 if TYPE_CHECKING:
+    from ...generation.call.options import DraftOptions
     from ...generation.drafters.eagle import EagleSession
-    from ...generation.drafters.protocol import DraftOptions
 
 _CHAIN = 5
 """Default length of a chain, as in the published ones."""

@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from ...configuration import EagleHeadConfig
-from ...generation.attachment import AttachableDrafter
+from ...generation.attach import AttachableDrafter
 from ..heads.backbone_parts import backbone_parts, dtype_of, frozen
 from .retrofit import resolved_aux_layers
 

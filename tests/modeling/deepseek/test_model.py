@@ -209,7 +209,7 @@ def test_a_folder_without_modules_is_refused(tmp_path):
 @pytest.mark.parametrize("count", [1, 3])
 def test_another_number_of_modules_is_refused(saved, count):
     rewrite(saved, num_nextn_predict_layers=count)
-    with pytest.raises(ValueError, match=f"num_nextn_predict_layers={count}.* 2 modules"):
+    with pytest.raises(ValueError, match=f"num_nextn_predict_layers={count}, .*2"):
         DeepSeekMTP.from_pretrained(saved)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import Qwen2Config
 
-from .options import config_field
+from .fields import config_field
 
 COUNT = "num_nextn_predict_layers"
 """The field of config.json with the number of modules, in most families."""

@@ -58,7 +58,7 @@ _NAMES = {
         "mtp_families_FAMILIES",
         "set_modules",
     ),
-    "tokenahead.configuration.positions": ("rotary_border",),
+    "tokenahead.configuration.fields": ("rotary_border",),
     "tokenahead.generation.attach": ("AttachableDrafter",),
     "tokenahead.generation.call.options": (
         "CallOptions",

@@ -16,8 +16,8 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
+from ...configuration.fields import config_field
 from ...configuration.mtp_families import MTPFamily, announced_modules, family_of, num_layers, set_modules
-from ...configuration.options import config_field
 from ..tensor_files import read_tensors, tensor_headers
 
 logger = logging.get_logger(__name__)

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel, Qwen2ForCausalLM
 
+from ...configuration.fields import config_field
 from ...configuration.mtp_families import MiMoConfig, MTPFamily, count_modules, family_of, num_layers, set_modules
-from ...configuration.options import config_field
 from ..decoder_layers import layer_kind
 from ..loading import StrictLoadingMixin
 from ..tensor_files import weight_files

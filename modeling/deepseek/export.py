@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...configuration.fields import config_field
 from ...configuration.mtp_families import count_modules, family_of, num_layers, set_modules
-from ...configuration.options import config_field
 from ..loss_options import ModuleLossOptions
 from ..saving import SavingMixin
 from .checkpoint_files import COPIES

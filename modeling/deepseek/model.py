@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
+from ...configuration.fields import config_field
 from ...configuration.mtp_families import MiMoConfig, family_of, num_layers
-from ...configuration.options import config_field
 from ...generation.generate import MTPGenerationMixin
 from ..checkpointing import caches_kept
 from ..copies import PicklableMixin

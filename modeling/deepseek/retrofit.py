@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ...configuration.fields import config_field
 from ...configuration.mtp_families import MTPFamily, count_modules, family_of, num_layers, set_modules
-from ...configuration.options import config_field
 from ..copies import sharing_copy
 from ..decoder_layers import layer_kind
 from ..unwrapping import uncompiled, unwrap

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 
-def config_field(config: PreTrainedConfig | None, name: str, default: Any = None) -> Any:
+def field(config: PreTrainedConfig | None, name: str, default: Any = None) -> Any:
     """Return a field of a configuration that not every model has; `default` where it is missing."""
     return getattr(config, name, default)
 
@@ -36,9 +36,9 @@ def check_options(
 
 def learned_positions(config: PreTrainedConfig | None) -> int | None:
     """Return the size of a backbone's position table; None where positions are computed, without a limit."""
-    if config_field(config, "rope_parameters") is not None:
+    if field(config, "rope_parameters") is not None:
         return None
-    return config_field(config, "max_position_embeddings")
+    return field(config, "max_position_embeddings")
 
 
 def rotary_border(config: PreTrainedConfig | None) -> tuple[str, int] | None:
@@ -47,11 +47,11 @@ def rotary_border(config: PreTrainedConfig | None) -> tuple[str, int] | None:
     Two of transformers' types take them from the longest position of a forward: `"dynamic"` and `"longrope"` (Phi-3).
     None: positions have the same frequencies in every sequence.
     """
-    rope = config_field(config, "rope_parameters") or {}
+    rope = field(config, "rope_parameters") or {}
     layers = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     kinds = [part for part in layers if part.get("rope_type") in ("dynamic", "longrope")]
     if not kinds:
         return None
-    length = config_field(config, "max_position_embeddings") or 0
+    length = field(config, "max_position_embeddings") or 0
     borders = [part.get("original_max_position_embeddings") or length for part in kinds]
     return kinds[0]["rope_type"], min(borders)

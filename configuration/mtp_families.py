@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import Qwen2Config
 
-from .fields import config_field
+from .fields import field
 
 COUNT = "num_nextn_predict_layers"
 """The field of config.json with the number of modules, in most families."""
@@ -255,7 +255,7 @@ def family_of(config: Any) -> MTPFamily:
 
 def announced_modules(config: Any) -> int | None:
     """Return the number of modules in a configuration; None where it has no such field."""
-    count = config_field(config, family_of(config).count)
+    count = field(config, family_of(config).count)
     return None if count is None else int(count)
 
 
@@ -281,4 +281,4 @@ def set_modules(config: Any, count: int) -> None:
 
 def num_layers(config: Any) -> int:
     """Return L, the number of decoder layers of the main model."""
-    return int(config_field(config, family_of(config).layers))
+    return int(field(config, family_of(config).layers))

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from ...configuration.fields import config_field
+from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, announced_modules, family_of, num_layers, set_modules
 from ..tensor_files import read_tensors, tensor_headers
 
@@ -113,7 +113,7 @@ def _check_scales(name: Any, dtypes: dict[str, str], config: PreTrainedConfig) -
     """Refuse float8 codes without scales: they would load as weights that are hundreds of times too large."""
     codes = [key for key, dtype in dtypes.items() if dtype.startswith(("F8_E4M3", "F8_E5M2"))]
     codes = [key for key in codes if key.endswith(".weight")]
-    if codes and config_field(config, "quantization_config") is None:
+    if codes and field(config, "quantization_config") is None:
         raise ValueError(f"{name}: {codes[0]} is stored as float8, but config.json has no quantization_config")
     stems = [key.removesuffix("weight") for key in codes]
     bare = [stem for stem in stems if not any(stem + scale in dtypes for scale in SCALES)]
@@ -126,7 +126,7 @@ def _check_scales(name: Any, dtypes: dict[str, str], config: PreTrainedConfig) -
 
 def _spare_projection(config: PreTrainedConfig, dtypes: dict[str, str]) -> PreTrainedConfig:
     """Exclude `eh_proj` from transformers' FP8 quantizer where the file has it unquantised (DeepSeek's)."""
-    quantization = config_field(config, "quantization_config")
+    quantization = field(config, "quantization_config")
     plain = all(not dtype.startswith("F8") for key, dtype in dtypes.items() if key.endswith("eh_proj.weight"))
     if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8" or not plain:
         return config
@@ -143,7 +143,7 @@ def is_to_be_dequantized(config: PreTrainedConfig, given: Any = None) -> bool:
         config: The model's configuration.
         given: The `quantization_config` passed to `from_pretrained`, if any.
     """
-    if _option(config_field(config, "quantization_config"), "quant_method") != "fp8":
+    if _option(field(config, "quantization_config"), "quant_method") != "fp8":
         return False
     capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
     return not capable or bool(_option(given, "dequantize"))
@@ -190,4 +190,4 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]
 
 
 def _option(quantization: Any, name: str) -> Any:
-    return quantization.get(name) if isinstance(quantization, dict) else config_field(quantization, name)
+    return quantization.get(name) if isinstance(quantization, dict) else field(quantization, name)

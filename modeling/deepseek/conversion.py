@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel, Qwen2ForCausalLM
 
-from ...configuration.fields import config_field
+from ...configuration.fields import field
 from ...configuration.mtp_families import MiMoConfig, MTPFamily, count_modules, family_of, num_layers, set_modules
 from ..decoder_layers import layer_kind
 from ..loading import StrictLoadingMixin
@@ -119,7 +119,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def module_kinds(config: PreTrainedConfig, name: str, count: int) -> list[str]:
     """Return the values of the per-layer field `name` of a configuration for `count` modules."""
     of_family = dict(family_of(config).block)
-    own: list[str] = config_field(config, f"mtp_{name}") or [of_family.get(name, config_field(config, name)[-1])]
+    own: list[str] = field(config, f"mtp_{name}") or [of_family.get(name, field(config, name)[-1])]
     return [*own, *own[-1:] * count][:count]
 
 
@@ -129,7 +129,7 @@ def extended_config(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
     if family_of(config).body != "layer":
         return config
     for name in PER_LAYER:
-        if values := config_field(config, name):
+        if values := field(config, name):
             setattr(config, name, [*values, *module_kinds(config, name, count)])
     config.num_hidden_layers += count
     return config
@@ -210,7 +210,7 @@ def split(model: PreTrainedModel, count: int) -> tuple[PreTrainedModel, MTPModul
     del layers[size:]
     if family.body == "layer":
         for name in PER_LAYER:
-            if values := config_field(config, name):
+            if values := field(config, name):
                 setattr(config, name, values[:size])
         config.num_hidden_layers = size
     set_modules(config, count)

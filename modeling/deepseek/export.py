@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...configuration.fields import config_field
+from ...configuration.fields import field
 from ...configuration.mtp_families import count_modules, family_of, num_layers, set_modules
 from ..loss_options import ModuleLossOptions
 from ..saving import SavingMixin
@@ -94,7 +94,7 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
     def _save_main(self, folder: Path, state: dict[str, torch.Tensor], is_main_process: bool, **kwargs: Any) -> None:
         """Let the main model save all tensors as its own; changes of the configuration are undone afterwards."""
         config, options = self.main.config, self.loss_options.changed()
-        before = {name: config_field(config, name) for name in ("dtype", "architectures", _OURS)}
+        before = {name: field(config, name) for name in ("dtype", "architectures", _OURS)}
         vars(config).pop(_OURS, None)
         set_modules(config, self.mtp.count)
         if options:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
-from ...configuration.fields import config_field
+from ...configuration.fields import field
 from ...configuration.mtp_families import MiMoConfig, family_of, num_layers
 from ...generation.generate import MTPGenerationMixin
 from ..checkpointing import caches_kept
@@ -74,7 +74,7 @@ class DeepSeekMTP(OfficialCheckpointModel, PicklableMixin, MTPGenerationMixin, P
         self.main, self.mtp = main, modules
         self.config.keys_to_ignore_at_inference = _NO_PREDICTIONS  # read by Trainer, not saved
         self.generation_config = main.generation_config
-        self.loss_options = ModuleLossOptions.from_dict(config_field(main.config, "mtp_loss"))
+        self.loss_options = ModuleLossOptions.from_dict(field(main.config, "mtp_loss"))
         self.shared_copies = bool(family_of(main.config).copies)
         self.post_init()
 
@@ -323,7 +323,7 @@ class DeepSeekMTP(OfficialCheckpointModel, PicklableMixin, MTPGenerationMixin, P
             use_cache = False  # with a cache, transformers ignores packed documents
         if inputs_embeds is None:
             inputs_embeds = cast(torch.Tensor, self.get_input_embeddings()(input_ids))
-        if config_field(self.config, "output_router_logits"):
+        if field(self.config, "output_router_logits"):
             kwargs.setdefault("output_router_logits", True)
         with caches_kept(self):
             outputs = self.get_decoder()(

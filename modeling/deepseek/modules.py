@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...configuration.fields import config_field
+from ...configuration.fields import field
 from ..checkpointing import caches_kept
 from ..decoder_layers import knows_layer_types, layer_kind, layer_options, set_cache_slots
 from ..sharding import call
@@ -257,7 +257,7 @@ class Readout:
 
 
 def _number(config: PreTrainedConfig, name: str) -> float | None:
-    value = config_field(config, name)
+    value = field(config, name)
     return None if value is None else float(value)
 
 

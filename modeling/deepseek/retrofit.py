@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ...configuration.fields import config_field
+from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, count_modules, family_of, num_layers, set_modules
 from ..copies import sharing_copy
 from ..decoder_layers import layer_kind
@@ -93,9 +93,9 @@ def _twin(config: PreTrainedConfig) -> int:
     Raises:
         ValueError: There is none.
     """
-    wanted = {name: module_kinds(config, name, 1)[0] for name in PER_LAYER if config_field(config, name)}
+    wanted = {name: module_kinds(config, name, 1)[0] for name in PER_LAYER if field(config, name)}
     for index in reversed(range(num_layers(config)) if family_of(config).has_twin else ()):
-        if all(config_field(config, name)[index] == kind for name, kind in wanted.items()):
+        if all(field(config, name)[index] == kind for name, kind in wanted.items()):
             return index
     raise ValueError(
         f"from_backbone does not support this {config.model_type}: its modules are unlike its last layer, and no layer "

@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from ...configuration import EagleHeadConfig
-from ...configuration.fields import check_options, config_field
+from ...configuration.fields import check_options, field
 
 logger = logging.get_logger(__name__)
 _FROM_BACKBONE = ("target_hidden_size", "base_model_name_or_path", "base_model_type")
@@ -54,7 +54,7 @@ def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfi
     own = [name for name in options if name not in get_annotations(LlamaConfig)]
     check_options(own, EagleHeadConfig, "EagleHead.from_backbone", _FROM_BACKBONE)
     text = backbone.config.get_text_config()
-    if config_field(text, "altup_num_inputs", 1) > 1:
+    if field(text, "altup_num_inputs", 1) > 1:
         raise ValueError(
             f"{type(backbone).__name__}: altup_num_inputs={text.altup_num_inputs}; an EAGLE head reads one state per "
             "layer (MTPHeads read the last one)"
@@ -108,7 +108,7 @@ def _class_of(kind: str) -> str:
 def _shared(config: PreTrainedConfig, name: str) -> Any:
     """Return a size of the layers; of a list the first, and None where layers differ and the config raises."""
     try:
-        value = config_field(config, name)
+        value = field(config, name)
     except RuntimeError:
         return None
     return value[0] if isinstance(value, (list, tuple)) else value
@@ -127,7 +127,7 @@ def _small_aux_layers(num_layers: int) -> list[int]:
 
 def _rope(text: PreTrainedConfig) -> dict[str, Any]:
     """Return the backbone's rope where all layers share it, over whole heads; else a default one with its base."""
-    rope = config_field(text, "rope_parameters") or {}
+    rope = field(text, "rope_parameters") or {}
     nested = [value for value in rope.values() if isinstance(value, dict) and "rope_theta" in value]
     if nested or "partial_rotary_factor" in rope or "rope_type" not in rope:
         theta = (nested or [rope])[0].get("rope_theta", 10_000.0)

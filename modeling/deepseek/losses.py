@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
 from ..heads.chunks import Part, chunked_sums
-from ..heads.divergences import acceptance, divergence, head_and_rest, lumped
 from ..heads.losses import IGNORE, check_targets, counts_of_update
+from ..heads.teacher import acceptance, divergence, head_and_rest, lumped
 from ..loss_options import ModuleLossOptions
 from .modules import MTPModules, Readout
 

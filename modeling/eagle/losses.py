@@ -22,8 +22,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from ..heads.chunks import LOGITS_PER_CHUNK
-from ..heads.divergences import acceptance, divergence
 from ..heads.losses import IGNORE
+from ..heads.teacher import acceptance, divergence
 from ..loss_options import ResolvedEagleOptions
 from .modules import EagleNetwork
 

@@ -56,6 +56,7 @@ class EagleHead(StrictLoadingMixin, NoGenerationMixin, EagleNetwork):
     """
 
     remote_classes = {"AutoModel": "EagleHead"}
+    travels_when_pushed = False
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -213,14 +214,14 @@ class EagleHead(StrictLoadingMixin, NoGenerationMixin, EagleNetwork):
         elif is_main_process:
             write_layout(self, folder, self.config.layout, state_dict)
 
-    def code_for(self, remote_code: str | None, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    def code_for(self, remote_code: str | None) -> tuple[dict[str, str], dict[str, str]]:
         """Return the code to save with the head; layouts of other libraries have none.
 
         Raises:
             ValueError: Code is requested for another layout than ours.
         """
         if self.config.layout == "tokenahead":
-            return super().code_for(remote_code, folder)
+            return super().code_for(remote_code)
         check_choice(remote_code)
         if remote_code in ("bundle", "package"):
             raise ValueError(

@@ -30,6 +30,17 @@ class BackboneParts:
     norm: Callable[[torch.Tensor], torch.Tensor]
 
 
+def required(backbone: BackboneParts | None) -> BackboneParts:
+    """Return the parts.
+
+    Raises:
+        RuntimeError: There are none.
+    """
+    if backbone is None:
+        raise RuntimeError("these heads borrow parts of their backbone: call attach(backbone) first")
+    return backbone
+
+
 def backbone_parts(model: PreTrainedModel) -> BackboneParts:
     """The parts of a causal language model, which may have a `backbone_parts` of its own."""
     if own := getattr(model, "backbone_parts", None):

@@ -323,9 +323,11 @@ _NAMES = {
         "TimeBudget",
         "TimedTrainer",
     ),
-    "tokenahead.training.commands.analysis_figure": ("analysis_figure",),
-    "tokenahead.training.commands.curves": ("learning_figure",),
-    "tokenahead.training.commands.evaluation_figure": ("evaluation_figure",),
+    "tokenahead.training.commands.figures": (
+        "analysis_figure",
+        "evaluation_figure",
+        "learning_figure",
+    ),
     "tokenahead.training.commands.models": (
         "build",
         "ptp_options",

@@ -25,8 +25,8 @@ from ..analysis import layer_divergences, marginal_log_probs, next_token_spread
 from ..evaluation import environment
 from ..evaluation.distributions import drafted_probs, has_probs
 from ..files import replace_picture, replace_text
-from .analysis_figure import analysis_figure
 from .evaluate import drafter_and_data, named
+from .figures import analysis_figure
 from .models import Trainee
 from .settings import AnalysisArguments, Settings, read_settings
 

@@ -24,9 +24,8 @@ from ..evaluation.drafts import DraftMeasures, measure_drafts
 from ..files import replace_picture, replace_text
 from ..parts import adapters_for, base_of, has_adapters, holds_model, trained_backbone
 from ..results import MeasuredResults
-from .evaluation_figure import evaluation_figure
-from .models import Trainee, build
-from .moved_backbone import with_moved_backbone
+from .figures import evaluation_figure
+from .models import Trainee, build, with_moved_backbone
 from .settings import EvaluationArguments, Settings, read_settings
 from .train import make_trainer
 

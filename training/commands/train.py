@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from inspect import signature
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainerState, set_seed
@@ -17,15 +16,13 @@ from ..acceptance_callback import AcceptanceCallback
 from ..byte_text import is_byte_level
 from ..checkpoints import best_or_last, is_finished
 from ..extras import needs_extra
+from ..next_token import NAMES
 from ..sft import MTPSFTTrainer, PTPSFTTrainer
-from .best_metric import check_best_metric
-from .curves import draw_learning
+from .backbone_data import check_features, keep_features, with_own_text
 from .data import load_data
-from .kept_features import check_features, keep_features
-from .models import Trainee, build, is_parallel, ptp_options
-from .moved_backbone import note_backbone, with_moved_backbone
+from .figures import draw_learning
+from .models import Trainee, build, is_parallel, note_backbone, ptp_options, with_moved_backbone
 from .progress import RunProgress
-from .regenerating import with_own_text
 from .run_folder import (
     RunWriter,
     check_nothing_is_lost,
@@ -36,13 +33,14 @@ from .run_folder import (
     write_metrics,
     write_run,
 )
-from .sections import converted
 from .settings import Settings, read_settings
+from .typed import typed_options
 
 with needs_extra("train", "tokenahead train"):
     from trl import get_peft_config
 
 _STATES_OF_ADAM = 2
+_OF_TIME = ("runtime", "samples_per_second", "steps_per_second")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -188,21 +186,15 @@ def _callbacks(settings: Settings, trainee: Trainee, with_evaluation: bool) -> l
     unit = "byte" if is_byte_level(trainee.tokenizer) else "token"
     chosen: list[TrainerCallback] = [RunProgress(unit)]
     drafter = settings.drafter
-    measures = _acceptance(drafter.acceptance or {})  # a misspelt option is said also where nothing is evaluated
+    # a misspelt option is refused also where nothing is evaluated
+    options = typed_options("acceptance", drafter.options("acceptance"), AcceptanceCallback)
     if with_evaluation and drafter.acceptance is not False:
-        chosen.append(measures)
+        chosen.append(AcceptanceCallback(**options))
     if drafter.early_stopping_patience is not None:
         if not (with_evaluation and settings.training.metric_for_best_model):
             raise ValueError("early_stopping_patience needs eval_strategy and metric_for_best_model")
         chosen.append(EarlyStoppingCallback(drafter.early_stopping_patience))
     return chosen
-
-
-def _acceptance(given: dict[str, Any]) -> AcceptanceCallback:
-    options = list(signature(AcceptanceCallback).parameters)
-    if unknown := sorted(map(str, {*given} - {*options})):
-        raise ValueError(f"acceptance has no option {unknown[0]!r}; it has {', '.join(options)}")
-    return AcceptanceCallback(**converted("acceptance", given, get_type_hints(AcceptanceCallback.__init__)))
 
 
 def facts_of(trainee: Trainee, settings: Settings) -> dict[str, Any]:
@@ -242,3 +234,24 @@ def _kept(settings: Settings, trainer: Trainer) -> int:
         return 1
     limit = settings.training.save_total_limit
     return 2 if limit is None else limit + 2
+
+
+def check_best_metric(trainer: Trainer) -> None:
+    """Refuses a `metric_for_best_model` that no evaluation has; `Trainer` would find out after the first one.
+
+    Args:
+        trainer: Of the run, with its callbacks.
+
+    Raises:
+        ValueError: An unknown name; those that there are are listed.
+    """
+    asked = trainer.args.metric_for_best_model
+    if asked is None or trainer.args.eval_strategy == "no":
+        return
+    known = ["loss", *trainer._mean_names()]
+    if isinstance(trainer, MTPSFTTrainer) and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        known += NAMES
+    for callback in trainer.callback_handler.callbacks:
+        known += callback.metric_names(trainer) if hasattr(callback, "metric_names") else ()
+    if asked.removeprefix("eval_") not in (*known, *_OF_TIME):
+        raise ValueError(f"metric_for_best_model={asked!r} is in no evaluation of this run; choose {', '.join(known)}")

@@ -7,11 +7,7 @@ import importlib
 from typing import Any
 
 _MODULES = {
-    "box_first_screen": "tokenahead.training.box.first_screen",
-    "box_release": "tokenahead.training.box.release",
-    "box_text": "tokenahead.training.box.text",
     "bundle_module": "tokenahead.model_cards.bundle",
-    "callbacks_module": "tokenahead.training.callbacks",
     "card_module": "tokenahead.model_cards.card",
     "cli_module": "tokenahead.training.cli",
     "commands_analyze": "tokenahead.training.commands.analyze",
@@ -20,11 +16,9 @@ _MODULES = {
     "completion_module": "tokenahead.training.completion",
     "deepseek_readout": "tokenahead.modeling.deepseek.readout",
     "deepseek_retrofit": "tokenahead.modeling.deepseek.retrofit",
-    "demo_pictures": "tokenahead.training.demo.pictures",
-    "demo_recipe": "tokenahead.training.demo.recipe",
+    "demo_figures": "tokenahead.training.demo.figures",
     "demo_report": "tokenahead.training.demo.report",
     "demo_run": "tokenahead.training.demo.run",
-    "demo_show": "tokenahead.training.demo.show",
     "drafter_folders_module": "tokenahead.model_cards.drafter_folders",
     "drafters_modules": "tokenahead.generation.drafters.modules",
     "drafters_protocol": "tokenahead.generation.drafters.protocol",
@@ -262,52 +256,17 @@ _NAMES = {
         "marginal_log_probs",
         "next_token_spread",
     ),
-    "tokenahead.training.box.card": ("_log",),
-    "tokenahead.training.box.excerpts": (
-        "EXCERPT",
-        "cut_excerpts",
-        "excerpt_windows",
-        "load_excerpts",
-    ),
-    "tokenahead.training.box.folder": (
+    "tokenahead.training.box": (
         "BoxDamagedError",
-        "DRAFTED",
-        "FIGURES",
-        "LOG",
+        "EXCERPT",
+        "Excerpt",
         "box_folder",
         "check_box",
+        "excerpt_prompts",
+        "excerpt_windows",
         "load_box",
+        "load_excerpts",
         "load_heads",
-        "save_box",
-        "seal_box",
-    ),
-    "tokenahead.training.box.loop": (
-        "Batch",
-        "Loop",
-        "Schedule",
-    ),
-    "tokenahead.training.box.measure": (
-        "Box",
-        "BoxMeasurement",
-    ),
-    "tokenahead.training.box.model": (
-        "backbone_loss",
-        "backbone_optimizer",
-        "box_config",
-    ),
-    "tokenahead.training.box.run": (
-        "BoxRun",
-        "Plan",
-    ),
-    "tokenahead.training.box.text": (
-        "HELD_OUT",
-        "ROW",
-        "RowOrder",
-        "Source",
-        "is_permissive",
-        "licence_of",
-        "pack",
-        "windows",
     ),
     "tokenahead.training.byte_text": (
         "RawWriter",
@@ -316,12 +275,6 @@ _NAMES = {
         "encode",
         "escaped",
         "writer_for",
-    ),
-    "tokenahead.training.callbacks": (
-        "ProgressCallback",
-        "StepCounter",
-        "TimeBudget",
-        "TimedTrainer",
     ),
     "tokenahead.training.commands.figures": (
         "analysis_figure",
@@ -351,25 +304,15 @@ _NAMES = {
         "load_corpus",
         "source_files",
     ),
-    "tokenahead.training.demo.folder": (
-        "MARK",
-        "check_output",
-        "forget_measurements",
-        "save_checkpoint",
-    ),
-    "tokenahead.training.demo.recipe": (
-        "STAGES",
-        "Stage",
-        "build_optimizer",
-        "demo_train",
-        "has_fast_bfloat16",
-        "tiny_config",
+    "tokenahead.training.demo.measure": (
+        "Box",
+        "BoxMeasurement",
     ),
     "tokenahead.training.demo.run": (
-        "Measuring",
+        "MARK",
+        "check_output",
         "run_demo",
     ),
-    "tokenahead.training.demo.show": ("show_box",),
     "tokenahead.training.evaluation": ("MODES",),
     "tokenahead.training.evaluation.bits": ("bits_per_byte",),
     "tokenahead.training.evaluation.decoding": (
@@ -404,16 +347,11 @@ _NAMES = {
         "FeatureDataset",
         "FeatureIndex",
     ),
-    "tokenahead.training.muon": (
-        "JointOptimizer",
-        "Muon",
-        "orthogonalised",
-    ),
     "tokenahead.training.parts": ("put_adapters",),
     "tokenahead.training.preparation": ("drafter_of",),
     "tokenahead.training.ptp.columns": ("at_columns",),
     "tokenahead.training.ptp.completions": (
-        "Sequences",
+        "CompletionSequences",
         "draw_starts",
     ),
     "tokenahead.training.ptp.data": (
@@ -446,7 +384,6 @@ _NAMES = {
     ),
     "tokenahead.training.regeneration": ("RegeneratedText",),
     "tokenahead.training.threads": (
-        "ThreadGovernor",
         "threads_as_before",
         "use_fastest_threads",
     ),
@@ -454,8 +391,8 @@ _NAMES = {
 """Internal names, by the module that defines them."""
 
 _RENAMED = {
+    "CompletionSequences": "Sequences",
     "commands_train": "train",
-    "demo_train": "train",
     "heads_FAMILIES": "FAMILIES",
     "mtp_families_FAMILIES": "FAMILIES",
     "ptp_LOSSES": "LOSSES",

@@ -1,0 +1,195 @@
+"""Habits of attached drafters: copies, pickles, saving, adapters, pipelines, two at a time, and no trace behind."""
+
+import copy
+import pickle
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.backbones import backbone, blurred, word_tokenizer
+from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, MTPHeads, NgramDrafter, PTPForCausalLM, PTPStudent
+
+PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 10, 11, 9, 10, 11, 9]])
+OPTIONS = dict(attention_mask=torch.ones_like(PROMPT), max_new_tokens=16, do_sample=False)
+MAKE = {
+    "heads": lambda model: MTPHeads.from_backbone(model, window=4, leaf="full"),
+    "ngram": lambda model: NgramDrafter().attach(model),
+    "assistant": lambda model: AssistantDrafter(blurred(model, 0.3)).attach(model),
+}
+ADAPTER = peft.LoraConfig(target_modules=["q_proj"], r=2)
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda thing: pickle.loads(pickle.dumps(thing))}
+kinds = pytest.mark.parametrize("kind", MAKE)
+copies = pytest.mark.parametrize("twin_of", COPIES.values(), ids=COPIES)
+
+
+@kinds
+@copies
+def test_a_copied_backbone_decodes_plainly_and_asks_for_attach(kind, twin_of):
+    model = backbone()
+    plain = model.generate(PROMPT, **OPTIONS)
+    drafter = MAKE[kind](model)
+    twin = twin_of(model)
+    assert type(twin) is type(model) and torch.equal(twin.generate(PROMPT, **OPTIONS), plain)
+    with pytest.raises(RuntimeError, match=r"LlamaForCausalLM.*attach\(backbone\)"):
+        twin.generate(PROMPT, assistant_model=drafter, **OPTIONS)
+    assert torch.equal(model.generate(PROMPT, assistant_model=drafter, **OPTIONS), plain)
+    with torch.no_grad():  # the copy decodes with its own weights
+        twin.lm_head.weight.neg_()
+    assert not torch.equal(twin.generate(PROMPT, **OPTIONS), plain)
+
+
+@kinds
+@copies
+def test_a_copied_drafter_is_detached_and_may_be_attached(kind, twin_of):
+    model = backbone()
+    drafter = MAKE[kind](model)
+    twin = twin_of(drafter)
+    assert drafter.is_attached and not twin.is_attached
+    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
+        model.generate(PROMPT, assistant_model=twin, **OPTIONS)
+    out = model.generate(PROMPT, assistant_model=twin.attach(model), return_dict_in_generate=True, **OPTIONS)
+    assert torch.equal(out.sequences, model.generate(PROMPT, **OPTIONS)) and out.speculation.backbone_calls > 1
+
+
+@kinds
+def test_detach_leaves_nothing(kind):
+    model = backbone()
+    before, weights = dict(vars(model)), copy.deepcopy(model.state_dict())
+    drafter = MAKE[kind](model)
+    model.generate(PROMPT, assistant_model=drafter, **OPTIONS)
+    drafter.detach()
+    assert vars(model) == before and model.generate.__func__ is type(model).generate
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
+        _ = drafter.backbone
+
+
+@kinds
+def test_an_attached_backbone_is_saved_as_it_is(kind, tmp_path):
+    model = backbone()
+    model.save_pretrained(tmp_path / "before")
+    drafter = MAKE[kind](model)
+    model.generate(PROMPT, assistant_model=drafter, **OPTIONS)
+    model.save_pretrained(tmp_path / "attached")
+    before, attached = (tmp_path / name for name in ("before", "attached"))
+    assert {path.name for path in before.iterdir()} == {path.name for path in attached.iterdir()}
+    for path in before.glob("*.json"):
+        assert path.read_text() == (attached / path.name).read_text()
+    first, second = (load_file(folder / "model.safetensors") for folder in (before, attached))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_two_drafters_share_a_backbone():
+    model = backbone()
+    plain = model.generate(PROMPT, **OPTIONS)
+    ngram, heads = MAKE["ngram"](model), MAKE["heads"](model)
+    for drafter in (ngram, heads):
+        assert torch.equal(model.generate(PROMPT, assistant_model=drafter, **OPTIONS), plain)
+    ngram.detach()
+    assert torch.equal(model.generate(PROMPT, assistant_model=heads, **OPTIONS), plain)
+    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
+        model.generate(PROMPT, assistant_model=ngram, **OPTIONS)
+
+
+@pytest.mark.parametrize("kind", ["heads", "ngram"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_adapters_of_the_backbone_take_part(kind, when):
+    torch.manual_seed(0)
+    model, config = backbone(), peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False)
+    bare = model.generate(PROMPT, **OPTIONS)
+    drafter = MAKE[kind](model)
+    adapted = peft.get_peft_model(model, config)
+    if when == "after":
+        drafter = drafter.detach().attach(adapted)
+    plain = adapted.generate(input_ids=PROMPT, **OPTIONS)
+    assert not torch.equal(plain, bare)
+    out = adapted.generate(input_ids=PROMPT, assistant_model=drafter, return_dict_in_generate=True, **OPTIONS)
+    assert torch.equal(out.sequences, plain) and out.speculation.new_tokens == 32
+    with adapted.disable_adapter():
+        assert torch.equal(adapted.generate(input_ids=PROMPT, assistant_model=drafter, **OPTIONS), bare)
+
+
+@kinds
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_pipelines_take_drafters(kind, batch_size):
+    model = backbone()
+    drafter, calls = MAKE[kind](model), []
+    options = dict(max_new_tokens=12, do_sample=False, return_tensors=True)
+    texts = ["w5. w6. w7. w5. w6.", "w9. w10."]
+    common = dict(model=model, tokenizer=word_tokenizer(), batch_size=batch_size)
+    plain = transformers.pipeline("text-generation", **common)(texts, **options)
+    drafting = drafter.start
+    drafter.start = lambda options: calls.append(1) or drafting(options)
+    ours = transformers.pipeline("text-generation", assistant_model=drafter, **common)(texts, **options)
+    assert ours == plain and len(calls) == 2 // batch_size
+
+
+def test_a_drafter_that_drafts_for_another_model_is_refused():
+    model = backbone()
+    drafter = MAKE["ngram"](model)
+    assert drafter.attach(model) is drafter
+    with pytest.raises(RuntimeError, match=r"LlamaForCausalLM.*detach\(\)"):
+        drafter.attach(backbone())
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        NgramDrafter().attach(transformers.T5ForConditionalGeneration(transformers.T5Config(
+            vocab_size=48, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2
+        )))  # fmt: skip
+    with pytest.raises(ValueError, match="vocab_size.*LlamaForCausalLM.*48"):
+        AssistantDrafter(backbone()).attach(backbone(vocabulary=50))
+
+
+def test_drafters_follow_dtype_and_device():
+    model = backbone().double()
+    heads = MTPHeads.from_backbone(model, window=3, leaf="full")
+    assert heads.dtype == torch.float64
+    heads.detach().attach(model.bfloat16())
+    assert heads.dtype == torch.bfloat16
+    plain = model.generate(PROMPT, **OPTIONS)
+    assert plain.shape == model.generate(PROMPT, assistant_model=heads, **OPTIONS).shape
+
+
+def test_what_was_learned_on_one_backbone_is_forgotten_on_the_next():
+    model = backbone()
+    drafter = MAKE["ngram"](model)
+    model.generate(PROMPT, assistant_model=drafter, num_assistant_tokens_schedule="adaptive", **OPTIONS)
+    drafter.tree_choices[False] = {"top_k": 2}
+    assert drafter.schedules
+    drafter.detach().attach(backbone(seed=2))
+    assert not drafter.schedules and not drafter.tree_choices
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: peft.get_peft_model(model, ADAPTER)])
+def test_drafters_are_attached_to_the_model_within_a_compiled_one(wrap):
+    model = backbone()
+    compiled = torch.compile(wrap(model), backend="eager")
+    plain = model.generate(PROMPT, **OPTIONS)
+    drafters = [NgramDrafter().attach(compiled), MTPHeads.from_backbone(compiled)]
+    for drafter in drafters:
+        assert drafter.backbone is model
+        for caller in (compiled, model):
+            out = caller.generate(PROMPT, assistant_model=drafter, return_dict_in_generate=True, **OPTIONS)
+            assert torch.equal(out.sequences, plain) and out.speculation.backbone_calls > 1
+    for drafter in drafters:
+        drafter.detach()
+    assert "generate" not in vars(model) and torch.equal(compiled.generate(PROMPT, **OPTIONS), plain)
+    slots = PTPForCausalLM.from_backbone(compiled, num_slots=3)
+    assert torch.equal(slots.generate(PROMPT, **OPTIONS), plain)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda model: NgramDrafter().attach(model),
+        MTPHeads.from_backbone,
+        EagleHead.from_backbone,
+        PTPForCausalLM.from_backbone,
+        PTPStudent.from_backbone,
+        DeepSeekMTP.from_backbone,
+    ],
+)
+def test_what_is_no_model_of_transformers_is_refused_at_the_door(take):
+    with pytest.raises(TypeError, match="PreTrainedModel"):
+        take(torch.nn.Linear(2, 2))

@@ -1,0 +1,377 @@
+"""What users do with `generate`: options, stopping, outputs, caches, and what is refused at the door."""
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextStreamer,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from tests.models import left_padded, tiny_model
+from tokenahead import EvaByteTokenizer, GenerateSpeculativeOutput
+
+PROMPT = torch.arange(100, 112)[None]
+GREEDY = dict(do_sample=False, max_new_tokens=30)
+DICT = dict(return_dict_in_generate=True)
+
+
+def texts(count):
+    generator = torch.Generator().manual_seed(9)
+    return [torch.randint(64, 320, (n,), generator=generator) for n in (3, 40, 17, 66)[:count]]
+
+
+def plain(model, prompt=PROMPT, **options):
+    return model.generate(prompt, use_mtp=False, **(GREEDY | options))
+
+
+def test_speculates_by_default_and_says_what_it_did(trained):
+    out = trained.generate(PROMPT, **GREEDY, **DICT)
+    assert isinstance(out, GenerateSpeculativeOutput)
+    assert torch.equal(out.sequences, plain(trained))
+    told = out.speculation
+    assert told.backbone_calls == 1 + len(told.accepted) == 1 + len(told.drafts) < 30
+    assert told.new_tokens == 30 == 1 + sum(told.accepted) + len(told.accepted)
+    assert told.tokens_per_call == 30 / told.backbone_calls
+    assert 0 < told.accepted_by_position[0] <= 1 and len(told.accepted_by_position) == 7
+    assert told.draft_seconds > 0 and told.verify_seconds > 0
+    text = out.sequences[0, PROMPT.shape[1] :].tolist()
+    at = 1
+    for count, draft in zip(told.accepted, told.drafts):
+        assert draft[:count] == text[at : at + count]
+        at += count + 1
+
+
+@pytest.mark.parametrize("number", [1, 2, 5, 7])
+def test_num_assistant_tokens(trained, number):
+    out = trained.generate(PROMPT, num_assistant_tokens=number, **GREEDY, **DICT)
+    assert torch.equal(out.sequences, plain(trained))
+    assert max(len(draft) for draft in out.speculation.drafts) == number
+
+
+def test_one_backbone_call_per_cycle(trained, monkeypatch):
+    calls = []
+    original = type(trained.model).forward
+    monkeypatch.setattr(
+        type(trained.model), "forward", lambda self, *a, **k: calls.append(1) or original(self, *a, **k)
+    )
+    out = trained.generate(PROMPT, **GREEDY, **DICT)
+    assert len(calls) == out.speculation.backbone_calls == 1 + len(out.speculation.accepted)
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 65])
+def test_prompts_of_any_length(trained, length):
+    prompt = torch.arange(64, 64 + length)[None]
+    assert torch.equal(trained.generate(prompt, **GREEDY), plain(trained, prompt))
+
+
+@pytest.mark.parametrize("budget", range(1, 12))
+def test_never_longer_than_asked(trained, budget):
+    out = trained.generate(PROMPT, do_sample=False, max_new_tokens=budget)
+    assert torch.equal(out, plain(trained, max_new_tokens=budget))
+
+
+def test_stops_at_eos_inside_a_draft(trained):
+    expected = plain(trained)[0, PROMPT.shape[1] :].tolist()
+    for position in range(len(expected)):
+        eos = expected[position]
+        out = trained.generate(PROMPT, eos_token_id=eos, pad_token_id=0, **GREEDY)
+        assert out[0, PROMPT.shape[1] :].tolist() == expected[: expected.index(eos) + 1]
+
+
+def test_stop_strings_and_own_criteria_cut_at_the_first_hit(trained):
+    tokenizer = EvaByteTokenizer()
+    expected = plain(trained)
+    text = tokenizer.decode(expected[0, PROMPT.shape[1] :])
+    stop = text[4:7]
+    options = dict(stop_strings=[stop], tokenizer=tokenizer, **GREEDY)
+    out = trained.generate(PROMPT, **options)
+    assert torch.equal(out, trained.generate(PROMPT, use_mtp=False, **options))
+    assert out.shape[1] < expected.shape[1]
+
+    class LongerThan(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.full((len(input_ids),), input_ids.shape[1] > 20)
+
+    out = trained.generate(PROMPT, stopping_criteria=StoppingCriteriaList([LongerThan()]), **GREEDY)
+    assert torch.equal(out, expected[:, :21])
+
+
+def test_max_time_stops_after_the_first_token(trained):
+    out = trained.generate(PROMPT, do_sample=False, max_new_tokens=500, max_time=0.0)
+    assert out.shape[1] == PROMPT.shape[1] + 1
+
+
+def test_ragged_batch_with_eos_pads_on_the_right(trained):
+    prompts = texts(4)
+    alone = [plain(trained, p[None])[0, len(p) :].tolist() for p in prompts]
+    eos = alone[1][10]
+    out = trained.generate(**left_padded(prompts), eos_token_id=eos, pad_token_id=0, **GREEDY)
+    for row, expected in zip(out[:, -(out.shape[1] - 66) :].tolist(), alone):
+        end = expected.index(eos) + 1 if eos in expected else len(expected)
+        assert row == expected[:end] + [0] * (len(row) - end)
+
+
+def test_several_return_sequences(trained):
+    out = trained.generate(PROMPT, do_sample=True, top_k=0, max_new_tokens=20, num_return_sequences=5, **DICT)
+    assert out.sequences.shape == (5, PROMPT.shape[1] + 20)
+    assert len(out.speculation.accepted) == 5
+    assert len({tuple(row) for row in out.sequences.tolist()}) > 1
+
+
+def test_sampling_is_reproducible_by_seed(trained):
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        runs.append(trained.generate(PROMPT, do_sample=True, max_new_tokens=20))
+    assert torch.equal(*runs)
+
+
+def test_scores_logits_and_hidden_states_have_one_entry_per_token(trained):
+    options = dict(output_scores=True, output_logits=True, output_hidden_states=True, temperature=None)
+    ours = trained.generate(PROMPT, repetition_penalty=1.2, **GREEDY, **DICT, **options)
+    theirs = plain(trained, repetition_penalty=1.2, **DICT, **options)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert len(ours.scores) == len(ours.logits) == len(ours.hidden_states) == 30
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), atol=2e-5, rtol=0)
+    for step, expected in zip(ours.hidden_states, theirs.hidden_states):
+        torch.testing.assert_close(step, expected, atol=2e-5, rtol=0)
+
+
+def test_scores_of_a_ragged_batch_are_each_rows_own(trained):
+    prompts = texts(3)
+    out = trained.generate(**left_padded(prompts), output_scores=True, **GREEDY, **DICT)
+    for row, prompt in enumerate(prompts):
+        alone = plain(trained, prompt[None], output_scores=True, **DICT)
+        for ours, theirs in zip(out.scores, alone.scores):
+            torch.testing.assert_close(ours[row], theirs[0], atol=2e-5, rtol=0)
+
+
+def test_the_returned_cache_continues_the_text(trained):
+    whole = plain(trained, max_new_tokens=40)
+    first = trained.generate(PROMPT, do_sample=False, max_new_tokens=17, **DICT)
+    assert first.past_key_values.get_seq_length() == first.sequences.shape[1] - 1
+    options = dict(past_key_values=first.past_key_values, do_sample=False, max_new_tokens=23, **DICT)
+    second = trained.generate(first.sequences, **options)
+    assert torch.equal(second.sequences, whole)
+    assert second.speculation.backbone_calls < 24
+
+
+def test_the_returned_cache_of_a_ragged_batch_continues_every_row(trained):
+    prompts = texts(4)
+    alone = [plain(trained, p[None])[0, len(p) :].tolist() for p in prompts]
+    eos = alone[1][10]
+    batch = left_padded(prompts)
+    first = trained.generate(**batch, eos_token_id=eos, pad_token_id=0, **GREEDY, **DICT)
+    ended = [row.index(eos) + 1 if eos in row else len(row) for row in alone]
+    assert len(set(ended)) > 1
+    more = torch.full((4, 1), 200)
+    new = first.sequences.shape[1] - batch["input_ids"].shape[1]
+    mask = torch.cat(
+        [batch["attention_mask"], (torch.arange(new) < torch.tensor(ended)[:, None]).long(), torch.ones(4, 1).long()],
+        dim=1,
+    )
+    ids = torch.cat([first.sequences, more], dim=1)
+    second = trained.generate(ids, attention_mask=mask, past_key_values=first.past_key_values, **GREEDY)
+    for row, (prompt, text, end) in enumerate(zip(prompts, alone, ended)):
+        history = torch.cat([prompt, torch.tensor(text[:end]), more[0]])
+        assert torch.equal(second[row, -30:], plain(trained, history[None])[0, -30:])
+
+
+@pytest.mark.parametrize("use_mtp", [True, False])
+def test_a_cache_of_plain_decoding_in_which_rows_ended_early_is_continued(trained, use_mtp):
+    """Plain decoding feeds padding to rows that have ended; the mask says so when the texts go on."""
+    prompts = texts(4)
+    alone = [plain(trained, p[None])[0, len(p) :].tolist() for p in prompts]
+    eos, batch = alone[1][10], left_padded(prompts)
+    first = trained.generate(**batch, eos_token_id=eos, pad_token_id=0, use_mtp=False, **GREEDY, **DICT)
+    ended = [row.index(eos) + 1 if eos in row else len(row) for row in alone]
+    assert len(set(ended)) > 1
+    new, more = first.sequences.shape[1] - batch["input_ids"].shape[1], torch.full((4, 1), 200)
+    own = (torch.arange(new) < torch.tensor(ended)[:, None]).long()
+    mask = torch.cat([batch["attention_mask"], own, torch.ones(4, 1).long()], dim=1)
+    ids = torch.cat([first.sequences, more], dim=1)
+    options = GREEDY | {"past_key_values": first.past_key_values, "use_mtp": use_mtp}
+    second = trained.generate(ids, attention_mask=mask, **options)
+    for row, (prompt, text, end) in enumerate(zip(prompts, alone, ended)):
+        history = torch.cat([prompt, torch.tensor(text[:end]), more[0]])
+        assert torch.equal(second[row, -30:], plain(trained, history[None])[0, -30:])
+
+
+def test_a_cache_made_in_inference_mode_is_continued_outside(trained):
+    whole = plain(trained, max_new_tokens=40)
+    with torch.inference_mode():
+        first = trained.generate(PROMPT, do_sample=False, max_new_tokens=17, **DICT)
+    second = trained.generate(
+        first.sequences.clone(), past_key_values=first.past_key_values, do_sample=False, max_new_tokens=23
+    )
+    assert torch.equal(second, whole)
+
+
+@pytest.mark.parametrize("chunk", [5, 32, 50])
+def test_chunked_prefill(trained, chunk):
+    prompt = torch.randint(64, 320, (1, 120))
+    out = trained.generate(prompt, prefill_chunk_size=chunk, **GREEDY)
+    assert torch.equal(out, plain(trained, prompt))
+
+
+class Column(BaseStreamer):
+    def __init__(self):
+        self.seen, self.ended = [], False
+
+    def put(self, value):
+        self.seen.append(value.tolist())
+
+    def end(self):
+        self.ended = True
+
+
+def test_streamer_gets_every_token_once_and_in_order(trained):
+    streamer = Column()
+    out = trained.generate(PROMPT, streamer=streamer, **GREEDY)
+    assert streamer.ended and streamer.seen[0] == PROMPT.tolist()
+    assert [column[0] for column in streamer.seen[1:]] == out[0, PROMPT.shape[1] :].tolist()
+    streamer = Column()
+    out = trained.generate(**left_padded(texts(3)), streamer=streamer, **GREEDY)
+    assert torch.equal(torch.tensor(streamer.seen[1:]).T, out[:, -30:])
+
+
+def test_text_streamer_prints_the_text(trained, capsys):
+    tokenizer = EvaByteTokenizer()
+    out = trained.generate(PROMPT, streamer=TextStreamer(tokenizer, skip_prompt=True), **GREEDY)
+    assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(out[0, PROMPT.shape[1] :]).rstrip("\n")
+
+
+def test_processors_see_true_prefixes_only(trained):
+    seen = []
+
+    class Recorder(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            seen.extend(tuple(row) for row in input_ids.tolist())
+            return scores
+
+    prompts = texts(3)
+    batch = left_padded(prompts)
+    out = trained.generate(**batch, logits_processor=LogitsProcessorList([Recorder()]), **GREEDY, **DICT)
+    drafts = out.speculation.drafts
+    for row in range(3):
+        text, at = out.sequences[row].tolist(), batch["input_ids"].shape[1]
+        allowed = {tuple(text[:at])}
+        at += 1
+        for kept, draft in zip(out.speculation.accepted[row], drafts[row]):
+            allowed |= {tuple(text[:at] + draft[:i]) for i in range(len(draft) + 1)}
+            at += kept + 1
+        mine = [ids for ids in seen if ids[: len(batch["input_ids"][row])] == tuple(batch["input_ids"][row].tolist())]
+        assert set(mine) <= allowed and len(mine) > 20
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 12, "eos_token_id": 101},
+        {"bad_words_ids": [[100], [101, 102]]},
+        {"prefix_allowed_tokens_fn": lambda row, ids: [64 + row, 65 + (int(ids[-1]) + row) % 50, 200]},
+        {"forced_eos_token_id": 5},
+        {"encoder_repetition_penalty": 1.5},
+        {"encoder_no_repeat_ngram_size": 2},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_every_processor_works_in_ragged_batches(trained, options):
+    batch = left_padded(texts(4))
+    ours = trained.generate(**batch, pad_token_id=0, **GREEDY, **options)
+    theirs = trained.generate(**batch, pad_token_id=0, use_mtp=False, **GREEDY, **options)
+    assert torch.equal(ours, theirs)
+
+
+def test_beams_static_caches_and_no_cache_decode_plainly_or_refuse():
+    model = tiny_model()
+    for options in ({"num_beams": 3}, {"use_cache": False}, {"cache_implementation": "static"}):
+        expected = model.generate(PROMPT, use_mtp=False, **GREEDY, **options)
+        assert torch.equal(model.generate(PROMPT, **GREEDY, **options), expected)
+        with pytest.raises(ValueError, match="use_mtp=True cannot be combined with " + next(iter(options))):
+            model.generate(PROMPT, use_mtp=True, **GREEDY, **options)
+
+
+def test_other_assistants_win(trained):
+    expected = plain(trained)
+    assert torch.equal(trained.generate(PROMPT, prompt_lookup_num_tokens=3, **GREEDY), expected)
+    assistant = tiny_model(1)
+    assistant.generation_config = GenerationConfig(num_assistant_tokens=3)
+    assert torch.equal(trained.generate(PROMPT, assistant_model=assistant, **GREEDY), expected)
+
+
+def test_transformers_own_assisted_loop_takes_our_drafter(trained, monkeypatch):
+    monkeypatch.setattr(type(trained), "_assisted_decoding", GenerationMixin._assisted_decoding)
+    forwards = []
+    original = type(trained.model).forward
+    monkeypatch.setattr(
+        type(trained.model), "forward", lambda self, *a, **k: forwards.append(1) or original(self, *a, **k)
+    )
+    out = trained.generate(PROMPT, **GREEDY)
+    assert len(forwards) < 25
+    assert torch.equal(out, plain(trained))
+
+
+def test_one_head_decodes_plainly_and_warns_only_when_asked(caplog):
+    model = tiny_model(num_pred_heads=1)
+    expected = plain(model)
+    assert torch.equal(model.generate(PROMPT, **GREEDY), expected)
+    assert torch.equal(model.generate(PROMPT, use_mtp=True, **GREEDY), expected)
+
+
+def test_nothing_of_the_decision_is_written_to_disk(tmp_path):
+    model = tiny_model()
+    model.generate(PROMPT, **GREEDY)
+    model.save_pretrained(tmp_path)
+    saved = (tmp_path / "generation_config.json").read_text()
+    assert "use_mtp" not in saved and "verification" not in saved
+
+
+def test_a_generation_config_may_switch_it_off(trained):
+    config = GenerationConfig(use_mtp=False, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    assert not hasattr(trained.generate(PROMPT, generation_config=config), "speculation")
+
+
+@pytest.mark.parametrize("number", [0, -3])
+def test_no_drafts_is_spelled_use_mtp_false(trained, number):
+    with pytest.raises(ValueError, match=f"num_assistant_tokens={number} must be at least 1.*use_mtp=False"):
+        trained.generate(PROMPT, num_assistant_tokens=number, **GREEDY)
+
+
+def test_too_many_drafts_are_clipped(trained):
+    out = trained.generate(PROMPT, num_assistant_tokens=50, **GREEDY, **DICT)
+    assert max(map(len, out.speculation.drafts)) == 7
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([[100, 320]], "id 320.*0.*319"),
+        ([[100, -1]], "id -1.*0.*319"),
+        ([[]], "input_ids"),
+        ([[100] * 1025], "1025.*max_position_embeddings=.*1024"),
+    ],
+)
+def test_bad_prompts_are_refused_at_the_door(trained, ids, message):
+    for use_mtp in (True, False):
+        with pytest.raises(ValueError, match=message):
+            trained.generate(torch.tensor(ids, dtype=torch.long), use_mtp=use_mtp, **GREEDY)
+
+
+def test_unknown_rule_and_foreign_cache_are_refused(trained):
+    with pytest.raises(ValueError, match="verification='typical'"):
+        trained.generate(PROMPT, verification="typical", **GREEDY)
+    with pytest.raises(ValueError, match="DynamicCache.*EvaByteCache"):
+        trained.generate(PROMPT, past_key_values=DynamicCache(), **GREEDY)
+    with pytest.raises(ValueError, match="not_an_option"):
+        trained.generate(PROMPT, not_an_option=1, **GREEDY)

@@ -1,0 +1,132 @@
+"""A seed of parallel token prediction repeats a run; a row's text depends on its seed and its prompt alone."""
+
+import numpy
+import pytest
+import torch
+from transformers import StaticCache
+
+from tests.models import left_padded
+from tests.ptp_models import VOCABULARY, backbone, ids, student
+
+RULES = [("one_hot", "coupled", 1), ("one_hot", "block", 1), ("one_hot", "coupled", 2), ("categorical", None, 1),
+         ("categorical", "token", 1), ("categorical", "coupled", 1), ("categorical", "coupled", 3),
+         ("mask", None, 1), ("mask", "coupled", 1)]  # fmt: skip
+
+
+def model_of(variant):
+    return student(variant, backbone(seed=2).double()).eval()
+
+
+def prompts():
+    return [ids(n, seed=n) for n in (5, 2, 9, 4)]
+
+
+def write(model, batch, new_tokens=14, **options):
+    inputs = left_padded(batch)
+    how = {"do_sample": True, "top_k": 0, "temperature": 1.3, "pad_token_id": 0} | options
+    return model.generate(**inputs, max_new_tokens=new_tokens, **how)[:, inputs["input_ids"].shape[1] :]
+
+
+def how(rule, many):
+    return ({} if rule is None else {"verification": rule}) | ({} if many == 1 else {"best_of": many})
+
+
+@pytest.mark.parametrize(("variant", "rule", "many"), RULES)
+def test_a_row_depends_on_its_seed_and_its_prompt_alone(variant, rule, many):
+    model, batch, options = model_of(variant), prompts(), how(rule, many)
+    seeds = [5, 6, -7, 2**63]
+    text = write(model, batch, seed=seeds, **options)
+    torch.manual_seed(99)
+    assert torch.equal(write(model, batch, seed=seeds, **options), text)
+    assert not torch.equal(write(model, batch, seed=[6, 6, -7, 2**63], **options)[0], text[0])
+    for row, (prompt, seed) in enumerate(zip(batch, seeds)):
+        assert torch.equal(write(model, [prompt], seed=seed, **options)[0], text[row])
+    order = [2, 0]
+    mixed = write(model, [batch[row] for row in order], seed=torch.tensor([-7, 5]), **options)
+    assert torch.equal(mixed, text[order])
+    for length in (2, 9):
+        assert torch.equal(write(model, batch, length, seed=seeds, **options), text[:, :length])
+
+
+@pytest.mark.parametrize(("variant", "rule", "many"), RULES)
+def test_one_seed_gives_every_row_its_own_stream_and_repeats_without_drafts(variant, rule, many):
+    model, options = model_of(variant), how(rule, many)
+    batch = [ids(5)] * 3
+    text = write(model, batch, seed=3, **options)
+    assert len({tuple(row) for row in text.tolist()}) == 3
+    assert torch.equal(write(model, batch[:2], seed=3, **options), text[:2])
+    plain = [write(model, batch, seed=3, use_mtp=False, **options) for _ in range(2)]
+    assert torch.equal(*plain)
+    assert torch.equal(write(model, batch[:1], 6, seed=3, use_mtp=False, **options), plain[0][:1, :6])
+    if rule == "coupled" and many == 1:
+        assert torch.equal(plain[0], text)
+
+
+def test_rows_that_end_leave_the_others_as_they_are():
+    model, batch, seeds = model_of("categorical"), prompts(), [1, 2, 3, 4]
+    text = write(model, batch, seed=seeds)
+    end = int(text[1, 3])
+    ended = write(model, batch, seed=seeds, eos_token_id=end)
+    for got, row in zip(ended.tolist(), text.tolist()):
+        length = row.index(end) + 1 if end in row else len(row)
+        assert got[:length] == row[:length] and not any(got[length:])
+
+
+@pytest.mark.parametrize("given", ["cache", "implementation"])
+def test_a_static_cache_decodes_plainly_with_the_same_uniforms(given):
+    model, batch = model_of("one_hot"), prompts()
+    text = write(model, batch, seed=3)
+    end = int(text[1, 4])
+    for ends in (None, end):
+        options = {"seed": 3, "eos_token_id": ends}
+        plain = write(model, batch, use_mtp=False, **options)
+        if given == "cache":
+            options["past_key_values"] = StaticCache(model.config.backbone_config, max_cache_len=40)
+        else:
+            options["cache_implementation"] = "static"
+        assert torch.equal(write(model, batch, **options), plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": 1, "num_beams": 2}, "seed=.*num_beams=.*2"),
+        ({"seed": 1, "num_beams": 2, "do_sample": False}, "seed=.*num_beams=.*2"),
+        ({"uniforms": torch.rand(1, 3), "num_beams": 2}, "uniforms=.*num_beams=.*2"),
+        ({"seed": 1, "use_cache": False}, "seed=.*use_cache="),
+        ({"seed": 1, "guidance_scale": 2.0}, "seed=.*guidance_scale=.*2.0"),
+        ({"seed": 1, "prompt_lookup_num_tokens": 2}, "seed=.*prompt_lookup_num_tokens"),
+        ({"seed": 1, "verification": "block", "num_assistant_tokens_schedule": "adaptive"}, "clock"),
+        ({"seed": True}, "seed=True"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"seed": 2**64}, "must.*64"),
+        ({"seed": [1, 2]}, "seed.*2.*1"),
+        ({"uniforms": [[0.5, 0.1, 0.2]]}, r"torch.tensor\(uniforms\)"),
+    ],
+)
+def test_what_a_seed_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        write(model_of("one_hot"), [ids(3)], 3, **options)
+
+
+def test_a_number_of_numpy_is_a_seed():
+    model = model_of("one_hot")
+    plain = write(model, [ids(3)], 3, seed=7)
+    assert torch.equal(write(model, [ids(3)], 3, seed=numpy.int64(7)), plain)
+    assert torch.equal(write(model, [ids(3)], 3, seed=numpy.array([7])), write(model, [ids(3)], 3, seed=[7]))
+
+
+def test_an_assistant_of_somebody_else_reads_no_seed():
+    model = model_of("one_hot")
+    with pytest.raises(ValueError, match="seed=.*assistant_model"):
+        write(model, [ids(3)], 3, seed=1, assistant_model=backbone(seed=4).double())
+
+
+def test_without_a_seed_torch_says_what_is_drawn():
+    model = model_of("categorical")
+    torch.manual_seed(1)
+    first = write(model, prompts())
+    assert not torch.equal(write(model, prompts()), first)
+    torch.manual_seed(1)
+    assert torch.equal(write(model, prompts()), first)
+    assert int(first.max()) < VOCABULARY

@@ -1,0 +1,133 @@
+"""What trainers refuse before the first step: ids that are none, checkpoints of others, settings without effect."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from datasets import Dataset
+from trl import SFTConfig
+
+from tests import ptp_models
+from tests.every_model import llama
+from tests.families import family_model
+from tests.training.conftest import ragged_rows, small_model, trainer_for
+from tokenahead import EagleHead, EvaByteTokenizer, MTPHeads, PTPForCausalLM
+from tokenahead.training import MTPSFTTrainer, MTPTrainer, PTPSFTTrainer, PTPTrainer
+
+
+def student(**options):
+    return PTPForCausalLM.from_backbone(ptp_models.backbone(), num_slots=3, **options)
+
+
+def rows_with(value: int, name: str, size: int = 320):
+    rows = ragged_rows(vocab_size=size)
+    for row in rows:
+        row[name] = row[name].clone()
+    rows[1][name][5] = value
+    return rows
+
+
+@pytest.mark.parametrize(("name", "value"), [("labels", 320), ("labels", -7), ("input_ids", 5000)])
+def test_ids_outside_the_vocabulary_are_named(name, value, tmp_path):
+    model = small_model()
+    before = copy.deepcopy(model.state_dict())
+    trainer = trainer_for(model, tmp_path, rows_with(value, name), max_steps=2, gradient_accumulation_steps=4)
+    with pytest.raises(ValueError, match=f"{name} hold {value}, but the vocabulary has 320 tokens"):
+        trainer.train()
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_labels_that_are_not_as_many_as_ids_are_named(tmp_path):
+    rows = [{"input_ids": torch.arange(70, 80), "labels": torch.arange(70, 78)} for _ in range(4)]
+    with pytest.raises(ValueError, match="2.*8.*input_ids.*2.*10"):
+        trainer_for(small_model(), tmp_path, rows, max_steps=1).train()
+
+
+def test_ids_of_a_student_are_checked_too(tmp_path):
+    size = ptp_models.VOCABULARY
+    trainer = trainer_for(
+        student(), tmp_path, rows_with(size, "input_ids", size), PTPTrainer, max_steps=1, gradient_accumulation_steps=4
+    )
+    with pytest.raises(ValueError, match=f"input_ids hold {size}"):
+        trainer.train()
+
+
+def short_rows(length: int):
+    return [{"input_ids": torch.arange(70, 70 + length), "labels": torch.arange(70, 70 + length)} for _ in range(4)]
+
+
+def test_depths_that_no_row_reaches_are_named(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(logging.getLogger("tokenahead.training.beginning"), "warning", lambda text: said.append(text))
+    trainer_for(small_model(), tmp_path, short_rows(3), max_steps=1).train()
+    assert len(said) == 1 and "no row of train_dataset reaches depth 3, 4: " in said[0]
+    said.clear()
+    rows = [*short_rows(3), *short_rows(6)]
+    trainer_for(small_model(), tmp_path, rows, max_steps=1, train_sampling_strategy="sequential").train()
+    assert said == []
+
+
+def with_head(**options):
+    model = small_model()
+    model.set_head(**options)
+    return model
+
+
+def circuit(rank: int):
+    return with_head(head_type="cp", rank=rank)
+
+
+def heads(window: int):
+    return MTPHeads.from_backbone(llama(), window=window)
+
+
+def modules(count: int):
+    return family_model("deepseek_v3", num_nextn_predict_layers=count)
+
+
+def eagle():
+    return EagleHead.from_backbone(llama(num_hidden_layers=4))
+
+
+PAIRS = {
+    "another head": (small_model, lambda: circuit(2), "head_type='ff' there, head_type='cp' here"),
+    "another rank": (lambda: circuit(2), lambda: circuit(3), "rank=2 there, rank=3 here"),
+    "another model": (lambda: heads(3), eagle, "model_type='mtp_heads' there, model_type='eagle_head' here"),
+    "another window": (lambda: heads(3), lambda: heads(4), "window=3 there, window=4 here"),
+    "other modules": (lambda: modules(2), lambda: modules(1), "num_nextn_predict_layers=2 there"),
+    "another student": (student, lambda: student(lora_rank=2), "lora_rank=64 there, lora_rank=2 here"),
+}
+
+
+@pytest.mark.parametrize(("earlier", "now", "message"), PAIRS.values(), ids=PAIRS)
+def test_a_checkpoint_of_another_model_is_refused(earlier, now, message, tmp_path):
+    def run(model, **options):
+        size = model.config.get_text_config().vocab_size
+        kind = PTPTrainer if isinstance(model, PTPForCausalLM) else MTPTrainer
+        rows = ragged_rows(vocab_size=size)
+        return trainer_for(model, tmp_path, rows, kind, max_steps=2, save_strategy="steps", save_steps=1, **options)
+
+    run(earlier()).train()
+    model = now()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        run(model).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("make", [lambda: (MTPSFTTrainer, small_model()), lambda: (PTPSFTTrainer, student())])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_type": "dft"}, "loss_type=.*'dft'"),
+        ({"packing": True, "packing_strategy": "wrapped"}, "packing_strategy=.*'wrapped'"),
+        ({"eval_packing": True, "packing_strategy": "wrapped"}, "packing_strategy=.*'wrapped'"),
+    ],
+)
+def test_settings_that_nobody_would_follow_are_refused(make, options, message, tmp_path):
+    kind, model = make()
+    config = SFTConfig(str(tmp_path), use_cpu=True, report_to="none", bf16=False, **options)
+    data = Dataset.from_dict({"text": ["def f(x):\n    return x\n"] * 4})
+    with pytest.raises(ValueError, match=message):
+        kind(model, config, train_dataset=data, processing_class=EvaByteTokenizer())

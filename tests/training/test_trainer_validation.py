@@ -1,0 +1,121 @@
+"""What `MTPTrainer` and `MTPSFTTrainer` cannot train: one clear error each, before the first step."""
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import IterableDataset
+from transformers import TrainingArguments
+from trl import SFTConfig
+
+from tests import ptp_models
+from tests.families import family_model
+from tests.training.conftest import ragged_rows, small_model, trainer_for
+from tokenahead import EagleHead, EvaByteTokenizer, MTPHeads
+from tokenahead.training import MTPSFTTrainer, MTPTrainer
+
+KINDS = [MTPTrainer, MTPSFTTrainer]
+
+
+def quiet(folder, kind, **options):
+    make = SFTConfig if kind is MTPSFTTrainer else TrainingArguments
+    own = {"bf16": False} if kind is MTPSFTTrainer else {}
+    return make(str(folder), use_cpu=True, report_to="none", save_strategy="no", max_steps=2, **own, **options)
+
+
+def text():
+    return Dataset.from_dict({"text": ["def f(x):\n    return x\n"] * 4})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: "some/folder", "'some/folder'.*from_pretrained"),
+        (
+            ptp_models.backbone,
+            r"LlamaForCausalLM.*MTPHeads.from_backbone\(model\)",
+        ),
+        (ptp_models.student, "PTPForCausalLM"),
+    ],
+    ids=["path", "plain model", "parallel prediction"],
+)
+def test_other_models_are_refused(kind, make, message, tmp_path):
+    with pytest.raises(TypeError, match=message):
+        kind(make(), quiet(tmp_path, kind), train_dataset=text(), processing_class=EvaByteTokenizer())
+
+
+def test_a_model_that_model_init_makes_is_checked_too(tmp_path):
+    with pytest.raises(TypeError, match="LlamaForCausalLM"):
+        MTPTrainer(
+            args=quiet(tmp_path, MTPTrainer), model_init=lambda: ptp_models.backbone(), train_dataset=ragged_rows()
+        )
+    MTPTrainer(args=quiet(tmp_path, MTPTrainer), model_init=lambda: small_model(), train_dataset=ragged_rows())
+
+
+def test_adapters_do_not_hide_what_a_model_is(tmp_path):
+    model = get_peft_model(family_model("llama"), LoraConfig(r=2, target_modules=["eh_proj"]))
+    rows = [{"input_ids": torch.arange(9), "labels": torch.arange(9)}] * 2
+    assert trainer_for(model, tmp_path, rows, max_steps=1).evaluate()["eval_loss"] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+def test_empty_data_are_refused(kind, name, tmp_path):
+    data = {"train_dataset": text(), name: text().select([])}
+    with pytest.raises(ValueError, match=f"{name} is empty"):
+        kind(small_model(), quiet(tmp_path, kind), processing_class=EvaByteTokenizer(), **data)
+
+
+def test_empty_data_are_refused_by_position_and_among_others(tmp_path):
+    with pytest.raises(ValueError, match="train_dataset"):
+        MTPTrainer(small_model(), quiet(tmp_path, MTPTrainer), None, [])
+    with pytest.raises(ValueError, match="eval_dataset"):
+        MTPTrainer(small_model(), quiet(tmp_path, MTPTrainer), eval_dataset={"a": ragged_rows(), "b": []})
+
+
+@pytest.mark.parametrize("apart", [MTPHeads, EagleHead])
+def test_noise_on_embeddings_of_a_drafter_that_has_none_is_refused(apart, tmp_path):
+    head = apart.from_backbone(ptp_models.backbone(), **({"version": 1} if apart is EagleHead else {}))
+    with pytest.raises(ValueError, match="neftune_noise_alpha=.*5.0"):
+        trainer_for(head, tmp_path, ragged_rows(), neftune_noise_alpha=5.0)
+
+
+class Stream(IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def masked_rows():
+    return [{**row, "labels": torch.full_like(row["labels"], -100)} for row in ragged_rows()]
+
+
+@pytest.mark.parametrize("wrap", [list, Stream])
+def test_labels_that_score_nothing_are_refused_before_the_first_step(wrap, tmp_path):
+    model = small_model()
+    before = copy.deepcopy(model.state_dict())
+    trainer = trainer_for(model, tmp_path, ragged_rows(), max_steps=2)
+    trainer.train_dataset = wrap(masked_rows())
+    with pytest.raises(ValueError, match="train_dataset.*-100"):
+        trainer.train()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_trl_data_that_score_nothing_are_refused(tmp_path):
+    """TRL leaves out rows without a target, here those whose completion is cut off."""
+    cut = Dataset.from_dict({"prompt": ["abc"] * 4, "completion": ["d"] * 4})
+    config = quiet(tmp_path, MTPSFTTrainer, max_length=3)
+    with pytest.raises(ValueError, match="train_dataset"):
+        MTPSFTTrainer(small_model(), config, train_dataset=cut, processing_class=EvaByteTokenizer())
+
+
+def test_a_first_update_without_targets_is_no_reason_to_stop(tmp_path):
+    rows = [*masked_rows()[:2], *ragged_rows()]
+    trainer = trainer_for(small_model(), tmp_path, rows, max_steps=3, train_sampling_strategy="sequential")
+    trainer.train()
+    assert trainer.state.global_step == 3

@@ -11,7 +11,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedC
 
 from ..configuration import EagleHeadConfig, MTPHeadConfig
 from ..modeling.remote_code import TRANSFORMERS, TravellingMixin
-from .citations import OF_HEADS, PAPERS
 
 _CHAIN = 5  # tokens that an EAGLE head drafts where nobody asks for a number
 _SLOTS = {
@@ -69,7 +68,7 @@ class ModelFacts:
 
 
 def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: str | None = "bundle") -> ModelFacts:
-    """Collects the facts of a model, or of a config alone (then without the number of parameters).
+    """Collect the facts of a model, or of a config alone (then without the number of parameters).
 
     Args:
         config_or_model: A model with a multi-token head, a drafter apart from a backbone, or the config of either.
@@ -106,7 +105,7 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: s
 
 
 def _drafting(config: PreTrainedConfig, model: PreTrainedModel | None) -> tuple[str, int, list[tuple[str, str]]]:
-    """Kind, window, and rows of the table."""
+    """Return kind, window, and rows of the table."""
     if hasattr(config, "num_slots"):
         return _slots(config)
     if isinstance(config, EagleHeadConfig):
@@ -137,22 +136,22 @@ def _slots(config: PreTrainedConfig) -> tuple[str, int, list[tuple[str, str]]]:
 def _eagle(config: EagleHeadConfig) -> tuple[str, int, list[tuple[str, str]]]:
     states = f"{config.num_aux} states of the backbone" if config.num_aux else "the backbone's last state"
     rows = [("Head", f"EAGLE, version {config.version}: {config.num_hidden_layers} decoder layer(s) on {states}")]
-    if config.draft_vocab_size < config.vocab_size:
+    if config.draft_vocab_size is not None and config.draft_vocab_size < config.vocab_size:
         rows.append(("Drafts", f"{config.draft_vocab_size:,} of {config.vocab_size:,} token ids"))
     return "eagle", _CHAIN + 1, rows
 
 
 def _citations(kind: str, config: PreTrainedConfig) -> list[str]:
     if kind == "eagle":
-        return [PAPERS["eagle1"], PAPERS["eagle3"]][: 1 if config.version == 1 else 2]
+        return [_PAPERS["eagle1"], _PAPERS["eagle3"]][: 1 if config.version == 1 else 2]
     if kind == "heads":
         head = getattr(config, "mtp_head", config)
-        return [PAPERS[name] for name in [OF_HEADS.get(head.head_type)] if name]
-    return [PAPERS["mask" if getattr(config, "variant", None) == "mask" else kind]]
+        return [_PAPERS[name] for name in [_OF_HEADS.get(head.head_type)] if name]
+    return [_PAPERS["mask" if getattr(config, "variant", None) == "mask" else kind]]
 
 
 def _head(config: PreTrainedConfig) -> tuple[str, int, list[tuple[str, str]]]:
-    """Of a model's head, or of heads apart."""
+    """Return the kind, window and rows of a model's head, or of heads apart."""
     head = config if config.model_type == MTPHeadConfig.model_type else getattr(config, "mtp_head", None)
     if head is None:
         raise TypeError(
@@ -168,7 +167,7 @@ def _head(config: PreTrainedConfig) -> tuple[str, int, list[tuple[str, str]]]:
 
 
 def hub_id(name: str | None) -> str | None:
-    """`name` if it is a Hub id; a path on the machine that trained a model is nobody else's business."""
+    """Return `name` if it is a Hub id, and None for a local path."""
     if not name or Path(name).exists():
         return None
     try:
@@ -179,7 +178,7 @@ def hub_id(name: str | None) -> str | None:
 
 
 def _class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that the Auto classes would build.
+    """Return the class that the Auto classes would build.
 
     Not `config.architectures`: official files name classes of the official code.
     """
@@ -190,7 +189,86 @@ def _class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def _sizes(config: PreTrainedConfig, model: PreTrainedModel | None) -> list[tuple[str, str]]:
-    """Rows of the table of sizes: parameters if a model is at hand, then what the config holds."""
+    """Return rows of the table of sizes: parameters if a model is at hand, then what the config holds."""
     rows = [] if model is None else [("Parameters", f"{model.num_parameters():,}")]
     values = ((label, getattr(config, name, None)) for name, label in _SIZES.items())
     return rows + [(label, f"{value:,}") for label, value in values if value is not None]
+
+
+def _entry(key: str, title: str, authors: str, arxiv: str, year: int) -> str:
+    names = authors.replace(", ", " and ")
+    fields = {"title": title, "author": names, "journal": f"arXiv preprint arXiv:{arxiv}", "year": year}
+    lines = ",\n".join(f"  {name}={{{value}}}" for name, value in fields.items())
+    return f"@article{{{key},\n{lines}\n}}"
+
+
+_PAPERS = {
+    "mtpc": _entry(
+        "grivas2025mtpc",
+        "Fast and Expressive Multi-Token Prediction with Probabilistic Circuits",
+        "Andreas Grivas, Lorenzo Loconte, Emile van Krieken, Piotr Nawrot, Yu Zhao, Euan Wielewski, "
+        "Pasquale Minervini, Edoardo Ponti, Antonio Vergari",
+        "2511.11346",
+        2025,
+    ),
+    "gloeckle": _entry(
+        "gloeckle2024better",
+        "Better \\& Faster Large Language Models via Multi-token Prediction",
+        "Fabian Gloeckle, Badr Youbi Idrissi, Baptiste Rozi{\\`e}re, David Lopez-Paz, Gabriel Synnaeve",
+        "2404.19737",
+        2024,
+    ),
+    "medusa": _entry(
+        "cai2024medusa",
+        "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads",
+        "Tianle Cai, Yuhong Li, Zhengyang Geng, Hongwu Peng, Jason D. Lee, Deming Chen, Tri Dao",
+        "2401.10774",
+        2024,
+    ),
+    "hydra": _entry(
+        "ankner2024hydra",
+        "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding",
+        "Zachary Ankner, Rishab Parthasarathy, Aniruddha Nrusimha, Christopher Rinard, Jonathan Ragan-Kelley, "
+        "William Brandon",
+        "2402.05109",
+        2024,
+    ),
+    "modules": _entry("deepseekai2024v3", "DeepSeek-V3 Technical Report", "DeepSeek-AI", "2412.19437", 2024),
+    "eagle1": _entry(
+        "li2024eagle",
+        "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty",
+        "Yuhui Li, Fangyun Wei, Chao Zhang, Hongyang Zhang",
+        "2401.15077",
+        2024,
+    ),
+    "eagle3": _entry(
+        "li2025eagle3",
+        "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
+        "Yuhui Li, Fangyun Wei, Chao Zhang, Hongyang Zhang",
+        "2503.01840",
+        2025,
+    ),
+    "uniforms": _entry(
+        "draxler2025ptp",
+        "Parallel Token Prediction for Language Models",
+        "Felix Draxler, Justus Will, Farrin Marouf Sofian, Theofanis Karaletsos, Sameer Singh, Stephan Mandt",
+        "2512.21323",
+        2025,
+    ),
+    "mask": _entry(
+        "samragh2025future",
+        "Your LLM Knows the Future: Uncovering Its Multi-Token Prediction Potential",
+        "Mohammad Samragh, Arnav Kundu, David Harrison, Kumari Nishu, Devang Naik, Minsik Cho, Mehrdad Farajtabar",
+        "2507.11851",
+        2025,
+    ),
+}
+"""BibTeX entries by what a drafter is."""
+_OF_HEADS = {
+    "ff": "gloeckle",
+    "layer": "gloeckle",
+    "medusa": "medusa",
+    "hydra": "hydra",
+    **dict.fromkeys(("cp", "hmm", "btree"), "mtpc"),
+}
+"""The paper of every family of heads."""

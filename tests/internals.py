@@ -12,7 +12,7 @@ _MODULES = {
     "cli_module": "tokenahead.training.cli",
     "commands_analyze": "tokenahead.training.commands.analyze",
     "commands_evaluate": "tokenahead.training.commands.evaluate",
-    "commands_run_folder": "tokenahead.training.commands.run_folder",
+    "commands_run_directory": "tokenahead.training.commands.run_directory",
     "completion_module": "tokenahead.training.completion",
     "deepseek_readout": "tokenahead.modeling.deepseek.readout",
     "deepseek_retrofit": "tokenahead.modeling.deepseek.retrofit",
@@ -152,9 +152,9 @@ _NAMES = {
         "make_card",
         "read_prompts",
     ),
+    "tokenahead.model_cards.card": ("card_metadata",),
     "tokenahead.model_cards.export": ("export",),
     "tokenahead.model_cards.facts": ("describe",),
-    "tokenahead.model_cards.metadata": ("card_metadata",),
     "tokenahead.modeling.deepseek.checkpoint": ("main_class",),
     "tokenahead.modeling.deepseek.draft_vocabulary": (
         "DraftVocabulary",
@@ -285,7 +285,7 @@ _NAMES = {
         "build",
         "ptp_options",
     ),
-    "tokenahead.training.commands.run_folder": ("write_run",),
+    "tokenahead.training.commands.run_directory": ("write_run",),
     "tokenahead.training.commands.settings": (
         "AnalysisArguments",
         "EvaluationArguments",

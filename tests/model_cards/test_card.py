@@ -77,7 +77,7 @@ def test_parallel_prediction_says_what_its_slots_were_learned_for(variant, draft
     assert table_row(card, "Learned for") == ["temperature 1.0, top_k 0, top_p 0.9"]
     assert table_row(card, "Width") == ["16"]  # the backbone's
     assert table_row(card, "greedy")[-1] == "yes"
-    for shown in ('PTPForCausalLM.from_pretrained("me/parallel")', "seed=7", "learned for one law"):
+    for shown in ('PTPForCausalLM.from_pretrained("me/parallel")', "seed=7", "learned for one distribution"):
         assert shown in card.text
     assert table_row(render_card(model.config, None), "Class") == ["`PTPForCausalLM` (`model_type` `ptp`)"]
 

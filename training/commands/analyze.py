@@ -1,6 +1,6 @@
 """`tokenahead analyze`: what a backbone already knows of tokens further ahead, beside what its drafter has learned.
 
-At places in held-out text, for every depth j, in nats per token of the text:
+At positions in held-out text, for every depth j, in nats per token of the text:
 
 - `marginal`: the distribution of token j that the backbone implies, with everything between summed out (Mehra et al.
   2025, Eq. 6): the best that can be done without knowing the tokens between;
@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ PICTURE = "analysis.png"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; 0.
+    """Run the command; return 0.
 
     Args:
         argv: `CONFIG.yaml` of a training, or `MODEL DATA`, and flags.
@@ -54,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def analyze(settings: Settings) -> dict[str, Any]:
-    """Compares marginals of the backbone with the distributions of its drafter, and writes what was found.
+    """Compare marginals of the backbone with the distributions of its drafter, and write what was found.
 
     Args:
         settings: Of the run, with `AnalysisArguments` as `extra`.
@@ -71,33 +70,33 @@ def analyze(settings: Settings) -> dict[str, Any]:
         raise ValueError(f"a {type(trainee.model).__name__} drafts without distributions that are known beforehand")
     trainee.model.eval()
     trainee.backbone.eval()
-    places = Places(asked.depth)
+    positions = Positions(asked.depth)
     for row in trainer.eval_dataset:
-        places.add(row, asked.positions)
-        if len(places) >= asked.positions:
+        positions.add(row, asked.positions)
+        if len(positions) >= asked.positions:
             break
-    if not len(places):
+    if not len(positions):
         raise ValueError(f"no held-out row reaches depth={asked.depth}: lower it, or give longer rows")
     found = {
         "model": settings.model.model_name_or_path,
         "adapters": settings.adapters,
-        "places": len(places),
-        "depths": _depths(trainee, places, asked),
-        "layers": _layers(trainee, places),
-        "spread": _spread(trainee, places),
+        "places": len(positions),
+        "depths": _depths(trainee, positions, asked),
+        "layers": _layers(trainee, positions),
+        "spread": _spread(trainee, positions),
         "environment": environment(),
     }
-    folder = Path(settings.training.output_dir)
+    folder = settings.output
     replace_text(folder / FIGURES, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     replace_picture(folder / PICTURE, analysis_figure(found))
     return found
 
 
-class Places:
-    """Places in rows: a prefix, and the tokens behind it.
+class Positions:
+    """Positions in rows: a prefix, and the tokens after it.
 
     Args:
-        depth: Tokens behind a place.
+        depth: Tokens after a position.
     """
 
     def __init__(self, depth: int) -> None:
@@ -109,7 +108,7 @@ class Places:
         return len(self.rows)
 
     def add(self, row: dict[str, Any], wanted: int) -> None:
-        """Adds the middle of a row, if all tokens behind it are targets of one document."""
+        """Add the middle of a row, if all tokens after it are targets of one document."""
         ids = torch.as_tensor(row["input_ids"])
         if "seq_lengths" in row:  # packed: the first document
             ids = ids[: row["seq_lengths"][0]]
@@ -121,23 +120,23 @@ class Places:
             self.columns.append(column)
 
     def prefix(self, index: int) -> torch.Tensor:
-        """[1, T] int64."""
+        """Return the prefix, [1, T] int64."""
         return self.rows[index][None, : self.columns[index] + 1]
 
     def ahead(self, index: int) -> torch.Tensor:
-        """The tokens behind, [depth] int64."""
+        """Return the tokens after it, [depth] int64."""
         return self.rows[index][self.columns[index] + 1 :]
 
 
 @torch.no_grad()
-def _depths(trainee: Trainee, places: Places, asked: AnalysisArguments) -> list[dict[str, float]]:
+def _depths(trainee: Trainee, positions: Positions, asked: AnalysisArguments) -> list[dict[str, float]]:
     sums: dict[str, torch.Tensor] = {}
     names: dict[str, str] = {}
-    for index in range(len(places)):
-        for name, values in _of_place(trainee, places, index, asked, names).items():
+    for index in range(len(positions)):
+        for name, values in _at_position(trainee, positions, index, asked, names).items():
             known = sums.setdefault(name, torch.zeros(asked.depth, dtype=torch.float64) * torch.nan)
             sums[name] = torch.where(known.isnan(), 0.0, known) + _padded(values, asked.depth)
-    means = {name: (values / len(places)).tolist() for name, values in sums.items()}
+    means = {name: (values / len(positions)).tolist() for name, values in sums.items()}
     rows = []
     for depth in range(1, asked.depth + 1):
         row = {name: values[depth - 1] for name, values in means.items() if values[depth - 1] == values[depth - 1]}
@@ -146,16 +145,16 @@ def _depths(trainee: Trainee, places: Places, asked: AnalysisArguments) -> list[
 
 
 def _padded(values: torch.Tensor, length: int) -> torch.Tensor:
-    """A vector with NaN where a drafter says nothing."""
+    """Return a vector with NaN where a drafter says nothing."""
     missing = values.new_full((length - min(len(values), length),), torch.nan)
     return torch.cat([values[:length], missing]).double().cpu()
 
 
-def _of_place(
-    trainee: Trainee, places: Places, index: int, asked: AnalysisArguments, names: dict[str, str]
+def _at_position(
+    trainee: Trainee, positions: Positions, index: int, asked: AnalysisArguments, names: dict[str, str]
 ) -> dict[str, torch.Tensor]:
     device = trainee.backbone.device
-    prefix, ahead = places.prefix(index).to(device), places.ahead(index).to(device)
+    prefix, ahead = positions.prefix(index).to(device), positions.ahead(index).to(device)
     whole = torch.cat([prefix, ahead[None]], dim=1)
     column = prefix.shape[1] - 1
     logits = trainee.backbone(whole, use_cache=False).logits[0, column : column + asked.depth].float()
@@ -173,7 +172,7 @@ def _of_drafter(model: Any, whole: torch.Tensor, column: int, ahead: torch.Tenso
     labels[:, column + 1 :] = whole[:, column + 1 :]
     probs = next(drafted_probs(model, {"input_ids": whole, "labels": labels}), None)
     found = {}
-    if probs is not None:  # the first position that is scored throughout is the place itself
+    if probs is not None:  # the first position that is scored throughout is the one analysed
         known = min(probs.draft.shape[1], len(ahead) - 1)
         given = -probs.draft[0, :known].gather(-1, ahead[1 : known + 1, None])[:, 0]
         found["head_given"] = torch.cat([given.new_full((1,), torch.nan), given])
@@ -182,7 +181,7 @@ def _of_drafter(model: Any, whole: torch.Tensor, column: int, ahead: torch.Tenso
 
 
 def _summed_out(model: Any, prefix: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor | None:
-    """The drafter's losses of tokens 1, 2, .. with the ones between unknown; None where it cannot sum them out."""
+    """Return the drafter's losses of tokens 1, 2, .. with those between unknown; None where it cannot marginalise."""
     head = getattr(model.config, "mtp_head", model.config)
     if not hasattr(model, "distribution") or head.family.sequential:
         return None
@@ -199,24 +198,23 @@ def _summed_out(model: Any, prefix: torch.Tensor, ahead: torch.Tensor) -> torch.
 
 
 @torch.no_grad()
-def _layers(trainee: Trainee, places: Places) -> list[float]:
-    """Logit lens: divergence of every layer's distribution from the last one's, mean over places; none for EVA's own
-    cache."""
+def _layers(trainee: Trainee, positions: Positions) -> list[float]:
+    """Return the logit lens: every layer's mean divergence from the last one; empty for a cache of EVA's own."""
     if hasattr(trainee.backbone, "_new_cache"):
         return []
     rows = [
-        layer_divergences(trainee.backbone, places.prefix(index).to(trainee.backbone.device))[:, 0, -1]
-        for index in range(len(places))
+        layer_divergences(trainee.backbone, positions.prefix(index).to(trainee.backbone.device))[:, 0, -1]
+        for index in range(len(positions))
     ]
     return torch.stack(rows).double().mean(0).tolist()
 
 
 @torch.no_grad()
-def _spread(trainee: Trainee, places: Places) -> dict[str, float]:
-    """Entropy of the next token, and how many tokens 90 and 99 % of its distribution need; means over places."""
+def _spread(trainee: Trainee, positions: Positions) -> dict[str, float]:
+    """Return the mean entropy of the next token, and how many tokens hold 90 and 99 % of its distribution."""
     entropies, counts = [], []
-    for index in range(len(places)):
-        entropy, sizes = next_token_spread(trainee.backbone, places.prefix(index).to(trainee.backbone.device))
+    for index in range(len(positions)):
+        entropy, sizes = next_token_spread(trainee.backbone, positions.prefix(index).to(trainee.backbone.device))
         entropies.append(entropy[0, -1])
         counts.append(torch.stack([size[0, -1] for size in sizes.values()]))
     few, many = torch.stack(counts).double().mean(0).tolist()
@@ -224,8 +222,8 @@ def _spread(trainee: Trainee, places: Places) -> dict[str, float]:
 
 
 def summary(found: dict[str, Any]) -> str:
-    """A few lines for a person."""
-    lines = [f"{found['places']} places; next-token entropy {found['spread']['entropy']:.3f} nats"]
+    """Return a few lines for a person."""
+    lines = [f"{found['places']} positions; next-token entropy {found['spread']['entropy']:.3f} nats"]
     for row in found["depths"]:
         parts = [f"{name} {value:.3f}" for name, value in row.items() if name != "depth"]
         lines.append(f"depth {row['depth']}: " + ", ".join(parts))

@@ -206,8 +206,8 @@ def _check_lengths(rows: Dataset, name: str) -> None:
     begun = 0
     for ids, labels in zip(*(rows.data.column(column).chunks for column in ("input_ids", "labels"))):
         lengths = [pyarrow.compute.call_function("list_value_length", [chunk]) for chunk in (ids, labels)]
-        for number, pair in enumerate(zip(*(each.to_pylist() for each in lengths)), begun):
-            _check_pair(*pair, f"row {number} of the {name} data")
+        for number, (num_ids, num_labels) in enumerate(zip(*(each.to_pylist() for each in lengths)), begun):
+            _check_pair(num_ids, num_labels, f"row {number} of the {name} data")
         begun += len(ids)
 
 

@@ -7,17 +7,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ...configuration import MTPHeadConfig, PTPConfig, PTPStudentConfig
 from ...configuration.eagle import EagleHeadConfig
-from ...configuration.mtp_families import FAMILIES, count_modules
 from ...generation.attachment import AttachableDrafter
 from ...modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, EvaByteTokenizer, MTPHeads, PTPForCausalLM
 from ...modeling.deepseek.losses import ModuleLossOptions
 from ...modeling.eagle.loss_options import EagleLossOptions
-from ..completion import load_config
+from ..completion import causal_class, load_config
 from ..parts import base_of, has_adapters, named_base, put_adapters, tokenizer_source, trained_backbone
 from ..ptp.options import PTPOptions
 from .settings import DrafterArguments, Settings
@@ -42,12 +47,12 @@ class Trainee:
     tokenizer: PreTrainedTokenizerBase
 
     def call_options(self) -> dict[str, Any]:
-        """Options of `backbone.generate` that let the drafter draft."""
+        """Return options of `backbone.generate` that let the drafter draft."""
         return {"assistant_model": self.model} if isinstance(self.model, AttachableDrafter) else {}
 
 
 def build(settings: Settings) -> Trainee:
-    """Loads the backbone, and loads or makes what drafts for it.
+    """Load the backbone, and load or make what drafts for it.
 
     Args:
         settings: Of the run.
@@ -88,19 +93,15 @@ def build(settings: Settings) -> Trainee:
     return trainee
 
 
-def _backbone(settings: Settings, source: str, config: Any) -> PreTrainedModel:
-    model, kind = settings.model, AutoModelForCausalLM
-    options: dict[str, Any] = {
-        "revision": model.model_revision,
-        "dtype": getattr(torch, model.dtype or "float32", "auto"),
-    }
+def _backbone(settings: Settings, source: str, config: PreTrainedConfig) -> PreTrainedModel:
+    model = settings.model
+    brings_modules = settings.drafter.drafter in ("own", "modules")
+    options: dict[str, Any] = {"revision": model.model_revision, "dtype": model.dtype or "float32"}
     if model.attn_implementation is not None:
         options["attn_implementation"] = model.attn_implementation
     if settings.training.trust_remote_code:
         options["trust_remote_code"] = True
-    if config.model_type in FAMILIES and count_modules(config) and settings.drafter.drafter in ("own", "modules"):
-        kind = DeepSeekMTP
-    return kind.from_pretrained(source, **options)
+    return (causal_class(config) if brings_modules else AutoModelForCausalLM).from_pretrained(source, **options)
 
 
 def _tokenizer(source: str, backbone: PreTrainedModel) -> PreTrainedTokenizerBase:
@@ -119,7 +120,7 @@ def _tokenizer(source: str, backbone: PreTrainedModel) -> PreTrainedTokenizerBas
 
 
 def _drafter(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTrainedModel:
-    """The model to train."""
+    """Return the model to train."""
     options = _drafter_options(arguments)
     brings_its_own = isinstance(backbone, (EvaByteForMTPC, DeepSeekMTP, PTPForCausalLM))
     if arguments.drafter_name_or_path is not None:
@@ -152,7 +153,7 @@ def _own(model: PreTrainedModel, options: dict[str, Any]) -> PreTrainedModel:
 
 
 def _stored(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTrainedModel:
-    name = arguments.drafter_name_or_path
+    name = str(arguments.drafter_name_or_path)
     if arguments.drafter_options:
         raise ValueError(f"drafter_options are for a new drafter, and {name} is one already: leave one of them out")
     config = load_config(name, "drafter_name_or_path")
@@ -191,7 +192,7 @@ def ptp_options(arguments: DrafterArguments) -> PTPOptions:
 
 
 def is_parallel(model: Any) -> bool:
-    """Whether `PTPTrainer` trains it."""
+    """Return whether `PTPTrainer` trains it."""
     return isinstance(model, PTPForCausalLM) or isinstance(getattr(model, "config", None), PTPConfig)
 
 
@@ -214,7 +215,7 @@ def with_moved_backbone(settings: Settings) -> Settings:
     named = None if _is_same(named, folder) else named
     if has_adapters(folder):
         if named is not None and not _is_same(named, before := named_base(folder)):
-            warnings.warn(f"the adapters of {folder} were trained for {before}, and go on {named}", stacklevel=2)
+            warnings.warn(f"the adapters of {folder} were trained for {before}, and are put on {named}", stacklevel=2)
         return _on(settings, named or base_of(folder), adapters=str(folder))
     if named is not None and not _is_same(named, load_config(heads, "drafter_name_or_path").base_model_name_or_path):
         raise ValueError(

@@ -33,8 +33,10 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 def _setting(default: Any, help_text: str, **metadata: Any) -> Any:
     """Return a field of a dataclass with a help text for the parser."""
-    options = {"default_factory": lambda: [*default]} if isinstance(default, list) else {"default": default}
-    return field(**options, metadata={"help": help_text, **metadata})
+    metadata = {"help": help_text, **metadata}
+    if isinstance(default, list):
+        return field(default_factory=lambda: [*default], metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass
@@ -210,7 +212,7 @@ _TYPES: dict[str, Any] = {
 """Types that replace annotations of TRL that say less, or more, than a file may hold."""
 _USAGE = {
     "train": "tokenahead train [CONFIG.yaml] [--FIELD VALUE ...]",
-    "evaluate": "tokenahead evaluate MODEL DATA [--FIELD VALUE ...], or CONFIG.yaml in the place of both",
+    "evaluate": "tokenahead evaluate MODEL DATA [--FIELD VALUE ...], or CONFIG.yaml in place of both",
     "analyze": "tokenahead analyze [CONFIG.yaml] [--FIELD VALUE ...]",
 }
 

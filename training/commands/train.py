@@ -17,13 +17,14 @@ from ..byte_text import is_byte_level
 from ..checkpoints import best_or_last, is_finished
 from ..extras import needs_extra
 from ..next_token import NAMES
+from ..running_means import RunningMeansMixin
 from ..sft import MTPSFTTrainer, PTPSFTTrainer
 from .backbone_data import check_features, keep_features, with_own_text
 from .data import load_data
 from .figures import draw_learning
 from .models import Trainee, build, is_parallel, note_backbone, ptp_options, with_moved_backbone
 from .progress import RunProgress
-from .run_folder import (
+from .run_directory import (
     RunWriter,
     check_nothing_is_lost,
     check_own_folder,
@@ -44,7 +45,7 @@ _OF_TIME = ("runtime", "samples_per_second", "steps_per_second")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; 0 when the training came to its end.
+    """Run the command; return 0 when the training is complete.
 
     Args:
         argv: `CONFIG.yaml` and flags.
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
-    """Trains what the settings ask for, and leaves model, log, figure and the facts of the run in `output_dir`.
+    """Train what the settings say, and write model, log, figure and the facts of the run to `output_dir`.
 
     Args:
         settings: Of the run.
@@ -79,7 +80,7 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
         ValueError: See `main`.
         OSError: See `main`.
     """
-    folder = Path(settings.training.output_dir)
+    folder = settings.output
     check_own_folder(folder, settings)
     set_seed(settings.training.seed)
     with nothing_left_of_a_refusal(folder):
@@ -105,7 +106,7 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
         trainer.create_model_card(dataset_name=asked.data.dataset_name)
     try:
         if is_finished(resumed, settings.training.max_steps):
-            _take_over(trainer, resumed)
+            _take_over(trainer, str(resumed))
             if trainer.is_world_process_zero():
                 write_run(folder, asked, facts)
         else:
@@ -123,14 +124,14 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
 
 
 def _check_before_text(settings: Settings, trainee: Trainee) -> None:
-    """Refuses what needs no data to be seen, before the backbone writes any."""
+    """Refuse settings that need no data to be checked, before the backbone writes any."""
     settings.drafter.training_strategy()
     check_features(settings, trainee.model)
     _callbacks(settings, trainee, settings.training.eval_strategy != "no")
 
 
 def _take_over(trainer: Trainer, checkpoint: str) -> None:
-    """Puts a trainer where its training ended: the machine may have failed between that and the saving of the model.
+    """Restore the end of a training: the machine may have failed between it and the saving of the model.
 
     Raises:
         ValueError: Shards, which are gathered while a model is trained.
@@ -143,7 +144,7 @@ def _take_over(trainer: Trainer, checkpoint: str) -> None:
 
 @contextmanager
 def _no_push(settings: Settings) -> Iterator[None]:
-    """Has `save_model` save alone: the push comes once, with the log and its figure."""
+    """Let `save_model` save alone: the push comes once, with the log and its figure."""
     training = settings.training
     asked, training.push_to_hub = training.push_to_hub, False
     try:
@@ -153,7 +154,7 @@ def _no_push(settings: Settings) -> Iterator[None]:
 
 
 def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
-    """The trainer of a run, with its data and callbacks.
+    """Return the trainer of a run, with its data and callbacks.
 
     Args:
         settings: Of the run.
@@ -198,7 +199,7 @@ def _callbacks(settings: Settings, trainee: Trainee, with_evaluation: bool) -> l
 
 
 def facts_of(trainee: Trainee, settings: Settings) -> dict[str, Any]:
-    """What a run that is resumed must agree with.
+    """Return what a run that is resumed must agree with.
 
     Args:
         trainee: What is trained.
@@ -220,7 +221,7 @@ def facts_of(trainee: Trainee, settings: Settings) -> dict[str, Any]:
 
 
 def checkpoint_bytes(trainer: Trainer) -> int:
-    """Bytes of one checkpoint, about: the saved tensors, and two numbers of Adam's for every one that learns."""
+    """Return about how many bytes a checkpoint has: the saved tensors, and two numbers of Adam per trained one."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     sizes = [(p.numel(), p.element_size(), p.requires_grad) for p in model.parameters()]
     saved = sum(count * size for count, size, _ in sizes)
@@ -229,7 +230,7 @@ def checkpoint_bytes(trainer: Trainer) -> int:
 
 
 def _kept(settings: Settings, trainer: Trainer) -> int:
-    """Checkpoints that lie on the disk at a time, with the one that is being written, and the model at the end."""
+    """Return how many checkpoints lie on the disk at a time, with the one being written and the final model."""
     if settings.training.save_strategy == "no":
         return 1
     limit = settings.training.save_total_limit
@@ -237,7 +238,7 @@ def _kept(settings: Settings, trainer: Trainer) -> int:
 
 
 def check_best_metric(trainer: Trainer) -> None:
-    """Refuses a `metric_for_best_model` that no evaluation has; `Trainer` would find out after the first one.
+    """Refuse a `metric_for_best_model` that no evaluation has; `Trainer` refuses it after the first one.
 
     Args:
         trainer: Of the run, with its callbacks.
@@ -248,7 +249,7 @@ def check_best_metric(trainer: Trainer) -> None:
     asked = trainer.args.metric_for_best_model
     if asked is None or trainer.args.eval_strategy == "no":
         return
-    known = ["loss", *trainer._mean_names()]
+    known = ["loss", *(trainer._mean_names() if isinstance(trainer, RunningMeansMixin) else ())]
     if isinstance(trainer, MTPSFTTrainer) and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         known += NAMES
     for callback in trainer.callback_handler.callbacks:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.internals import build, ptp_options
 from tests.internals import cli_module as cli
-from tests.internals import commands_run_folder as run_folder
+from tests.internals import commands_run_directory as run_directory
 from tests.internals import commands_train as train
 from tokenahead import PTPStudent
 
@@ -210,7 +210,7 @@ def test_a_missing_file_of_settings_is_named(tmp_path, capsys):
 
 def test_a_disk_that_is_too_small(settings_of, tmp_path, capsys, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(run_directory.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     settings_of(drafter="heads")
     assert "output_dir" in error_of(tmp_path, capsys)
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ..generation.vllm_proposer import OPTION, HeadProposer
 from ..modeling import DeepSeekMTP, EagleHead, MTPHeads
 from ..modeling.deepseek.checkpoint_files import tensor_dtypes
+from .vllm_proposer import OPTION, HeadProposer
 
-PROPOSER = f"tokenahead.generation.{HeadProposer.__module__.rpartition('.')[2]}.{HeadProposer.__name__}"
+PROPOSER = f"tokenahead.model_cards.{HeadProposer.__module__.rpartition('.')[2]}.{HeadProposer.__name__}"
 _MEDUSA = ("ff", "medusa")
 _THROUGH_US = ("cp", "hmm", "btree")
 _RUN = "directories of this kind were run in vLLM 0.32.0 on CPUs: greedy text equal, drafts as here"

@@ -16,10 +16,9 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import takers
 from ...configuration.options import check_options
-from ...generation.attachment import AttachableDrafter, adopt_special_ids
-from ...generation.drafters.attending import AttendingHeadSession
-from ...generation.drafters.heads import HeadSession
-from ...generation.drafters.protocol import DraftOptions
+from ...generation.attach import AttachableDrafter, adopt_special_ids
+from ...generation.call.options import DraftOptions
+from ...generation.drafters.heads import AttendingHeadSession, HeadSession
 from ..loading import StrictLoadingMixin
 from ..unwrapping import unwrap
 from .backbone_parts import BackboneParts, backbone_parts, compute_device

@@ -13,7 +13,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration.options import check_options
 from ...configuration.ptp import SAMPLING, PTPConfig
-from ...generation.parallel_mixin import ParallelGenerationMixin
+from ...generation.parallel import ParallelGenerationMixin
 from ..checkpointing import caches_kept
 from ..copies import PicklableMixin
 from ..heads.losses import check_targets, depth_targets

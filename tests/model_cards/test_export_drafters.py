@@ -33,7 +33,7 @@ def test_circuits_go_through_the_proposer(kind, tmp_path):
     assert speculative["method"] == "custom_class" and speculative["num_speculative_tokens"] == 3
     assert options_of(report.command, "--additional-config") == {"tokenahead_heads": str(tmp_path)}
     module, _, name = speculative["model"].rpartition(".")
-    assert module == "tokenahead.generation.vllm_proposer" and getattr(vllm_proposer, name)
+    assert module == "tokenahead.model_cards.vllm_proposer" and getattr(vllm_proposer, name)
     assert "pip install --no-deps tokenahead" in str(report) and MTPHeads.from_pretrained(tmp_path).window == 4
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
-from ...generation.attachment import AttachableDrafter
+from ...generation.attach import AttachableDrafter
 from ..extras import needs_extra
 from ..features import STATES, FeatureDataset, cache_features
 from ..regeneration import regenerate
@@ -113,7 +113,7 @@ def with_own_text(settings: Settings, trainee: Trainee) -> Settings:
     options = settings.drafter.options("regenerate")
     folder, count = options.pop("folder", None), options.pop("prompt_tokens", _PROMPT_TOKENS)
     if not (folder and isinstance(folder, str) and isinstance(count, int) and count >= 1):
-        raise ValueError(f"regenerate={asked} needs a directory, and prompt_tokens of at least 1")
+        raise ValueError(f"regenerate={asked} needs folder=, and prompt_tokens of at least 1")
     vocab_size = trainee.backbone.config.get_text_config().vocab_size
     rows = load_data(settings, False, trainee.tokenizer, vocab_size)["train"]
     if not isinstance(rows, Dataset):

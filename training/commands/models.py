@@ -18,7 +18,7 @@ from transformers import (
 
 from ...configuration import MTPHeadConfig, PTPConfig, PTPStudentConfig
 from ...configuration.eagle import EagleHeadConfig
-from ...generation.attachment import AttachableDrafter
+from ...generation.attach import AttachableDrafter
 from ...modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, EvaByteTokenizer, MTPHeads, PTPForCausalLM
 from ...modeling.deepseek.losses import ModuleLossOptions
 from ...modeling.eagle.loss_options import EagleLossOptions

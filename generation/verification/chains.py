@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import torch
 
-from ..modeling.indices import cached_arange
-from ..modeling.sampling import draw, draw_checked, pick
-from .contract import DraftTree, VerificationResult
-from .tree_verification import check_rule, follow, tree_acceptance, verify_drawn_tree
+from ...modeling.indices import cached_arange
+from ...modeling.sampling import draw, draw_checked, pick
+from ..trees.contract import DraftTree, VerificationResult, follow
+from .drawn_trees import check_rule, tree_acceptance, verify_drawn_tree
 
 __all__ = [
     "block_acceptance",

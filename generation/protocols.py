@@ -7,17 +7,25 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import torch
 from transformers import GenerationConfig
+from transformers.utils import logging
 
-from .drafters.protocol import DraftOptions, DraftSession
-from .growth import tree_options
-from .options import CallOptions
-from .rules import GreedyVerifier, SampledVerifier, Verifier
-from .schedule import AdaptiveSchedule, ConstantSchedule, DraftSchedule
-from .tree_choice import DEEPEST
+from .call.options import CallOptions, DraftOptions
+from .call.schedule import AdaptiveSchedule, ConstantSchedule, DraftSchedule
+from .call.sequences import Sequences
+from .target.target import HiddenLayers, TargetOutput
+from .trees.choice import DEEPEST
+from .trees.contract import DraftTree, VerificationResult
+from .trees.growth import tree_options
+from .verification.verifiers import GreedyVerifier, SampledVerifier, Verifier
+
+logger = logging.get_logger(__name__)
 
 _TREE_CHOICES: WeakKeyDictionary[Any, dict[bool, dict[str, int]]] = WeakKeyDictionary()
 """By drafter: a copy or a pickle chooses its own trees, for another backbone or another machine may be below it."""
+
+
 _SCHEDULES: WeakKeyDictionary[Any, dict[tuple[Any, ...], AdaptiveSchedule]] = WeakKeyDictionary()
 """By drafter, and by what decides over a cycle's cost: what adaptive calls have learned."""
 
@@ -148,3 +156,68 @@ def schedule_of(drafter: DrafterMixin, session: DraftSession, options: DraftOpti
     schedule = AdaptiveSchedule(session.num_tokens, lead) if known is None else known.resumed()
     yield schedule
     drafter.schedules[kind] = schedule
+
+
+class View(Protocol):
+    """The part of the backbone's cache that drafters may look at, after each cycle's rollback.
+
+    Attributes:
+        mask: [B, W] bool, the real tokens among the columns of the cache.
+        counts: [B] int64, real tokens per row.
+        is_padded: Whether any column is no real token.
+        shifts: [B] int64, by how many columns each row was moved to the right; None where none was.
+        kept: How many tokens each row kept (`NewTokens`), known to the host.
+    """
+
+    mask: torch.Tensor
+    counts: torch.Tensor
+    is_padded: bool
+    shifts: torch.Tensor | None
+    kept: Any
+
+
+class DraftSession(Protocol):
+    """Proposes tokens behind every row, and says which distributions they were drawn from.
+
+    Attributes:
+        num_tokens: The longest path of a draft.
+        hidden_layers: Which hidden states of the backbone it reads: an index, a list of them, or None.
+
+    A drafter may say more of itself:
+
+    - `supports_confidence_threshold = True`: its chains end as `CallOptions.threshold` asks for;
+    - `lead = 1`: the forward of one cycle makes the draft of the next (`AdaptiveSchedule`);
+    - `is_deterministic = True`: see `ParallelSession`.
+    """
+
+    num_tokens: int
+    hidden_layers: HiddenLayers
+
+    def begin(self, outputs: Any, view: View) -> None:
+        """Takes in the prompt: the backbone's output of the prefill, and its cache as drafters may see it."""
+
+    def propose(self, tokens: Sequences, length: int) -> DraftTree:
+        """Drafts behind every row, with paths of at most `length` tokens; 0 asks for an empty draft."""
+
+    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
+        """Takes in a verified block: what the backbone gave along the kept path; the cache is rolled back already."""
+
+
+def warn_of_threshold(options: DraftOptions, session: DraftSession, name: str) -> None:
+    """Warns where a threshold was asked for and drafts do not end as it says.
+
+    Args:
+        options: Of the call.
+        drafter: Of the call.
+        name: Of what made the drafter.
+    """
+    is_tree = options.draft_tree is not None
+    if (
+        options.drafts
+        and options.threshold
+        and (is_tree or not getattr(session, "supports_confidence_threshold", False))
+    ):
+        logger.warning_once(
+            f"assistant_confidence_threshold={options.threshold} is not read by {'trees' if is_tree else 'drafts'} of "
+            f"{name}: they are verified whole."
+        )

@@ -25,20 +25,23 @@ from transformers.utils import logging
 
 from ..configuration.positions import learned_positions
 from ..modeling.checkpointing import caches_kept
-from .backbones import check_trees
-from .candidates import CandidateAdapter
-from .continuation import crosses_border, last_place, not_continued
-from .drafters.protocol import DraftOptions, warn_of_threshold
+from .call.options import OWN, CallOptions, DraftOptions, obstacle, prepared_options, warn_of_unread
+from .call.processing import counts_calls
+from .candidates import candidate_generator
 from .loop import SpeculativeLoop
-from .options import OWN, CallOptions, obstacle, prepared_options, warn_of_unread
-from .processing import counts_calls
-from .speculators import Drafter, DrafterMixin, schedule_of
-from .targets import can_roll_back, is_repackable
-from .tree_choice import choose_tree
+from .protocols import Drafter, DrafterMixin, schedule_of, warn_of_threshold
+from .target.backbones import check_trees
+from .target.cache import can_roll_back, is_repackable
+from .target.inputs import crosses_border, last_place, not_continued
+from .trees.choice import choose_tree
 
 logger = logging.get_logger(__name__)
+
+
 _DEPTH = 32
 """Deeper than any tree: rows that are ahead are drafted for beyond the text's end, and slots lie behind drafts."""
+
+
 _OF_THE_CALL = {"past_key_values", "use_cache", "input_ids"}
 """Keyword arguments of the model that trials on the same prompt make for themselves."""
 
@@ -325,22 +328,6 @@ class MTPGenerationMixin(DrafterMixin, GenerationMixin):
                 call.cache_is_given,
             )  # fmt: skip
             return loop.run(streamer, synced_gpus)
-
-
-def candidate_generator(
-    drafter: Drafter,
-    backbone: PreTrainedModel,
-    config: GenerationConfig,
-    processors: LogitsProcessorList,
-    model_kwargs: dict[str, Any],
-    input_ids: torch.Tensor,
-) -> CandidateAdapter:
-    """A drafter's chains for transformers' own assisted loop (batch 1)."""
-    number, longest = drafter.default_draft(), drafter.longest_draft()
-    number = min(config.num_assistant_tokens or number, number if longest is None else longest)
-    options = CallOptions(num_assistant_tokens=number)
-    made = DraftOptions.of_call(options, backbone, True, config, processors, input_ids)
-    return CandidateAdapter(drafter.start(made), made, model_kwargs.get("attention_mask"))
 
 
 def _tell(reason: str, options: CallOptions) -> None:

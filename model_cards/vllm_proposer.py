@@ -78,7 +78,7 @@ class HeadProposer:
         ...     "backbone",
         ...     speculative_config={
         ...         "method": "custom_class",
-        ...         "model": "tokenahead.generation.vllm_proposer.HeadProposer",
+        ...         "model": "tokenahead.model_cards.vllm_proposer.HeadProposer",
         ...         "num_speculative_tokens": 3,
         ...     },
         ...     additional_config={"tokenahead_heads": "heads"},

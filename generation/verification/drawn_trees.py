@@ -20,24 +20,9 @@ from __future__ import annotations
 
 import torch
 
-from ..modeling.sampling import draw
-from .contract import DraftTree, VerificationResult, cached_arange, path_columns
-
-
-def follow(tree: DraftTree, picks: torch.Tensor) -> VerificationResult:
-    """Goes from b to the child that the target picks, as long as there is one, and adds the pick at the end.
-
-    Args:
-        tree: Any tree; its distributions are not read.
-        picks: [B, m + 1] int64, the token that the target picks after every place: the argmax of its scores, or a draw
-            that the draft did not depend on, or one that the draft anticipates (coupled uniforms).
-    """
-    if tree.is_chain:
-        agrees = _of_real(tree, tree.tokens == picks[:, :-1])
-        return VerificationResult(agrees.cumprod(1, dtype=torch.long).sum(1), picks)
-    reached = _down(tree, _of_real(tree, tree.tokens == picks.gather(1, tree.parents + 1)))
-    columns = path_columns(reached, tree.depth)
-    return VerificationResult(reached.sum(1) - 1, picks.gather(1, columns), columns)
+from ...modeling.indices import cached_arange
+from ...modeling.sampling import draw
+from ..trees.contract import DraftTree, VerificationResult, descend, elder_siblings, path_columns
 
 
 def tree_acceptance(tree: DraftTree, p: torch.Tensor, rule: str = "token") -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,7 +97,7 @@ def kept_path(tree: DraftTree, kept: torch.Tensor, rule: str) -> torch.Tensor:
     Returns:
         [B, m + 1] bool, the places on the path; place 0 always is.
     """
-    return _down(tree, kept) if rule == "token" else _first_in_post_order(tree, kept)
+    return descend(tree, kept) if rule == "token" else _first_in_post_order(tree, kept)
 
 
 def check_rule(rule: str) -> None:
@@ -144,23 +129,6 @@ def _next_distribution(tree: DraftTree, probs: torch.Tensor | None, node: int, p
     return q if tree.num_nodes is None else q * (node < tree.num_nodes)[:, None]
 
 
-def _of_real(tree: DraftTree, wanted: torch.Tensor) -> torch.Tensor:
-    return wanted if tree.num_nodes is None else wanted & tree.real()
-
-
-def _elders(tree: DraftTree) -> torch.Tensor:
-    """[B, m, m] bool: whether node j is an elder sibling of node i."""
-    nodes = cached_arange(tree.tokens.shape[1], tree.tokens.device)
-    return (tree.parents[:, :, None] == tree.parents[:, None]) & (nodes < nodes[:, None])
-
-
-def _down(tree: DraftTree, wanted: torch.Tensor) -> torch.Tensor:
-    """Goes down to the first wanted child of each place: which places [B, m + 1] are on the way, b's among them."""
-    taken = wanted & ~(_elders(tree) & wanted[:, None]).any(-1)
-    taken = torch.nn.functional.pad(taken, (1, 0), value=True)
-    return (taken[:, None] | ~tree.mask()).all(-1)
-
-
 def _first_in_post_order(tree: DraftTree, wanted: torch.Tensor) -> torch.Tensor:
     """Takes the first wanted node in post-order, or b: which places [B, m + 1] are on the way to it."""
     unwanted = torch.nn.functional.pad(~wanted, (1, 0))
@@ -172,5 +140,5 @@ def _post_order(tree: DraftTree) -> torch.Tensor:
     """How many places come before each: all below it, and all at and below its and its ancestors' elder siblings."""
     mask = tree.mask()
     below = mask.sum(1)
-    before = (_elders(tree) * below[:, None, 1:]).sum(-1)
+    before = (elder_siblings(tree) * below[:, None, 1:]).sum(-1)
     return (mask[:, :, 1:] * before[:, None]).sum(-1) + below - 1

@@ -11,12 +11,26 @@ from collections import deque
 from typing import Protocol
 
 _KEEP, _KEEP_OVERALL = 0.98, 0.999
+
+
 _SHARED_TRIALS = 4.0
+
+
 _FIRST_TRIALS = 2.5  # two or three drafts of a row; many rows have seen as much after one
+
+
 _NEWEST = 9  # cycles of a length whose median is its cost
+
+
 _PACE_SHARE, _PACE_STEP = 0.4, 2.0  # how much of a cycle's surprise is the machine's, and the largest surprise
+
+
 _PROBE_BUDGET, _PROBE_AGE = 0.02, 16
+
+
 _HOPELESS = 0.5  # a shorter draft would have to take half the time that it took before
+
+
 _PLAIN_BONUS = 1.06  # expectations err upwards, for the best of many is taken, and the slowest row ends a batch
 
 

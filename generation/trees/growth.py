@@ -1,5 +1,6 @@
 """How drafters grow trees of drafts: in one way, from the distributions of what follows the nodes of the level
-before."""
+before.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
+from ..call.options import DraftOptions, draft_probs
+from .building import check_size, drawn_tree, dynamic_tree, ranked_tree, static_tree
 from .contract import DraftTree
-from .drafters.protocol import DraftOptions, draft_probs
-from .trees import check_size, drawn_tree, dynamic_tree, ranked_tree, static_tree
 
 _DEFAULTS = {"depth": 5, "top_k": 10, "total_tokens": 60}
 """A tree where `draft_tree` leaves something open (EAGLE-2's evaluation)."""

@@ -15,21 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..modeling.sampling import race_order
-from .contract import DraftTree, VerificationResult, cached_arange, path_columns
-
-__all__ = [
-    "DraftTree",
-    "Expand",
-    "VerificationResult",
-    "choices_from_accuracies",
-    "drawn_tree",
-    "dynamic_tree",
-    "cached_arange",
-    "path_columns",
-    "ranked_tree",
-    "static_tree",
-]
+from ...modeling.indices import cached_arange
+from ...modeling.sampling import race_order
+from .contract import DraftTree
 
 Expand = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -17,8 +17,8 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as library
 
-from .contract import DraftTree
-from .tokens import Sequences
+from ..trees.contract import DraftTree
+from .sequences import Sequences
 
 _POINTWISE = (
     library.TemperatureLogitsWarper,
@@ -34,6 +34,8 @@ _POINTWISE = (
     library.SuppressTokensLogitsProcessor,
 )
 """Processors that look at scores alone."""
+
+
 _BY_HISTORY = (
     library.RepetitionPenaltyLogitsProcessor,
     library.NoRepeatNGramLogitsProcessor,
@@ -41,6 +43,8 @@ _BY_HISTORY = (
     library.NoBadWordsLogitsProcessor,
 )
 """Processors that look at each row's own ids, and for which an id beyond the vocabulary is no token."""
+
+
 _BY_LENGTH = (
     library.MinLengthLogitsProcessor,
     library.MinNewTokensLengthLogitsProcessor,
@@ -50,6 +54,8 @@ _BY_LENGTH = (
     library.SuppressTokensAtBeginLogitsProcessor,
 )
 """Processors that look at the number of ids."""
+
+
 _COUNTING = (
     library.UnbatchedClassifierFreeGuidanceLogitsProcessor,
     library.SynthIDTextWatermarkLogitsProcessor,

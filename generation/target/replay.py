@@ -22,6 +22,8 @@ from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 _STATES = ("conv_states", "recurrent_states")
+
+
 _OF_THREAD = threading.local()  # no ContextVar: torch.compile cannot read one
 
 
@@ -117,11 +119,6 @@ def find_mixers(decoder: nn.Module, cache: Cache) -> dict[int, nn.Module]:
         ):
             found[index] = module
     return found
-
-
-def is_recurrent(cache: Cache) -> bool:
-    """Whether any layer keeps a recurrent state."""
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
 
 
 def _cache_name(mixer: nn.Module) -> str | None:

@@ -19,22 +19,35 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from ..call.options import CallOptions
+from ..verification.verifiers import Verifier
+from .building import level_sizes
 from .contract import DraftTree, VerificationResult
-from .options import CallOptions
-from .rules import Verifier
-from .trees import level_sizes
 
 DEEPEST = 8
 """The longest path that is tried, in tokens."""
+
+
 _RANKS, _WIDEST = 8, 60
+
+
 _TOP_K, _TOTALS = (1, 2, 3, 4, 6, 8), (3, 4, 6, 8, 12, 16, 24, 32, 48, 60)
+
+
 _SHARED_TRIALS = 4.0
+
+
 _TOKENS, _FEW_TOKENS, _FEWEST = 40, 12, 2
+
+
 _LEAST_ROOM = 8
 """Tokens that must fit behind the prompt: less text teaches nothing, and a tree of the usual size is drafted."""
 
+
 Rates = Sequence[Sequence[float]]
 """[depth][rank], how often the child of that rank is kept below a kept path."""
+
+
 Decode = Callable[[dict[str, int], int], "Trial"]
 """From a tree and a number of tokens to what decoding them with it showed."""
 

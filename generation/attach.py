@@ -16,9 +16,10 @@ from transformers.generation import CandidateGenerator
 from .. import __version__
 from ..modeling.copies import drop_collectors
 from ..modeling.unwrapping import unwrap
-from .backbones import check_backbone
-from .mixins import candidate_generator, speculate
-from .speculators import DrafterMixin
+from .candidates import candidate_generator
+from .generate import speculate
+from .protocols import DrafterMixin
+from .target.backbones import check_backbone
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..modeling.indices import cached_arange
+from ...modeling.indices import cached_arange
 
 
 @dataclass(eq=False)
@@ -168,3 +168,36 @@ def _chain_parents(length: int, device: torch.device) -> torch.Tensor:
 def _triangle(length: int, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
         return torch.ones(length, length, dtype=torch.bool, device=device).tril()
+
+
+def follow(tree: DraftTree, picks: torch.Tensor) -> VerificationResult:
+    """Goes from b to the child that the target picks, as long as there is one, and adds the pick at the end.
+
+    Args:
+        tree: Any tree; its distributions are not read.
+        picks: [B, m + 1] int64, the token that the target picks after every place: the argmax of its scores, or a draw
+            that the draft did not depend on, or one that the draft anticipates (coupled uniforms).
+    """
+    if tree.is_chain:
+        agrees = _of_real(tree, tree.tokens == picks[:, :-1])
+        return VerificationResult(agrees.cumprod(1, dtype=torch.long).sum(1), picks)
+    reached = descend(tree, _of_real(tree, tree.tokens == picks.gather(1, tree.parents + 1)))
+    columns = path_columns(reached, tree.depth)
+    return VerificationResult(reached.sum(1) - 1, picks.gather(1, columns), columns)
+
+
+def _of_real(tree: DraftTree, wanted: torch.Tensor) -> torch.Tensor:
+    return wanted if tree.num_nodes is None else wanted & tree.real()
+
+
+def elder_siblings(tree: DraftTree) -> torch.Tensor:
+    """[B, m, m] bool: whether node j is an elder sibling of node i."""
+    nodes = cached_arange(tree.tokens.shape[1], tree.tokens.device)
+    return (tree.parents[:, :, None] == tree.parents[:, None]) & (nodes < nodes[:, None])
+
+
+def descend(tree: DraftTree, wanted: torch.Tensor) -> torch.Tensor:
+    """Goes down to the first wanted child of each place: which places [B, m + 1] are on the way, b's among them."""
+    taken = wanted & ~(elder_siblings(tree) & wanted[:, None]).any(-1)
+    taken = torch.nn.functional.pad(taken, (1, 0), value=True)
+    return (taken[:, None] | ~tree.mask()).all(-1)

@@ -7,10 +7,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..modeling.ptp.backbones import check_attention
+from ...modeling.ptp.backbones import check_attention
 
 _ALIBI = ("bloom", "mpt")
 """Kinds of models that have no other positions."""
+
+
 _CAUSAL = ("gpt_neox_japanese",)
 """Decoders of which neither config nor layers say so."""
 

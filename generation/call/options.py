@@ -1,4 +1,7 @@
-"""What one call of `generate` asks of speculation: read once, checked at the door, and kept beside the call."""
+"""What one call of `generate` asks of speculation: read once, checked at the door, and kept beside the call.
+
+What the decoding loop needs of a drafter, and what a drafter is told of its call.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.utils import logging
 
+from ...modeling.sampling import draw
+from .processing import Processing
+
 logger = logging.get_logger(__name__)
+
+
 SCHEDULES = ("constant", "heuristic", "heuristic_transient", "adaptive")
 """Values of `num_assistant_tokens_schedule`; all but the last draft a constant number here."""
+
+
 OWN = ("verification", "draft_tree", "uniforms", "seed", "slot_budget", "best_of", "draft_vocabulary")
 """Keyword arguments of `generate` that transformers does not know; a GenerationConfig may hold all but tensors."""
 
@@ -193,6 +203,7 @@ _PLAIN = {
 }
 """Fields of a GenerationConfig, and which of their values leave room for speculation."""
 
+
 _UNREAD = {
     "compile_config": "compile the backbone itself, by model.forward = torch.compile(model.forward)",
     "assistant_ensemble_weight": "it would change the distribution of the text, which verification keeps",
@@ -207,3 +218,133 @@ def warn_of_unread(config: GenerationConfig) -> None:
         value = getattr(config, name, None)
         if value is not None:
             logger.warning_once(f"{name}={value!r} is not read where drafts are verified by this library: {instead}.")
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class DraftOptions:
+    """What the drafter and the rule of one call are told.
+
+    Attributes:
+        backbone: The model whose tokens count.
+        drafts: False: nothing is to be drafted, tokens are only to be picked.
+        do_sample: Whether tokens are drawn.
+        num_tokens: The longest path of a draft.
+        verification: Name of the rule; None for the default.
+        threshold: See `CallOptions`.
+        schedule: See `CallOptions`.
+        draft_tree: Complete options of a tree of drafts (`growth.tree_options`); None for a chain.
+        processing: The target's logits processors.
+        max_length: Tokens of the longest text, prompt included.
+        prompt: [B, L] int64.
+        sampling: The target's `temperature`, `top_k` and `top_p`.
+        extra: See `CallOptions`.
+    """
+
+    backbone: PreTrainedModel
+    drafts: bool
+    do_sample: bool
+    num_tokens: int
+    verification: str | None
+    threshold: float
+    schedule: str
+    draft_tree: dict[str, Any] | None
+    processing: Processing
+    max_length: int
+    prompt: torch.Tensor
+    sampling: dict[str, float | None]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_call(
+        cls,
+        options: CallOptions,
+        backbone: PreTrainedModel,
+        drafts: bool,
+        config: GenerationConfig,
+        processors: LogitsProcessorList,
+        prompt: torch.Tensor,
+    ) -> DraftOptions:
+        """Puts together what was asked and what transformers prepared."""
+        pad, vocabulary = getattr(config, "_pad_token_tensor", None), backbone.config.get_text_config().vocab_size
+        pad = 0 if pad is None else int(pad)
+        return cls(
+            backbone=backbone,
+            drafts=drafts,
+            do_sample=bool(config.do_sample),
+            num_tokens=options.num_assistant_tokens,
+            verification=options.verification,
+            threshold=options.threshold,
+            schedule=options.schedule,
+            draft_tree=options.draft_tree,
+            processing=Processing(processors, pad if 0 <= pad < vocabulary else 0),
+            max_length=config.max_length,
+            prompt=prompt,
+            sampling={name: getattr(config, name) for name in ("temperature", "top_k", "top_p")},
+            extra=options.extra,
+        )
+
+    def choose(
+        self, logits: torch.Tensor, draft_ids: torch.Tensor | None = None, vocab_size: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A token of a chain, and the distribution that it was drawn from.
+
+        Args:
+            logits: [B, v] of the drafter.
+            draft_ids: See `draft_probs`.
+            vocab_size: See `draft_probs`.
+
+        Returns:
+            Tokens [B], and distributions [B, V] in float32 at least: warped where drawn, raw where greedy with a
+            threshold, None where greedy without one.
+        """
+        if not self.do_sample and not self.threshold:
+            token = logits.argmax(-1)
+            return token if draft_ids is None else draft_ids[token], None
+        distribution = draft_probs(logits, self, draft_ids, vocab_size)
+        return (draw(distribution) if self.do_sample else distribution.argmax(-1)), distribution
+
+    def is_unsure(self, token: torch.Tensor, distribution: torch.Tensor | None) -> bool:
+        """Whether all rows gave their tokens [B] less than the threshold; then a draft ends.
+
+        Asked of tokens that are drafted in any case, so that the drafts kept still follow their distributions.
+        """
+        return self.threshold > 0 and bool((distribution.gather(-1, token[:, None]) < self.threshold).all())
+
+    def sure_length(self, draft: torch.Tensor, probs: torch.Tensor) -> int:
+        """How many tokens of whole drafts [B, m] to verify: the first of which no row was sure is the last.
+
+        The host waits for it, once for all tokens. What is left follows the distributions [B, m, V], for a draft ends
+        where its own tokens say so, whatever would have come behind them.
+        """
+        chances = probs.gather(-1, draft[..., None])[..., 0]
+        *unsure, _ = (chances < self.threshold).all(0).tolist()
+        return [*unsure, True].index(True) + 1
+
+
+def draft_probs(
+    logits: torch.Tensor, options: DraftOptions, draft_ids: torch.Tensor | None = None, vocab_size: int = 0
+) -> torch.Tensor:
+    """Probabilities over the whole vocabulary [..., V] from a drafter's logits [..., v], warped where sampled.
+
+    Args:
+        logits: [..., v].
+        options: Of the call.
+        draft_ids: [v] int64, the token ids that columns of logits stand for; None: every token, in order.
+        vocab_size: V; not read where every token has a column.
+    """
+    distribution = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+    is_part = draft_ids is not None and distribution.shape[-1] < vocab_size
+    if is_part:
+        distribution = distribution.new_zeros(*distribution.shape[:-1], vocab_size).index_copy_(
+            -1, draft_ids, distribution
+        )
+    if not options.do_sample:
+        return distribution
+    warped = options.processing.warp(distribution)
+    if not is_part:
+        return warped
+    # processors may have left none of its tokens: any distribution will do then
+    return torch.where(warped.isnan().any(-1, keepdim=True), distribution, warped)

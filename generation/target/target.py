@@ -19,21 +19,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel, cache_utils
-from transformers.cache_utils import (
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import Cache, PreTrainedModel
 
-from .continuation import Continuation
-from .contract import DraftTree, VerificationResult, cached_arange
-from .masks import dense_mask, tree_mask
-from .replay import Replay, is_recurrent
-from .tokens import NewTokens
-from .windows import held_columns, hold, release, window_layers
+from ..call.sequences import NewTokens
+from ..trees.contract import DraftTree, VerificationResult
+from .cache import compact, crop, drop_first, held_columns, hold, is_recurrent, release, shift_cache
+from .inputs import Continuation, dense_mask, tree_mask
+from .replay import Replay
 
 HiddenLayers = int | list[int] | bool | None
 
@@ -274,114 +266,3 @@ class EvenTarget(RepackedTarget):
 
     def align(self, columns: int) -> None:
         """Nothing was moved."""
-
-
-def crop(cache: Cache, columns: int) -> None:
-    """Takes the last `-columns` columns from all layers that have columns: a recurrent state has none."""
-    for layer in cache.layers:
-        crop_layer(layer, columns)
-
-
-def crop_layer(layer: Any, columns: int) -> None:
-    """`crop` of one layer; with an attention window it holds all that it held before (see `windows.release`)."""
-    is_bounded = isinstance(layer, DynamicSlidingWindowLayer)
-    if is_bounded or isinstance(layer, LinearAttentionAndFullAttentionLayer):
-        DynamicLayer.crop(layer, columns)
-    elif isinstance(layer, DynamicLayer):
-        layer.crop(columns)
-    if is_bounded and layer.is_initialized:
-        layer.cumulative_length += columns
-
-
-def drop_first(cache: Cache, columns: int) -> None:
-    """Leaves the last `columns` columns, and of layers with an attention window those of them that they hold."""
-    for layer, name, dim in _states_with_columns(cache):
-        states = getattr(layer, name)
-        width = min(columns, states.shape[dim])
-        setattr(layer, name, states.narrow(dim, states.shape[dim] - width, width))
-    for layer in window_layers(cache):
-        layer.cumulative_length = columns
-
-
-def compact(cache: Cache, columns: torch.Tensor, fed: int) -> None:
-    """Leaves of the last `fed` columns of a cache `columns[b]` [B, k] in row b, in that order."""
-    for layer, name, dim in _states_with_columns(cache):
-        states = getattr(layer, name)
-        start = states.shape[dim] - fed
-        old, new = states.split([start, fed], dim=dim)
-        setattr(layer, name, torch.cat([old, shifted(new, columns, dim)], dim=dim))
-    for layer in window_layers(cache):
-        layer.cumulative_length += columns.shape[1] - fed
-
-
-def shift_cache(cache: Cache, shifts: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Moves the columns of row b by `shifts[b]` [B] to the right, in every layer; returns the mask [B, W] moved."""
-    source = shift_source(shifts, mask.shape[1])
-    for layer, name, dim in _states_with_columns(cache):
-        states = getattr(layer, name)
-        setattr(layer, name, shifted(states, source[:, : states.shape[dim]], dim))
-    return shift_mask(mask, source)
-
-
-def _states_with_columns(cache: Cache) -> list[tuple[Any, str, int]]:
-    """Layers, names and the dimension of columns of all that a cache holds of single tokens."""
-    names = (("keys", 2), ("values", 2), ("indexer_keys", 1))
-    return [
-        (layer, name, dim)
-        for layer in cache.layers
-        for name, dim in names
-        if getattr(layer, name, None) is not None and getattr(layer, name).numel()
-    ]
-
-
-def shift_source(shifts: torch.Tensor, width: int) -> torch.Tensor:
-    """Where every column comes from when row b moves by `shifts[b]` [B] to the right, [B, W]; may lie outside."""
-    return cached_arange(width, shifts.device) - shifts[:, None]
-
-
-def shifted(states: torch.Tensor, source: torch.Tensor, dim: int) -> torch.Tensor:
-    """States whose columns stand in `dim`, taken from `source` [B, k]; what enters at an end is arbitrary."""
-    index = source.to(states.device).clamp(0, states.shape[dim] - 1)
-    shape = [states.shape[0]] + [1] * (states.dim() - 1)
-    shape[dim] = source.shape[1]
-    return states.gather(dim, index.view(shape).expand(*states.shape[:dim], -1, *states.shape[dim + 1 :]))
-
-
-def shift_mask(mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """A mask [B, W] taken from `source` [B, W]; what enters at the left end is no token."""
-    return mask.gather(1, source.clamp(0, source.shape[1] - 1)) & (source >= 0)
-
-
-_EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
-_KINDS = (
-    DynamicLayer,
-    DynamicIndexedLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    _EMPTY,
-)
-
-
-_FORGETFUL = ("jamba", "zamba")
-"""Kinds whose mixers read a block of several tokens as if no state stood before it."""
-
-
-def is_repackable(cache: Cache | None) -> bool:
-    """Whether rows of this cache may keep different numbers of tokens: its layers can go back."""
-    return cache is None or all(type(layer) in _KINDS for layer in cache.layers)
-
-
-def can_roll_back(model: PreTrainedModel) -> bool:
-    """Whether a model's states can go back behind a rejected draft: columns are cropped, recurrent layers replayed.
-
-    Columns are needed to tell how long a cache is, and a class that keeps states in another way than transformers'
-    caches do cannot be helped.
-    """
-    if not type(model)._is_stateful:
-        return True
-    if model.config.model_type in _FORGETFUL:
-        return False
-    cache = DynamicCache(config=model.config)
-    has_columns = any(isinstance(layer, DynamicLayer) for layer in cache.layers)
-    return has_columns and is_recurrent(cache) and is_repackable(cache)

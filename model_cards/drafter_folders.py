@@ -55,23 +55,32 @@ _BIASED = ("q_proj", "k_proj", "v_proj")
 
 
 @dataclass
-class ServedFolder:
-    """A directory that was written, and what there is to say of it.
+class ExportReport:
+    """What was written.
 
     Attributes:
-        num_tensors: Tensors in it.
+        folder: Where.
+        engine: For which engine.
+        num_tensors: Tensors in the directory.
         command: How to serve it.
-        checked: What was checked, and how.
         warnings: What will not work as in this library.
+        checked: What was checked, and how; `print(report)` shows all of it.
     """
 
+    folder: Path
+    engine: str
     num_tensors: int
     command: str
-    checked: list[str]
     warnings: list[str] = field(default_factory=list)
+    checked: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{self.folder}: {self.num_tensors} tensors for {self.engine}", f"  serve:   {self.command}"]
+        lines += [f"  checked: {text}" for text in self.checked]
+        return "\n".join(lines + [f"  warning: {text}" for text in self.warnings])
 
 
-def write_drafter(drafter: MTPHeads | EagleHead, folder: Path, engine: str) -> ServedFolder:
+def write_drafter(drafter: MTPHeads | EagleHead, folder: Path, engine: str) -> ExportReport:
     """Write a drafter as an engine reads it, and read it back.
 
     Args:
@@ -98,7 +107,7 @@ def write_drafter(drafter: MTPHeads | EagleHead, folder: Path, engine: str) -> S
     )
 
 
-def _write_medusa(heads: MTPHeads, folder: Path) -> ServedFolder:
+def _write_medusa(heads: MTPHeads, folder: Path) -> ExportReport:
     heads.export(folder, "vllm")
     names = set(tensor_dtypes(folder))
     config, count = json.loads((folder / "config.json").read_text(encoding="utf-8")), heads.window - 1
@@ -110,10 +119,10 @@ def _write_medusa(heads: MTPHeads, folder: Path) -> ServedFolder:
     _compare(folder, names, wanted)
     checked = ["config.json and the tensors' names were read back: one head per drafted token, none unknown", _RUN]
     speculative = {"method": "medusa", "model": str(folder), "num_speculative_tokens": count}
-    return ServedFolder(len(names), _command(heads, speculative), checked)
+    return ExportReport(folder, "vllm", len(names), _command(heads, speculative), checked=checked)
 
 
-def _write_circuit(heads: MTPHeads, folder: Path) -> ServedFolder:
+def _write_circuit(heads: MTPHeads, folder: Path) -> ExportReport:
     heads.save_pretrained(folder)
     again = MTPHeads.from_pretrained(folder)
     if not all(torch.equal(tensor.cpu(), again.state_dict()[name]) for name, tensor in heads.state_dict().items()):
@@ -126,10 +135,10 @@ def _write_circuit(heads: MTPHeads, folder: Path) -> ServedFolder:
     ]
     options = json.dumps({OPTION: str(folder)})
     command = f"{_command(heads, speculative)} --additional-config '{options}'"
-    return ServedFolder(len(tensor_dtypes(folder)), command, checked, warnings)
+    return ExportReport(folder, "vllm", len(tensor_dtypes(folder)), command, warnings, checked)
 
 
-def _write_eagle(head: EagleHead, folder: Path, engine: str) -> ServedFolder:
+def _write_eagle(head: EagleHead, folder: Path, engine: str) -> ExportReport:
     head.export(folder, layout=engine)
     again = EagleHead.from_pretrained(folder).state_dict()
     if not all(torch.equal(tensor.cpu(), again[name]) for name, tensor in head.state_dict().items() if name in again):
@@ -148,7 +157,7 @@ def _write_eagle(head: EagleHead, folder: Path, engine: str) -> ServedFolder:
             f"EAGLE{'' if version == 1 else '3'} --speculative-draft-model-path {folder} --speculative-num-steps 3 "
             "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
         )
-    return ServedFolder(len(tensor_dtypes(folder)), command, checked)
+    return ExportReport(folder, engine, len(tensor_dtypes(folder)), command, checked=checked)
 
 
 def _compare(folder: Path, found: set[str], wanted: set[str]) -> None:

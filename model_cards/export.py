@@ -7,7 +7,6 @@ The checks compare the directory with what the engines' loaders ask for; the rep
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from ..modeling import DeepSeekMTP, EagleHead, MTPHeads
 from ..modeling.deepseek.checkpoint_files import tensor_dtypes
 from ..modeling.deepseek.draft_vocabulary import FILE as DRAFT_VOCABULARY
 from ..training.files import replace_text
-from .drafter_folders import check_retrofit, overrides, save_retrofit, write_drafter
+from .drafter_folders import ExportReport, check_retrofit, overrides, save_retrofit, write_drafter
 
 MEASURED = {"vllm": ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3")}
 """The families whose exported directories were run in an engine (vLLM 0.32.0 on CPUs): text and drafts were as here."""
@@ -41,32 +40,6 @@ _NOTES = {
 _PARTS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 # fields of official files that transformers' classes no longer read, but engines do
 _FIELDS = {"deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}}
-
-
-@dataclass
-class ExportReport:
-    """What was written.
-
-    Attributes:
-        folder: Where.
-        engine: For which engine.
-        num_tensors: Tensors in the directory.
-        command: How to serve it.
-        warnings: What will not work as in this library.
-        checked: What was checked, and how; `print(report)` shows all of it.
-    """
-
-    folder: Path
-    engine: str
-    num_tensors: int
-    command: str
-    warnings: list[str] = field(default_factory=list)
-    checked: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        lines = [f"{self.folder}: {self.num_tensors} tensors for {self.engine}", f"  serve:   {self.command}"]
-        lines += [f"  checked: {text}" for text in self.checked]
-        return "\n".join(lines + [f"  warning: {text}" for text in self.warnings])
 
 
 def export(
@@ -111,8 +84,7 @@ def export(
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; choose 'vllm' or 'sglang'")
     if isinstance(model, (MTPHeads, EagleHead)):
-        found = write_drafter(model, Path(folder), engine)
-        return ExportReport(Path(folder), engine, found.num_tensors, found.command, found.warnings, found.checked)
+        return write_drafter(model, Path(folder), engine)
     warnings = _check_model(model, engine)
     if family_of(model.config).retrofit:
         return _export_retrofit(model, Path(folder), tokenizer, warnings, **options)

@@ -9,9 +9,18 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from ..configuration import EagleHeadConfig, MTPHeadConfig
+from ..configuration import EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPConfig
+from ..generation.attach import AttachableDrafter
+from ..modeling import DeepSeekMTP
 from ..modeling.remote_code import TRANSFORMERS, TravellingMixin
 
+_OF_HEADS = {
+    **dict.fromkeys(("ff", "layer"), ("gloeckle2024better",)),
+    **dict.fromkeys(("cp", "hmm", "btree"), ("grivas2025mtpc",)),
+    "medusa": ("cai2024medusa",),
+    "hydra": ("ankner2024hydra",),
+}
+"""The papers of every family of heads, by their keys in `citations.bib`."""
 _CHAIN = 5  # tokens that an EAGLE head drafts where nobody asks for a number
 _SLOTS = {
     "one_hot": "parallel token prediction; a slot predicts the token that its own uniform picks",
@@ -84,86 +93,88 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: s
     config = config_or_model if model is None else model.config
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"config_or_model is a {type(config).__name__}; it must be a model or its config")
-    kind, window, drafting = _drafting(config, model)
+    drafting = _drafting(config, model)
     found = _class(config) if model is None else type(model)
-    heads_only = hasattr(found, "attach") and not found.can_generate()
+    heads_only = issubclass(found, AttachableDrafter)
     travels = issubclass(found, TravellingMixin) and bool(remote_code)
-    needs = [f"'transformers=={TRANSFORMERS}.*'", *(["peft"] if kind == "uniforms" else [])]
+    needs = [f"'transformers=={TRANSFORMERS}.*'", *(["peft"] if drafting.kind == "uniforms" else [])]
     return ModelFacts(
         class_name=found.__name__,
         model_type=config.model_type,
-        drafting=drafting,
-        window=window,
-        kind=kind,
+        drafting=drafting.rows,
+        window=drafting.window,
+        kind=drafting.kind,
         sizes=_sizes(config.get_text_config(), model),
         heads_only=heads_only,
         remote_code=remote_code if travels else None,
         requires=("torch", *needs),
-        backbone=hub_id(getattr(config, "base_model_name_or_path", None)) if heads_only else None,
-        citations=_citations(kind, config),
+        backbone=hub_id(vars(config).get("base_model_name_or_path")) if heads_only else None,
+        citations=_citations(drafting.papers),
     )
 
 
-def _drafting(config: PreTrainedConfig, model: PreTrainedModel | None) -> tuple[str, int, list[tuple[str, str]]]:
-    """Return kind, window, and rows of the table."""
-    if hasattr(config, "num_slots"):
+@dataclass(frozen=True)
+class _Drafting:
+    """What drafts: fields of `ModelFacts`, and the keys of its papers in `citations.bib`."""
+
+    kind: str
+    window: int
+    rows: list[tuple[str, str]]
+    papers: tuple[str, ...]
+
+
+def _drafting(config: PreTrainedConfig, model: PreTrainedModel | None) -> _Drafting:
+    if isinstance(config, PTPConfig):
         return _slots(config)
     if isinstance(config, EagleHeadConfig):
         return _eagle(config)
-    if modules := getattr(model, "num_modules", 0):
-        return (
-            "modules",
-            modules + 1,
-            [("Modules", f"{modules}, sequential; the last one is used again in longer drafts")],
+    if isinstance(model, DeepSeekMTP) and model.num_modules:
+        row = ("Modules", f"{model.num_modules}, sequential; the last one is used again in longer drafts")
+        return _Drafting("modules", model.num_modules + 1, [row], ("deepseekai2024v3",))
+    head = config.mtp_head if isinstance(config, EvaByteConfig) else config
+    if not isinstance(head, MTPHeadConfig):
+        raise TypeError(
+            f"{type(config).__name__} has no `mtp_head`, and is no config of a drafter: cards are for models that draft"
         )
-    return _head(config)
+    return _head(head, type(config).__name__)
 
 
-def _slots(config: PreTrainedConfig) -> tuple[str, int, list[tuple[str, str]]]:
+def _slots(config: PTPConfig) -> _Drafting:
     window = config.num_slots + (not config.predicts_first)
-    distribution = ", ".join(f"{name} {value}" for name, value in config.sampling.items())
+    reads = ("Uniforms as", f"`{config.features}`, {config.feature_dim} features")
     rows = [
         ("Drafts", f"`{config.variant}`: {_SLOTS[config.variant]}"),
         ("Slots", f"{config.num_slots}: {window - 1} drafted beside the next token"),
-        ("Uniforms as", f"`{config.features}`, {config.feature_dim} features")
-        if config.reads_uniforms
-        else ("Sampler head", f"`{config.sampler}`"),
-        ("Learned for", distribution),
+        reads if config.reads_uniforms else ("Sampler head", f"`{config.sampler}`"),
+        ("Learned for", ", ".join(f"{name} {value}" for name, value in config.sampling.items())),
     ]
-    return "uniforms", window, rows
+    paper = "samragh2025future" if config.variant == "mask" else "draxler2025ptp"
+    return _Drafting("uniforms", window, rows, (paper,))
 
 
-def _eagle(config: EagleHeadConfig) -> tuple[str, int, list[tuple[str, str]]]:
+def _eagle(config: EagleHeadConfig) -> _Drafting:
     states = f"{config.num_aux} states of the backbone" if config.num_aux else "the backbone's last state"
     rows = [("Head", f"EAGLE, version {config.version}: {config.num_hidden_layers} decoder layer(s) on {states}")]
     if config.draft_vocab_size is not None and config.draft_vocab_size < config.vocab_size:
         rows.append(("Drafts", f"{config.draft_vocab_size:,} of {config.vocab_size:,} token ids"))
-    return "eagle", _CHAIN + 1, rows
+    papers = ("li2024eagle", "li2025eagle3")
+    return _Drafting("eagle", _CHAIN + 1, rows, papers[: 1 if config.version == 1 else 2])
 
 
-def _citations(kind: str, config: PreTrainedConfig) -> list[str]:
-    if kind == "eagle":
-        return [_PAPERS["eagle1"], _PAPERS["eagle3"]][: 1 if config.version == 1 else 2]
-    if kind == "heads":
-        head = getattr(config, "mtp_head", config)
-        return [_PAPERS[name] for name in [_OF_HEADS.get(head.head_type)] if name]
-    return [_PAPERS["mask" if getattr(config, "variant", None) == "mask" else kind]]
-
-
-def _head(config: PreTrainedConfig) -> tuple[str, int, list[tuple[str, str]]]:
-    """Return the kind, window and rows of a model's head, or of heads apart."""
-    head = config if config.model_type == MTPHeadConfig.model_type else getattr(config, "mtp_head", None)
-    if head is None:
-        raise TypeError(
-            f"{type(config).__name__} has no `mtp_head`, and is no config of a drafter: cards are for models that draft"
-        )
+def _head(head: MTPHeadConfig, name: str) -> _Drafting:
     if head.window is None:
-        raise TypeError(f"{type(config).__name__} leaves the head's `window` open; set it before rendering a card")
+        raise TypeError(f"{name} leaves the head's `window` open; set it before rendering a card")
     rows = [
         ("Head", f"`{head.head_type}`: {head.describe()} ({head.family.citation})"),
         ("Window", f"{head.window}: the next token and {head.window - 1} drafted"),
     ]
-    return "heads", head.window, rows
+    return _Drafting("heads", head.window, rows, _OF_HEADS.get(head.head_type, ()))
+
+
+def _citations(keys: tuple[str, ...]) -> list[str]:
+    """Return BibTeX entries by their keys."""
+    entries = (Path(__file__).parent / "templates" / "citations.bib").read_text(encoding="utf-8").split("\n\n")
+    return [entry.strip() for key in keys for entry in entries if entry.startswith(f"@article{{{key},")]
 
 
 def hub_id(name: str | None) -> str | None:
@@ -183,7 +194,7 @@ def _class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     Not `config.architectures`: official files name classes of the official code.
     """
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
-        if (found := mapping.get(type(config), None)) is not None:
+        if isinstance(found := mapping.get(type(config), None), type):
             return found
     raise TypeError(f"{type(config).__name__} has no model class that AutoModelForCausalLM knows; pass the model")
 
@@ -193,82 +204,3 @@ def _sizes(config: PreTrainedConfig, model: PreTrainedModel | None) -> list[tupl
     rows = [] if model is None else [("Parameters", f"{model.num_parameters():,}")]
     values = ((label, getattr(config, name, None)) for name, label in _SIZES.items())
     return rows + [(label, f"{value:,}") for label, value in values if value is not None]
-
-
-def _entry(key: str, title: str, authors: str, arxiv: str, year: int) -> str:
-    names = authors.replace(", ", " and ")
-    fields = {"title": title, "author": names, "journal": f"arXiv preprint arXiv:{arxiv}", "year": year}
-    lines = ",\n".join(f"  {name}={{{value}}}" for name, value in fields.items())
-    return f"@article{{{key},\n{lines}\n}}"
-
-
-_PAPERS = {
-    "mtpc": _entry(
-        "grivas2025mtpc",
-        "Fast and Expressive Multi-Token Prediction with Probabilistic Circuits",
-        "Andreas Grivas, Lorenzo Loconte, Emile van Krieken, Piotr Nawrot, Yu Zhao, Euan Wielewski, "
-        "Pasquale Minervini, Edoardo Ponti, Antonio Vergari",
-        "2511.11346",
-        2025,
-    ),
-    "gloeckle": _entry(
-        "gloeckle2024better",
-        "Better \\& Faster Large Language Models via Multi-token Prediction",
-        "Fabian Gloeckle, Badr Youbi Idrissi, Baptiste Rozi{\\`e}re, David Lopez-Paz, Gabriel Synnaeve",
-        "2404.19737",
-        2024,
-    ),
-    "medusa": _entry(
-        "cai2024medusa",
-        "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads",
-        "Tianle Cai, Yuhong Li, Zhengyang Geng, Hongwu Peng, Jason D. Lee, Deming Chen, Tri Dao",
-        "2401.10774",
-        2024,
-    ),
-    "hydra": _entry(
-        "ankner2024hydra",
-        "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding",
-        "Zachary Ankner, Rishab Parthasarathy, Aniruddha Nrusimha, Christopher Rinard, Jonathan Ragan-Kelley, "
-        "William Brandon",
-        "2402.05109",
-        2024,
-    ),
-    "modules": _entry("deepseekai2024v3", "DeepSeek-V3 Technical Report", "DeepSeek-AI", "2412.19437", 2024),
-    "eagle1": _entry(
-        "li2024eagle",
-        "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty",
-        "Yuhui Li, Fangyun Wei, Chao Zhang, Hongyang Zhang",
-        "2401.15077",
-        2024,
-    ),
-    "eagle3": _entry(
-        "li2025eagle3",
-        "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
-        "Yuhui Li, Fangyun Wei, Chao Zhang, Hongyang Zhang",
-        "2503.01840",
-        2025,
-    ),
-    "uniforms": _entry(
-        "draxler2025ptp",
-        "Parallel Token Prediction for Language Models",
-        "Felix Draxler, Justus Will, Farrin Marouf Sofian, Theofanis Karaletsos, Sameer Singh, Stephan Mandt",
-        "2512.21323",
-        2025,
-    ),
-    "mask": _entry(
-        "samragh2025future",
-        "Your LLM Knows the Future: Uncovering Its Multi-Token Prediction Potential",
-        "Mohammad Samragh, Arnav Kundu, David Harrison, Kumari Nishu, Devang Naik, Minsik Cho, Mehrdad Farajtabar",
-        "2507.11851",
-        2025,
-    ),
-}
-"""BibTeX entries by what a drafter is."""
-_OF_HEADS = {
-    "ff": "gloeckle",
-    "layer": "gloeckle",
-    "medusa": "medusa",
-    "hydra": "hydra",
-    **dict.fromkeys(("cp", "hmm", "btree"), "mtpc"),
-}
-"""The paper of every family of heads."""

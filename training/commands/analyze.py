@@ -34,15 +34,7 @@ PICTURE = "analysis.png"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0.
-
-    Args:
-        argv: `CONFIG.yaml` of a training, or `MODEL DATA`, and flags.
-
-    Raises:
-        ValueError: Settings, a model or data that cannot be analysed.
-        OSError: A file or a name that is not there.
-    """
+    """Run the command; return 0."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     settings = read_settings(named(argv), "analyze", AnalysisArguments)

@@ -26,15 +26,7 @@ _PROMPT_TOKENS = 32
 
 
 def check_features(settings: Settings, model: PreTrainedModel) -> None:
-    """Refuse a run that has no states to store, before anything is written.
-
-    Args:
-        settings: Of the run; `features` names the directory.
-        model: What is trained.
-
-    Raises:
-        ValueError: A run whose backbone learns, a stream, or a file.
-    """
+    """Refuse a run that has no states to store, before anything is written."""
     folder = settings.drafter.features
     if folder is None:
         return
@@ -51,16 +43,7 @@ def check_features(settings: Settings, model: PreTrainedModel) -> None:
 
 
 def keep_features(trainer: Trainer, settings: Settings) -> None:
-    """Write the states that the drafter learns from, or those that are missing, and replace the data with them.
-
-    Args:
-        trainer: Of the run; its data are prepared.
-        settings: Of the run, which `check_features` accepted.
-
-    Raises:
-        ValueError: A directory of other features.
-        OSError: Less room on the disk than they need.
-    """
+    """Write the states that the drafter learns from, or those that are missing, and replace the data with them."""
     folder, rows = settings.drafter.features, trainer.train_dataset
     if folder is None or not isinstance(rows, Dataset):
         return

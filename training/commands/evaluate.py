@@ -40,15 +40,7 @@ _WITHOUT_TRAINING: dict[str, Any] = {"acceptance": False, "strategy": None}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0 where greedy texts are those of plain decoding.
-
-    Args:
-        argv: `MODEL DATA` or `CONFIG.yaml`, and flags.
-
-    Raises:
-        ValueError: Settings or data that cannot be used.
-        OSError: A file or a name that is not there.
-    """
+    """Run the command; return 0 where greedy texts are those of plain decoding."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     settings = read_settings(named(argv), "evaluate", EvaluationArguments)
@@ -108,17 +100,7 @@ def evaluate(settings: Settings) -> dict[str, Any]:
 
 
 def drafter_and_data(settings: Settings) -> tuple[Settings, Trainee, Any]:
-    """Return what a measuring command starts from.
-
-    Args:
-        settings: Of the run.
-
-    Returns:
-        The settings with the drafter that is meant (`settings_of_drafter`), that drafter, and its `evaluator`.
-
-    Raises:
-        ValueError: Settings or data that cannot be used.
-    """
+    """Return what a measuring command starts from."""
     settings = settings_of_drafter(settings)
     set_seed(settings.training.seed)
     trainee = build(settings)
@@ -130,10 +112,6 @@ def settings_of_drafter(settings: Settings) -> Settings:
 
     A file for training means what that training has left in its `output_dir`; and where `model_name_or_path` names
     heads, an EAGLE head or adapters of PEFT, their directory names the backbone.
-
-    Raises:
-        ValueError: A drafter that does not say which backbone it was trained for, or a directory in which a training
-            began and left no model.
     """
     trained, settings = settings.output, with_moved_backbone(settings)
     if "file" in settings.given and _holds_training(trained):

@@ -36,11 +36,7 @@ _LINES = {
 
 
 def learning_figure(history: list[dict[str, Any]]) -> Figure:
-    """Draw losses by depth, and accepted drafts where they were measured.
-
-    Args:
-        history: The Trainer's log: dictionaries with `step`.
-    """
+    """Draw losses by depth, and accepted drafts where they were measured."""
     drawn = [name for name in _ACCEPTANCE if any(name in entry for entry in history)]
     figure, axes = _panels(1 + bool(drawn))
     _draw_losses(axes[0], history)
@@ -97,11 +93,7 @@ def draw_learning(history: list[dict[str, Any]], folder: Path) -> Path:
 
 
 def evaluation_figure(figures: dict[str, Any]) -> Figure:
-    """Draw accuracy and loss by depth, where distributions are known, and acceptance by position in the draft.
-
-    Args:
-        figures: What `evaluate` found.
-    """
+    """Draw accuracy and loss by depth, where distributions are known, and acceptance by position in the draft."""
     depths = figures["depths"]
     figure, axes = _panels(3 if depths else 1)
     if depths:
@@ -139,11 +131,7 @@ def _draw_acceptance(axes: Axes, figures: dict[str, Any]) -> None:
 
 
 def analysis_figure(found: dict[str, Any]) -> Figure:
-    """Draw losses by depth on the left; on the right, where it is known, the divergence of each layer.
-
-    Args:
-        found: What `analyze` found.
-    """
+    """Draw losses by depth on the left; on the right, where it is known, the divergence of each layer."""
     has_layers = bool(found["layers"])
     figure, axes = _panels(1 + has_layers)
     for name, (label, style) in _LINES.items():

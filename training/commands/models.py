@@ -183,11 +183,7 @@ def _apply_loss_options(model: PreTrainedModel, arguments: DrafterArguments) -> 
 
 
 def ptp_options(arguments: DrafterArguments) -> PTPOptions:
-    """Return the options of `PTPTrainer`.
-
-    Raises:
-        ValueError: An unknown option, or a value of another type or out of range.
-    """
+    """Return the options of `PTPTrainer`."""
     return PTPOptions(**typed_options("loss_options", arguments.options("loss_options"), PTPOptions))
 
 
@@ -201,12 +197,6 @@ def with_moved_backbone(settings: Settings) -> Settings:
 
     `model_name_or_path` may name that backbone, or the one that it was before, or nothing. Adapters go on any backbone
     that is named, for a directory may have been moved.
-
-    Args:
-        settings: Of a run.
-
-    Raises:
-        ValueError: A whole backbone learned, and another one is named.
     """
     heads, named = settings.drafter.drafter_name_or_path, settings.model.model_name_or_path
     folder = trained_backbone(heads) if heads else None
@@ -226,16 +216,7 @@ def with_moved_backbone(settings: Settings) -> Settings:
 
 
 def note_backbone(trainee: Trainee, asked: Settings, settings: Settings) -> None:
-    """Record in a drafter that continues which backbone it is for now, as a new one does.
-
-    Args:
-        trainee: What is trained.
-        asked: Settings as the user gave them.
-        settings: The same with the backbone that is meant (`with_moved_backbone`).
-
-    Raises:
-        ValueError: A frozen backbone with adapters: heads would be saved without these adapters.
-    """
+    """Record in a drafter that continues which backbone it is for now, as a new one does."""
     if not isinstance(trainee.model, AttachableDrafter) or settings.drafter.drafter_name_or_path is None:
         return
     is_frozen = settings.drafter.training_strategy().train == "drafter"

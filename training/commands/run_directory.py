@@ -41,12 +41,7 @@ _PACKAGES = ("accelerate", "datasets", "peft", "safetensors", "torch", "transfor
 
 
 def describe_run(settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return what is needed to repeat a run.
-
-    Args:
-        settings: Of the run.
-        facts: What is to be said of the model.
-    """
+    """Return what is needed to repeat a run."""
     training = settings.training
     versions = {name: metadata.version(name) for name in _PACKAGES}
     return {
@@ -116,13 +111,7 @@ def nothing_left_of_a_refusal(folder: Path) -> Iterator[None]:
 
 
 def write_run(folder: Path, settings: Settings, facts: dict[str, Any]) -> None:
-    """Write `run.json` and `config.yaml`.
-
-    Args:
-        folder: The run's.
-        settings: Of the run.
-        facts: What is to be said of the model.
-    """
+    """Write `run.json` and `config.yaml`."""
     text = json.dumps(describe_run(settings, facts), indent=1, ensure_ascii=False, default=str)
     replace_text(folder / RUN, text + "\n")
     given: dict[str, Any] = settings.given | {"flags": _without_tokens(settings.given["flags"])}
@@ -139,15 +128,7 @@ def _resolved(settings: Settings) -> dict[str, dict[str, Any]]:
 
 
 def check_own_folder(folder: Path, settings: Settings) -> None:
-    """Refuse to overwrite the model, or the drafter, that the training begins with.
-
-    Args:
-        folder: The run's.
-        settings: Of the run.
-
-    Raises:
-        ValueError: `output_dir` is the directory of one of them, or a file.
-    """
+    """Refuse to overwrite the model, or the drafter, that the training begins with."""
     if folder.is_file():
         raise ValueError(f"output_dir={folder} is a file: choose a directory")
     sources = {
@@ -160,15 +141,7 @@ def check_own_folder(folder: Path, settings: Settings) -> None:
 
 
 def check_nothing_is_lost(folder: Path, settings: Settings) -> None:
-    """Refuse to overwrite a model that this run, had it been carried out before, would not have written.
-
-    Args:
-        folder: The run's.
-        settings: Of the run.
-
-    Raises:
-        ValueError: A model of another origin, or of a run with other settings.
-    """
+    """Refuse to overwrite a model that this run, had it been carried out before, would not have written."""
     if not (holds_model(folder) or has_adapters(folder)):
         return
     if not (folder / CONFIG).is_file():
@@ -215,18 +188,7 @@ def write_metrics(folder: Path, history: list[dict[str, float]]) -> None:
 
 
 def checkpoint_to_resume(folder: Path, given: str | None, facts: dict[str, Any]) -> str | None:
-    """Return the checkpoint that a run continues from.
-
-    Args:
-        folder: The run's.
-        given: `resume_from_checkpoint`: None, a directory, or `"true"` for the last one in the run's directory, if any.
-        facts: What is to be said of the model, which the earlier run must agree with.
-
-    Raises:
-        ValueError: A directory with checkpoints where nothing was said, one of a run with another model, or a
-            checkpoint that is not whole.
-        FileNotFoundError: No such directory.
-    """
+    """Return the checkpoint that a run continues from."""
     if given is None or str(given).lower() in ("false", "none"):
         if folder.is_dir() and (last := get_last_checkpoint(str(folder))):
             raise ValueError(
@@ -258,16 +220,7 @@ def _check_same_model(checkpoint: Path, facts: dict[str, Any]) -> None:
 
 
 def check_space(folder: Path, checkpoint_bytes: int, kept: int) -> None:
-    """Refuse a disk that is too small for the checkpoints.
-
-    Args:
-        folder: The run's.
-        checkpoint_bytes: Bytes of one checkpoint.
-        kept: Checkpoints that will lie there at a time.
-
-    Raises:
-        OSError: Too little space.
-    """
+    """Refuse a disk that is too small for the checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     needed, free = checkpoint_bytes * kept, shutil.disk_usage(folder).free
     if needed > free:

@@ -90,11 +90,7 @@ class DrafterArguments:
         return dict(value) if isinstance(value, dict) else {}
 
     def training_strategy(self) -> TrainingStrategy:
-        """Return the strategy, checked.
-
-        Raises:
-            ValueError: A name that is no field, or a value of another type or out of range.
-        """
+        """Return the strategy, checked."""
         return TrainingStrategy(**typed_options("strategy", self.options("strategy"), TrainingStrategy))
 
 

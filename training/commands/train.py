@@ -45,15 +45,7 @@ _OF_TIME = ("runtime", "samples_per_second", "steps_per_second")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0 when the training is complete.
-
-    Args:
-        argv: `CONFIG.yaml` and flags.
-
-    Raises:
-        ValueError: Settings, data, or a run directory that cannot be used; before the first step.
-        OSError: A file or a name that is not there, or a disk that is too small.
-    """
+    """Run the command; return 0 when the training is complete."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     settings = read_settings(argv, "train")
@@ -131,11 +123,7 @@ def _check_before_text(settings: Settings, trainee: Trainee) -> None:
 
 
 def _take_over(trainer: Trainer, checkpoint: str) -> None:
-    """Restore the end of a training: the machine may have failed between it and the saving of the model.
-
-    Raises:
-        ValueError: Shards, which are gathered while a model is trained.
-    """
+    """Restore the end of a training: the machine may have failed between it and the saving of the model."""
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise ValueError(f"resume_from_checkpoint={checkpoint}: all steps of max_steps are made, raise max_steps")
     trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
@@ -154,16 +142,7 @@ def _no_push(settings: Settings) -> Iterator[None]:
 
 
 def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
-    """Return the trainer of a run, with its data and callbacks.
-
-    Args:
-        settings: Of the run.
-        trainee: What is trained.
-        callbacks: Further callbacks.
-
-    Raises:
-        ValueError: Data or settings that this model cannot be trained with.
-    """
+    """Return the trainer of a run, with its data and callbacks."""
     training = settings.training
     with_evaluation = training.eval_strategy != "no"
     vocab_size = trainee.backbone.config.get_text_config().vocab_size
@@ -199,12 +178,7 @@ def _callbacks(settings: Settings, trainee: Trainee, with_evaluation: bool) -> l
 
 
 def facts_of(trainee: Trainee, settings: Settings) -> dict[str, Any]:
-    """Return what a run that is resumed must agree with.
-
-    Args:
-        trainee: What is trained.
-        settings: Of the run.
-    """
+    """Return what a run that is resumed must agree with."""
     model = trainee.model
     head = getattr(model.config, "mtp_head", model.config)
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -238,14 +212,7 @@ def _kept(settings: Settings, trainer: Trainer) -> int:
 
 
 def check_best_metric(trainer: Trainer) -> None:
-    """Refuse a `metric_for_best_model` that no evaluation has; `Trainer` refuses it after the first one.
-
-    Args:
-        trainer: Of the run, with its callbacks.
-
-    Raises:
-        ValueError: An unknown name; those that there are are listed.
-    """
+    """Refuse a `metric_for_best_model` that no evaluation has; `Trainer` refuses it after the first one."""
     asked = trainer.args.metric_for_best_model
     if asked is None or trainer.args.eval_strategy == "no":
         return

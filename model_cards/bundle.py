@@ -147,7 +147,7 @@ def _statements(name: str, asked: list[tuple[Path | None, ast.alias]]) -> list[s
 
 
 def _is_module(alias: ast.alias) -> bool:
-    return getattr(alias, "is_module", False)
+    return vars(alias).get("is_module", False)
 
 
 def _defining_files(path: Path, node: ast.ImportFrom) -> dict[str, list[tuple[Path | None, ast.alias]]]:

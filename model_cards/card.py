@@ -161,14 +161,7 @@ def is_generated(path: str | Path) -> bool:
 
 
 def local_pictures(card: ModelCard) -> list[str]:
-    """Name the figures that must travel with a card.
-
-    Args:
-        card: The card.
-
-    Returns:
-        The relative paths of the figures that it shows; web addresses are left out.
-    """
+    """Name the figures that must travel with a card."""
     return _LOCAL_PICTURE.findall(card.text)
 
 

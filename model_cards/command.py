@@ -33,21 +33,7 @@ _UNTOLD = re.compile(r"(What this model was trained on|How this model was traine
 
 @dataclass(frozen=True)
 class CardRequest:
-    """What `tokenahead card` was asked for.
-
-    Attributes:
-        model: Directory of a model or a drafter, or its name on the Hub.
-        measure: File of prompts: one per line, or JSON lines (`read_prompts`); None measures nothing.
-        backbone: Of a drafter: what to attach it to; None takes the one that its config names.
-        new_tokens: Tokens per completion, at most.
-        output: Where README.md and the figures go; None: the model's directory.
-        license: Licence id; None keeps what the card there says. So do the other texts.
-        language: Codes of languages.
-        base_model: Hub id of the model that this one derives from.
-        template: A Jinja file in place of the library's.
-        overwrite: Replace a README.md that a person wrote or edited.
-        dtype: Of the weights.
-    """
+    """Options of `tokenahead card`, whose help says what each is."""
 
     model: str
     measure: Path | None = None

@@ -175,11 +175,7 @@ def _backbone(drafter: Any) -> str:
 
 
 def check_retrofit(model: DeepSeekMTP) -> None:
-    """Refuse a model that the layouts cannot hold.
-
-    Raises:
-        ValueError: It is named.
-    """
+    """Refuse a model that the layouts cannot hold."""
     config = model.config
     if config.model_type not in LAYOUTS:
         reason = _REASONS.get(config.model_type, "")
@@ -203,16 +199,7 @@ def check_retrofit(model: DeepSeekMTP) -> None:
 
 
 def save_retrofit(model: DeepSeekMTP, folder: Path, **options: Any) -> tuple[Path, Path]:
-    """Write `folder/backbone`, which plain transformers reads, too, and `folder/draft`.
-
-    Args:
-        model: Backbone and one module, as `check_retrofit` wants them.
-        folder: Where to.
-        options: As for `save_pretrained`, for the backbone.
-
-    Returns:
-        Both directories.
-    """
+    """Write `folder/backbone`, which plain transformers reads, too, and `folder/draft`."""
     backbone, draft = folder / "backbone", folder / "draft"
     count = model.config.num_nextn_predict_layers
     del model.config.num_nextn_predict_layers

@@ -132,12 +132,7 @@ def public_copy(source: Path, target: Path, left_out: Sequence[str] = (), also: 
 
 
 def hide_local_names(folder: Path) -> None:
-    """Remove from configs the names of local directories; names that the Hub knows are left unchanged.
-
-    Args:
-        folder: A directory, whose subfolders are looked at, too.
-        also: Further files for the top of `target`.
-    """
+    """Remove from configs the names of local directories; names that the Hub knows are left unchanged."""
     for file in folder.rglob("*.json"):
         if file.name in _FILES:
             values = json.loads(file.read_text(encoding="utf-8"))

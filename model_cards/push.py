@@ -53,8 +53,7 @@ def push_to_hub(
     """Push a model, its tokenizer, its card and further files as one commit; if nothing changed, as none.
 
     `model.push_to_hub` works as well and keeps a card that is already on the Hub, but every object makes its own
-    commit. Weight files of an earlier push that this one does
-    not replace (other shards) are deleted from the head of the branch; nothing else on the Hub is.
+    commit. Weight files of an earlier push that this one does not replace (other shards) are deleted; nothing else is.
 
     Args:
         model: The model; saved with its `save_pretrained`.
@@ -106,30 +105,28 @@ def push_model(
     *,
     remote_code: str | None = "auto",
     commit_message: str | None = None,
-    commit_description: str | None = None,
     private: bool | None = None,
     token: bool | str | None = None,
     revision: str | None = None,
-    create_pr: bool = False,
     max_shard_size: int | str = "50GB",
     tags: list[str] | None = None,
     overwrite: bool = False,
+    **options: Any,
 ) -> CommitInfo:
     """Push a model alone, as its `push_to_hub` does, with a card where the repository has none.
 
     Args:
         model: A model or a drafter of this library.
         repo_id: `"user/name"`; created if it does not exist.
-        remote_code: As for `save_pretrained`.
+        remote_code: What of the code travels with it: `"bundle"` for `"auto"`.
         commit_message: First line of the commit.
-        commit_description: What follows it.
         private: Whether a new repository is private; None takes the account's default.
         token: Access token; None or True takes the one of this machine.
         revision: Branch to push to; made if it is not there.
-        create_pr: Propose the commit instead.
         max_shard_size: As for `save_pretrained`.
         tags: Further tags of the card.
         overwrite: Push also where the repository holds another model.
+        **options: `create_pr` and `commit_description`, as for `HfApi.upload_folder`.
 
     Returns:
         The commit.
@@ -140,26 +137,15 @@ def push_model(
     """
     check_token(token)
     api = HfApi(token=token)
+    options |= {"commit_message": commit_message or f"Upload {type(model).__name__}", "revision": revision}
     with reachable(repo_id):
         repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if not overwrite:
             check_same_model(api, repo, model)
         if revision and not revision.startswith("refs/pr"):
             api.create_branch(repo, branch=revision, exist_ok=True)
-        return _upload(
-            api,
-            repo,
-            model,
-            None,
-            _card_of_push(api, repo, model, remote_code, tags or []),
-            {},
-            remote_code,
-            max_shard_size,
-            commit_message=commit_message or f"Upload {type(model).__name__}",
-            commit_description=commit_description,
-            revision=revision,
-            create_pr=create_pr,
-        )
+        card = _card_of_push(api, repo, model, remote_code, tags or [])
+        return _upload(api, repo, model, None, card, {}, remote_code, max_shard_size, **options)
 
 
 def _upload(

@@ -33,22 +33,9 @@ from .parts import adapters_for, base_of, has_adapters, is_hub_name, put_adapter
 
 @dataclass(frozen=True)
 class Request:
-    """What to complete, and how. Greedy, unless `temperature`, `top_k` or `top_p` asks for samples.
+    """Options of `tokenahead generate`, whose help says what each is, and the bytes to complete.
 
-    Attributes:
-        model: Directory of a checkpoint, or its name on the Hub.
-        prompt: The bytes to complete; what is no UTF-8 needs a byte-level model.
-        heads: Directory, or name on the Hub, of heads to attach to the model; None: what the model itself drafts with.
-        chat: The prompt is what a user says, and is put into the tokenizer's chat template.
-        dtype: Of the weights; `"auto"` is that of the checkpoint.
-        device: Where to run, such as `"cuda:1"`; None is a GPU where there is one.
-        max_new_tokens: Tokens to write, at most.
-        num_assistant_tokens: Tokens to draft; None is what the model's drafter proposes.
-        temperature: Of the samples; 0 is greedy.
-        top_k: Sample from the most probable tokens; 0 or None: from all.
-        top_p: Sample from the nucleus.
-        seed: Of the samples.
-        plain: One token at a time.
+    Greedy, unless `temperature`, `top_k` or `top_p` asks for samples.
     """
 
     model: str

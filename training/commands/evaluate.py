@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -199,7 +199,7 @@ def _held_out(settings: Settings) -> str:
 
 def first_rows(data: Any, count: int) -> Any:
     """Return the first rows of a dataset or a stream."""
-    return data.select(range(min(count, len(data)))) if hasattr(data, "__len__") else data.take(count)
+    return data.select(range(min(count, len(data)))) if isinstance(data, Sized) else data.take(count)
 
 
 def prompts(trainer: Any, trainee: Trainee, asked: EvaluationArguments) -> list[str]:

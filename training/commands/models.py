@@ -187,9 +187,9 @@ def ptp_options(arguments: DrafterArguments) -> PTPOptions:
     return PTPOptions(**typed_options("loss_options", arguments.options("loss_options"), PTPOptions))
 
 
-def is_parallel(model: Any) -> bool:
+def is_parallel(model: PreTrainedModel) -> bool:
     """Return whether `PTPTrainer` trains it."""
-    return isinstance(model, PTPForCausalLM) or isinstance(getattr(model, "config", None), PTPConfig)
+    return isinstance(model, PTPForCausalLM) or isinstance(model.config, PTPConfig)
 
 
 def with_moved_backbone(settings: Settings) -> Settings:

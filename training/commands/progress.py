@@ -86,10 +86,6 @@ class RunProgress(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop the bar."""
-        self.close()
-
-    def close(self) -> None:
-        """Stop the bar; to be called where training was interrupted."""
         if self.progress is not None:
             self.progress.stop()
 

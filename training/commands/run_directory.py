@@ -172,7 +172,7 @@ def _changed(part: Any) -> dict[str, Any]:
     """Return the fields that differ from their defaults, without access tokens of the Hub."""
     values = {}
     for entry in dataclasses.fields(part):
-        value = getattr(part, entry.name, None)
+        value = vars(part).get(entry.name)
         has_default = entry.default is not dataclasses.MISSING
         if entry.name.endswith("token") or (has_default and value == entry.default):
             continue

@@ -75,8 +75,9 @@ class DrafterArguments:
     )
 
     def __post_init__(self) -> None:
-        for name in (*_SECTIONS, "acceptance"):
-            value = getattr(self, name)
+        for name, value in {**vars(self)}.items():
+            if name not in (*_SECTIONS, "acceptance"):
+                continue
             if isinstance(value, str):
                 value = _from_json(name, value)
                 setattr(self, name, value)
@@ -86,7 +87,7 @@ class DrafterArguments:
 
     def options(self, section: str) -> dict[str, Any]:
         """Return a copy of the options of a section; empty where it is not set."""
-        value = getattr(self, section)
+        value = vars(self)[section]
         return dict(value) if isinstance(value, dict) else {}
 
     def training_strategy(self) -> TrainingStrategy:

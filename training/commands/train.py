@@ -12,6 +12,7 @@ from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, Traine
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
+from ...configuration import EvaByteConfig, MTPHeadConfig
 from ..acceptance_callback import AcceptanceCallback
 from ..byte_text import is_byte_level
 from ..checkpoints import best_or_last, is_finished
@@ -163,8 +164,7 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
 
 
 def _callbacks(settings: Settings, trainee: Trainee, with_evaluation: bool) -> list[TrainerCallback]:
-    unit = "byte" if is_byte_level(trainee.tokenizer) else "token"
-    chosen: list[TrainerCallback] = [RunProgress(unit)]
+    chosen: list[TrainerCallback] = [RunProgress("byte" if is_byte_level(trainee.tokenizer) else "token")]
     drafter = settings.drafter
     # a misspelt option is refused also where nothing is evaluated
     options = typed_options("acceptance", drafter.options("acceptance"), AcceptanceCallback)
@@ -180,16 +180,16 @@ def _callbacks(settings: Settings, trainee: Trainee, with_evaluation: bool) -> l
 def facts_of(trainee: Trainee, settings: Settings) -> dict[str, Any]:
     """Return what a run that is resumed must agree with."""
     model = trainee.model
-    head = getattr(model.config, "mtp_head", model.config)
-    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    config = model.config
+    head = config.mtp_head if isinstance(config, EvaByteConfig) else config
     return {
         "class": type(model).__name__,
         "backbone": type(trainee.backbone).__name__,
         "model_name_or_path": settings.model.model_name_or_path,
         "adapters": settings.adapters,
-        "head_type": getattr(head, "head_type", None),
+        "head_type": head.head_type if isinstance(head, MTPHeadConfig) else None,
         "window": getattr(model, "window", None),
-        "trained_parameters": sum(torch.Size(shape).numel() for shape in shapes.values()),
+        "trained_parameters": sum(each.numel() for each in model.parameters() if each.requires_grad),
         "parameters": model.num_parameters(),
     }
 

@@ -14,13 +14,6 @@ from ..generation.attach import AttachableDrafter
 from ..modeling import DeepSeekMTP
 from ..modeling.remote_code import TRANSFORMERS, TravellingMixin
 
-_OF_HEADS = {
-    **dict.fromkeys(("ff", "layer"), ("gloeckle2024better",)),
-    **dict.fromkeys(("cp", "hmm", "btree"), ("grivas2025mtpc",)),
-    "medusa": ("cai2024medusa",),
-    "hydra": ("ankner2024hydra",),
-}
-"""The papers of every family of heads, by their keys in `citations.bib`."""
 _CHAIN = 5  # tokens that an EAGLE head drafts where nobody asks for a number
 _SLOTS = {
     "one_hot": "parallel token prediction; a slot predicts the token that its own uniform picks",
@@ -76,12 +69,12 @@ class ModelFacts:
         return "AutoModel" if self.heads_only else "AutoModelForCausalLM"
 
 
-def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: str | None = "bundle") -> ModelFacts:
+def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: str | None = "auto") -> ModelFacts:
     """Collect the facts of a model, or of a config alone (then without the number of parameters).
 
     Args:
         config_or_model: A model with a multi-token head, a drafter apart from a backbone, or the config of either.
-        remote_code: What of its code travels with it, as for `save_pretrained`: `"bundle"`, `"package"` or None.
+        remote_code: What of its code travels with it, as for `push_to_hub`.
 
     Returns:
         The facts.
@@ -96,7 +89,10 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: s
     drafting = _drafting(config, model)
     found = _class(config) if model is None else type(model)
     heads_only = issubclass(found, AttachableDrafter)
-    travels = issubclass(found, TravellingMixin) and bool(remote_code)
+    if not issubclass(found, TravellingMixin):
+        remote_code = None
+    elif remote_code == "auto":
+        remote_code = "bundle" if found.travels_when_pushed else None
     needs = [f"'transformers=={TRANSFORMERS}.*'", *(["peft"] if drafting.kind == "uniforms" else [])]
     return ModelFacts(
         class_name=found.__name__,
@@ -106,7 +102,7 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: s
         kind=drafting.kind,
         sizes=_sizes(config.get_text_config(), model),
         heads_only=heads_only,
-        remote_code=remote_code if travels else None,
+        remote_code=remote_code,
         requires=("torch", *needs),
         backbone=hub_id(vars(config).get("base_model_name_or_path")) if heads_only else None,
         citations=_citations(drafting.papers),
@@ -168,13 +164,14 @@ def _head(head: MTPHeadConfig, name: str) -> _Drafting:
         ("Head", f"`{head.head_type}`: {head.describe()} ({head.family.citation})"),
         ("Window", f"{head.window}: the next token and {head.window - 1} drafted"),
     ]
-    return _Drafting("heads", head.window, rows, _OF_HEADS.get(head.head_type, ()))
+    return _Drafting("heads", head.window, rows, (head.family.paper,) if head.family.paper else ())
 
 
-def _citations(keys: tuple[str, ...]) -> list[str]:
-    """Return BibTeX entries by their keys."""
-    entries = (Path(__file__).parent / "templates" / "citations.bib").read_text(encoding="utf-8").split("\n\n")
-    return [entry.strip() for key in keys for entry in entries if entry.startswith(f"@article{{{key},")]
+def _citations(papers: tuple[str, ...]) -> list[str]:
+    """Return BibTeX entries; a paper that `citations.bib` does not have is one itself."""
+    text = (Path(__file__).parent / "templates" / "citations.bib").read_text(encoding="utf-8")
+    entries = {entry.partition("{")[2].partition(",")[0]: entry.strip() for entry in text.split("\n\n")}
+    return [entries.get(paper, paper) for paper in papers]
 
 
 def hub_id(name: str | None) -> str | None:

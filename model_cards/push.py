@@ -118,7 +118,7 @@ def push_model(
     Args:
         model: A model or a drafter of this library.
         repo_id: `"user/name"`; created if it does not exist.
-        remote_code: What of the code travels with it: `"bundle"` for `"auto"`.
+        remote_code: What of the code travels with it; `"auto"`: a bundle with models, none with drafters.
         commit_message: First line of the commit.
         private: Whether a new repository is private; None takes the account's default.
         token: Access token; None or True takes the one of this machine.
@@ -162,9 +162,9 @@ def _upload(
     """Save all that is to be uploaded into one directory, and upload it as one commit."""
     with TemporaryDirectory() as name:
         folder = Path(name)
-        model.save_pretrained(folder, max_shard_size=max_shard_size, **_code_options(model, remote_code))
+        model.save_pretrained(folder, max_shard_size=max_shard_size, **_code(model, remote_code))
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder, **_code_options(tokenizer, remote_code))
+            tokenizer.save_pretrained(folder, **_code(tokenizer, remote_code))
         hide_local_names(folder)
         for file, source in sources.items():
             if (folder / file).exists():
@@ -175,12 +175,9 @@ def _upload(
         return api.upload_folder(repo_id=repo_id, folder_path=folder, delete_patterns=WEIGHTS, **options)
 
 
-def _code_options(saved: PreTrainedModel | PreTrainedTokenizerBase, remote_code: str | None) -> dict[str, Any]:
-    """Return what `save_pretrained` is told of code: `"auto"` sends a bundle with classes of this library."""
-    if not isinstance(saved, TravellingMixin):
-        return {}
-    is_ours = type(saved).__module__.startswith(f"{__name__.partition('.')[0]}.")
-    return {"remote_code": "bundle" if remote_code == "auto" and is_ours else remote_code}
+def _code(saved: PreTrainedModel | PreTrainedTokenizerBase, remote_code: str | None) -> dict[str, Any]:
+    """Return options of `save_pretrained`; what is not of this library takes none."""
+    return {"remote_code": saved.code_when_pushed(remote_code)} if isinstance(saved, TravellingMixin) else {}
 
 
 def _card_of_push(
@@ -189,9 +186,8 @@ def _card_of_push(
     """Return a new card (also for an unfilled form), the one that is there with further tags, or None to keep that."""
     there = ModelCard(_text_of(api, repo_id)) if api.file_exists(repo_id, "README.md") else None
     if there is None or there.text.count(_BLANK) >= _MANY:
-        travels = "bundle" if remote_code == "auto" else remote_code
         try:
-            return render_card(model, None, repo_id=repo_id, metadata={"tags": tags}, remote_code=travels)
+            return render_card(model, None, repo_id=repo_id, metadata={"tags": tags}, remote_code=remote_code)
         except TypeError:  # a backbone alone, or a class of a user: nothing of ours to describe
             return None
     known = there.data.get("tags") or []

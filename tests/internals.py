@@ -48,7 +48,10 @@ _MODULES = {
 """Whole modules, for tests that replace a name in them."""
 
 _NAMES = {
-    "tokenahead.configuration.head_families": ("HEAD_FAMILIES",),
+    "tokenahead.configuration.head_families": (
+        "HEAD_FAMILIES",
+        "HeadFamilyFacts",
+    ),
     "tokenahead.configuration.heads": ("HEAD_TYPES",),
     "tokenahead.configuration.mtp_families": (
         "MTPFamily",
@@ -177,9 +180,11 @@ _NAMES = {
     ),
     "tokenahead.modeling.folders": ("whole_folder",),
     "tokenahead.modeling.gemma4": ("buildable",),
-    "tokenahead.modeling.heads.circuit_families": ("circuit_from_logits",),
-    "tokenahead.modeling.heads.circuit_head": ("CircuitHead",),
-    "tokenahead.modeling.heads.divergences": (
+    "tokenahead.modeling.heads.circuit_head": (
+        "CircuitHead",
+        "circuit_from_logits",
+    ),
+    "tokenahead.modeling.heads.teacher": (
         "DIVERGENCES",
         "acceptance",
         "divergence",
@@ -187,7 +192,15 @@ _NAMES = {
         "log_acceptance",
         "lumped",
     ),
-    "tokenahead.modeling.heads.ff": ("FFHead",),
+    "tokenahead.modeling.heads.family": (
+        "HeadFamily",
+        "heads_FAMILIES",
+        "register",
+    ),
+    "tokenahead.modeling.heads.ff": (
+        "FFHead",
+        "factorised_distribution",
+    ),
     "tokenahead.modeling.heads.joint": ("JointMTPModel",),
     "tokenahead.modeling.heads.losses": (
         "IGNORE",
@@ -201,14 +214,13 @@ _NAMES = {
     ),
     "tokenahead.modeling.heads.registry": (
         "build_head",
-        "heads_FAMILIES",
         "init_head",
         "window_distribution",
     ),
-    "tokenahead.modeling.heads.sequential_distribution": ("SequentialDistribution",),
-    "tokenahead.modeling.heads.tree_structure": ("balanced",),
+    "tokenahead.modeling.heads.tree_circuit": ("balanced",),
     "tokenahead.modeling.heads.window_distribution": (
         "FactorisedDistribution",
+        "SequentialDistribution",
         "logsumexp",
     ),
     "tokenahead.modeling.indices": ("selected_positions",),

@@ -19,6 +19,7 @@ from transformers.utils.hub import PushInProgress
 
 from .. import __version__
 from ..modeling.heads.joint import JointMTPModel
+from ..modeling.remote_code import TravellingMixin
 
 logger = logging.get_logger(__name__)
 _FILE_READERS = {"csv", "json", "pandas", "parquet", "text", "generator"}  # what `datasets` calls files, not names
@@ -223,6 +224,9 @@ class TrainerPushMixin(_TrainerBase):
         # on the same disk, where a copy costs nothing
         copy = TemporaryDirectory(dir=self.args.output_dir, prefix=".pushing-")
         release.public_copy(source, Path(copy.name), left_out, also)
+        for saved in (self.accelerator.unwrap_model(self.model), self.processing_class):
+            if isinstance(saved, TravellingMixin):
+                saved.add_code_of_push(Path(copy.name))
         repo = str(self.hub_model_id)
         options |= {"delete_patterns": release.WEIGHTS}
 

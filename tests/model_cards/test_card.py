@@ -150,7 +150,9 @@ def test_parts_of_the_annotated_template(kind, model, results):
     found["eagle"] = EagleHead(EagleHeadConfig(hidden_size=16, num_attention_heads=2, vocab_size=64))
     hyperparameters = {"learning_rate": 0.001}
     texts = {"training_data": "Novels.", "training_description": "Slowly.", "out_of_scope": "- Poems."}
-    card = render_card(found[kind], results, language="en", hyperparameters=hyperparameters, **texts)
+    card = render_card(
+        found[kind], results, language="en", hyperparameters=hyperparameters, remote_code="bundle", **texts
+    )
     headings = [line.lstrip("# ") for line in card.text.splitlines() if line.startswith("##")]
     assert set(SECTIONS) <= set(headings)
     for shown in ("Novels.", "Slowly.", "- Poems.", "learning_rate: 0.001", "@article{"):

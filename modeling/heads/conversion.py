@@ -1,29 +1,29 @@
-"""Public directories of parallel heads, read and written: which layout a directory has, and what `MTPHeads` makes of
-it."""
+"""Reading and writing of heads in directories of other tools: the layouts that the records of families name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from ...configuration import MTPHeadConfig
-from . import gloeckle_layout, hydra_layout, medusa_layouts
-from .tensor_files import read_json, write_json
-
-Reading = tuple[dict[str, Any], dict[str, torch.Tensor]]
-LAYOUTS = ("medusa", "vllm", "hydra", "gloeckle")
-"""What `MTPHeads.export` writes."""
+from ..tensor_files import read_json, write_json
+from .family import FAMILIES, HeadLayout
+from .hydra import EMBEDDING
+from .layer import PARAMS, read_backbone
 
 
 class OfficialLayoutsMixin:
     """`from_official`, `backbone_from_official` and `export`, for `MTPHeads`."""
 
+    config: MTPHeadConfig
+    head: nn.Module
+    backbone: PreTrainedModel
     _expected_embedding: torch.Tensor | None = None  # until heads that came with one are attached
 
     @classmethod
@@ -41,15 +41,17 @@ class OfficialLayoutsMixin:
         Raises:
             ValueError: An unknown layout, unknown or missing tensors, or a pickle of more than tensors.
         """
-        found, tensors = _reader(Path(folder))(Path(folder))
-        embedding = tensors.pop(hydra_layout.EMBEDDING, None)
+        folder = Path(folder)
+        found, tensors = _layout_of(folder).read(folder)
+        embedding = tensors.pop(EMBEDDING, None)
         heads = cls(MTPHeadConfig(**(found | options)))
+        wrong = f"{folder}: its tensors do not make {found['head_type']!r} heads"
         try:
             result = heads.head.load_state_dict(tensors, strict=False)
-        except RuntimeError as error:  # torch's word for another shape
-            raise ValueError(f"{folder}: its tensors do not make {found['head_type']!r} heads: {error}") from error
-        if wrong := [*result.missing_keys, *result.unexpected_keys]:
-            raise ValueError(f"{folder}: its tensors do not make {found['head_type']!r} heads: {', '.join(wrong[:5])}")
+        except RuntimeError as error:  # another shape
+            raise ValueError(f"{wrong}: {error}") from error
+        if names := [*result.missing_keys, *result.unexpected_keys]:
+            raise ValueError(f"{wrong}: {', '.join(names[:5])}")
         heads = heads.to(next(iter(tensors.values())).dtype)
         heads._expected_embedding = embedding
         return heads.eval()
@@ -62,8 +64,8 @@ class OfficialLayoutsMixin:
             ValueError: A directory of heads alone.
         """
         folder = Path(folder)
-        if (folder / gloeckle_layout.PARAMS).is_file():
-            config, tensors = gloeckle_layout.read_backbone(folder)
+        if (folder / PARAMS).is_file():
+            config, tensors = read_backbone(folder)
             config.dtype = next(iter(tensors.values())).dtype
             model = LlamaForCausalLM(config).to(config.dtype)
             model.load_state_dict(tensors)
@@ -81,24 +83,27 @@ class OfficialLayoutsMixin:
                 `"hydra"`, or `"gloeckle"` (with the backbone).
 
         Raises:
-            ValueError: An unknown layout, or heads that it cannot hold.
+            ValueError: A layout that cannot hold these heads.
             RuntimeError: The heads are not attached: some layouts repeat tensors of the backbone.
         """
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(LAYOUTS)}")
-        folder, tensors = Path(folder), self.head.state_dict()
-        fields, named = _written(layout, self.config, tensors, self.backbone)
+        family = FAMILIES[self.config.head_type]
+        chosen = next((known for known in family.layouts if known.name == layout), None)
+        if chosen is None:
+            names = ", ".join(known.name for known in family.layouts) or "none"
+            raise ValueError(f"layout={layout!r} holds no head_type={self.config.head_type!r}; what does: {names}")
+        if reason := chosen.refusal(self.config) or (self.config.draft_layers and "it holds no draft layers"):
+            raise ValueError(f"layout={layout!r}: {reason}")
+        fields, named = chosen.write(self.config, self.head.state_dict(), self.backbone)
+        folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         named = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named.items()}
-        if layout == "gloeckle":
-            write_json(folder / gloeckle_layout.PARAMS, fields)
-            torch.save(named, folder / gloeckle_layout.FILE)  # the only form that their code reads
-            return
-        write_json(folder / "config.json", fields | {"base_model_name_or_path": self.config.base_model_name_or_path})
-        if layout == "hydra":
-            torch.save(named, folder / "hydra_lm_head.pt")  # the only form that their code reads
-            return
-        save_file(named, folder / ("medusa_lm_head.safetensors" if layout == "medusa" else "model.safetensors"))
+        if chosen.fields_file == "config.json":
+            fields = fields | {"base_model_name_or_path": self.config.base_model_name_or_path}
+        write_json(folder / chosen.fields_file, fields)
+        if chosen.tensors_file.endswith(".safetensors"):
+            save_file(named, folder / chosen.tensors_file)
+        else:
+            torch.save(named, folder / chosen.tensors_file)
 
     def check_embedding(self, backbone: PreTrainedModel) -> None:
         """Hydra's directories repeat the embedding of their backbone, which tells a wrong one.
@@ -115,37 +120,19 @@ class OfficialLayoutsMixin:
             )
 
 
-def _reader(folder: Path) -> Callable[[Path], Reading]:
-    """How to read a directory.
+def _layout_of(folder: Path) -> HeadLayout:
+    """Find the layout of a directory.
 
     Raises:
         ValueError: No known layout.
     """
-    values = read_json(folder / "config.json")
-    if (folder / gloeckle_layout.PARAMS).is_file():
-        return gloeckle_layout.read
-    if list(folder.glob("hydra_lm_head.*")):
-        return hydra_layout.read
-    if values.get("model_type") == "medusa":
-        return medusa_layouts.read_vllm
-    if list(folder.glob("medusa_lm_head.*")) or "medusa_num_heads" in values:
-        return medusa_layouts.read_official
-    if values.get("model_type") == MTPHeadConfig.model_type:
+    fields = read_json(folder / "config.json")
+    if fields.get("model_type") == MTPHeadConfig.model_type:
         raise ValueError(f"{folder} is in this library's own layout: load it with MTPHeads.from_pretrained")
+    for layout in (layout for family in FAMILIES.values() for layout in family.layouts):
+        if layout.recognises(folder, fields):
+            return layout
     raise ValueError(
         f"{folder}: no known layout of heads: neither medusa_lm_head.*, model_type 'medusa', medusa_num_heads, "
         "hydra_lm_head.* nor params.json with consolidated.pth"
     )
-
-
-def _written(layout: str, config: MTPHeadConfig, tensors: dict[str, torch.Tensor], base: PreTrainedModel) -> Reading:
-    if layout == "gloeckle":
-        return gloeckle_layout.write(config, tensors, base.state_dict())
-    if layout == "hydra":
-        return hydra_layout.write(config, tensors, base.get_input_embeddings().weight)
-    write = medusa_layouts.write_official if layout == "medusa" else medusa_layouts.write_vllm
-    unembedding = base.get_output_embeddings()
-    is_shared = (config.leaf if config.head_type == "ff" else config.unembed) == "shared"
-    if layout == "vllm" and is_shared and getattr(unembedding, "bias", None) is not None:
-        raise ValueError(f"layout='vllm': the unembedding of {type(base).__name__} has a bias, which vLLM's heads lack")
-    return write(config, tensors, unembedding.weight)

@@ -38,7 +38,7 @@ from tokenahead.training.evaluation import write_reports
 from tokenahead.training.evaluation.bits import window_bits
 
 DRAFTED = 5
-"""Bytes that a head of the box drafts unless its release or the user chose otherwise (`docs/box.md` has the figures)."""
+"""Bytes that a head of the box drafts unless its release or the user chose otherwise; figures are in `docs/box.md`."""
 _EXCERPTS, _WINDOWS = 128, 64
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -109,13 +110,15 @@ class DraftVocabularyMixin:
         """
         self.draft_vocabulary = None if ids is None else DraftVocabulary(ids, self.config.vocab_size)
 
-    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
-        """Reads `draft_vocabulary` of a call; refuses options of other kinds of drafters."""
-        ids = options.extra.pop("draft_vocabulary", None)
-        super().prepare_call(options, config)
-        if ids is not None:
-            is_read = isinstance(ids, DraftVocabulary)
-            options.extra["draft_vocabulary"] = ids if is_read else DraftVocabulary(ids, self.config.vocab_size)
+    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
+        """Read `draft_vocabulary` of a call; refuse options of other kinds of drafters."""
+        extra = dict(options.extra)
+        ids = extra.pop("draft_vocabulary", None)
+        options = super().prepare_call(replace(options, extra=extra), config)
+        if ids is None:
+            return options
+        known = ids if isinstance(ids, DraftVocabulary) else DraftVocabulary(ids, self.config.vocab_size)
+        return replace(options, extra=options.extra | {"draft_vocabulary": known})
 
 
 def stored_ids(name: Any, **hub: Any) -> list[int] | None:

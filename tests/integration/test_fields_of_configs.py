@@ -48,7 +48,7 @@ def test_token_healing_leaves_the_options_of_its_call_alone(kind, tokenizer):
 
 UNREAD = [
     ({"compile_config": CompileConfig()}, "model.forward = torch.compile(model.forward)"),
-    ({"assistant_ensemble_weight": 0.5}, "it would change the law of the text"),
+    ({"assistant_ensemble_weight": 0.5}, "it would change the distribution of the text"),
     ({"speculation_type": "dflash"}, "the drafter that the call was given drafts"),
 ]
 

@@ -21,9 +21,9 @@ from torch import nn
 
 from ..configuration import MTPHeadConfig
 from ..modeling.heads.backbone_parts import BackboneParts
-from ..modeling.heads.registry import FAMILIES, build_head, distribution_after
-from ..modeling.heads.tensor_files import read_tensors
+from ..modeling.heads.registry import build_head, distribution_after, family_of
 from ..modeling.sampling import draw
+from ..modeling.tensor_files import read_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +101,11 @@ class HeadProposer:
         listen()
 
     def _check(self) -> None:
-        config, family = self.config, FAMILIES[self.config.head_type]
-        if family.attends(config) or family.hidden_layers(config) != [-1] or config.family.sequential:
+        config = self.config
+        if more := family_of(config).reads_besides(config):
             raise ValueError(
-                f"{OPTION}={str(self.folder)!r}: head_type={config.head_type!r} reads more than the last hidden state, "
-                "which is all that vLLM hands over; ff, cp, hmm, btree and medusa do not"
+                f"{OPTION}={str(self.folder)!r}: head_type={config.head_type!r} reads {more}, and vLLM hands over the "
+                "last hidden state alone"
             )
         if not 1 <= self.num_tokens < config.window:
             raise ValueError(

@@ -7,11 +7,7 @@ import importlib
 from typing import Any
 
 _MODULES = {
-    "box_first_screen": "tokenahead.training.box.first_screen",
-    "box_release": "tokenahead.training.box.release",
-    "box_text": "tokenahead.training.box.text",
     "bundle_module": "tokenahead.model_cards.bundle",
-    "callbacks_module": "tokenahead.training.callbacks",
     "card_module": "tokenahead.model_cards.card",
     "cli_module": "tokenahead.training.cli",
     "commands_analyze": "tokenahead.training.commands.analyze",
@@ -20,11 +16,9 @@ _MODULES = {
     "completion_module": "tokenahead.training.completion",
     "deepseek_readout": "tokenahead.modeling.deepseek.readout",
     "deepseek_retrofit": "tokenahead.modeling.deepseek.retrofit",
-    "demo_pictures": "tokenahead.training.demo.pictures",
-    "demo_recipe": "tokenahead.training.demo.recipe",
+    "demo_figures": "tokenahead.training.demo.figures",
     "demo_report": "tokenahead.training.demo.report",
     "demo_run": "tokenahead.training.demo.run",
-    "demo_show": "tokenahead.training.demo.show",
     "drafter_folders_module": "tokenahead.model_cards.drafter_folders",
     "drafters_modules": "tokenahead.generation.drafters.modules",
     "drafters_protocol": "tokenahead.generation.call.options",
@@ -54,7 +48,10 @@ _MODULES = {
 """Whole modules, for tests that replace a name in them."""
 
 _NAMES = {
-    "tokenahead.configuration.head_families": ("HEAD_FAMILIES",),
+    "tokenahead.configuration.head_families": (
+        "HEAD_FAMILIES",
+        "HeadFamilyFacts",
+    ),
     "tokenahead.configuration.heads": ("HEAD_TYPES",),
     "tokenahead.configuration.mtp_families": (
         "MTPFamily",
@@ -183,9 +180,11 @@ _NAMES = {
     ),
     "tokenahead.modeling.folders": ("whole_folder",),
     "tokenahead.modeling.gemma4": ("buildable",),
-    "tokenahead.modeling.heads.circuit_families": ("circuit_from_logits",),
-    "tokenahead.modeling.heads.circuit_head": ("CircuitHead",),
-    "tokenahead.modeling.heads.divergences": (
+    "tokenahead.modeling.heads.circuit_head": (
+        "CircuitHead",
+        "circuit_from_logits",
+    ),
+    "tokenahead.modeling.heads.teacher": (
         "DIVERGENCES",
         "acceptance",
         "divergence",
@@ -193,7 +192,15 @@ _NAMES = {
         "log_acceptance",
         "lumped",
     ),
-    "tokenahead.modeling.heads.ff": ("FFHead",),
+    "tokenahead.modeling.heads.family": (
+        "HeadFamily",
+        "heads_FAMILIES",
+        "register",
+    ),
+    "tokenahead.modeling.heads.ff": (
+        "FFHead",
+        "factorised_distribution",
+    ),
     "tokenahead.modeling.heads.joint": ("JointMTPModel",),
     "tokenahead.modeling.heads.losses": (
         "IGNORE",
@@ -207,14 +214,13 @@ _NAMES = {
     ),
     "tokenahead.modeling.heads.registry": (
         "build_head",
-        "heads_FAMILIES",
         "init_head",
         "window_distribution",
     ),
-    "tokenahead.modeling.heads.sequential_distribution": ("SequentialDistribution",),
-    "tokenahead.modeling.heads.tree_structure": ("balanced",),
+    "tokenahead.modeling.heads.tree_circuit": ("balanced",),
     "tokenahead.modeling.heads.window_distribution": (
         "FactorisedDistribution",
+        "SequentialDistribution",
         "logsumexp",
     ),
     "tokenahead.modeling.indices": ("selected_positions",),
@@ -264,52 +270,17 @@ _NAMES = {
         "marginal_log_probs",
         "next_token_spread",
     ),
-    "tokenahead.training.box.card": ("_log",),
-    "tokenahead.training.box.excerpts": (
-        "EXCERPT",
-        "cut_excerpts",
-        "excerpt_windows",
-        "load_excerpts",
-    ),
-    "tokenahead.training.box.folder": (
+    "tokenahead.training.box": (
         "BoxDamagedError",
-        "DRAFTED",
-        "FIGURES",
-        "LOG",
+        "EXCERPT",
+        "Excerpt",
         "box_folder",
         "check_box",
+        "excerpt_prompts",
+        "excerpt_windows",
         "load_box",
+        "load_excerpts",
         "load_heads",
-        "save_box",
-        "seal_box",
-    ),
-    "tokenahead.training.box.loop": (
-        "Batch",
-        "Loop",
-        "Schedule",
-    ),
-    "tokenahead.training.box.measure": (
-        "Box",
-        "BoxMeasurement",
-    ),
-    "tokenahead.training.box.model": (
-        "backbone_loss",
-        "backbone_optimizer",
-        "box_config",
-    ),
-    "tokenahead.training.box.run": (
-        "BoxRun",
-        "Plan",
-    ),
-    "tokenahead.training.box.text": (
-        "HELD_OUT",
-        "ROW",
-        "RowOrder",
-        "Source",
-        "is_permissive",
-        "licence_of",
-        "pack",
-        "windows",
     ),
     "tokenahead.training.byte_text": (
         "RawWriter",
@@ -318,12 +289,6 @@ _NAMES = {
         "encode",
         "escaped",
         "writer_for",
-    ),
-    "tokenahead.training.callbacks": (
-        "ProgressCallback",
-        "StepCounter",
-        "TimeBudget",
-        "TimedTrainer",
     ),
     "tokenahead.training.commands.analysis_figure": ("analysis_figure",),
     "tokenahead.training.commands.curves": ("learning_figure",),
@@ -351,25 +316,15 @@ _NAMES = {
         "load_corpus",
         "source_files",
     ),
-    "tokenahead.training.demo.folder": (
-        "MARK",
-        "check_output",
-        "forget_measurements",
-        "save_checkpoint",
-    ),
-    "tokenahead.training.demo.recipe": (
-        "STAGES",
-        "Stage",
-        "build_optimizer",
-        "demo_train",
-        "has_fast_bfloat16",
-        "tiny_config",
+    "tokenahead.training.demo.measure": (
+        "Box",
+        "BoxMeasurement",
     ),
     "tokenahead.training.demo.run": (
-        "Measuring",
+        "MARK",
+        "check_output",
         "run_demo",
     ),
-    "tokenahead.training.demo.show": ("show_box",),
     "tokenahead.training.evaluation": ("MODES",),
     "tokenahead.training.evaluation.bits": ("bits_per_byte",),
     "tokenahead.training.evaluation.decoding": (
@@ -403,11 +358,6 @@ _NAMES = {
     "tokenahead.training.features": (
         "FeatureDataset",
         "FeatureIndex",
-    ),
-    "tokenahead.training.muon": (
-        "JointOptimizer",
-        "Muon",
-        "orthogonalised",
     ),
     "tokenahead.training.parts": ("put_adapters",),
     "tokenahead.training.preparation": ("drafter_of",),
@@ -446,7 +396,6 @@ _NAMES = {
     ),
     "tokenahead.training.regeneration": ("RegeneratedText",),
     "tokenahead.training.threads": (
-        "ThreadGovernor",
         "threads_as_before",
         "use_fastest_threads",
     ),
@@ -456,7 +405,6 @@ _NAMES = {
 _RENAMED = {
     "CompletionSequences": "Sequences",
     "commands_train": "train",
-    "demo_train": "train",
     "heads_FAMILIES": "FAMILIES",
     "mtp_families_FAMILIES": "FAMILIES",
     "ptp_LOSSES": "LOSSES",

@@ -138,7 +138,7 @@ class _Branches:
         if len(prefix) > 1:
             model(prefix[None, :-1], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
 
-    def draft_probs(self, paths: torch.Tensor) -> torch.Tensor:
+    def probs(self, paths: torch.Tensor) -> torch.Tensor:
         """Next-token distributions [N, V] float64 behind paths [N, j]: branches of one tree, each with nodes of its
         own."""
         count, length = paths.shape

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..heads.chunks import Part, chunked_sums
-from ..heads.divergences import DIVERGENCES, acceptance, divergence, head_and_rest, lumped
 from ..heads.losses import IGNORE, check_targets, counts_of_update
+from ..heads.teacher import DIVERGENCES, acceptance, divergence, head_and_rest, lumped
 
 NORMALIZATIONS = ("mean", "paper")
 
@@ -33,7 +33,7 @@ class ModuleLossOptions:
         detach_embedding: They do not train the embeddings.
         target: What modules learn: `"labels"`, or the whole distribution of the `"teacher"`, the main model on the true
             tokens.
-        divergence: How far a module is from the teacher (`heads.divergences`).
+        divergence: How far a module is from the teacher (`heads.teacher`).
         label_weight: Share of the labels' likelihood that is mixed with it, 0 to 1.
         top_k: The teacher's so many likeliest tokens are compared, and the rest as one; None: all.
 

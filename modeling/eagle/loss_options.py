@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from ..heads.divergences import DIVERGENCES
+from ..heads.teacher import DIVERGENCES
 
 OBJECTIVES = {1: ("eagle1", "hass"), 3: ("ttt",)}
 """Objectives of each version, the default first."""
@@ -25,7 +25,7 @@ class EagleLossOptions:
         noise: Version 1, while training: features get uniform noise of this width, times 512 / the length of their text
             (official: 0.2).
         divergence: How far the head's distribution is from the backbone's: `"cross_entropy"` (the papers'), `"kl"`,
-            `"reverse_kl"`, `"tv"`, or the acceptance itself, `"lk"` and `"lk_kl"` (see `heads.divergences`).
+            `"reverse_kl"`, `"tv"`, or the acceptance itself, `"lk"` and `"lk_kl"` (see `heads.teacher`).
         label_weight: Share of the labels' negative log-likelihood that is mixed into that distance, 0 to 1.
     """
 

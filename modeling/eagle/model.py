@@ -52,6 +52,7 @@ class EagleHead(EagleLearningMixin, EagleFolderMixin, AttachableDrafter, NoGener
 
     config_class = EagleHeadConfig
     remote_classes = {"AutoModel": "EagleHead"}
+    travels_when_pushed = False
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True

@@ -15,9 +15,9 @@ from transformers.utils.generic import can_return_tuple
 from ..deepseek.losses import ModuleLossOptions, chain_loss
 from ..deepseek.readout import Readout
 from ..outputs import MTPOutput
+from ..tensor_files import below
 from .attached import MTPHeads
 from .losses import IGNORE, counts_of_update, depth_targets
-from .tensor_files import below
 
 BACKBONE = "backbone"
 """Directory of the backbone, or of its adapters, within that of the heads."""

@@ -17,8 +17,7 @@ from ...generation.parallel import ParallelGenerationMixin
 from ..checkpointing import caches_kept
 from ..copies import PicklableMixin
 from ..heads.losses import check_targets, depth_targets
-from ..heads.sequential_distribution import SequentialDistribution
-from ..heads.window_distribution import FactorisedDistribution, WindowDistribution
+from ..heads.window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..merging import merged_copy

@@ -45,6 +45,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
 
     config_class = PTPStudentConfig
     remote_classes = {"AutoModel": "PTPStudent"}
+    travels_when_pushed = False
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True

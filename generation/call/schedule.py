@@ -43,8 +43,8 @@ class DraftSchedule(Protocol):
     def update(self, drafted: int, accepted: list[int], seconds: float, asked: int | None = None) -> None:
         """Takes in a finished cycle: draft length, accepted drafts per open row, wall time, and the length asked for.
 
-        Where the forward that verifies a draft also makes the next one (`lookahead`), a cycle pays for what was asked in
-        it, whether or not there was a draft to verify yet; elsewhere for what it drafted.
+        Where the forward that verifies a draft also makes the next one (`lookahead`), a cycle pays for what was asked
+        in it, whether or not there was a draft to verify yet; elsewhere for what it drafted.
         """
 
 

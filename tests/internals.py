@@ -31,6 +31,7 @@ _MODULES = {
     "growth_module": "tokenahead.generation.trees.growth",
     "heads_chunks": "tokenahead.modeling.heads.chunks",
     "heads_losses": "tokenahead.modeling.heads.losses",
+    "generate_module": "tokenahead.generation.generate",
     "mixins_module": "tokenahead.generation.generate",
     "options_module": "tokenahead.generation.call.options",
     "parallel_drafter_module": "tokenahead.generation.parallel",
@@ -92,6 +93,7 @@ _NAMES = {
         "SlotLayout",
         "split_budget",
     ),
+    "tokenahead.generation.loop": ("SpeculativeLoop",),
     "tokenahead.generation.target.cache": (
         "compact",
         "is_recurrent",

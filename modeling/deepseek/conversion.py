@@ -119,7 +119,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def module_kinds(config: PreTrainedConfig, name: str, count: int) -> list[str]:
     """Return the values of the per-layer field `name` of a configuration for `count` modules."""
     of_family = dict(family_of(config).block)
-    own: list[str] = field(config, f"mtp_{name}") or [of_family.get(name, field(config, name)[-1])]
+    own = field(config, f"mtp_{name}") or [of_family[name] if name in of_family else field(config, name)[-1]]
     return [*own, *own[-1:] * count][:count]
 
 

@@ -20,8 +20,7 @@ from ...configuration import MTPHeadConfig, PTPConfig, PTPStudentConfig
 from ...configuration.eagle import EagleHeadConfig
 from ...generation.attach import AttachableDrafter
 from ...modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, EvaByteTokenizer, MTPHeads, PTPForCausalLM
-from ...modeling.deepseek.losses import ModuleLossOptions
-from ...modeling.eagle.loss_options import EagleLossOptions
+from ...modeling.loss_options import EagleLossOptions, ModuleLossOptions
 from ..completion import causal_class, load_config
 from ..parts import base_of, has_adapters, named_base, put_adapters, tokenizer_source, trained_backbone
 from ..ptp.options import PTPOptions

@@ -14,8 +14,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import CandidateGenerator
 
 from .. import __version__
-from ..modeling.copies import drop_collectors
-from ..modeling.unwrapping import unwrap
+from ..modeling.wrapped_models import drop_collectors, unwrap
 from .backbones import check_backbone
 from .mixins import candidate_generator, speculate
 from .speculators import DrafterMixin

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation import utils
 
-from ..configuration.positions import rotary_border
+from ..configuration.fields import rotary_border
 
 _TYPES = {"token_type_ids": True, "mm_token_type_ids": False}
 """Kinds of tokens, and whether the last one goes on; what is written is text, of kind 0, elsewhere."""

@@ -23,8 +23,8 @@ from transformers.generation import CandidateGenerator, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from ..configuration.positions import learned_positions
-from ..modeling.checkpointing import caches_kept
+from ..configuration.fields import learned_positions
+from ..modeling.wrapped_models import caches_kept
 from .backbones import check_trees
 from .candidates import CandidateAdapter
 from .continuation import crosses_border, last_place, not_continued

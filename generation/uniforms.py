@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..modeling.philox import stream_uniforms
+from ..modeling.sampling import stream_uniforms
 from .tokens import Sequences
 
 _CHUNK = 256

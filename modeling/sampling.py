@@ -1,12 +1,16 @@
-"""How a token is drawn from a distribution: freely, or by the uniform that picks it. A leaf that every room may use.
+"""Drawing tokens from distributions: freely, or by the uniform that picks them; and counter-based uniforms.
 
 A token is a function of a uniform u in [0, 1): with F the cumulative distribution, Pick(u) is the first token j with
 F_j > u (PTP paper, Eq. 3). Cumulative sums are float64, whatever the distribution's dtype: in float32 they misplace
-picks over large vocabularies. Knows no model.
+picks over large vocabularies. Imports no model.
 
-Free draws: processors make random numbers one after the other, so that one uniform per token is cheapest there, by far.
-Accelerators make them side by side, and there an exponential race, argmax w / E with E ~ Exp(1), saves the cumulative
-sum over the vocabulary. Neither makes the host wait, and no weight of 0 is ever drawn.
+Free draws: CPUs make random numbers one after the other, so one uniform per token is by far the cheapest there. On
+accelerators an exponential race, argmax w / E with E ~ Exp(1), saves the cumulative sum over the vocabulary. Neither
+synchronises with the host, and no weight of 0 is ever drawn.
+
+Counter-based uniforms (Philox4x32-10; Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") are a function
+of a key and a position, so that every position of every sequence can be computed at once, again, in any order, and
+alike on every device. Words of 32 bits are held in int64 tensors.
 """
 
 from __future__ import annotations
@@ -95,3 +99,51 @@ def _speeds(weights: torch.Tensor, generator: torch.Generator | None) -> torch.T
 def _last_possible(probs: torch.Tensor) -> torch.Tensor:
     """The last token of positive probability, [...]."""
     return probs.shape[-1] - 1 - (probs > 0).flip(-1).long().argmax(-1)
+
+
+_LOW = 0xFFFFFFFF
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_WEYL = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+
+
+def philox(counters: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Philox4x32-10.
+
+    Args:
+        counters: [..., 4] int64 of 32 bits each, the least significant word first.
+        keys: [..., 2] int64 of 32 bits each.
+
+    Returns:
+        [..., 4] int64 of 32 random bits each.
+    """
+    one, two, three, four = counters.unbind(-1)
+    low_key, high_key = keys.unbind(-1)
+    for _ in range(_ROUNDS):
+        # an int64 product of two 32-bit words has the right 64 bits, although it may be shown as negative
+        first, third = one * _MULTIPLIERS[0], three * _MULTIPLIERS[1]
+        one, three = (third >> 32) & _LOW ^ two ^ low_key, (first >> 32) & _LOW ^ four ^ high_key
+        two, four = third & _LOW, first & _LOW
+        low_key, high_key = (low_key + _WEYL[0]) & _LOW, (high_key + _WEYL[1]) & _LOW
+    return torch.stack([one, two, three, four], dim=-1)
+
+
+def stream_uniforms(streams: torch.Tensor, start: int, count: int, purpose: int = 0) -> torch.Tensor:
+    """Uniforms `start` .. `start + count - 1` of streams.
+
+    Args:
+        streams: [B, 2] int64: a seed of 64 bits, and the number (of 32 bits) of one of its streams.
+        start: First position.
+        count: Positions.
+        purpose: Streams of different purposes have nothing to do with each other.
+
+    Returns:
+        [B, count] float32 in [0, 1), multiples of 2^-24, on the device of `streams`.
+    """
+    device = streams.device
+    blocks = torch.arange(start // 4, (start + count + 3) // 4, device=device).expand(len(streams), -1)
+    number = streams[:, 1:].expand_as(blocks)
+    counters = torch.stack([blocks & _LOW, blocks >> 32, number, torch.full_like(blocks, purpose)], dim=-1)
+    keys = torch.stack([streams[:, 0] & _LOW, (streams[:, 0] >> 32) & _LOW], dim=-1)
+    bits = philox(counters, keys[:, None]).flatten(1)
+    return ((bits >> 8).float() * 2.0**-24)[:, start % 4 : start % 4 + count]

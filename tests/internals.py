@@ -64,7 +64,7 @@ _NAMES = {
         "mtp_families_FAMILIES",
         "set_modules",
     ),
-    "tokenahead.configuration.positions": ("rotary_border",),
+    "tokenahead.configuration.fields": ("rotary_border",),
     "tokenahead.generation.attachment": ("AttachableDrafter",),
     "tokenahead.generation.contract": (
         "DraftTree",
@@ -174,7 +174,7 @@ _NAMES = {
     "tokenahead.modeling.deepseek.readout": ("Readout",),
     "tokenahead.modeling.deepseek.unroll": ("teacher_forced",),
     "tokenahead.modeling.eagle.loss_options": ("EagleLossOptions",),
-    "tokenahead.modeling.evabyte.rows": ("Rows",),
+    "tokenahead.modeling.evabyte.geometry": ("Rows",),
     "tokenahead.modeling.evabyte.tokenizer": (
         "CHAT_TEMPLATE",
         "SPECIAL_TOKENS",
@@ -216,11 +216,7 @@ _NAMES = {
         "logsumexp",
     ),
     "tokenahead.modeling.indices": ("selected_positions",),
-    "tokenahead.modeling.philox": (
-        "philox",
-        "stream_uniforms",
-    ),
-    "tokenahead.modeling.ptp.features": (
+    "tokenahead.modeling.uniforms": (
         "best_of",
         "place",
         "place_beta",
@@ -229,12 +225,10 @@ _NAMES = {
     "tokenahead.modeling.ptp.gated_lora": (
         "ADAPTER",
         "gate_linears",
-    ),
-    "tokenahead.modeling.ptp.gates": (
         "Gate",
         "opened",
     ),
-    "tokenahead.modeling.ptp.masks": (
+    "tokenahead.modeling.ptp.inputs": (
         "packed_mask",
         "packed_positions",
         "stepwise_mask",
@@ -250,6 +244,8 @@ _NAMES = {
         "TravellingMixin",
     ),
     "tokenahead.modeling.sampling": (
+        "philox",
+        "stream_uniforms",
         "draw",
         "interval",
         "pick",

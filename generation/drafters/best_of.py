@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ...modeling.ptp.features import best_of
 from ...modeling.sampling import interval, pick
+from ...modeling.uniforms import best_of
 from ..contract import DraftTree, VerificationResult, cached_arange
 from ..rules import CoupledVerifier, distribution_of
 from ..targets import TargetOutput

@@ -15,12 +15,11 @@ from ...configuration.mtp_families import family_of, num_layers
 from ...generation.drafters.modules import ModuleSession
 from ...generation.drafters.protocol import DraftOptions
 from ...generation.mixins import MTPGenerationMixin
-from ..checkpointing import caches_kept
-from ..copies import PicklableMixin
 from ..heads.losses import depth_targets
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS
 from ..outputs import DeepSeekMTPOutput, states_asked_for
+from ..wrapped_models import PicklableMixin, caches_kept
 from .checkpoint import build, load, load_dequantized, official_device_map, own_device_map, text_config
 from .checkpoint_files import check_checkpoint
 from .draft_vocabulary import DraftVocabularyMixin, stored_ids

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicS
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..checkpointing import caches_kept
+from ..wrapped_models import caches_kept
 
 
 class MTPModule(GradientCheckpointingLayer):

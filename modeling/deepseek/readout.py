@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..sharding import call
+from ..wrapped_models import call
 
 
 class Readout:

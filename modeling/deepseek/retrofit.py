@@ -11,8 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.mtp_families import MTPFamily, count_modules, family_of, num_layers, set_modules
-from ..copies import sharing_copy
-from ..unwrapping import uncompiled, unwrap
+from ..wrapped_models import sharing_copy, uncompiled, unwrap
 from .checkpoint import PER_LAYER, extended_class, extended_config, final_norm, main_class, module_kinds
 from .modules import MTPModule, MTPModules, layer_kind
 from .probe import check_backbone

@@ -21,7 +21,7 @@ from ...generation.attachment import AttachableDrafter, NoGenerationMixin, adopt
 from ...generation.drafters.eagle import EagleSession
 from ...generation.drafters.protocol import DraftOptions
 from ..heads.backbone_parts import backbone_parts, dtype_of, frozen
-from ..unwrapping import unwrap
+from ..wrapped_models import unwrap
 from .folders import EagleFolderMixin
 from .layers import build_layers
 from .learning import EagleLearningMixin

@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from ...configuration import EagleHeadConfig
-from ...configuration.options import check_options
+from ...configuration.fields import check_options
 
 logger = logging.get_logger(__name__)
 _FROM_BACKBONE = ("target_hidden_size", "base_model_name_or_path", "base_model_type")

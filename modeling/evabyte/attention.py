@@ -11,8 +11,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
 from ...configuration import EvaByteConfig
-from .block import EvaBlock
 from .cache import EvaCacheLayer
+from .geometry import EvaBlock
 
 States = tuple[torch.Tensor, torch.Tensor]
 

@@ -24,9 +24,8 @@ from ...configuration import EvaByteConfig
 from ..heads.registry import init_head
 from ..loading import StrictLoadingMixin
 from .attention import EvaAttention, States
-from .block import EvaBlock
 from .cache import EvaByteCache, EvaCacheLayer, EvaRows
-from .rows import Rows
+from .geometry import EvaBlock, Rows
 
 Layer = Callable[..., torch.Tensor]
 """Called as `EvaByteDecoderLayer` is."""

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...configuration import EvaByteConfig
 from ...generation.tokens import NewTokens
-from .block import EvaBlock
+from .geometry import EvaBlock
 
 Summarise = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 _CAPACITY_STEP = 64

@@ -14,14 +14,14 @@ from torch import nn
 from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from ...configuration import MTPHeadConfig
+from ...configuration.fields import check_options
 from ...configuration.head_families import takers
-from ...configuration.options import check_options
 from ...generation.attachment import AttachableDrafter, adopt_special_ids
 from ...generation.drafters.attending import AttendingHeadSession
 from ...generation.drafters.heads import HeadSession
 from ...generation.drafters.protocol import DraftOptions
 from ..loading import StrictLoadingMixin
-from ..unwrapping import unwrap
+from ..wrapped_models import unwrap
 from .backbone_parts import BackboneParts, backbone_parts, compute_device
 from .draft_layers import BoundLayers, DraftLayers
 from .learning import LearningMixin, counted_positions

@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..sharding import call_frozen, is_unit
+from ..wrapped_models import call_frozen, is_unit
 
 
 @dataclass(frozen=True)

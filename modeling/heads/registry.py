@@ -15,7 +15,7 @@ from torch import nn
 from transformers import Cache, PreTrainedConfig
 
 from ...configuration import MTPHeadConfig
-from ..sharding import call
+from ..wrapped_models import call
 from . import hydra, layer
 from .backbone_parts import BackboneParts
 from .circuit_families import circuit_from_logits

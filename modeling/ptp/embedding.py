@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ...configuration.ptp import PTPConfig
-from .features import uniform_features
-from .sampler import Sampler
+from ..uniforms import uniform_features
 
 SLOT_PARTS = ("uniform_embedding", "mask_embedding", "sampler")
 """Names of the modules beside the adapters; each variant has some of them."""
@@ -91,3 +90,38 @@ def slot_parts(config: PTPConfig, hidden_size: int) -> dict[str, nn.Module | Non
         "mask_embedding": None if config.reads_uniforms else nn.Embedding(config.num_slots, hidden_size),
         "sampler": Sampler(hidden_size) if config.has_sampler else None,
     }
+
+
+class Sampler(nn.Sequential):
+    """MLP([e(x_{i-1}); z_i]): two times Linear, SiLU, LayerNorm, the first from 2 d to d.
+
+    The unembedding of what it gives is the distribution of x_i, so that the distributions of a group of slots are
+    sequential.
+
+    Args:
+        hidden_size: d.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        blocks = [
+            (nn.Linear(width, hidden_size), nn.SiLU(), nn.LayerNorm(hidden_size)) for width in _widths(hidden_size)
+        ]
+        super().__init__(*(layer for block in blocks for layer in block))
+
+    def forward(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """What the unembedding reads.
+
+        Args:
+            states: [..., d] of the slots, after the final norm.
+            before: [..., d] embeddings of the tokens before those that the slots predict; broadcast.
+
+        Returns:
+            [..., d] in the dtype of the states; computed in that of the weights.
+        """
+        both = torch.broadcast_tensors(before, states)
+        read = torch.cat([part.to(self[0].weight.dtype) for part in both], dim=-1)
+        return super().forward(read).to(states.dtype)
+
+
+def _widths(hidden_size: int) -> tuple[int, int]:
+    return 2 * hidden_size, hidden_size

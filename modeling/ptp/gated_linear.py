@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import Linear
 
-from .gated_lora import Siblings, with_adapter
-from .gates import current_gate
+from .gated_lora import Siblings, current_gate, with_adapter
 
 
 class GatedLinear(Linear):

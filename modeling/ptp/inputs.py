@@ -1,4 +1,8 @@
-"""What is refused of the rows that a forward is given. Knows no network."""
+"""Dense masks and positions of completions packed behind their sequences. Knows no model.
+
+A row of a batch reads [tokens 0..T-1 | completion 0, slots 0..L-1 | completion 1, ...]. `documents` [B, T] says which
+tokens belong together: 0 for padding, else the number of a document, which may be an ordinary attention mask.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,95 @@ import torch
 
 from ...configuration.ptp import PTPConfig
 from .embedding import GREEDY
+
+
+def packed_mask(documents: torch.Tensor, starts: torch.Tensor, slots: int) -> torch.Tensor:
+    """What tokens and auxiliary rows see when every sequence carries several completions.
+
+    Tokens see the tokens of their document up to themselves. Slot k of a completion that starts at column s sees the
+    tokens of the same document before s, and the slots 0..k of its own completion.
+
+    Args:
+        documents: [B, T] int64.
+        starts: [B, C] int64, the columns that completions start at.
+        slots: L, slots per completion.
+
+    Returns:
+        [B, 1, T + C L, T + C L] bool.
+    """
+    batch, tokens = len(documents), token_mask(documents)[:, 0]
+    own = torch.ones(slots, slots, dtype=torch.bool, device=documents.device).tril()
+    blocks = torch.block_diag(*[own] * starts.shape[1]).expand(batch, -1, -1)
+    context = context_mask(documents, starts).repeat_interleave(slots, dim=1)
+    upper = torch.nn.functional.pad(tokens, (0, blocks.shape[2]), value=False)
+    return torch.cat([upper, torch.cat([context, blocks], dim=2)], dim=1)[:, None]
+
+
+def token_mask(documents: torch.Tensor) -> torch.Tensor:
+    """What tokens see: those of their document up to themselves, [B, 1, T, T] bool."""
+    order = torch.arange(documents.shape[1], device=documents.device)
+    same = (documents[:, :, None] == documents[:, None]) & (documents[:, None] > 0)
+    return ((order[:, None] >= order) & same)[:, None]
+
+
+def context_mask(documents: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """The columns that completions continue: those of the same document before each start, [B, C, T] bool."""
+    order = torch.arange(documents.shape[1], device=documents.device)
+    own = documents.gather(1, starts)[..., None]
+    return (order < starts[..., None]) & (documents[:, None] == own) & (own > 0)
+
+
+def stepwise_mask(documents: torch.Tensor, starts: torch.Tensor, step: int) -> torch.Tensor:
+    """What slot `step` of every completion sees behind a cache of [tokens | slot 0 of all | slot 1 of all | ...].
+
+    Args:
+        documents: [B, T] int64.
+        starts: [B, C] int64.
+        step: k; slots 0..k - 1 are in the cache.
+
+    Returns:
+        [B, 1, C, T + (k + 1) C] bool.
+    """
+    own = torch.eye(starts.shape[1], dtype=torch.bool, device=starts.device).repeat(1, step + 1)
+    own = own.expand(len(starts), -1, -1)
+    return torch.cat([context_mask(documents, starts), own], dim=2)[:, None]
+
+
+def token_positions(documents: torch.Tensor) -> torch.Tensor:
+    """The place of every token in its document, [B, T] int64; 0 for padding."""
+    return (token_mask(documents)[:, 0].sum(-1) - 1).clamp(min=0)
+
+
+def packed_positions(
+    documents: torch.Tensor,
+    starts: torch.Tensor,
+    slots: int,
+    offset: int | torch.Tensor,
+    own: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Positions that go with `packed_mask`.
+
+    Args:
+        documents: [B, T] int64.
+        starts: [B, C] int64.
+        slots: L.
+        offset: Position of slot 0, less that of the token at the start: -1 for one-hot slots, which stand where the
+            backbone would predict their token, and 0 for categorical ones, which stand for the token itself; or one for
+            each sequence, [B, 1, 1].
+        own: [B, T] int64, positions of the tokens; None: their places in their documents.
+
+    Returns:
+        [B, T + C L] int64.
+    """
+    own = token_positions(documents) if own is None else own
+    order = torch.arange(slots, device=documents.device) + offset
+    behind = (own.gather(1, starts)[..., None] + order).flatten(1)
+    return torch.cat([own, behind], dim=1).clamp(min=0)
+
+
+def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A bool mask as the finite sum that attention adds: rows that see nothing stay finite."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def check_positions(config: PTPConfig, position_ids: torch.Tensor) -> None:

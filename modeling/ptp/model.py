@@ -11,24 +11,20 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
-from ...configuration.options import check_options
+from ...configuration.fields import check_options
 from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.parallel_mixin import ParallelGenerationMixin
-from ..checkpointing import caches_kept
-from ..copies import PicklableMixin
 from ..heads.losses import check_targets, depth_targets
 from ..heads.sequential_distribution import SequentialDistribution
 from ..heads.window_distribution import FactorisedDistribution, WindowDistribution
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
-from ..merging import merged_copy
 from ..outputs import PTPOutput, states_asked_for
+from ..wrapped_models import PicklableMixin, caches_kept, merged_copy
 from .backbones import check_config, check_logits, check_model
 from .embedding import SLOT_PARTS, slot_parts
-from .gated_lora import ADAPTER, gate_linears
-from .gates import Gate, keep_gates, opened
-from .inputs import check_masks, check_positions, check_uniforms, has_slots
-from .masks import additive_mask
+from .gated_lora import ADAPTER, Gate, gate_linears, keep_gates, opened
+from .inputs import additive_mask, check_masks, check_positions, check_uniforms, has_slots
 
 _EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative", "greedy", "reads_state"}
 _RECOMMENDED = {"lora_rank": 64, "lora_alpha": 64}
@@ -147,7 +143,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
             ValueError: An embedding of uniforms that this library does not have, or missing tensors.
             FileNotFoundError: No weights.
         """
-        from .official import read_official
+        from .conversion import read_official
 
         config, weights = read_official(folder)
         model = cls(config)

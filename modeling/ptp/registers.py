@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from ..heads.joint import load_trained
 from ..heads.tensor_files import below
-from ..unwrapping import unwrap
+from ..wrapped_models import unwrap
 from .backbones import check_config, check_model
-from .masks import additive_mask, packed_mask, packed_positions
+from .inputs import additive_mask, packed_mask, packed_positions
 
 REGISTER = "register.safetensors"
 """File of the register, beside the model's own."""

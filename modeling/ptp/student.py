@@ -13,8 +13,7 @@ from ...generation.attachment import AttachableDrafter, adopt_special_ids
 from ...generation.parallel_drafter import ParallelDrafter
 from ..heads.window_distribution import WindowDistribution
 from ..loading import StrictLoadingMixin
-from ..merging import adapter_marks
-from ..unwrapping import unwrap
+from ..wrapped_models import adapter_marks, unwrap
 from .embedding import SLOT_PARTS, slot_parts
 from .gated_lora import ADAPTER
 from .model import PTPForCausalLM

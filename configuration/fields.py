@@ -1,8 +1,31 @@
-"""How far a model's positions go. Knows no torch."""
+"""Fields of configurations: which are known, and how far positions go. Imports no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from inspect import get_annotations
+
 from transformers import PreTrainedConfig
+
+
+def check_options(
+    given: Iterable[str], config_class: type[PreTrainedConfig], owner: str, without: Iterable[str] = ()
+) -> None:
+    """Refuses options that a configuration would only store: a misspelt one would silently have no effect.
+
+    Args:
+        given: Names of the options.
+        config_class: The class whose own fields are the options.
+        owner: Who takes them, for the message.
+        without: Fields that the owner fills in itself.
+
+    Raises:
+        TypeError: An unknown option.
+    """
+    known = [name for name in get_annotations(config_class) if name not in set(without)]
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{owner} has no option {name!r}; it takes {', '.join(known)}")
 
 
 def learned_positions(config: PreTrainedConfig | None) -> int | None:

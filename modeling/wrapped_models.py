@@ -1,0 +1,212 @@
+"""Models of transformers as they come: compiled, sharded, checkpointing, hooked, with adapters of peft."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def uncompiled(model: Any) -> Any:
+    """The model that `torch.compile` has wrapped, or the model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def unwrap(model: Any) -> PreTrainedModel:
+    """The model within a PeftModel, within a compiled one, or the model itself.
+
+    Raises:
+        TypeError: There is none: no module with a configuration.
+    """
+    within = uncompiled(model)
+    if hasattr(within, "peft_config") and callable(getattr(within, "get_base_model", None)):
+        within = uncompiled(within.get_base_model())
+    if not isinstance(within, nn.Module) or not hasattr(within, "config"):
+        raise TypeError(
+            f"a {type(within).__name__} is no model of transformers that could be drafted for; give a PreTrainedModel, "
+            "or a PeftModel around one"
+        )
+    return within
+
+
+@contextmanager
+def caches_kept(model: nn.Module) -> Iterator[None]:
+    """Without gradients, no layer inside `model` checkpoints; with gradients, nothing changes."""
+    idle = model.training and not torch.is_grad_enabled()
+    paused = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)] if idle else []
+    try:
+        for module in paused:
+            module.gradient_checkpointing = False
+        yield
+    finally:
+        for module in paused:
+            module.gradient_checkpointing = True
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers and shards this module on its own."""
+    return hasattr(module, "unshard")
+
+
+def gather(modules: Iterable[nn.Module]) -> None:
+    """Makes the parameters of units whole; they are sharded again in backward."""
+    for module in modules:
+        if is_unit(module):
+            module.unshard()
+
+
+def call(module: nn.Module, *args: Any) -> Any:
+    """`module(*args)`, of a unit without what its hooks would do."""
+    if not is_unit(module):
+        return module(*args)
+    module.unshard()
+    return module.forward(*args)
+
+
+def call_frozen(unit: nn.Module, *args: Any) -> torch.Tensor:
+    """`call` of a unit, through which gradients reach the arguments but no parameter."""
+    unit.unshard()
+    learning = [parameter for parameter in unit.parameters() if parameter.requires_grad]
+    for parameter in learning:
+        parameter.requires_grad_(False)
+    try:
+        return unit.forward(*args)
+    finally:
+        for parameter in learning:
+            parameter.requires_grad_(True)
+
+
+def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTrainedModel:
+    """A copy of a model in which every tensor lies where the original's does.
+
+    Modules, configurations and parameters are the copy's own, so that layers may be replaced, options set and
+    parameters frozen or moved; only numbers written into a tensor (by training it, say) show in both.
+
+    Args:
+        model: The original.
+        ignore_adapters: Copy a model with adapters of peft, too (`merging.merged_copy` takes them off).
+
+    Raises:
+        ValueError: A model that peft has wrapped, or whose weights are offloaded: new parts are made from its tensors.
+    """
+    if hasattr(model, "peft_config") and not ignore_adapters:
+        raise ValueError(
+            f"{type(model).__name__} carries adapters of peft; give it with them merged in (merge_and_unload()), or "
+            "without them"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            f"weights of {type(model).__name__} are offloaded; load it whole, and load what is saved of the new model "
+            "with a device_map"
+        )
+    # a copy of a parameter that is not deep is a parameter of its own over the same tensor, whatever its class
+    tensors = {id(parameter): copy.copy(parameter) for parameter in model.parameters()}
+    return copy.deepcopy(model, tensors | {id(buffer): buffer for buffer in model.buffers()})
+
+
+def drop_collectors(model: PreTrainedModel) -> None:
+    """Takes off the local functions that transformers leaves on a model's layers, which no pickle takes.
+
+    They collect hidden states, and are put there again by the next call that asks for some.
+    """
+    for module in model.modules():
+        hooks = module._forward_hooks
+        for key in [key for key, hook in hooks.items() if "output_capturing_hook" in getattr(hook, "__name__", "")]:
+            del hooks[key]
+        vars(module).pop("_output_capturing_hooks_installed", None)
+
+
+class PicklableMixin:
+    """A model around one of transformers, on whose layers transformers leaves what no pickle takes."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All attributes, after those functions are taken off."""
+        drop_collectors(self)
+        return vars(self)
+
+
+_TRACES = "peft_config", "_hf_peft_config_loaded"
+
+
+def carries_adapters(model: nn.Module) -> bool:
+    """Whether peft has wrapped a model or put adapters into it."""
+    return hasattr(model, "peft_config") or any(hasattr(module, "base_layer") for module in model.modules())
+
+
+def merged_copy(model: Any) -> PreTrainedModel:
+    """A copy that computes what a model with its active adapters does, without adapters.
+
+    It shares all tensors with the model but those that adapters change. The model is not touched: neither its weights
+    nor its names.
+
+    Args:
+        model: A model of transformers, with adapters in it or not, or a PeftModel; they may be compiled.
+
+    Raises:
+        TypeError: No model of transformers.
+        ValueError: Adapters that cannot be merged: learned prompts, copies of whole modules, quantised layers.
+    """
+    wrapped, within = uncompiled(model), unwrap(model)
+    if not carries_adapters(wrapped):
+        return sharing_copy(within)
+    if wrapped is not within:
+        _check_prompts(wrapped)
+    _check(within)
+    copy = sharing_copy(within, ignore_adapters=True)
+    for name, layer in list(copy.named_modules()):
+        if hasattr(layer, "base_layer") and hasattr(layer, "merge"):
+            parent, _, own = name.rpartition(".")
+            setattr(copy.get_submodule(parent), own, _merged(layer))
+    for name in _TRACES:
+        vars(copy).pop(name, None)
+    return copy
+
+
+def adapter_marks(model: nn.Module) -> tuple[Any, ...]:
+    """What changes when the adapters of a model are trained, switched, merged or taken away."""
+    return tuple(
+        (tuple(layer.active_adapters), layer.disable_adapters, layer.merged)
+        + tuple((p.data_ptr(), p._version) for name, p in layer.named_parameters() if "base_layer" not in name)
+        for layer in model.modules()
+        if hasattr(layer, "base_layer") and hasattr(layer, "merge")
+    )
+
+
+def _check_prompts(model: Any) -> None:
+    """Refuses a PeftModel with learned prompts, which are no part of the model within."""
+    if any(config.is_prompt_learning for config in model.peft_config.values()):
+        raise ValueError(f"{type(model).__name__} has learned prompts, which cannot be merged; give the model within")
+
+
+def _check(model: nn.Module) -> None:
+    for name, layer in model.named_modules():
+        if hasattr(layer, "modules_to_save"):
+            raise ValueError(
+                f"{name} is trained as a whole by peft (modules_to_save): merge_and_unload() the PeftModel first"
+            )
+        if type(layer).__name__ == "GatedLinear":
+            raise ValueError(f"{name} has gated adapters of a PTPForCausalLM: give the model that it was made from")
+        if hasattr(layer, "base_layer") and hasattr(layer, "merge"):
+            weight = layer.get_base_layer().weight
+            if not (weight.is_floating_point() and hasattr(layer, "unmerge")):
+                raise ValueError(
+                    f"{name} is quantised ({type(layer.get_base_layer()).__name__}, {weight.dtype}), and its adapters "
+                    "cannot be merged; load the backbone in full precision"
+                )
+
+
+@torch.no_grad()
+def _merged(layer: Any) -> nn.Module:
+    """The base layer with the active adapters in its weights, which are its own then."""
+    base = layer.get_base_layer()
+    if layer.disable_adapters or layer.merged:
+        return base
+    for name, parameter in list(base.named_parameters(recurse=False)):
+        setattr(base, name, nn.Parameter(parameter.clone(), requires_grad=parameter.requires_grad))
+    layer.merge(safe_merge=True)
+    return layer.get_base_layer()

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import EntryNotFoundError
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging
 
@@ -165,7 +172,7 @@ def _load(request: CardRequest, needs_backbone: bool) -> tuple[PreTrainedModel, 
     config = AutoConfig.from_pretrained(request.model)
     if config.model_type in FAMILIES and count_modules(config):
         model = DeepSeekMTP.from_pretrained(request.model, config=config, dtype=request.dtype)
-    elif type(config) in AutoModelForCausalLM._model_mapping:
+    elif type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         model = AutoModelForCausalLM.from_pretrained(request.model, config=config, dtype=request.dtype)
     else:
         model = AutoModel.from_pretrained(request.model, config=config, dtype=request.dtype)

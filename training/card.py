@@ -66,7 +66,7 @@ class TrainerCardMixin:
                 model,
                 None,
                 license=license,
-                base_model=hub_id(finetuned_from or getattr(model.config, "_name_or_path", None)),
+                base_model=hub_id(finetuned_from or model.config.name_or_path),
                 model_name=model_name,
                 repo_id=getattr(self, "hub_model_id", None) or self.args.hub_model_id,
                 language=language,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.mimo import MiMoConfig
 from ...configuration.mtp_families import MTPFamily, count_modules, family_of, num_layers, set_modules
@@ -34,13 +34,13 @@ _PARTS = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "sha
 
 def main_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """transformers' own class for a configuration, or ours for a family that transformers does not know."""
-    return _OWN_CLASSES.get(config.model_type) or AutoModelForCausalLM._model_mapping[type(config)]
+    return _OWN_CLASSES.get(config.model_type) or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration of the language model alone, where transformers' class for text takes no other."""
     nested = config.sub_configs.get("text_config")
-    mapping = AutoModelForCausalLM._model_mapping
+    mapping = MODEL_FOR_CAUSAL_LM_MAPPING
     is_text_only = type(config) in mapping and mapping[type(config)].config_class is nested
     return config.get_text_config() if nested is not None and is_text_only else config
 

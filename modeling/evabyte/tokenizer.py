@@ -147,9 +147,10 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         super()._update_total_vocab_size()
         self._id_of = self.get_vocab()
         self._token_of = {index: token for token, index in self._id_of.items()}
-        self._bytes_of = {token: token.encode() for token in self._added_tokens_encoder}
+        added = self.added_tokens_encoder
+        self._bytes_of = {token: token.encode() for token in added}
         self._bytes_of |= {token: token.encode("latin-1") for token in _BYTE_TOKENS}
-        longest_first = sorted(self._added_tokens_encoder, key=len, reverse=True)
+        longest_first = sorted(added, key=len, reverse=True)
         self._literals = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     def tokenize(self, text: str, **kwargs: Any) -> list[str]:

@@ -103,7 +103,7 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
             window=window,
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
-            base_model_name_or_path=backbone.config._name_or_path or None,
+            base_model_name_or_path=backbone.config.name_or_path or None,
             **({} if leaf is None else {"leaf": leaf}),
             **options,
         )

@@ -77,7 +77,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         """The student of a whole model: its parts are those of the model, and it is attached to nothing."""
         config = PTPStudentConfig(
             backbone_config=_copy(model.config.backbone_config),
-            base_model_name_or_path=model.backbone.config._name_or_path or None,
+            base_model_name_or_path=model.backbone.config.name_or_path or None,
             **{name: getattr(model.config, name) for name in PTPStudentConfig().options},
         )
         student = cls(config)

@@ -1,7 +1,7 @@
 """What an EvaByte model is: the official fields, and the head that predicts its next bytes. Knows no torch."""
 
 # no `from __future__ import annotations`: @strict checks field types only where annotations are real types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -76,7 +76,10 @@ class EvaByteConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
     use_cache: bool = True
     max_seq_length: int | None = None
-    mtp_head: MTPHeadConfig | dict | None = None
+    if TYPE_CHECKING:
+        mtp_head: MTPHeadConfig = MTPHeadConfig()
+    else:  # `__post_init__` makes a configuration of a dict or None
+        mtp_head: MTPHeadConfig | dict | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fills what depends on other fields; `kwargs` are the fields that this class does not know."""

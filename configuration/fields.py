@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from inspect import get_annotations
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -28,11 +29,14 @@ def check_options(
             raise TypeError(f"{owner} has no option {name!r}; it takes {', '.join(known)}")
 
 
+def field(config: PreTrainedConfig | None, name: str) -> Any:
+    """Return a field that not every configuration has; None where it is missing."""
+    return getattr(config, name, None)
+
+
 def learned_positions(config: PreTrainedConfig | None) -> int | None:
     """Size of a backbone's table of positions; None where positions are computed, and go on."""
-    if getattr(config, "rope_parameters", None) is not None:
-        return None
-    return getattr(config, "max_position_embeddings", None)
+    return None if field(config, "rope_parameters") is not None else field(config, "max_position_embeddings")
 
 
 def rotary_border(config: PreTrainedConfig | None) -> tuple[str, int] | None:
@@ -41,11 +45,11 @@ def rotary_border(config: PreTrainedConfig | None) -> tuple[str, int] | None:
     Two of transformers' types take them from the longest position of a forward: `"dynamic"` and `"longrope"` (Phi-3).
     None: positions have the same frequencies in every text.
     """
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = field(config, "rope_parameters") or {}
     layers = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     kinds = [part for part in layers if part.get("rope_type") in ("dynamic", "longrope")]
     if not kinds:
         return None
-    length = getattr(config, "max_position_embeddings", None) or 0
+    length = field(config, "max_position_embeddings") or 0
     borders = [part.get("original_max_position_embeddings") or length for part in kinds]
     return kinds[0]["rope_type"], min(borders)

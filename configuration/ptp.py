@@ -1,7 +1,7 @@
 """What a model with parallel token prediction is. Knows no torch."""
 
 # no `from __future__ import annotations`: @strict checks field types only where annotations are real types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, PreTrainedConfig
@@ -53,10 +53,16 @@ class PTPConfig(PreTrainedConfig):
     model_type = "ptp"
     sub_configs = {"backbone_config": AutoConfig}
 
-    backbone_config: dict | PreTrainedConfig | None = None
+    if TYPE_CHECKING:
+        backbone_config: PreTrainedConfig = PreTrainedConfig()
+        sampling: dict[str, float] = {}
+        feature_dim: int = 0
+    else:  # `__post_init__` fills in what is None; only a config without a model has no `backbone_config`
+        backbone_config: dict | PreTrainedConfig | None = None
+        sampling: dict | None = None
+        feature_dim: int | None = None
     variant: str = "one_hot"
     features: str = "bits"
-    feature_dim: int | None = None
     projection: str = "linear"
     projection_bias: bool = True
     informative: bool = True
@@ -65,7 +71,6 @@ class PTPConfig(PreTrainedConfig):
     num_slots: int = 8
     lora_rank: int = 16
     lora_alpha: float | int = 16
-    sampling: dict | None = None
     sampler: str = "mlp"
     lcm_weight: float | int = 1.0
     initializer_range: float = 0.02

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig
@@ -35,6 +35,8 @@ class StrictLoadingMixin(SavingMixin):
 
     And directories that are saved whole (`SavingMixin`). To be placed before `PreTrainedModel` among the bases.
     """
+
+    config_class: ClassVar[type[PreTrainedConfig]]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:

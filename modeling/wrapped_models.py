@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
 
 def uncompiled(model: Any) -> Any:
@@ -26,37 +31,43 @@ def unwrap(model: Any) -> PreTrainedModel:
     within = uncompiled(model)
     if hasattr(within, "peft_config") and callable(getattr(within, "get_base_model", None)):
         within = uncompiled(within.get_base_model())
-    if not isinstance(within, nn.Module) or not hasattr(within, "config"):
-        raise TypeError(
-            f"a {type(within).__name__} is no model of transformers that could be drafted for; give a PreTrainedModel, "
-            "or a PeftModel around one"
-        )
-    return within
+    if isinstance(within, nn.Module) and hasattr(within, "config"):
+        return cast(PreTrainedModel, within)
+    raise TypeError(
+        f"a {type(within).__name__} is no model of transformers that could be drafted for; give a PreTrainedModel, or "
+        "a PeftModel around one"
+    )
+
+
+def checkpoints_activations(model: nn.Module) -> bool:
+    """Return whether some layer inside `model` checkpoints its activations."""
+    return any(vars(module).get("gradient_checkpointing") for module in model.modules())
 
 
 @contextmanager
 def caches_kept(model: nn.Module) -> Iterator[None]:
     """Without gradients, no layer inside `model` checkpoints; with gradients, nothing changes."""
     idle = model.training and not torch.is_grad_enabled()
-    paused = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)] if idle else []
+    attributes = [vars(module) for module in model.modules()] if idle else []
+    paused = [own for own in attributes if own.get("gradient_checkpointing")]
     try:
-        for module in paused:
-            module.gradient_checkpointing = False
+        for own in paused:
+            own["gradient_checkpointing"] = False
         yield
     finally:
-        for module in paused:
-            module.gradient_checkpointing = True
+        for own in paused:
+            own["gradient_checkpointing"] = True
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether FSDP2 gathers and shards this module on its own."""
-    return hasattr(module, "unshard")
+    """Return whether FSDP2 gathers and shards this module on its own."""
+    return isinstance(module, FSDPModule)
 
 
 def gather(modules: Iterable[nn.Module]) -> None:
     """Makes the parameters of units whole; they are sharded again in backward."""
     for module in modules:
-        if is_unit(module):
+        if isinstance(module, FSDPModule):
             module.unshard()
 
 
@@ -64,13 +75,13 @@ def call(module: nn.Module, *args: Any) -> Any:
     """`module(*args)`, of a unit without what its hooks would do."""
     if not is_unit(module):
         return module(*args)
-    module.unshard()
+    gather([module])
     return module.forward(*args)
 
 
 def call_frozen(unit: nn.Module, *args: Any) -> torch.Tensor:
     """`call` of a unit, through which gradients reach the arguments but no parameter."""
-    unit.unshard()
+    gather([unit])
     learning = [parameter for parameter in unit.parameters() if parameter.requires_grad]
     for parameter in learning:
         parameter.requires_grad_(False)
@@ -109,7 +120,7 @@ def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTr
     return copy.deepcopy(model, tensors | {id(buffer): buffer for buffer in model.buffers()})
 
 
-def drop_collectors(model: PreTrainedModel) -> None:
+def drop_collectors(model: nn.Module) -> None:
     """Takes off the local functions that transformers leaves on a model's layers, which no pickle takes.
 
     They collect hidden states, and are put there again by the next call that asks for some.
@@ -121,7 +132,7 @@ def drop_collectors(model: PreTrainedModel) -> None:
         vars(module).pop("_output_capturing_hooks_installed", None)
 
 
-class PicklableMixin:
+class PicklableMixin(nn.Module):
     """A model around one of transformers, on whose layers transformers leaves what no pickle takes."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,12 +141,17 @@ class PicklableMixin:
         return vars(self)
 
 
-_TRACES = "peft_config", "_hf_peft_config_loaded"
-
-
 def carries_adapters(model: nn.Module) -> bool:
-    """Whether peft has wrapped a model or put adapters into it."""
-    return hasattr(model, "peft_config") or any(hasattr(module, "base_layer") for module in model.modules())
+    """Return whether peft has wrapped a model or put adapters into it."""
+    return hasattr(model, "peft_config") or bool(adapted_layers(model))
+
+
+def adapted_layers(model: nn.Module) -> list[tuple[str, BaseTunerLayer]]:
+    """Return the layers that peft has adapted, with their names."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")  # where it was never imported, nobody can have adapted any
+    if tuners is None:
+        return []
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, tuners.BaseTunerLayer)]
 
 
 def merged_copy(model: Any) -> PreTrainedModel:
@@ -156,13 +172,12 @@ def merged_copy(model: Any) -> PreTrainedModel:
         return sharing_copy(within)
     if wrapped is not within:
         _check_prompts(wrapped)
-    _check(within)
+    _check_layers(within)
     copy = sharing_copy(within, ignore_adapters=True)
-    for name, layer in list(copy.named_modules()):
-        if hasattr(layer, "base_layer") and hasattr(layer, "merge"):
-            parent, _, own = name.rpartition(".")
-            setattr(copy.get_submodule(parent), own, _merged(layer))
-    for name in _TRACES:
+    for name, layer in adapted_layers(copy):
+        parent, _, own = name.rpartition(".")
+        setattr(copy.get_submodule(parent), own, _merged(layer))
+    for name in ("peft_config", "_hf_peft_config_loaded"):
         vars(copy).pop(name, None)
     return copy
 
@@ -172,8 +187,7 @@ def adapter_marks(model: nn.Module) -> tuple[Any, ...]:
     return tuple(
         (tuple(layer.active_adapters), layer.disable_adapters, layer.merged)
         + tuple((p.data_ptr(), p._version) for name, p in layer.named_parameters() if "base_layer" not in name)
-        for layer in model.modules()
-        if hasattr(layer, "base_layer") and hasattr(layer, "merge")
+        for _, layer in adapted_layers(model)
     )
 
 
@@ -183,25 +197,27 @@ def _check_prompts(model: Any) -> None:
         raise ValueError(f"{type(model).__name__} has learned prompts, which cannot be merged; give the model within")
 
 
-def _check(model: nn.Module) -> None:
+def _check_layers(model: nn.Module) -> None:
+    """Refuse adapters that cannot be merged."""
     for name, layer in model.named_modules():
-        if hasattr(layer, "modules_to_save"):
+        if name.endswith(".modules_to_save"):
             raise ValueError(
-                f"{name} is trained as a whole by peft (modules_to_save): merge_and_unload() the PeftModel first"
+                f"{name.removesuffix('.modules_to_save')} is trained as a whole by peft (modules_to_save): "
+                "merge_and_unload() the PeftModel first"
             )
         if type(layer).__name__ == "GatedLinear":
             raise ValueError(f"{name} has gated adapters of a PTPForCausalLM: give the model that it was made from")
-        if hasattr(layer, "base_layer") and hasattr(layer, "merge"):
-            weight = layer.get_base_layer().weight
-            if not (weight.is_floating_point() and hasattr(layer, "unmerge")):
-                raise ValueError(
-                    f"{name} is quantised ({type(layer.get_base_layer()).__name__}, {weight.dtype}), and its adapters "
-                    "cannot be merged; load the backbone in full precision"
-                )
+    for name, layer in adapted_layers(model):
+        base, weight = layer.get_base_layer(), layer.weight
+        if not weight.is_floating_point():
+            raise ValueError(
+                f"{name} is quantised ({type(base).__name__}, {weight.dtype}), and its adapters cannot be merged; load "
+                "the backbone in full precision"
+            )
 
 
 @torch.no_grad()
-def _merged(layer: Any) -> nn.Module:
+def _merged(layer: BaseTunerLayer) -> nn.Module:
     """The base layer with the active adapters in its weights, which are its own then."""
     base = layer.get_base_layer()
     if layer.disable_adapters or layer.merged:

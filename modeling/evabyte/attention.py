@@ -11,10 +11,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
 from ...configuration import EvaByteConfig
-from .cache import EvaCacheLayer
+from .cache import EvaCacheLayer, States
 from .geometry import EvaBlock
-
-States = tuple[torch.Tensor, torch.Tensor]
 
 
 class EvaAttention(nn.Module):
@@ -103,17 +101,18 @@ class EvaAttention(nn.Module):
         self, query: torch.Tensor, memory: States, block: EvaBlock, cache: EvaCacheLayer | None
     ) -> torch.Tensor:
         """Dense attention over [cached summaries | raw tokens | provisional summaries]."""
-        if block.provisional:
-            provisional = self.summarise(*cache.raw(block, block.provisional * block.window))
-            memory = tuple(torch.cat(pair, dim=2) for pair in zip(memory, provisional))
-        return self._attention(query, *memory, block.mask)
+        keys, values = memory
+        if cache is not None and block.provisional:
+            more_keys, more_values = self.summarise(*cache.raw(block, block.provisional * block.window))
+            keys, values = torch.cat([keys, more_keys], dim=2), torch.cat([values, more_values], dim=2)
+        return self._attention(query, keys, values, block.mask)
 
     def _attend_windows(
         self, query: torch.Tensor, memory: States, block: EvaBlock, cache: EvaCacheLayer | None
     ) -> torch.Tensor:
         """Window by window: each attends to itself and to summaries, so that no L x L scores are made."""
         count, window = block.provisional + 1, block.window
-        if block.is_fresh:
+        if cache is None or block.is_fresh:
             raw = tuple(block.place(states, count * window) for states in memory)
             past = tuple(states[:, :, :0] for states in memory)
         else:
@@ -128,7 +127,8 @@ class EvaAttention(nn.Module):
     def _attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        name = self.config._attn_implementation or "eager"
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
         return function(self, query, key, value, mask, scaling=self.scaling, dropout=0.0)[0]
 
 

@@ -6,8 +6,8 @@ mixes that in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from .geometry import EvaBlock, Rows
 
 Layer = Callable[..., torch.Tensor]
 """Called as `EvaByteDecoderLayer` is."""
+KeptStates = tuple[torch.Tensor | None, ...]
+"""Hidden states by layer; None where they were not requested."""
+Run = Callable[..., tuple[torch.Tensor, KeptStates | None]]
 
 
 class EvaByteRMSNorm(nn.Module):
@@ -83,6 +86,7 @@ class EvaByteDecoderLayer(GradientCheckpointingLayer):
 class EvaBytePreTrainedModel(PreTrainedModel):
     """What EvaByte models share: config class, initialisation, what the library may do with them."""
 
+    config: EvaByteConfig
     config_class = EvaByteConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -153,14 +157,13 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
-        # the geometry of a cache changes with every token: traced, it would be compiled anew each time
-        run = self._run if cache is None else torch.compiler.disable(self._run)
-        return run(hidden, attention_mask, position_ids, cache, output_hidden_states)
+        states, kept = self._runner(cache)(hidden, attention_mask, position_ids, cache, output_hidden_states)
+        return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=cache, hidden_states=kept)
 
     def continue_from(
         self,
         hidden: torch.Tensor,
-        layers: Sequence[Layer],
+        layers: Iterable[Layer],
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         cache: EvaByteCache | None = None,
@@ -174,8 +177,11 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
             position_ids: See `forward`.
             cache: Keys and values of these layers alone; extended.
         """
-        run = self._run if cache is None else torch.compiler.disable(self._run)
-        return run(hidden, attention_mask, position_ids, cache, False, layers).last_hidden_state
+        return self._runner(cache)(hidden, attention_mask, position_ids, cache, False, layers)[0]
+
+    def _runner(self, cache: EvaByteCache | None) -> Run:
+        """Return `_run`, uncompiled with a cache: its geometry changes with every token, and would recompile it."""
+        return self._run if cache is None else cast(Run, torch.compiler.disable(self._run))
 
     def _run(
         self,
@@ -184,9 +190,9 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         position_ids: torch.Tensor | None,
         cache: EvaByteCache | None,
         output_hidden_states: bool | int | list[int] | None,
-        layers: Sequence[Layer] | None = None,
-    ) -> BaseModelOutputWithPast:
-        """The forward from embeddings [B, L, D] on."""
+        layers: Iterable[Layer] | None = None,
+    ) -> tuple[torch.Tensor, KeptStates | None]:
+        """Return the last states of the forward from embeddings [B, L, D] on, and those that were requested."""
         rows = _rows(hidden, attention_mask, position_ids if cache is None else None)
         hidden = hidden if rows is None else rows.gather(hidden)
         counts = _counts(hidden, rows if cache is not None else None)
@@ -196,14 +202,10 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         keep = _Keep(self.config, output_hidden_states, rows)
         hidden = self._run_layers(hidden, block, cache, keep, self.layers if layers is None else layers)
         plan.finish(block, counts)
-        return BaseModelOutputWithPast(
-            last_hidden_state=hidden if rows is None else rows.restore(hidden),
-            past_key_values=cache,
-            hidden_states=keep.result(),
-        )
+        return hidden if rows is None else rows.restore(hidden), keep.result()
 
     def _run_layers(
-        self, hidden: torch.Tensor, block: EvaBlock, cache: EvaByteCache | None, keep: _Keep, layers: Sequence[Layer]
+        self, hidden: torch.Tensor, block: EvaBlock, cache: EvaByteCache | None, keep: _Keep, layers: Iterable[Layer]
     ) -> torch.Tensor:
         rotary = self.rotary_emb(hidden, block.positions())
         for index, layer in enumerate(layers):
@@ -230,16 +232,20 @@ class _Keep:
     def __init__(self, config: EvaByteConfig, wanted: bool | int | list[int] | None, rows: Rows | None) -> None:
         wanted = config.output_hidden_states if wanted is None else wanted
         total = config.num_hidden_layers + 1
-        chosen = range(total) if wanted is True else [wanted] if isinstance(wanted, int) else wanted
-        self.chosen = set() if wanted is False else {index % total for index in chosen}
-        self.rows, self.states = rows, []
+        if isinstance(wanted, bool) or wanted is None:
+            chosen = range(total if wanted else 0)
+        else:
+            chosen = [wanted] if isinstance(wanted, int) else wanted
+        self.chosen = {index % total for index in chosen}
+        self.rows = rows
+        self.states: list[torch.Tensor | None] = []
 
     def __call__(self, hidden: torch.Tensor) -> None:
         selected = len(self.states) in self.chosen
         restored = hidden if self.rows is None or not selected else self.rows.restore(hidden)
         self.states.append(restored if selected else None)
 
-    def result(self) -> tuple[torch.Tensor | None, ...] | None:
+    def result(self) -> KeptStates | None:
         return tuple(self.states) if self.chosen else None
 
 

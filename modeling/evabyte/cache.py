@@ -16,7 +16,9 @@ from ...configuration import EvaByteConfig
 from ...generation.tokens import NewTokens
 from .geometry import EvaBlock
 
-Summarise = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+States = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values, or what else comes in pairs."""
+Summarise = Callable[[torch.Tensor, torch.Tensor], States]
 _CAPACITY_STEP = 64
 
 
@@ -40,12 +42,13 @@ class EvaRows:
     def clear(self) -> None:
         """Forgets all rows."""
         self.lengths, self.starts, self.gaps, self.settled = [], [], [], []
-        self._mirror: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._mirror: States | None = None
 
     def _on_device(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Offsets and summaries [R] of the next block."""
         if self._mirror is None:
-            self._mirror = tuple(torch.tensor([self.lengths, self.starts], device=device))
+            both = torch.tensor([self.lengths, self.starts], device=device)
+            self._mirror = both[0], both[1]
         lengths, starts = self._mirror
         return lengths - starts, starts // self.chunk
 
@@ -123,6 +126,8 @@ class EvaRows:
 class EvaCacheLayer(CacheLayerMixin):
     """Buffers of one layer: `keys` and `values` [R, H, capacity, d]."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
     is_compileable = False
     is_croppable = True
     supports_early_init = False
@@ -187,7 +192,7 @@ class EvaCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Drops the buffers."""
-        self.keys = self.values = None
+        self.keys = self.values = torch.empty(0)
         self.is_initialized = False
 
     def select(self, indices: torch.Tensor) -> None:
@@ -232,6 +237,8 @@ class EvaByteCache(Cache):
         >>> out = model(ids, past_key_values=cache)
         >>> cache.crop(-2)  # or a tensor with one number per row
     """
+
+    layers: list[EvaCacheLayer]
 
     def __init__(self, config: EvaByteConfig) -> None:
         self.rows = EvaRows(config.window_size, config.chunk_size)

@@ -10,6 +10,7 @@ import torch
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
 from ..heads.draft_layers import LayerAdapters
+from ..heads.ff import FFHead
 from ..heads.registry import init_head
 from ..heads.window_distribution import WindowDistribution
 from .backbone import EvaByteDecoderLayer, EvaByteModel
@@ -39,7 +40,7 @@ class EvaDraftLayers(LayerAdapters):
         Raises:
             ValueError: See `LayerAdapters.weights`.
         """
-        weights = self.weights(body.layers[-len(self.adapters) :])
+        weights = self.weights(list(body.layers)[-len(self.adapters) :])
         return partial(body.continue_from, layers=[partial(self.run, slot, own) for slot, own in enumerate(weights)])
 
 
@@ -50,7 +51,12 @@ class DraftLayersMixin:
         draft_layers: None where there are none.
     """
 
+    config: EvaByteConfig
+    model: EvaByteModel
+    lm_head: FFHead
     draft_layers: EvaDraftLayers | None
+    train_only: Callable[[str], None]
+    distribution_of_features: Callable[[torch.Tensor], WindowDistribution]
 
     def add_draft_layers(self, count: int, rank: int = 8, alpha: float | None = None) -> Any:
         """Puts draft layers below the head (MtPC's stage 2); they start as the backbone's, which is frozen from now on.
@@ -105,11 +111,13 @@ class DraftLayersMixin:
             attention_mask: [B, L], 0 for padding.
             position_ids: [B or 1, L]; only to mark packed documents.
         """
+        states = hidden_states[self.hidden_layers[0]]
+        if states is None:
+            raise ValueError(f"hidden_states: layers {self.hidden_layers} are needed, and not all of them are given")
         if self.draft_layers is None:
-            return hidden_states[-1]
+            return states
         run = self.draft_layers.bind(self.model)
-        states = hidden_states[self.hidden_layers[0]].detach()
-        return run(states, attention_mask=attention_mask, position_ids=position_ids)
+        return run(states.detach(), attention_mask=attention_mask, position_ids=position_ids)
 
     def distribution(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -73,14 +73,11 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         """
         if isinstance(kwargs.get("mtp_head"), dict):
             check_options(kwargs["mtp_head"], MTPHeadConfig, "mtp_head", _APART)
-        name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
+        name = pretrained_model_name_or_path
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         dtypes = {key: kwargs.pop(key) for key in ("dtype", "torch_dtype") if key in kwargs}  # a config would keep them
-        cls.check_model_type(name, config, **hub)
-        if isinstance(config, PreTrainedConfig) and not isinstance(config, EvaByteConfig):
-            config = EvaByteConfig.from_dict(config.to_dict())  # of code that travelled with another directory
-        elif not isinstance(config, EvaByteConfig):
-            config, kwargs = EvaByteConfig.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
+        cls.check_model_type(name, kwargs.get("config"), **hub)
+        config, kwargs = _config_and_options(name, **kwargs)
         wanted = config.mtp_head
         stored = wanted if name is None else EvaByteConfig.from_pretrained(name, **hub).mtp_head
         if not wanted.same_parameters(stored) and not stored.family.rows_of_lm_head:
@@ -170,7 +167,7 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         Raises:
             ValueError: A head that cannot follow; nothing is changed.
         """
-        if self.mtp_head is not None and not hasattr(self.mtp_head, "resize"):
+        if self.mtp_head is not None and not callable(getattr(self.mtp_head, "resize", None)):
             raise ValueError(f"heads of head_type={self.config.mtp_head.head_type!r} cannot be resized")
         return super().resize_token_embeddings(*args, **kwargs)
 
@@ -335,5 +332,23 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         return DraftLayersSession(self.distribution_after, options, layer, run, self._new_cache())
 
     def _new_cache(self) -> EvaByteCache:
-        """The cache that `generate` starts with."""
+        """Return the cache that `generate` starts with."""
         return EvaByteCache(self.config)
+
+
+def _config_and_options(
+    name: str | PathLike | None, config: Any = None, **options: Any
+) -> tuple[EvaByteConfig, dict[str, Any]]:
+    """Return the configuration to load, and the options that are no fields of it.
+
+    Args:
+        name: Directory or repository.
+        config: A configuration, also of code that was loaded with another directory, or where to read one.
+        **options: Of `from_pretrained`.
+    """
+    if isinstance(config, EvaByteConfig):
+        return config, options
+    if isinstance(config, PreTrainedConfig):
+        return EvaByteConfig.from_dict(config.to_dict()), options
+    found, unused = EvaByteConfig.from_pretrained(config or name, return_unused_kwargs=True, **options)
+    return cast(EvaByteConfig, found), cast(dict[str, Any], unused)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 from transformers import AddedToken, BatchEncoding, PreTrainedTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -209,7 +209,7 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         return tokens[0] if single else tokens
 
     def _convert_id_to_token(self, index: int) -> str:
-        return self.convert_ids_to_tokens(index)  # stop strings in `generate` ask for single ids this way
+        return cast(str, self.convert_ids_to_tokens(index))  # stop strings in `generate` ask for single ids this way
 
     def convert_tokens_to_string(self, tokens: Iterable[str]) -> str:
         """Text of token strings; bytes that are not UTF-8, an unfinished character included, vanish.
@@ -300,7 +300,7 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         ids: list[int] = []
         marks: list[int] = []
         for index, (start, end) in enumerate(pairwise(cuts)):
-            piece = self.convert_tokens_to_ids(self.tokenize(text[start:end], **options))
+            piece = [self._id_of[token] for token in self.tokenize(text[start:end], **options)]
             ids.extend(piece)
             marks.extend([_ASSISTANT if index % 2 else _OTHERS] * len(piece))
         return ids, marks
@@ -319,7 +319,7 @@ def _complete_added_tokens(given: dict[int, AddedToken]) -> dict[int, AddedToken
     return added
 
 
-def _check_named_tokens(named: dict[str, str | AddedToken | None], known: set[str]) -> None:
+def _check_named_tokens(named: Mapping[str, str | AddedToken | None], known: set[str]) -> None:
     for name, token in named.items():
         if token is not None and str(token) not in known:
             raise ValueError(

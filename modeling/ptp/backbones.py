@@ -6,6 +6,8 @@ from inspect import signature
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...configuration.fields import field
+
 
 def check_config(config: PreTrainedConfig) -> None:
     """Refuses a model by its configuration.
@@ -13,11 +15,10 @@ def check_config(config: PreTrainedConfig) -> None:
     Raises:
         ValueError: Sliding windows, or layers of other kinds than full attention.
     """
-    kinds = set(getattr(config, "layer_types", None) or [])
-    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    if sliding and kinds != {"full_attention"}:
+    kinds, window = set(field(config, "layer_types") or []), field(config, "sliding_window")
+    if window and field(config, "use_sliding_window") is not False and kinds != {"full_attention"}:
         raise ValueError(
-            f"{config.model_type}: sliding_window={config.sliding_window}; auxiliary rows need a backbone with full "
+            f"{config.model_type}: sliding_window={window}; auxiliary rows need a backbone with full "
             "attention in every layer"
         )
     if kinds - {"full_attention"}:
@@ -31,8 +32,8 @@ def check_logits(config: PreTrainedConfig) -> None:
         ValueError: Logits that are scaled or capped.
     """
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, name, None) not in (None, 1.0):
-            raise ValueError(f"{config.model_type}: {name}={getattr(config, name)}; logits must be lm_head's own")
+        if (value := field(config, name)) not in (None, 1.0):
+            raise ValueError(f"{config.model_type}: {name}={value}; logits must be lm_head's own")
 
 
 def check_model(backbone: PreTrainedModel) -> None:
@@ -44,7 +45,7 @@ def check_model(backbone: PreTrainedModel) -> None:
     name = backbone.config.model_type
     if hasattr(backbone, "_new_cache"):
         raise ValueError(f"{name}: its attention has a cache of its own and takes no dense masks, which rows need")
-    if getattr(backbone, "_is_stateful", False):
+    if backbone._is_stateful:
         raise ValueError(f"{name}: a recurrent state cannot be cropped; only full attention can be verified")
     if "position_ids" not in signature(backbone.get_decoder().forward).parameters:
         raise ValueError(f"{name}: its forward takes no position_ids, and auxiliary rows need their own positions")

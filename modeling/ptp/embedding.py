@@ -77,7 +77,7 @@ class UniformEmbedding(nn.Module):
             embeds = self.projection(uniform_features(uniforms, self.kind, self.dim))
             if self.greedy is not None:
                 embeds = self.greedy(uniforms, embeds)
-            if self.state is not None:
+            if self.state is not None and self.gap is not None and gaps is not None:
                 gaps = gaps.clamp(0, self.gap.num_embeddings - 1)
                 embeds = embeds + torch.where((gaps > 0)[..., None], self.state(states), 0.0) + self.gap(gaps)
         return embeds

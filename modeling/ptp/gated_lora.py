@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -95,9 +96,10 @@ class KeepsGate:
 def keep_gates(model: nn.Module) -> None:
     """Lets all checkpointing layers of a model find their gates again; done once."""
     for module in model.modules():
-        function = vars(module).get("_gradient_checkpointing_func")
+        own = vars(module)
+        function = own.get("_gradient_checkpointing_func")
         if function is not None and not isinstance(function, KeepsGate):
-            module._gradient_checkpointing_func = KeepsGate(function)
+            own["_gradient_checkpointing_func"] = KeepsGate(function)
 
 
 ADAPTER = "default"
@@ -184,15 +186,14 @@ class Siblings:
         if any(half.is_meta or half.is_inference() for half in halves):
             return None
         marks = (dtype, halves[0].dtype, halves[0].device, *(half._version for half in halves))
-        known, same = self._packed, False
-        if known is not None and known[0] == marks:  # it holds the weights, so that no other can be taken for one
-            same = all(mine is half for mine, half in zip(known[1], halves))
-        if not same:
-            down = torch.cat(halves[::2]).to(dtype)
-            scales = (layer.scaling[ADAPTER] for layer in self.layers)
-            ups = [(up * scale).to(dtype).t().contiguous() for up, scale in zip(halves[1::2], scales)]
-            self._packed = marks, halves, down, ups
-        return self._packed[2:]
+        known = self._packed
+        if known is not None and known[0] == marks and all(map(operator.is_, known[1], halves)):
+            return known[2], known[3]
+        down = torch.cat(halves[::2]).to(dtype)
+        scales = (layer.scaling[ADAPTER] for layer in self.layers)
+        ups = [(up * scale).to(dtype).t().contiguous() for up, scale in zip(halves[1::2], scales)]
+        self._packed = marks, halves, down, ups  # it holds the weights, so that no other can be taken for one of them
+        return down, ups
 
     def forget(self) -> None:
         """Packs anew in the next call."""
@@ -231,7 +232,7 @@ def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | No
     inject_adapter_in_model(config, model, ADAPTER)
     for layer in model.modules():
         if isinstance(layer, GatedLinear):
-            dtype = torch.promote_types(layer.base_layer.weight.dtype, torch.float32)
+            dtype = torch.promote_types(layer.weight.dtype, torch.float32)
             layer.lora_A.to(dtype), layer.lora_B.to(dtype)
     for module in list(model.modules()):
         _join(module, GatedLinear)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,9 +20,9 @@ from ..heads.window_distribution import FactorisedDistribution, WindowDistributi
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..outputs import PTPOutput, states_asked_for
-from ..wrapped_models import PicklableMixin, caches_kept, merged_copy
+from ..wrapped_models import PicklableMixin, caches_kept, checkpoints_activations, merged_copy
 from .backbones import check_config, check_logits, check_model
-from .embedding import SLOT_PARTS, slot_parts
+from .embedding import SLOT_PARTS, Sampler, UniformEmbedding, slot_parts
 from .gated_lora import ADAPTER, Gate, gate_linears, keep_gates, opened
 from .inputs import additive_mask, check_masks, check_positions, check_uniforms, has_slots
 
@@ -54,7 +54,11 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         >>> out = model.generate(**inputs, do_sample=True, seed=7)  # the same text for the same seed
     """
 
+    config: PTPConfig
     config_class = PTPConfig
+    uniform_embedding: UniformEmbedding | None
+    mask_embedding: nn.Embedding | None
+    sampler: Sampler | None
     remote_classes = {"AutoModelForCausalLM": "PTPForCausalLM"}
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
@@ -91,7 +95,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         if asked:  # the same shapes would not tell
             place = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
             cls.check_model_type(pretrained_model_name_or_path, **place)
-            saved = cls.config_class.from_pretrained(pretrained_model_name_or_path, **place)
+            saved = PTPConfig.from_pretrained(pretrained_model_name_or_path, **place)
             for name, value in asked.items():
                 if value != getattr(saved, name):
                     raise ValueError(
@@ -162,12 +166,13 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
             raise ValueError(f"train_only({part!r}): choose 'all' or 'drafter'")
         for name, parameter in self.backbone.named_parameters():
             parameter.requires_grad_(part == "all" or f".{ADAPTER}." in name)
-        for part in self.slot_parts():
-            part.requires_grad_(True)
+        for module in self.slot_parts():
+            module.requires_grad_(True)
 
     def slot_parts(self) -> list[nn.Module]:
         """What makes slots, beside the adapters: the embedding of uniforms; or masks, and their sampler head."""
-        return [part for name in SLOT_PARTS if (part := getattr(self, name)) is not None]
+        parts = (self.uniform_embedding, self.mask_embedding, self.sampler)
+        return [part for part in parts if part is not None]
 
     def slot_distribution(self, states: torch.Tensor, before: torch.Tensor) -> WindowDistribution:
         """The distribution of the tokens that a group of slots predicts.
@@ -179,12 +184,12 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         Returns:
             A distribution of L tokens: sequential where there is a sampler head, else independent.
         """
-        head, embed = self.get_output_embeddings(), self.get_input_embeddings()
-        if not self.config.has_sampler:
+        head, embed, sampler = self.get_output_embeddings(), self.get_input_embeddings(), self.sampler
+        if sampler is None:
             return FactorisedDistribution(head(states)[..., None, :])
 
         def next_logits(known: torch.Tensor) -> torch.Tensor:
-            return head(self.sampler(states[..., known.shape[-2] - 1, :], known[..., -1, :]))
+            return head(sampler(states[..., known.shape[-2] - 1, :], known[..., -1, :]))
 
         return SequentialDistribution(next_logits, embed, states.shape[-2], embed(before)[..., None, :])
 
@@ -200,7 +205,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
 
     def get_output_embeddings(self) -> nn.Module:
         """The backbone's head."""
-        return self.backbone.get_output_embeddings()
+        return cast(nn.Module, self.backbone.get_output_embeddings())
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Resizes the backbone's embeddings and its head; uniforms know no vocabulary."""
@@ -270,7 +275,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         if position_ids is None:
             position_ids = self._positions(embeds, tokens, attention_mask, past_key_values)
         check_positions(self.config, position_ids)
-        if self.is_activation_checkpointing:
+        if checkpoints_activations(self.backbone):
             keep_gates(self.backbone)
         with caches_kept(self), opened(Gate(tokens, embeds.shape[1]) if is_slotted else None):
             outputs = self.backbone.get_decoder()(
@@ -285,7 +290,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         hidden, head = outputs.last_hidden_state, self.get_output_embeddings()
         logits = None if read else head(selected_positions(hidden, logits_to_keep))
         return PTPOutput(
-            loss=None if read else self._loss(logits[:, :tokens], labels, **loss_options),
+            loss=None if logits is None else self._loss(logits[:, :tokens], labels, **loss_options),
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
@@ -301,9 +306,11 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         gaps: torch.Tensor | None,
     ) -> torch.Tensor:
         """What auxiliary rows read, [B or 1, A, D]."""
-        if masks is not None:
+        if masks is not None and self.mask_embedding is not None:
             check_masks(masks, self.config.num_slots)
             return self.mask_embedding(masks)
+        if uniforms is None or self.uniform_embedding is None:
+            raise ValueError(f"variant={self.config.variant!r}: slots have neither uniforms nor masks to read")
         check_uniforms(uniforms, self.config.greedy)
         if not self.config.informative:
             uniforms = torch.full_like(uniforms, 0.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -39,6 +39,7 @@ class RegisterModel(PreTrainedModel):
     """
 
     config_class = None
+    backbone: PreTrainedModel
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -76,7 +77,7 @@ class RegisterModel(PreTrainedModel):
 
     def get_output_embeddings(self) -> nn.Module:
         """The backbone's."""
-        return self.backbone.get_output_embeddings()
+        return cast(nn.Module, self.backbone.get_output_embeddings())
 
     def forward(
         self,

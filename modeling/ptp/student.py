@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from ...configuration.fields import field
 from ...configuration.ptp import PTPConfig, PTPStudentConfig
 from ...generation.attachment import AttachableDrafter, adopt_special_ids
 from ...generation.parallel_drafter import ParallelDrafter
 from ..heads.window_distribution import WindowDistribution
 from ..loading import StrictLoadingMixin
-from ..wrapped_models import adapter_marks, unwrap
+from ..wrapped_models import adapted_layers, adapter_marks, unwrap
 from .embedding import SLOT_PARTS, slot_parts
 from .gated_lora import ADAPTER
 from .model import PTPForCausalLM
@@ -42,6 +44,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         >>> out = backbone.generate(**inputs, assistant_model=student, do_sample=True, seed=7)
     """
 
+    config: PTPStudentConfig
     config_class = PTPStudentConfig
     remote_classes = {"AutoModel": "PTPStudent"}
     base_model_prefix = ""
@@ -81,8 +84,9 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
             **{name: getattr(model.config, name) for name in PTPStudentConfig().options},
         )
         student = cls(config)
+        adapted = dict(_layers(model.backbone))
         for name, own in _layers(student.adapters):
-            layer = model.backbone.get_submodule(name)
+            layer = adapted[name]
             own.lora_A[ADAPTER], own.lora_B[ADAPTER] = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
         for name in SLOT_PARTS:
             setattr(student, name, getattr(model, name))
@@ -111,8 +115,9 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
 
     def _joined(self, backbone: PreTrainedModel) -> PTPForCausalLM:
         model = PTPForCausalLM.from_backbone(backbone, **self.config.options)
+        adapted = dict(_layers(model.backbone))
         for name, own in _layers(self.adapters):
-            layer = model.backbone.get_submodule(name)
+            layer = adapted[name]
             layer.lora_A[ADAPTER], layer.lora_B[ADAPTER] = own.lora_A[ADAPTER], own.lora_B[ADAPTER]
         for name in SLOT_PARTS:
             setattr(model, name, getattr(self, name))
@@ -130,14 +135,16 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
             ValueError: Another kind of model, or another size.
         """
         for name in _SAME:
-            own, theirs = (getattr(config, name, None) for config in (self.config.backbone_config, backbone.config))
+            own, theirs = (field(config, name) for config in (self.config.backbone_config, backbone.config))
             if own != theirs:
                 raise ValueError(
                     f"{name}: the student was made for {own!r}, but {type(backbone).__name__} has {theirs!r}"
                 )
+        layers = dict(backbone.named_modules())
+        layers |= {name: layer.get_base_layer() for name, layer in adapted_layers(backbone)}
         for name, own in _layers(self.adapters):
             sizes = own.lora_A[ADAPTER].in_features, own.lora_B[ADAPTER].out_features
-            theirs = _sizes(backbone, name)
+            theirs = _sizes(layers.get(name))
             if sizes != theirs:
                 raise ValueError(
                     f"{name}: the student was made for a layer of sizes {sizes}, but {type(backbone).__name__} has "
@@ -187,7 +194,8 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, _Up):
-            nn.init.zeros_(module[ADAPTER].weight)
+            for up in module.parameters():
+                nn.init.zeros_(up)
 
 
 class _Up(nn.ModuleDict):
@@ -200,26 +208,21 @@ def _adapters_like(backbone: nn.Module) -> nn.Module:
     for name, layer in _layers(backbone):
         place = root
         for part in name.split("."):
-            if not hasattr(place, part):
+            if part not in dict(place.named_children()):
                 place.add_module(part, nn.Module())
-            place = getattr(place, part)
-        for kind, made in (("lora_A", nn.ModuleDict), ("lora_B", _Up)):
-            weight = getattr(layer, kind)[ADAPTER].weight
+            place = place.get_submodule(part)
+        for kind, made, part in (("lora_A", nn.ModuleDict, layer.lora_A), ("lora_B", _Up, layer.lora_B)):
+            weight = part[ADAPTER].weight
             linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
             place.add_module(kind, made({ADAPTER: linear}))
     return root
 
 
-def _sizes(backbone: nn.Module, name: str) -> tuple[int, int] | None:
-    """Features that a layer reads and writes; None where there is no such layer."""
-    try:
-        layer = backbone.get_submodule(name)
-    except AttributeError:
-        return None
-    layer = getattr(layer, "base_layer", layer)
-    if hasattr(layer, "in_features"):
+def _sizes(layer: nn.Module | None) -> tuple[int, int] | None:
+    """Return the features that a linear layer reads and writes; None of another or missing one."""
+    if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
-    return tuple(layer.weight.shape)  # the Conv1D of GPT-2
+    return (layer.weight.shape[0], layer.weight.shape[1]) if isinstance(layer, Conv1D) else None
 
 
 def _copy(config: PreTrainedConfig) -> PreTrainedConfig:

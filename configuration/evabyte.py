@@ -82,7 +82,7 @@ class EvaByteConfig(PreTrainedConfig):
         mtp_head: MTPHeadConfig | dict | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Fills what depends on other fields; `kwargs` are the fields that this class does not know."""
+        """Fill what depends on other fields; `kwargs` are the fields that this class does not know."""
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         head = self.mtp_head if isinstance(self.mtp_head, MTPHeadConfig) else MTPHeadConfig(**(self.mtp_head or {}))
         if head.window is None:
@@ -97,7 +97,7 @@ class EvaByteConfig(PreTrainedConfig):
         return self.hidden_size // self.num_attention_heads
 
     def validate_architecture(self) -> None:
-        """Refuses contradictory values; the message names the fields and what would be right."""
+        """Refuse contradictory values; the message names the fields and what would be right."""
         for name in ("window_size", "chunk_size", "num_pred_heads", "num_attention_heads", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -133,7 +133,7 @@ class EvaByteConfig(PreTrainedConfig):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Adds `rope_theta` and `rope_scaling` beside `rope_parameters`, where the official code looks for them."""
+        """Add `rope_theta` and `rope_scaling` beside `rope_parameters`, where the official code looks for them."""
         output = super().to_dict()
         output["mtp_head"] = self.mtp_head.options()
         rope = dict(output.get("rope_parameters") or {})

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 def check_options(
     given: Iterable[str], config_class: type[PreTrainedConfig], owner: str, without: Iterable[str] = ()
 ) -> None:
-    """Refuses options that a configuration would only store: a misspelt one would silently have no effect.
+    """Refuse options that a configuration would only store: a misspelt one would silently have no effect.
 
     Args:
         given: Names of the options.
@@ -35,12 +35,12 @@ def field(config: PreTrainedConfig | None, name: str) -> Any:
 
 
 def learned_positions(config: PreTrainedConfig | None) -> int | None:
-    """Size of a backbone's table of positions; None where positions are computed, and go on."""
+    """Return size of a backbone's table of positions; None where positions are computed, and go on."""
     return None if field(config, "rope_parameters") is not None else field(config, "max_position_embeddings")
 
 
 def rotary_border(config: PreTrainedConfig | None) -> tuple[str, int] | None:
-    """The rope type of a backbone whose rotary frequencies depend on how long the text is, and up to which length not.
+    """Return the rope type of a backbone whose rotary frequencies depend on how long the text is, and up to which length not.
 
     Two of transformers' types take them from the longest position of a forward: `"dynamic"` and `"longrope"` (Phi-3).
     None: positions have the same frequencies in every text.

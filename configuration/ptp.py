@@ -84,7 +84,7 @@ class PTPConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
-        """Refuses contradictory values; the message names the field and what would be right."""
+        """Refuse contradictory values; the message names the field and what would be right."""
         choices = {
             "variant": VARIANTS,
             "features": tuple(FEATURE_DIMS),
@@ -114,7 +114,7 @@ class PTPConfig(PreTrainedConfig):
             raise ValueError(f"sampling has unknown fields {sorted(unknown)}; it takes {', '.join(SAMPLING)}")
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> PreTrainedConfig:
-        """The backbone's configuration: caches and generation follow it."""
+        """Return the backbone's configuration: caches and generation follow it."""
         return self if self.backbone_config is None else self.backbone_config
 
     @property
@@ -124,27 +124,27 @@ class PTPConfig(PreTrainedConfig):
 
     @property
     def reads_uniforms(self) -> bool:
-        """Whether slots read uniforms; else each reads the mask of its place."""
+        """Return whether slots read uniforms; else each reads the mask of its place."""
         return self.variant != "mask"
 
     @property
     def has_sampler(self) -> bool:
-        """Whether the distribution of a slot is given by its state and the token before it, not by its state alone."""
+        """Return whether the distribution of a slot is given by its state and the token before it, not by its state alone."""
         return self.variant == "mask" and self.sampler == "mlp"
 
     @property
     def predicts_tokens(self) -> bool:
-        """Whether a slot says which token its uniform picks; else it gives a distribution to pick from."""
+        """Return whether a slot says which token its uniform picks; else it gives a distribution to pick from."""
         return self.variant == "one_hot" and self.informative
 
     @property
     def predicts_first(self) -> bool:
-        """Whether a group's first slot predicts the token that the target picks itself, and drafts nothing."""
+        """Return whether a group's first slot predicts the token that the target picks itself, and drafts nothing."""
         return self.variant == "one_hot"
 
     @property
     def learns_warped_distribution(self) -> bool:
-        """Whether categorical drafts were learned for a warped target, and need no warping of their own."""
+        """Return whether categorical drafts were learned for a warped target, and need no warping of their own."""
         return self.sampling != SAMPLING
 
     @property

@@ -23,19 +23,19 @@ def cached_range(start: int, length: int, device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=4096)
 def numbers(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Some numbers as a tensor, copied to the device once; never to be written to."""
+    """Return some numbers as a tensor, copied to the device once; never to be written to."""
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=torch.long, device=device)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The tensor on a device and, where one is given, in a dtype; itself where it is that already."""
+    """Return the tensor on a device and, where one is given, in a dtype; itself where it is that already."""
     dtype = dtype or tensor.dtype
     return tensor if tensor.device == device and tensor.dtype == dtype else tensor.to(device, dtype)
 
 
 def selected_positions(states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-    """The states whose logits are asked for; transformers has such a function from 5.20 on, engines pin older ones.
+    """Return the states whose logits are asked for; transformers has such a function from 5.20 on, engines pin older ones.
 
     Args:
         states: [B, T, d].

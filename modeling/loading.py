@@ -19,7 +19,7 @@ HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only"
 
 
 def check_is_there(name: str | PathLike) -> None:
-    """Refuses a path that leads nowhere, which the Hub could only call no name of its own.
+    """Refuse a path that leads nowhere, which the Hub could only call no name of its own.
 
     Raises:
         FileNotFoundError: What can only be a directory, and is none.
@@ -40,7 +40,7 @@ class StrictLoadingMixin(SavingMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
-        """Loads a model as `PreTrainedModel.from_pretrained` does.
+        """Load a model as `PreTrainedModel.from_pretrained` does.
 
         Raises:
             ValueError: A directory of another architecture, tensors that are missing or have another shape than the
@@ -68,7 +68,7 @@ class StrictLoadingMixin(SavingMixin):
 
     @classmethod
     def check_model_type(cls, name: str | PathLike | None, config: Any = None, **hub: Any) -> None:
-        """Looks at a directory's config.json before its fields are taken for those of this class.
+        """Look at a directory's config.json before its fields are taken for those of this class.
 
         Args:
             name: Directory or Hub repository; None loads nothing.

@@ -19,12 +19,12 @@ import torch
 
 
 def draw(weights: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """One token from each of the unnormalised distributions [..., v]: [...] int64."""
+    """Return one token from each of the unnormalised distributions [..., v]: [...] int64."""
     return draw_checked(weights, generator)[0]
 
 
 def draw_checked(weights: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `draw` returns, and a number [...] that is NaN where a weight is."""
+    """Return what `draw` returns, and a number [...] that is NaN where a weight is."""
     return (picked if weights.device.type == "cpu" else raced)(weights, generator)
 
 
@@ -45,7 +45,7 @@ def raced(weights: torch.Tensor, generator: torch.Generator | None = None) -> tu
 
 
 def race_order(weights: torch.Tensor, count: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    """The first `count` of an exponential race: draws without replacement, in order.
+    """Return the first `count` of an exponential race: draws without replacement, in order.
 
     Args:
         weights: [..., v] unnormalised; where fewer than `count` are positive, weights of 0 come last.
@@ -59,7 +59,7 @@ def race_order(weights: torch.Tensor, count: int, generator: torch.Generator | N
 
 
 def pick(u: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """Inverse-CDF picks: the first token with positive probability whose cumulative probability exceeds u.
+    """Return inverse-CDF picks: the first token with positive probability whose cumulative probability exceeds u.
 
     Args:
         u: [...] in [0, 1).
@@ -74,7 +74,7 @@ def pick(u: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
 
 
 def interval(token: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The uniforms [low, high) that pick a token.
+    """Return the uniforms [low, high) that pick a token.
 
     Args:
         token: [...] int64.
@@ -97,7 +97,7 @@ def _speeds(weights: torch.Tensor, generator: torch.Generator | None) -> torch.T
 
 
 def _last_possible(probs: torch.Tensor) -> torch.Tensor:
-    """The last token of positive probability, [...]."""
+    """Return the last token of positive probability, [...]."""
     return probs.shape[-1] - 1 - (probs > 0).flip(-1).long().argmax(-1)
 
 

@@ -27,7 +27,7 @@ _LAST = 1 - 2**-24  # the last float32 below 1
 
 
 def place(token: torch.Tensor, probs: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A float32 uniform that picks a token, at the share z of its interval; see `place_between`.
+    """Return a float32 uniform that picks a token, at the share z of its interval; see `place_between`.
 
     Args:
         token: [...] int64.
@@ -41,7 +41,7 @@ def place(token: torch.Tensor, probs: torch.Tensor, z: torch.Tensor) -> tuple[to
 
 
 def place_between(low: torch.Tensor, high: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A float32 in [low, high), at the share z.
+    """Return a float32 in [low, high), at the share z.
 
     Rounding low + z (high - low) to float32 may leave the interval; the result is clamped to the floats inside it.
 
@@ -62,7 +62,7 @@ def place_between(low: torch.Tensor, high: torch.Tensor, z: torch.Tensor) -> tup
 
 
 def beta_shares(like: torch.Tensor, concentration: float, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Shares z ~ Beta(b, b) of intervals: b < 1 favours their borders, 1 is uniform.
+    """Return shares z ~ Beta(b, b) of intervals: b < 1 favours their borders, 1 is uniform.
 
     Args:
         like: [...], of which shape and device are taken.
@@ -87,7 +87,7 @@ def place_beta(
 
 
 def uniform_features(u: torch.Tensor, kind: str, dim: int) -> torch.Tensor:
-    """Features of uniforms, as networks read them.
+    """Return features of uniforms, as networks read them.
 
     Args:
         u: [...] in [0, 1], float32 (float64 where more digits are asked for).
@@ -121,7 +121,7 @@ def uniform_features(u: torch.Tensor, kind: str, dim: int) -> torch.Tensor:
 
 
 def best_of(teacher_positions: torch.Tensor, num_correct: torch.Tensor) -> torch.Tensor:
-    """Which of M uniform vectors to keep: the one whose picks lie nearest the centres of the target's intervals.
+    """Return which of M uniform vectors to keep: the one whose picks lie nearest the centres of the target's intervals.
 
     The score is sum_k |v_k - 1/2| over positions v_k of u_k in the interval of the *target's* pick, and the least wins
     (the paper's Eq. 18 has the sign reversed). v is independent of what is picked, so choosing by it changes no

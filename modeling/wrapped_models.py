@@ -6,24 +6,21 @@ import copy
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-if TYPE_CHECKING:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
 
 def uncompiled(model: Any) -> Any:
-    """The model that `torch.compile` has wrapped, or the model itself."""
+    """Return the model that `torch.compile` has wrapped, or the model itself."""
     return getattr(model, "_orig_mod", model)
 
 
 def unwrap(model: Any) -> PreTrainedModel:
-    """The model within a PeftModel, within a compiled one, or the model itself.
+    """Return the model within a PeftModel, within a compiled one, or the model itself.
 
     Raises:
         TypeError: There is none: no module with a configuration.
@@ -65,7 +62,7 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def gather(modules: Iterable[nn.Module]) -> None:
-    """Makes the parameters of units whole; they are sharded again in backward."""
+    """Make the parameters of units whole; they are sharded again in backward."""
     for module in modules:
         if isinstance(module, FSDPModule):
             module.unshard()
@@ -93,7 +90,7 @@ def call_frozen(unit: nn.Module, *args: Any) -> torch.Tensor:
 
 
 def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTrainedModel:
-    """A copy of a model in which every tensor lies where the original's does.
+    """Return a copy of a model in which every tensor lies where the original's does.
 
     Modules, configurations and parameters are the copy's own, so that layers may be replaced, options set and
     parameters frozen or moved; only numbers written into a tensor (by training it, say) show in both.
@@ -121,7 +118,7 @@ def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTr
 
 
 def drop_collectors(model: nn.Module) -> None:
-    """Takes off the local functions that transformers leaves on a model's layers, which no pickle takes.
+    """Take off the local functions that transformers leaves on a model's layers, which no pickle takes.
 
     They collect hidden states, and are put there again by the next call that asks for some.
     """
@@ -136,7 +133,7 @@ class PicklableMixin(nn.Module):
     """A model around one of transformers, on whose layers transformers leaves what no pickle takes."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """All attributes, after those functions are taken off."""
+        """Return all attributes, after those functions are taken off."""
         drop_collectors(self)
         return vars(self)
 
@@ -146,8 +143,8 @@ def carries_adapters(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") or bool(adapted_layers(model))
 
 
-def adapted_layers(model: nn.Module) -> list[tuple[str, BaseTunerLayer]]:
-    """Return the layers that peft has adapted, with their names."""
+def adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the layers that peft has adapted (each a `BaseTunerLayer`), with their names."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")  # where it was never imported, nobody can have adapted any
     if tuners is None:
         return []
@@ -155,7 +152,7 @@ def adapted_layers(model: nn.Module) -> list[tuple[str, BaseTunerLayer]]:
 
 
 def merged_copy(model: Any) -> PreTrainedModel:
-    """A copy that computes what a model with its active adapters does, without adapters.
+    """Return a copy that computes what a model with its active adapters does, without adapters.
 
     It shares all tensors with the model but those that adapters change. The model is not touched: neither its weights
     nor its names.
@@ -183,7 +180,7 @@ def merged_copy(model: Any) -> PreTrainedModel:
 
 
 def adapter_marks(model: nn.Module) -> tuple[Any, ...]:
-    """What changes when the adapters of a model are trained, switched, merged or taken away."""
+    """Return what changes when the adapters of a model are trained, switched, merged or taken away."""
     return tuple(
         (tuple(layer.active_adapters), layer.disable_adapters, layer.merged)
         + tuple((p.data_ptr(), p._version) for name, p in layer.named_parameters() if "base_layer" not in name)
@@ -192,7 +189,7 @@ def adapter_marks(model: nn.Module) -> tuple[Any, ...]:
 
 
 def _check_prompts(model: Any) -> None:
-    """Refuses a PeftModel with learned prompts, which are no part of the model within."""
+    """Refuse a PeftModel with learned prompts, which are no part of the model within."""
     if any(config.is_prompt_learning for config in model.peft_config.values()):
         raise ValueError(f"{type(model).__name__} has learned prompts, which cannot be merged; give the model within")
 
@@ -217,8 +214,8 @@ def _check_layers(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _merged(layer: BaseTunerLayer) -> nn.Module:
-    """The base layer with the active adapters in its weights, which are its own then."""
+def _merged(layer: Any) -> nn.Module:
+    """Return the base layer with the active adapters in its weights, which are its own then."""
     base = layer.get_base_layer()
     if layer.disable_adapters or layer.merged:
         return base

@@ -51,7 +51,7 @@ class EvaAttention(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, rotary: States, block: EvaBlock, cache: EvaCacheLayer | None = None
     ) -> torch.Tensor:
-        """Attends from the new tokens.
+        """Attend from the new tokens.
 
         Args:
             hidden_states: [R, M, D], every row starting in column 0.
@@ -77,7 +77,7 @@ class EvaAttention(nn.Module):
         block: EvaBlock,
         cache: EvaCacheLayer | None,
     ) -> torch.Tensor:
-        """[R, M, H, d] from rotated queries, keys and values [R, H, M, d]."""
+        """Return [R, M, H, d] from rotated queries, keys and values [R, H, M, d]."""
         memory = (key, value)
         if cache is not None:
             stored = cache.update(key, value, block, self.summarise)
@@ -89,7 +89,7 @@ class EvaAttention(nn.Module):
         return output
 
     def summarise(self, keys: torch.Tensor, values: torch.Tensor) -> States:
-        """Chunk summaries of rotated keys and values [..., H, T, d], T a multiple of the chunk: [..., H, T / C, d]."""
+        """Return chunk summaries of rotated keys and values [..., H, T, d], T a multiple of the chunk: [..., H, T / C, d]."""
         keys, values = (x.unflatten(-2, (-1, self.chunk_size)) for x in (keys, values))
         mu, phi = self.adaptive_mu_k[0], self.adaptive_phi[0]
         key_logits = (keys * mu).sum(-1).float()
@@ -100,7 +100,7 @@ class EvaAttention(nn.Module):
     def _attend_block(
         self, query: torch.Tensor, memory: States, block: EvaBlock, cache: EvaCacheLayer | None
     ) -> torch.Tensor:
-        """Dense attention over [cached summaries | raw tokens | provisional summaries]."""
+        """Return dense attention over [cached summaries | raw tokens | provisional summaries]."""
         keys, values = memory
         if cache is not None and block.provisional:
             more_keys, more_values = self.summarise(*cache.raw(block, block.provisional * block.window))
@@ -110,7 +110,7 @@ class EvaAttention(nn.Module):
     def _attend_windows(
         self, query: torch.Tensor, memory: States, block: EvaBlock, cache: EvaCacheLayer | None
     ) -> torch.Tensor:
-        """Window by window: each attends to itself and to summaries, so that no L x L scores are made."""
+        """Return window by window: each attends to itself and to summaries, so that no L x L scores are made."""
         count, window = block.provisional + 1, block.window
         if cache is None or block.is_fresh:
             raw = tuple(block.place(states, count * window) for states in memory)
@@ -133,7 +133,7 @@ class EvaAttention(nn.Module):
 
 
 def _per_window(past: torch.Tensor, new: torch.Tensor, raw: torch.Tensor, count: int) -> torch.Tensor:
-    """Keys (or values) of every window: [R * windows, H, cached + new summaries + W, d]."""
+    """Return keys (or values) of every window: [R * windows, H, cached + new summaries + W, d]."""
     summaries = torch.cat([past, new], dim=2)[:, None].expand(-1, count, -1, -1, -1)
     windows = raw.unflatten(2, (count, -1)).transpose(1, 2)
     return torch.cat([summaries, windows], dim=3).flatten(0, 1)

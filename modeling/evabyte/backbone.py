@@ -43,7 +43,7 @@ class EvaByteRMSNorm(nn.Module):
         self.eps, self.unit_offset = eps, unit_offset
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[..., D] to [..., D], same dtype."""
+        """Map [..., D] to [..., D], same dtype."""
         gain = 1 + self.weight if self.unit_offset else self.weight
         normed = nn.functional.rms_norm(hidden_states.float(), (hidden_states.shape[-1],), None, self.eps)
         return (gain * normed).to(hidden_states.dtype)
@@ -60,7 +60,7 @@ class EvaByteMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[..., D] to [..., D]."""
+        """Map [..., D] to [..., D]."""
         return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
@@ -77,7 +77,7 @@ class EvaByteDecoderLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden_states: torch.Tensor, rotary: States, block: EvaBlock, cache: EvaCacheLayer | None
     ) -> torch.Tensor:
-        """[R, M, D] to [R, M, D]; `cache` is this layer's and is updated."""
+        """Map [R, M, D] to [R, M, D]; `cache` is this layer's and is updated."""
         attended = self.self_attn(self.input_layernorm(hidden_states), rotary, block, cache)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
@@ -136,7 +136,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         output_hidden_states: bool | int | list[int] | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Runs the layers.
+        """Run the layers.
 
         Args:
             input_ids: [B, L] int64.
@@ -168,7 +168,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         position_ids: torch.Tensor | None = None,
         cache: EvaByteCache | None = None,
     ) -> torch.Tensor:
-        """Last hidden states [B, L, D], after the final norm, of other `layers` on their input `hidden` [B, L, D].
+        """Return last hidden states [B, L, D], after the final norm, of other `layers` on their input `hidden` [B, L, D].
 
         Args:
             hidden: What the first of the layers reads.
@@ -254,7 +254,7 @@ def _norm(config: EvaByteConfig) -> EvaByteRMSNorm:
 
 
 def _rows(hidden: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.Tensor | None) -> Rows | None:
-    """How the batch maps to rows; None where every row already starts in column 0 and is full."""
+    """Return how the batch maps to rows; None where every row already starts in column 0 and is full."""
     batch, length = hidden.shape[:2]
     real = None if mask is None else mask[:, -length:].bool()
     if position_ids is not None and bool((position_ids[:, 1:] == 0).any()):

@@ -40,12 +40,12 @@ class EvaRows:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all rows."""
+        """Forget all rows."""
         self.lengths, self.starts, self.gaps, self.settled = [], [], [], []
         self._mirror: States | None = None
 
     def _on_device(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Offsets and summaries [R] of the next block."""
+        """Return offsets and summaries [R] of the next block."""
         if self._mirror is None:
             both = torch.tensor([self.lengths, self.starts], device=device)
             self._mirror = both[0], both[1]
@@ -53,7 +53,7 @@ class EvaRows:
         return lengths - starts, starts // self.chunk
 
     def begin(self, counts: list[int], length: int, device: torch.device) -> EvaBlock:
-        """Plans a forward that appends `counts[r]` tokens to row r, in `length` columns."""
+        """Plan a forward that appends `counts[r]` tokens to row r, in `length` columns."""
         if not self.lengths:
             self.lengths, self.starts, self.gaps, self.settled = ([0] * len(counts) for _ in range(4))
         if len(counts) != len(self.lengths):
@@ -79,7 +79,7 @@ class EvaRows:
         )
 
     def finish(self, block: EvaBlock, counts: list[int]) -> None:
-        """Records the tokens of a forward that all layers have seen."""
+        """Record the tokens of a forward that all layers have seen."""
         self.lengths = [n + count for n, count in zip(self.lengths, counts)]
         if self._mirror is not None:
             even = len(set(counts)) == 1 and not any(block.settle)
@@ -88,14 +88,14 @@ class EvaRows:
         self.starts = [start + fold * self.window for start, fold in zip(self.starts, block.settle)]
 
     def keep_last(self, fed: int, kept: NewTokens) -> None:
-        """Leaves the first `kept.counts[r]` of the last `fed` tokens in row r."""
+        """Leave the first `kept.counts[r]` of the last `fed` tokens in row r."""
         mirror = self._mirror
         self.crop([fed - count for count in kept.counts])
         if mirror is not None and len(set(self.lengths)) > 1:
             self._mirror = mirror[0] + (kept.on_device - fed), mirror[1]
 
     def crop(self, removed: list[int]) -> None:
-        """Rolls back `removed[r]` tokens of row r.
+        """Roll back `removed[r]` tokens of row r.
 
         Raises:
             ValueError: A negative count, more tokens than the row has, or tokens whose raw keys were folded away.
@@ -113,7 +113,7 @@ class EvaRows:
         self.settled = list(self.lengths)
 
     def select(self, indices: list[int]) -> None:
-        """Makes row `indices[r]` the new row r."""
+        """Make row `indices[r]` the new row r."""
         for name in ("lengths", "starts", "gaps", "settled"):
             setattr(self, name, [getattr(self, name)[index] for index in indices])
         self._mirror = None
@@ -137,7 +137,7 @@ class EvaCacheLayer(CacheLayerMixin):
         self.rows = rows
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocates empty buffers of the dtype and on the device of the first states."""
+        """Allocate empty buffers of the dtype and on the device of the first states."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = key_states[:, :, :0].detach(), value_states[:, :, :0].detach()
         self.is_initialized = True
@@ -145,7 +145,7 @@ class EvaCacheLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, block: EvaBlock, summarise: Summarise
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Folds what the block allows, writes its keys and values [R, H, M, d] and returns all that it may read."""
+        """Fold what the block allows, writes its keys and values [R, H, M, d] and returns all that it may read."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.keys.is_inference() and not torch.is_inference_mode_enabled():  # it could not be written to in place
@@ -160,7 +160,7 @@ class EvaCacheLayer(CacheLayerMixin):
         return self.keys[:, :, : block.used], self.values[:, :, : block.used]
 
     def raw(self, block: EvaBlock, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Raw slots 0 .. total - 1 of every row, [R, H, total, d]; slots never written hold zeros or old values."""
+        """Return raw slots 0 .. total - 1 of every row, [R, H, total, d]; slots never written hold zeros or old values."""
         self._reserve(max(block.summaries) + total)
         if block.is_uniform:
             start = block.summaries[0]
@@ -169,7 +169,7 @@ class EvaCacheLayer(CacheLayerMixin):
         return self.keys.gather(2, slots), self.values.gather(2, slots)
 
     def settle(self, block: EvaBlock, summarise: Summarise) -> None:
-        """Folds the windows that a long forward leaves behind, and gives their memory back."""
+        """Fold the windows that a long forward leaves behind, and gives their memory back."""
         if not any(block.settle):
             return
         raw = [offset + block.length for offset in block.offsets]
@@ -179,11 +179,11 @@ class EvaCacheLayer(CacheLayerMixin):
         self.keys, self.values = self.keys[:, :, :needed].clone(), self.values[:, :, :needed].clone()
 
     def get_seq_length(self) -> int:
-        """Columns that the cache stands for: tokens plus padding of the longest row."""
+        """Return columns that the cache stands for: tokens plus padding of the longest row."""
         return max((n + gap for n, gap in zip(self.rows.lengths, self.rows.gaps)), default=0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of a plain mask over all columns (EVA builds its own)."""
+        """Return length and offset of a plain mask over all columns (EVA builds its own)."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -191,12 +191,12 @@ class EvaCacheLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        """Drops the buffers."""
+        """Drop the buffers."""
         self.keys = self.values = torch.empty(0)
         self.is_initialized = False
 
     def select(self, indices: torch.Tensor) -> None:
-        """Makes row `indices[r]` of the buffers the new row r."""
+        """Make row `indices[r]` of the buffers the new row r."""
         if self.is_initialized:
             self.keys, self.values = (b.index_select(0, indices.to(b.device)) for b in (self.keys, self.values))
 
@@ -255,7 +255,7 @@ class EvaByteCache(Cache):
         return len(self.rows.lengths) or -1
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
-        """Rolls back the last tokens.
+        """Roll back the last tokens.
 
         Args:
             tokens_to_remove: 0 or a negative int for all rows, or a [B] tensor of such numbers.
@@ -270,11 +270,11 @@ class EvaByteCache(Cache):
         self.rows.crop([-count for count in removed])
 
     def keep_last(self, fed: int, kept: NewTokens) -> None:
-        """Leaves the first `kept.counts[r]` of the last `fed` tokens in row r."""
+        """Leave the first `kept.counts[r]` of the last `fed` tokens in row r."""
         self.rows.keep_last(fed, kept)
 
     def drop_padding(self, mask: torch.Tensor) -> None:
-        """Rolls back what plain decoding fed to rows that had ended: the last tokens that a mask calls padding.
+        """Roll back what plain decoding fed to rows that had ended: the last tokens that a mask calls padding.
 
         Args:
             mask: [B, columns], 0 for padding; its first columns are those of the cache.
@@ -296,20 +296,20 @@ class EvaByteCache(Cache):
             rows.gaps = [gap + extra for gap, extra in zip(rows.gaps, surplus)]
 
     def activate_past_recording(self) -> None:
-        """Keeps raw keys since the last `crop`, up to a window, so that several forwards can be rolled back."""
+        """Keep raw keys since the last `crop`, up to a window, so that several forwards can be rolled back."""
         self.rows.settled, self.rows.record_past = list(self.rows.lengths), True
 
     def reset(self) -> None:
-        """Empties the cache."""
+        """Empty the cache."""
         super().reset()
         self.rows.clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Makes row `beam_idx[r]` the new row r."""
+        """Make row `beam_idx[r]` the new row r."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the rows `indices`, in that order; a boolean mask works too."""
+        """Keep the rows `indices`, in that order; a boolean mask works too."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
         self.rows.select(indices.tolist())
@@ -317,13 +317,13 @@ class EvaByteCache(Cache):
             layer.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats every row `repeats` times."""
+        """Repeat every row `repeats` times."""
         rows = torch.arange(len(self.rows.lengths)).repeat_interleave(repeats)
         self.batch_select_indices(rows)
 
 
 def _write(buffer: torch.Tensor, states: torch.Tensor, block: EvaBlock) -> None:
-    """Writes states [R, H, M, d] behind each row's past, in place."""
+    """Write states [R, H, M, d] behind each row's past, in place."""
     if block.is_uniform:
         start = block.summaries[0] + block.offsets[0]
         buffer[:, :, start : start + block.length] = states

@@ -35,7 +35,7 @@ class EvaDraftLayers(LayerAdapters):
         super().__init__(shells, config.mtp_head)
 
     def bind(self, body: EvaByteModel) -> Callable[..., torch.Tensor]:
-        """The layers as they stand now: `EvaByteModel.continue_from` with them, for a step or a call of `generate`.
+        """Return the layers as they stand now: `EvaByteModel.continue_from` with them, for a step or a call of `generate`.
 
         Raises:
             ValueError: See `LayerAdapters.weights`.
@@ -59,7 +59,7 @@ class DraftLayersMixin:
     distribution_of_features: Callable[[torch.Tensor], WindowDistribution]
 
     def add_draft_layers(self, count: int, rank: int = 8, alpha: float | None = None) -> Any:
-        """Puts draft layers below the head (MtPC's stage 2); they start as the backbone's, which is frozen from now on.
+        """Put draft layers below the head (MtPC's stage 2); they start as the backbone's, which is frozen from now on.
 
         Args:
             count: k, so many of the backbone's last layers; 0 takes them away, and the backbone stays frozen until
@@ -82,7 +82,7 @@ class DraftLayersMixin:
         return self
 
     def _layers(self, old: MTPHeadConfig) -> EvaDraftLayers | None:
-        """The draft layers that the config asks for: those that are there, where nothing about them changes."""
+        """Return the draft layers that the config asks for: those that are there, where nothing about them changes."""
         if not self.config.mtp_head.draft_layers:
             return None
         if self.draft_layers is not None and old.draft_options() == self.config.mtp_head.draft_options():
@@ -103,7 +103,7 @@ class DraftLayersMixin:
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What the distribution of every position is made from, [B, L, D]: the last states, or those of the draft
+        """Return what the distribution of every position is made from, [B, L, D]: the last states, or those of the draft
         layers.
 
         Args:
@@ -125,7 +125,7 @@ class DraftLayersMixin:
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> WindowDistribution:
-        """Distributions of the next `window` tokens behind every position of a text: runs the backbone.
+        """Return distributions of the next `window` tokens behind every position of a text: runs the backbone.
 
         Args:
             input_ids: [B, L] int64.
@@ -141,7 +141,7 @@ class DraftLayersMixin:
 
 
 def with_layer(layer: int, wanted: bool | int | list[int] | None) -> bool | list[int]:
-    """What is asked of the backbone's states, and one of them besides."""
+    """Return what is asked of the backbone's states, and one of them besides."""
     if wanted is True:
         return True
     return [layer, *([] if wanted is None or wanted is False else [wanted] if isinstance(wanted, int) else wanted)]

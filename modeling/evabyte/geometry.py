@@ -48,17 +48,17 @@ class EvaBlock:
 
     @cached_property
     def is_fresh(self) -> bool:
-        """Whether no row has a past, so that the block attends to nothing but itself."""
+        """Return whether no row has a past, so that the block attends to nothing but itself."""
         return not any(self.offsets) and not any(self.summaries)
 
     @property
     def is_long(self) -> bool:
-        """Whether attention runs window by window rather than over one dense mask."""
+        """Return whether attention runs window by window rather than over one dense mask."""
         return self.length > self.window
 
     @cached_property
     def is_uniform(self) -> bool:
-        """Whether all rows have the same geometry, so that slices do for gathers."""
+        """Return whether all rows have the same geometry, so that slices do for gathers."""
         return len(set(self.offsets)) == 1 and len(set(self.summaries)) == 1
 
     @cached_property
@@ -99,11 +99,11 @@ class EvaBlock:
         return self.count_from(1, 1, self.length)
 
     def positions(self) -> torch.Tensor:
-        """True positions of the new tokens, [R, M] or [1, M]."""
+        """Return true positions of the new tokens, [R, M] or [1, M]."""
         return self.count_from(self.chunk, 1, self.length)
 
     def place(self, states: torch.Tensor, total: int) -> torch.Tensor:
-        """Puts per-token states [R, H, M, d] at their raw slots: [R, H, total, d], zero elsewhere."""
+        """Put per-token states [R, H, M, d] at their raw slots: [R, H, total, d], zero elsewhere."""
         placed = states.new_zeros(*states.shape[:2], total, states.shape[3])
         if self.is_uniform:
             placed[:, :, self.offsets[0] : self.offsets[0] + self.length] = states
@@ -111,14 +111,14 @@ class EvaBlock:
         return placed.scatter(2, self._slots()[:, None, :, None].expand_as(states), states)
 
     def take(self, placed: torch.Tensor) -> torch.Tensor:
-        """The inverse of `place`, for outputs [R, total, ...]: [R, M, ...]."""
+        """Return the inverse of `place`, for outputs [R, total, ...]: [R, M, ...]."""
         if self.is_uniform:
             return placed[:, self.offsets[0] : self.offsets[0] + self.length]
         slots = self._slots()[:, :, None, None].expand(-1, -1, *placed.shape[2:])
         return placed.gather(1, slots)
 
     def with_mask(self, dtype: torch.dtype, explicit: bool) -> EvaBlock:
-        """Builds the mask; `explicit` asks for one even where `is_causal` would do (eager attention)."""
+        """Build the mask; `explicit` asks for one even where `is_causal` would do (eager attention)."""
         if self.is_long:
             self.mask = _additive(self._visible_by_window(), dtype)
         elif (explicit or not self.is_fresh) and (self.length > 1 or not self.is_uniform or self.provisional):
@@ -129,7 +129,7 @@ class EvaBlock:
         return self.count_from(0, 1, self.length)
 
     def _visible(self) -> torch.Tensor:
-        """[R or 1, M, used + provisional summaries], True where a query may look."""
+        """Return [R or 1, M, used + provisional summaries], True where a query may look."""
         query = self._slots()[:, :, None]
         key = self.count_from(-1, 0, self.used)[:, None, :]
         if not self.provisional:
@@ -140,7 +140,7 @@ class EvaBlock:
         return torch.cat([(key < 0) | same_window, earlier], dim=-1)
 
     def _visible_by_window(self) -> torch.Tensor:
-        """[R * windows, 1, W, cached + new summaries + W], the window-by-window form of the same rule."""
+        """Return [R * windows, 1, W, cached + new summaries + W], the window-by-window form of the same rule."""
         per_window = self.window // self.chunk
         windows = torch.arange(self.provisional + 1, device=self.device)
         past = self.count_from(-1, 0, max(self.summaries)) < 0
@@ -172,7 +172,7 @@ class Rows:
 
     @classmethod
     def from_mask(cls, mask: torch.Tensor) -> Rows:
-        """One row per sequence of `mask` [B, L] (True: a real token, wherever the padding stands)."""
+        """Return one row per sequence of `mask` [B, L] (True: a real token, wherever the padding stands)."""
         batch, length = mask.shape
         order = (~mask).long().argsort(dim=1, stable=True)
         first = torch.arange(batch, device=mask.device)[:, None] * length
@@ -180,7 +180,7 @@ class Rows:
 
     @classmethod
     def from_documents(cls, mask: torch.Tensor, position_ids: torch.Tensor) -> Rows:
-        """One row per packed document: a document starts where `position_ids` [B, L] is 0, and with every sequence."""
+        """Return one row per packed document: a document starts where `position_ids` [B, L] is 0, and with every sequence."""
         batch, length = mask.shape
         starts = mask & ((position_ids.expand(batch, length) == 0) | (mask.cumsum(1) == 1))
         real = mask.flatten().nonzero()[:, 0]
@@ -197,9 +197,9 @@ class Rows:
         return cls(source=source, target=target.view(batch, length), counts=counts)
 
     def gather(self, batch: torch.Tensor) -> torch.Tensor:
-        """[B, L, ...] to [R, M, ...]."""
+        """Map [B, L, ...] to [R, M, ...]."""
         return batch.flatten(0, 1)[self.source]
 
     def restore(self, rows: torch.Tensor) -> torch.Tensor:
-        """[R, M, ...] to [B, L, ...]; padding columns hold arbitrary finite values."""
+        """Map [R, M, ...] to [B, L, ...]; padding columns hold arbitrary finite values."""
         return rows.flatten(0, 1)[self.target]

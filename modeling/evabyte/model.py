@@ -61,7 +61,7 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
-        """Loads a directory or a Hub repository.
+        """Load a directory or a Hub repository.
 
         `mtp_head={...}` asks for another head than the stored one: a smaller window of FF heads uses the first, a
         larger one appends new ones, and a circuit starts from stored FF heads (`set_head`).
@@ -112,7 +112,7 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         return self.lm_head if self.mtp_head is None else self.mtp_head
 
     def set_head(self, **options: Any) -> None:
-        """Chooses another head; what it needs beyond the FF heads is made from them.
+        """Choose another head; what it needs beyond the FF heads is made from them.
 
         FF heads are appended (drawn like fresh weights) where the window asks for more; a circuit starts with every
         state of position i equal to FF head i, so that its distribution is that of the FF heads, and with random sum
@@ -154,7 +154,7 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         return build_head(config, self.config.hidden_size, self.config.vocab_size)
 
     def backbone_parts(self) -> BackboneParts:
-        """The next-byte head and the embedding, as heads borrow them: without a gradient for either."""
+        """Return the next-byte head and the embedding, as heads borrow them: without a gradient for either."""
         return BackboneParts(
             unembed=lambda states: frozen(self.lm_head, states.to(self.lm_head.weight.dtype), 1)[..., 0, :],
             embed=lambda tokens: frozen(self.model.embed_tokens, tokens),
@@ -162,7 +162,7 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         )
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resizes embeddings and all heads; every head keeps its own rows.
+        """Resize embeddings and all heads; every head keeps its own rows.
 
         Raises:
             ValueError: A head that cannot follow; nothing is changed.
@@ -174,14 +174,14 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
     def _get_resized_lm_head(
         self, old_lm_head: FFHead, new_num_tokens: int | None = None, mean_resizing: bool = True, **kwargs: Any
     ) -> FFHead:
-        """What transformers asks for beside new embeddings: heads whose new rows are means, or drawn."""
+        """Return what transformers asks for beside new embeddings: heads whose new rows are means, or drawn."""
         for head in (old_lm_head, self.mtp_head):
             if head is not None and new_num_tokens is not None:
                 head.resize(new_num_tokens, None if mean_resizing else self.config.initializer_range)
         return old_lm_head
 
     def train_only(self, part: str) -> None:
-        """Chooses what is trained: `"all"`, or `"drafter"` (also `"heads"`) with backbone and next-byte head frozen.
+        """Choose what is trained: `"all"`, or `"drafter"` (also `"heads"`) with backbone and next-byte head frozen.
 
         FF heads share a tensor with the next-byte head; its rows get no gradient, and `MTPTrainer` no weight decay.
 
@@ -197,15 +197,15 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         self.lm_head.target_frozen = part != "all" and self.mtp_head is None
 
     def distribution_of_features(self, features: torch.Tensor) -> WindowDistribution:
-        """Distribution of the next `window` tokens given `features` [..., D]."""
+        """Return distribution of the next `window` tokens given `features` [..., D]."""
         return window_distribution(self.head, self.config.mtp_head, features, self.backbone_parts())
 
     def distribution_after(self, features: torch.Tensor, last: torch.Tensor, length: int) -> WindowDistribution:
-        """Distribution of the next `length` tokens given `features` [..., F] and the token [...] behind them."""
+        """Return distribution of the next `length` tokens given `features` [..., F] and the token [...] behind them."""
         return distribution_after(self.head, self.config.mtp_head, features, last, length, self.backbone_parts())
 
     def window_distribution(self, hidden_states: torch.Tensor) -> WindowDistribution:
-        """Distribution of the next `window` tokens given last hidden states [..., D].
+        """Return distribution of the next `window` tokens given last hidden states [..., D].
 
         Raises:
             ValueError: A model with draft layers, whose distribution reads other states; use `features` and
@@ -230,7 +230,7 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Any,
     ) -> MTPOutput:
-        """Next-byte logits and, with labels, the discounted loss over all depths of the window.
+        """Return next-byte logits and, with labels, the discounted loss over all depths of the window.
 
         Args:
             input_ids: [B, L] int64.
@@ -290,7 +290,7 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         counts: torch.Tensor | int | None,
         balance: torch.Tensor | None,
     ) -> dict[str, torch.Tensor | None]:
-        """Loss of the head and its means; a circuit that trains with its backbone adds the next-byte head's own."""
+        """Return loss of the head and its means; a circuit that trains with its backbone adds the next-byte head's own."""
         tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
         parts, config = self.backbone_parts(), self.config.mtp_head
         found = head_loss(
@@ -305,14 +305,14 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         return shown | dict(loss=found.loss + own, head_losses=found.means, backbone_loss=mean[0])
 
     def _loss_scale(self, like: torch.Tensor) -> torch.Tensor:
-        """What the depths are multiplied with besides their weights, [n]; depth 1 of FF heads is the next-byte head."""
+        """Return what the depths are multiplied with besides their weights, [n]; depth 1 of FF heads is the next-byte head."""
         scale = torch.full((self.window,), float(self.mtp_loss_weight), device=like.device)
         if self.mtp_head is None:
             scale[0] = 1.0
         return scale
 
     def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """The loss of the head on data of which only sums per depth are known.
+        """Return the loss of the head on data of which only sums per depth are known.
 
         Args:
             sums: [n], summed terms in nats.
@@ -325,7 +325,7 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         return (sums * scale * depth_weights(self.config.mtp_head, counts.to(sums))).sum()
 
     def start(self, options: DraftOptions) -> HeadSession:
-        """Drafts of the head, for one call of `generate`."""
+        """Return drafts of the head, for one call of `generate`."""
         if self.draft_layers is None:
             return HeadSession(self.distribution_after, options)
         run, layer = self.draft_layers.bind(self.model), self.hidden_layers[0]

@@ -10,7 +10,7 @@ from ...configuration.fields import field
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Refuses a model by its configuration.
+    """Refuse a model by its configuration.
 
     Raises:
         ValueError: Sliding windows, or layers of other kinds than full attention.
@@ -26,7 +26,7 @@ def check_config(config: PreTrainedConfig) -> None:
 
 
 def check_logits(config: PreTrainedConfig) -> None:
-    """Refuses a model whose logits are not its head's own.
+    """Refuse a model whose logits are not its head's own.
 
     Raises:
         ValueError: Logits that are scaled or capped.
@@ -37,7 +37,7 @@ def check_logits(config: PreTrainedConfig) -> None:
 
 
 def check_model(backbone: PreTrainedModel) -> None:
-    """Refuses a model by what it is.
+    """Refuse a model by what it is.
 
     Raises:
         ValueError: A recurrent state, positions that cannot be chosen, attention without dense masks.
@@ -53,7 +53,7 @@ def check_model(backbone: PreTrainedModel) -> None:
 
 
 def check_attention(config: PreTrainedConfig, rows: str) -> None:
-    """Refuses an implementation of attention that takes no masks of any shape.
+    """Refuse an implementation of attention that takes no masks of any shape.
 
     Args:
         config: Of the model.

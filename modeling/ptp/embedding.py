@@ -62,7 +62,7 @@ class UniformEmbedding(nn.Module):
     def forward(
         self, uniforms: torch.Tensor, states: torch.Tensor | None = None, gaps: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Embeds the slots of a batch.
+        """Embed the slots of a batch.
 
         Args:
             uniforms: [B, A], which stay float32 until they are features; `GREEDY` asks for the most likely token.
@@ -84,7 +84,7 @@ class UniformEmbedding(nn.Module):
 
 
 def slot_parts(config: PTPConfig, hidden_size: int) -> dict[str, nn.Module | None]:
-    """New modules by the names of `SLOT_PARTS`; None where a variant has none."""
+    """Return new modules by the names of `SLOT_PARTS`; None where a variant has none."""
     return {
         "uniform_embedding": UniformEmbedding(config, hidden_size) if config.reads_uniforms else None,
         "mask_embedding": None if config.reads_uniforms else nn.Embedding(config.num_slots, hidden_size),
@@ -109,7 +109,7 @@ class Sampler(nn.Sequential):
         super().__init__(*(layer for block in blocks for layer in block))
 
     def forward(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """What the unembedding reads.
+        """Return what the unembedding reads.
 
         Args:
             states: [..., d] of the slots, after the final norm.

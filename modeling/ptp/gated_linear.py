@@ -23,7 +23,7 @@ class GatedLinear(Linear):
     siblings: Siblings | None = None
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """[..., in] to [..., out]."""
+        """Map [..., in] to [..., out]."""
         result, gate = self.base_layer(x), current_gate()
         return result if gate is None else with_adapter(self, gate, x, result)
 
@@ -41,7 +41,7 @@ class GatedLinear(Linear):
             self.siblings.forget()
 
     def update_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Makes the adapter, once.
+        """Make the adapter, once.
 
         Raises:
             ValueError: Another adapter, which could not be told from this one.

@@ -34,12 +34,12 @@ class Gate:
     shared: tuple[torch.Tensor, Any, Any] | None = None
 
     def found(self, x: torch.Tensor, owner: Any) -> Any:
-        """What `owner` computed of x, if that was the last; None otherwise."""
+        """Return what `owner` computed of x, if that was the last; None otherwise."""
         shared = self.shared
         return shared[2] if shared is not None and shared[0] is x and shared[1] is owner else None
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """A view of x, [B, Q, d] or [B Q, d], with an axis of rows: [B, Q, d].
+        """Return a view of x, [B, Q, d] or [B Q, d], with an axis of rows: [B, Q, d].
 
         Raises:
             ValueError: A layer that sees only some rows (those that were routed to an expert, say).
@@ -55,13 +55,13 @@ _OF_THREAD = threading.local()  # no ContextVar: torch.compile cannot read one
 
 
 def current_gate() -> Gate | None:
-    """The gate of the forward that is running in this thread; None where it is closed."""
+    """Return the gate of the forward that is running in this thread; None where it is closed."""
     return getattr(_OF_THREAD, "gate", None)
 
 
 @contextmanager
 def opened(gate: Gate | None) -> Iterator[None]:
-    """Opens a gate, or closes it (None), for the layers that are called inside."""
+    """Open a gate, or closes it (None), for the layers that are called inside."""
     before = current_gate()
     _OF_THREAD.gate = gate
     try:
@@ -83,7 +83,7 @@ class KeepsGate:
         self.checkpoint = checkpoint
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls `function` under the gate that is open now, and again under it."""
+        """Call `function` under the gate that is open now, and again under it."""
         gate = current_gate()
 
         def gated(*inputs: Any) -> Any:
@@ -94,7 +94,7 @@ class KeepsGate:
 
 
 def keep_gates(model: nn.Module) -> None:
-    """Lets all checkpointing layers of a model find their gates again; done once."""
+    """Let all checkpointing layers of a model find their gates again; done once."""
     for module in model.modules():
         own = vars(module)
         function = own.get("_gradient_checkpointing_func")
@@ -120,11 +120,11 @@ class Siblings:
         self._packed: tuple[tuple, list[torch.Tensor], torch.Tensor, list[torch.Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles pack their own."""
+        """Copy and pickles pack their own."""
         return {"layers": self.layers, "_packed": None}
 
     def low(self, layer: Any, gate: Gate, x: torch.Tensor) -> torch.Tensor:
-        """A x of one adapter on auxiliary rows, with gradients.
+        """Return a x of one adapter on auxiliary rows, with gradients.
 
         Args:
             layer: Whose; the first computes those of all, if the others are called with the same tensor.
@@ -147,7 +147,7 @@ class Siblings:
         return parts[self.layers.index(layer)]
 
     def add(self, layer: Any, gate: Gate, x: torch.Tensor, result: torch.Tensor) -> bool:
-        """Adds s B A x to the auxiliary rows of `result` in place, without gradients and in few kernels.
+        """Add s B A x to the auxiliary rows of `result` in place, without gradients and in few kernels.
 
         Returns:
             Whether it could: weights that are offloaded, or whose changes nobody counts, are not packed.
@@ -172,12 +172,12 @@ class Siblings:
         return True
 
     def together(self) -> torch.Tensor:
-        """The A's of all, [n r, in], with gradients."""
+        """Return the A's of all, [n r, in], with gradients."""
         downs = [layer.lora_A[ADAPTER].weight for layer in self.layers]
         return downs[0] if len(downs) == 1 else torch.cat(downs)
 
     def packed(self, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
-        """What decoding multiplies by: the A's of all [n r, in], and each s B, transposed: [r, out].
+        """Return what decoding multiplies by: the A's of all [n r, in], and each s B, transposed: [r, out].
 
         NewTokens until a weight changes; `forget` where that does not show (weights that are set through `.data`). None
         where weights are offloaded, or their changes not counted.
@@ -196,7 +196,7 @@ class Siblings:
         return down, ups
 
     def forget(self) -> None:
-        """Packs anew in the next call."""
+        """Pack anew in the next call."""
         self._packed = None
 
     @property
@@ -207,7 +207,7 @@ class Siblings:
 
 
 def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | None = None) -> None:
-    """Gives every linear layer of a model a gated adapter of float32 (float64 for layers of float64).
+    """Give every linear layer of a model a gated adapter of float32 (float64 for layers of float64).
 
     Args:
         model: Changed in place: its linear layers get peft's `lora_A`, `lora_B` and `base_layer`.
@@ -239,7 +239,7 @@ def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | No
 
 
 def _join(parent: nn.Module, kind: type) -> None:
-    """Tells the adapted layers of one module which of them read the same input."""
+    """Tell the adapted layers of one module which of them read the same input."""
     layers = {name: layer for name, layer in parent.named_children() if isinstance(layer, kind)}
     for names in _TOGETHER:
         found = [layers[name] for name in names if name in layers]

@@ -13,7 +13,7 @@ from .embedding import GREEDY
 
 
 def packed_mask(documents: torch.Tensor, starts: torch.Tensor, slots: int) -> torch.Tensor:
-    """What tokens and auxiliary rows see when every sequence carries several completions.
+    """Return what tokens and auxiliary rows see when every sequence carries several completions.
 
     Tokens see the tokens of their document up to themselves. Slot k of a completion that starts at column s sees the
     tokens of the same document before s, and the slots 0..k of its own completion.
@@ -35,21 +35,21 @@ def packed_mask(documents: torch.Tensor, starts: torch.Tensor, slots: int) -> to
 
 
 def token_mask(documents: torch.Tensor) -> torch.Tensor:
-    """What tokens see: those of their document up to themselves, [B, 1, T, T] bool."""
+    """Return what tokens see: those of their document up to themselves, [B, 1, T, T] bool."""
     order = torch.arange(documents.shape[1], device=documents.device)
     same = (documents[:, :, None] == documents[:, None]) & (documents[:, None] > 0)
     return ((order[:, None] >= order) & same)[:, None]
 
 
 def context_mask(documents: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """The columns that completions continue: those of the same document before each start, [B, C, T] bool."""
+    """Return the columns that completions continue: those of the same document before each start, [B, C, T] bool."""
     order = torch.arange(documents.shape[1], device=documents.device)
     own = documents.gather(1, starts)[..., None]
     return (order < starts[..., None]) & (documents[:, None] == own) & (own > 0)
 
 
 def stepwise_mask(documents: torch.Tensor, starts: torch.Tensor, step: int) -> torch.Tensor:
-    """What slot `step` of every completion sees behind a cache of [tokens | slot 0 of all | slot 1 of all | ...].
+    """Return what slot `step` of every completion sees behind a cache of [tokens | slot 0 of all | slot 1 of all | ...].
 
     Args:
         documents: [B, T] int64.
@@ -65,7 +65,7 @@ def stepwise_mask(documents: torch.Tensor, starts: torch.Tensor, step: int) -> t
 
 
 def token_positions(documents: torch.Tensor) -> torch.Tensor:
-    """The place of every token in its document, [B, T] int64; 0 for padding."""
+    """Return the place of every token in its document, [B, T] int64; 0 for padding."""
     return (token_mask(documents)[:, 0].sum(-1) - 1).clamp(min=0)
 
 
@@ -76,7 +76,7 @@ def packed_positions(
     offset: int | torch.Tensor,
     own: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Positions that go with `packed_mask`.
+    """Return positions that go with `packed_mask`.
 
     Args:
         documents: [B, T] int64.
@@ -97,7 +97,7 @@ def packed_positions(
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A bool mask as the finite sum that attention adds: rows that see nothing stay finite."""
+    """Return a bool mask as the finite sum that attention adds: rows that see nothing stay finite."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
@@ -112,7 +112,7 @@ def check_positions(config: PTPConfig, position_ids: torch.Tensor) -> None:
 
 
 def has_slots(config: PTPConfig, uniforms: torch.Tensor | None, masks: torch.Tensor | None) -> bool:
-    """Whether rows stand behind the tokens; refuses those of another variant."""
+    """Return whether rows stand behind the tokens; refuses those of another variant."""
     name, given, other = ("uniforms", uniforms, masks) if config.reads_uniforms else ("masks", masks, uniforms)
     if other is not None:
         raise ValueError(f"variant={config.variant!r}: slots are given as {name}=, and nothing else")
@@ -120,7 +120,7 @@ def has_slots(config: PTPConfig, uniforms: torch.Tensor | None, masks: torch.Ten
 
 
 def check_uniforms(uniforms: torch.Tensor, may_be_greedy: bool) -> None:
-    """Refuses numbers outside [0, 1), and dtypes of few bits."""
+    """Refuse numbers outside [0, 1), and dtypes of few bits."""
     if not uniforms.is_floating_point() or uniforms.dtype in (torch.float16, torch.bfloat16):
         raise ValueError(f"uniforms have dtype {uniforms.dtype}; give float32 or float64, fewer bits say too little")
     if uniforms.device.type != "cpu":
@@ -132,7 +132,7 @@ def check_uniforms(uniforms: torch.Tensor, may_be_greedy: bool) -> None:
 
 
 def check_masks(masks: torch.Tensor, count: int) -> None:
-    """Refuses masks that there are not."""
+    """Refuse masks that there are not."""
     if masks.device.type != "cpu" or not masks.numel():
         return
     low, high = int(masks.min()), int(masks.max())

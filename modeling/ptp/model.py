@@ -85,7 +85,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
-        """Loads a model as `PreTrainedModel.from_pretrained` does, and nothing but what the checkpoint was trained as.
+        """Load a model as `PreTrainedModel.from_pretrained` does, and nothing but what the checkpoint was trained as.
 
         Raises:
             ValueError: A directory of another architecture, another embedding of uniforms than the checkpoint has,
@@ -108,7 +108,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
     def from_backbone(
         cls, model_or_path: PreTrainedModel | str | PathLike, variant: str = "one_hot", **options: Any
     ) -> PTPForCausalLM:
-        """Adds gated adapters and an embedding of uniforms (or masks) to a model; they alone are trained.
+        """Add gated adapters and an embedding of uniforms (or masks) to a model; they alone are trained.
 
         The given model stays as it is: `backbone` is a copy of it that shares its tensors, so that only training the
         backbone (`train_only("all")`) would show in it. Adapters of peft that it carries are merged into the copy.
@@ -141,7 +141,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
 
     @classmethod
     def from_official(cls, folder: str | PathLike) -> PTPForCausalLM:
-        """Reads a directory of the public PTP code: `config.json` and its weights (`.npz`, or pickles read safely).
+        """Read a directory of the public PTP code: `config.json` and its weights (`.npz`, or pickles read safely).
 
         Raises:
             ValueError: An embedding of uniforms that this library does not have, or missing tensors.
@@ -157,7 +157,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         return model.eval()
 
     def train_only(self, part: str) -> None:
-        """Chooses what is trained: `"all"`, or `"drafter"` (also `"student"`): adapters, and what makes slots.
+        """Choose what is trained: `"all"`, or `"drafter"` (also `"student"`): adapters, and what makes slots.
 
         Raises:
             ValueError: An unknown part.
@@ -170,12 +170,12 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
             module.requires_grad_(True)
 
     def slot_parts(self) -> list[nn.Module]:
-        """What makes slots, beside the adapters: the embedding of uniforms; or masks, and their sampler head."""
+        """Return what makes slots, beside the adapters: the embedding of uniforms; or masks, and their sampler head."""
         parts = (self.uniform_embedding, self.mask_embedding, self.sampler)
         return [part for part in parts if part is not None]
 
     def slot_distribution(self, states: torch.Tensor, before: torch.Tensor) -> WindowDistribution:
-        """The distribution of the tokens that a group of slots predicts.
+        """Return the distribution of the tokens that a group of slots predicts.
 
         Args:
             states: [..., L, D] of the slots, after the final norm.
@@ -195,20 +195,20 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
 
     @property
     def trains_backbone(self) -> bool:
-        """Whether anything but the student's own parts is trained."""
+        """Return whether anything but the student's own parts is trained."""
         parameters = self.backbone.named_parameters()
         return any(parameter.requires_grad for name, parameter in parameters if f".{ADAPTER}." not in name)
 
     def get_input_embeddings(self) -> nn.Module:
-        """The backbone's."""
+        """Return the backbone's."""
         return self.backbone.get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module:
-        """The backbone's head."""
+        """Return the backbone's head."""
         return cast(nn.Module, self.backbone.get_output_embeddings())
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resizes the backbone's embeddings and its head; uniforms know no vocabulary."""
+        """Resize the backbone's embeddings and its head; uniforms know no vocabulary."""
         embeddings = self.backbone.resize_token_embeddings(*args, **kwargs)
         self.config.backbone_config.vocab_size = self.backbone.config.vocab_size
         return embeddings
@@ -232,7 +232,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         masks: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> PTPOutput:
-        """Logits of the tokens (the backbone's own) and of the auxiliary rows behind them.
+        """Return logits of the tokens (the backbone's own) and of the auxiliary rows behind them.
 
         Args:
             input_ids: [B, T] int64.
@@ -305,7 +305,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         states: torch.Tensor | None,
         gaps: torch.Tensor | None,
     ) -> torch.Tensor:
-        """What auxiliary rows read, [B or 1, A, D]."""
+        """Return what auxiliary rows read, [B or 1, A, D]."""
         if masks is not None and self.mask_embedding is not None:
             check_masks(masks, self.config.num_slots)
             return self.mask_embedding(masks)
@@ -325,7 +325,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         shift_labels: torch.Tensor | None,
         num_items_in_batch: torch.Tensor | int | None,
     ) -> torch.Tensor | None:
-        """The backbone's own loss, from logits of all tokens."""
+        """Return the backbone's own loss, from logits of all tokens."""
         if labels is None and shift_labels is None:
             return None
         given = depth_targets(labels, 1, shift_labels=shift_labels)[..., 0]
@@ -338,7 +338,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
     def prepare_inputs_for_generation(
         self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """The backbone's; transformers looks for the word `inputs_embeds` in its signature."""
+        """Return the backbone's; transformers looks for the word `inputs_embeds` in its signature."""
         return self.backbone.prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
 
     def _positions(
@@ -358,7 +358,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
 
 
 def _recommended(options: dict[str, Any]) -> dict[str, Any]:
-    """What a new student has where nothing is said; an alpha goes with its rank."""
+    """Return what a new student has where nothing is said; an alpha goes with its rank."""
     chosen = _RECOMMENDED | options
     if options["variant"] != "mask":
         chosen = _OF_UNIFORMS | {"greedy": options.get("informative", True)} | chosen
@@ -370,7 +370,7 @@ def _recommended(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_mask(mask: torch.Tensor | None, embeds: torch.Tensor) -> torch.Tensor | None:
-    """A finished mask as the sum that attention adds; other masks as they are."""
+    """Return a finished mask as the sum that attention adds; other masks as they are."""
     if mask is None or mask.dim() != 4:
         return mask
     return mask.to(embeds.dtype) if mask.is_floating_point() else additive_mask(mask.bool(), embeds.dtype)

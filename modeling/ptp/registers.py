@@ -72,11 +72,11 @@ class RegisterModel(PreTrainedModel):
         """Ignored."""
 
     def get_input_embeddings(self) -> nn.Module:
-        """The backbone's."""
+        """Return the backbone's."""
         return self.backbone.get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module:
-        """The backbone's."""
+        """Return the backbone's."""
         return cast(nn.Module, self.backbone.get_output_embeddings())
 
     def forward(
@@ -87,7 +87,7 @@ class RegisterModel(PreTrainedModel):
         starts: torch.Tensor,
         offsets: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits of tokens and of the registers behind them.
+        """Return logits of tokens and of the registers behind them.
 
         Args:
             input_ids: [B, T] int64.
@@ -117,7 +117,7 @@ class RegisterModel(PreTrainedModel):
         state_dict: dict[str, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Writes the plain model and, beside it, the register; `state_dict` holds tensors that had to be gathered."""
+        """Write the plain model and, beside it, the register; `state_dict` holds tensors that had to be gathered."""
         state = self.state_dict() if state_dict is None else state_dict
         own = below(state, "backbone.")
         self.backbone.save_pretrained(save_directory, is_main_process=is_main_process, state_dict=own, **kwargs)
@@ -125,7 +125,7 @@ class RegisterModel(PreTrainedModel):
             save_file({"register": state["register"].detach().cpu()}, Path(save_directory) / REGISTER)
 
     def load_checkpoint(self, folder: str | PathLike) -> None:
-        """Takes over what `save_pretrained` wrote, into this very model.
+        """Take over what `save_pretrained` wrote, into this very model.
 
         Raises:
             ValueError: A directory of another model.

@@ -66,7 +66,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
 
     @classmethod
     def from_backbone(cls, backbone: PreTrainedModel, variant: str = "one_hot", **options: Any) -> PTPStudent:
-        """A new student for `backbone`, attached.
+        """Return a new student for `backbone`, attached.
 
         Args:
             backbone: A causal language model of transformers; of a PeftModel, the model within.
@@ -77,7 +77,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
 
     @classmethod
     def from_model(cls, model: PTPForCausalLM) -> PTPStudent:
-        """The student of a whole model: its parts are those of the model, and it is attached to nothing."""
+        """Return the student of a whole model: its parts are those of the model, and it is attached to nothing."""
         config = PTPStudentConfig(
             backbone_config=_copy(model.config.backbone_config),
             base_model_name_or_path=model.backbone.config.name_or_path or None,
@@ -106,7 +106,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         return self._models[1]
 
     def runner(self, backbone: PreTrainedModel) -> PTPForCausalLM:
-        """What runs forwards with slots in them: on tokens it is the backbone."""
+        """Return what runs forwards with slots in them: on tokens it is the backbone."""
         return self.whole
 
     def slot_distribution(self, states: torch.Tensor, before: torch.Tensor) -> WindowDistribution:
@@ -129,7 +129,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         return {}
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuses a backbone that the student was not made for.
+        """Refuse a backbone that the student was not made for.
 
         Raises:
             ValueError: Another kind of model, or another size.
@@ -152,13 +152,13 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
                 )
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
-        """Follows the backbone's device; its own parts have float32 at least, whatever the backbone's dtype."""
+        """Follow the backbone's device; its own parts have float32 at least, whatever the backbone's dtype."""
         self.to(device=backbone.device, dtype=torch.promote_types(backbone.dtype, torch.float32))
         adopt_special_ids(self.config, backbone)
         self._models = [_marks_of(backbone), self._joined(backbone)]
 
     def on_detach(self) -> None:
-        """Lets go of the model around the backbone's tensors."""
+        """Let go of the model around the backbone's tensors."""
         self._models = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -187,7 +187,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         raise ValueError("a PTPStudent has no embeddings of tokens: resize the backbone's, and make a new student")
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle holds: everything but the backbone and what was made of it."""
+        """Return what a copy or a pickle holds: everything but the backbone and what was made of it."""
         return super().__getstate__() | {"_models": []}
 
     @torch.no_grad()
@@ -203,7 +203,7 @@ class _Up(nn.ModuleDict):
 
 
 def _adapters_like(backbone: nn.Module) -> nn.Module:
-    """New A's and B's under the names of the adapted layers of a model."""
+    """Return new A's and B's under the names of the adapted layers of a model."""
     root = nn.Module()
     for name, layer in _layers(backbone):
         place = root
@@ -226,17 +226,17 @@ def _sizes(layer: nn.Module | None) -> tuple[int, int] | None:
 
 
 def _copy(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A configuration of its own, which another model may change."""
+    """Return a configuration of its own, which another model may change."""
     return type(config).from_dict(config.to_dict())
 
 
 def _layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """Names and modules with gated adapters."""
+    """Return names and modules with gated adapters."""
     return [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
 
 
 def _marks_of(backbone: PreTrainedModel) -> tuple[Any, ...]:
-    """What changes when the tensors of a backbone are replaced: moved, cast, resized, adapted."""
+    """Return what changes when the tensors of a backbone are replaced: moved, cast, resized, adapted."""
     backbone = unwrap(backbone)
     tensors = tuple((p.data_ptr(), p.dtype) for name, p in backbone.named_parameters() if "lora_" not in name)
     return tensors, backbone.config._attn_implementation, adapter_marks(backbone)

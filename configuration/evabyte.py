@@ -1,4 +1,4 @@
-"""What an EvaByte model is: the official fields, and the head that predicts its next bytes. Knows no torch."""
+"""Configuration of EvaByte models: the official fields, and the head that predicts the next bytes. Imports no torch."""
 
 # no `from __future__ import annotations`: @strict checks field types only where annotations are real types
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from .heads import MTPHeadConfig
 class EvaByteConfig(PreTrainedConfig):
     """Configuration of a byte-level EvaByte model and of its multi-token head.
 
-    Official `config.json` files load unchanged and unknown fields are kept. `return_dict: false`, which the Hub's
+    Official `config.json` files load unchanged and unknown fields are preserved. `return_dict: false`, which the Hub's
     files carry, is ignored. The fields that the official code stores and never reads are stored here too.
 
     Args:
@@ -119,7 +119,7 @@ class EvaByteConfig(PreTrainedConfig):
         if self.mtp_head.family.apart_only:
             owned = ", ".join(name for name, family in HEAD_FAMILIES.items() if not family.apart_only)
             raise ValueError(
-                f"mtp_head.head_type={self.mtp_head.head_type!r} is for heads apart from their backbone (MTPHeads); "
+                f"mtp_head.head_type={self.mtp_head.head_type!r} is for attached heads (MTPHeads); "
                 f"EvaByte's own head can be one of {owned}"
             )
         if self.mtp_head.family.rows_of_lm_head and self.mtp_head.leaf != "full":
@@ -133,7 +133,7 @@ class EvaByteConfig(PreTrainedConfig):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Add `rope_theta` and `rope_scaling` beside `rope_parameters`, where the official code looks for them."""
+        """Add `rope_theta` and `rope_scaling` to `rope_parameters`, where the official code reads them."""
         output = super().to_dict()
         output["mtp_head"] = self.mtp_head.options()
         rope = dict(output.get("rope_parameters") or {})

@@ -35,15 +35,15 @@ def field(config: PreTrainedConfig | None, name: str) -> Any:
 
 
 def learned_positions(config: PreTrainedConfig | None) -> int | None:
-    """Return size of a backbone's table of positions; None where positions are computed, and go on."""
+    """Return the size of a backbone's table of positions; None where positions are computed and have no limit."""
     return None if field(config, "rope_parameters") is not None else field(config, "max_position_embeddings")
 
 
 def rotary_border(config: PreTrainedConfig | None) -> tuple[str, int] | None:
-    """Return the rope type of a backbone whose rotary frequencies depend on how long the text is, and up to which length not.
+    """Return the rope type of a backbone whose rotary frequencies depend on the length, and the length up to which not.
 
     Two of transformers' types take them from the longest position of a forward: `"dynamic"` and `"longrope"` (Phi-3).
-    None: positions have the same frequencies in every text.
+    None: positions have the same frequencies at every length.
     """
     rope = field(config, "rope_parameters") or {}
     layers = [rope, *(part for part in rope.values() if isinstance(part, dict))]

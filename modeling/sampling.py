@@ -24,22 +24,22 @@ def draw(weights: torch.Tensor, generator: torch.Generator | None = None) -> tor
 
 
 def draw_checked(weights: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `draw` returns, and a number [...] that is NaN where a weight is."""
+    """Return the tokens of `draw`, and a number [...] that is NaN where a weight is."""
     return (picked if weights.device.type == "cpu" else raced)(weights, generator)
 
 
 def picked(weights: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`draw_checked` by one uniform for each token; the number is the sum of the weights."""
+    """Return `draw_checked` by one uniform per draw; the number is the sum of the weights."""
     cumulative = weights.cumsum(-1, dtype=torch.float64).contiguous()
     total = cumulative[..., -1:]
-    places = torch.rand(total.shape, dtype=torch.float64, device=weights.device, generator=generator).mul_(total)
-    # no sum exceeds a place where all weights are 0, or NaN
-    tokens = torch.searchsorted(cumulative, places, right=True).clamp_max_(weights.shape[-1] - 1)
+    thresholds = torch.rand(total.shape, dtype=torch.float64, device=weights.device, generator=generator).mul_(total)
+    # no sum exceeds its threshold where all weights are 0, or NaN
+    tokens = torch.searchsorted(cumulative, thresholds, right=True).clamp_max_(weights.shape[-1] - 1)
     return tokens[..., 0], total[..., 0]
 
 
 def raced(weights: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`draw_checked` by a race of all tokens; the number is the winner's speed."""
+    """Return `draw_checked` by a race of all tokens; the number is the winner's speed."""
     best = _speeds(weights, generator).max(-1)
     return best.indices, best.values
 
@@ -59,7 +59,7 @@ def race_order(weights: torch.Tensor, count: int, generator: torch.Generator | N
 
 
 def pick(u: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """Return inverse-CDF picks: the first token with positive probability whose cumulative probability exceeds u.
+    """Return the inverse-CDF picks: the first token with positive probability whose cumulative probability exceeds u.
 
     Args:
         u: [...] in [0, 1).
@@ -90,7 +90,7 @@ def interval(token: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def _speeds(weights: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """w / E with E ~ Exp(1), by which the tokens of a race arrive."""
+    """Return w / E with E ~ Exp(1), the order in which the tokens of a race arrive."""
     arrival = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device).exponential_(generator=generator)
     # an exponential can round to 0, and 0 / 0 would win the race
     return weights / arrival.clamp_min_(torch.finfo(weights.dtype).tiny)
@@ -135,7 +135,7 @@ def stream_uniforms(streams: torch.Tensor, start: int, count: int, purpose: int 
         streams: [B, 2] int64: a seed of 64 bits, and the number (of 32 bits) of one of its streams.
         start: First position.
         count: Positions.
-        purpose: Streams of different purposes have nothing to do with each other.
+        purpose: Streams of different purposes are independent.
 
     Returns:
         [B, count] float32 in [0, 1), multiples of 2^-24, on the device of `streams`.

@@ -62,7 +62,7 @@ def place_between(low: torch.Tensor, high: torch.Tensor, z: torch.Tensor) -> tup
 
 
 def beta_shares(like: torch.Tensor, concentration: float, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Return shares z ~ Beta(b, b) of intervals: b < 1 favours their borders, 1 is uniform.
+    """Return the shares z ~ Beta(b, b) of intervals: b < 1 favours their borders, 1 is uniform.
 
     Args:
         like: [...], of which shape and device are taken.
@@ -82,15 +82,15 @@ def beta_shares(like: torch.Tensor, concentration: float, generator: torch.Gener
 def place_beta(
     token: torch.Tensor, probs: torch.Tensor, concentration: float, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`place` at `beta_shares`."""
+    """Return `place` at `beta_shares`."""
     return place(token, probs, beta_shares(token, concentration, generator))
 
 
 def uniform_features(u: torch.Tensor, kind: str, dim: int) -> torch.Tensor:
-    """Return features of uniforms, as networks read them.
+    """Return the features of uniforms, as networks read them.
 
     Args:
-        u: [...] in [0, 1], float32 (float64 where more digits are asked for).
+        u: [...] in [0, 1], float32 (float64 for more digits).
         kind: `"bits"`: the 32 bits of u as a float32, most significant first (PTP paper, Eq. 14); `"arithmetic"`:
             1{frac(u 2^(i-1)) < 1/2} for i = 1..dim, the complements of its binary digits; `"threshold"`:
             1{u <= i / dim}; `"scalar"`: u itself; `"interpolate"`: weights of three anchors at 0, 1/2 and 1.
@@ -121,7 +121,7 @@ def uniform_features(u: torch.Tensor, kind: str, dim: int) -> torch.Tensor:
 
 
 def best_of(teacher_positions: torch.Tensor, num_correct: torch.Tensor) -> torch.Tensor:
-    """Return which of M uniform vectors to keep: the one whose picks lie nearest the centres of the target's intervals.
+    """Return the index of the best of M uniform vectors: its picks lie nearest the centres of the target's intervals.
 
     The score is sum_k |v_k - 1/2| over positions v_k of u_k in the interval of the *target's* pick, and the least wins
     (the paper's Eq. 18 has the sign reversed). v is independent of what is picked, so choosing by it changes no
@@ -129,7 +129,7 @@ def best_of(teacher_positions: torch.Tensor, num_correct: torch.Tensor) -> torch
 
     Args:
         teacher_positions: [..., M, N] in [0, 1].
-        num_correct: [..., M] correct drafts; kept for ties, where more are better.
+        num_correct: [..., M] correct drafts; breaks ties, where more are better.
 
     Returns:
         [...] int64 index into M.

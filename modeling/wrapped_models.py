@@ -1,4 +1,4 @@
-"""Models of transformers as they come: compiled, sharded, checkpointing, hooked, with adapters of peft."""
+"""Models that are compiled, sharded (FSDP2), checkpointing or adapted by peft: unwrapping, copies, merging."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ def checkpoints_activations(model: nn.Module) -> bool:
 
 @contextmanager
 def caches_kept(model: nn.Module) -> Iterator[None]:
-    """Without gradients, no layer inside `model` checkpoints; with gradients, nothing changes."""
+    """Pause activation checkpointing inside `model` where there are no gradients.
+
+    Layers of transformers drop their cache while they checkpoint, whether or not there will be a backward pass: a model
+    that is left in train mode would decode every token without its past.
+    """
     idle = model.training and not torch.is_grad_enabled()
     attributes = [vars(module) for module in model.modules()] if idle else []
     paused = [own for own in attributes if own.get("gradient_checkpointing")]
@@ -62,14 +66,19 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def gather(modules: Iterable[nn.Module]) -> None:
-    """Make the parameters of units whole; they are sharded again in backward."""
+    """Gather the parameters of FSDP2 units; they are sharded again in backward."""
     for module in modules:
         if isinstance(module, FSDPModule):
             module.unshard()
 
 
 def call(module: nn.Module, *args: Any) -> Any:
-    """`module(*args)`, of a unit without what its hooks would do."""
+    """Return `module(*args)`; of an FSDP2 unit without its hooks.
+
+    A loss in chunks goes backward through the unembedding while the model's forward is still running. The hooks of such
+    a unit would take that for the end of its own backward, give its weight back and leave the gradient that comes later
+    unreduced. So the unit is gathered first, and then its `forward` is called, which has no hooks.
+    """
     if not is_unit(module):
         return module(*args)
     gather([module])
@@ -77,7 +86,7 @@ def call(module: nn.Module, *args: Any) -> Any:
 
 
 def call_frozen(unit: nn.Module, *args: Any) -> torch.Tensor:
-    """`call` of a unit, through which gradients reach the arguments but no parameter."""
+    """Return `call` of a unit; gradients reach the arguments but no parameter."""
     gather([unit])
     learning = [parameter for parameter in unit.parameters() if parameter.requires_grad]
     for parameter in learning:
@@ -90,14 +99,14 @@ def call_frozen(unit: nn.Module, *args: Any) -> torch.Tensor:
 
 
 def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTrainedModel:
-    """Return a copy of a model in which every tensor lies where the original's does.
+    """Return a copy of a model that shares all tensors with the original.
 
     Modules, configurations and parameters are the copy's own, so that layers may be replaced, options set and
     parameters frozen or moved; only numbers written into a tensor (by training it, say) show in both.
 
     Args:
         model: The original.
-        ignore_adapters: Copy a model with adapters of peft, too (`merging.merged_copy` takes them off).
+        ignore_adapters: Copy a model with adapters of peft, too (`merged_copy` removes them).
 
     Raises:
         ValueError: A model that peft has wrapped, or whose weights are offloaded: new parts are made from its tensors.
@@ -118,9 +127,9 @@ def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTr
 
 
 def drop_collectors(model: nn.Module) -> None:
-    """Take off the local functions that transformers leaves on a model's layers, which no pickle takes.
+    """Remove the local functions that transformers leaves on a model's layers, which cannot be pickled.
 
-    They collect hidden states, and are put there again by the next call that asks for some.
+    They collect hidden states, and are added again by the next call that requests some.
     """
     for module in model.modules():
         hooks = module._forward_hooks
@@ -130,10 +139,10 @@ def drop_collectors(model: nn.Module) -> None:
 
 
 class PicklableMixin(nn.Module):
-    """A model around one of transformers, on whose layers transformers leaves what no pickle takes."""
+    """A model around one of transformers that can be pickled after hidden states were collected."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes, after those functions are taken off."""
+        """Return all attributes, after those functions are removed."""
         drop_collectors(self)
         return vars(self)
 
@@ -154,8 +163,8 @@ def adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
 def merged_copy(model: Any) -> PreTrainedModel:
     """Return a copy that computes what a model with its active adapters does, without adapters.
 
-    It shares all tensors with the model but those that adapters change. The model is not touched: neither its weights
-    nor its names.
+    It shares all tensors with the model but those that adapters change. The model is unchanged: its weights
+    and its names.
 
     Args:
         model: A model of transformers, with adapters in it or not, or a PeftModel; they may be compiled.
@@ -180,7 +189,7 @@ def merged_copy(model: Any) -> PreTrainedModel:
 
 
 def adapter_marks(model: nn.Module) -> tuple[Any, ...]:
-    """Return what changes when the adapters of a model are trained, switched, merged or taken away."""
+    """Return marks that change when the adapters of a model are trained, switched, merged or removed."""
     return tuple(
         (tuple(layer.active_adapters), layer.disable_adapters, layer.merged)
         + tuple((p.data_ptr(), p._version) for name, p in layer.named_parameters() if "base_layer" not in name)
@@ -215,7 +224,7 @@ def _check_layers(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _merged(layer: Any) -> nn.Module:
-    """Return the base layer with the active adapters in its weights, which are its own then."""
+    """Return the base layer with the active adapters merged into copies of its weights."""
     base = layer.get_base_layer()
     if layer.disable_adapters or layer.merged:
         return base

@@ -54,7 +54,13 @@ _MODULES = {
 """Whole modules, for tests that replace a name in them."""
 
 _NAMES = {
-    "tokenahead.configuration.transformers_names": ("CORE", "TRAINER", "check_names", "missing_names"),
+    "tokenahead.configuration.transformers_names": (
+        "CORE",
+        "TESTED_VERSIONS",
+        "TRAINER",
+        "check_names",
+        "missing_names",
+    ),
     "tokenahead.configuration.head_families": ("HEAD_FAMILIES",),
     "tokenahead.configuration.heads": ("HEAD_TYPES",),
     "tokenahead.configuration.mtp_families": (

@@ -1,6 +1,6 @@
 """EVA attention: the open window byte by byte, earlier windows as one learned summary per chunk (EvaByte).
 
-Knows the geometry only through `EvaBlock` and the past only through `EvaCacheLayer`.
+The geometry comes from `EvaBlock`, and the past from `EvaCacheLayer`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class EvaAttention(nn.Module):
             hidden_states: [R, M, D], every row starting in column 0.
             rotary: cos and sin, [R or 1, M, d].
             block: Geometry of this forward.
-            cache: This layer's cache, which is updated; None for a forward that keeps nothing.
+            cache: This layer's cache, which is updated; None for a forward without one.
 
         Returns:
             [R, M, D].
@@ -89,7 +89,7 @@ class EvaAttention(nn.Module):
         return output
 
     def summarise(self, keys: torch.Tensor, values: torch.Tensor) -> States:
-        """Return chunk summaries of rotated keys and values [..., H, T, d], T a multiple of the chunk: [..., H, T / C, d]."""
+        """Return summaries [..., H, T / C, d] of rotated keys and values [..., H, T, d]; C divides T."""
         keys, values = (x.unflatten(-2, (-1, self.chunk_size)) for x in (keys, values))
         mu, phi = self.adaptive_mu_k[0], self.adaptive_phi[0]
         key_logits = (keys * mu).sum(-1).float()
@@ -100,7 +100,7 @@ class EvaAttention(nn.Module):
     def _attend_block(
         self, query: torch.Tensor, memory: States, block: EvaBlock, cache: EvaCacheLayer | None
     ) -> torch.Tensor:
-        """Return dense attention over [cached summaries | raw tokens | provisional summaries]."""
+        """Return the output of dense attention over [cached summaries | raw tokens | provisional summaries]."""
         keys, values = memory
         if cache is not None and block.provisional:
             more_keys, more_values = self.summarise(*cache.raw(block, block.provisional * block.window))
@@ -110,7 +110,7 @@ class EvaAttention(nn.Module):
     def _attend_windows(
         self, query: torch.Tensor, memory: States, block: EvaBlock, cache: EvaCacheLayer | None
     ) -> torch.Tensor:
-        """Return window by window: each attends to itself and to summaries, so that no L x L scores are made."""
+        """Attend window by window, each to itself and to summaries, so that no L x L scores are made."""
         count, window = block.provisional + 1, block.window
         if cache is None or block.is_fresh:
             raw = tuple(block.place(states, count * window) for states in memory)
@@ -133,7 +133,7 @@ class EvaAttention(nn.Module):
 
 
 def _per_window(past: torch.Tensor, new: torch.Tensor, raw: torch.Tensor, count: int) -> torch.Tensor:
-    """Return keys (or values) of every window: [R * windows, H, cached + new summaries + W, d]."""
+    """Return the keys (or values) of every window: [R * windows, H, cached + new summaries + W, d]."""
     summaries = torch.cat([past, new], dim=2)[:, None].expand(-1, count, -1, -1, -1)
     windows = raw.unflatten(2, (count, -1)).transpose(1, 2)
     return torch.cat([summaries, windows], dim=3).flatten(0, 1)

@@ -1,7 +1,7 @@
 """EvaByte, native: a byte-level decoder with EVA attention and several next-byte heads (EvaByte, 2025).
 
-Parameter names and shapes are the official ones. How drafts are made and verified is not known here: `EvaByteForMTPC`
-mixes that in.
+Parameter names and shapes are the official ones. `EvaByteForMTPC` adds how
+drafts are made and verified.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class EvaByteDecoderLayer(GradientCheckpointingLayer):
 
 
 class EvaBytePreTrainedModel(PreTrainedModel):
-    """What EvaByte models share: config class, initialisation, what the library may do with them."""
+    """Config class, initialisation and capabilities of all EvaByte models."""
 
     config: EvaByteConfig
     config_class = EvaByteConfig
@@ -148,7 +148,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
             output_hidden_states: True for all layers, or the indices to return (-1: after the final norm).
 
         Returns:
-            `last_hidden_state` [B, L, D] after the final norm, the cache and the hidden states asked for.
+            `last_hidden_state` [B, L, D] after the final norm, the cache and the requested hidden states.
 
         Raises:
             ValueError: Neither or both of `input_ids` and `inputs_embeds`, or a cache of another kind.
@@ -168,11 +168,11 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         position_ids: torch.Tensor | None = None,
         cache: EvaByteCache | None = None,
     ) -> torch.Tensor:
-        """Return last hidden states [B, L, D], after the final norm, of other `layers` on their input `hidden` [B, L, D].
+        """Return the last hidden states [B, L, D], after the final norm, of other `layers` on `hidden` [B, L, D].
 
         Args:
-            hidden: What the first of the layers reads.
-            layers: Called as the backbone's own are.
+            hidden: Input of the first of the layers.
+            layers: Called like the backbone's own.
             attention_mask: See `forward`.
             position_ids: See `forward`.
             cache: Keys and values of these layers alone; extended.
@@ -227,7 +227,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
 
 
 class _Keep:
-    """Collects the hidden states that were asked for, back in the batch's columns."""
+    """Collects the requested hidden states, back in the batch's columns."""
 
     def __init__(self, config: EvaByteConfig, wanted: bool | int | list[int] | None, rows: Rows | None) -> None:
         wanted = config.output_hidden_states if wanted is None else wanted

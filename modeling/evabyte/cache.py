@@ -2,7 +2,7 @@
 
 A row of a layer's buffer is laid out as [summaries | raw tokens], the raw part starting with the first token of a
 window, so that attention reads one slice. Windows are summarised ("folded") lazily, by the next forward: until then a
-rollback is a change of length. The cache does not know how summaries are computed; the attention layer passes that in.
+rollback is a change of length. The attention layer passes in how summaries are computed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class EvaRows:
     """Per-row lengths of a cache, shared by its layers; plain integers, so that no layer waits for the device.
 
     While rows differ, lengths and starts are mirrored on the device and follow what forwards and rollbacks do there, so
-    that a cycle of decoding copies nothing but the counts that it keeps.
+    that a cycle of decoding copies only the counts of its new tokens.
 
     Attributes:
         lengths: True tokens per row.
         starts: Position of each row's first raw token, a multiple of the window.
-        gaps: Columns fed that held no token (padding), per row.
+        gaps: Columns of padding, per row.
         settled: Tokens per row that no later `crop` will remove, while past recording is on.
     """
 
@@ -45,7 +45,7 @@ class EvaRows:
         self._mirror: States | None = None
 
     def _on_device(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return offsets and summaries [R] of the next block."""
+        """Return the offsets and summaries [R] of the next block."""
         if self._mirror is None:
             both = torch.tensor([self.lengths, self.starts], device=device)
             self._mirror = both[0], both[1]
@@ -88,7 +88,7 @@ class EvaRows:
         self.starts = [start + fold * self.window for start, fold in zip(self.starts, block.settle)]
 
     def keep_last(self, fed: int, kept: NewTokens) -> None:
-        """Leave the first `kept.counts[r]` of the last `fed` tokens in row r."""
+        """Keep the first `kept.counts[r]` of the last `fed` tokens of row r."""
         mirror = self._mirror
         self.crop([fed - count for count in kept.counts])
         if mirror is not None and len(set(self.lengths)) > 1:
@@ -145,7 +145,7 @@ class EvaCacheLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, block: EvaBlock, summarise: Summarise
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fold what the block allows, writes its keys and values [R, H, M, d] and returns all that it may read."""
+        """Fold what the block allows, write its keys and values [R, H, M, d], and return all that it may read."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.keys.is_inference() and not torch.is_inference_mode_enabled():  # it could not be written to in place
@@ -160,7 +160,7 @@ class EvaCacheLayer(CacheLayerMixin):
         return self.keys[:, :, : block.used], self.values[:, :, : block.used]
 
     def raw(self, block: EvaBlock, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return raw slots 0 .. total - 1 of every row, [R, H, total, d]; slots never written hold zeros or old values."""
+        """Return raw slots 0 .. total - 1 of every row, [R, H, total, d]; unwritten ones hold zeros or old values."""
         self._reserve(max(block.summaries) + total)
         if block.is_uniform:
             start = block.summaries[0]
@@ -169,7 +169,7 @@ class EvaCacheLayer(CacheLayerMixin):
         return self.keys.gather(2, slots), self.values.gather(2, slots)
 
     def settle(self, block: EvaBlock, summarise: Summarise) -> None:
-        """Fold the windows that a long forward leaves behind, and gives their memory back."""
+        """Fold the windows before the last one of a long forward, and free their memory."""
         if not any(block.settle):
             return
         raw = [offset + block.length for offset in block.offsets]
@@ -179,15 +179,15 @@ class EvaCacheLayer(CacheLayerMixin):
         self.keys, self.values = self.keys[:, :, :needed].clone(), self.values[:, :, :needed].clone()
 
     def get_seq_length(self) -> int:
-        """Return columns that the cache stands for: tokens plus padding of the longest row."""
+        """Return the number of columns in the cache: tokens plus padding of the longest row."""
         return max((n + gap for n, gap in zip(self.rows.lengths, self.rows.gaps)), default=0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length and offset of a plain mask over all columns (EVA builds its own)."""
+        """Return the length and offset of a plain mask over all columns (EVA builds its own)."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: the cache grows with the text."""
+        """Return -1: the cache grows with the sequence."""
         return -1
 
     def reset(self) -> None:
@@ -225,7 +225,7 @@ class EvaByteCache(Cache):
     """Cache of an EvaByte model: per row the open window raw, earlier windows as one summary per chunk.
 
     Rows may have different lengths. `crop` rolls back any number of tokens of the last forward (of its last window,
-    where it was longer); `activate_past_recording` keeps tokens that were fed since the last `crop`, up to a window.
+    where it was longer); `activate_past_recording` keeps tokens added since the last `crop`, up to a window.
 
     Memory: with W the window and C the chunk, at most 2 W raw tokens plus the block, and one summary per C tokens.
 
@@ -270,17 +270,17 @@ class EvaByteCache(Cache):
         self.rows.crop([-count for count in removed])
 
     def keep_last(self, fed: int, kept: NewTokens) -> None:
-        """Leave the first `kept.counts[r]` of the last `fed` tokens in row r."""
+        """Keep the first `kept.counts[r]` of the last `fed` tokens of row r."""
         self.rows.keep_last(fed, kept)
 
     def drop_padding(self, mask: torch.Tensor) -> None:
-        """Roll back what plain decoding fed to rows that had ended: the last tokens that a mask calls padding.
+        """Roll back the tokens that plain decoding added to finished rows, which the mask marks as padding.
 
         Args:
             mask: [B, columns], 0 for padding; its first columns are those of the cache.
 
         Raises:
-            ValueError: Padding whose raw keys were folded away.
+            ValueError: Padding whose raw keys were summarised.
         """
         rows = self.rows
         real = mask[:, : self.get_seq_length()].sum(1).tolist()
@@ -323,7 +323,7 @@ class EvaByteCache(Cache):
 
 
 def _write(buffer: torch.Tensor, states: torch.Tensor, block: EvaBlock) -> None:
-    """Write states [R, H, M, d] behind each row's past, in place."""
+    """Write states [R, H, M, d] after each row's past, in place."""
     if block.is_uniform:
         start = block.summaries[0] + block.offsets[0]
         buffer[:, :, start : start + block.length] = states

@@ -35,7 +35,7 @@ class EvaDraftLayers(LayerAdapters):
         super().__init__(shells, config.mtp_head)
 
     def bind(self, body: EvaByteModel) -> Callable[..., torch.Tensor]:
-        """Return the layers as they stand now: `EvaByteModel.continue_from` with them, for a step or a call of `generate`.
+        """Return `EvaByteModel.continue_from` with the current weights, for a step or a call of `generate`.
 
         Raises:
             ValueError: See `LayerAdapters.weights`.
@@ -45,7 +45,7 @@ class EvaDraftLayers(LayerAdapters):
 
 
 class DraftLayersMixin:
-    """What `EvaByteForMTPC` has to do with draft layers.
+    """The draft layers of `EvaByteForMTPC`.
 
     Attributes:
         draft_layers: None where there are none.
@@ -59,11 +59,11 @@ class DraftLayersMixin:
     distribution_of_features: Callable[[torch.Tensor], WindowDistribution]
 
     def add_draft_layers(self, count: int, rank: int = 8, alpha: float | None = None) -> Any:
-        """Put draft layers below the head (MtPC's stage 2); they start as the backbone's, which is frozen from now on.
+        """Put draft layers below the head (MtPC's stage 2); they start as the backbone's, which is frozen.
 
         Args:
-            count: k, so many of the backbone's last layers; 0 takes them away, and the backbone stays frozen until
-                `train_only` says otherwise.
+            count: k, so many of the backbone's last layers; 0 removes them, and the backbone remains frozen until
+                `train_only` is called.
             rank: Of their adapters.
             alpha: Scale times rank; None: twice the rank.
 
@@ -82,7 +82,7 @@ class DraftLayersMixin:
         return self
 
     def _layers(self, old: MTPHeadConfig) -> EvaDraftLayers | None:
-        """Return the draft layers that the config asks for: those that are there, where nothing about them changes."""
+        """Return the draft layers of the config: the existing ones where their options are unchanged."""
         if not self.config.mtp_head.draft_layers:
             return None
         if self.draft_layers is not None and old.draft_options() == self.config.mtp_head.draft_options():
@@ -94,7 +94,7 @@ class DraftLayersMixin:
 
     @property
     def hidden_layers(self) -> list[int]:
-        """The states that the head, or its draft layers, read, as `output_hidden_states` counts them, and the last."""
+        """Indices, as in `output_hidden_states`, of what the head (or draft layers) reads, and of the last."""
         return [-1] if self.draft_layers is None else [-1 - self.config.mtp_head.draft_layers, -1]
 
     def features(
@@ -103,8 +103,7 @@ class DraftLayersMixin:
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return what the distribution of every position is made from, [B, L, D]: the last states, or those of the draft
-        layers.
+        """Return the states [B, L, D] that distributions read: the last ones, or those of the draft layers.
 
         Args:
             hidden_states: The backbone's, of which `hidden_layers` are read.
@@ -125,7 +124,7 @@ class DraftLayersMixin:
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> WindowDistribution:
-        """Return distributions of the next `window` tokens behind every position of a text: runs the backbone.
+        """Run the backbone and return the distributions of the next `window` tokens after every position.
 
         Args:
             input_ids: [B, L] int64.
@@ -141,7 +140,7 @@ class DraftLayersMixin:
 
 
 def with_layer(layer: int, wanted: bool | int | list[int] | None) -> bool | list[int]:
-    """Return what is asked of the backbone's states, and one of them besides."""
+    """Return the requested hidden states of the backbone, with those of `layer` added."""
     if wanted is True:
         return True
     return [layer, *([] if wanted is None or wanted is False else [wanted] if isinstance(wanted, int) else wanted)]

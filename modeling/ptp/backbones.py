@@ -1,4 +1,4 @@
-"""Which models can carry rows behind their tokens: full attention with dense masks, and positions that are chosen."""
+"""Checks that a model can carry auxiliary rows: full attention with dense masks, and explicit positions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_config(config: PreTrainedConfig) -> None:
 
 
 def check_logits(config: PreTrainedConfig) -> None:
-    """Refuse a model whose logits are not its head's own.
+    """Refuse a model whose logits are not those of its head.
 
     Raises:
         ValueError: Logits that are scaled or capped.
@@ -37,7 +37,7 @@ def check_logits(config: PreTrainedConfig) -> None:
 
 
 def check_model(backbone: PreTrainedModel) -> None:
-    """Refuse a model by what it is.
+    """Refuse a model by its class.
 
     Raises:
         ValueError: A recurrent state, positions that cannot be chosen, attention without dense masks.
@@ -53,11 +53,11 @@ def check_model(backbone: PreTrainedModel) -> None:
 
 
 def check_attention(config: PreTrainedConfig, rows: str) -> None:
-    """Refuse an implementation of attention that takes no masks of any shape.
+    """Refuse an implementation of attention that takes no dense masks.
 
     Args:
         config: Of the model.
-        rows: What needs them, in the user's words.
+        rows: What needs them, for the message.
 
     Raises:
         ValueError: It is neither eager nor sdpa.

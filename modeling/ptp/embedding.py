@@ -1,7 +1,4 @@
-"""What a slot reads: the embedding of its uniform, of the wish for the most likely token, and of the last state.
-
-Or a mask, and which parts of a model make slots.
-"""
+"""Inputs of slots: embeddings of uniforms, of requests for the most likely token and of the last state, or masks."""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ from ...configuration.ptp import PTPConfig
 from ..uniforms import uniform_features
 
 SLOT_PARTS = ("uniform_embedding", "mask_embedding", "sampler")
-"""Names of the modules beside the adapters; each variant has some of them."""
+"""Names of the modules other than the adapters; each variant has some of them."""
 GREEDY = -1.0
-"""In place of a uniform: the slot is asked for the most likely token."""
+"""A value in place of a uniform that requests the most likely token."""
 
 
 class _WideLinear(nn.Linear):
-    """A linear layer that computes in float32 at least: in bfloat16, features would say too little."""
+    """A linear layer that computes in float32 at least: in bfloat16, features would lose their digits."""
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
@@ -26,14 +23,14 @@ class _WideLinear(nn.Linear):
         return nn.functional.linear(features.to(dtype), self.weight.to(dtype), bias).to(self.weight.dtype)
 
 
-class _Wish(nn.Embedding):
-    """The one embedding of the wish for the most likely token.
+class _GreedyEmbedding(nn.Embedding):
+    """The one embedding that requests the most likely token.
 
     Its own forward reads the row: where weights are offloaded, they arrive with the call of the module that has them.
     """
 
     def forward(self, uniforms: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
-        """`embeds` [B, A, H], and the wish in their place where uniforms [B, A] are `GREEDY`."""
+        """Return `embeds` [B, A, H], replaced by the request where uniforms [B, A] are `GREEDY`."""
         return torch.where((uniforms < 0)[..., None], self.weight[0], embeds)
 
 
@@ -55,7 +52,7 @@ class UniformEmbedding(nn.Module):
             self.projection = nn.Sequential(
                 _WideLinear(self.dim, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
             )
-        self.greedy = _Wish(1, hidden_size) if config.greedy else None
+        self.greedy = _GreedyEmbedding(1, hidden_size) if config.greedy else None
         self.state = _WideLinear(hidden_size, hidden_size, bias=False) if config.reads_state else None
         self.gap = nn.Embedding(config.num_slots + 2, hidden_size) if config.reads_state else None
 
@@ -65,9 +62,9 @@ class UniformEmbedding(nn.Module):
         """Embed the slots of a batch.
 
         Args:
-            uniforms: [B, A], which stay float32 until they are features; `GREEDY` asks for the most likely token.
+            uniforms: [B, A], which stay float32 until they are features; `GREEDY` requests the most likely token.
             states: [B, A or 1, H], the last verified hidden states, where the slots read them.
-            gaps: [A] or [B, A] int64, how many tokens stand between the state's own and the slots' completion; 0: the
+            gaps: [A] or [B, A] int64, the number of tokens between the state's own and the slots' completion; 0: the
                 state is not known, and is not read.
 
         Returns:
@@ -109,7 +106,7 @@ class Sampler(nn.Sequential):
         super().__init__(*(layer for block in blocks for layer in block))
 
     def forward(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Return what the unembedding reads.
+        """Return the states that the unembedding reads.
 
         Args:
             states: [..., d] of the slots, after the final norm.

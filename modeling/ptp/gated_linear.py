@@ -1,7 +1,4 @@
-"""peft's adapter of a linear layer, behind a gate. Apart from `gated_lora`, so that peft is imported only where used.
-
-At the top of a module, so that models can be pickled.
-"""
+"""peft's adapter of a linear layer with a gate, apart from `gated_lora`, so that peft is imported only where used."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ class GatedLinear(Linear):
         return result if gate is None else with_adapter(self, gate, x, result)
 
     def train(self, mode: bool = True) -> GatedLinear:
-        """As of any module; what decoding packed is packed anew."""
+        """Set the mode, as of any module; packed weights are made again."""
         self._forget()
         return super().train(mode)
 

@@ -1,4 +1,9 @@
-"""Which rows of a call are auxiliary: known to the call alone, so that calls in several threads do not meet."""
+"""Low-rank adapters that act on auxiliary rows only: W x everywhere, and B (A x) added on those rows.
+
+The rows of ordinary tokens are computed by the untouched base layers alone, so one checkpoint is exactly the base model
+and the student at once. peft makes, initialises and names the adapters, which are float32 at least: in bfloat16 the
+steps of an optimizer would be lost in rounding. Adapters that read the same input (q, k and v; gate and up) share one
+product. A gate says which rows are auxiliary, per call and thread."""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_ROUTED = "auxiliary rows cannot be told apart there, and gated adapters do not fit this backbone"
+_ROUTED = "gated adapters need all rows, and do not fit this backbone"
 
 
 @dataclass
@@ -26,7 +31,7 @@ class Gate:
     Attributes:
         start: Number of ordinary tokens before them.
         length: Rows in all, to find them where a layer sees the rows of all sequences in one axis.
-        shared: What adapters that read the same input computed of it last: that input, whose it is, their products.
+        shared: Last products of adapters that read the same input: that input, their owner, the products.
     """
 
     start: int
@@ -34,7 +39,7 @@ class Gate:
     shared: tuple[torch.Tensor, Any, Any] | None = None
 
     def found(self, x: torch.Tensor, owner: Any) -> Any:
-        """Return what `owner` computed of x, if that was the last; None otherwise."""
+        """Return the products that `owner` computed of x, if they were the last; None otherwise."""
         shared = self.shared
         return shared[2] if shared is not None and shared[0] is x and shared[1] is owner else None
 
@@ -61,7 +66,7 @@ def current_gate() -> Gate | None:
 
 @contextmanager
 def opened(gate: Gate | None) -> Iterator[None]:
-    """Open a gate, or closes it (None), for the layers that are called inside."""
+    """Open a gate, or close it (None), for the layers that are called inside."""
     before = current_gate()
     _OF_THREAD.gate = gate
     try:
@@ -94,7 +99,7 @@ class KeepsGate:
 
 
 def keep_gates(model: nn.Module) -> None:
-    """Let all checkpointing layers of a model find their gates again; done once."""
+    """Let all checkpointing layers of a model find their gates again; idempotent."""
     for module in model.modules():
         own = vars(module)
         function = own.get("_gradient_checkpointing_func")
@@ -120,14 +125,14 @@ class Siblings:
         self._packed: tuple[tuple, list[torch.Tensor], torch.Tensor, list[torch.Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickles pack their own."""
+        """Leave packed weights out of copies and pickles."""
         return {"layers": self.layers, "_packed": None}
 
     def low(self, layer: Any, gate: Gate, x: torch.Tensor) -> torch.Tensor:
-        """Return a x of one adapter on auxiliary rows, with gradients.
+        """Return A x of one adapter on auxiliary rows, with gradients.
 
         Args:
-            layer: Whose; the first computes those of all, if the others are called with the same tensor.
+            layer: One of the adapters; the first computes those of all, if the others are called with the same tensor.
             gate: Of the call.
             x: [B, Q, in] or [B Q, in], as the layer got it.
 
@@ -150,7 +155,7 @@ class Siblings:
         """Add s B A x to the auxiliary rows of `result` in place, without gradients and in few kernels.
 
         Returns:
-            Whether it could: weights that are offloaded, or whose changes nobody counts, are not packed.
+            Whether it could: weights that are offloaded, or whose changes are not counted, are not packed.
         """
         parts, base = gate.found(x, self), gate.rows(result)
         if parts is None:
@@ -177,10 +182,10 @@ class Siblings:
         return downs[0] if len(downs) == 1 else torch.cat(downs)
 
     def packed(self, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
-        """Return what decoding multiplies by: the A's of all [n r, in], and each s B, transposed: [r, out].
+        """Return the factors of decoding: the A's of all [n r, in], and each s B, transposed: [r, out].
 
-        NewTokens until a weight changes; `forget` where that does not show (weights that are set through `.data`). None
-        where weights are offloaded, or their changes not counted.
+        Cached until a weight changes; call `forget` where that does not show (weights that are set through `.data`).
+        None where weights are offloaded, or their changes not counted.
         """
         halves = self.halves
         if any(half.is_meta or half.is_inference() for half in halves):
@@ -261,7 +266,7 @@ def _tell(layers: list[Any]) -> None:
 
 
 def with_adapter(layer: Any, gate: Gate, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """`result` = W x with s B (A x) added on auxiliary rows; the others are passed on as they are."""
+    """Return `result` = W x with s B (A x) added on auxiliary rows; the others are unchanged."""
     siblings, start = layer.siblings, gate.start
     is_learning = torch.is_grad_enabled() or torch.compiler.is_compiling()
     if not is_learning and siblings.add(layer, gate, x, result):

@@ -1,4 +1,4 @@
-"""Dense masks and positions of completions packed behind their sequences. Knows no model.
+"""Masks and positions of completions packed after their sequences, and checks of what a forward is given.
 
 A row of a batch reads [tokens 0..T-1 | completion 0, slots 0..L-1 | completion 1, ...]. `documents` [B, T] says which
 tokens belong together: 0 for padding, else the number of a document, which may be an ordinary attention mask.
@@ -13,7 +13,7 @@ from .embedding import GREEDY
 
 
 def packed_mask(documents: torch.Tensor, starts: torch.Tensor, slots: int) -> torch.Tensor:
-    """Return what tokens and auxiliary rows see when every sequence carries several completions.
+    """Return the visibility between tokens and auxiliary rows, with several completions per sequence.
 
     Tokens see the tokens of their document up to themselves. Slot k of a completion that starts at column s sees the
     tokens of the same document before s, and the slots 0..k of its own completion.
@@ -35,7 +35,7 @@ def packed_mask(documents: torch.Tensor, starts: torch.Tensor, slots: int) -> to
 
 
 def token_mask(documents: torch.Tensor) -> torch.Tensor:
-    """Return what tokens see: those of their document up to themselves, [B, 1, T, T] bool."""
+    """Return the causal mask within documents, [B, 1, T, T] bool."""
     order = torch.arange(documents.shape[1], device=documents.device)
     same = (documents[:, :, None] == documents[:, None]) & (documents[:, None] > 0)
     return ((order[:, None] >= order) & same)[:, None]
@@ -49,7 +49,7 @@ def context_mask(documents: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
 
 
 def stepwise_mask(documents: torch.Tensor, starts: torch.Tensor, step: int) -> torch.Tensor:
-    """Return what slot `step` of every completion sees behind a cache of [tokens | slot 0 of all | slot 1 of all | ...].
+    """Return the mask of slot `step` of all completions, after a cache of [tokens | slots 0 | slots 1 | ...].
 
     Args:
         documents: [B, T] int64.
@@ -65,7 +65,7 @@ def stepwise_mask(documents: torch.Tensor, starts: torch.Tensor, step: int) -> t
 
 
 def token_positions(documents: torch.Tensor) -> torch.Tensor:
-    """Return the place of every token in its document, [B, T] int64; 0 for padding."""
+    """Return the position of every token in its document, [B, T] int64; 0 for padding."""
     return (token_mask(documents)[:, 0].sum(-1) - 1).clamp(min=0)
 
 
@@ -76,16 +76,16 @@ def packed_positions(
     offset: int | torch.Tensor,
     own: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return positions that go with `packed_mask`.
+    """Return the positions that go with `packed_mask`.
 
     Args:
         documents: [B, T] int64.
         starts: [B, C] int64.
         slots: L.
-        offset: Position of slot 0, less that of the token at the start: -1 for one-hot slots, which stand where the
-            backbone would predict their token, and 0 for categorical ones, which stand for the token itself; or one for
+        offset: Position of slot 0, less that of the token at the start: -1 for one-hot slots, at the position where the
+            backbone would predict their token, and 0 for categorical ones, at that of the token itself; or one for
             each sequence, [B, 1, 1].
-        own: [B, T] int64, positions of the tokens; None: their places in their documents.
+        own: [B, T] int64, positions of the tokens; None: those in their documents.
 
     Returns:
         [B, T + C L] int64.
@@ -97,12 +97,12 @@ def packed_positions(
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a bool mask as the finite sum that attention adds: rows that see nothing stay finite."""
+    """Return a bool mask as the finite values that attention adds: rows that see nothing stay finite."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def check_positions(config: PTPConfig, position_ids: torch.Tensor) -> None:
-    """Learned positions end with their table."""
+    """Refuse positions beyond a table of learned ones."""
     limit = config.learned_positions
     if limit is not None and position_ids.numel() and int(position_ids.max()) >= limit:
         raise ValueError(
@@ -112,7 +112,7 @@ def check_positions(config: PTPConfig, position_ids: torch.Tensor) -> None:
 
 
 def has_slots(config: PTPConfig, uniforms: torch.Tensor | None, masks: torch.Tensor | None) -> bool:
-    """Return whether rows stand behind the tokens; refuses those of another variant."""
+    """Return whether a forward has slots; refuse inputs of another variant."""
     name, given, other = ("uniforms", uniforms, masks) if config.reads_uniforms else ("masks", masks, uniforms)
     if other is not None:
         raise ValueError(f"variant={config.variant!r}: slots are given as {name}=, and nothing else")
@@ -122,7 +122,7 @@ def has_slots(config: PTPConfig, uniforms: torch.Tensor | None, masks: torch.Ten
 def check_uniforms(uniforms: torch.Tensor, may_be_greedy: bool) -> None:
     """Refuse numbers outside [0, 1), and dtypes of few bits."""
     if not uniforms.is_floating_point() or uniforms.dtype in (torch.float16, torch.bfloat16):
-        raise ValueError(f"uniforms have dtype {uniforms.dtype}; give float32 or float64, fewer bits say too little")
+        raise ValueError(f"uniforms have dtype {uniforms.dtype}; give float32 or float64, fewer bits are too coarse")
     if uniforms.device.type != "cpu":
         return  # to look at their values the host would wait for an accelerator in every forward
     valid = (uniforms >= 0) & (uniforms < 1)
@@ -132,9 +132,9 @@ def check_uniforms(uniforms: torch.Tensor, may_be_greedy: bool) -> None:
 
 
 def check_masks(masks: torch.Tensor, count: int) -> None:
-    """Refuse masks that there are not."""
+    """Refuse indices of masks that do not exist."""
     if masks.device.type != "cpu" or not masks.numel():
         return
     low, high = int(masks.min()), int(masks.max())
     if not 0 <= low <= high < count:
-        raise ValueError(f"masks lie between {low} and {high}, but there are num_slots={count} of them, from 0 on")
+        raise ValueError(f"masks lie between {low} and {high}, but must be at least 0 and less than num_slots={count}")

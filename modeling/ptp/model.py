@@ -1,4 +1,4 @@
-"""PTPForCausalLM: parallel token prediction, where auxiliary rows made of uniforms predict several tokens at once."""
+"""PTPForCausalLM: parallel token prediction, whose auxiliary rows predict several tokens from uniforms."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _OF_UNIFORMS = {"features": "arithmetic", "projection": "mlp"}
 class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin, PreTrainedModel):
     """A causal language model that also predicts blocks of tokens from uniforms (PTP), or from mask tokens.
 
-    Behind the tokens of a forward may stand auxiliary rows, one uniform (or mask) each. Gated adapters act on them
-    alone: on ordinary tokens the model is the backbone, bit for bit. `variant="one_hot"` (O-PTP): slot k, behind a
+    A forward may have auxiliary rows after its tokens, one per uniform (or mask). Gated adapters act on them
+    alone: on ordinary tokens the model is the backbone, bit for bit. `variant="one_hot"` (O-PTP): slot k, after a
     context of s tokens, reads u_{s+k} and predicts the token that this uniform picks, at position s + k - 1.
     `"categorical"` (C-PTP): slot k reads u_{s+k} in place of token s + k and predicts the distribution of token s + k +
     1, at position s + k. `"mask"` (masked prediction, Samragh et al. 2025): as `"categorical"`, but slot k reads the
@@ -51,7 +51,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
 
     Example:
         >>> model = PTPForCausalLM.from_backbone(base, num_slots=8)
-        >>> out = model.generate(**inputs, do_sample=True, seed=7)  # the same text for the same seed
+        >>> out = model.generate(**inputs, do_sample=True, seed=7)  # the same output for the same seed
     """
 
     config: PTPConfig
@@ -93,9 +93,9 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         """
         asked = {name: kwargs.pop(name) for name in (_EMBEDDING | {"sampler"}) & kwargs.keys()}
         if asked:  # the same shapes would not tell
-            place = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
-            cls.check_model_type(pretrained_model_name_or_path, **place)
-            saved = PTPConfig.from_pretrained(pretrained_model_name_or_path, **place)
+            hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+            cls.check_model_type(pretrained_model_name_or_path, **hub)
+            saved = PTPConfig.from_pretrained(pretrained_model_name_or_path, **hub)
             for name, value in asked.items():
                 if value != getattr(saved, name):
                     raise ValueError(
@@ -110,13 +110,13 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
     ) -> PTPForCausalLM:
         """Add gated adapters and an embedding of uniforms (or masks) to a model; they alone are trained.
 
-        The given model stays as it is: `backbone` is a copy of it that shares its tensors, so that only training the
+        The given model is unchanged: `backbone` is a copy of it that shares its tensors, so that only training the
         backbone (`train_only("all")`) would show in it. Adapters of peft that it carries are merged into the copy.
 
         Args:
             model_or_path: A causal language model of transformers, a PeftModel, or where to load one.
             variant: `"one_hot"`, `"categorical"` or `"mask"`.
-            **options: Further fields of `PTPConfig`. What is left out is what learns fast: `features="arithmetic"`,
+            **options: Further fields of `PTPConfig`. Defaults are what learns fast: `features="arithmetic"`,
                 `projection="mlp"`, `lora_rank=64`, `greedy=True`; `sampling` is by default what the model's generation
                 config sets.
 
@@ -157,7 +157,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         return model.eval()
 
     def train_only(self, part: str) -> None:
-        """Choose what is trained: `"all"`, or `"drafter"` (also `"student"`): adapters, and what makes slots.
+        """Choose what is trained: `"all"`, or `"drafter"` (also `"student"`): adapters and slot embeddings.
 
         Raises:
             ValueError: An unknown part.
@@ -170,7 +170,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
             module.requires_grad_(True)
 
     def slot_parts(self) -> list[nn.Module]:
-        """Return what makes slots, beside the adapters: the embedding of uniforms; or masks, and their sampler head."""
+        """Return the modules other than the adapters: the embedding of uniforms; or masks, and their sampler head."""
         parts = (self.uniform_embedding, self.mask_embedding, self.sampler)
         return [part for part in parts if part is not None]
 
@@ -200,7 +200,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         return any(parameter.requires_grad for name, parameter in parameters if f".{ADAPTER}." not in name)
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the backbone's."""
+        """Return the backbone's embedding."""
         return self.backbone.get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module:
@@ -208,7 +208,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         return cast(nn.Module, self.backbone.get_output_embeddings())
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resize the backbone's embeddings and its head; uniforms know no vocabulary."""
+        """Resize the backbone's embeddings and its head; nothing else depends on the vocabulary."""
         embeddings = self.backbone.resize_token_embeddings(*args, **kwargs)
         self.config.backbone_config.vocab_size = self.backbone.config.vocab_size
         return embeddings
@@ -232,14 +232,14 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         masks: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> PTPOutput:
-        """Return logits of the tokens (the backbone's own) and of the auxiliary rows behind them.
+        """Return logits of the tokens (the backbone's own) and of the auxiliary rows after them.
 
         Args:
             input_ids: [B, T] int64.
             attention_mask: [B, past + T], 0 for padding; or [B, 1, T + A, past + T + A] bool, what each row sees.
             position_ids: [B or 1, T + A]. By default the auxiliary rows follow the last token, as one completion.
             past_key_values: Cache to continue and to extend (with the auxiliary rows, too: crop them).
-            uniforms: [B, A] float32 in [0, 1), one per auxiliary row; `GREEDY` (-1) asks for the most likely token.
+            uniforms: [B, A] float32 in [0, 1), one per auxiliary row; `GREEDY` (-1) requests the most likely token.
             labels: [B, T] for the backbone's own loss (shifted here, -100 ignored).
             use_cache: Return a cache.
             output_hidden_states: True for all layers, or indices of those to return (-1: after the final norm). None:
@@ -248,7 +248,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
             inputs_embeds: [B, T, D], in place of `input_ids`.
             slot_states: [B, A or 1, D], last verified hidden states of the backbone; with `config.reads_state`.
             slot_gaps: [A] or [B, A] int64, see `UniformEmbedding`.
-            read: In place of logits: what to make of the last hidden states [B, T + A, D] and the head. Losses over
+            read: Applied to the last hidden states [B, T + A, D] and the head in place of logits. Losses over
                 large vocabularies are made in pieces there, inside of what distribution wraps around this forward.
             masks: [B or 1, A] int64 in [0, num_slots), the mask that each auxiliary row reads, in place of `uniforms`;
                 with `variant="mask"`.
@@ -259,9 +259,9 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
             `logits` [B, T + A, V]; or `read`, what the function of that name gave.
 
         Raises:
-            ValueError: Both or none of ids and embeddings, uniforms outside [0, 1), masks that there are not, uniforms
-                for masks or the other way round, positions beyond a table of
-                learned ones, labels that are no token ids or without logits of all tokens.
+            ValueError: Both or none of ids and embeddings, uniforms outside [0, 1), masks that do not exist, uniforms
+                for masks or the other way round, positions beyond a table of learned ones, labels that are no token ids
+                or without logits of all tokens.
         """
         loss_options = {name: kwargs.pop(name, None) for name in ("shift_labels", "num_items_in_batch")}
         if (input_ids is None) == (inputs_embeds is None):
@@ -305,7 +305,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         states: torch.Tensor | None,
         gaps: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return what auxiliary rows read, [B or 1, A, D]."""
+        """Return the embeddings of the auxiliary rows, [B or 1, A, D]."""
         if masks is not None and self.mask_embedding is not None:
             check_masks(masks, self.config.num_slots)
             return self.mask_embedding(masks)
@@ -338,7 +338,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
     def prepare_inputs_for_generation(
         self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Return the backbone's; transformers looks for the word `inputs_embeds` in its signature."""
+        """Return the backbone's inputs; transformers looks for `inputs_embeds` in this signature."""
         return self.backbone.prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
 
     def _positions(
@@ -358,7 +358,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
 
 
 def _recommended(options: dict[str, Any]) -> dict[str, Any]:
-    """Return what a new student has where nothing is said; an alpha goes with its rank."""
+    """Return the options of a new student with their defaults; alpha defaults to the rank."""
     chosen = _RECOMMENDED | options
     if options["variant"] != "mask":
         chosen = _OF_UNIFORMS | {"greedy": options.get("informative", True)} | chosen
@@ -370,7 +370,7 @@ def _recommended(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_mask(mask: torch.Tensor | None, embeds: torch.Tensor) -> torch.Tensor | None:
-    """Return a finished mask as the sum that attention adds; other masks as they are."""
+    """Return a 4d mask in the additive form; others unchanged."""
     if mask is None or mask.dim() != 4:
         return mask
     return mask.to(embeds.dtype) if mask.is_floating_point() else additive_mask(mask.bool(), embeds.dtype)

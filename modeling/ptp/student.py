@@ -1,4 +1,4 @@
-"""PTPStudent: what a backbone needs for parallel token prediction, apart from it, in a directory of megabytes."""
+"""PTPStudent: the parts that add parallel token prediction to a backbone, saved without it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _SAME = ("model_type", "hidden_size", "vocab_size", "num_hidden_layers")
 
 
 class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrainedModel):
-    """Gated adapters and an embedding of uniforms, or masks, for a backbone that stays as it is.
+    """Gated adapters and an embedding of uniforms, or masks, for a backbone that is unchanged.
 
-    An attached student passes as `assistant_model`: `backbone.generate(..., assistant_model=student)` writes the
-    backbone's own text, with the options of `ParallelGenerationMixin`. Behind it stands a `PTPForCausalLM` over the
-    backbone's own tensors, `student.whole`, which trainers take: what it learns is the student's.
+    An attached student passes as `assistant_model`: `backbone.generate(..., assistant_model=student)` produces the
+    backbone's own output, with the options of `ParallelGenerationMixin`. `student.whole` is a `PTPForCausalLM` over the
+    backbone's own tensors, which trainers take: what it learns is the student's.
 
     Args:
         config: Configuration, with the backbone's inside.
@@ -77,7 +77,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
 
     @classmethod
     def from_model(cls, model: PTPForCausalLM) -> PTPStudent:
-        """Return the student of a whole model: its parts are those of the model, and it is attached to nothing."""
+        """Return the student of a whole model: it shares the parts of the model, and is not attached."""
         config = PTPStudentConfig(
             backbone_config=_copy(model.config.backbone_config),
             base_model_name_or_path=model.backbone.config.name_or_path or None,
@@ -106,7 +106,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         return self._models[1]
 
     def runner(self, backbone: PreTrainedModel) -> PTPForCausalLM:
-        """Return what runs forwards with slots in them: on tokens it is the backbone."""
+        """Return the model that runs forwards with slots; on tokens it equals the backbone."""
         return self.whole
 
     def slot_distribution(self, states: torch.Tensor, before: torch.Tensor) -> WindowDistribution:
@@ -158,7 +158,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         self._models = [_marks_of(backbone), self._joined(backbone)]
 
     def on_detach(self) -> None:
-        """Let go of the model around the backbone's tensors."""
+        """Drop the model around the backbone's tensors."""
         self._models = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +167,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """The backbone's: trainers align special tokens with it, and `generate` of another model asks for it."""
+        """The backbone's: trainers align special tokens with it, and `generate` of another model reads it."""
         return self.backbone.generation_config
 
     @generation_config.setter
@@ -175,7 +175,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         """Ignored: a student has none of its own."""
 
     def _supports_logits_to_keep(self) -> bool:
-        """Asked by transformers where it would run the student itself."""
+        """Refuse to be run by transformers itself."""
         raise RuntimeError("PTPStudent cannot assist this model: call student.attach(backbone) first")
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> None:
@@ -187,7 +187,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         raise ValueError("a PTPStudent has no embeddings of tokens: resize the backbone's, and make a new student")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle holds: everything but the backbone and what was made of it."""
+        """Return the state of a copy or a pickle, without the backbone and the model made of it."""
         return super().__getstate__() | {"_models": []}
 
     @torch.no_grad()
@@ -206,15 +206,15 @@ def _adapters_like(backbone: nn.Module) -> nn.Module:
     """Return new A's and B's under the names of the adapted layers of a model."""
     root = nn.Module()
     for name, layer in _layers(backbone):
-        place = root
+        parent = root
         for part in name.split("."):
-            if part not in dict(place.named_children()):
-                place.add_module(part, nn.Module())
-            place = place.get_submodule(part)
+            if part not in dict(parent.named_children()):
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
         for kind, made, part in (("lora_A", nn.ModuleDict, layer.lora_A), ("lora_B", _Up, layer.lora_B)):
             weight = part[ADAPTER].weight
             linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-            place.add_module(kind, made({ADAPTER: linear}))
+            parent.add_module(kind, made({ADAPTER: linear}))
     return root
 
 
@@ -226,17 +226,17 @@ def _sizes(layer: nn.Module | None) -> tuple[int, int] | None:
 
 
 def _copy(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a configuration of its own, which another model may change."""
+    """Return a copy of a configuration, which another model may change."""
     return type(config).from_dict(config.to_dict())
 
 
 def _layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return names and modules with gated adapters."""
+    """Return the names and modules of gated adapters."""
     return [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
 
 
 def _marks_of(backbone: PreTrainedModel) -> tuple[Any, ...]:
-    """Return what changes when the tensors of a backbone are replaced: moved, cast, resized, adapted."""
+    """Return marks that change when the tensors of a backbone are moved, cast, resized or adapted."""
     backbone = unwrap(backbone)
     tensors = tuple((p.data_ptr(), p.dtype) for name, p in backbone.named_parameters() if "lora_" not in name)
     return tensors, backbone.config._attn_implementation, adapter_marks(backbone)

@@ -13,7 +13,7 @@ from serving_models import VOCABULARY, backbone, text, train, unsettle, with_mod
 from transformers import PreTrainedModel
 
 from tokenahead import DeepSeekMTP, EagleHead, MTPHeads
-from tokenahead.model_cards.draft_folder import overrides
+from tokenahead.model_cards.drafter_folders import overrides
 from tokenahead.model_cards.export import export
 
 LENGTHS = (2, 5, 9, 17, 33, 64)
@@ -21,7 +21,7 @@ NEW_TOKENS, WINDOW = 48, 4
 PROMPTS = [text(1, length, seed=50 + length)[0].tolist() for length in LENGTHS]
 _NATIVE = {"compilation_config": {"custom_ops": ["none"]}}
 """vLLM 0.32's CPU kernel for interleaved rotary positions is wrong for several heads; its native operator is right."""
-PROPOSER = "tokenahead.generation.vllm_proposer.HeadProposer"
+PROPOSER = "tokenahead.model_cards.vllm_proposer.HeadProposer"
 
 
 @dataclass

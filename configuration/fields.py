@@ -1,4 +1,4 @@
-"""Fields of configurations: which are known, and how far positions go. Imports no torch."""
+"""Fields of configurations: reading those that only some models have, positions, unknown options. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 
+def field(config: PreTrainedConfig | None, name: str, default: Any = None) -> Any:
+    """Return a field of a configuration that not every model has; `default` where it is missing."""
+    return getattr(config, name, default)
+
+
 def check_options(
     given: Iterable[str], config_class: type[PreTrainedConfig], owner: str, without: Iterable[str] = ()
 ) -> None:
-    """Refuse options that a configuration would only store: a misspelt one would silently have no effect.
+    """Refuse unknown options: a configuration would store a misspelt one without any effect.
 
     Args:
         given: Names of the options.
         config_class: The class whose own fields are the options.
-        owner: Who takes them, for the message.
-        without: Fields that the owner fills in itself.
+        owner: Name of the method that takes them, for the message.
+        without: Fields that the method sets itself.
 
     Raises:
         TypeError: An unknown option.
@@ -29,21 +34,18 @@ def check_options(
             raise TypeError(f"{owner} has no option {name!r}; it takes {', '.join(known)}")
 
 
-def field(config: PreTrainedConfig | None, name: str) -> Any:
-    """Return a field that not every configuration has; None where it is missing."""
-    return getattr(config, name, None)
-
-
 def learned_positions(config: PreTrainedConfig | None) -> int | None:
-    """Return the size of a backbone's table of positions; None where positions are computed and have no limit."""
-    return None if field(config, "rope_parameters") is not None else field(config, "max_position_embeddings")
+    """Return the size of a backbone's position table; None where positions are computed, without a limit."""
+    if field(config, "rope_parameters") is not None:
+        return None
+    return field(config, "max_position_embeddings")
 
 
 def rotary_border(config: PreTrainedConfig | None) -> tuple[str, int] | None:
-    """Return the rope type of a backbone whose rotary frequencies depend on the length, and the length up to which not.
+    """Return the rope type of a backbone whose frequencies depend on the sequence length, and up to which length not.
 
     Two of transformers' types take them from the longest position of a forward: `"dynamic"` and `"longrope"` (Phi-3).
-    None: positions have the same frequencies at every length.
+    None: positions have the same frequencies in every sequence.
     """
     rope = field(config, "rope_parameters") or {}
     layers = [rope, *(part for part in rope.values() if isinstance(part, dict))]

@@ -16,18 +16,12 @@ TESTED_VERSIONS = ("5.21", "5.22", "5.23")
 
 CORE = {
     "transformers.generation.utils:GenerationMixin": {
-        "_assisted_decoding": "overridden: decodes with our loop where transformers would run its assisted one",
-        "_get_candidate_generator": "overridden on a backbone: hands our drafter to transformers",
         "_has_unfinished_sequences": "asks all processes whether a sequence is unfinished (synced_gpus)",
         "_pad_token_tensor": "pads finished sequences",
         "_prefill": "runs the prompt, in chunks where the generation config says so",
-        "_prepare_cache_for_generation": "overridden: gives the call a cache that supports rollback",
-        "_prepare_generated_length": "overridden: counts the uniforms that a call needs",
-        "_prepare_generation_config": "overridden: parses the options of a call",
-        "_prepare_model_inputs": "overridden: checks the inputs of a call",
+        "_prepare_generation_config": "reads the options of a call",
         "_sample": "decodes plainly where nothing is drafted",
         "_supports_default_dynamic_cache": "whether the cache is a DynamicCache",
-        "_validate_generation_mode": "overridden: accepts our options in the modes that they support",
     },
     "transformers.modeling_utils:PreTrainedModel": {
         "_can_set_attn_implementation": "overridden: a wrapper answers for its backbone",
@@ -75,7 +69,6 @@ CORE = {
 
 TRAINER = {
     "transformers.trainer:Trainer": {
-        "_created_lr_scheduler": "set: the schedule is not made again",
         "_finish_current_push": "waits for an upload before the next",
         "_get_num_items_in_batch": "overridden: counts the targets of every depth",
         "_initial_global_step": "the step that training resumes from",

@@ -18,18 +18,10 @@ from tests.internals import CORE, TRAINER, check_names, missing_names
 from tests.private_names import accessed, overridden
 
 PARAMETERS = {
-    "_assisted_decoding": "input_ids logits_processor stopping_criteria generation_config synced_gpus streamer "
-    "inputs_tensor assistant_model",
-    "_get_candidate_generator": "generation_config input_ids inputs_tensor logits_processor model_kwargs "
-    "assistant_model",
     "_has_unfinished_sequences": "this_peer_finished synced_gpus device",
     "_prefill": "input_ids generation_config model_kwargs",
-    "_prepare_cache_for_generation": "generation_config model_kwargs generation_mode batch_size max_cache_length",
-    "_prepare_generated_length": "generation_config",
     "_prepare_generation_config": "generation_config kwargs",
-    "_prepare_model_inputs": "inputs bos_token_id model_kwargs",
     "_sample": "input_ids logits_processor stopping_criteria generation_config synced_gpus streamer",
-    "_validate_generation_mode": "generation_mode generation_config generation_mode_kwargs",
     "_supports_default_dynamic_cache": "",
     "_can_set_attn_implementation": "",
     "_can_set_experts_implementation": "",

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from ..generation.contract import DraftTree
-from ..generation.masks import tree_mask
+from ..generation.target.inputs import tree_mask
+from ..generation.trees.contract import DraftTree
 from ..modeling.heads.backbone_parts import backbone_parts
 
 MOST_BRANCHES = 10**6
@@ -138,7 +138,7 @@ class _Branches:
         if len(prefix) > 1:
             model(prefix[None, :-1], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
 
-    def draft_probs(self, paths: torch.Tensor) -> torch.Tensor:
+    def probs(self, paths: torch.Tensor) -> torch.Tensor:
         """Next-token distributions [N, V] float64 behind paths [N, j]: branches of one tree, each with nodes of its
         own."""
         count, length = paths.shape

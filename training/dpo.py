@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import ModelOutput
 
-from ..generation.attachment import AttachableDrafter
+from ..generation.attach import AttachableDrafter
 from .extras import needs_extra
 
 with needs_extra("train", "MTPDPOTrainer"):

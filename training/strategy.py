@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..modeling.heads.divergences import DIVERGENCES
+from ..modeling.heads.teacher import DIVERGENCES
 
 PARTS = ("drafter", "all", "lora")
 SHAPES = ("switch", "linear", "sine")

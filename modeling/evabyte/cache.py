@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...configuration import EvaByteConfig
-from ...generation.tokens import NewTokens
+from ...generation.call.sequences import NewTokens
 from .geometry import EvaBlock
 
 States = tuple[torch.Tensor, torch.Tensor]

@@ -12,12 +12,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
-from ..deepseek.losses import ModuleLossOptions, chain_loss
-from ..deepseek.readout import Readout
+from ..deepseek.losses import chain_loss
+from ..deepseek.modules import Readout
+from ..loss_options import ModuleLossOptions
 from ..outputs import MTPOutput
+from ..tensor_files import below
 from .attached import MTPHeads
 from .losses import IGNORE, counts_of_update, depth_targets
-from .tensor_files import below
 
 BACKBONE = "backbone"
 """Directory of the backbone, or of its adapters, within that of the heads."""

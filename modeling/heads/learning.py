@@ -11,6 +11,7 @@ from transformers.utils.generic import can_return_tuple
 from ..outputs import MTPOutput
 from ..wrapped_models import is_unit
 from .losses import IGNORE, check_targets, counts_of_update, depth_targets, depth_weights, head_loss
+from .registry import family_of
 
 States = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
 
@@ -162,7 +163,7 @@ class LearningMixin:
         config = self.config
         plain = config.loss_target == "labels" and config.loss_balance == "none"
         plain = plain and not any(map(is_unit, self.head.modules()))
-        return config.head_type == "layer" and config.mix == "none" and plain
+        return plain and family_of(config).one_by_one(config)
 
     def loss_scale(self, first: float = 1.0) -> torch.Tensor:
         """What the depths of the loss are multiplied with besides weights, [n]: lambda, and `first` at depth 1."""

@@ -11,8 +11,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ...configuration.fields import field
 from ...configuration.ptp import PTPConfig, PTPStudentConfig
-from ...generation.attachment import AttachableDrafter, adopt_special_ids
-from ...generation.parallel_drafter import ParallelDrafter
+from ...generation.attach import AttachableDrafter, adopt_special_ids
+from ...generation.parallel import ParallelDrafter
 from ..heads.window_distribution import WindowDistribution
 from ..loading import StrictLoadingMixin
 from ..wrapped_models import adapted_layers, adapter_marks, unwrap
@@ -47,6 +47,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
     config: PTPStudentConfig
     config_class = PTPStudentConfig
     remote_classes = {"AutoModel": "PTPStudent"}
+    travels_when_pushed = False
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True

@@ -258,7 +258,7 @@ def moving() -> PTPForCausalLM:
     [
         (backbone, {}, TypeError, "LlamaForCausalLM"),
         (student, {"method": "inverse"}, ValueError, "variant='categorical'.*'one_hot'"),
-        (lambda: student("categorical", sampling=FOLDED), {"method": "inverse"}, ValueError, "data's own law"),
+        (lambda: student("categorical", sampling=FOLDED), {"method": "inverse"}, ValueError, "data's own distribution"),
         (moving, {}, ValueError, "its own moving teacher"),
         (student, {"base_weight": 1.0}, ValueError, "the backbone is frozen"),
     ],

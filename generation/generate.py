@@ -1,0 +1,368 @@
+"""The entry of speculative decoding: transformers' own `generate`, with our loop as its decoding method.
+
+    backbone.generate(..., assistant_model=head)        `attach.Route`, or the `generate` of a model that drafts itself
+      prepared_call(...)                                options parsed and validated once; plain calls pass unchanged
+      type(backbone).generate(..., custom_generate=f)   transformers prepares prompt, masks, cache, processors, criteria
+        f = partial(speculative_decoding, call)         what transformers drops for a callable travels in the partial
+          SpeculativeLoop.run()                         or the model's own `_sample`, where drafts are not possible
+
+For a callable, transformers drops the streamer, the tokenizer and `synced_gpus`. The first and the last travel in
+`Call`; stop strings and token healing, which need the tokenizer, are resolved before the call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StaticCache,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation import GenerationMode
+from transformers.generation.streamers import BaseStreamer
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
+from transformers.utils import logging
+
+from ..configuration.fields import learned_positions
+from ..modeling.wrapped_models import caches_kept
+from .call.options import OWN, CallOptions, DraftOptions, obstacle, prepared_options, warn_of_unread
+from .call.processing import counts_calls
+from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer, with_resolved
+from .loop import SpeculativeLoop
+from .protocols import Drafter, SpeculativeCache
+from .target.backbones import check_trees
+from .target.cache import can_roll_back, is_repackable
+from .target.inputs import crosses_border, last_position_of_trials, not_continued
+from .trees.choice import choose_tree
+
+logger = logging.get_logger(__name__)
+_DEPTH = 32
+"""Deeper than any tree: sequences that are ahead are drafted for beyond the end, and slots lie after drafts."""
+_OF_THE_CALL = {"past_key_values", "use_cache", "input_ids"}
+"""Keyword arguments of the model that trials on the same prompt make for themselves."""
+_SINGLE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `generate`, as `speculative_decoding` receives it.
+
+    Attributes:
+        generate: The bound `generate` of the backbone's class, which trials of trees call, too.
+        backbone: The model whose tokens count.
+        drafter: Makes the drafts.
+        options: Parsed and validated.
+        streamer: As passed to `generate`.
+        synced_gpus: Whether every peer calls the backbone until all of them are done.
+        cache_is_given: Whether the user passed the cache.
+    """
+
+    generate: Callable[..., Any]
+    backbone: PreTrainedModel
+    drafter: Drafter
+    options: CallOptions
+    streamer: BaseStreamer | None
+    synced_gpus: bool
+    cache_is_given: bool
+
+
+def prepared_call(
+    generate: Callable[..., Any],
+    backbone: PreTrainedModel,
+    drafter: Drafter | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    new_cache: Callable[[], SpeculativeCache] | None = None,
+) -> dict[str, Any]:
+    """Parse the options of a call of `generate`, and return its keyword arguments for transformers' own.
+
+    Args:
+        generate: The bound `generate` that is called next.
+        backbone: The model whose tokens count.
+        drafter: Makes the drafts; None: an assistant of transformers does, or nobody.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        new_cache: Makes the backbone's own kind of cache; None: it has caches of transformers.
+
+    Raises:
+        ValueError: An option, a prompt or a combination that is not supported; the message names it.
+    """
+    call = dict(zip(_names(generate, len(args)), args)) | kwargs
+    own = {name: call.pop(name) for name in OWN if name in call}
+    sources = (call, call.get("generation_config"), backbone.generation_config)
+    call |= {} if drafter is None else drafter.sampling_defaults(sources)
+    fields = {name: value for name, value in call.items() if name not in NOT_CONFIG}
+    config, model_kwargs = backbone._prepare_generation_config(call.get("generation_config"), **fields)
+    if config.assistant_early_exit is not None:
+        raise ValueError(
+            f"assistant_early_exit={config.assistant_early_exit} is not offered here: it would cut the layers of "
+            f"{type(backbone).__name__} in place; leave it out"
+        )
+    _check_prompt(backbone, call, has_own_cache=new_cache is not None)
+    resolved = {"use_mtp"} if config.use_mtp else set()
+    config.use_mtp = False
+    cache_is_given = call.get("past_key_values") is not None
+    options = None
+    if drafter is None or config.prompt_lookup_num_tokens:
+        CallOptions.read(own, sources)
+        _refuse_unread(own, config)
+    elif call.get("custom_generate") is None:
+        options = prepared_options(drafter, backbone, own, sources, config)
+        options = _decided(options, drafter, backbone, config, model_kwargs, new_cache is not None)
+    if new_cache is not None:
+        resolved |= add_cache(call, config, backbone, new_cache)
+    is_single = config.get_generation_mode() in _SINGLE
+    # a cache of the backbone's own kind drops padding in our callable, also where nothing is drafted
+    if options is not None and is_single and (options.is_ours or new_cache is not None):
+        if call.get("tokenizer") is not None:  # else transformers says what is missing
+            resolved |= resolve_tokenizer(call, config, backbone)
+        synced = call.get("synced_gpus")
+        synced = _is_synced(backbone) if synced is None else bool(synced)
+        state = Call(generate, backbone, drafter, options, call.get("streamer"), synced, cache_is_given)
+        call["custom_generate"] = partial(speculative_decoding, state)
+    return with_resolved(call, resolved) if resolved else call
+
+
+def decoding(backbone: PreTrainedModel) -> AbstractContextManager[Any]:
+    """Return the context of a call: a model in train mode keeps its caches, though it checkpoints activations."""
+    if not backbone.training:
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch.no_grad())
+    stack.enter_context(caches_kept(backbone))
+    return stack
+
+
+def speculative_decoding(
+    call: Call,
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **model_kwargs: Any,
+) -> Any:
+    """Decode with drafts: what `generate` of transformers calls in the place of a decoding method of its own.
+
+    Args:
+        call: The call, bound by `prepared_call`.
+        model: The backbone.
+        input_ids: [B, L] int64.
+        logits_processor: Prepared by transformers, as all that follows.
+        stopping_criteria: Prepared.
+        generation_config: Prepared.
+        **model_kwargs: Prepared.
+
+    Raises:
+        ValueError: Drafts, or tokens from given uniforms, were asked for by name and are not possible here.
+    """
+    options, cache = call.options, model_kwargs.get("past_key_values")
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and isinstance(cache, SpeculativeCache):
+        cache.drop_padding(mask)
+    reason = None
+    if options.is_ours:
+        reason = _obstacle_in_call(options, model, input_ids, logits_processor, generation_config, model_kwargs)
+    if reason is not None and options.needs_our_loop:
+        _refuse_source(reason, options)
+    if reason is not None:
+        _tell(reason, options)
+    if reason is not None or not options.is_ours:
+        common = input_ids, logits_processor, stopping_criteria, generation_config, call.synced_gpus, call.streamer
+        return model._sample(*common, **model_kwargs)
+    if options.draft_tree == "auto":
+        options = _with_chosen_tree(call, generation_config, stopping_criteria, input_ids, model_kwargs)
+    made = DraftOptions.of_call(options, model, generation_config, logits_processor, input_ids)
+    session = call.drafter.start(made)
+    made.warn_of_threshold(session, type(call.drafter).__name__)
+    schedule = call.drafter.schedule_of(session, made) if made.schedule == "adaptive" else None
+    loop = SpeculativeLoop(
+        model, call.drafter.runner(model), session, call.drafter.make_verifier(made, session), made, schedule,
+        generation_config, stopping_criteria, model_kwargs, call.streamer, call.cache_is_given,
+    )  # fmt: skip
+    output = loop.run(call.synced_gpus)
+    if schedule is not None:
+        call.drafter.remember(schedule, session, made)
+    return output
+
+
+def _names(generate: Callable[..., Any], count: int) -> tuple[str, ...]:
+    """Return the names of the first positional arguments of a `generate`."""
+    if not count:
+        return ()
+    known = inspect.signature(generate).parameters.values()
+    names = tuple(p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    return (names if len(names) >= count else PARAMETERS)[:count]
+
+
+def _check_prompt(backbone: PreTrainedModel, call: dict[str, Any], has_own_cache: bool) -> None:
+    """Refuse a prompt that the backbone cannot read.
+
+    Raises:
+        ValueError: An empty prompt, ids outside the vocabulary, or more tokens than the model has positions.
+    """
+    text = backbone.config.get_text_config()
+    ids, embeds = (call.get("input_ids") if call.get("inputs") is None else call["inputs"]), call.get("inputs_embeds")
+    tensor = ids if embeds is None else embeds
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
+        return
+    if embeds is None and backbone.main_input_name == "input_ids":
+        if tensor.shape[1] == 0:
+            raise ValueError("input_ids is empty; pass at least one token, for example the bos token")
+        low, high = (int(bound) for bound in tensor.aminmax())
+        if low < 0 or high >= text.vocab_size:
+            wrong = low if low < 0 else high
+            raise ValueError(f"input_ids holds id {wrong}; ids of this model lie in 0 .. {text.vocab_size - 1}")
+    limit = text.max_position_embeddings if has_own_cache else learned_positions(text)
+    if limit is not None and tensor.shape[1] > limit:
+        raise ValueError(
+            f"the prompt has {tensor.shape[1]} tokens, more than max_position_embeddings={limit}; shorten it"
+        )
+
+
+def _decided(
+    options: CallOptions,
+    drafter: Drafter,
+    backbone: PreTrainedModel,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    has_own_cache: bool,
+) -> CallOptions:
+    """Return the options with the decisions whether to draft, and how many tokens at most.
+
+    Raises:
+        ValueError: Drafts, or tokens from given uniforms, were asked for by name and are not possible here.
+    """
+    speculates = options.use_mtp is not False
+    if speculates and drafter.longest_draft() == 0:
+        speculates = False
+        if options.use_mtp:
+            logger.warning("use_mtp=True: the head has window 1 and drafts nothing; decoding one token at a time.")
+    if speculates:
+        reason = _reason_to_decode_plainly(drafter, backbone, config, model_kwargs, has_own_cache)
+        if reason is None:
+            warn_of_unread(config)
+        else:
+            _tell(reason, options)
+            speculates = False
+    if speculates and options.draft_tree is not None:
+        check_trees(backbone)
+    if options.needs_our_loop and (reason := obstacle(config, model_kwargs, of_drafts=False)):
+        _refuse_source(reason, options)
+    number = _draft_length(options.num_assistant_tokens, drafter)
+    return replace(options, speculates=speculates, num_assistant_tokens=number)
+
+
+def _reason_to_decode_plainly(
+    drafter: Drafter,
+    backbone: PreTrainedModel,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    has_own_cache: bool,
+) -> str | None:
+    cache = model_kwargs.get("past_key_values")
+    if isinstance(cache, StaticCache):
+        return "a StaticCache"
+    if not has_own_cache:
+        if cache is not None and not is_repackable(cache) and not isinstance(cache, SpeculativeCache):
+            return f"past_key_values with layers that cannot go back ({type(cache).__name__})"
+        if not can_roll_back(backbone) or not backbone._supports_default_dynamic_cache():
+            return f"the recurrent states of {type(backbone).__name__}, which cannot go back behind a rejected draft"
+    own = drafter.obstacle(config, model_kwargs)
+    return obstacle(config, model_kwargs) or own
+
+
+def _obstacle_in_call(
+    options: CallOptions,
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    processors: LogitsProcessorList,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> str | None:
+    """Return what only transformers' preparation shows to rule out our loop; None: nothing."""
+    counting = next((processor for processor in processors if counts_calls(processor)), None)
+    if counting is not None:
+        return f"{type(counting).__name__}, which counts its calls"
+    end = config.max_length + 2 * max(options.num_assistant_tokens or 0, _DEPTH)
+    return crosses_border(model, model_kwargs, input_ids, end) or not_continued(model_kwargs, input_ids)
+
+
+def _with_chosen_tree(
+    call: Call,
+    config: GenerationConfig,
+    criteria: StoppingCriteriaList,
+    input_ids: torch.Tensor,
+    model_kwargs: dict[str, Any],
+) -> CallOptions:
+    """Return the options with the tree that `draft_tree="auto"` finds by trials on this prompt."""
+
+    def trial(drafter: Drafter, prompt: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+        return call.generate(**prepared_call(call.generate, call.backbone, drafter, (prompt,), kwargs))
+
+    common = {name: model_kwargs[name] for name in model_kwargs.keys() - _OF_THE_CALL}
+    common |= {"synced_gpus": call.synced_gpus}
+    last = last_position_of_trials(call.backbone.config.get_text_config(), input_ids.shape[1], 2 * _DEPTH)
+    has_stop_strings = any(isinstance(one, StopStringCriteria) for one in criteria)
+    return choose_tree(trial, call.drafter, call.options, config, input_ids, last, common, not has_stop_strings)
+
+
+def _is_synced(backbone: PreTrainedModel) -> bool:
+    """Return whether peers must call the backbone equally often, as transformers finds out for its own loops."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return False
+    return is_deepspeed_zero3_enabled() or is_fsdp_managed_module(backbone)
+
+
+def _tell(reason: str, options: CallOptions) -> None:
+    """Say why a call decodes plainly.
+
+    Raises:
+        ValueError: Speculation was asked for by name.
+    """
+    if options.use_mtp:
+        raise ValueError(f"use_mtp=True cannot be combined with {reason}; drop one of them")
+    logger.warning_once(f"Decoding one token at a time, without speculation, because of {reason}.")
+
+
+def _refuse_source(reason: str, options: CallOptions) -> None:
+    """Say what cannot be combined with uniforms or a seed.
+
+    Raises:
+        ValueError: Always.
+    """
+    name = next(name for name in ("seed", "uniforms") if name in options.extra)
+    raise ValueError(f"{name}= cannot be combined with {reason}; drop one of them")
+
+
+def _refuse_unread(own: dict[str, Any], config: GenerationConfig) -> None:
+    """Refuse options of our drafters in a call in which another one drafts.
+
+    Raises:
+        ValueError: There is one.
+    """
+    given = next((name for name, value in own.items() if value is not None), None)
+    if given is not None:
+        other = "prompt_lookup_num_tokens" if config.prompt_lookup_num_tokens else "assistant_model"
+        raise ValueError(f"{given}= is not read by {other}, which drafts here; drop one of them")
+
+
+def _draft_length(asked: int | None, drafter: Drafter) -> int:
+    longest = drafter.longest_draft()
+    if asked is None:
+        return drafter.default_draft()
+    if longest is not None and asked > longest > 0:
+        logger.warning_once(f"num_assistant_tokens={asked} exceeds window - 1 = {longest}; drafting {longest} tokens.")
+    return asked if longest is None else min(asked, longest)

@@ -1,0 +1,168 @@
+"""The model in the box: a small EvaByte that comes with the package, four heads that draft for it, and held-out text.
+
+Loads and checks the directory; `examples/box` trains and writes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerBase
+
+from ..modeling import EvaByteForMTPC, EvaByteTokenizer
+from ..modeling.evabyte.tokenizer import BYTE_OFFSET
+from .data import BOS_ID, SourceText, code_prompts
+
+HEADS = ("ff", "cp", "hmm", "btree")
+"""Heads of a box, in the order in which they are shown."""
+WEIGHTS = "model.safetensors"
+"""Name of the file with the backbone and its FF heads; a circuit lies beside it under its own name."""
+CHECKSUMS = "SHA256SUMS"
+"""Name of the file of checksums, in the format of `sha256sum`."""
+EXCERPTS = "held_out.json"
+"""Name of the file of held-out text."""
+EXCERPT = 1023
+"""Bytes of an excerpt; with `<bos>` before it, a window of 1,024 ids."""
+
+
+class BoxDamagedError(OSError):
+    """A file of the box is missing or is not what was released."""
+
+
+def box_folder() -> Path:
+    """Return the directory of the installed box."""
+    return Path(__file__).resolve().parents[1] / "model_cards" / "box"
+
+
+def load_box(
+    head: str = "ff", folder: str | Path | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[EvaByteForMTPC, PreTrainedTokenizerBase]:
+    """Load the model in the box with one of its heads.
+
+    Args:
+        head: `"ff"`, `"cp"`, `"hmm"` or `"btree"`, as far as the box holds them.
+        folder: Another box than the installed one.
+        dtype: Of the weights in memory.
+
+    Returns:
+        The model, in evaluation mode, and its tokenizer.
+
+    Raises:
+        BoxDamagedError: A file is missing, or its checksum is wrong; the message names it.
+        ValueError: A head that the box does not hold.
+
+    Example:
+        >>> model, tokenizer = load_box("btree")
+        >>> out = model.generate(**tokenizer("def main(", return_tensors="pt"), max_new_tokens=64)
+    """
+    folder = Path(folder or box_folder())
+    check_box(folder)
+    heads = heads_in(folder)
+    if head not in heads:
+        raise ValueError(f"head={head!r} is not in the box; choose one of {', '.join(heads)}")
+    return _load(folder, head, dtype), EvaByteTokenizer.from_pretrained(folder)
+
+
+def load_heads(
+    folder: str | Path | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, EvaByteForMTPC], PreTrainedTokenizerBase]:
+    """Load the model once with every head of a box.
+
+    Args:
+        folder: See `load_box`.
+        dtype: Of the weights in memory.
+
+    Returns:
+        The models by head, FF first, and their tokenizer.
+
+    Raises:
+        BoxDamagedError: See `load_box`.
+    """
+    folder = Path(folder or box_folder())
+    check_box(folder)
+    models = {head: _load(folder, head, dtype) for head in heads_in(folder)}
+    return models, EvaByteTokenizer.from_pretrained(folder)
+
+
+def heads_in(folder: Path) -> list[str]:
+    """Return the heads that a box holds: FF, then those of `HEADS`, then any other."""
+    found = {path.stem for path in folder.glob("*.safetensors") if path.name != WEIGHTS}
+    return ["ff", *(kind for kind in HEADS if kind in found), *sorted(found.difference(HEADS))]
+
+
+def _load(folder: Path, head: str, dtype: torch.dtype) -> EvaByteForMTPC:
+    model = EvaByteForMTPC.from_pretrained(folder, dtype=dtype)
+    if head != "ff":
+        file = folder / f"{head}.safetensors"
+        with safe_open(file, framework="pt") as opened:
+            notes = opened.metadata()
+        model.set_head(**json.loads(notes["options"]))
+        model.mtp_head.load_state_dict(load_file(file))
+        model.generation_config.num_assistant_tokens = int(notes["num_assistant_tokens"])
+    return model.eval()
+
+
+def check_box(folder: Path) -> None:
+    """Compare every file with its checksum.
+
+    Raises:
+        BoxDamagedError: See `load_box`.
+    """
+    sums = folder / CHECKSUMS
+    if not sums.is_file():
+        raise BoxDamagedError(f"{folder} holds no {CHECKSUMS}: there is no model in the box; reinstall tokenahead")
+    for line in sums.read_text().splitlines():
+        expected, name = line.split(maxsplit=1)
+        file = folder / name
+        if not file.is_file():
+            raise BoxDamagedError(f"{file} is missing; reinstall tokenahead")
+        if sha256(file) != expected:
+            raise BoxDamagedError(f"{file} does not have the checksum that {CHECKSUMS} states; reinstall tokenahead")
+
+
+def sha256(file: Path) -> str:
+    """Return the checksum of a file's bytes, in hexadecimal digits."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """A piece of a file of a package that nothing was trained on.
+
+    Attributes:
+        package: Its distribution.
+        version: The distribution's version.
+        licence: As the distribution's metadata names it.
+        text: ASCII, `EXCERPT` bytes, from the beginning of a line.
+    """
+
+    package: str
+    version: str
+    licence: str
+    text: str
+
+
+def load_excerpts(path: Path) -> list[Excerpt]:
+    """Read a box's file of held-out text."""
+    return [Excerpt(**fields) for fields in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def excerpt_windows(excerpts: list[Excerpt]) -> torch.Tensor:
+    """Return `<bos>` and the bytes of every excerpt, [N, 1 + EXCERPT] int64."""
+    data = torch.stack([torch.tensor(list(excerpt.text.encode("ascii"))) for excerpt in excerpts])
+    return torch.nn.functional.pad(data + BYTE_OFFSET, (1, 0), value=BOS_ID)
+
+
+def excerpt_prompts(excerpts: list[Excerpt], count: int, seed: int = 0, length: int = 320) -> list[str]:
+    """Return beginnings of code to complete, see `code_prompts`; packages take turns as excerpts do."""
+    contents = [excerpt.text.encode("ascii") for excerpt in excerpts]
+    data = torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8)
+    text = SourceText(tuple(map(str, range(len(contents)))), data, (0, *accumulate(map(len, contents))))
+    return code_prompts(text, count, seed, length)

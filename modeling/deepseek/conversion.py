@@ -14,7 +14,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel, Qwen2ForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+)
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MiMoConfig, MTPFamily, count_modules, family_of, num_layers, set_modules
@@ -105,13 +111,13 @@ def new_body(layers: nn.ModuleList, config: PreTrainedConfig) -> nn.Module:
 
 def main_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return transformers' class for a configuration, or ours for a family that transformers does not know."""
-    return _OWN_CLASSES.get(config.model_type) or cast(Any, AutoModelForCausalLM._model_mapping)[type(config)]
+    return _OWN_CLASSES.get(config.model_type) or cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the nested configuration of the language model where transformers' text class takes no other."""
     nested = config.sub_configs.get("text_config")
-    mapping: Any = AutoModelForCausalLM._model_mapping
+    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     is_text_only = type(config) in mapping and mapping[type(config)].config_class is nested
     return config.get_text_config() if nested is not None and is_text_only else config
 

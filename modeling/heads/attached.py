@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import HEAD_FAMILIES, takers
@@ -23,7 +24,7 @@ from ..loading import StrictLoadingMixin
 from ..unwrapping import unwrap
 from .backbone_parts import BackboneParts, backbone_parts, compute_device
 from .conversion import OfficialLayoutsMixin
-from .draft_layers import BoundLayers, DraftLayers
+from .draft_layers import BoundLayers, DraftLayers, LayerAdapters
 from .family import HeadFamily
 from .learning import LearningMixin, counted_positions
 from .registry import build_head, distribution_after, family_of, head_features, init_head, window_distribution
@@ -62,11 +63,11 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
 
     def __init__(self, config: MTPHeadConfig) -> None:
         super().__init__(config)
-        missing = [name for name in ("window", "hidden_size", "vocab_size") if getattr(config, name) is None]
-        if missing:
+        sizes = {"window": config.window, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+        if missing := [name for name, value in sizes.items() if value is None]:
             raise ValueError(f"the config of MTPHeads lacks {', '.join(missing)}")
         self.loss_type = "ForCausalLM"
-        self.head = build_head(config, config.hidden_size, config.vocab_size)
+        self.head = build_head(config, cast(int, config.hidden_size), cast(int, config.vocab_size))
         self.draft_layers = DraftLayers(config) if config.draft_layers else None
         self._backbones = []
         self.post_init()
@@ -112,7 +113,7 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
     @property
     def window(self) -> int:
         """n: tokens that the distribution covers; a draft has n - 1."""
-        return self.config.window
+        return self.config.num_depths
 
     def _parts(self) -> BackboneParts | None:
         """What the heads borrow of the backbone for one call."""
@@ -133,7 +134,7 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         """Layers of a head keep no activations; most heads have none, and their loss is chunked anyway."""
-        if any(hasattr(module, "gradient_checkpointing") for module in self.modules()):
+        if any(isinstance(module, GradientCheckpointingLayer | LayerAdapters) for module in self.modules()):
             super()._set_gradient_checkpointing(enable, *args, **kwargs)
 
     def get_input_embeddings(self) -> None:
@@ -167,12 +168,10 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
             ValueError: Another hidden size or vocabulary.
         """
         text = backbone.config.get_text_config()
-        for name in ("hidden_size", "vocab_size"):
-            if getattr(text, name) != getattr(self.config, name):
-                raise ValueError(
-                    f"{name}: the heads were made for {getattr(self.config, name)}, but {type(backbone).__name__} has "
-                    f"{getattr(text, name)}"
-                )
+        made, found = (self.config.hidden_size, self.config.vocab_size), (text.hidden_size, text.vocab_size)
+        for name, wanted, has in zip(("hidden_size", "vocab_size"), made, found):
+            if wanted != has:
+                raise ValueError(f"{name}: the heads were made for {wanted}, but {type(backbone).__name__} has {has}")
         self.check_embedding(backbone)
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
@@ -227,14 +226,14 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         described = (
             self.config.to_dict() | changes | {"backbone_config": self.backbone.config.get_text_config().to_dict()}
         )
-        config = MTPHeadConfig.from_dict(described)
+        config = MTPHeadConfig.from_dict(described)  # which is validated
         layers = DraftLayers(config)
         for module in layers.modules():
             init_head(module, config.initializer_range)
         own = next(self.head.parameters())
-        self.draft_layers, self.config = layers.to(device=own.device, dtype=own.dtype), config
-        if hasattr(self.head, "config"):
-            self.head.config = config
+        self.draft_layers = layers.to(device=own.device, dtype=own.dtype)
+        for name in (*changes, "backbone_config"):
+            setattr(self.config, name, described[name])
         return self
 
     def features_of_call(self) -> Callable[..., torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -127,10 +129,10 @@ class OwnUnembeddings(nn.Module):
     @torch.no_grad()
     def start_from(self, backbone: BackboneParts) -> None:
         """Copies the backbone's unembedding, whatever form it has: what it makes of the unit vectors."""
-        weight = self.heads[0].weight
-        unit = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
-        for head in self.heads:
-            head.weight.copy_(backbone.unembed(unit).T)
+        for head in self.heads.children():
+            weight = cast(torch.Tensor, head.weight)
+            unit = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+            weight.copy_(backbone.unembed(unit).T)
 
 
 class SharedUnembedding(nn.Module):

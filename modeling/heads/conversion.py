@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -67,7 +67,7 @@ class OfficialLayoutsMixin:
         if (folder / PARAMS).is_file():
             config, tensors = read_backbone(folder)
             config.dtype = next(iter(tensors.values())).dtype
-            model = LlamaForCausalLM(config).to(config.dtype)
+            model = LlamaForCausalLM(config).to(dtype=config.dtype)
             model.load_state_dict(tensors)
             return model.eval()
         if "architectures" not in read_json(folder / "config.json") or list(folder.glob("medusa_lm_head.*")):
@@ -111,7 +111,8 @@ class OfficialLayoutsMixin:
         Raises:
             ValueError: Another embedding.
         """
-        expected, weight = self._expected_embedding, backbone.get_input_embeddings().weight
+        expected = self._expected_embedding
+        weight = cast(torch.Tensor, backbone.get_input_embeddings().weight)
         if expected is None or weight.is_meta:
             return
         if expected.shape != weight.shape or not torch.allclose(expected.to(weight), weight, atol=1e-3):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -73,17 +73,25 @@ class LayerAdapters(nn.Module):
             for shell in shells
         )
 
+    @property
+    def _adapters(self) -> list[dict[str, Adapter]]:
+        """By layer, the adapters by name."""
+        return [
+            {name: adapter for name, adapter in part.named_children() if isinstance(adapter, Adapter)}
+            for part in self.adapters
+        ]
+
     def weights(self, layers: Sequence[nn.Module]) -> list[Weights]:
         """By layer, the weights of the backbone's `layers` with what the adapters add at the moment.
 
         Raises:
             ValueError: Weights that are no plain matrices (quantised, offloaded, wrapped by peft).
         """
-        return [self._weights(*pair) for pair in zip(layers, self.adapters)]
+        return [self._weights(layer, slot) for slot, layer in enumerate(layers)]
 
-    def _weights(self, layer: nn.Module, adapters: nn.ModuleDict) -> Weights:
+    def _weights(self, layer: nn.Module, slot: int) -> Weights:
         weights = {name: p.detach() for name, p in (*layer.named_parameters(), *layer.named_buffers())}
-        for key, adapter in adapters.items():
+        for key, adapter in self._adapters[slot].items():
             name = key.replace("-", ".") + ".weight"
             shape = (adapter.lora_B.shape[0], adapter.lora_A.shape[1])
             weight = weights.get(name)
@@ -119,8 +127,6 @@ class DraftLayers(LayerAdapters):
     """
 
     def __init__(self, config: MTPHeadConfig) -> None:
-        if config.backbone_config is None:
-            raise ValueError("draft_layers: backbone_config is missing; MTPHeads.from_backbone fills it")
         count, source = config.draft_layers, LayerSource(read_config(config.backbone_config))
         if count > len(source.layers):
             raise ValueError(f"draft_layers={count}: the backbone has {len(source.layers)} layers")
@@ -135,7 +141,7 @@ class DraftLayers(LayerAdapters):
         Raises:
             ValueError: A backbone whose weights are no plain matrices (quantised, offloaded, wrapped by peft).
         """
-        layers = backbone.get_decoder().layers[-len(self.adapters) :]
+        layers = list(cast(nn.ModuleList, backbone.get_decoder().layers))[-len(self.adapters) :]
         return BoundLayers(self, self.weights(layers), backbone)
 
 
@@ -188,8 +194,9 @@ class BoundLayers:
         return self.norm(states)
 
 
-def _linears(layer: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, module) for name, module in layer.named_modules() if type(module) is nn.Linear]
+def _linears(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
+    modules = ((name, module) for name, module in layer.named_modules() if isinstance(module, nn.Linear))
+    return [(name, module) for name, module in modules if type(module) is nn.Linear]
 
 
 def _key(name: str) -> str:

@@ -14,13 +14,13 @@ from ...configuration import MTPHeadConfig
 from ...configuration.head_families import FF
 from ..sharding import call
 from ..tensor_files import Tensors
-from .backbone_parts import BackboneParts, required
-from .chunks import SummedLinear, WeightTotal
+from .backbone_parts import BackboneParts, output_embeddings, required
+from .chunks import SummedLinear, SummingModule
 from .family import Circuit, Directory, HeadFamily, HeadLayout, exact, register
 from .window_distribution import FactorisedDistribution, WindowDistribution
 
 
-class FFHead(nn.Module):
+class FFHead(SummingModule):
     """Independent linear heads in the released EvaByte parametrisation: one matrix, head-major.
 
     Rows h V .. (h + 1) V - 1 of `weight` [N V, D] belong to head h, which predicts x_{t+1+h}.
@@ -38,7 +38,6 @@ class FFHead(nn.Module):
         self.bias = None  # asked for by those who take the unembedding of a model for a linear layer, TRL for one
         self.vocab_size, self.num_heads = vocab_size, num_heads
         self.target_frozen = False
-        self.weight_total: WeightTotal | None = None
 
     def forward(
         self,
@@ -159,7 +158,7 @@ def check_vllm_unembedding(backbone: PreTrainedModel) -> torch.Tensor:
     Raises:
         ValueError: It has a bias.
     """
-    unembedding = backbone.get_output_embeddings()
+    unembedding = output_embeddings(backbone)
     if unembedding.bias is not None:
         raise ValueError(
             f"layout='vllm': the unembedding of {type(backbone).__name__} has a bias, which vLLM's heads lack"
@@ -170,7 +169,7 @@ def check_vllm_unembedding(backbone: PreTrainedModel) -> torch.Tensor:
 def _write_vllm(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
     """A matrix [V, d] per head from the second token on: the rows of a full leaf, or W A_h of a shared one."""
     if config.leaf == "full":
-        matrices = tensors["weight"].unflatten(0, (-1, config.vocab_size))
+        matrices = tensors["weight"].unflatten(0, (config.num_depths, -1))
     else:
         unembedding = check_vllm_unembedding(backbone)
         matrices = torch.stack([unembedding @ matrix.T.to(unembedding) for matrix in tensors["maps"]])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from transformers import Cache, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import HYDRA
-from ..decoder_layers import LayerSource, read_config
+from ..decoder_layers import LayerSource, config_field, read_config
 from ..tensor_files import Tensors, below, read_json, read_tensors, refuse_unknown
 from .backbone_parts import BackboneParts, backbone_parts, required
 from .blocks import ConcatBlock, ResidualBlock, next_token_logits, repeated, unembeddings, untied
@@ -79,11 +79,14 @@ class HydraHead(nn.Module):
         return features[..., -self._width(features) :]
 
     def _width(self, features: torch.Tensor) -> int:
-        return self.firsts[0].linear.out_features if len(self.firsts) else features.shape[-1]
+        return self._first(0).linear.out_features if len(self.firsts) else features.shape[-1]
+
+    def _first(self, k: int) -> ConcatBlock | ResidualBlock:
+        return cast(ConcatBlock | ResidualBlock, self.firsts[k])
 
     def logits(self, k: int, state: torch.Tensor, known: torch.Tensor, backbone: BackboneParts | None) -> torch.Tensor:
         """Logits [..., V] of head k (from 0) given s [..., d] and the embeddings of k + 1 tokens [..., k + 1, d]."""
-        block = self.firsts[k]
+        block = self._first(k)
         inputs = (
             torch.cat([state.expand(*known.shape[:-2], -1), known.flatten(-2)], -1) if self.config.grounded else state
         )
@@ -129,9 +132,9 @@ def _layer_config(config: MTPHeadConfig, text: PreTrainedConfig) -> dict[str, An
     if not HYDRA.attends(config):
         return None
     heads = text.num_attention_heads
-    keys = getattr(text, "num_key_value_heads", None) or heads
-    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    return _prefix_config(text.hidden_size, inner, heads, keys, getattr(text, "rms_norm_eps", 1e-6))
+    keys = config_field(text, "num_key_value_heads", default=heads)
+    inner = config_field(text, "intermediate_size", default=4 * text.hidden_size)
+    return _prefix_config(text.hidden_size, inner, heads, keys, config_field(text, "rms_norm_eps", default=1e-6))
 
 
 def _prefix_config(hidden_size: int, intermediate_size: int, heads: int, key_heads: int, eps: float) -> dict[str, Any]:
@@ -218,7 +221,7 @@ def _read(folder: Path) -> Directory:
 
 def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
     """Fields of config.json and tensors of `hydra_lm_head.pt`."""
-    prefix, embedding = config.arch == "prefix-mlp", backbone.get_input_embeddings().weight
+    prefix, embedding = config.arch == "prefix-mlp", cast(torch.Tensor, backbone.get_input_embeddings().weight)
     named = {EMBEDDING: embedding}
     for k in range(config.num_drafts):
         last = "1." if prefix else ""
@@ -230,7 +233,7 @@ def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -
             named |= {f"hydra_mlp.{k}.{written}.{part}": tensor for part, tensor in below(tensors, ours).items()}
     named |= {_PREFIX + name: tensor for name, tensor in below(tensors, "prefix.").items()}
     if prefix:  # their loader is strict about what it does not use
-        named |= {_UNUSED[0]: embedding, _UNUSED[1]: _frequencies(config.backbone_config["head_dim"])}
+        named |= {_UNUSED[0]: embedding, _UNUSED[1]: _frequencies(cast(dict, config.backbone_config)["head_dim"])}
     fields = {
         "hydra_num_heads": config.num_drafts,
         "hydra_num_layers": config.num_blocks,

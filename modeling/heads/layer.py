@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from ...configuration import MTPHeadConfig
 from ...configuration.head_families import LAYER
 from ..decoder_layers import LayerSource, layer_kind, layer_options, read_config
 from ..tensor_files import Tensors, read_json, read_tensors, refuse_unknown
-from .backbone_parts import BackboneParts
+from .backbone_parts import BackboneParts, required
 from .chunks import sums_one_by_one
 from .family import Directory, HeadFamily, HeadLayout, register
 from .ff import factorised_distribution
@@ -98,7 +98,7 @@ class LayerHead(nn.Module):
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
-        count = config.window - (config.first == "backbone")
+        count = config.num_depths - (config.first == "backbone")
         source = LayerSource(read_config(config.backbone_config))
         self.layers, self.rotary = DecoderLayers(source, count), source.rotary()
         mixed = len(_hidden_layers(config)) - 1
@@ -176,8 +176,8 @@ class LayerHead(nn.Module):
         self, features: torch.Tensor, backbone: BackboneParts | None = None, start: int = 0, stop: int | None = None
     ) -> dict[str, torch.Tensor]:
         """`leaf_logits` [..., n, 1, V] from features [..., n d], or those of the places start .. stop - 1."""
-        states = features.unflatten(-1, (self.config.window, -1))[..., start:stop, :]
-        return {"leaf_logits": backbone.unembed(states).unsqueeze(-2)}
+        states = features.unflatten(-1, (self.config.num_depths, -1))[..., start:stop, :]
+        return {"leaf_logits": required(backbone).unembed(states).unsqueeze(-2)}
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
@@ -191,14 +191,26 @@ class LayerHead(nn.Module):
 
     def start_from(self, backbone: PreTrainedModel) -> None:
         """Every layer starts as the backbone's last one, as its adapters, if it has any, make it."""
-        weights = _merged(backbone.get_decoder().layers[-1])
-        for layer in self.layers:
+        weights = _merged(cast(nn.ModuleList, backbone.get_decoder().layers)[-1])
+        for layer in self.layers.children():
             layer.load_state_dict(weights)
+
+
+@runtime_checkable
+class _Adapted(Protocol):
+    """A linear map of peft, which is no dependency of code that travels with heads."""
+
+    disable_adapters: bool
+    active_adapters: Sequence[str]
+
+    def get_base_layer(self) -> nn.Module: ...
+
+    def get_delta_weight(self, adapter: str) -> torch.Tensor: ...
 
 
 def _merged(layer: nn.Module) -> dict[str, torch.Tensor]:
     """A layer's weights, by the names that they have without adapters of peft."""
-    adapted = {name: module for name, module in layer.named_modules() if hasattr(module, "get_base_layer")}
+    adapted = {name: module for name, module in layer.named_modules() if isinstance(module, _Adapted)}
     weights = {
         name.replace(".base_layer.", "."): value
         for name, value in layer.state_dict().items()
@@ -307,7 +319,9 @@ def _renamed(folder: Path, tensors: Tensors, config: LlamaConfig) -> Tensors:
         match, stem = _NAME.match(name), name.removesuffix(".weight")
         if match and match[3] in _LAYER:
             part = _LAYER[match[3]]
-            ours[f"{_PLACES[match[1]]}.{match[2]}.{part}.weight"] = _half_split(part, tensor, config.head_dim)
+            ours[f"{_PLACES[match[1]]}.{match[2]}.{part}.weight"] = _half_split(
+                part, tensor, cast(int, config.head_dim)
+            )
         elif stem in _ELSE:
             ours[_ELSE[stem] + ".weight"] = tensor
         else:

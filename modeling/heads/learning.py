@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
+from ...configuration import MTPHeadConfig
 from ..outputs import MTPOutput
 from ..sharding import is_unit
+from .backbone_parts import BackboneParts
+from .draft_layers import DraftLayers
 from .losses import IGNORE, check_targets, counts_of_update, depth_targets, depth_weights, head_loss
 from .registry import family_of
 
 States = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
+
+
+class OneByOne(Protocol):
+    """A head that can learn one depth after the other (`HeadFamily.one_by_one`)."""
+
+    def one_by_one(
+        self,
+        states: States,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        backbone: BackboneParts | None,
+        targets: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss, and detached sums per depth, [n]."""
+        ...
 
 
 class LearningMixin:
@@ -24,6 +45,15 @@ class LearningMixin:
     """
 
     mtp_loss_weight: float = 1.0
+    config: MTPHeadConfig
+    head: nn.Module
+    draft_layers: DraftLayers | None
+    backbone: PreTrainedModel
+    hidden_layers: list[int]
+    features: Callable[..., torch.Tensor]
+    _parts: Callable[[], BackboneParts | None]
+    training: bool
+    device: torch.device
 
     @property
     def learning_layers(self) -> list[int]:
@@ -94,7 +124,7 @@ class LearningMixin:
         given = input_ids, attention_mask, position_ids, labels, num_items_in_batch
         found = self.learn(states, logits, *given, **kwargs)
         if kwargs.get("output_hidden_states") and cached_states is None:
-            found.hidden_states = states
+            found.hidden_states = cast(tuple, states)
         return found
 
     def learn(
@@ -128,14 +158,20 @@ class LearningMixin:
         """
         if labels is None and shift_labels is None:
             return MTPOutput(logits=logits)
-        targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
+        targets = depth_targets(labels, self.config.num_depths, attention_mask, position_ids, shift_labels)
         teaches = self.config.loss_target == "teacher"
         if self._goes_one_by_one():
-            check_targets(targets, self.config.vocab_size)
+            check_targets(targets, cast(int, self.config.vocab_size))
             own = (targets != IGNORE).sum((0, 1))
             weights = depth_weights(self.config, counts_of_update(own, counts).float()) * self.loss_scale(first)
-            position_ids = counted_positions(states[-2], attention_mask) if position_ids is None else position_ids
-            loss, sums = self.head.one_by_one(states, attention_mask, position_ids, self._parts(), targets, weights)
+            position_ids = (
+                counted_positions(cast(torch.Tensor, states[-2]), attention_mask)
+                if position_ids is None
+                else position_ids
+            )
+            loss, sums = cast(OneByOne, self.head).one_by_one(
+                states, attention_mask, position_ids, self._parts(), targets, weights
+            )
             return MTPOutput(loss=loss, logits=logits, head_losses=sums / own)
         found = head_loss(
             self.head,
@@ -167,7 +203,7 @@ class LearningMixin:
 
     def loss_scale(self, first: float = 1.0) -> torch.Tensor:
         """What the depths of the loss are multiplied with besides weights, [n]: lambda, and `first` at depth 1."""
-        scale = torch.full((self.window,), float(self.mtp_loss_weight), device=self.device)
+        scale = torch.full((self.config.num_depths,), float(self.mtp_loss_weight), device=self.device)
         scale[0] *= first
         return scale
 

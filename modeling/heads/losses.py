@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -38,10 +38,12 @@ def depth_targets(
         [B, L, n] int64, -100 where there is no target.
 
     Raises:
-        ValueError: Labels of another number of depths.
+        ValueError: Labels of another number of depths, or neither labels nor shift_labels.
     """
     if shift_labels is not None:
         return _targets_of_shifted(shift_labels, window, attention_mask, position_ids)
+    if labels is None:
+        raise ValueError("labels=None: give labels or shift_labels")
     if labels.dim() == 2:
         return window_targets(labels, window, attention_mask, position_ids)
     if labels.shape[2] != window:
@@ -261,7 +263,8 @@ def head_loss(
     Raises:
         ValueError: A target that is no token id, or a teacher where there is no backbone to teach.
     """
-    window, scored = targets.shape[-1], check_targets(targets, head.vocab_size) != IGNORE
+    vocab_size = cast(int, head.vocab_size)
+    window, scored = targets.shape[-1], check_targets(targets, vocab_size) != IGNORE
     own, tokens, unknown = scored.sum((0, 1)), targets.clamp(min=0), None
     if input_ids is not None and config.masked_tokens == "observe":
         tokens = torch.where(scored, targets, tokens_ahead(input_ids, window, 0))
@@ -290,7 +293,7 @@ def head_loss(
     weights = depth_weights(config, counts_of_update(own, counts).to(dtype)) * scale
     arguments = (tokens, scored, unknown, *(() if teacher is None else teacher.arguments))
     part = Part(features, arguments, weights)
-    size = window * config.rank * head.vocab_size * (1 if teacher is None else 2)
+    size = window * config.rank * vocab_size * (1 if teacher is None else 2)
     if balanced:
         factors = _rms_balance(terms, head, part, size, own) if balance is None else balance.to(weights)
         weights = weights * factors

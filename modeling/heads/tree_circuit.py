@@ -136,7 +136,9 @@ class TreeDistribution(LatentDistribution):
         super().__init__(leaf_logits)
         self.structure = structure or balanced(self.window)
         self.root = normalised_logits(root_logits)
-        self.nodes = None if node_logits is None else normalised_logits(node_logits)
+        if node_logits is None:  # a window of one or two positions
+            node_logits = self.root.new_zeros(*self.root.shape[:-1], 0, self.rank, self.rank)
+        self.nodes = normalised_logits(node_logits)
 
     def _weights_of(self, nodes: tuple[int, ...]) -> torch.Tensor:
         return _select(self.nodes, [node - 1 for node in nodes], -3)
@@ -163,8 +165,8 @@ class TreeDistribution(LatentDistribution):
         slots: dict[Unit | None, int] = {Unit(True, i): i for i in range(tree.window)} | {None: tree.window}
         messages = torch.cat([evidence, torch.zeros_like(evidence[..., :1, :])], -2)
         for level in reversed(tree.levels[1:]):
-            children = ([slots[side[node]] for node in level] for side in (tree.left, tree.right))
-            inside = sum(_select(messages, child, -2) for child in children)
+            left, right = ([slots[side[node]] for node in level] for side in (tree.left, tree.right))
+            inside = _select(messages, left, -2) + _select(messages, right, -2)
             upward = logsumexp(self._weights_of(level) + inside[..., None, :], -1)
             slots |= {Unit(False, node): messages.shape[-2] + i for i, node in enumerate(level)}
             messages = torch.cat([messages, upward], -2)
@@ -179,7 +181,7 @@ class TreeDistribution(LatentDistribution):
         tree = self.structure
         states = [draw(self.root.exp(), generator)[..., None]]
         order = {0: 0}
-        maps = None if self.nodes is None else draw(self.nodes.exp(), generator)
+        maps = draw(self.nodes.exp(), generator)
         for level in tree.levels[1:]:
             parents = _select(torch.cat(states, -1), [order[tree.parent[node]] for node in level], -1)
             states.append(_select(maps, [node - 1 for node in level], -2).gather(-1, parents[..., None])[..., 0])
@@ -199,10 +201,9 @@ class TreeDistribution(LatentDistribution):
         return TreeDistribution(root, nodes, self._leaves_after_first(), self.structure.without_first())
 
     def _walk(self, unit: Scale) -> Walk:
-        nodes = None if self.nodes is None else self.nodes.exp()
-        return (yield from self._visit(0, self.root.exp(), nodes, unit))
+        return (yield from self._visit(0, self.root.exp(), self.nodes.exp(), unit))
 
-    def _visit(self, node: int, weights: torch.Tensor, nodes: torch.Tensor | None, unit: Scale) -> Walk:
+    def _visit(self, node: int, weights: torch.Tensor, nodes: torch.Tensor, unit: Scale) -> Walk:
         """Walks the span of `node`; returns what the span says of the node's own state."""
         children = [child for child in (self.structure.left[node], self.structure.right[node]) if child is not None]
         seen = None

@@ -15,8 +15,8 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...configuration import MTPHeadConfig
+from ...configuration.fields import check_options
 from ...configuration.head_families import HEAD_FAMILIES, takers
-from ...configuration.options import check_options
 from ...generation.attach import AttachableDrafter, adopt_special_ids
 from ...generation.call.options import DraftOptions
 from ...generation.drafters.heads import AttendingHeadSession, HeadSession

@@ -150,7 +150,7 @@ class MTPHeadConfig(PreTrainedConfig):
         super().__post_init__(**(dict(family.defaults) if family else {}) | kwargs)
 
     def validate_architecture(self) -> None:
-        """Refuses contradictory values; the message names the field and what would be right."""
+        """Refuse contradictory values; the message names the field and what would be right."""
         if self.head_type not in HEAD_FAMILIES:
             raise ValueError(
                 f"head_type={self.head_type!r} is unknown; choose one of {', '.join(HEAD_FAMILIES)}, or first import "
@@ -220,11 +220,11 @@ class MTPHeadConfig(PreTrainedConfig):
         return self.family.borrows_first(self)
 
     def options(self) -> dict[str, Any]:
-        """The fields that describe the distribution, for a model's own `config.json`."""
+        """Return the fields that describe the distribution, for a model's own `config.json`."""
         return self._values(self.family.written()) | self.draft_options()
 
     def draft_options(self) -> dict[str, Any]:
-        """The fields of draft layers; empty where there are none."""
+        """Return the fields of draft layers; empty where there are none."""
         names = ("draft_layers", "draft_lora_rank", "draft_lora_alpha")
         return self._values(names) if self.draft_layers else {}
 
@@ -234,5 +234,5 @@ class MTPHeadConfig(PreTrainedConfig):
         return self._values(names) == other._values(names)
 
     def describe(self) -> str:
-        """What the head is, as a phrase for people to read."""
+        """Return what the head is, as a phrase for people to read."""
         return self.family.description.format(**self._values(self.family.written()))

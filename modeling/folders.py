@@ -17,7 +17,7 @@ _TEMPORARY = re.compile(r"\.tokenahead-saving\.(\d+)")
 
 @contextmanager
 def whole_folder(target: str | PathLike, variant: str | None = None) -> Iterator[Path]:
-    """A directory to write into, whose files come to `target` once all of them are there.
+    """Return a directory to write into, whose files come to `target` once all of them are there.
 
     An exception, Ctrl-C or a full disk leaves `target` as it was, or absent; what a killed process left is removed by
     the next save.
@@ -56,7 +56,7 @@ def whole_folder(target: str | PathLike, variant: str | None = None) -> Iterator
 
 
 def _runs(process: int) -> bool:
-    """Whether a process of this machine runs; True where that cannot be asked without harm (Windows)."""
+    """Return whether a process of this machine runs; True where that cannot be asked without harm (Windows)."""
     if os.name == "nt":
         return True
     try:
@@ -88,7 +88,7 @@ def _deliver(source: Path, target: Path, variant: str | None) -> None:
 
 
 def _is_weights(name: str, variant: str | None) -> bool:
-    """Whether transformers would save weights of the variant under this name."""
+    """Return whether transformers would save weights of the variant under this name."""
     part = f"\\.{re.escape(variant)}" if variant else ""
     weights, index = rf"model{part}(-\d{{5}}-of-\d{{5}})?\.safetensors", rf"model\.safetensors\.index{part}\.json"
     return bool(re.fullmatch(f"{weights}|{index}", name))

@@ -15,12 +15,12 @@ from torch import nn
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether FSDP2 gathers and shards this module on its own."""
+    """Return whether FSDP2 gathers and shards this module on its own."""
     return hasattr(module, "unshard")
 
 
 def gather(modules: Iterable[nn.Module]) -> None:
-    """Makes the parameters of units whole; they are sharded again in backward."""
+    """Make the parameters of units whole; they are sharded again in backward."""
     for module in modules:
         if is_unit(module):
             module.unshard()

@@ -34,7 +34,7 @@ _FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
 
 
 class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, AttachableDrafter, PreTrainedModel):
-    """Multi-token heads for a backbone that stays as it is.
+    """Multi-token heads for a backbone that is unchanged.
 
     Attached heads pass as `assistant_model`: `backbone.generate(..., assistant_model=heads)` speculates losslessly, any
     batch size, greedy and sampled, with the options of `MTPGenerationMixin`. `Trainer(model=heads)` trains them on the
@@ -116,7 +116,7 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         return self.config.num_depths
 
     def _parts(self) -> BackboneParts | None:
-        """What the heads borrow of the backbone for one call."""
+        """Return what the heads borrow of the backbone for one call."""
         return backbone_parts(self.backbone) if self.is_attached else None
 
     @property
@@ -129,7 +129,7 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         """Ignored: heads have none of their own."""
 
     def _supports_logits_to_keep(self) -> bool:
-        """Asked by transformers where it would run the heads itself: they assist a model that they do not know."""
+        """Refuse to be run by transformers itself, with a model that the heads are not attached to."""
         raise RuntimeError("MTPHeads cannot assist this model: call heads.attach(backbone) first")
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
@@ -162,7 +162,7 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         return super().code_for(remote_code)
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuses a backbone that the heads were not made for.
+        """Refuse a backbone that the heads were not made for.
 
         Raises:
             ValueError: Another hidden size or vocabulary.
@@ -175,13 +175,13 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         self.check_embedding(backbone)
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
-        """Follows the backbone's dtype and device, and takes over its special ids."""
+        """Follow the backbone's dtype and device, and takes over its special ids."""
         self.to(device=compute_device(backbone), dtype=backbone.dtype if backbone.dtype.is_floating_point else None)
         adopt_special_ids(self.config, backbone)
         self._expected_embedding = None
 
     def start(self, options: DraftOptions) -> HeadSession:
-        """Drafts of the heads, for one call of `generate`."""
+        """Return drafts of the heads, for one call of `generate`."""
         if self.attends:
             return AttendingHeadSession(self, options, self.features_of_call())
         return HeadSession(self.distribution_after, options, self.hidden_layers, self.features)
@@ -204,7 +204,7 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         return self.family.hidden_layers(self.config)
 
     def add_draft_layers(self, count: int, rank: int = 8, alpha: float | None = None) -> MTPHeads:
-        """Puts draft layers below heads that were trained without (MtPC's stage 2); they start as the backbone's.
+        """Put draft layers below heads that were trained without (MtPC's stage 2); they start as the backbone's.
 
         Args:
             count: k, so many of the backbone's last layers.
@@ -250,7 +250,7 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         cache: Cache | None = None,
         layers: BoundLayers | None = None,
     ) -> torch.Tensor:
-        """What the distribution of every position is made from, [B, T, F].
+        """Return what the distribution of every position is made from, [B, T, F].
 
         Args:
             hidden_states: The backbone's output of that name, with those that `hidden_layers` names (or a mapping).
@@ -275,7 +275,7 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> WindowDistribution:
-        """Distributions of the next `window` tokens behind every position of a text: runs the backbone.
+        """Return the distributions of the next `window` tokens after every position; runs the backbone.
 
         Args:
             input_ids: [B, T] int64.
@@ -292,15 +292,15 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         return self.distribution_of_features(features)
 
     def distribution_of_features(self, features: torch.Tensor) -> WindowDistribution:
-        """Distribution of the next `window` tokens given `features` [..., F]."""
+        """Return the distribution of the next `window` tokens given `features` [..., F]."""
         return window_distribution(self.head, self.config, features, self._parts())
 
     def distribution_after(self, features: torch.Tensor, last: torch.Tensor, length: int) -> WindowDistribution:
-        """Distribution of the next `length` tokens given `features` [..., F] and the token [...] behind them."""
+        """Return the distribution of `length` tokens given `features` [..., F] and the token [...] that follows."""
         return distribution_after(self.head, self.config, features, last, length, self._parts())
 
     def window_distribution(self, hidden_states: torch.Tensor) -> WindowDistribution:
-        """Distribution of the next `window` tokens given the backbone's last hidden states [..., D].
+        """Return the distribution of the next `window` tokens given the backbone's last hidden states [..., D].
 
         Raises:
             ValueError: Heads that read more than one state; use `distribution`.

@@ -63,7 +63,7 @@ def output_embeddings(model: PreTrainedModel) -> nn.Linear:
 
 
 def backbone_parts(model: PreTrainedModel) -> BackboneParts:
-    """The parts of a causal language model, which may have a `backbone_parts` of its own."""
+    """Return the parts of a causal language model, which may have a `backbone_parts` of its own."""
     if isinstance(model, HasBackboneParts):
         return model.backbone_parts()
     unembedding, text = output_embeddings(model), model.config.get_text_config()
@@ -75,7 +75,7 @@ def backbone_parts(model: PreTrainedModel) -> BackboneParts:
 
 
 def _finish(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
-    """What some families do to the logits that leave their unembedding."""
+    """Return what some families do to the logits that leave their unembedding."""
     logits = logits * (config_field(config, "logit_scale") or 1.0) / (config_field(config, "logits_scaling") or 1.0)
     cap = config_field(config, "final_logit_softcapping")
     return logits if cap is None else cap * (logits / cap).tanh()
@@ -98,13 +98,13 @@ def frozen(module: nn.Module, *args: Any) -> Any:
 
 
 def dtype_of(module: nn.Module, states: torch.Tensor) -> torch.dtype:
-    """The floating dtype that a module computes in; that of the states where its weights are integers."""
+    """Return the floating dtype that a module computes in; that of the states where its weights are integers."""
     weight = next(module.parameters(), states)
     return weight.dtype if weight.is_floating_point() else states.dtype
 
 
 def compute_device(model: PreTrainedModel) -> torch.device:
-    """Where a model computes, which is not where its weights lie while they are offloaded."""
+    """Return where a model computes, which is not where its weights lie while they are offloaded."""
     hooks = (vars(module)["_hf_hook"] for module in model.modules() if "_hf_hook" in vars(module))
     devices = [device for hook in hooks if (device := vars(hook).get("execution_device")) is not None]
     return torch.device(devices[0]) if devices and model.device.type == "meta" else model.device

@@ -88,7 +88,7 @@ class SummedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, total: torch.Tensor, anchor: torch.Tensor, skip: int
     ) -> torch.Tensor:
-        """Multiplies.
+        """Multiply.
 
         Args:
             ctx: Of autograd.
@@ -107,7 +107,7 @@ class SummedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Returns the gradient of the inputs, where one is wanted, and 0 for the anchor."""
+        """Return the gradient of the inputs, where one is wanted, and 0 for the anchor."""
         inputs, weight = ctx.saved_tensors
         flat, rows = gradient.flatten(0, -2), inputs.flatten(0, -2).to(gradient.dtype)
         step = max(1, _GRADIENTS_PER_BLOCK // rows.shape[-1])
@@ -122,7 +122,7 @@ class SummedLinear(torch.autograd.Function):
 def chunked_sums(
     terms: Terms, module: nn.Module, parts: Sequence[Part], logits_per_position: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Sums of the terms of all positions, part by part, and their weighted total.
+    """Return the sums of the terms of all positions, part by part, and their weighted total.
 
     Gradients are made together with the sums, unless they are off, and wait for backward: it can go through once.
 
@@ -145,7 +145,7 @@ def chunked_sums(
 
 
 def _rows(logits: int, on_processor: bool) -> int:
-    """Positions of a chunk, of so many logits each."""
+    """Return the number of positions of a chunk."""
     most = max(1, LOGITS_PER_CHUNK // logits)
     return min(most, max(_ROWS_ON_PROCESSOR, _LOGITS_ON_PROCESSOR // logits)) if on_processor else most
 
@@ -187,7 +187,7 @@ class _ChunkedSums(torch.autograd.Function):
 def _pass(
     task: _Task, part: Part, totals: dict[torch.Tensor, torch.Tensor], scale: torch.Tensor, wanted: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The gradient of a part's hidden states, where it is wanted, and its sums [n]; adds to the totals."""
+    """Return the gradient of a part's hidden states, where it is wanted, and its sums [n]; adds to the totals."""
     shares = part.weights / scale.clamp(min=torch.finfo(scale.dtype).tiny)
     sums, into_states = [], []
     with _summed(task.module, totals if part.trains_module else {}) as others:
@@ -223,7 +223,7 @@ def _chunk(
 
 @contextmanager
 def _summed(module: nn.Module, totals: dict[torch.Tensor, torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Makes the leaves of a module sum up their own gradients; gives the tensors whose gradients must be asked for."""
+    """Make the leaves of a module sum up their own gradients; yield the tensors that autograd is left with."""
     leaves = [inner for inner in module.modules() if isinstance(inner, SummingModule) and inner.weight in totals]
     anchors = [torch.zeros((), device=leaf.weight.device, requires_grad=True) for leaf in leaves]
     try:
@@ -252,7 +252,7 @@ def sums_one_by_one(
     unembed: Callable[[torch.Tensor], torch.Tensor],
     vocab_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted sum of the cross-entropies of all heads, whose gradients are made at once and wait for backward.
+    """Return the weighted sum of the cross-entropies of all heads; gradients are made at once and wait for backward.
 
     Args:
         run: A head.
@@ -286,8 +286,8 @@ class _OneByOne(torch.autograd.Function):
                 inputs = z.detach().requires_grad_(wanted)
                 part = Part(run(k, inputs), (targets[..., k : k + 1],), weights[k : k + 1])
                 loss, (summed,) = chunked_sums(_terms(unembed), nn.Module(), [part], vocab_size)
-                asked = [*([inputs] if wanted else []), *(own if learns else [])]
-                gradients = list(torch.autograd.grad(loss, asked, allow_unused=True)) if asked else []
+                wanted_of = [*([inputs] if wanted else []), *(own if learns else [])]
+                gradients = list(torch.autograd.grad(loss, wanted_of, allow_unused=True)) if wanted_of else []
             if wanted:
                 into_z += gradients.pop(0)
             found += gradients if learns else [None] * len(own)

@@ -53,14 +53,14 @@ class CircuitHead(nn.Module):
 
     @property
     def num_sum_matrices(self) -> int:
-        """[r, r] sums beside the root: transitions of an HMM, inner nodes of a BTree."""
+        """[r, r] sums besides the root: transitions of an HMM, inner nodes of a BTree."""
         counts = self.circuit.sum_counts(self.config.num_depths)
         return counts[-1] if self.config.homogeneous else counts[0]
 
     def forward(
         self, hidden_states: torch.Tensor, backbone: BackboneParts | None = None, stop: int | None = None
     ) -> dict[str, torch.Tensor]:
-        """Parameters of the distribution given hidden states [..., d].
+        """Return the parameters of the distribution given hidden states [..., d].
 
         Args:
             hidden_states: [..., d].
@@ -101,13 +101,13 @@ class CircuitHead(nn.Module):
         init.copy_(self.sum_bias, bias)
 
     def resize(self, vocab_size: int, std: float | None) -> None:
-        """Changes the number of token ids, see `FFHead.resize`."""
+        """Change the number of token ids, see `FFHead.resize`."""
         self.leaf.resize(vocab_size, std)
         self.vocab_size = vocab_size
 
     @torch.no_grad()
     def copy_leaves(self, heads: FFHead) -> None:
-        """Gives all states of position i the weights of FF head i (of the last head, beyond it): then q is FF's
+        """Give all states of position i the weights of FF head i (of the last head, beyond it): then q is FF's
         distribution."""
         rows = heads.weight.unflatten(0, (heads.num_heads, heads.vocab_size))
         source = [min(i, heads.num_heads - 1) for i in range(self.config.num_depths) for _ in range(self.config.rank)]
@@ -134,7 +134,7 @@ def circuit_from_logits(
     node_logits: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> WindowDistribution:
-    """Builds the distribution of a head family from unnormalised parameters; layouts in the docstring of `circuits`.
+    """Build the distribution of a head family from unnormalised parameters; layouts in the docstring of `circuits`.
 
     Args:
         head_type: `"ff"` (leaves only, r = 1), `"cp"` (and root), `"hmm"` (root, trans) or `"btree"` (root, node).

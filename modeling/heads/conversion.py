@@ -28,7 +28,7 @@ class OfficialLayoutsMixin:
 
     @classmethod
     def from_official(cls, folder: str | PathLike, **options: Any) -> Any:
-        """Heads from a directory of their authors: Medusa (version 1, 2, merged, vLLM's), Hydra, Gloeckle et al.
+        """Load heads from a directory of their authors: Medusa (version 1, 2, merged, vLLM's), Hydra, Gloeckle et al.
 
         Args:
             folder: A local directory; its layout is found by its files.
@@ -58,7 +58,7 @@ class OfficialLayoutsMixin:
 
     @classmethod
     def backbone_from_official(cls, folder: str | PathLike) -> PreTrainedModel:
-        """The backbone in a directory that holds it beside its heads (merged Medusa-2, Gloeckle et al.).
+        """Return the backbone in a directory that holds it with its heads (merged Medusa-2, Gloeckle et al.).
 
         Raises:
             ValueError: A directory of heads alone.
@@ -75,7 +75,7 @@ class OfficialLayoutsMixin:
         return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 
     def export(self, folder: str | PathLike, layout: str) -> None:
-        """Writes the heads as their authors' tools, or an engine, will read them.
+        """Write the heads as their authors' tools, or an engine, will read them.
 
         Args:
             folder: Made if it is not there.

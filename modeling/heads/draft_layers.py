@@ -44,12 +44,12 @@ class Adapter(nn.Module):
         self.lora_B = nn.Parameter(torch.zeros(shape[0], rank))
 
     def added_to(self, weight: torch.Tensor) -> torch.Tensor:
-        """The changed weight, [out, in], in the weight's dtype; no gradient reaches the weight itself."""
+        """Return the changed weight, [out, in], in the weight's dtype; no gradient reaches the weight itself."""
         return weight.detach() + (self.scale * self.lora_B @ self.lora_A).to(weight)
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Draws A as peft does, whatever `std` is; B is 0, so that the layers start as the backbone's."""
+        """Draw A as peft does, whatever `std` is; B is 0, so that the layers start as the backbone's."""
         bound = 1 / math.sqrt(self.lora_A.shape[1])
         init.uniform_(self.lora_A, -bound, bound)
         init.zeros_(self.lora_B)
@@ -82,7 +82,7 @@ class LayerAdapters(nn.Module):
         ]
 
     def weights(self, layers: Sequence[nn.Module]) -> list[Weights]:
-        """By layer, the weights of the backbone's `layers` with what the adapters add at the moment.
+        """Return, by layer, the weights of the backbone's `layers` with what the adapters add at the moment.
 
         Raises:
             ValueError: Weights that are no plain matrices (quantised, offloaded, wrapped by peft).
@@ -136,7 +136,7 @@ class DraftLayers(LayerAdapters):
         self.rotary = source.rotary()
 
     def bind(self, backbone: PreTrainedModel) -> BoundLayers:
-        """The layers as they stand now, for a step of training or a call of `generate`.
+        """Return the layers as they stand now, for a step of training or a call of `generate`.
 
         Raises:
             ValueError: A backbone whose weights are no plain matrices (quantised, offloaded, wrapped by peft).
@@ -164,7 +164,7 @@ class BoundLayers:
         position_ids: torch.Tensor,
         cache: Cache | None = None,
     ) -> torch.Tensor:
-        """Runs over rows of z.
+        """Run over rows of z.
 
         Args:
             states: z, [B, T, d], the input of the first of these layers.
@@ -200,5 +200,5 @@ def _linears(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 
 def _key(name: str) -> str:
-    """A name that a ModuleDict takes: those of layers hold no hyphen."""
+    """Return a name that a ModuleDict takes; names of layers hold no hyphen."""
     return name.replace(".", "-")

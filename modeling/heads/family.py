@@ -171,5 +171,5 @@ def register(family: HeadFamily) -> HeadFamily:
 
 
 def exact(logits: torch.Tensor) -> torch.Tensor:
-    """Return logits in float32 (float64 stays)."""
+    """Return the logits in float32 (float64 stays)."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -71,7 +71,7 @@ class HydraHead(nn.Module):
         return torch.cat([states[-1].to(state.dtype), state], -1)
 
     def first(self, features: torch.Tensor, backbone: BackboneParts | None) -> torch.Tensor:
-        """Logits [..., V] of position 1, the backbone's, at features [..., 2 d]; at [..., d], s is h."""
+        """Return the logits [..., V] of position 1, the backbone's, at features [..., 2 d]; at [..., d], s is h."""
         return next_token_logits(features[..., : self._width(features)], backbone)
 
     def state(self, features: torch.Tensor) -> torch.Tensor:
@@ -123,12 +123,12 @@ class PrefixLayer(nn.Module):
 
 
 def _hidden_layers(config: MTPHeadConfig) -> list[int]:
-    """The states that Hydra heads read: one, and the last."""
+    """Return the states that Hydra heads read: one, and the last."""
     return [-1 - config.state_offset, -1]
 
 
 def _layer_config(config: MTPHeadConfig, text: PreTrainedConfig) -> dict[str, Any] | None:
-    """Config of that layer, of the backbone's sizes."""
+    """Return the config of that layer, of the backbone's sizes."""
     if not HYDRA.attends(config):
         return None
     heads = text.num_attention_heads
@@ -138,7 +138,7 @@ def _layer_config(config: MTPHeadConfig, text: PreTrainedConfig) -> dict[str, An
 
 
 def _prefix_config(hidden_size: int, intermediate_size: int, heads: int, key_heads: int, eps: float) -> dict[str, Any]:
-    """Config of a one-layer Llama; its rope base is 10000 for every backbone."""
+    """Return the config of a one-layer Llama; its rope base is 10000 for every backbone."""
     config = LlamaConfig(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -176,7 +176,7 @@ def _distribution(
 
 
 def _read(folder: Path) -> Directory:
-    """Options of the heads and their tensors; the backbone's embedding is among them under its own name.
+    """Return the options of the heads and their tensors; the backbone's embedding is among them under its own name.
 
     Raises:
         ValueError: An architecture without released weights, or unknown tensors.
@@ -185,11 +185,11 @@ def _read(folder: Path) -> Directory:
     arch = values.get("hydra_head_arch", "mlp")
     if arch not in ("mlp", "prefix-mlp"):
         raise ValueError(f"{folder}: hydra_head_arch={arch!r} is not supported; 'mlp' and 'prefix-mlp' are")
-    places = sorted({int(match[2]) for match in map(_BLOCK.match, tensors) if match})
+    blocks = sorted({int(match[2]) for match in map(_BLOCK.match, tensors) if match})
     ours, rows = {}, {}
     for name, tensor in tensors.items():
         if match := _BLOCK.match(name):
-            ours[_our_block(match, places.index(int(match[2])))] = tensor
+            ours[_our_block(match, blocks.index(int(match[2])))] = tensor
         elif match := _UNEMBEDDING.match(name):
             rows[(int(match[1]), match[2])] = tensor
         elif name.startswith(_PREFIX) and name not in _UNUSED:
@@ -199,12 +199,12 @@ def _read(folder: Path) -> Directory:
     heads = 1 + max(k for k, _ in rows)
     ours |= {f"unembeddings.heads.{k}.weight": rows[k, "weight"] for k in range(heads)}
     ours["unembeddings.bias"] = torch.stack([rows[k, "bias"] for k in range(heads)])
-    tied, ours = untied(ours, heads, len(places) - 1)
+    tied, ours = untied(ours, heads, len(blocks) - 1)
     vocab_size, width = rows[0, "weight"].shape
     options = {
         "head_type": "hydra",
         "window": heads + 1,
-        "num_blocks": len(places),
+        "num_blocks": len(blocks),
         "tied_blocks": tied,
         "unembed": "own",
         "arch": arch,
@@ -220,16 +220,16 @@ def _read(folder: Path) -> Directory:
 
 
 def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
-    """Fields of config.json and tensors of `hydra_lm_head.pt`."""
+    """Return the fields of config.json and tensors of `hydra_lm_head.pt`."""
     prefix, embedding = config.arch == "prefix-mlp", cast(torch.Tensor, backbone.get_input_embeddings().weight)
     named = {EMBEDDING: embedding}
     for k in range(config.num_drafts):
         last = "1." if prefix else ""
         named[f"hydra_lm_head.{k}.{last}weight"] = tensors[f"unembeddings.heads.{k}.weight"]
         named[f"hydra_lm_head.{k}.{last}bias"] = tensors["unembeddings.bias"][k]
-        for place in range(config.num_blocks):
-            written = 2 * place + 1 if prefix else place  # dropouts stand between the blocks
-            ours = f"firsts.{k}." if place == 0 else f"blocks.{k}.{0 if config.tied_blocks else place - 1}."
+        for block in range(config.num_blocks):
+            written = 2 * block + 1 if prefix else block  # dropouts stand between the blocks
+            ours = f"firsts.{k}." if block == 0 else f"blocks.{k}.{0 if config.tied_blocks else block - 1}."
             named |= {f"hydra_mlp.{k}.{written}.{part}": tensor for part, tensor in below(tensors, ours).items()}
     named |= {_PREFIX + name: tensor for name, tensor in below(tensors, "prefix.").items()}
     if prefix:  # their loader is strict about what it does not use
@@ -249,8 +249,8 @@ def _frequencies(head_dim: int) -> torch.Tensor:
 
 
 def _our_block(match: re.Match[str], rank: int) -> str:
-    place = f"firsts.{match[1]}" if rank == 0 else f"blocks.{match[1]}.{rank - 1}"
-    return f"{place}.{match[3]}.{match[4]}"
+    block = f"firsts.{match[1]}" if rank == 0 else f"blocks.{match[1]}.{rank - 1}"
+    return f"{block}.{match[3]}.{match[4]}"
 
 
 def _stored_layer_config(folder: Path, tensors: Tensors, vocab_size: int) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class JointMTPModel(PreTrainedModel):
 
     @property
     def mtp_loss_weight(self) -> float:
-        """lambda, what the heads' loss weighs beside the backbone's."""
+        """lambda, the weight of the heads' loss; the backbone's own weighs 1."""
         return self.heads.mtp_loss_weight
 
     @mtp_loss_weight.setter
@@ -83,11 +83,11 @@ class JointMTPModel(PreTrainedModel):
         return 0.0 if self.heads.config.borrows_first else 1.0
 
     def get_input_embeddings(self) -> nn.Module:
-        """The backbone's."""
+        """Return the backbone's."""
         return self.backbone.get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module:
-        """The backbone's."""
+        """Return the backbone's."""
         return output_embeddings(self.backbone)
 
     @can_return_tuple
@@ -101,7 +101,7 @@ class JointMTPModel(PreTrainedModel):
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Any,
     ) -> MTPOutput:
-        """The joint loss; arguments as in `MTPHeads.forward`.
+        """Return the joint loss; arguments as in `MTPHeads.forward`.
 
         Returns:
             `MTPOutput`; `backbone_loss` is the mean of the backbone's own loss.
@@ -144,7 +144,7 @@ class JointMTPModel(PreTrainedModel):
         state_dict: dict[str, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Writes the heads' directory and, in it, the backbone's; `state_dict` holds tensors that had to be
+        """Write the heads' directory and, in it, the backbone's; `state_dict` holds tensors that had to be
         gathered."""
         state = self.state_dict() if state_dict is None else state_dict
         parts = {
@@ -155,7 +155,7 @@ class JointMTPModel(PreTrainedModel):
             part.save_pretrained(place, is_main_process, below(state, f"{name}."), **kwargs)
 
     def load_checkpoint(self, folder: str | PathLike) -> None:
-        """Takes over what `save_pretrained` wrote, into this very model.
+        """Take over what `save_pretrained` wrote, into this very model.
 
         Raises:
             ValueError: A directory of other heads, or of another backbone.
@@ -165,7 +165,7 @@ class JointMTPModel(PreTrainedModel):
 
 
 def load_trained(model: PreTrainedModel, folder: Path, what: str) -> None:
-    """Takes over what the `save_pretrained` of a model, or of one that carries adapters of peft, wrote.
+    """Take over what the `save_pretrained` of a model, or of one that carries adapters of peft, wrote.
 
     Raises:
         ValueError: A directory of another model; `what` it should be is said.

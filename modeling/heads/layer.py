@@ -112,7 +112,7 @@ class LayerHead(nn.Module):
         backbone: BackboneParts,
         cache: Cache | None = None,
     ) -> torch.Tensor:
-        """What the unembedding reads for every position of the window, [B, T, n d].
+        """Return what the unembedding reads for every position of the window, [B, T, n d].
 
         Args:
             states: Those that `hidden_layers` names, [B, T, d] each.
@@ -135,7 +135,7 @@ class LayerHead(nn.Module):
         targets: torch.Tensor,
         weights: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of all heads with the memory of one (`sums_one_by_one`), where they read the same states.
+        """Return the loss of all heads with the memory of one (`sums_one_by_one`), where they read the same states.
 
         Args:
             states: By index, those below the last layer, and the last, [B, T, d].
@@ -175,13 +175,13 @@ class LayerHead(nn.Module):
     def forward(
         self, features: torch.Tensor, backbone: BackboneParts | None = None, start: int = 0, stop: int | None = None
     ) -> dict[str, torch.Tensor]:
-        """`leaf_logits` [..., n, 1, V] from features [..., n d], or those of the places start .. stop - 1."""
+        """`leaf_logits` [..., n, 1, V] from features [..., n d], or those of the positions start .. stop - 1."""
         states = features.unflatten(-1, (self.config.num_depths, -1))[..., start:stop, :]
         return {"leaf_logits": required(backbone).unembed(states).unsqueeze(-2)}
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Starts the means, whatever `std` is."""
+        """Start the means, whatever `std` is."""
         if self.mix is None:
             return
         uniform = self.config.mix_init == "uniform"
@@ -209,7 +209,7 @@ class _Adapted(Protocol):
 
 
 def _merged(layer: nn.Module) -> dict[str, torch.Tensor]:
-    """A layer's weights, by the names that they have without adapters of peft."""
+    """Return a layer's weights, by the names that they have without adapters of peft."""
     adapted = {name: module for name, module in layer.named_modules() if isinstance(module, _Adapted)}
     weights = {
         name.replace(".base_layer.", "."): value
@@ -224,7 +224,7 @@ def _merged(layer: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _hidden_layers(config: MTPHeadConfig) -> list[int]:
-    """The states that layer heads read: below the last layer, and the last."""
+    """Return the states that layer heads read: below the last layer, and the last."""
     if config.mix == "none":
         return [-2, -1]
     layers = read_config(config.backbone_config).get_text_config().num_hidden_layers
@@ -232,7 +232,7 @@ def _hidden_layers(config: MTPHeadConfig) -> list[int]:
 
 
 def _read(folder: Path) -> Directory:
-    """Options of the heads and their tensors.
+    """Return the options of the heads and their tensors.
 
     Raises:
         ValueError: A model without further heads.
@@ -254,13 +254,13 @@ def _read(folder: Path) -> Directory:
 
 
 def read_backbone(folder: Path) -> tuple[LlamaConfig, Tensors]:
-    """The Llama whose last layer is head 1."""
+    """Return the Llama whose last layer is head 1."""
     config, tensors, _ = _read_model(folder)
     return config, {name: tensor for name, tensor in tensors.items() if not name.startswith("extra_heads")}
 
 
 def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
-    """Fields of params.json and tensors of `consolidated.pth`, which holds the backbone too."""
+    """Return the fields of params.json and tensors of `consolidated.pth`, which holds the backbone too."""
     values, named = config.backbone_config or {}, {}
     heads = values["num_attention_heads"]
     back = {ours: theirs for theirs, ours in _ELSE.items()}
@@ -337,21 +337,21 @@ def _refusal(config: MTPHeadConfig) -> str | None:
     return None if kind == "llama" else f"it holds Llama layers, not model_type={kind!r}"
 
 
-def _layer_tensor(place: str, part: str, tensor: torch.Tensor, values: dict[str, Any]) -> Tensors:
+def _layer_tensor(prefix: str, part: str, tensor: torch.Tensor, values: dict[str, Any]) -> Tensors:
     theirs = next(theirs for theirs, ours in _LAYER.items() if ours == part)
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-    return {f"{place}.{theirs}.weight": _interleaved(part, tensor, head_dim)}
+    return {f"{prefix}.{theirs}.weight": _interleaved(part, tensor, head_dim)}
 
 
 def _half_split(part: str, weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Rows of queries and keys from rope pairs (0, 1), (2, 3), .. to pairs (i, i + D / 2)."""
+    """Reorder rows of queries and keys from rope pairs (0, 1), (2, 3), .. to pairs (i, i + D / 2)."""
     if part not in ("self_attn.q_proj", "self_attn.k_proj"):
         return weight
     return weight.view(-1, head_dim // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def _interleaved(part: str, weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """The inverse of `_half_split`."""
+    """Return the inverse of `_half_split`."""
     if part not in ("self_attn.q_proj", "self_attn.k_proj"):
         return weight
     return weight.view(-1, 2, head_dim // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)

@@ -1,4 +1,4 @@
-"""How heads apart from their backbone learn: on a frozen backbone, on states kept of it, or beside it (joint.py)."""
+"""How heads apart from their backbone learn: on a frozen backbone, on stored states of it, or jointly (joint.py)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class LearningMixin:
         position_ids: torch.Tensor | None,
         logits_to_keep: int | torch.Tensor = 1,
     ) -> Any:
-        """The backbone's outputs, with the states that the heads read."""
+        """Return the backbone's outputs, with the states that the heads read."""
         with torch.no_grad():
             return self.backbone(
                 input_ids,
@@ -93,7 +93,7 @@ class LearningMixin:
         cached_states: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> MTPOutput:
-        """The discounted loss of the heads on the frozen backbone, and the backbone's own logits.
+        """Return the discounted loss of the heads on the frozen backbone, and the backbone's own logits.
 
         Args:
             input_ids: [B, L] int64.
@@ -141,7 +141,7 @@ class LearningMixin:
         first: float = 1.0,
         **kwargs: Any,
     ) -> MTPOutput:
-        """The loss on states of the backbone; see `forward`.
+        """Return the loss on states of the backbone; see `forward`.
 
         Args:
             states: By index, those that `learning_layers` names, [B, L, d] each.
@@ -195,7 +195,7 @@ class LearningMixin:
         )
 
     def _goes_one_by_one(self) -> bool:
-        """Whether heads can learn one after the other: layers that read the same states, from labels."""
+        """Return whether heads can learn one after the other: layers that read the same states, from labels."""
         config = self.config
         plain = config.loss_target == "labels" and config.loss_balance == "none"
         plain = plain and not any(map(is_unit, self.head.modules()))
@@ -208,7 +208,7 @@ class LearningMixin:
         return scale
 
     def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor, first: float = 1.0) -> torch.Tensor:
-        """The loss on data of which only sums per depth are known.
+        """Return the loss on data of which only sums per depth are known.
 
         Args:
             sums: [n], summed terms in nats.
@@ -223,7 +223,7 @@ class LearningMixin:
 
 
 def split_states(cached: torch.Tensor, layers: list[int]) -> dict[int, torch.Tensor]:
-    """Cached states [B, L, S, d] by the indices of their layers.
+    """Return cached states [B, L, S, d] by the indices of their layers.
 
     Raises:
         ValueError: Another number of layers.
@@ -237,7 +237,7 @@ def split_states(cached: torch.Tensor, layers: list[int]) -> dict[int, torch.Ten
 
 
 def counted_positions(states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """Position ids [B or 1, T] of states [B, T, d]; padding has 0."""
+    """Return the position ids [B or 1, T] of states [B, T, d]; padding has 0."""
     if attention_mask is None:
         return torch.arange(states.shape[1], device=states.device)[None]
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -states.shape[1] :]

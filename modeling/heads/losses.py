@@ -24,7 +24,7 @@ def depth_targets(
     position_ids: torch.Tensor | None = None,
     shift_labels: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Targets of every depth from labels in any form that models take.
+    """Return the targets of every depth from labels in any form that models take.
 
     Args:
         labels: [B, L] int64, ordinary Hugging Face labels, or [B, L, n] with the target of every depth spelled out.
@@ -67,7 +67,7 @@ def _targets_of_shifted(
 
 
 def check_targets(targets: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The targets, if every one is a token id or -100.
+    """Return the targets, if every one is a token id or -100.
 
     On an accelerator they are not read, which would stop the program until the device is done; there, the kernel that
     looks up the logits of targets asserts the same.
@@ -95,7 +95,7 @@ def window_targets(
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Targets of overlapping windows: the label j tokens ahead, for depths j = 1..n.
+    """Return the targets of overlapping windows: the label j tokens ahead, for depths j = 1..n.
 
     Args:
         labels: [B, L] int64, ordinary Hugging Face labels (not shifted; -100 is ignored).
@@ -117,7 +117,7 @@ def window_targets(
 
 
 def tokens_ahead(tokens: torch.Tensor, window: int, fill: int) -> torch.Tensor:
-    """The next `window` entries after every position of tokens [B, L]: [B, L, n], `fill` beyond the end."""
+    """Return the next `window` entries after every position of tokens [B, L]: [B, L, n], `fill` beyond the end."""
     padded = torch.nn.functional.pad(tokens, (0, window), value=fill)
     return padded.unfold(1, tokens.shape[1], 1)[:, 1:].transpose(1, 2)
 
@@ -129,7 +129,7 @@ def discounted_mtp_loss(
     normalization: str = "paper",
     counts: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
-    """Composite likelihood of overlapping windows, discounted by depth (MtPC paper, section 3, Eq. 4).
+    """Return the composite likelihood of overlapping windows, discounted by depth (MtPC paper, section 3, Eq. 4).
 
     With L_ij the sum of the valid terms of sequence i at depth j and c_ij their number:
     `"paper"`: sum_j gamma^(j-1) (1/N) sum_i L_ij / c_ij;
@@ -180,7 +180,7 @@ def _discounts(like: torch.Tensor, gamma: float) -> torch.Tensor:
 
 
 def counts_of_update(own: torch.Tensor, given: torch.Tensor | int | None) -> torch.Tensor:
-    """Targets per depth of a whole update, of which a micro-batch has `own`.
+    """Return the targets per depth of a whole update, of which a micro-batch has `own`.
 
     Args:
         own: [n] int64, targets per depth in this micro-batch.
@@ -204,7 +204,7 @@ def counts_of_update(own: torch.Tensor, given: torch.Tensor | int | None) -> tor
 
 
 def depth_means(terms: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Detached mean of the valid terms per depth, [n] in nats; NaN where a depth has no target."""
+    """Return the detached mean of the valid terms per depth, [n] in nats; NaN where a depth has no target."""
     terms = torch.where(valid.bool(), terms.detach(), torch.zeros_like(terms))
     return terms.sum((0, 1)) / valid.sum((0, 1))
 
@@ -239,7 +239,7 @@ def head_loss(
     scale: torch.Tensor | float = 1.0,
     balance: torch.Tensor | None = None,
 ) -> HeadLoss:
-    """The loss of a head over all windows of a batch, in chunks.
+    """Return the loss of a head over all windows of a batch, in chunks.
 
     A term is -log q(x_{t+j} | x_{t+1..t+j-1}), where x is the label if that is scored, and else the token observed; or,
     from depth 2 on, how far that distribution is from the backbone's own (`loss_target="teacher"`, see `divergences`),
@@ -313,7 +313,7 @@ def head_loss(
 
 
 def depth_weights(config: MTPHeadConfig, counts: torch.Tensor) -> torch.Tensor:
-    """What the summed terms of each depth are multiplied with.
+    """Return what the summed terms of each depth are multiplied with.
 
     Args:
         config: Options of the head: `loss_weights`, or the family's own, are divided by the counts; where there are
@@ -342,5 +342,5 @@ def _rms_balance(
 
 
 def balance_factors(squares: torch.Tensor) -> torch.Tensor:
-    """Root of the mean squared term of depth 1 over that of each depth, [n], from mean squared terms [n]."""
+    """Return the root of the mean squared term of depth 1 over that of each depth, [n], from mean squared terms [n]."""
     return (squares[:1] / squares.clamp(min=torch.finfo(squares.dtype).tiny)).sqrt()

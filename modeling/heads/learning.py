@@ -12,7 +12,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration import MTPHeadConfig
 from ..outputs import MTPOutput
-from ..sharding import is_unit
+from ..wrapped_models import is_unit
 from .backbone_parts import BackboneParts
 from .draft_layers import DraftLayers
 from .losses import IGNORE, check_targets, counts_of_update, depth_targets, depth_weights, head_loss

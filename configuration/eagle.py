@@ -32,7 +32,7 @@ class EagleHeadConfig(LlamaConfig):
         norm_before_fc: One norm over all auxiliary states, before `fc`.
         fc_norm: One norm for each auxiliary state, before `fc` (EAGLE-3.1).
         norm_output: What a row returns to the next is normed (EAGLE-3.1).
-        loss_options: Options of the training loss that differ from the defaults (`EagleLossOptions`).
+        loss_options: Options of the training loss that differ from the defaults (`LossOptions`).
         layout: The directory that `save_pretrained` writes.
         base_model_name_or_path: The backbone that the head was trained for, for people to read.
         base_model_type: The `model_type` of that backbone's text model; None: not known.

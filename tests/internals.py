@@ -167,13 +167,9 @@ _NAMES = {
         "frequent_tokens",
     ),
     "tokenahead.modeling.deepseek.float8": ("dequantize",),
-    "tokenahead.modeling.deepseek.losses": (
-        "ModuleLossOptions",
-        "chain_loss",
-    ),
+    "tokenahead.modeling.deepseek.losses": ("chain_loss",),
     "tokenahead.modeling.deepseek.readout": ("Readout",),
     "tokenahead.modeling.deepseek.unroll": ("teacher_forced",),
-    "tokenahead.modeling.eagle.loss_options": ("EagleLossOptions",),
     "tokenahead.modeling.evabyte.rows": ("Rows",),
     "tokenahead.modeling.evabyte.tokenizer": (
         "CHAT_TEMPLATE",
@@ -216,6 +212,7 @@ _NAMES = {
         "logsumexp",
     ),
     "tokenahead.modeling.indices": ("selected_positions",),
+    "tokenahead.modeling.loss_options": ("LossOptions",),
     "tokenahead.modeling.philox": (
         "philox",
         "stream_uniforms",

@@ -7,17 +7,22 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..configuration import MTPHeadConfig
 from ..modeling.heads.joint import JointMTPModel
+from ..modeling.loss_options import SUPPORTED
 from .adapters import check_no_adapters, learn_by_adapters, lora_config
 from .loss_weight import MTPLossWeightSchedule
 from .strategy import TrainingStrategy
 
-_LOSS_FIELDS = {
+_LOSS_OPTIONS = {
     "loss_target": "target",
     "loss_divergence": "divergence",
     "loss_label_weight": "label_weight",
     "loss_top_k": "top_k",
+    "loss_balance": "balance",
+    "gamma": "decay",
 }
+"""The option of a loss (`LossOptions`) that each field of a strategy sets; heads have the fields in their config."""
 
 
 def prepare(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
@@ -107,35 +112,21 @@ class HeadWarmup(TrainerCallback):
 
 
 def _set_losses(model: nn.Module, strategy: TrainingStrategy) -> None:
-    """Writes the fields of a loss where a model of this kind keeps them."""
-    heads = getattr(model, "config", None)
-    heads = getattr(heads, "mtp_head", heads)
-    options = getattr(model, "loss_options", None)
-    for name, short in _LOSS_FIELDS.items():
-        value = getattr(strategy, name)
-        if value is None:
-            continue
-        if options is not None and hasattr(options, short):
-            setattr(options, short, value)
-        elif options is None and hasattr(heads, name):
-            setattr(heads, name, value)
-        elif not (name == "loss_target" and value == "teacher"):  # EAGLE heads know no other
-            raise ValueError(f"{name}={value!r} means nothing for a {type(model).__name__}")
-    _check_teacher(model, strategy, heads if options is None else options)
-    for name in ("gamma", "loss_balance"):
-        value = getattr(strategy, name)
-        if value is None:
-            continue
-        if name == "gamma" and hasattr(options, "decay"):
-            options.decay = value
-        elif options is None and hasattr(heads, name):
-            setattr(heads, name, value)
-            if name == "gamma":
-                heads.loss_weights = _discounted(heads, value)
-        else:
-            raise ValueError(f"{name}={value!r} means nothing for a {type(model).__name__}")
-    if hasattr(heads, "validate"):
-        heads.validate()
+    """Set the strategy's options of the loss in the config of heads, or in the `loss_options` of other drafters."""
+    given = {name: getattr(strategy, name) for name in _LOSS_OPTIONS if getattr(strategy, name) is not None}
+    config, options = head_config(model), getattr(model, "loss_options", None)
+    for name, value in given.items():
+        if config is not None:
+            setattr(config, name, value)
+        elif options is not None and _LOSS_OPTIONS[name] in SUPPORTED[options.kind]:
+            setattr(options, _LOSS_OPTIONS[name], value)
+        elif options is None or value != getattr(options, _LOSS_OPTIONS[name], None):
+            raise ValueError(f"{name}={value!r} is not supported by a {type(model).__name__}; leave it out")
+    _check_teacher(model, given, config.loss_target if config is not None else options and options.target)
+    if config is not None:
+        if "gamma" in given:
+            config.loss_weights = _discounted(config, given["gamma"])
+        config.validate()
     if strategy.loss_weight is not None and not hasattr(model, "mtp_loss_weight"):
         raise ValueError(
             f"loss_weight={strategy.loss_weight}: a {type(model).__name__} learns on a frozen backbone, and its loss "
@@ -143,15 +134,19 @@ def _set_losses(model: nn.Module, strategy: TrainingStrategy) -> None:
         )
 
 
-def _check_teacher(model: nn.Module, strategy: TrainingStrategy, options: Any) -> None:
-    """Refuses how a teacher's distribution is to be compared, where none is; EAGLE heads learn no labels alone."""
-    target = getattr(options, "loss_target", getattr(options, "target", "teacher"))
+def head_config(model: nn.Module) -> MTPHeadConfig | None:
+    """Return the config of a model's heads; None for models without heads."""
+    config = getattr(model.config, "mtp_head", model.config)
+    return config if isinstance(config, MTPHeadConfig) else None
+
+
+def _check_teacher(model: nn.Module, given: dict[str, Any], target: str | None) -> None:
+    """Refuse options that compare distributions where labels are learned."""
     for name in ("loss_divergence", "loss_label_weight", "loss_top_k"):
-        value = getattr(strategy, name)
-        if value is not None and target != "teacher":
+        if name in given and target == "labels":
             raise ValueError(
-                f"{name}={value!r} is a divergence from the backbone's distribution, and this {type(model).__name__} "
-                f"learns the {target}: set loss_target='teacher', or leave {name} out"
+                f"{name}={given[name]!r} is an option of loss_target='teacher', and this {type(model).__name__} learns "
+                f"the labels: set loss_target='teacher', or leave {name} out"
             )
 
 

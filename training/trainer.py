@@ -16,7 +16,7 @@ from transformers import Trainer
 from ..modeling.heads.losses import IGNORE, depth_targets
 from .balance import LossBalance
 from .beginning import check_checkpoint, check_data, check_depths, check_ids, check_lengths
-from .preparation import callbacks_of, drafter_of, prepare
+from .preparation import callbacks_of, drafter_of, head_config, prepare
 from .running_means import RunningMeansMixin
 from .sharding import WholeModelMixin, check_shards
 from .strategy import TrainingStrategy
@@ -87,7 +87,8 @@ class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
         super().__init__(model, *args, **kwargs)
         for callback in [] if strategy is None else callbacks_of(self.model, strategy):
             self.add_callback(callback)
-        if getattr(_head_config(self._owner), "loss_balance", "none") == "rms":
+        heads = head_config(self._owner)
+        if heads is not None and heads.loss_balance == "rms":
             self.balance = LossBalance()
             self.add_callback(self.balance)
         if strategy is not None and strategy.head_warmup and self.args.ddp_find_unused_parameters is None:
@@ -269,12 +270,6 @@ class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
         unit, depths = getattr(self._owner, "loss_unit", "head"), range(1, self._num_depths + 1)
         losses, kept = ([f"{name}_{unit}_{depth}" for depth in depths] for name in ("loss", "acceptance"))
         return [*losses, "loss_backbone", *kept, "missing_mass"]
-
-
-def _head_config(model: nn.Module) -> Any:
-    """The options of a model's heads."""
-    config = getattr(model, "config", None)
-    return getattr(config, "mtp_head", config)
 
 
 def _split_groups(optimizer: torch.optim.Optimizer, chosen: set[int], factor: float) -> None:

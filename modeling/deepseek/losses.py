@@ -3,86 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ..heads.chunks import Part, chunked_sums
-from ..heads.divergences import DIVERGENCES, acceptance, divergence, head_and_rest, lumped
+from ..heads.divergences import acceptance, divergence, head_and_rest, lumped
 from ..heads.losses import IGNORE, check_targets, counts_of_update
-
-NORMALIZATIONS = ("mean", "paper")
-
-
-@dataclass
-class ModuleLossOptions:
-    """How the modules' losses are made and weighed.
-
-    Attributes:
-        weight: lambda; the loss is main + lambda / D * the sum over depths.
-        normalization: `"mean"`: every depth is divided by its own number of targets; `"paper"`: every depth is divided
-            by the main model's number of targets (DeepSeek-V3's report divides all by T).
-        unroll_steps: Depths to train; beyond D the last module goes on from its own output, as when it is reused for
-            longer drafts. None: D.
-        decay: Depth k weighs decay^(k-1), scaled so that all depths together still weigh lambda; below 1, near tokens
-            count more, for a draft ends with its first wrong token (FastMTP).
-        detach_trunk: The modules' losses do not train the main model's layers.
-        detach_head: They do not train the head.
-        detach_embedding: They do not train the embeddings.
-        target: What modules learn: `"labels"`, or the whole distribution of the `"teacher"`, the main model on the true
-            tokens.
-        divergence: How far a module is from the teacher (`heads.divergences`).
-        label_weight: Share of the labels' likelihood that is mixed with it, 0 to 1.
-        top_k: The teacher's so many likeliest tokens are compared, and the rest as one; None: all.
-
-    Raises:
-        ValueError: A value out of range.
-    """
-
-    weight: float = 0.3
-    normalization: str = "mean"
-    unroll_steps: int | None = None
-    decay: float = 1.0
-    detach_trunk: bool = False
-    detach_head: bool = False
-    detach_embedding: bool = False
-    target: str = "labels"
-    divergence: str = "cross_entropy"
-    label_weight: float = 0.0
-    top_k: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, choices in {"target": ("labels", "teacher"), "divergence": DIVERGENCES}.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}")
-        if not 0 <= self.label_weight <= 1:
-            raise ValueError(f"label_weight={self.label_weight} must lie between 0 and 1")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1, or None for all tokens")
-        if self.weight < 0:
-            raise ValueError(f"weight={self.weight} of the modules' losses must be at least 0")
-        if self.normalization not in NORMALIZATIONS:
-            raise ValueError(f"normalization={self.normalization!r} is unknown; choose 'mean' or 'paper'")
-        if self.unroll_steps is not None and self.unroll_steps < 1:
-            raise ValueError(f"unroll_steps={self.unroll_steps} must be at least 1, or None for one step per module")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"decay={self.decay} of the depths' weights must lie in (0, 1]")
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any] | None) -> ModuleLossOptions:
-        """Options from a config.json; fields that are not known are left out."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in (values or {}).items() if name in known})
-
-    def changed(self) -> dict[str, Any]:
-        """The options that differ from the defaults."""
-        defaults = asdict(ModuleLossOptions())
-        return {name: value for name, value in asdict(self).items() if value != defaults[name]}
+from ..loss_options import LossOptions
 
 
-def depth_weights(counts: torch.Tensor, options: ModuleLossOptions) -> torch.Tensor:
+def depth_weights(counts: torch.Tensor, options: LossOptions) -> torch.Tensor:
     """What the summed cross-entropy of each depth is multiplied with.
 
     Args:
@@ -121,7 +53,7 @@ def chain_loss(
     states: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
     vocab_size: int,
-    options: ModuleLossOptions,
+    options: LossOptions,
     counts: torch.Tensor | int | None = None,
 ) -> ChainLoss:
     """Weighted sum over depths of the summed cross-entropy (or distance from the main model's distribution), in chunks.
@@ -179,7 +111,7 @@ def chain_loss(
 
 
 def _taught(
-    log_p: torch.Tensor, log_q: torch.Tensor, options: ModuleLossOptions
+    log_p: torch.Tensor, log_q: torch.Tensor, options: LossOptions
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Distance from the teacher, acceptance and mass outside the top k of rows of distributions [R, V], [R] each."""
     missing = torch.zeros_like(log_p[:, 0])

@@ -20,12 +20,13 @@ from ..copies import PicklableMixin
 from ..heads.losses import depth_targets
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS
+from ..loss_options import LossOptions
 from ..outputs import DeepSeekMTPOutput, states_asked_for
 from .checkpoint import build, load, load_dequantized, official_device_map, own_device_map, text_config
 from .checkpoint_files import check_checkpoint
 from .draft_vocabulary import DraftVocabularyMixin, stored_ids
 from .float8 import is_to_be_dequantized
-from .losses import ChainLoss, ModuleLossOptions, chain_loss, depth_weights
+from .losses import ChainLoss, chain_loss, depth_weights
 from .modules import MTPModules
 from .readout import Readout
 from .routing import router_loss
@@ -48,7 +49,7 @@ class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTP
     Attributes:
         main: The main model.
         mtp: The modules (`MTPModules`).
-        loss_options: How the modules' losses are weighed (`ModuleLossOptions`).
+        loss_options: How the modules' losses are weighed (`LossOptions`).
         shared_copies: Whether the directory repeats embeddings and head in every module, as official ones do.
         draft_vocabulary: The tokens that modules may draft (`DraftVocabulary`); None: all. See `set_draft_vocabulary`.
 
@@ -75,7 +76,7 @@ class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTP
         self.main, self.mtp = main, modules
         self.config.keys_to_ignore_at_inference = _NO_PREDICTIONS  # Trainer looks there; saving leaves it out
         self.generation_config = main.generation_config
-        self.loss_options = ModuleLossOptions.from_dict(getattr(main.config, "mtp_loss", None))
+        self.loss_options = LossOptions.of("modules", getattr(main.config, "mtp_loss", None))
         self.shared_copies = bool(family_of(main.config).copies)
         self.post_init()
 

@@ -23,7 +23,7 @@ from transformers import DynamicCache
 from ..heads.chunks import LOGITS_PER_CHUNK
 from ..heads.divergences import acceptance, divergence
 from ..heads.losses import IGNORE
-from .loss_options import EagleLossOptions
+from ..loss_options import LossOptions
 
 _BLOCK = 128
 """Rows of a sequence that go through the later steps together."""
@@ -149,7 +149,7 @@ def eagle_loss(
     return EagleLoss(loss, *(sums.detach() / counts.clamp(min=1)[:, None])[:, [1, 0, 2]].unbind(1))
 
 
-def pooled_loss(sums: torch.Tensor, counts: torch.Tensor | int, options: EagleLossOptions) -> torch.Tensor:
+def pooled_loss(sums: torch.Tensor, counts: torch.Tensor | int, options: LossOptions) -> torch.Tensor:
     """The loss on data of which only sums per step are known.
 
     Args:
@@ -161,7 +161,7 @@ def pooled_loss(sums: torch.Tensor, counts: torch.Tensor | int, options: EagleLo
     return (sums / _divisors(counts, options.steps, sums.device) * weights).sum()
 
 
-def rows_that_count(batch: TrainingBatch, options: EagleLossOptions) -> torch.Tensor:
+def rows_that_count(batch: TrainingBatch, options: LossOptions) -> torch.Tensor:
     """Rows of a batch that count per step, [steps] int64; the steps of HASS all have the rows of the first."""
     counts = torch.stack([batch.counted(step).sum() for step in range(options.steps)])
     return counts[:1].expand(len(counts)) if options.objective == "hass" else counts
@@ -183,7 +183,7 @@ class _Unrolled:
         options: Resolved options.
     """
 
-    def __init__(self, head: Any, batch: TrainingBatch, options: EagleLossOptions) -> None:
+    def __init__(self, head: Any, batch: TrainingBatch, options: LossOptions) -> None:
         self.head, self.batch, self.options = head, batch, options
         self.is_hass = options.objective == "hass"
         self.counted = [batch.counted(step) for step in range(options.steps)]
@@ -263,7 +263,7 @@ class _Unrolled:
 
 
 def cross_entropy_terms(
-    head: Any, features: torch.Tensor, states: torch.Tensor, labels: torch.Tensor, options: EagleLossOptions
+    head: Any, features: torch.Tensor, states: torch.Tensor, labels: torch.Tensor, options: LossOptions
 ) -> torch.Tensor:
     """EAGLE-3's term of rows: -sum_x p(x) log q(x), with p renormalised over the draft vocabulary.
 
@@ -293,7 +293,7 @@ def cross_entropy_terms(
 
 
 def regression_terms(
-    head: Any, features: torch.Tensor, states: torch.Tensor, labels: torch.Tensor, options: EagleLossOptions
+    head: Any, features: torch.Tensor, states: torch.Tensor, labels: torch.Tensor, options: LossOptions
 ) -> torch.Tensor:
     """Terms of EAGLE-1 and HASS: smooth L1 distance of features, and of the distributions made from them.
 
@@ -323,7 +323,7 @@ def regression_terms(
 
 
 def _mixed(
-    apart: torch.Tensor, head: Any, log_distribution: torch.Tensor, labels: torch.Tensor, options: EagleLossOptions
+    apart: torch.Tensor, head: Any, log_distribution: torch.Tensor, labels: torch.Tensor, options: LossOptions
 ) -> torch.Tensor:
     """(1 - w) D(p, q) - w log q(label), [N]; a label that is not drafted adds nothing, as such rows of the distribution
     do."""

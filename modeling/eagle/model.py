@@ -21,11 +21,11 @@ from ...generation.attachment import AttachableDrafter, NoGenerationMixin, adopt
 from ...generation.drafters.eagle import EagleSession
 from ...generation.drafters.protocol import DraftOptions
 from ..heads.backbone_parts import backbone_parts, dtype_of, frozen
+from ..loss_options import LossOptions
 from ..unwrapping import unwrap
 from .folders import EagleFolderMixin
 from .layers import build_layers
 from .learning import EagleLearningMixin
-from .loss_options import EagleLossOptions
 from .retrofit import backbone_config, resolved_aux_layers, warn_of_another_kind
 
 _CHAIN = 5
@@ -42,7 +42,7 @@ class EagleHead(EagleLearningMixin, EagleFolderMixin, AttachableDrafter, NoGener
         config: See `EagleHeadConfig`.
 
     Attributes:
-        loss_options: How `forward` makes its loss (`EagleLossOptions`).
+        loss_options: How `forward` makes its loss (`LossOptions`).
 
     Example:
         >>> head = EagleHead.from_pretrained(directory).attach(backbone)
@@ -61,7 +61,7 @@ class EagleHead(EagleLearningMixin, EagleFolderMixin, AttachableDrafter, NoGener
     def __init__(self, config: EagleHeadConfig) -> None:
         super().__init__(config)
         self.loss_type = "ForCausalLM"
-        self.loss_options = EagleLossOptions.from_dict(config.loss_options)
+        self.loss_options = LossOptions.of("eagle", config.loss_options)
         self._backbones = []
         width = config.hidden_size
         if config.own_embeddings:

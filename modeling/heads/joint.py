@@ -12,8 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
-from ..deepseek.losses import ModuleLossOptions, chain_loss
+from ..deepseek.losses import chain_loss
 from ..deepseek.readout import Readout
+from ..loss_options import LossOptions
 from ..outputs import MTPOutput
 from .attached import MTPHeads
 from .losses import IGNORE, counts_of_update, depth_targets
@@ -124,7 +125,7 @@ class JointMTPModel(PreTrainedModel):
         own = (targets != IGNORE).sum((0, 1))
         counts = counts_of_update(own, num_items_in_batch)[:1]
         loss, mean, *_ = chain_loss(
-            Readout(self.backbone), [states[-1]], [targets[..., 0]], self.config.vocab_size, ModuleLossOptions(), counts
+            Readout(self.backbone), [states[-1]], [targets[..., 0]], self.config.vocab_size, LossOptions(), counts
         )
         found.loss, found.backbone_loss = found.loss + loss.to(found.loss), mean[0]
         found.hidden_states = states if kwargs.get("output_hidden_states") else None

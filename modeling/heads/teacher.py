@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...configuration import MTPHeadConfig
+from ..loss_options import LossOptions
 from .backbone_parts import BackboneParts
 from .chunks import LOGITS_PER_CHUNK
 from .divergences import acceptance, divergence, head_and_rest, lumped
@@ -23,14 +23,14 @@ class Teacher:
     """What a head learns from depth 2 on.
 
     Attributes:
-        config: The head's options.
+        options: Of the head's loss.
         backbone: The teacher's unembedding.
         arguments: Per position, what `terms` needs: states of the next n - 1 positions [B, L, (n - 1) d]; or, with
-            `loss_top_k`, ids [B, L, (n - 1) k] and log-probabilities [B, L, (n - 1) (k + 1)].
+            `top_k`, ids [B, L, (n - 1) k] and log-probabilities [B, L, (n - 1) (k + 1)].
         missing: Scalar, mean mass outside the top k; None without it.
     """
 
-    config: MTPHeadConfig
+    options: LossOptions
     backbone: BackboneParts
     arguments: tuple[torch.Tensor, ...]
     missing: torch.Tensor | None = None
@@ -38,7 +38,7 @@ class Teacher:
     @classmethod
     def of(
         cls,
-        config: MTPHeadConfig,
+        options: LossOptions,
         backbone: BackboneParts | None,
         last_states: torch.Tensor | None,
         scored: torch.Tensor,
@@ -46,7 +46,7 @@ class Teacher:
         """A teacher for a batch.
 
         Args:
-            config: The head's options.
+            options: Of the head's loss.
             backbone: What the head borrows of its backbone.
             last_states: [B, L, d], the backbone's last hidden states.
             scored: [B, L, n] bool, where something is scored.
@@ -57,13 +57,13 @@ class Teacher:
         if last_states is None or backbone is None:
             raise ValueError("loss_target='teacher' needs the backbone's last hidden states, and none were given")
         states, window = last_states.detach(), scored.shape[-1]
-        if config.loss_top_k is None:
-            return cls(config, backbone, (_ahead(states, window),))
-        ids, log_probs = likeliest(backbone, states, config.loss_top_k)
+        if options.top_k is None:
+            return cls(options, backbone, (_ahead(states, window),))
+        ids, log_probs = likeliest(backbone, states, options.top_k)
         rest = _ahead(log_probs[..., -1:].exp(), window)
         taught = scored[..., 1:]
         missing = torch.where(taught, rest, 0.0).sum() / taught.sum().clamp(min=1)
-        return cls(config, backbone, (_ahead(ids, window), _ahead(log_probs, window)), missing)
+        return cls(options, backbone, (_ahead(ids, window), _ahead(log_probs, window)), missing)
 
     def terms(
         self, distribution: WindowDistribution, tokens: torch.Tensor, taught: Sequence[torch.Tensor]
@@ -79,13 +79,13 @@ class Teacher:
         likelihood = log_probs.gather(-1, tokens[..., None])[..., 0]
         log_q, depths = log_probs[..., 1:, :], tokens.shape[-1] - 1
         parts = [part.unflatten(-1, (depths, -1)) for part in taught]
-        if self.config.loss_top_k is None:
+        if self.options.top_k is None:
             with torch.no_grad():
                 log_p = self.backbone.unembed(parts[0]).to(log_q.dtype).log_softmax(-1)
         else:
             log_p, log_q = parts[1].to(log_q.dtype), lumped(log_q, parts[0])
-        share = self.config.loss_label_weight
-        distance = divergence(self.config.loss_divergence, log_p, log_q)
+        share = self.options.label_weight
+        distance = divergence(self.options.divergence, log_p, log_q)
         mixed = distance if share == 0 else (1 - share) * distance - share * likelihood[..., 1:]
         accepted = acceptance(log_p, log_q.detach())
         return torch.cat([-likelihood[..., :1], mixed], -1), nn.functional.pad(accepted, (1, 0))

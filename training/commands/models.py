@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from typing import Any, get_type_hints
@@ -14,8 +15,7 @@ from ...configuration.eagle import EagleHeadConfig
 from ...configuration.mtp_families import FAMILIES, count_modules
 from ...generation.attachment import AttachableDrafter
 from ...modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, EvaByteTokenizer, MTPHeads, PTPForCausalLM
-from ...modeling.deepseek.losses import ModuleLossOptions
-from ...modeling.eagle.loss_options import EagleLossOptions
+from ...modeling.loss_options import SUPPORTED, LossOptions
 from ..completion import load_config
 from ..parts import has_adapters, put_adapters, tokenizer_source
 from ..ptp.options import PTPOptions
@@ -24,7 +24,7 @@ from .settings import DrafterArguments, Settings
 
 _NEW = {"heads": MTPHeads, "eagle": EagleHead, "modules": DeepSeekMTP, "parallel": PTPForCausalLM}
 _CONFIGS = {"own": MTPHeadConfig, "heads": MTPHeadConfig, "eagle": EagleHeadConfig, "parallel": PTPConfig}
-_LOSSES = {EagleHead: EagleLossOptions, DeepSeekMTP: ModuleLossOptions, PTPForCausalLM: PTPOptions}
+_LOSSES = {EagleHead: "eagle", DeepSeekMTP: "modules", PTPForCausalLM: "ptp"}
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _apply_loss_options(model: PreTrainedModel, arguments: DrafterArguments) -> 
         )
     if not given or isinstance(model, PTPForCausalLM):
         return
-    model.loss_options = _loss_options(kind, given)
+    model.loss_options = LossOptions.of(kind, _typed_options(LossOptions, SUPPORTED[kind], given))
     if isinstance(model, EagleHead):
         model.loss_options.resolved(model.config.version)
 
@@ -188,12 +188,11 @@ def _choose_parts(model: PreTrainedModel, arguments: DrafterArguments) -> None:
         model.train_only("all" if ptp_options(arguments).base_weight else "drafter")
 
 
-def _loss_options(kind: type, given: dict[str, Any]) -> Any:
-    known = [entry.name for entry in fields_of(kind)]
+def _typed_options(kind: type, known: Sequence[str], given: dict[str, Any]) -> dict[str, Any]:
     for name in given:
         if name not in known:
-            raise ValueError(f"loss_options have no {name!r}; {kind.__name__} has {', '.join(known)}")
-    return kind(**converted("loss_options", given, get_type_hints(kind)))
+            raise ValueError(f"loss_options has no {name!r}; choose from {', '.join(known)}")
+    return converted("loss_options", given, get_type_hints(kind))
 
 
 def ptp_options(arguments: DrafterArguments) -> PTPOptions:
@@ -202,7 +201,8 @@ def ptp_options(arguments: DrafterArguments) -> PTPOptions:
     Raises:
         ValueError: An unknown option, or a value of another type or out of range.
     """
-    return _loss_options(PTPOptions, arguments.loss_options or {})
+    known = [entry.name for entry in fields_of(PTPOptions)]
+    return PTPOptions(**_typed_options(PTPOptions, known, arguments.loss_options or {}))
 
 
 def is_parallel(model: Any) -> bool:

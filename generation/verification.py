@@ -282,7 +282,8 @@ def _block_weights(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> tor
 def _block_accept(weight: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
     """h_1..h_m from P_0..P_m and max(0, P_i p_{i+1} - q_{i+1}) for i = 0..m-1."""
     mass = scaled.sum(-1)[:, 1:]
-    middle = (mass / (mass + 1 - weight[:, 1:-1])).nan_to_num(nan=1.0)
+    # summed in this order, a tiny mass at P_i = 1 gives 1
+    middle = (mass / (mass + (1 - weight[:, 1:-1]))).nan_to_num(nan=1.0)
     return torch.cat([middle, weight[:, -1:]], dim=1)
 
 

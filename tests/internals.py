@@ -408,7 +408,7 @@ _NAMES = {
     "tokenahead.training.preparation": ("drafter_of",),
     "tokenahead.training.ptp.columns": ("at_columns",),
     "tokenahead.training.ptp.completions": (
-        "Sequences",
+        "CompletionSequences",
         "draw_starts",
     ),
     "tokenahead.training.ptp.data": (
@@ -449,6 +449,7 @@ _NAMES = {
 """Internal names, by the module that defines them."""
 
 _RENAMED = {
+    "CompletionSequences": "Sequences",
     "commands_train": "train",
     "demo_train": "train",
     "heads_FAMILIES": "FAMILIES",

@@ -60,5 +60,5 @@ def test_wrong_type_is_refused():
 
 
 def test_head_config_knows_its_families():
-    with pytest.raises(StrictDataclassError, match="head_type='x' is unknown"):
+    with pytest.raises(StrictDataclassError, match="head_type=.*'x'"):
         MTPHeadConfig(head_type="x")

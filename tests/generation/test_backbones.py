@@ -58,14 +58,14 @@ def test_distances_of_columns_allow_chains_and_no_trees(name):
 
 def test_a_forward_without_positions_is_refused():
     config = RoFormerConfig(embedding_size=32, intermediate_size=64, is_decoder=True, **SIZES, **IDS)
-    with pytest.raises(ValueError, match="RoFormerForCausalLM: its forward takes no position_ids"):
+    with pytest.raises(ValueError, match="RoFormerForCausalLM.*position_ids"):
         NgramDrafter().attach(RoFormerForCausalLM(config))
 
 
 @pytest.mark.parametrize("kind", [BertConfig, MegatronBertConfig])
 def test_encoders_are_refused_and_the_same_layers_as_decoders_are_not(kind):
     model = AutoModelForCausalLM.from_config(kind(intermediate_size=64, **SIZES, **IDS))
-    with pytest.raises(ValueError, match="with is_decoder=False its tokens attend to those behind them"):
+    with pytest.raises(ValueError, match="is_decoder="):
         NgramDrafter().attach(model)
     model = AutoModelForCausalLM.from_config(kind(intermediate_size=64, is_decoder=True, **SIZES, **IDS))
     NgramDrafter().attach(model)
@@ -78,7 +78,7 @@ def test_decoders_whose_config_does_not_say_so_are_taken():
 
 def test_a_model_without_a_cache_is_refused():
     config = OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4, vocab_size=48)
-    with pytest.raises(ValueError, match="OpenAIGPTLMHeadModel: its forward takes no past_key_values"):
+    with pytest.raises(ValueError, match="OpenAIGPTLMHeadModel.*past_key_values"):
         NgramDrafter().attach(AutoModelForCausalLM.from_config(config))
 
 
@@ -88,5 +88,5 @@ def test_trees_need_attention_with_dense_masks(kind):
     drafter = train_heads(model, steps=1) if kind == "heads" else NgramDrafter(branches=2).attach(model)
     asked = {"draft_tree": {"depth": 1, "top_k": 2, "total_tokens": 4}} if kind == "heads" else {}
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="flash_attention_2' takes no dense masks, which trees of drafts need"):
+    with pytest.raises(ValueError, match="flash_attention_2"):
         model.generate(prompt, assistant_model=drafter, max_new_tokens=8, **asked)

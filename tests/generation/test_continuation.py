@@ -159,5 +159,5 @@ def test_what_nobody_knows_how_to_go_on_decodes_plainly():
     options = batch | GREEDY | {"colours": torch.ones_like(batch["input_ids"])}
     out = model.generate(**options, assistant_model=drafter, return_dict_in_generate=True)
     assert torch.equal(out.sequences, model.generate(**options)) and not hasattr(out, "speculation")
-    with pytest.raises(ValueError, match="use_mtp=True cannot be combined with colours="):
+    with pytest.raises(ValueError, match="use_mtp=.*colours="):
         model.generate(**options, assistant_model=drafter, use_mtp=True)

@@ -356,10 +356,10 @@ def test_too_many_drafts_are_clipped(trained):
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([[100, 320]], "id 320.*0 .. 319"),
-        ([[100, -1]], "id -1.*0 .. 319"),
-        ([[]], "input_ids is empty"),
-        ([[100] * 1025], "1025 tokens.*max_position_embeddings=1024"),
+        ([[100, 320]], "id 320.*0.*319"),
+        ([[100, -1]], "id -1.*0.*319"),
+        ([[]], "input_ids"),
+        ([[100] * 1025], "1025.*max_position_embeddings=.*1024"),
     ],
 )
 def test_bad_prompts_are_refused_at_the_door(trained, ids, message):
@@ -369,7 +369,7 @@ def test_bad_prompts_are_refused_at_the_door(trained, ids, message):
 
 
 def test_unknown_rule_and_foreign_cache_are_refused(trained):
-    with pytest.raises(ValueError, match="verification='typical' is unknown"):
+    with pytest.raises(ValueError, match="verification='typical'"):
         trained.generate(PROMPT, verification="typical", **GREEDY)
     with pytest.raises(ValueError, match="DynamicCache.*EvaByteCache"):
         trained.generate(PROMPT, past_key_values=DynamicCache(), **GREEDY)

@@ -131,7 +131,7 @@ def test_trees_are_refused_by_name():
     cache = DynamicCache(config=model.config)
     model(random_ids(1, 5), past_key_values=cache, use_cache=True)
     target = RepackedTarget(model, cache, torch.zeros(1, dtype=torch.long))
-    with pytest.raises(ValueError, match="Qwen3NextForCausalLM has recurrent layers, which take chains"):
+    with pytest.raises(ValueError, match="Qwen3NextForCausalLM"):
         target.forward(torch.ones(1, 3, dtype=torch.long), tree, None)
 
 
@@ -147,7 +147,7 @@ def test_mixers_that_begin_a_block_without_its_state_decode_plainly():
     prompt, drafter = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]]), NgramDrafter().attach(model)
     want = model.generate(prompt, max_new_tokens=12, do_sample=False, use_mtp=False)
     assert torch.equal(model.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=drafter), want)
-    with pytest.raises(ValueError, match="recurrent states of JambaForCausalLM, which cannot go back"):
+    with pytest.raises(ValueError, match="JambaForCausalLM"):
         model.generate(prompt, max_new_tokens=12, assistant_model=drafter, use_mtp=True)
 
 

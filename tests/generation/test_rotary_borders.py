@@ -86,7 +86,7 @@ def test_a_text_behind_the_border_of_longrope_is_drafted(lengths):
 
 def test_a_source_of_uniforms_is_refused_across_the_border():
     model = PTPForCausalLM.from_backbone(made(dynamic), num_slots=3)
-    with pytest.raises(ValueError, match="seed= cannot be combined with rope_type='dynamic'"):
+    with pytest.raises(ValueError, match="seed=.*rope_type=.*'dynamic'"):
         model.generate(**prompts(BORDER - 5), max_new_tokens=30, do_sample=True, seed=3)
 
 

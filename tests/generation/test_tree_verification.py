@@ -327,9 +327,9 @@ def test_chains_and_certain_trees_take_their_short_ways(rule):
 def test_an_unknown_rule_is_refused():
     draft, q, p = random_chain(torch.float32)
     for tree in (DraftTree.chain(draft), DraftTree.chain(draft, q), DraftTree(draft, torch.full_like(draft, -1), q)):
-        with pytest.raises(ValueError, match="verification='coin' is unknown; choose 'token' or 'block'"):
+        with pytest.raises(ValueError, match="verification='coin'.*'token'.*'block'"):
             verify_sampled(tree, p, "coin")
-    with pytest.raises(ValueError, match="verification='coin' is unknown"):
+    with pytest.raises(ValueError, match="verification='coin'"):
         tree_acceptance(DraftTree.chain(draft, q), p, "coin")
 
 

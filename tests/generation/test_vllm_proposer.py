@@ -150,7 +150,7 @@ def test_requests_without_a_token_and_at_their_end_get_no_drafts(runner_class, t
     assert [len(draft) for draft in drafts] == [1, 0, 0]
     proposer.take(torch.randn(3, 32), None, sampling)
     assert proposer.propose([[], [], []], [1, 1, 1], None) == [[], [], []]
-    with pytest.raises(RuntimeError, match="without its model runner's arguments"):
+    with pytest.raises(RuntimeError, match="model runner"):
         proposer.propose([[4]], [3], None)
 
 
@@ -206,16 +206,16 @@ def test_other_drafters_are_left_alone_and_the_runner_is_wrapped_once(runner_cla
 
 def test_a_runner_of_another_version_is_refused(runner_class):
     runner_class.propose_draft_token_ids = lambda self, scheduler_output, sampled_token_ids: None
-    with pytest.raises(RuntimeError, match="takes no sample_hidden_states, spec_decode_metadata, sampling_metadata"):
+    with pytest.raises(RuntimeError, match="sample_hidden_states.*spec_decode_metadata.*sampling_metadata"):
         listen()
 
 
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("cp", {"count": 4}, "num_speculative_tokens=4: these heads draft 1 to 3 tokens"),
-        ("cp", {"options": {}}, "additional_config lacks 'tokenahead_heads'"),
-        ("cp", {"options": {"tokenahead_heads": "nowhere"}}, "'nowhere' is no folder of heads"),
+        ("cp", {"count": 4}, "num_speculative_tokens=.*4.*1.*3"),
+        ("cp", {"options": {}}, "additional_config.*'tokenahead_heads'"),
+        ("cp", {"options": {"tokenahead_heads": "nowhere"}}, "'nowhere'"),
     ],
 )
 def test_what_the_configuration_cannot_mean(kind, changes, reason, runner_class, tmp_path):
@@ -226,15 +226,15 @@ def test_what_the_configuration_cannot_mean(kind, changes, reason, runner_class,
 
 def test_heads_that_do_not_fit(runner_class, tmp_path):
     base, _ = saved("ff full", tmp_path)
-    with pytest.raises(ValueError, match="vocab_size: the heads in .* were made for 5, and the backbone has 80"):
+    with pytest.raises(ValueError, match="vocab_size.*5.*80"):
         HeadProposer(configuration(backbone(vocab_size=80), tmp_path))
     layered = MTPHeads.from_backbone(base, window=3, head_type="layer")
     layered.save_pretrained(tmp_path / "layer")
-    with pytest.raises(ValueError, match="head_type='layer' reads more than the last hidden state"):
+    with pytest.raises(ValueError, match="head_type=.*'layer'"):
         HeadProposer(configuration(base, tmp_path / "layer", count=2))
     proposer = HeadProposer(configuration(base, tmp_path))
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="do not make 'ff' heads: \\['weight'\\]"):
+    with pytest.raises(ValueError, match="'ff'.*'weight'"):
         proposer.load_model(served(base))
 
 
@@ -251,5 +251,5 @@ def test_a_shard_of_the_unembedding_is_gathered_or_refused(runner_class, tmp_pat
         if works:
             assert len(proposer.propose([[4]], [5], None)[0]) == DRAFTS
         else:
-            with pytest.raises(RuntimeError, match="gathers logits on one rank only"):
+            with pytest.raises(RuntimeError, match="one rank"):
                 proposer.propose([[4]], [5], None)

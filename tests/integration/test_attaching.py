@@ -33,7 +33,7 @@ def test_a_copied_backbone_decodes_plainly_and_asks_for_attach(kind, twin_of):
     drafter = MAKE[kind](model)
     twin = twin_of(model)
     assert type(twin) is type(model) and torch.equal(twin.generate(PROMPT, **OPTIONS), plain)
-    with pytest.raises(RuntimeError, match=r"not attached to this LlamaForCausalLM.*attach\(backbone\)"):
+    with pytest.raises(RuntimeError, match=r"LlamaForCausalLM.*attach\(backbone\)"):
         twin.generate(PROMPT, assistant_model=drafter, **OPTIONS)
     assert torch.equal(model.generate(PROMPT, assistant_model=drafter, **OPTIONS), plain)
     with torch.no_grad():  # the copy decodes with its own weights
@@ -131,13 +131,13 @@ def test_a_drafter_that_drafts_for_another_model_is_refused():
     model = backbone()
     drafter = MAKE["ngram"](model)
     assert drafter.attach(model) is drafter
-    with pytest.raises(RuntimeError, match=r"attached to another LlamaForCausalLM: detach\(\)"):
+    with pytest.raises(RuntimeError, match=r"LlamaForCausalLM.*detach\(\)"):
         drafter.attach(backbone())
     with pytest.raises(ValueError, match="encoder-decoder"):
         NgramDrafter().attach(transformers.T5ForConditionalGeneration(transformers.T5Config(
             vocab_size=48, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2
         )))  # fmt: skip
-    with pytest.raises(ValueError, match="vocab_size: the assistant LlamaForCausalLM has 48 ids, but"):
+    with pytest.raises(ValueError, match="vocab_size.*LlamaForCausalLM.*48"):
         AssistantDrafter(backbone()).attach(backbone(vocabulary=50))
 
 
@@ -191,5 +191,5 @@ def test_drafters_are_attached_to_the_model_within_a_compiled_one(wrap):
     ],
 )
 def test_what_is_no_model_of_transformers_is_refused_at_the_door(take):
-    with pytest.raises(TypeError, match=r"a Linear is no model of transformers .*; give a PreTrainedModel"):
+    with pytest.raises(TypeError, match="PreTrainedModel"):
         take(torch.nn.Linear(2, 2))

@@ -42,7 +42,7 @@ def test_token_healing_leaves_the_options_of_its_call_alone(kind, tokenizer):
     out = model.generate(ids, **common, **extra, num_assistant_tokens=2, return_dict_in_generate=True)
     assert torch.equal(out.sequences, want)
     assert max(len(draft) for row in out.speculation.rows_drafts for draft in row) == 2
-    with pytest.raises(ValueError, match="use_mtp=True cannot be combined with use_cache=False"):
+    with pytest.raises(ValueError, match="use_mtp=.*use_cache="):
         model.generate(ids, **common, **extra, use_mtp=True, use_cache=False)
 
 

@@ -160,13 +160,13 @@ def test_an_assistant_with_fewer_positions_drafts_as_far_as_they_go(prompt):
 def test_what_is_no_assistant():
     model = backbone()
     for thing in (None, "gpt2", NgramDrafter()):
-        with pytest.raises(TypeError, match="AssistantDrafter takes a causal language model of transformers"):
+        with pytest.raises(TypeError, match="AssistantDrafter"):
             AssistantDrafter(thing)
     sizes = dict(vocab_size=model.config.vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
     heads = dict(num_attention_heads=4, num_key_value_heads=2)
     convolutions = Lfm2ForCausalLM(Lfm2Config(**sizes, **heads, layer_types=["conv", "full_attention"]))
-    with pytest.raises(ValueError, match="the assistant Lfm2ForCausalLM keeps a recurrent state"):
+    with pytest.raises(ValueError, match="Lfm2ForCausalLM"):
         AssistantDrafter(convolutions).attach(model)
     sizes = dict(vocab_size=model.config.vocab_size, d_model=32, d_ff=48, num_layers=1, num_heads=2, d_kv=8)
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration"):
         AssistantDrafter(T5ForConditionalGeneration(T5Config(**sizes))).attach(model)

@@ -133,5 +133,5 @@ def test_guidance_decodes_plainly_and_refuses_to_be_forced(pair):
     model, heads = pair
     plain, out = generate_group(model, heads, guidance_scale=1.7)
     assert torch.equal(out.sequences, plain) and not hasattr(out, "speculation")
-    with pytest.raises(ValueError, match="use_mtp=True cannot be combined with guidance_scale=1.7"):
+    with pytest.raises(ValueError, match="use_mtp=.*guidance_scale=.*1.7"):
         model.generate(GROUP[0][None], assistant_model=heads, guidance_scale=1.7, use_mtp=True)

@@ -142,5 +142,5 @@ def enumerate_outcomes(model, prompt):
 
 
 def test_drafting_needs_at_least_one_token(model):
-    with pytest.raises(ValueError, match="num_assistant_tokens=0 must be at least 1"):
+    with pytest.raises(ValueError, match="num_assistant_tokens=.*0.*1"):
         model.generate(torch.arange(5)[None], num_assistant_tokens=0)

@@ -212,19 +212,19 @@ def test_tokens_are_computed_by_the_backbone_alone():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"uniforms": torch.tensor([[0.5, 1.0, 0.1]])}, r"uniforms must lie in \[0, 1\)"),
-        ({"uniforms": torch.rand(1, 2)}, r"uniforms have shape \(1, 2\)"),
-        ({"uniforms": torch.rand(1, 3), "verification": "block"}, "only with verification='coupled'"),
+        ({"uniforms": torch.tensor([[0.5, 1.0, 0.1]])}, "uniforms.*0.*1"),
+        ({"uniforms": torch.rand(1, 2)}, "uniforms.*1.*2"),
+        ({"uniforms": torch.rand(1, 3), "verification": "block"}, "verification='coupled'"),
         ({"uniforms": torch.rand(1, 3), "seed": 1}, "not both"),
-        ({"uniforms": torch.rand(1, 3), "do_sample": False}, "uniforms= is for sampling"),
-        ({"slot_budget": 0}, "slot_budget=0 must be at least 2"),
+        ({"uniforms": torch.rand(1, 3), "do_sample": False}, "uniforms="),
+        ({"slot_budget": 0}, "slot_budget=.*0.*2"),
         ({"uniforms": torch.rand(1, 0)}, "hold none"),
-        ({"best_of": 0}, "best_of=0 must be a whole number"),
-        ({"best_of": True}, "best_of=True must be a whole number"),
-        ({"best_of": 2, "uniforms": torch.rand(1, 3)}, "best_of=2 draws its uniforms anew"),
-        ({"best_of": 2, "verification": "block"}, "needs verification='coupled'"),
-        ({"best_of": 2, "do_sample": False}, "best_of=2 is for sampling"),
-        ({"verification": "coin"}, "verification='coin' is unknown"),
+        ({"best_of": 0}, "best_of=.*0"),
+        ({"best_of": True}, "best_of="),
+        ({"best_of": 2, "uniforms": torch.rand(1, 3)}, "best_of=.*2"),
+        ({"best_of": 2, "verification": "block"}, "verification='coupled'"),
+        ({"best_of": 2, "do_sample": False}, "best_of=.*2"),
+        ({"verification": "coin"}, "verification='coin'"),
     ],
 )
 def test_bad_input_to_generate(options, message):
@@ -234,9 +234,9 @@ def test_bad_input_to_generate(options, message):
 
 def test_bad_input_to_forward_and_config():
     model = tiny("one_hot")
-    with pytest.raises(ValueError, match=r"uniforms must lie in \[0, 1\)"):
+    with pytest.raises(ValueError, match="uniforms.*0.*1"):
         model(torch.tensor([[1, 2]]), uniforms=torch.tensor([[1.0]]))
-    with pytest.raises(ValueError, match="dtype torch.bfloat16"):
+    with pytest.raises(ValueError, match="torch.bfloat16"):
         model(torch.tensor([[1, 2]]), uniforms=torch.zeros(1, 1, dtype=torch.bfloat16))
     sliding = LlamaForCausalLM(LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=7))
     sliding.config.sliding_window = 4

@@ -76,9 +76,9 @@ def test_statistics_hold_real_nodes_only(monkeypatch):
     drafter.texts, drafter.fewer = padded_texts(batch, plain_continuations(model, batch, NEW)), 1.0
     proposed = []
 
-    def watch(tokens, parents, counts, **options):
-        proposed.append([row[:count] for row, count in zip(tokens.tolist(), counts.tolist())])
-        return DraftTree(tokens, parents, num_nodes=counts, **options)
+    def watch(tokens, parents, num_nodes, **options):
+        proposed.append([row[:count] for row, count in zip(tokens.tolist(), num_nodes.tolist())])
+        return DraftTree(tokens, parents, num_nodes=num_nodes, **options)
 
     watch.chain = DraftTree.chain
     monkeypatch.setattr("tests.tree_drafters.DraftTree", watch)

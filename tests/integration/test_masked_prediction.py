@@ -88,9 +88,9 @@ def test_the_same_uniforms_pick_the_same_tokens():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"slot_budget": "cubic"}, "slot_budget='cubic' must be a whole number, 'quadratic' or 'linear'"),
-        ({"slot_budget": 0}, "slot_budget=0 must be at least 1"),
-        ({"best_of": 2, "do_sample": True, "verification": "coupled"}, "masks read no uniforms to choose among"),
+        ({"slot_budget": "cubic"}, "slot_budget=.*'cubic'.*'quadratic'.*'linear'"),
+        ({"slot_budget": 0}, "slot_budget=.*0.*1"),
+        ({"best_of": 2, "do_sample": True, "verification": "coupled"}, "uniforms"),
     ],
 )
 def test_bad_input_to_generate(options, message):

@@ -90,18 +90,18 @@ def test_a_static_cache_decodes_plainly_with_the_same_uniforms(given):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seed": 1, "num_beams": 2}, "seed= cannot be combined with num_beams=2"),
-        ({"seed": 1, "num_beams": 2, "do_sample": False}, "seed= cannot be combined with num_beams=2"),
-        ({"uniforms": torch.rand(1, 3), "num_beams": 2}, "uniforms= cannot be combined with num_beams=2"),
-        ({"seed": 1, "use_cache": False}, "seed= cannot be combined with use_cache=False"),
-        ({"seed": 1, "guidance_scale": 2.0}, "seed= cannot be combined with guidance_scale=2.0"),
-        ({"seed": 1, "prompt_lookup_num_tokens": 2}, "seed= .* prompt_lookup_num_tokens"),
+        ({"seed": 1, "num_beams": 2}, "seed=.*num_beams=.*2"),
+        ({"seed": 1, "num_beams": 2, "do_sample": False}, "seed=.*num_beams=.*2"),
+        ({"uniforms": torch.rand(1, 3), "num_beams": 2}, "uniforms=.*num_beams=.*2"),
+        ({"seed": 1, "use_cache": False}, "seed=.*use_cache="),
+        ({"seed": 1, "guidance_scale": 2.0}, "seed=.*guidance_scale=.*2.0"),
+        ({"seed": 1, "prompt_lookup_num_tokens": 2}, "seed=.*prompt_lookup_num_tokens"),
         ({"seed": 1, "verification": "block", "num_assistant_tokens_schedule": "adaptive"}, "clock"),
-        ({"seed": True}, "seed=True must be a whole number"),
-        ({"seed": 1.5}, "seed=1.5 must be a whole number"),
-        ({"seed": 2**64}, "must be a whole number of 64 bits"),
-        ({"seed": [1, 2]}, "seed has 2 numbers, but there are 1 rows"),
-        ({"uniforms": [[0.5, 0.1, 0.2]]}, r"uniforms is a list: pass torch.tensor\(uniforms\)"),
+        ({"seed": True}, "seed=True"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"seed": 2**64}, "must.*64"),
+        ({"seed": [1, 2]}, "seed.*2.*1"),
+        ({"uniforms": [[0.5, 0.1, 0.2]]}, r"torch.tensor\(uniforms\)"),
     ],
 )
 def test_what_a_seed_cannot_be(options, message):
@@ -118,7 +118,7 @@ def test_a_number_of_numpy_is_a_seed():
 
 def test_an_assistant_of_somebody_else_reads_no_seed():
     model = model_of("one_hot")
-    with pytest.raises(ValueError, match="seed= .* assistant_model"):
+    with pytest.raises(ValueError, match="seed=.*assistant_model"):
         write(model, [ids(3)], 3, seed=1, assistant_model=backbone(seed=4).double())
 
 

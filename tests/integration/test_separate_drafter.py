@@ -138,7 +138,7 @@ def test_slots_that_read_states_and_a_greedy_wish(variant):
 
 def test_what_is_refused():
     large, small = pair()
-    with pytest.raises(RuntimeError, match=r"PTPForCausalLM is no assistant_model of that model yet: call attach"):
+    with pytest.raises(RuntimeError, match="PTPForCausalLM.*assistant_model"):
         write(large, (5,), assistant_model=small)
     small.attach(large)
     for option in ("slot_budget", "best_of"):
@@ -146,5 +146,5 @@ def test_what_is_refused():
             write(large, assistant_model=small, **{option: 2})
     config = copy.deepcopy(large.config)
     config.vocab_size = 13
-    with pytest.raises(ValueError, match="vocab_size: the assistant PTPForCausalLM has 11 ids"):
+    with pytest.raises(ValueError, match="vocab_size.*PTPForCausalLM.*11"):
         small.attach(backbone(config))

@@ -57,7 +57,7 @@ def decodes_plainly(entry: Entry, shown: str, **options: Any) -> None:
 def refuses_lora(entry: Entry) -> None:
     """The model stays as it was."""
     model = copy.deepcopy(entry.model)
-    with pytest.raises(ValueError, match="gated adapters of its own"):
+    with pytest.raises(ValueError, match="gated adapters"):
         get_peft_model(model, LoraConfig(target_modules=[entry.lora_target]))
     assert torch.equal(model.generate(**entry.inputs(3), max_new_tokens=16, do_sample=False), entry.text())
 
@@ -65,7 +65,7 @@ def refuses_lora(entry: Entry) -> None:
 def refuses_offloaded(entry: Entry) -> None:
     """At `attach`, by name."""
     model = cpu_offload(copy.deepcopy(entry.model), execution_device="cpu")
-    with pytest.raises(ValueError, match="weights of LlamaForCausalLM are offloaded"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM"):
         copy.deepcopy(entry.drafter).attach(model)
 
 

@@ -101,11 +101,11 @@ def test_every_form_of_import(tree):
     ("files", "told"),
     [
         ({"room__start": "from .a.model import x\nfrom .a import y", "room__a": "", "room__a__model": ""}, "room_a.py"),
-        ({"room__start": "import tokenahead\n"}, "room/start.py, line 1: .* must not import 'tokenahead'"),
-        ({"room__start": "\ndef f():\n    import scipy\n"}, "room/start.py, line 3: .* must not import 'scipy'"),
-        ({"room__start": "from peft import x\n"}, "must not import 'peft'"),
+        ({"room__start": "import tokenahead\n"}, "room/start.py.*1.*'tokenahead'"),
+        ({"room__start": "\ndef f():\n    import scipy\n"}, "room/start.py.*3.*'scipy'"),
+        ({"room__start": "from peft import x\n"}, "'peft'"),
         ({"room__start": "from .leaf import *\n", "room__leaf": ""}, "import names, not \\*"),
-        ({"room__start": "from .pack import x\n", "room__pack__leaf": ""}, "x is defined in room/pack/__init__.py"),
+        ({"room__start": "from .pack import x\n", "room__pack__leaf": ""}, "room/pack/__init__.py"),
     ],
 )
 def test_code_that_cannot_travel_is_refused_by_name(tree, files, told):
@@ -115,5 +115,5 @@ def test_code_that_cannot_travel_is_refused_by_name(tree, files, told):
 
 
 def test_an_installation_without_sources_says_what_to_do(tree):
-    with pytest.raises(FileNotFoundError, match="remote_code='package' or None"):
+    with pytest.raises(FileNotFoundError, match="remote_code=.*'package'"):
         bundle("room.nowhere")

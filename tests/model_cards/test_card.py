@@ -173,7 +173,7 @@ def test_parts_of_the_annotated_template(kind, model, results):
     ],
 )
 def test_paths_of_a_machine_are_refused_by_name(model, field, value):
-    with pytest.raises(ValueError, match="a path of one machine"):
+    with pytest.raises(ValueError, match="path"):
         render_card(model, None, **{field: value})
 
 
@@ -187,10 +187,10 @@ def test_template_of_ones_own(model, tmp_path):
     template.write_text("---\n{{ card_data }}\n---\n{{ facts.class_name }} {% include 'install.md.jinja' %}")
     assert "EvaByteForMTPC" in render_card(model, None, template=template).text
     template.write_text("{{ card_data }} {{ colour }}")
-    with pytest.raises(ValueError, match="template card.jinja: 'colour' is undefined; a card has the fields card_data"):
+    with pytest.raises(ValueError, match="card.jinja.*'colour'.*card_data"):
         render_card(model, None, template=template)
     template.write_text("{% if %}")
-    with pytest.raises(ValueError, match="template card.jinja, line 1"):
+    with pytest.raises(ValueError, match="card.jinja.*1"):
         render_card(model, None, template=template)
     with pytest.raises(FileNotFoundError, match="no such file"):
         render_card(model, None, template=tmp_path / "none.jinja")
@@ -230,20 +230,20 @@ def test_path_of_a_backbone_is_not_published(tmp_path, monkeypatch, name):
 
 
 def test_model_without_heads_is_refused():
-    with pytest.raises(TypeError, match="LlamaConfig has no `mtp_head`"):
+    with pytest.raises(TypeError, match="LlamaConfig.*`mtp_head`"):
         render_card(LlamaConfig(), None)
-    with pytest.raises(TypeError, match="config_or_model is a str"):
+    with pytest.raises(TypeError, match="config_or_model"):
         render_card("me/toy", None)
 
 
 @pytest.mark.parametrize("picture", ["/tmp/a.png", "plots/a.png", "a b.png", ""])
 def test_picture_must_be_a_bare_name(model, results, picture):
-    with pytest.raises(ValueError, match="picture=.* must be the bare name"):
+    with pytest.raises(ValueError, match="picture="):
         render_card(model, results, picture=picture)
 
 
 def test_picture_needs_results(model):
-    with pytest.raises(ValueError, match="pass the results that it was drawn from"):
+    with pytest.raises(ValueError, match="results"):
         render_card(model, None, picture="a.png")
 
 
@@ -283,7 +283,7 @@ def test_hand_written_card_is_kept(model, results, tmp_path, edit):
     path = write_card(tmp_path, render_card(model, None, license="mit"))
     own = edit(path.read_text())
     path.write_text(own)
-    with pytest.raises(FileExistsError, match="pass overwrite=True"):
+    with pytest.raises(FileExistsError, match="overwrite=True"):
         write_card(tmp_path, render_card(model, results))
     assert path.read_text() == own
     write_card(tmp_path, render_card(model, results), overwrite=True)
@@ -298,7 +298,7 @@ def test_line_ends_are_no_edit(model, results, tmp_path):
 
 def test_picture_must_lie_beside_the_card(model, results, tmp_path):
     card = render_card(model, results, picture="acceptance.png")
-    with pytest.raises(FileNotFoundError, match=r"shows the picture 'acceptance\.png'"):
+    with pytest.raises(FileNotFoundError, match=r"'acceptance\.png'"):
         write_card(tmp_path, card)
     (tmp_path / "acceptance.png").write_bytes(b"")
     assert "](acceptance.png)" in write_card(tmp_path, card).read_text()

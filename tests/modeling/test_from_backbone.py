@@ -59,7 +59,7 @@ def test_no_tensor_is_held_twice(name):
 def test_a_model_with_hooks_of_accelerate(name):
     base = dispatch_model(llama(), {"": "cpu"}, force_hooks=True)
     assert same_texts(MADE[name](base), texts(base)[:1])
-    with pytest.raises(ValueError, match="weights of LlamaForCausalLM are offloaded; load it whole"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM"):
         MADE[name](cpu_offload(llama(), execution_device="cpu"))
 
 

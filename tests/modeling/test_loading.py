@@ -28,13 +28,13 @@ def rewrite(folder, change):
 
 def test_missing_tensors(folder):
     rewrite(folder, lambda tensors: tensors.pop("model.layers.1.self_attn.adaptive_phi"))
-    with pytest.raises(ValueError, match="lacks 1 tensors of EvaByteForMTPC: model.layers.1.self_attn.adaptive_phi"):
+    with pytest.raises(ValueError, match="1.*EvaByteForMTPC.*model.layers.1.self_attn.adaptive_phi"):
         EvaByteForMTPC.from_pretrained(folder)
 
 
 def test_wrong_shapes(folder):
     rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(320 * 7, 64)}))
-    with pytest.raises(ValueError, match="do not have the shapes"):
+    with pytest.raises(ValueError, match="shapes"):
         EvaByteForMTPC.from_pretrained(folder)
 
 
@@ -48,18 +48,18 @@ def test_truncated_file(folder):
 def test_unknown_head_type(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"mtp_head": {"head_type": "cubic"}}))
-    with pytest.raises(Exception, match="head_type='cubic' is unknown"):
+    with pytest.raises(Exception, match="head_type=.*'cubic'"):
         EvaByteForMTPC.from_pretrained(folder)
 
 
 def test_no_such_folder(tmp_path):
-    with pytest.raises(OSError, match="no file named model.safetensors"):
+    with pytest.raises(OSError, match="model.safetensors"):
         EvaByteForMTPC.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("kind", [MTPHeads, EagleHead, EvaByteForMTPC])
 def test_a_folder_that_is_not_there_is_called_so(kind):
-    with pytest.raises(FileNotFoundError, match=r"^\./nonono: no such folder$"):
+    with pytest.raises(FileNotFoundError, match=r"\./nonono"):
         kind.from_pretrained("./nonono")
 
 

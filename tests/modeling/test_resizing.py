@@ -57,12 +57,12 @@ def test_heads_refuse_a_backbone_that_has_grown(leaf):
     base = llama()
     heads = moved_heads(base, leaf)
     base.resize_token_embeddings(70)
-    with pytest.raises(ValueError, match="vocab_size: the heads were made for 64, but LlamaForCausalLM has 70"):
+    with pytest.raises(ValueError, match="vocab_size.*64.*LlamaForCausalLM.*70"):
         heads.attach(base)
-    with pytest.raises(ValueError, match="vocab_size: the heads were made for 64, but LlamaForCausalLM has 70"):
+    with pytest.raises(ValueError, match="vocab_size.*64.*LlamaForCausalLM.*70"):
         base.generate(prompt_for(base)[:1], max_new_tokens=4, do_sample=False, assistant_model=heads)
     heads.detach()
     base.resize_token_embeddings(64)
     heads.attach(base)
-    with pytest.raises(ValueError, match="heads for vocab_size=64 cannot be resized: make new ones"):
+    with pytest.raises(ValueError, match="vocab_size=.*64"):
         heads.resize_token_embeddings(70)

@@ -65,7 +65,7 @@ def test_code_is_written_as_asked_and_leaves_no_trace_on_what_was_saved(kind, tm
     assert contents(tmp_path / "auto") == contents(tmp_path / "bundle")
     again = type(thing).from_pretrained(tmp_path / "auto")
     assert not getattr(getattr(again, "config", None), "auto_map", None)
-    with pytest.raises(ValueError, match="remote_code='zip': choose 'auto', 'bundle', 'package' or None"):
+    with pytest.raises(ValueError, match="remote_code=.*'zip'.*'auto'.*'bundle'.*'package'"):
         thing.save_pretrained(tmp_path / "zip", remote_code="zip")
     assert not (tmp_path / "zip").exists()
 
@@ -86,7 +86,7 @@ def test_classes_of_users_carry_no_code_of_ours(tmp_path):
     model = Mine(tiny_model().config)
     model.save_pretrained(tmp_path / "saved")
     assert "auto_map" not in json.loads((tmp_path / "saved" / "config.json").read_text())
-    with pytest.raises(ValueError, match="Mine is defined in .*test_saving, and only classes of tokenahead travel"):
+    with pytest.raises(ValueError, match="test_saving"):
         model.save_pretrained(tmp_path / "bundle", remote_code="bundle")
 
 
@@ -95,7 +95,7 @@ def test_layouts_of_others_carry_no_code(tmp_path):
     head.config.layout = "vllm"
     head.save_pretrained(tmp_path / "saved")
     assert set(contents(tmp_path / "saved")) == {"config.json", "model.safetensors"}
-    with pytest.raises(ValueError, match="the layout 'vllm' is for other tools"):
+    with pytest.raises(ValueError, match="'vllm'"):
         head.save_pretrained(tmp_path / "bundle", remote_code="bundle")
 
 
@@ -133,6 +133,6 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_n
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "file").write_text("mine")
     for thing in (tiny_model(), EvaByteTokenizer()):
-        with pytest.raises(NotADirectoryError, match="is a file; name a folder to save to"):
+        with pytest.raises(NotADirectoryError, match="is a file"):
             thing.save_pretrained(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"

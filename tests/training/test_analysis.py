@@ -68,11 +68,11 @@ def test_positions_and_padding():
 
 
 def test_what_cannot_be_enumerated_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"mass=1 with k=8 .* 35,831,808 continuations"):
+    with pytest.raises(ValueError, match="mass=1.*k=8.*35,831,808"):
         marginal_log_probs(small(), PREFIX, 8, mass=1.0)
     with pytest.raises(ValueError, match="mass=0"):
         marginal_log_probs(small(), PREFIX, mass=0)
-    with pytest.raises(ValueError, match="EvaByteForMTPC has a cache that cannot branch"):
+    with pytest.raises(ValueError, match="EvaByteForMTPC"):
         marginal_log_probs(tiny_model(), PREFIX)
 
 

@@ -38,7 +38,7 @@ def test_training_the_modules_alone(kind, name, tmp_path):
         assert "loss_head_2" in trainer.state.log_history[0]
     model.train_only("all")
     assert all(p.requires_grad for p in model.parameters())
-    with pytest.raises(ValueError, match="choose 'all' or 'drafter'"):
+    with pytest.raises(ValueError, match="'all'.*'drafter'"):
         model.train_only("heads")
 
 
@@ -160,9 +160,9 @@ def test_loss_weight_reaches_through_adapters_and_refuses_other_models(tmp_path)
     Trainer(model, arguments(tmp_path), train_dataset=rows(), callbacks=[MTPLossWeightSchedule(0.2, 0.2)]).train()
     assert model.base_model.model.mtp_loss_weight == 0.2
     plain = family_model("llama").main
-    with pytest.raises(TypeError, match="not a LlamaForCausalLM"):
+    with pytest.raises(TypeError, match="LlamaForCausalLM"):
         Trainer(plain, arguments(tmp_path), train_dataset=rows(), callbacks=[MTPLossWeightSchedule()]).train()
     with pytest.raises(ValueError, match="switch_at=2 "):
         MTPLossWeightSchedule(switch_at=2)
-    with pytest.raises(ValueError, match="first=-1 "):
+    with pytest.raises(ValueError, match="first=-1"):
         MTPLossWeightSchedule(first=-1)

@@ -124,7 +124,7 @@ def test_a_killed_writer_goes_on_with_the_next_shard(tmp_path):
 def test_refusals(tmp_path, monkeypatch):
     heads, data = DRAFTERS["cp"](), rows()
     cache_features(heads, data, tmp_path / "f", say=lambda text: None)
-    with pytest.raises(ValueError, match="features of another data set"):
+    with pytest.raises(ValueError, match="another data set"):
         cache_features(heads, data[:5], tmp_path / "f")
     with pytest.raises(ValueError, match="other layers"):
         cache_features(DRAFTERS["layer"](), data, tmp_path / "f")
@@ -132,7 +132,7 @@ def test_refusals(tmp_path, monkeypatch):
         heads.backbone.lm_head.weight.add_(1)
     with pytest.raises(ValueError, match="another backbone"):
         cache_features(heads, data, tmp_path / "f")
-    with pytest.raises(ValueError, match="dtype='int8' is unknown"):
+    with pytest.raises(ValueError, match="dtype='int8'"):
         cache_features(heads, data, tmp_path / "g", dtype="int8")
     with pytest.raises(ValueError, match="no rows"):
         cache_features(heads, [], tmp_path / "g")
@@ -140,14 +140,14 @@ def test_refusals(tmp_path, monkeypatch):
         FeatureDataset(tmp_path / "g")
     usage = features.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(features.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(OSError, match="and 1,000 are free: take a smaller dtype"):
+    with pytest.raises(OSError, match="1,000.*free"):
         cache_features(heads, data, tmp_path / "h", say=lambda text: None)
     assert not (tmp_path / "h").exists()
     shard = next((tmp_path / "f").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     with pytest.raises(ValueError, match="is damaged"):
         FeatureDataset(tmp_path / "f", check=True)
-    with pytest.raises(ValueError, match=r"needs \[B, L, 2, d\]"):
+    with pytest.raises(ValueError, match="needs.*2"):
         DRAFTERS["layer"]()(
             data[0]["input_ids"][None], labels=data[0]["labels"][None], cached_states=torch.zeros(1, 20, 1, 32)
         )

@@ -108,7 +108,7 @@ def test_a_sharding_that_heads_cannot_follow_is_refused(tmp_path, monkeypatch):
     """What DeepSpeed is asked for is known before it does anything; here nobody asks for it really."""
     plugin = SimpleNamespace(zero_stage=3)
     monkeypatch.setattr(sharding, "plugin_of_deepspeed", lambda trainer: plugin)
-    with pytest.raises(ValueError, match="zero_stage=3 of DeepSpeed"):
+    with pytest.raises(ValueError, match="zero_stage=.*3.*DeepSpeed"):
         trainer_for(small_model(), tmp_path, ragged_rows())
     plugin.zero_stage = 2
     trainer_for(small_model(), tmp_path, ragged_rows())

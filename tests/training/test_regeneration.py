@@ -26,7 +26,7 @@ def test_text_is_the_backbones_own_and_goes_on_where_it_stopped(tmp_path):
     text = tmp_path / "drawn" / "text.jsonl"
     for cut in (0, 150, 250, len(text.read_text()) - 3):
         text.write_text(text.read_text()[:cut])
-        with pytest.raises(ValueError, match="of 5 rows"):
+        with pytest.raises(ValueError, match="5.*rows"):
             RegeneratedText(tmp_path / "drawn")
         again = regenerate(backbone, PROMPTS, tmp_path / "drawn", **options, do_sample=True, top_k=0)
         assert again.rows == drawn.rows
@@ -38,11 +38,11 @@ def test_text_is_the_backbones_own_and_goes_on_where_it_stopped(tmp_path):
 def test_refusals(tmp_path):
     backbone = llama()
     regenerate(backbone, PROMPTS, tmp_path, max_new_tokens=2)
-    with pytest.raises(ValueError, match="max_new_tokens=2, not 3"):
+    with pytest.raises(ValueError, match="max_new_tokens=.*2.*3"):
         regenerate(backbone, PROMPTS, tmp_path, max_new_tokens=3)
     with pytest.raises(ValueError, match="of other prompts"):
         regenerate(backbone, PROMPTS[::-1], tmp_path, max_new_tokens=2)
-    with pytest.raises(ValueError, match=r"with options=\{\}, not \{'bad_words_ids': \[\[7\]\]\}"):
+    with pytest.raises(ValueError, match=r"options=.*{\}.*{'bad_words_ids': \[\[7\]\]\}"):
         regenerate(backbone, PROMPTS, tmp_path, max_new_tokens=2, bad_words_ids=[[7]])
     with torch.no_grad():
         backbone.lm_head.weight += 1
@@ -50,7 +50,7 @@ def test_refusals(tmp_path):
         regenerate(backbone, PROMPTS, tmp_path, max_new_tokens=2)
     with pytest.raises(ValueError, match="no prompts"):
         regenerate(backbone, [], tmp_path)
-    with pytest.raises(ValueError, match="prompt 1 is empty"):
+    with pytest.raises(ValueError, match="prompt.*1"):
         regenerate(backbone, [[1], []], tmp_path / "x")
     with pytest.raises(FileNotFoundError, match="no regenerated text"):
         RegeneratedText(tmp_path / "x")

@@ -210,14 +210,14 @@ def test_a_conversation_goes_on_with_its_cache(trained_pair):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("wide", "draft_tree='wide' must be a dict of depth, top_k, total_tokens"),
-        ({"width": 3}, "must be a dict of depth"),
+        ("wide", "draft_tree=.*'wide'.*top_k.*total_tokens"),
+        ({"width": 3}, "depth"),
         ({"depth": 2, "choices": [(0,)]}, "or of choices alone"),
         ({"choices": []}, "at least one rank"),
-        ({"depth": -1}, "depth=-1 of draft_tree"),
-        ({"top_k": 0}, "top_k=0 of draft_tree"),
-        ({"total_tokens": 1}, "total_tokens=1 of draft_tree"),
-        ({"top_k": 2.5}, "top_k=2.5 of draft_tree"),
+        ({"depth": -1}, "depth=-1.*draft_tree"),
+        ({"top_k": 0}, "top_k=.*0.*draft_tree"),
+        ({"total_tokens": 1}, "total_tokens=.*1.*draft_tree"),
+        ({"top_k": 2.5}, "top_k=.*2.5.*draft_tree"),
     ],
     ids=str,
 )

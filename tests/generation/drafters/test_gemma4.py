@@ -189,19 +189,19 @@ def test_other_folders_are_loaded_as_ever(tmp_path):
 def test_why_we_build_them_ourselves(tmp_path):
     """Once this fails, transformers builds them, and the configurations of `modeling.gemma4` may go."""
     assistant().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="layer types producing a cache"):
+    with pytest.raises(ValueError, match="layer types"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("model", "small", "message"),
     [
-        (backbone, assistant, "of a Gemma 4 backbone, and LlamaForCausalLM has model_type='llama'"),
-        (gemma4, lambda: assistant(40), "vocab_size: the assistant Gemma4AssistantForCausalLM has 40 ids, but"),
-        (gemma4, lambda: assistant(backbone_width=24), "backbone_hidden_size=24 .* has hidden_size=32"),
-        (gemma4, lambda: assistant(global_head_dim=8), r"layer 1 .* full_attention .* \(2, 8\), .* has \(2, 16\)"),
-        (gemma4, lambda: assistant(num_key_value_heads=4), r"layer 0 .* sliding_.* \(4, 8\), .* has \(2, 8\)"),
-        (lambda: gemma4(layer_types=["full_attention"] * 4), assistant, "layer 0 .* has None"),
+        (backbone, assistant, "4.*LlamaForCausalLM.*model_type=.*'llama'"),
+        (gemma4, lambda: assistant(40), "vocab_size.*Gemma4AssistantForCausalLM.*40"),
+        (gemma4, lambda: assistant(backbone_width=24), "backbone_hidden_size=.*24.*hidden_size=.*32"),
+        (gemma4, lambda: assistant(global_head_dim=8), "1.*full_attention.*2.*8.*2.*16"),
+        (gemma4, lambda: assistant(num_key_value_heads=4), "layer.*0.*4.*8.*2.*8"),
+        (lambda: gemma4(layer_types=["full_attention"] * 4), assistant, "layer.*0"),
     ],
     ids=["family", "vocabulary", "width", "head width", "heads", "kinds"],
 )

@@ -224,13 +224,13 @@ def test_growing_never_makes_the_host_wait(kind, do_sample):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"depth": 3}, "paths of 4 tokens, and this drafter drafts at most 3.*depth=2 or less"),
-        ([(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)], "paths of 4 tokens, .* shorter paths"),
+        ({"depth": 3}, "4.*3.*depth=2"),
+        ([(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)], "paths.*4"),
         ([(0, 0)], "so must its parent"),
-        ([(0,), (70,)], "rank 70 .* 48"),
+        ([(0,), (70,)], "rank.*70.*48"),
         ([], "at least one rank"),
         ([0, 1], "at least one rank"),
-        ("wide", "draft_tree='wide' must be a dict of depth"),
+        ("wide", "draft_tree=.*'wide'"),
     ],
     ids=str,
 )
@@ -247,9 +247,9 @@ def test_backbones_that_take_chains_only_say_so():
     base = tiny_model()
     prompt = torch.tensor([[70, 71]])
     assert isinstance(base, EvaByteForMTPC)
-    with pytest.raises(ValueError, match="EvaByteForMTPC drafts chains only"):
+    with pytest.raises(ValueError, match="EvaByteForMTPC"):
         base.generate(prompt, draft_tree=dict(depth=1), max_new_tokens=4)
     heads = MTPHeads.from_backbone(base, window=3)
-    with pytest.raises(ValueError, match="takes chains, and no trees of drafts"):
+    with pytest.raises(ValueError, match="chains.*trees"):
         base.generate(prompt, assistant_model=heads, draft_tree=dict(depth=1), max_new_tokens=4)
     heads.detach()

@@ -108,5 +108,5 @@ def test_a_call_may_ask_for_another_number_of_branches():
 def test_other_trees_are_refused_by_name(wanted):
     model, prompt = backbone(), torch.tensor([[5, 6, 7, 5]])
     drafter = NgramDrafter().attach(model)
-    with pytest.raises(ValueError, match="draft_tree=.* of n-grams must be .*'top_k'"):
+    with pytest.raises(ValueError, match="draft_tree=.*'top_k'"):
         model.generate(prompt, assistant_model=drafter, draft_tree=wanted, max_new_tokens=4, do_sample=False)

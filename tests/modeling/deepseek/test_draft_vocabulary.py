@@ -114,12 +114,12 @@ def test_frequent_tokens_keep_what_every_text_needs():
     digits = {tokenizer.encode(digit, add_special_tokens=False)[-1] for digit in "07"}
     kept = frequent_tokens([[200, 200, 201]], 120, tokenizer)
     assert {200, 201, *digits, *tokenizer.all_special_ids} <= set(kept.tolist()) and len(kept) <= 120
-    with pytest.raises(ValueError, match="size=1 must be at least"):
+    with pytest.raises(ValueError, match="size=1"):
         frequent_tokens([[200]], 1, tokenizer)
 
 
 @pytest.mark.parametrize(
-    ("ids", "reason"), [([], "is empty"), ([3, 96], "holds 96"), ([-1], "holds -1"), ([4, 4], "more than once")]
+    ("ids", "reason"), [([], "is empty"), ([3, 96], "holds 96"), ([-1], "holds.*1"), ([4, 4], "more than once")]
 )
 def test_ids_that_cannot_be_meant(ids, reason):
     with pytest.raises(ValueError, match=reason):
@@ -131,5 +131,5 @@ def test_ids_that_cannot_be_meant(ids, reason):
 def test_other_drafters_have_no_such_option():
     from tests.models import tiny_model
 
-    with pytest.raises(ValueError, match="draft_vocabulary= is an option of sequential modules"):
+    with pytest.raises(ValueError, match="draft_vocabulary="):
         tiny_model().generate(torch.arange(5)[None], draft_vocabulary=[1], max_new_tokens=3)

@@ -136,17 +136,17 @@ def test_retrofit_projection(eh_init, shares):
 
 def test_retrofit_refuses_what_it_cannot_do():
     backbone = AutoModelForCausalLM.from_config(family_config("llama"))
-    with pytest.raises(ValueError, match="num_modules=0 must be at least 1"):
+    with pytest.raises(ValueError, match="num_modules=.*0.*1"):
         DeepSeekMTP.from_backbone(backbone, num_modules=0)
-    with pytest.raises(ValueError, match="eh_init='zero' is unknown"):
+    with pytest.raises(ValueError, match="eh_init=.*'zero'"):
         DeepSeekMTP.from_backbone(backbone, eh_init="zero")
-    with pytest.raises(ValueError, match="not a LlamaModel"):
+    with pytest.raises(ValueError, match="LlamaModel"):
         DeepSeekMTP.from_backbone(backbone.model)
     official = AutoModelForCausalLM.from_config(family_config("deepseek_v3"))
     with pytest.raises(ValueError, match="has modules of its own"):
         DeepSeekMTP.from_backbone(official)
     unlike = AutoModelForCausalLM.from_config(family_config("ernie4_5_moe", num_nextn_predict_layers=0))
-    with pytest.raises(ValueError, match="its modules are unlike its last layer"):
+    with pytest.raises(ValueError, match="last layer"):
         DeepSeekMTP.from_backbone(unlike)
 
 

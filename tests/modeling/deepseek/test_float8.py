@@ -78,7 +78,7 @@ def test_missing_scales_are_refused(folder, part):
 def test_codes_that_are_not_announced_are_refused(folder):
     path, _ = folder
     announce(path, None)
-    with pytest.raises(ValueError, match="stored as float8, but config.json has no quantization_config"):
+    with pytest.raises(ValueError, match="8.*config.json.*quantization_config"):
         DeepSeekMTP.from_pretrained(path)
 
 
@@ -89,5 +89,5 @@ def test_dequantize():
     assert torch.equal(dequantize(codes, torch.tensor(2.0)), codes.float() * 2)
     exponents = torch.full((2, 3), 126, dtype=torch.uint8)
     assert torch.equal(dequantize(codes, exponents, (BLOCK, BLOCK)), codes.float() / 2)
-    with pytest.raises(ValueError, match=r"needs scales \(2, 3\), not \(1, 3\)"):
+    with pytest.raises(ValueError, match="needs.*2.*3.*1.*3"):
         dequantize(codes, scales[:1], (BLOCK, BLOCK))

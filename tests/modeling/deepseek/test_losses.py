@@ -103,7 +103,7 @@ def test_counts_make_accumulation_exact():
         model(ids[part], labels=labels[part], num_items_in_batch=counts).loss.backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, whole[name], atol=1e-6, rtol=1e-4)
-    with pytest.raises(ValueError, match="num_items_in_batch has 2 entries"):
+    with pytest.raises(ValueError, match="num_items_in_batch.*2"):
         model(ids, labels=labels, num_items_in_batch=counts[:2])
 
 
@@ -152,11 +152,11 @@ def test_near_depths_may_weigh_more():
 def test_options_are_checked_and_kept_in_the_folder(tmp_path):
     from tokenahead import DeepSeekMTP
 
-    with pytest.raises(ValueError, match="normalization='sum' is unknown"):
+    with pytest.raises(ValueError, match="normalization='sum'"):
         LossOptions(normalization="sum")
-    with pytest.raises(ValueError, match="weight=-1 "):
+    with pytest.raises(ValueError, match="weight=-1"):
         LossOptions(weight=-1)
-    with pytest.raises(ValueError, match="unroll_steps=0 must be at least 1"):
+    with pytest.raises(ValueError, match="unroll_steps=.*0.*1"):
         LossOptions(unroll_steps=0)
     with pytest.raises(ValueError, match="decay=1.5"):
         LossOptions(decay=1.5)

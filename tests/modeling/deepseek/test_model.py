@@ -217,7 +217,7 @@ def test_missing_tensors_are_named(saved):
     tensors = folder_tensors(saved)
     del tensors["model.layers.3.eh_proj.weight"]
     rewrite(saved, tensors)
-    with pytest.raises(ValueError, match=r"lacks 1 tensors.*model\.layers\.3\.eh_proj\.weight"):
+    with pytest.raises(ValueError, match="1.*3.*eh_proj"):
         DeepSeekMTP.from_pretrained(saved)
 
 
@@ -225,7 +225,7 @@ def test_wrong_shapes_are_refused(saved):
     tensors = folder_tensors(saved)
     tensors["model.layers.3.eh_proj.weight"] = torch.zeros(32, 32)
     rewrite(saved, tensors)
-    with pytest.raises(ValueError, match="shapes that config.json says"):
+    with pytest.raises(ValueError, match="config.json"):
         DeepSeekMTP.from_pretrained(saved)
 
 
@@ -254,14 +254,14 @@ def test_modules_are_counted_in_the_file_where_the_config_does_not_say(tmp_path)
 
 def test_unknown_families_are_refused_by_name():
     config = AutoConfig.for_model("gpt2", n_layer=1)
-    with pytest.raises(ValueError, match=r"model_type='gpt2'; it knows .*deepseek_v3"):
+    with pytest.raises(ValueError, match="model_type=.*'gpt2'.*deepseek_v3"):
         DeepSeekMTP(config)
 
 
 def test_variants_of_files_are_found(saved):
     (saved / "model.safetensors").rename(saved / "model.fp16.safetensors")
     assert DeepSeekMTP.from_pretrained(saved, variant="fp16").num_modules == 2
-    with pytest.raises(ValueError, match="neither model.bf16.safetensors nor model.safetensors.index.bf16.json"):
+    with pytest.raises(ValueError, match="model.bf16.safetensors.*model.safetensors.index.bf16.json"):
         DeepSeekMTP.from_pretrained(saved, variant="bf16")
 
 
@@ -282,7 +282,7 @@ def test_a_device_map_may_be_inferred_from_the_model(devices, saved):
 def test_modules_of_another_precision_say_what_to_do():
     model, ids = family_model("llama"), random_ids(1, 9)
     model.main.bfloat16()
-    with pytest.raises(ValueError, match=r"modules are torch.float32 and the main model gives torch.bfloat16: use"):
+    with pytest.raises(ValueError, match="torch.float32.*torch.bfloat16"):
         model(ids)
     with torch.autocast("cpu", torch.bfloat16):
         assert model(ids, labels=ids).loss.isfinite()

@@ -86,20 +86,20 @@ def test_options_come_back_from_the_layouts_that_know_them(options, layouts, tmp
 @pytest.mark.parametrize(
     ("options", "layout", "message"),
     [
-        (dict(norm_output=True), "official", "the official code knows no norm_output"),
-        (dict(head_dim=16), "official", "head_dim, not 16"),
-        (dict(num_hidden_layers=2), "official", "one layer, not 2"),
+        (dict(norm_output=True), "official", "norm_output"),
+        (dict(head_dim=16), "official", "head_dim.*16"),
+        (dict(num_hidden_layers=2), "official", "layer.*2"),
         (dict(use_aux_hidden_state=False), "official", "use_aux_hidden_state"),
         (dict(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}), "official", "base 10000"),
-        (dict(qk_norm=True), "vllm", "layout 'speculators' only"),
-        (dict(version=1, fc_bias=True), "vllm", "builds fc without a bias"),
-        (dict(version=1, attention_bias=True), "vllm", "bias of o_proj"),
+        (dict(qk_norm=True), "vllm", "'speculators'"),
+        (dict(version=1, fc_bias=True), "vllm", "fc.*bias"),
+        (dict(version=1, attention_bias=True), "vllm", "o_proj"),
         (dict(attention_bias=True), "sglang", "attention_bias"),
         (dict(norm_before_residual=True), "sglang", "norm_before_residual"),
-        (dict(aux_layers=[1, 3, 4]), "sglang", "adds one to ids that begin with 1"),
-        (dict(version=1), "speculators", "a layout of version 3"),
-        (dict(version=1), "specforge", "a layout of version 3"),
-        (dict(), "gguf", "layout='gguf' is unknown; choose one of official"),
+        (dict(aux_layers=[1, 3, 4]), "sglang", "adds.*1"),
+        (dict(version=1), "speculators", "layout.*3"),
+        (dict(version=1), "specforge", "layout.*3"),
+        (dict(), "gguf", "layout='gguf'"),
     ],
     ids=str,
 )
@@ -127,7 +127,7 @@ def test_new_heads_for_backbones_whose_layers_differ():
         **sizes, **per_layer, intermediate_size=48, global_head_dim=16, num_kv_shared_layers=0,
         layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
-    with pytest.raises(ValueError, match="its layers hand on 2 states side by side"):
+    with pytest.raises(ValueError, match="layers.*2"):
         EagleHead.from_backbone(AutoModelForCausalLM.from_config(gemma3n))
     backbone, prompt = AutoModelForCausalLM.from_config(gemma4).eval(), torch.tensor([[5, 6, 7]])
     want = backbone.generate(prompt, max_new_tokens=6, do_sample=False, use_mtp=False)

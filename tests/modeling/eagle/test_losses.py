@@ -81,7 +81,7 @@ def test_micro_batches_add_up():
     counts = 2 * torch.arange(18, 11, -1)
     parts = [head(ids[None], labels=ids[None], num_items_in_batch=counts) for ids in IDS]
     torch.testing.assert_close(sum(part.loss for part in parts), whole.loss)
-    with pytest.raises(ValueError, match="num_items_in_batch has 3 entries"):
+    with pytest.raises(ValueError, match="num_items_in_batch.*3"):
         head(IDS, labels=IDS, num_items_in_batch=torch.tensor([1, 2, 3]))
 
 
@@ -189,13 +189,13 @@ def test_texts_too_short_for_a_pair_have_no_loss():
 @pytest.mark.parametrize(
     ("version", "options", "message"),
     [
-        (3, {"objective": "hass"}, "objective='hass': a head of version 3 is trained with 'ttt'"),
-        (1, {"objective": "ttt"}, "'eagle1' or 'hass'"),
-        (1, {"steps": 2}, "steps=2 must be 1 for 'eagle1'"),
-        (3, {"steps": 0}, "steps=0 must be at least 1"),
+        (3, {"objective": "hass"}, "objective='hass'.*3.*'ttt'"),
+        (1, {"objective": "ttt"}, "'eagle1'.*'hass'"),
+        (1, {"steps": 2}, "steps=2.*1.*'eagle1'"),
+        (3, {"steps": 0}, "steps=0.*1"),
         (3, {"decay": -0.1}, "decay=-0.1"),
         (1, {"objective": "hass", "topk": 0}, "topk=0"),
-        (3, {"label_weight": 1.5}, "label_weight=1.5 must lie between 0 and 1"),
+        (3, {"label_weight": 1.5}, "label_weight=.*1.5.*0.*1"),
     ],
 )
 def test_options_are_checked(version, options, message):
@@ -235,5 +235,5 @@ def test_shifted_labels_say_the_same():
     labels[:, ::3] = -100
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     assert torch.equal(head(IDS, shift_labels=shifted).loss, head(IDS, labels=labels).loss)
-    with pytest.raises(ValueError, match="labels hold 64, but the vocabulary has 64 tokens"):
+    with pytest.raises(ValueError, match="labels.*64.*64"):
         head(IDS, labels=torch.full_like(IDS, 64))

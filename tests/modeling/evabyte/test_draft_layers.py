@@ -115,7 +115,7 @@ def test_only_adapters_and_heads_learn_and_folders_bring_them_back(tmp_path):
     again = EvaByteForMTPC.from_pretrained(tmp_path).eval()
     assert again.config.mtp_head.draft_layers == 2
     torch.testing.assert_close(again(**ids, labels=ids["input_ids"]).loss, model(**ids, labels=ids["input_ids"]).loss)
-    with pytest.raises(ValueError, match="train_only\\('all'\\): draft layers"):
+    with pytest.raises(ValueError, match="train_only.*'all'"):
         again.train_only("all")
 
 
@@ -129,7 +129,7 @@ def test_layers_come_below_stored_heads(head, tmp_path):
     assert len(model.draft_layers.adapters) == 1
     model.add_draft_layers(0)
     assert model.draft_layers is None
-    with pytest.raises(ValueError, match="draft_layers=4: the backbone has 3 layers"):
+    with pytest.raises(ValueError, match="draft_layers=.*4.*3"):
         model.add_draft_layers(4)
     assert model.config.mtp_head.draft_layers == 0
 

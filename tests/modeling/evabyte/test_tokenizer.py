@@ -86,7 +86,7 @@ def test_golden_info():
 def test_golden_error_case_other_roles_are_refused(role, mask):
     assert len(GOLDEN["error_cases"]) == 1  # this one
     chat = [*CHAT, {"role": role, "content": "x"}]
-    with pytest.raises(jinja2.TemplateError, match="Conversation roles must be user or assistant"):
+    with pytest.raises(jinja2.TemplateError, match="roles"):
         TOKENIZER.apply_chat_template(chat, return_assistant_tokens_mask=mask)
 
 
@@ -128,7 +128,7 @@ def test_tokens_and_ids_are_one_to_one():
 
 def test_a_string_that_is_no_token_has_no_id_and_no_bytes():
     assert TOKENIZER.convert_tokens_to_ids("<extra_id_5>") is None
-    with pytest.raises(ValueError, match="'<extra_id_5>' is no token"):
+    with pytest.raises(ValueError, match="'<extra_id_5>'"):
         TOKENIZER.convert_tokens_to_string(["a", "<extra_id_5>"])
 
 
@@ -340,10 +340,10 @@ def test_tokens_that_the_user_adds_follow_the_vocabulary_and_survive(tmp_path):
 def test_a_folder_with_other_ids_is_refused(tmp_path):
     config = official_config()
     config["added_tokens_decoder"]["5"]["content"] = "<extra_id_5>"
-    with pytest.raises(ValueError, match="gives id 5 to '<extra_id_5>', but EvaByte's is '<repo_name>'"):
+    with pytest.raises(ValueError, match="5.*'<extra_id_5>'.*EvaByte.*'s is '.*repo_name"):
         load(tmp_path, config)
 
 
 def test_a_named_token_outside_the_vocabulary_is_refused():
-    with pytest.raises(ValueError, match="eos_token='</s>' is not in EvaByte's vocabulary"):
+    with pytest.raises(ValueError, match="eos_token=.*'</s>'.*EvaByte"):
         EvaByteTokenizer(eos_token="</s>")

@@ -129,8 +129,8 @@ def test_packed_documents_and_padding_are_masked():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 65}, "vocab_size: the heads were made for 64"),
-        ({"hidden_size": 64}, "hidden_size: the heads were"),
+        ({"vocab_size": 65}, "vocab_size.*64"),
+        ({"hidden_size": 64}, "hidden_size"),
     ],
 )
 def test_another_backbone_is_refused_by_name(changes, message):
@@ -153,7 +153,7 @@ def test_heads_must_be_attached():
 
 
 def test_config_must_say_what_the_heads_fit():
-    with pytest.raises(ValueError, match="lacks hidden_size, vocab_size"):
+    with pytest.raises(ValueError, match="hidden_size.*vocab_size"):
         MTPHeads(MTPHeadConfig(window=4))
 
 

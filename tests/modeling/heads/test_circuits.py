@@ -149,8 +149,8 @@ def test_drafts_state_the_distribution_they_were_drawn_from():
         torch.testing.assert_close(draft_probs, leaves[:, :length])
         seen = []
         tokens, draft_probs = distribution.draft(
-            lambda probs: (seen.append(probs) or probs.argmin(-1), probs**2), length
-        )  # noqa: B023
+            lambda probs, seen=seen: (seen.append(probs) or probs.argmin(-1), probs**2), length
+        )
         torch.testing.assert_close(torch.cat(seen, dim=-2), leaves[:, :length])
         assert torch.equal(tokens, leaves[:, :length].argmin(-1))
         torch.testing.assert_close(draft_probs, leaves[:, :length] ** 2)
@@ -218,7 +218,7 @@ def test_masked_and_extreme_leaves(logits):
 
 
 def test_unknown_family_is_refused():
-    with pytest.raises(ValueError, match="head_type='mlp' is unknown"):
+    with pytest.raises(ValueError, match="head_type=.*'mlp'"):
         circuit_from_logits("mlp", leaf_logits=torch.zeros(2, 1, 5))
 
 
@@ -229,5 +229,5 @@ def test_parameters_of_other_families_are_refused(name):
 
 
 def test_rank_of_another_family_is_refused():
-    with pytest.raises(ValueError, match=r"leaf_logits: 'ff' has rank 1, got \(2, 3, 5\)"):
+    with pytest.raises(ValueError, match="leaf_logits.*'ff'.*1.*2.*3.*5"):
         circuit_from_logits("ff", leaf_logits=torch.zeros(2, 3, 5))

@@ -108,9 +108,9 @@ def test_the_backbone_learns_nothing_and_only_adapters_are_saved(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(draft_layers=9), "draft_layers=9: the backbone has 3 layers"),
-        (dict(draft_layers=1, head_type="layer"), "decoder layers of its own"),
-        (dict(draft_layers=-1), "draft_layers=-1 must be at least 0"),
+        (dict(draft_layers=9), "draft_layers=.*9.*3"),
+        (dict(draft_layers=1, head_type="layer"), "decoder layers"),
+        (dict(draft_layers=-1), "draft_layers=.*1.*0"),
     ],
 )
 def test_refusals(options, message):

@@ -178,12 +178,12 @@ def test_the_tree_owns_every_position_once(window):
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("cp", {"root_logits": None}, "root_logits is missing"),
-        ("hmm", {}, "trans_logits is missing"),
-        ("cp", {"node_logits": torch.zeros(2, 3, 3)}, "node_logits: head_type='cp' has none"),
-        ("btree", {"node_logits": torch.zeros(3, 3, 3)}, r"node_logits has shape \(3, 3, 3\)"),
-        ("cp", {"root_logits": torch.zeros(4)}, r"root_logits has shape \(4,\)"),
-        ("medusa", {}, "head_type='medusa' is unknown"),
+        ("cp", {"root_logits": None}, "root_logits"),
+        ("hmm", {}, "trans_logits"),
+        ("cp", {"node_logits": torch.zeros(2, 3, 3)}, "node_logits.*head_type=.*'cp'"),
+        ("btree", {"node_logits": torch.zeros(3, 3, 3)}, "node_logits.*3.*3.*3"),
+        ("cp", {"root_logits": torch.zeros(4)}, "root_logits.*4"),
+        ("medusa", {}, "head_type=.*'medusa'"),
     ],
 )
 def test_wrong_parameters_are_refused_by_name(kind, change, message):

@@ -177,7 +177,7 @@ def test_a_batch_without_targets_costs_nothing(normalization):
 
 
 def test_unknown_normalization_is_refused():
-    with pytest.raises(ValueError, match="normalization='sum' is unknown; choose 'paper' or 'tokens'"):
+    with pytest.raises(ValueError, match="normalization='sum'.*'paper'.*'tokens'"):
         discounted_mtp_loss(torch.ones(1, 1, 1), torch.ones(1, 1, 1), normalization="sum")
 
 
@@ -245,7 +245,7 @@ def test_shifted_labels_may_go_on_behind_the_last_position():
 def test_labels_of_every_depth_may_be_spelled_out():
     targets = torch.randint(0, 50, (2, 5, 3))
     assert torch.equal(depth_targets(targets, 3), targets)
-    with pytest.raises(ValueError, match="labels have 3 depths, but the window is 4"):
+    with pytest.raises(ValueError, match="labels.*3.*4"):
         depth_targets(targets, 4)
 
 
@@ -255,7 +255,7 @@ def test_one_number_counts_the_first_depth_of_an_update():
     assert counts_of_update(own, 10).tolist() == [10, 8, 5]
     assert counts_of_update(own, torch.tensor(40)).tolist() == [40, 32, 20]
     assert counts_of_update(own, torch.tensor([[11, 9, 7]])).tolist() == [11, 9, 7]
-    with pytest.raises(ValueError, match="num_items_in_batch has 2 entries"):
+    with pytest.raises(ValueError, match="num_items_in_batch.*2"):
         counts_of_update(own, torch.tensor([11, 9]))
 
 

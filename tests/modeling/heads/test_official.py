@@ -126,7 +126,7 @@ def test_independent_heads_are_medusa_without_blocks_for_vllm(leaf, tmp_path):
     logits = heads.distribution_of_features(states).leaf_logits[..., 0, :]
     for k in range(3):
         torch.testing.assert_close(states @ named[f"lm_heads.{k}.weight"].T, logits[..., k + 1, :], atol=1e-4, rtol=0)
-    with pytest.raises(ValueError, match="load the folder that they were written from"):
+    with pytest.raises(ValueError, match="written from"):
         MTPHeads.from_official(tmp_path)
 
 
@@ -151,7 +151,7 @@ def test_heads_without_unembeddings_need_to_be_told_the_vocabulary(tmp_path):
     base, heads = made("medusa")
     heads.export(tmp_path, "medusa")
     assert json.loads((tmp_path / "config.json").read_text())["version"] == "2"
-    with pytest.raises(ValueError, match="lacks vocab_size"):
+    with pytest.raises(ValueError, match="vocab_size"):
         MTPHeads.from_official(tmp_path)
     again = MTPHeads.from_official(tmp_path, vocab_size=64).attach(base)
     torch.testing.assert_close(distribution_of(again), distribution_of(heads), atol=1e-6, rtol=0)
@@ -163,7 +163,7 @@ def test_hydra_heads_refuse_a_backbone_with_other_embeddings(tmp_path):
     other = backbone()
     with torch.no_grad():
         other.model.embed_tokens.weight.add_(1)
-    with pytest.raises(ValueError, match="other embeddings than the backbone"):
+    with pytest.raises(ValueError, match="embeddings"):
         MTPHeads.from_official(tmp_path).attach(other)
     MTPHeads.from_official(tmp_path).attach(base)
 
@@ -179,26 +179,26 @@ def _broken(folder, **changes):
 
 def test_damaged_and_foreign_folders_are_refused_by_name(tmp_path):
     _broken(tmp_path / "more", **{"3.9.gate.weight": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"1 tensors are not known in this layout: 3\.9\.gate\.weight"):
+    with pytest.raises(ValueError, match="1.*3.*9.*tensors"):
         MTPHeads.from_official(tmp_path / "more")
     _broken(tmp_path / "less", **{"1.0.linear.bias": None, "1.1.linear.bias": None})
-    with pytest.raises(ValueError, match=r"do not make 'medusa' heads: blocks\.1\.0\.linear\.bias"):
+    with pytest.raises(ValueError, match="'medusa'.*1.*0"):
         MTPHeads.from_official(tmp_path / "less")
     _broken(tmp_path / "map", token_map=torch.arange(5))
-    with pytest.raises(ValueError, match="token_map, a vocabulary of 5"):
+    with pytest.raises(ValueError, match="token_map.*5"):
         MTPHeads.from_official(tmp_path / "map")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no known layout"):
         MTPHeads.from_official(tmp_path / "empty")
     made("layer")[1].save_pretrained(tmp_path / "own")
-    with pytest.raises(ValueError, match=r"MTPHeads\.from_pretrained"):
+    with pytest.raises(ValueError, match="from_pretrained"):
         MTPHeads.from_official(tmp_path / "own")
     params = json.loads((GOLDENS / "gloeckle" / "official" / "params.json").read_text())
     (tmp_path / "one").mkdir()
     tensors = torch.load(GOLDENS / "gloeckle" / "official" / "consolidated.pth", weights_only=True)
     torch.save({n: t for n, t in tensors.items() if "extra" not in n}, tmp_path / "one" / "consolidated.pth")
     (tmp_path / "one" / "params.json").write_text(json.dumps(params | {"n_future_tokens": 1, "n_layers": 2}))
-    with pytest.raises(ValueError, match="a plain Llama without heads"):
+    with pytest.raises(ValueError, match="without heads"):
         MTPHeads.from_official(tmp_path / "one")
     assert MTPHeads.backbone_from_official(tmp_path / "one").config.num_hidden_layers == 2
 
@@ -218,11 +218,11 @@ def test_a_pickle_with_code_is_not_unpickled(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("kind", "layout", "message"),
     [
-        ("hydra", "medusa", "not 'hydra'"),
+        ("hydra", "medusa", "'hydra'"),
         ("blockwise", "vllm", "block='ffn'"),
-        ("hydra", "hydra", "unembed='own', not 'hydra' with 'shared'"),
+        ("hydra", "hydra", "unembed='own'.*'hydra'.*'shared'"),
         ("layer-weighted", "gloeckle", "mix='none'"),
-        ("medusa", "eagle", "layout='eagle' is unknown; choose one of medusa, vllm, hydra, gloeckle"),
+        ("medusa", "eagle", "layout='eagle'"),
     ],
 )
 def test_what_a_layout_cannot_hold_is_refused(kind, layout, message, tmp_path):

@@ -75,10 +75,10 @@ def test_adapters_that_are_off_or_merged_already():
 
 def test_what_cannot_be_merged_is_refused_by_name():
     prompts = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)
-    with pytest.raises(ValueError, match="PeftModelForCausalLM has learned prompts"):
+    with pytest.raises(ValueError, match="PeftModelForCausalLM"):
         student(base=get_peft_model(backbone(), prompts))
     whole = get_peft_model(backbone(), lora(modules_to_save=["lm_head"], task_type=TaskType.CAUSAL_LM))
-    with pytest.raises(ValueError, match="has gated adapters of a PTPForCausalLM"):
+    with pytest.raises(ValueError, match="PTPForCausalLM"):
         student(base=student().backbone)
-    with pytest.raises(ValueError, match="lm_head is trained as a whole by peft"):
+    with pytest.raises(ValueError, match="lm_head"):
         student(base=whole)

@@ -49,7 +49,7 @@ def test_rows_of_all_sequences_in_one_axis():
 
 
 def test_layers_that_see_some_rows_only_are_refused():
-    with pytest.raises(ValueError, match="not all 7 of every sequence"):
+    with pytest.raises(ValueError, match="7.*every"):
         opened(two_layers(), torch.randn(10, 6), 4, 7)
 
 

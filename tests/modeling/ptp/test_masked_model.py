@@ -129,11 +129,11 @@ def test_masks_and_their_head_train_in_float32_beside_a_backbone_of_bfloat16(tmp
 
 def test_what_does_not_go_together():
     model, tokens = masked(), ids(1, 3)
-    with pytest.raises(ValueError, match="masks lie between 0 and 3, but there are num_slots=3"):
+    with pytest.raises(ValueError, match="0.*3.*num_slots=.*3"):
         model(tokens, masks=torch.tensor([[0, 3]]))
-    with pytest.raises(ValueError, match="variant='mask': slots are given as masks="):
+    with pytest.raises(ValueError, match="variant='mask'.*masks="):
         model(tokens, uniforms=torch.rand(1, 2))
-    with pytest.raises(ValueError, match="variant='one_hot': slots are given as uniforms="):
+    with pytest.raises(ValueError, match="variant='one_hot'.*uniforms="):
         student()(tokens, masks=torch.tensor([[0]]))
     for wrong in ({"greedy": True}, {"reads_state": True}, {"informative": False}):
         with pytest.raises(Exception, match="reads mask tokens alone"):
@@ -141,5 +141,5 @@ def test_what_does_not_go_together():
     for wrong in (-1, float("nan")):
         with pytest.raises(Exception, match=f"lcm_weight={wrong} must be a number of at least 0"):
             PTPConfig(variant="mask", lcm_weight=wrong)
-    with pytest.raises(Exception, match="are for variant='mask'"):
+    with pytest.raises(Exception, match="variant='mask'"):
         PTPConfig(variant="one_hot", lcm_weight=3.0)

@@ -134,7 +134,7 @@ def test_only_the_student_learns(features):
     assert not model.trains_backbone
     model.train_only("all")
     assert model.trains_backbone
-    with pytest.raises(ValueError, match="choose 'all' or 'drafter'"):
+    with pytest.raises(ValueError, match="'all'.*'drafter'"):
         model.train_only("heads")
 
 
@@ -240,7 +240,7 @@ def test_slots_read_the_state_that_they_are_given():
 
     assert not torch.equal(logits(states, known), logits(other, known))
     assert torch.equal(logits(states, unknown), logits(other, unknown))
-    with pytest.raises(ValueError, match="slots need slot_states and slot_gaps"):
+    with pytest.raises(ValueError, match="slot_states.*slot_gaps"):
         model(tokens, uniforms=uniforms)
 
 
@@ -286,13 +286,13 @@ def test_backbones_that_cannot_carry_slots_are_refused_by_name(config, message):
 def test_attention_without_dense_masks_is_refused():
     base = backbone()
     base.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="attn_implementation='flash_attention_2' takes no dense masks"):
+    with pytest.raises(ValueError, match="attn_implementation=.*'flash_attention_2'"):
         PTPForCausalLM.from_backbone(base)
 
 
 def test_positions_beyond_a_table_are_refused():
     model = student(base=backbone(CONFIGS["gpt2"]()))
-    with pytest.raises(ValueError, match="beyond the 64 learned positions of gpt2"):
+    with pytest.raises(ValueError, match="beyond.*64.*2"):
         model(ids(1, 63), uniforms=torch.rand(1, 3))
     assert student()(ids(1, 63), uniforms=torch.rand(1, 3)).logits.shape == (1, 66, 11)  # rotary ones go on
 
@@ -302,19 +302,19 @@ def test_texts_up_to_the_end_of_a_table():
     for options in ({"do_sample": True, "seed": 3}, {}):
         out, plain = (model.generate(prompt, max_new_tokens=15, use_mtp=how, **options) for how in (True, False))
         assert out.shape == (1, 65) and torch.equal(out, plain)
-        with pytest.raises(ValueError, match="beyond the 64 learned positions of gpt2; ask for 2 fewer new tokens"):
+        with pytest.raises(ValueError, match="beyond.*64.*2.*2"):
             model.generate(prompt, max_new_tokens=17, **options)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"variant": "both"}, "variant='both' is unknown"),
-        ({"features": "sine"}, "features='sine' is unknown"),
-        ({"projection": "cubic"}, "projection='cubic' is unknown"),
+        ({"variant": "both"}, "variant='both'"),
+        ({"features": "sine"}, "features='sine'"),
+        ({"projection": "cubic"}, "projection='cubic'"),
         ({"features": "bits", "feature_dim": 16}, "feature_dim=16"),
-        ({"num_slots": 0}, "num_slots=0 must be at least 1"),
-        ({"lora_rank": 0}, "lora_rank=0 must be at least 1"),
+        ({"num_slots": 0}, "num_slots=.*0.*1"),
+        ({"lora_rank": 0}, "lora_rank=.*0.*1"),
         ({"sampling": {"typical_p": 0.2}}, "typical_p"),
     ],
 )

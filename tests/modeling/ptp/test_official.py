@@ -56,7 +56,7 @@ def test_pickles_that_run_code_are_refused(folder):
     path, _, _ = folder
     with (path / "last.ckpt").open("wb") as file:
         pickle.dump({"state_dict": Intruder(path / "trace")}, file)
-    with pytest.raises(ValueError, match=r"last\.ckpt holds more than tensors"):
+    with pytest.raises(ValueError, match=r"last\.ckpt.*tensors"):
         PTPForCausalLM.from_official(path)
     assert not (path / "trace").exists()
 
@@ -71,5 +71,5 @@ def test_folders_that_cannot_be_read(folder):
         PTPForCausalLM.from_official(path)
     values = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(values | {"aux_embedding": "fourier"}))
-    with pytest.raises(ValueError, match="aux_embedding='fourier' is not supported; .*binary"):
+    with pytest.raises(ValueError, match="aux_embedding=.*'fourier'"):
         PTPForCausalLM.from_official(path)

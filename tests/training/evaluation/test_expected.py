@@ -78,7 +78,7 @@ def test_the_sum_over_texts_is_the_sum_over_drafts(rule, seed):
 
 
 def test_an_unknown_rule_is_refused():
-    with pytest.raises(ValueError, match="'blocks' is unknown"):
+    with pytest.raises(ValueError, match="'blocks'"):
         expected_from_log_probs(torch.zeros(1, 2), torch.zeros(1, 2), "blocks")
 
 
@@ -116,5 +116,5 @@ def test_a_head_that_is_the_target_is_always_accepted(model):
 
 
 def test_texts_without_a_place_are_refused(model):
-    with pytest.raises(ValueError, match="texts of 12 tokens have no place"):
+    with pytest.raises(ValueError, match="texts.*12"):
         TeacherForced.on_text(model, torch.randint(64, 320, (2, 12)), model.window, first=10)

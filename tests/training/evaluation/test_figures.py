@@ -67,5 +67,5 @@ def test_a_metric_loads_from_its_file_without_a_network(tmp_path):
 
 
 def test_a_metric_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match="name='speed' is no metric of tokenahead; choose one of acceptance_by"):
+    with pytest.raises(ValueError, match="name='speed'.*acceptance_by"):
         load_metric("speed")

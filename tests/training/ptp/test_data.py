@@ -60,16 +60,16 @@ def test_texts_follow_the_verified_distribution(tmp_path):
 
 def test_a_folder_keeps_its_settings(tmp_path):
     write_texts(backbone(), PROMPTS, tmp_path, **SIZES)
-    with pytest.raises(ValueError, match="was begun with seed=0, not 1"):
+    with pytest.raises(ValueError, match="seed=0.*1"):
         write_texts(backbone(), PROMPTS, tmp_path, seed=1, **SIZES)
-    with pytest.raises(ValueError, match="was begun with prompts=5, not 4"):
+    with pytest.raises(ValueError, match="prompts=5.*4"):
         write_texts(backbone(), PROMPTS[:4], tmp_path, **SIZES)
     others = [[token ^ 1 for token in prompt] for prompt in PROMPTS]  # as many, and as long
-    with pytest.raises(ValueError, match="was begun with other prompts"):
+    with pytest.raises(ValueError, match="other prompts"):
         write_texts(backbone(), others, tmp_path, **SIZES)
     taught = backbone()
     torch.nn.init.normal_(taught.get_output_embeddings().weight)
-    with pytest.raises(ValueError, match="was begun with another teacher"):
+    with pytest.raises(ValueError, match="another teacher"):
         write_texts(taught, PROMPTS, tmp_path, **SIZES)
     student_of = student(base=backbone())  # its adapters write nothing
     write_texts(student_of, PROMPTS, tmp_path / "student", **SIZES)
@@ -80,7 +80,7 @@ def test_a_folder_keeps_its_settings(tmp_path):
 
 
 def test_bad_input(tmp_path):
-    with pytest.raises(ValueError, match="prompt 1 is empty"):
+    with pytest.raises(ValueError, match="prompt.*1"):
         write_texts(backbone(), [[1], []], tmp_path)
     with pytest.raises(FileNotFoundError, match="no texts"):
         load_texts(tmp_path)

@@ -95,16 +95,16 @@ def test_no_vocabulary_is_sorted(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "mse"}, "loss='mse' is unknown"),
-        ({"method": "guess"}, "method='guess' is unknown"),
-        ({"sequences": "web"}, "sequences='web' is unknown"),
-        ({"completions": 0}, "completions=0 must be at least 1"),
-        ({"concentration": 0.0}, "concentration=0.0 must be above 0"),
-        ({"gamma": 1.5}, r"gamma=1.5 must lie in \(0, 1\]"),
+        ({"loss": "mse"}, "loss='mse'"),
+        ({"method": "guess"}, "method='guess'"),
+        ({"sequences": "web"}, "sequences='web'"),
+        ({"completions": 0}, "completions=0.*1"),
+        ({"concentration": 0.0}, "concentration=0.0.*0"),
+        ({"gamma": 1.5}, "gamma=1.5.*0.*1"),
         ({"base_weight": -1.0}, "base_weight=-1.0"),
-        ({"greedy_share": 1.0}, r"greedy_share=1.0 must lie in \[0, 1\)"),
-        ({"method": "inverse", "loss": "kl"}, "method='inverse' has loss='ce', not 'kl'"),
-        ({"method": "inverse", "sequences": "student"}, "method='inverse' has sequences='dataset'"),
+        ({"greedy_share": 1.0}, "greedy_share=.*1.0.*0.*1"),
+        ({"method": "inverse", "loss": "kl"}, "method='inverse'.*loss='ce'.*'kl'"),
+        ({"method": "inverse", "sequences": "student"}, "method='inverse'.*sequences='dataset'"),
     ],
 )
 def test_bad_options(options, message):
@@ -113,5 +113,5 @@ def test_bad_options(options, message):
 
 
 def test_an_unknown_loss_is_refused():
-    with pytest.raises(ValueError, match="loss='mse' is unknown"):
+    with pytest.raises(ValueError, match="loss='mse'"):
         slot_losses(torch.zeros(3), torch.tensor(0), None, "mse")

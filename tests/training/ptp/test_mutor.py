@@ -10,7 +10,8 @@ from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, TrainingArguments
 
-from tests.internals import REGISTER, RegisterModel, Registers, Sequences, packed_mask, packed_positions
+from tests.internals import REGISTER, RegisterModel, Registers, packed_mask, packed_positions
+from tests.internals import CompletionSequences as Sequences
 from tests.ptp_models import CONFIGS, VOCABULARY, backbone, ids
 from tests.training.conftest import small_model
 from tokenahead import PTPForCausalLM
@@ -232,16 +233,16 @@ def test_bad_input(tmp_path):
     sliding = AutoModelForCausalLM.from_config(MistralConfig(**small, num_key_value_heads=1, sliding_window=4))
     with pytest.raises(ValueError, match="sliding_window=4"):
         trainer(sliding, tmp_path)
-    with pytest.raises(ValueError, match="a EvaByteForMTPC owns a drafter"):
+    with pytest.raises(ValueError, match="EvaByteForMTPC"):
         trainer(small_model(), tmp_path)
-    with pytest.raises(ValueError, match="evabyte: its attention has a cache of its own"):
+    with pytest.raises(ValueError, match="evabyte.*cache"):
         PTPForCausalLM.from_backbone(small_model())
     data = [{"input_ids": ids(4), "labels": torch.full((4,), -100)}] * 4
-    with pytest.raises(ValueError, match="labels are -100 everywhere"):
+    with pytest.raises(ValueError, match="labels.*-100"):
         trainer(backbone(), tmp_path, data).train()
-    with pytest.raises(ValueError, match="compute_metrics= would be given logits of texts"):
+    with pytest.raises(ValueError, match="compute_metrics="):
         MuToRTrainer(backbone(), TrainingArguments(tmp_path, report_to=[]), compute_metrics=len)
     other = AutoModelForCausalLM.from_config(LlamaConfig(**small))
     RegisterModel(other).save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="num_hidden_layers=1 there, num_hidden_layers=2 here"):
+    with pytest.raises(ValueError, match="num_hidden_layers=.*1.*num_hidden_layers=.*2"):
         trainer(backbone(), tmp_path).train(resume_from_checkpoint=str(tmp_path / "other"))

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from tests.internals import PackedRows, Sequences
+from tests.internals import CompletionSequences as Sequences
+from tests.internals import PackedRows
 from tests.ptp_models import CONFIGS, backbone, ids, student
 from tokenahead import EvaByteTokenizer
 from tokenahead.training import PTPTrainer

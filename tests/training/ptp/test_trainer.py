@@ -7,7 +7,6 @@ from transformers import TrainingArguments
 from tests.internals import (
     SEQUENCES,
     PackedRows,
-    Sequences,
     SlotInputs,
     Teacher,
     at_columns,
@@ -15,6 +14,9 @@ from tests.internals import (
     pick,
     student_drafts,
     target_probs,
+)
+from tests.internals import (
+    CompletionSequences as Sequences,
 )
 from tests.internals import ptp_LOSSES as LOSSES
 from tests.ptp_models import VOCABULARY, backbone, ids, student
@@ -254,8 +256,8 @@ def moving() -> PTPForCausalLM:
 @pytest.mark.parametrize(
     ("make", "options", "error", "message"),
     [
-        (backbone, {}, TypeError, "not LlamaForCausalLM"),
-        (student, {"method": "inverse"}, ValueError, "needs variant='categorical', not 'one_hot'"),
+        (backbone, {}, TypeError, "LlamaForCausalLM"),
+        (student, {"method": "inverse"}, ValueError, "variant='categorical'.*'one_hot'"),
         (lambda: student("categorical", sampling=FOLDED), {"method": "inverse"}, ValueError, "data's own law"),
         (moving, {}, ValueError, "its own moving teacher"),
         (student, {"base_weight": 1.0}, ValueError, "the backbone is frozen"),
@@ -271,9 +273,9 @@ def test_bad_teachers_and_data(tmp_path):
         trainer(student("categorical"), tmp_path, method="inverse", teacher=backbone())
     other = backbone()
     other.config.vocab_size = VOCABULARY + 1
-    with pytest.raises(ValueError, match="vocabulary of 12 tokens, the student of 11"):
+    with pytest.raises(ValueError, match="vocabulary.*12.*11"):
         trainer(student(), tmp_path, teacher=other)
-    with pytest.raises(ValueError, match="input_ids has 1 column"):
+    with pytest.raises(ValueError, match="input_ids.*1"):
         Sequences.of({"input_ids": ids(2, 1)})
-    with pytest.raises(TypeError, match="needs a teacher with generate"):
+    with pytest.raises(TypeError, match="teacher"):
         Teacher(torch.nn.Identity(), FOLDED).continued(Sequences.of({"input_ids": ids(2, 4)}), 3)

@@ -110,7 +110,7 @@ def test_heads_learn_on_every_kind_of_backbone(make):
 
 def test_a_parallel_model_refuses_labels_without_their_logits():
     model = student()
-    with pytest.raises(ValueError, match="labels have 9 columns, but there are logits of 1 tokens"):
+    with pytest.raises(ValueError, match="labels.*9.*1"):
         model(ids(model), labels=ids(model), logits_to_keep=1)
 
 

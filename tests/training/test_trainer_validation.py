@@ -33,12 +33,12 @@ def text():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: "some/folder", "needs a model, not the path 'some/folder': load it with from_pretrained"),
+        (lambda: "some/folder", "'some/folder'.*from_pretrained"),
         (
             ptp_models.backbone,
-            r"not a LlamaForCausalLM: give it heads with MTPHeads.from_backbone\(model\)",
+            r"LlamaForCausalLM.*MTPHeads.from_backbone\(model\)",
         ),
-        (ptp_models.student, "does not train a PTPForCausalLM: use PTPTrainer"),
+        (ptp_models.student, "PTPForCausalLM"),
     ],
     ids=["path", "plain model", "parallel prediction"],
 )
@@ -48,7 +48,7 @@ def test_other_models_are_refused(kind, make, message, tmp_path):
 
 
 def test_a_model_that_model_init_makes_is_checked_too(tmp_path):
-    with pytest.raises(TypeError, match="not a LlamaForCausalLM"):
+    with pytest.raises(TypeError, match="LlamaForCausalLM"):
         MTPTrainer(
             args=quiet(tmp_path, MTPTrainer), model_init=lambda: ptp_models.backbone(), train_dataset=ragged_rows()
         )
@@ -70,16 +70,16 @@ def test_empty_data_are_refused(kind, name, tmp_path):
 
 
 def test_empty_data_are_refused_by_position_and_among_others(tmp_path):
-    with pytest.raises(ValueError, match="train_dataset is empty"):
+    with pytest.raises(ValueError, match="train_dataset"):
         MTPTrainer(small_model(), quiet(tmp_path, MTPTrainer), None, [])
-    with pytest.raises(ValueError, match="eval_dataset is empty"):
+    with pytest.raises(ValueError, match="eval_dataset"):
         MTPTrainer(small_model(), quiet(tmp_path, MTPTrainer), eval_dataset={"a": ragged_rows(), "b": []})
 
 
 @pytest.mark.parametrize("apart", [MTPHeads, EagleHead])
 def test_noise_on_embeddings_of_a_drafter_that_has_none_is_refused(apart, tmp_path):
     head = apart.from_backbone(ptp_models.backbone(), **({"version": 1} if apart is EagleHead else {}))
-    with pytest.raises(ValueError, match="neftune_noise_alpha=5.0 is noise on embeddings, and a "):
+    with pytest.raises(ValueError, match="neftune_noise_alpha=.*5.0"):
         trainer_for(head, tmp_path, ragged_rows(), neftune_noise_alpha=5.0)
 
 
@@ -101,7 +101,7 @@ def test_labels_that_score_nothing_are_refused_before_the_first_step(wrap, tmp_p
     before = copy.deepcopy(model.state_dict())
     trainer = trainer_for(model, tmp_path, ragged_rows(), max_steps=2)
     trainer.train_dataset = wrap(masked_rows())
-    with pytest.raises(ValueError, match="train_dataset has no targets: its labels are -100 everywhere"):
+    with pytest.raises(ValueError, match="train_dataset.*-100"):
         trainer.train()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -110,7 +110,7 @@ def test_trl_data_that_score_nothing_are_refused(tmp_path):
     """TRL leaves out rows without a target, here those whose completion is cut off."""
     cut = Dataset.from_dict({"prompt": ["abc"] * 4, "completion": ["d"] * 4})
     config = quiet(tmp_path, MTPSFTTrainer, max_length=3)
-    with pytest.raises(ValueError, match="train_dataset is empty: .* something to learn"):
+    with pytest.raises(ValueError, match="train_dataset"):
         MTPSFTTrainer(small_model(), config, train_dataset=cut, processing_class=EvaByteTokenizer())
 
 

@@ -40,7 +40,7 @@ def test_ids_outside_the_vocabulary_are_named(name, value, tmp_path):
 
 def test_labels_that_are_not_as_many_as_ids_are_named(tmp_path):
     rows = [{"input_ids": torch.arange(70, 80), "labels": torch.arange(70, 78)} for _ in range(4)]
-    with pytest.raises(ValueError, match=r"labels have the shape \[2, 8\], and input_ids \[2, 10\]: every row needs"):
+    with pytest.raises(ValueError, match="2.*8.*input_ids.*2.*10"):
         trainer_for(small_model(), tmp_path, rows, max_steps=1).train()
 
 
@@ -120,9 +120,9 @@ def test_a_checkpoint_of_another_model_is_refused(earlier, now, message, tmp_pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss_type": "dft"}, "loss_type='dft' is a loss of TRL's own"),
-        ({"packing": True, "packing_strategy": "wrapped"}, "packing_strategy='wrapped' joins documents"),
-        ({"eval_packing": True, "packing_strategy": "wrapped"}, "packing_strategy='wrapped' joins documents"),
+        ({"loss_type": "dft"}, "loss_type=.*'dft'"),
+        ({"packing": True, "packing_strategy": "wrapped"}, "packing_strategy=.*'wrapped'"),
+        ({"eval_packing": True, "packing_strategy": "wrapped"}, "packing_strategy=.*'wrapped'"),
     ],
 )
 def test_settings_that_nobody_would_follow_are_refused(make, options, message, tmp_path):

@@ -65,7 +65,7 @@ class Broken(LogitsProcessor):
 @pytest.mark.parametrize("length", [7, 11])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")], ids=str)
 def test_sampling_from_no_distribution_raises(speculating, value, length):
-    with pytest.raises(ValueError, match=r"row 1 has no token to sample: its scores are NaN, or all -inf"):
+    with pytest.raises(ValueError, match="1.*NaN"):
         speculating.generate(do_sample=True, logits_processor=LogitsProcessorList([Broken(value, length)]))
 
 
@@ -82,7 +82,7 @@ def test_attentions_are_given_by_plain_decoding_with_one_warning(speculating, ca
         for out in outputs:
             assert len(out.attentions) == len(want.attentions) == 12 and not hasattr(out, "speculation")
             assert torch.equal(out.sequences, want.sequences)
-    with pytest.raises(ValueError, match="use_mtp=True cannot be combined with output_attentions=True"):
+    with pytest.raises(ValueError, match="use_mtp=.*output_attentions="):
         speculating.generate(use_mtp=True, **options)
 
 
@@ -104,7 +104,7 @@ def test_verification_of_a_saved_config_is_honoured(speculating, monkeypatch, tm
 
 def test_verification_of_a_config_is_checked(speculating):
     speculating.model.generation_config.verification = "blocks"
-    with pytest.raises(ValueError, match="verification='blocks' is unknown; choose 'block' or 'token'"):
+    with pytest.raises(ValueError, match="verification='blocks'.*'block'.*'token'"):
         speculating.generate()
     speculating.generate(verification="block")
 
@@ -112,14 +112,14 @@ def test_verification_of_a_config_is_checked(speculating):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_assistant_tokens_schedule": "clever"}, "schedule='clever' is unknown; choose one of 'constant', "),
-        ({"num_assistant_tokens": 2.5}, "num_assistant_tokens=2.5 must be a whole number"),
-        ({"num_assistant_tokens": True}, "num_assistant_tokens=True must be a whole number"),
-        ({"use_mtp": "no"}, "use_mtp='no' must be True, False or None"),
-        ({"assistant_confidence_threshold": 1.5}, "threshold=1.5 must lie between 0 and 1"),
-        ({"assistant_confidence_threshold": "high"}, "threshold='high' must lie between 0 and 1"),
-        ({"guidance_scale": 1.5, "use_mtp": True}, "use_mtp=True cannot be combined with guidance_scale=1.5"),
-        ({"uniforms": torch.rand(2, 12)}, "uniforms= is an option of parallel token prediction"),
+        ({"num_assistant_tokens_schedule": "clever"}, "schedule='clever'.*'constant'"),
+        ({"num_assistant_tokens": 2.5}, "num_assistant_tokens=.*2.5"),
+        ({"num_assistant_tokens": True}, "num_assistant_tokens="),
+        ({"use_mtp": "no"}, "use_mtp=.*'no'"),
+        ({"assistant_confidence_threshold": 1.5}, "threshold=1.5.*0.*1"),
+        ({"assistant_confidence_threshold": "high"}, "threshold='high'.*0.*1"),
+        ({"guidance_scale": 1.5, "use_mtp": True}, "use_mtp=.*guidance_scale=.*1.5"),
+        ({"uniforms": torch.rand(2, 12)}, "uniforms="),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -131,7 +131,7 @@ def test_options_that_cannot_be_meant_are_refused_by_name(speculating, options, 
 @pytest.mark.parametrize("use_mtp", [None, False])
 def test_an_early_exit_is_refused_and_cuts_no_layers(speculating, use_mtp):
     before = speculating.model.config.num_hidden_layers
-    with pytest.raises(ValueError, match="assistant_early_exit=1 is not offered"):
+    with pytest.raises(ValueError, match="assistant_early_exit=.*1"):
         speculating.generate(assistant_early_exit=1, use_mtp=use_mtp)
     assert speculating.model.config.num_hidden_layers == before
     assert len(speculating.model.get_decoder().layers) == before
@@ -139,7 +139,7 @@ def test_an_early_exit_is_refused_and_cuts_no_layers(speculating, use_mtp):
 
 def test_continuous_batching_is_refused_by_name():
     for model in (tiny_model(), student()):
-        with pytest.raises(ValueError, match="does not offer generate_batch .continuous batching.; use generate"):
+        with pytest.raises(ValueError, match="generate_batch"):
             model.generate_batch([[5, 6, 7]])
 
 
@@ -161,7 +161,7 @@ def test_processors_that_count_their_calls_say_so(speculating):
     want = speculating.plain(logits_processor=LogitsProcessorList([plain]))
     assert torch.equal(speculating.generate(logits_processor=LogitsProcessorList([ours])), want)
     assert ours.calls == plain.calls == 12
-    with pytest.raises(ValueError, match="use_mtp=True cannot be combined with Counting, which counts its calls"):
+    with pytest.raises(ValueError, match="use_mtp="):
         speculating.generate(logits_processor=LogitsProcessorList([ours]), use_mtp=True)
 
 
@@ -177,9 +177,9 @@ def test_parallel_prediction_decodes_embeddings_plainly(variant):
         slots = torch.rand(2, 3)
         first, second = model(prompt, uniforms=slots), model(inputs_embeds=embeds, uniforms=slots)
     torch.testing.assert_close(first.logits, second.logits)
-    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+    with pytest.raises(ValueError, match="input_ids.*inputs_embeds"):
         model()
-    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+    with pytest.raises(ValueError, match="input_ids.*inputs_embeds"):
         model(prompt, inputs_embeds=embeds)
 
 
@@ -248,5 +248,5 @@ def test_a_tree_is_checked_also_where_nothing_is_drafted(speculating):
 
 
 def test_layers_that_are_contrasted_are_not_forgotten(speculating):
-    with pytest.raises(ValueError, match="use_mtp=True cannot be combined with dola_layers='low'"):
+    with pytest.raises(ValueError, match="use_mtp=.*dola_layers=.*'low'"):
         speculating.generate(dola_layers="low", use_mtp=True)

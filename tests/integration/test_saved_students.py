@@ -121,21 +121,21 @@ def test_a_pipeline_takes_it():
 
 def test_what_is_refused():
     _, apart, base = pair()
-    with pytest.raises(RuntimeError, match=r"PTPStudent is not attached: call attach\(backbone\) first"):
+    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
         write(base, assistant_model=apart)
     with pytest.raises(RuntimeError, match="not attached"):
         apart(ids(1, 3))
     config = CONFIGS["llama"]()
     config.num_hidden_layers = 3
-    with pytest.raises(ValueError, match="num_hidden_layers: the student was made for 2"):
+    with pytest.raises(ValueError, match="num_hidden_layers.*2"):
         apart.attach(backbone(config))
     config = CONFIGS["llama"]()
     config.intermediate_size += 4
-    with pytest.raises(ValueError, match="mlp.gate_proj: the student was made for a layer of sizes"):
+    with pytest.raises(ValueError, match="mlp.gate_proj"):
         apart.attach(backbone(config))
-    with pytest.raises(ValueError, match="model_type: the student was made for 'llama'"):
+    with pytest.raises(ValueError, match="model_type.*'llama'"):
         apart.attach(backbone(CONFIGS["qwen2"]()))
     with pytest.raises(ValueError, match="make a new student"):
         apart.resize_token_embeddings(12)
-    with pytest.raises(ValueError, match="needs a backbone_config"):
+    with pytest.raises(ValueError, match="backbone_config"):
         PTPStudent(type(apart.config)())

@@ -73,14 +73,14 @@ def test_all_linear_is_what_it_was(tmp_path):
 
 def test_a_backbone_with_adapters_does_not_learn_as_a_whole(adapted, tmp_path):
     """Its save_pretrained would write the adapters alone."""
-    with pytest.raises(ValueError, match="train='all': the backbone carries adapters .*merge"):
+    with pytest.raises(ValueError, match="train='all'"):
         trainer(MTPHeads.from_backbone(adapted, window=3), tmp_path, train="all")
 
 
 def test_adapters_that_a_wrapper_holds_are_not_drawn_anew(tmp_path):
     backbone = get_peft_model(llama(num_hidden_layers=2), LoraConfig(**THERE, init_lora_weights=False))
     before = {name: value.clone() for name, value in backbone.named_parameters()}
-    with pytest.raises(ValueError, match="train='lora': the backbone carries adapters .*load_adapter"):
+    with pytest.raises(ValueError, match="train='lora'.*load_adapter"):
         trainer(MTPHeads.from_backbone(backbone, window=3), tmp_path, train="lora")
     assert all(value.equal(before[name]) for name, value in backbone.named_parameters())
 
@@ -94,7 +94,7 @@ def test_a_model_with_modules_that_carries_adapters(train, tmp_path):
 
 
 def test_draft_layers_need_plain_weights(adapted, tmp_path):
-    with pytest.raises(ValueError, match="draft_layers need .* merge its adapters first"):
+    with pytest.raises(ValueError, match="draft_layers"):
         trainer(MTPHeads.from_backbone(adapted, window=3), tmp_path, draft_layers=1).train()
 
 

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tokenahead.training.data import ByteWindows, SourceText, load_corpus
-from tokenahead.training.muon import JointOptimizer, Muon
 
 CONFIG = dict(
     vocab_size=320, hidden_size=128, intermediate_size=352, num_hidden_layers=6, num_attention_heads=4,
@@ -41,13 +40,28 @@ def batches(text: SourceText, rows: int, length: int = 256, seed: int = 0) -> It
         seed += 1
 
 
+class JointOptimizer(torch.optim.Optimizer):
+    """Several optimizers of different parameters as one, so that one schedule changes the rates of all."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.param_groups = [group for part in parts for group in part.param_groups]
+
+    def step(self, closure: None = None) -> None:
+        """Take one step of every part."""
+        for part in self.parts:
+            part.step()
+
+
 def optimizer_of(model: nn.Module, matrix_rate: float = 0.03, rate: float = 1e-2) -> torch.optim.Optimizer:
-    """Muon for the matrices of the layers, AdamW for the rest."""
+    """Return Muon for the matrices of the layers and AdamW for the rest, both without weight decay."""
     ends = {id(p) for part in (model.get_input_embeddings(), model.get_output_embeddings()) for p in part.parameters()}
-    matrices = [p for p in model.parameters() if p.dim() == 2 and id(p) not in ends]
-    others = [p for p in model.parameters() if p.dim() != 2 or id(p) in ends]
-    adam = torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
-    return JointOptimizer([Muon(matrices, lr=matrix_rate), adam])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() == 2 and id(p) not in ends]
+    others = [p for p in trained if p.dim() != 2 or id(p) in ends]  # none where a student's embeddings are frozen
+    adam = torch.optim.AdamW([{"params": others}], lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    return JointOptimizer(torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=0.0), adam)
 
 
 def train(model: nn.Module, text: SourceText, seconds: float, rows: int = 4) -> int:

@@ -167,10 +167,10 @@ def distil(model: PTPForCausalLM, data: Any, seconds: float, rate: float) -> Any
     """Trains a student by its own trainer, for so many seconds of processor time."""
     import tempfile
 
+    from time_budget import TimeBudget, TimeBudgetCallback
     from torch.optim.lr_scheduler import LambdaLR
     from transformers import PrinterCallback, TrainingArguments
 
-    from tokenahead.training.callbacks import TimeBudget, TimeBudgetCallback
     from tokenahead.training.ptp.options import PTPOptions
     from tokenahead.training.ptp.trainer import PTPTrainer
 

@@ -26,17 +26,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from byte_llama import optimizer_of
 from rich.console import Console
 from rich.table import Table
+from time_budget import TimeBudget, TimeBudgetCallback
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 from tokenahead import EvaByteTokenizer, PTPForCausalLM, __version__
 from tokenahead.model_cards import DecodingResult, MeasuredResults, render_card, write_card
-from tokenahead.training.callbacks import ProgressCallback, TimeBudget, TimeBudgetCallback
 from tokenahead.training.data import ByteWindows, Corpus, code_prompts, load_corpus
 from tokenahead.training.evaluation import GREEDY, DecodingMode, compare_decoding, sampled
-from tokenahead.training.muon import JointOptimizer, Muon
 from tokenahead.training.ptp.data import write_texts
 from tokenahead.training.ptp.options import PTPOptions
 from tokenahead.training.ptp.trainer import PTPTrainer
@@ -62,28 +62,19 @@ def fit(
     rates: tuple[float, float], console: Console, **options: object,
 ) -> int:  # fmt: skip
     """Trains for so many minutes on `rows` rows of 256 ids per step, and returns the number of steps."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    embeddings = {
-        id(p) for part in (model.get_input_embeddings(), model.get_output_embeddings()) for p in part.parameters()
-    }
-    matrices = [p for p in trained if p.dim() == 2 and id(p) not in embeddings]
-    others = [p for p in trained if p.dim() != 2 or id(p) in embeddings]
-    parts: list[torch.optim.Optimizer] = [Muon(matrices, lr=rates[0])]
-    if others:
-        parts.append(torch.optim.AdamW(others, lr=rates[1], betas=(0.9, 0.95), weight_decay=0.0))
-    optimizer, budget = JointOptimizer(parts), TimeBudget(60 * minutes, clock=time.process_time)
+    optimizer, budget = optimizer_of(model, *rates), TimeBudget(60 * minutes, clock=time.process_time)
+    console.print(f"{title}: {minutes:g} minutes")
     with tempfile.TemporaryDirectory() as scratch:
         arguments = TrainingArguments(
             scratch, max_steps=sys.maxsize, per_device_train_batch_size=rows, use_cpu=True, report_to="none",
-            save_strategy="no", disable_tqdm=True, dataloader_drop_last=True, logging_steps=20,
+            save_strategy="no", disable_tqdm=True, dataloader_drop_last=True, logging_steps=200,
             logging_nan_inf_filter=False,  # a loss that is no number is to be seen
         )  # fmt: skip
         trainer = trainer_class(
             model, arguments, train_dataset=data,
             optimizers=(optimizer, LambdaLR(optimizer, lambda step: budget.rate())),
-            callbacks=[TimeBudgetCallback(budget), ProgressCallback(title, budget, rows * LENGTH, console)], **options,
+            callbacks=[TimeBudgetCallback(budget)], **options,
         )  # fmt: skip
-        trainer.remove_callback(PrinterCallback)
         trainer.train()
     model.eval()
     return trainer.state.global_step

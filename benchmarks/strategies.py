@@ -30,11 +30,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from time_budget import TimeBudget, TimeBudgetCallback
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaForCausalLM, PreTrainedModel, PrinterCallback, TrainingArguments
 
 from tokenahead import EvaByteTokenizer, MTPHeads
-from tokenahead.training.callbacks import TimeBudget, TimeBudgetCallback
 from tokenahead.training.data import ByteWindows, Corpus, SourceText, code_prompts, load_corpus
 from tokenahead.training.evaluation.expected import TeacherForced
 from tokenahead.training.evaluation.modes import sampled

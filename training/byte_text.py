@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable
-from typing import Protocol, TextIO
+from typing import Protocol, TextIO, TypeGuard
 
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
@@ -17,18 +17,18 @@ from ..modeling.evabyte.tokenizer import EvaByteTokenizer
 _ESCAPED = re.compile("([\udc80-\udcff])")
 
 
-def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a token is a byte."""
+def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> TypeGuard[EvaByteTokenizer]:
+    """Return whether a token is a byte."""
     return isinstance(tokenizer, EvaByteTokenizer)
 
 
 def escaped(data: bytes) -> str:
-    """Text of bytes, in which bytes that are no UTF-8 survive as lone surrogates (PEP 383)."""
+    """Return text of bytes, in which bytes that are no UTF-8 survive as lone surrogates (PEP 383)."""
     return data.decode("utf-8", "surrogateescape")
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> list[int]:
-    """Ids of `escaped` text.
+    """Return ids of `escaped` text.
 
     Args:
         tokenizer: Any tokenizer; only a byte-level one takes bytes that are no UTF-8.
@@ -50,7 +50,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bo
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> bytes:
-    """What ids stand for, without special tokens; exact bytes for a byte-level tokenizer, else UTF-8."""
+    """Return what ids stand for, without special tokens; exact bytes for a byte-level tokenizer, else UTF-8."""
     if not is_byte_level(tokenizer):
         return tokenizer.decode(ids, skip_special_tokens=True).encode("utf-8", "replace")
     tokens = tokenizer.convert_ids_to_tokens(ids, skip_special_tokens=True)
@@ -58,7 +58,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> bytes:
 
 
 def visible(text: str) -> str:
-    """Text in which characters that would move the cursor are U+FFFD; line ends and tabs stay."""
+    """Return text in which characters that would move the cursor are U+FFFD; line ends and tabs stay."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
@@ -66,10 +66,10 @@ class Writer(Protocol):
     """Takes a completion's bytes as they come."""
 
     def write(self, data: bytes) -> None:
-        """Writes some bytes at once."""
+        """Write some bytes at once."""
 
     def close(self) -> None:
-        """Ends the completion."""
+        """End the completion."""
 
 
 class RawWriter:
@@ -84,12 +84,12 @@ class RawWriter:
         self._buffer = stream.buffer
 
     def write(self, data: bytes) -> None:
-        """Writes and flushes."""
+        """Write and flush."""
         self._buffer.write(data)
         self._buffer.flush()
 
     def close(self) -> None:
-        """Adds nothing: a file holds the completion and no more."""
+        """Add nothing: a file holds the completion and no more."""
 
 
 class TerminalWriter:
@@ -104,23 +104,23 @@ class TerminalWriter:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, data: bytes) -> None:
-        """Writes the characters that `data` completes."""
+        """Write the characters that `data` completes."""
         self._stream.write(visible(self._decoder.decode(data)))
         self._stream.flush()
 
     def close(self) -> None:
-        """Shows what was left of an unfinished character, and ends the line."""
+        """Show what was left of an unfinished character, and ends the line."""
         self._stream.write(visible(self._decoder.decode(b"", final=True)) + "\n")
         self._stream.flush()
 
 
 def writer_for(stream: TextIO) -> Writer:
-    """Readable text for a terminal, exact bytes for everything else."""
+    """Return a writer: readable text for a terminal, exact bytes for everything else."""
     return TerminalWriter(stream) if stream.isatty() or not hasattr(stream, "buffer") else RawWriter(stream)
 
 
 def streamer_for(tokenizer: PreTrainedTokenizerBase, write: Callable[[bytes], None]) -> BaseStreamer:
-    """A streamer for `generate` that hands every new piece to `write`, and not the prompt."""
+    """Return a streamer for `generate` that hands every new piece to `write`, and not the prompt."""
     return _ByteStreamer(tokenizer, write) if is_byte_level(tokenizer) else _WordStreamer(tokenizer, write)
 
 

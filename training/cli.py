@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from huggingface_hub.errors import StrictDataclassError
 
@@ -98,17 +98,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_demo(commands: argparse._SubParsersAction) -> None:
     help_text = "watch the model in the box write with and without drafts; about a minute, nothing is trained"
-    minutes = "with --train: time for training (2 if not given)"
-    train = "train a tiny model on Python's own source instead, a toy that shows that training works here"
     positive = _number("above 0", lambda x: x > 0)
     demo = commands.add_parser("demo", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
-    demo.add_argument("--train", action="store_true", help=train)
-    demo.add_argument("--minutes", type=positive, default=None, help=minutes)
-    demo.add_argument("--seconds", type=positive, default=None, help="time for measuring (40 if not given)")
-    demo.add_argument("--new-bytes", type=_whole(1), default=None, help="bytes per completion (128 if not given)")
-    demo.add_argument("--batch-size", type=_whole(1), default=None, help="measure batches of so many prompts, too")
+    demo.add_argument("--train", nargs="?", const="", type=_refuse_training, help=argparse.SUPPRESS)
+    demo.add_argument("--seconds", type=positive, default=40.0, help="time for measuring (%(default)g)")
+    demo.add_argument("--new-bytes", type=_whole(1), default=128, help="bytes per completion (%(default)s)")
+    demo.add_argument("--batch-size", type=_whole(1), default=1, help="measure batches of so many prompts, too")
     demo.add_argument("--output", type=Path, default=Path("tokenahead-demo"), help="directory of results (%(default)s)")
-    demo.add_argument("--seed", type=_seed, default=0, help="of prompts, samples and training (%(default)s)")
+    demo.add_argument("--seed", type=_seed, default=0, help="of prompts and samples (%(default)s)")
     demo.add_argument("--overwrite", action="store_true", help="write into a directory that no demo made")
     demo.set_defaults(run=_demo)
 
@@ -187,39 +184,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    asked = {name: getattr(arguments, name) for name in ("seconds", "new_bytes", "batch_size")}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    if arguments.train and asked:
-        option = "--" + next(iter(asked)).replace("_", "-")
-        raise ValueError(f"{option} is for the model in the box; leave it out with --train, which has --minutes")
-    if arguments.minutes is not None and not arguments.train:
-        raise ValueError(
-            "--minutes is the time for training: add --train; measuring the model in the box has --seconds"
-        )
-    return _demo_of_training(arguments) if arguments.train else _demo_of_the_box(arguments, asked)
-
-
-def _demo_of_the_box(arguments: argparse.Namespace, asked: dict[str, float]) -> int:
     with needs_extra("demo", "the demo"):
-        from .box.measure import BoxMeasurement
-        from .demo.show import show_box
+        from .demo.measure import BoxMeasurement
+        from .demo.run import run_demo
 
-    measurement = BoxMeasurement(seed=arguments.seed, **asked)
-    reports = show_box(measurement, arguments.output, overwrite=arguments.overwrite)
+    asked = {name: getattr(arguments, name) for name in ("seconds", "new_bytes", "batch_size", "seed")}
+    reports = run_demo(BoxMeasurement(**asked), arguments.output, overwrite=arguments.overwrite)
     return 1 if any(row.identical is False for report in reports for row in report.measured.results) else 0
-
-
-def _demo_of_training(arguments: argparse.Namespace) -> int:
-    with needs_extra("demo", "the demo"):
-        from .demo.run import DEFAULT_MINUTES, run_demo
-
-    results = run_demo(
-        minutes=arguments.minutes or DEFAULT_MINUTES,
-        output=arguments.output,
-        seed=arguments.seed,
-        overwrite=arguments.overwrite,
-    )
-    return 0 if all(row.identical is not False for row in results.results) else 1
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -227,7 +198,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     from .byte_text import writer_for
     from .completion import Request, complete
 
-    given = vars(arguments) | {"prompt": prompt}
+    given: dict[str, Any] = vars(arguments) | {"prompt": prompt}
     request = Request(**{field.name: given[field.name] for field in fields(Request)})
     if arguments.json:
         print(json.dumps(complete(request, lambda data: None).as_dict()))
@@ -280,6 +251,13 @@ def _whole(least: int) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def _refuse_training(text: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(
+        "was removed; `tokenahead train examples/train/evabyte.yaml` trains the heads of an EvaByte, and `python "
+        "examples/box/train.py` a small EvaByte with its heads"
+    )
 
 
 def _seed(text: str) -> int:

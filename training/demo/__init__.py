@@ -1,1 +1,1 @@
-"""What `tokenahead demo` does, step by step."""
+"""`tokenahead demo`: measures the model in the box and shows what it wrote."""

@@ -1,4 +1,4 @@
-"""Showing what was measured: coloured text, tables, notes. Measures nothing."""
+"""Coloured outputs, tables and notes of what was measured."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ PROMPT = "dim"
 
 
 def cycle_ms(result: DecodingResult) -> float:
-    """Milliseconds per call of the backbone, drafting and verification included."""
+    """Return the milliseconds per call of the backbone, drafting and verification included."""
     return 1000 * result.seconds / result.backbone_calls
 
 
 def legend() -> Text:
-    """One line that says what the colours mean."""
+    """Return one line that says what the colours mean."""
     return Text.assemble(
         ("prompt", PROMPT), "  ", ("drafted and accepted", DRAFTED), "  ", ("verifier's own", VERIFIED)
     )
 
 
 def coloured(completion: Completion, prompt_lines: int = 4) -> Text:
-    """The last lines of the prompt and what was written after it, every byte in the colour of its origin."""
+    """Return the last lines of the prompt and what was written after it, every byte in the colour of its origin."""
     text = Text().append("".join(completion.prompt.splitlines(keepends=True)[-prompt_lines:]), style=PROMPT)
     for piece, is_drafted in pieces(completion.ids, completion.drafted):
         text.append(piece, style=DRAFTED if is_drafted else VERIFIED)
@@ -43,7 +43,7 @@ def coloured(completion: Completion, prompt_lines: int = 4) -> Text:
 
 
 def pieces(ids: list[int], drafted: list[bool]) -> Iterator[tuple[str, bool]]:
-    """Runs of text that share their origin.
+    """Yield runs of text that share their origin.
 
     A character of several bytes has the origin of its last one. Bytes that are no UTF-8 and characters that would move
     the cursor become U+FFFD; special tokens become their literals.
@@ -69,7 +69,7 @@ def pieces(ids: list[int], drafted: list[bool]) -> Iterator[tuple[str, bool]]:
 
 
 def reports_table(reports: Sequence[HeadReport], title: str) -> Table:
-    """The figures of all heads and ways of decoding, a row each; fits into 80 columns."""
+    """Return the figures of all heads and ways of decoding, a row each; fits into 80 columns."""
     table = Table(
         title=title,
         caption=_caption(reports),
@@ -100,7 +100,7 @@ def _cells(row: DecodingResult) -> Iterator[str | Text]:
     yield f"{row.tokens_per_second:,.0f}"
     yield Text("loops", "bold yellow") if row.is_degenerate else f"{row.speed_up:.2f}x"
     yield "" if row.repeated_share is None else f"{row.repeated_share:.0%}"
-    yield {True: Text("yes", "green"), False: Text("no", "bold red"), None: Text("distribution")}[row.identical]
+    yield {True: Text("yes", "green"), False: Text("no", "bold red"), None: Text("drawn")}[row.identical]
 
 
 def _short(row: DecodingResult) -> str:
@@ -114,7 +114,7 @@ def _caption(reports: Sequence[HeadReport]) -> str:
 
 
 def explanation(reports: Sequence[HeadReport]) -> Iterator[str]:
-    """What the columns mean, and what is wrong with a row where its text repeats itself."""
+    """Say what the columns mean, and what is wrong with a row where its text repeats itself."""
     yield "per call: bytes for one call of the backbone, and their range over prompts; plain decoding has 1."
     yield "ms: milliseconds of such a call, with drafting and verification."
     rows = [(report, row) for report in reports for row in report.measured.results]
@@ -128,7 +128,7 @@ def explanation(reports: Sequence[HeadReport]) -> Iterator[str]:
 
 
 def differences(comparisons: list[Comparison]) -> Iterator[str]:
-    """What there is to say about greedy runs that differ; nothing where all is well."""
+    """Say what there is to say about greedy runs that differ; nothing where all is well."""
     for comparison in comparisons:
         for number, completion in enumerate(comparison.completions, 1):
             if completion.difference is not None:

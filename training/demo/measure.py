@@ -1,7 +1,4 @@
-"""The box measured within a budget of time: expected acceptance on its held-out text, and decoding by turns.
-
-The demo and the release of a box both measure here. Knows a box; shows nothing.
-"""
+"""The box measured within a budget of time: expected acceptance on its held-out text, and decoding by turns."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ... import __version__
 from ...modeling import EvaByteForMTPC
+from ..box import EXCERPT, EXCERPTS, Excerpt, excerpt_prompts, excerpt_windows, load_excerpts, load_heads
 from ..evaluation import (
     MODES,
     Comparison,
@@ -28,8 +26,6 @@ from ..evaluation import (
 )
 from ..evaluation.bits import window_bits
 from ..results import DecodingResult, MeasuredResults
-from .excerpts import EXCERPT, Excerpt, excerpt_prompts, excerpt_windows, load_excerpts
-from .folder import EXCERPTS, load_heads
 
 _EXPECTED_SHARE = 0.25  # of the time
 _BATCH_SHARE = 0.35  # of the time for decoding, where batches are measured, too
@@ -55,7 +51,7 @@ class Box:
 
     @classmethod
     def load(cls, folder: Path) -> Box:
-        """Reads a box.
+        """Read a box.
 
         Raises:
             BoxDamagedError: A file is missing, or its checksum is wrong; the message names it.
@@ -86,12 +82,12 @@ class BoxMeasurement:
 
     @property
     def command(self) -> str:
-        """The command that repeats this."""
+        """Return the command that repeats this."""
         batches = f" --batch-size {self.batch_size}" if self.batch_size > 1 else ""
         return f"tokenahead demo --seconds {self.seconds:g} --new-bytes {self.new_bytes} --seed {self.seed}{batches}"
 
     def measure(self, box: Box) -> tuple[list[HeadReport], dict[str, list[Comparison]]]:
-        """Measures every head of a box.
+        """Measure every head of a box.
 
         Args:
             box: The box.
@@ -114,7 +110,7 @@ class BoxMeasurement:
         return reports, comparisons
 
     def _expected(self, box: Box) -> tuple[dict[tuple[str, str], ExpectedAcceptance], torch.Tensor]:
-        """By head and way of decoding; and bits per byte of the texts that there was time for."""
+        """Return acceptance by head and way of decoding, and the bits per byte of the excerpts that were measured."""
         deadline = time.monotonic() + _EXPECTED_SHARE * self.seconds
         backbone, window = box.models["ff"], box.models["ff"].window
         found: dict[tuple[str, str], list[torch.Tensor]] = {}

@@ -1,6 +1,6 @@
-"""Two figures of what was measured: bytes per call against latency, and how far drafts are accepted. Measures nothing.
+"""Two figures of what was measured: bytes per call against latency, and how far drafts are accepted.
 
-A family of heads has one colour and one marker in all of them; the ways of decoding differ by fill, not by colour.
+A family of heads has one colour and one marker in both; the ways of decoding differ by fill, not by colour.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from ..files import replace_picture
 from ..results import DecodingResult
 from .report import cycle_ms
 
+SPEED_FIGURE, ACCEPTANCE_FIGURE = "speed.png", "acceptance.png"
+"""Names of the files."""
 _MARKERS = "osD^vPX*"  # of the families, in turn; colour alone would not reach every eye
 _FILLS = ("full", "left", "none")  # of the ways of decoding, in turn
 _LINES = 5  # of equal throughput, about
 _GAP = 0.09  # between labels of these lines, as a share of the axes
 
 
-def save_picture(figure: Figure, path: Path) -> Path:
-    """Writes a PNG file, under a temporary name first; returns `path`."""
-    return replace_picture(path, figure)
+def save_figures(folder: Path, reports: Sequence[HeadReport]) -> None:
+    """Write both figures as PNG files into a directory."""
+    replace_picture(folder / SPEED_FIGURE, speed_figure(reports))
+    replace_picture(folder / ACCEPTANCE_FIGURE, acceptance_figure(reports))
 
 
 def speed_figure(reports: Sequence[HeadReport]) -> Figure:
-    """Bytes per call against milliseconds per call, with lines of equal throughput (MtPC paper, Figure 1).
+    """Draw bytes per call against milliseconds per call, with lines of equal throughput (MtPC paper, Figure 1).
 
     A cross marks plain decoding. A family has one colour and one marker: filled for greedy decoding, hollow for T = 1.
     """
@@ -41,8 +44,9 @@ def speed_figure(reports: Sequence[HeadReport]) -> Figure:
     points = [(cycle_ms(row), row.tokens_per_call) for *_, row in rows] + [(plain, 1.0)]
     axes.set(xlim=_range([x for x, _ in points]), ylim=_range([y for _, y in points]))
     for index, turn, row in rows:
-        axes.plot(cycle_ms(row), row.tokens_per_call, **_style(index, turn))
-    axes.plot(plain, 1.0, **_PLAIN)
+        style = f"C{index}", _MARKERS[index % len(_MARKERS)], _FILLS[turn % len(_FILLS)]
+        axes.add_line(_marker(*style, [cycle_ms(row)], [row.tokens_per_call]))
+    axes.add_line(_cross([plain], [1.0]))
     _draw_throughputs(axes, [1000 * y / x for x, y in points])
     axes.set(xlabel="milliseconds per call", ylabel="bytes per call")
     axes.set_title("Up and to the left is faster\n(dotted: equal bytes per second)", pad=22)
@@ -52,7 +56,7 @@ def speed_figure(reports: Sequence[HeadReport]) -> Figure:
 
 
 def acceptance_figure(reports: Sequence[HeadReport]) -> Figure:
-    """The share of drafts accepted up to each position: a panel for each way of decoding, a line for each head.
+    """Draw the share of drafts accepted up to each position: a panel for each way of decoding, a line for each head.
 
     Lines with markers are what was generated; thin lines without are what is expected along held-out text.
     """
@@ -63,12 +67,12 @@ def acceptance_figure(reports: Sequence[HeadReport]) -> Figure:
     for axes, (turn, way) in zip(panels, enumerate(ways)):
         for index, report in enumerate(reports):
             row = report.single[turn]
-            for shares, style in (
-                (row.accepted_by_position, dict(marker=_MARKERS[index % len(_MARKERS)], markersize=5)),
-                (row.expected_by_position, dict(linewidth=0.9, alpha=0.7)),
-            ):
-                axes.plot(range(1, len(shares) + 1), [100 * share for share in shares], color=f"C{index}", **style)
-                longest = max(longest, len(shares))
+            generated = [100 * share for share in row.accepted_by_position]
+            expected = [100 * share for share in row.expected_by_position]
+            colour, marker = f"C{index}", _MARKERS[index % len(_MARKERS)]
+            axes.plot(range(1, len(generated) + 1), generated, color=colour, marker=marker, markersize=5)
+            axes.plot(range(1, len(expected) + 1), expected, color=colour, linewidth=0.9, alpha=0.7)
+            longest = max(longest, len(generated), len(expected))
         axes.set(title=way, xlabel="position in the draft", ylim=(-4, 104), yticks=range(0, 101, 20))
         axes.grid(alpha=0.3)
     for axes in panels:
@@ -82,49 +86,53 @@ def acceptance_figure(reports: Sequence[HeadReport]) -> Figure:
     return figure
 
 
-_PLAIN = dict(marker="x", color="black", markersize=9, markeredgewidth=1.8, linestyle="none")
-
-
 def _plain(rows: Sequence[DecodingResult]) -> float:
-    """Milliseconds per plain call, mean over all runs."""
+    """Return the milliseconds per plain call, mean over all runs."""
     times = [1000 / row.plain_tokens_per_second for row in rows]
     return sum(times) / len(times)
 
 
 def _range(values: list[float]) -> tuple[float, float]:
-    """Bounds with room for markers on both sides, also where all values are the same."""
+    """Return bounds with room for markers on both sides, also where all values are the same."""
     room = 0.12 * (max(values) - min(values)) or 0.1 * max(values)
     return min(values) - room, max(values) + room
 
 
-def _style(index: int, turn: int) -> dict[str, object]:
-    colour, fill = f"C{index}", _FILLS[turn % len(_FILLS)]
-    marker = _MARKERS[index % len(_MARKERS)]
-    face = "white" if fill == "none" else colour
-    return dict(
+def _marker(
+    colour: str, marker: str, fill: str, x: Sequence[float] = (), y: Sequence[float] = (), label: str = ""
+) -> Line2D:
+    """Return a marker of a family, filled as the way of decoding says."""
+    return Line2D(
+        x,
+        y,
         marker=marker,
         color=colour,
-        fillstyle="full" if fill == "none" else fill,
-        markerfacecolor=face,
+        fillstyle="left" if fill == "left" else "full",
+        markerfacecolor="white" if fill == "none" else colour,
         markerfacecoloralt="white",
         markeredgewidth=1.8,
         markersize=9,
         linestyle="none",
+        label=label,
     )
 
 
+def _cross(x: Sequence[float] = (), y: Sequence[float] = (), label: str = "") -> Line2D:
+    """Return the cross of plain decoding."""
+    return Line2D(x, y, marker="x", color="black", markersize=9, markeredgewidth=1.8, linestyle="none", label=label)
+
+
 def _draw_throughputs(axes: Axes, measured: list[float]) -> None:
-    """Dotted lines through the origin, each labelled where it leaves the axes, so that no label meets a point."""
+    """Draw dotted lines through the origin, each labelled where it leaves the axes, so that no label meets a point."""
     for throughput, (x, y), is_right in _exits(axes, measured):
         axes.axline((0, 0), slope=throughput / 1000, linestyle=":", color="grey", linewidth=0.8, zorder=0)
-        place = dict(ha="left", va="center") if is_right else dict(ha="center", va="bottom")
-        offset = (4, 0) if is_right else (0, 3)
+        offset, ha, va = ((4, 0), "left", "center") if is_right else ((0, 3), "center", "bottom")
         label = f"{throughput:,.0f}/s"
-        axes.annotate(label, (x, y), offset, textcoords="offset points", color="grey", fontsize=8, **place)
+        axes.annotate(label, (x, y), offset, textcoords="offset points", color="grey", fontsize=8, ha=ha, va=va)
 
 
 def _exits(axes: Axes, measured: list[float]) -> Iterator[tuple[float, tuple[float, float], bool]]:
-    """Round throughputs (bytes/s), where their lines leave the axes, and whether that is on the right."""
+    """Yield round throughputs (bytes/s), where their lines leave the axes, and whether that is on the right."""
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     previous = -1.0
     for throughput in reversed(MaxNLocator(_LINES).tick_values(min(measured), max(measured))):
@@ -133,19 +141,16 @@ def _exits(axes: Axes, measured: list[float]) -> Iterator[tuple[float, tuple[flo
             continue
         is_right = slope * right <= high
         x, y = (right, slope * right) if is_right else (high / slope, high)
-        place = (x - left) / (right - left) + (high - y) / (high - low)  # along the upper and then the right side
-        if place - previous > _GAP:
-            previous = place
+        position = (x - left) / (right - left) + (high - y) / (high - low)  # along the upper and then the right side
+        if position - previous > _GAP:
+            previous = position
             yield throughput, (x, y), is_right
 
 
 def _add_legend(figure: Figure, names: list[str], ways: list[str]) -> None:
-    families = [Line2D([], [], label=name, **_style(index, 0)) for index, name in enumerate(names)]
+    families = [_marker(f"C{i}", _MARKERS[i % len(_MARKERS)], "full", label=name) for i, name in enumerate(names)]
     words = {"full": "filled", "left": "half", "none": "hollow"}
-    fills = []
-    for turn, way in enumerate(ways):
-        style = _style(0, turn) | {"marker": "o", "color": "grey"}
-        style["markerfacecolor"] = "white" if style["markerfacecolor"] == "white" else "grey"
-        fills.append(Line2D([], [], label=f"{words[_FILLS[turn % len(_FILLS)]]}: {way}", **style))
-    plain = Line2D([], [], label="one byte at a time", **_PLAIN)
+    used = [(_FILLS[turn % len(_FILLS)], way) for turn, way in enumerate(ways)]
+    fills = [_marker("grey", "o", fill, label=f"{words[fill]}: {way}") for fill, way in used]
+    plain = _cross(label="one byte at a time")
     figure.legend(handles=[*families, *fills, plain], loc="outside lower center", ncols=4)

@@ -7,7 +7,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 
 from tests.internals import MODES, HeadReport
-from tests.internals import demo_pictures as pictures
+from tests.internals import demo_figures as figures
 from tokenahead.model_cards import DecodingResult, MeasuredResults
 
 MEASURED = {"ff": (2.22, 4.8, 2.39, 6.2), "cp": (2.65, 7.2, 2.83, 8.2), "hmm": (2.47, 8, 2.55, 7.3)}
@@ -80,15 +80,15 @@ def words(figure) -> list:
 
 
 CASES = {
-    "measured": lambda: pictures.speed_figure(heads(MEASURED)),
-    "spread": lambda: pictures.speed_figure(heads(SPREAD)),
-    "equal": lambda: pictures.speed_figure(heads(EQUAL)),
-    "acceptance": lambda: pictures.acceptance_figure(drafts([1.0, 0.5, 0.0], [1.0, 1.0, 0.1], [0.9, 0.5, 0.2])),
-    "three heads": lambda: pictures.acceptance_figure(
+    "measured": lambda: figures.speed_figure(heads(MEASURED)),
+    "spread": lambda: figures.speed_figure(heads(SPREAD)),
+    "equal": lambda: figures.speed_figure(heads(EQUAL)),
+    "acceptance": lambda: figures.acceptance_figure(drafts([1.0, 0.5, 0.0], [1.0, 1.0, 0.1], [0.9, 0.5, 0.2])),
+    "three heads": lambda: figures.acceptance_figure(
         drafts([1.0, 0.5], [1.0, 0.1], [0.9, 0.5], expected=[0.9 / k for k in range(1, 16)], count=3)
     ),
-    "one position": lambda: pictures.acceptance_figure(drafts([1.0])),
-    "no drafts": lambda: pictures.acceptance_figure(drafts([])),
+    "one position": lambda: figures.acceptance_figure(drafts([1.0])),
+    "no drafts": lambda: figures.acceptance_figure(drafts([])),
 }
 
 
@@ -115,7 +115,7 @@ def test_markers_are_drawn_whole(case):
 
 
 def test_a_family_has_one_colour_and_the_way_of_decoding_is_the_fill():
-    axes = pictures.speed_figure(heads(SPREAD)).axes[0]
+    axes = figures.speed_figure(heads(SPREAD)).axes[0]
     points = [line for line in axes.lines if line.get_linestyle() == "None" and line.get_marker() != "x"]
     colours = [to_hex(line.get_color()) for line in points]
     assert len(points) == 12 and colours[::3] == colours[1::3] == colours[2::3] and len(set(colours)) == 4
@@ -124,21 +124,21 @@ def test_a_family_has_one_colour_and_the_way_of_decoding_is_the_fill():
 
 
 def test_plain_decoding_stands_at_one_byte_per_call():
-    axes = pictures.speed_figure(heads(EQUAL)).axes[0]
+    axes = figures.speed_figure(heads(EQUAL)).axes[0]
     (plain,) = [line for line in axes.lines if line.get_marker() == "x"]
     assert plain.get_ydata()[0] == 1.0 and plain.get_xdata()[0] == pytest.approx(3.0)
 
 
 def test_a_panel_per_way_of_decoding_with_what_was_measured_and_what_was_expected():
-    figure = pictures.acceptance_figure(drafts([0.75, 0.5], [0.5, 0.25], [0.4], expected=[0.5, 0.4, 0.3], count=2))
+    figure = figures.acceptance_figure(drafts([0.75, 0.5], [0.5, 0.25], [0.4], expected=[0.5, 0.4, 0.3], count=2))
     assert [axes.get_title() for axes in figure.axes] == [mode.name for mode in MODES]
     lines = figure.axes[0].lines
     assert [list(line.get_ydata()) for line in lines] == [[75.0, 50.0], [50.0, 40.0, 30.0]] * 2
     assert [to_hex(line.get_color()) for line in lines[:2]] != [to_hex(line.get_color()) for line in lines[2:]]
 
 
-def test_a_picture_is_written_as_a_png_and_leaves_nothing_else(tmp_path):
-    figure = pictures.acceptance_figure(drafts([0.75, 0.5], [0.5]))
-    path = pictures.save_picture(figure, tmp_path / "a.png")
-    assert path == tmp_path / "a.png" and path.read_bytes().startswith(b"\x89PNG")
-    assert list(tmp_path.iterdir()) == [path]
+def test_figures_are_written_as_png_and_leave_nothing_else(tmp_path):
+    figures.save_figures(tmp_path, drafts([0.75, 0.5], [0.5]))
+    paths = sorted(tmp_path.iterdir())
+    assert [path.name for path in paths] == ["acceptance.png", "speed.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)

@@ -1,41 +1,35 @@
-"""The model in the box: a small EvaByte that comes with the package, and four heads that draft for it.
+"""The model in the box: a small EvaByte that comes with the package, four heads that draft for it, and held-out text.
 
-Knows the directory's layout and its checksums; how the box is trained and measured is written elsewhere.
+Loads and checks the directory; `examples/box` trains and writes it.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerBase
 
-from ...modeling import EvaByteForMTPC, EvaByteTokenizer
+from ..modeling import EvaByteForMTPC, EvaByteTokenizer
+from ..modeling.evabyte.tokenizer import BYTE_OFFSET
+from .data import BOS_ID, SourceText, code_prompts
 
-FAMILIES = ("ff", "cp", "hmm", "btree")
+HEADS = ("ff", "cp", "hmm", "btree")
 """Heads of a box, in the order in which they are shown."""
+WEIGHTS = "model.safetensors"
+"""Name of the file with the backbone and its FF heads; a circuit lies beside it under its own name."""
 CHECKSUMS = "SHA256SUMS"
 """Name of the file of checksums, in the format of `sha256sum`."""
-FIGURES = "figures.json"
-"""Name of the file of measured figures."""
-LOG = "training.jsonl"
-"""Name of the log of the training."""
 EXCERPTS = "held_out.json"
 """Name of the file of held-out text."""
-DRAFTED = 5
-"""Bytes that a head of the box drafts unless its release or the user chose otherwise.
-
-A head computes no more than its draft reads, and on a processor every drafted byte costs: of 3 to 8 bytes, FF writes
-most per second with 3 or 5, circuits with 3 (`docs/box.md`).
-"""
-_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_STORED = torch.bfloat16
-_MODEL = "model.safetensors"
+EXCERPT = 1023
+"""Bytes of an excerpt; with `<bos>` before it, a window of 1,024 ids."""
 
 
 class BoxDamagedError(OSError):
@@ -43,14 +37,14 @@ class BoxDamagedError(OSError):
 
 
 def box_folder() -> Path:
-    """Where the box lies in this installation."""
-    return Path(__file__).resolve().parents[2] / "model_cards" / "box"
+    """Return the directory of the installed box."""
+    return Path(__file__).resolve().parents[1] / "model_cards" / "box"
 
 
 def load_box(
     head: str = "ff", folder: str | Path | None = None, dtype: torch.dtype = torch.float32
 ) -> tuple[EvaByteForMTPC, PreTrainedTokenizerBase]:
-    """Loads the model in the box with one of its heads.
+    """Load the model in the box with one of its heads.
 
     Args:
         head: `"ff"`, `"cp"`, `"hmm"` or `"btree"`, as far as the box holds them.
@@ -79,7 +73,7 @@ def load_box(
 def load_heads(
     folder: str | Path | None = None, dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, EvaByteForMTPC], PreTrainedTokenizerBase]:
-    """Loads the model once with every head of a box.
+    """Load the model once with every head of a box.
 
     Args:
         folder: See `load_box`.
@@ -98,9 +92,9 @@ def load_heads(
 
 
 def heads_in(folder: Path) -> list[str]:
-    """The heads that a box holds: FF, then those of `FAMILIES`, then any other."""
-    found = {path.stem for path in folder.glob("*.safetensors") if path.name != _MODEL}
-    return ["ff", *(kind for kind in FAMILIES if kind in found), *sorted(found.difference(FAMILIES))]
+    """Return the heads that a box holds: FF, then those of `HEADS`, then any other."""
+    found = {path.stem for path in folder.glob("*.safetensors") if path.name != WEIGHTS}
+    return ["ff", *(kind for kind in HEADS if kind in found), *sorted(found.difference(HEADS))]
 
 
 def _load(folder: Path, head: str, dtype: torch.dtype) -> EvaByteForMTPC:
@@ -116,7 +110,7 @@ def _load(folder: Path, head: str, dtype: torch.dtype) -> EvaByteForMTPC:
 
 
 def check_box(folder: Path) -> None:
-    """Compares every file with its checksum.
+    """Compare every file with its checksum.
 
     Raises:
         BoxDamagedError: See `load_box`.
@@ -134,36 +128,41 @@ def check_box(folder: Path) -> None:
 
 
 def sha256(file: Path) -> str:
-    """Checksum of a file's bytes, in hexadecimal digits."""
+    """Return the checksum of a file's bytes, in hexadecimal digits."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def save_box(folder: Path, models: dict[str, EvaByteForMTPC], drafts: dict[str, int] | None = None) -> None:
-    """Writes the weights of a box: the backbone with its FF heads, and every circuit beside it, in bfloat16.
+@dataclass(frozen=True)
+class Excerpt:
+    """A piece of a file of a package that nothing was trained on.
 
-    Args:
-        folder: Where to; checksums are written apart (`seal_box`), when all other files are there.
-        models: By head, all with the same backbone; `"ff"` gives backbone and FF heads.
-        drafts: By head, bytes to draft unless the user says otherwise; `DRAFTED` where none is given.
+    Attributes:
+        package: Its distribution.
+        version: The distribution's version.
+        licence: As the distribution's metadata names it.
+        text: ASCII, `EXCERPT` bytes, from the beginning of a line.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for kind, model in models.items():
-        count = (drafts or {}).get(kind, DRAFTED)
-        if kind == "ff":
-            stored = copy.deepcopy(model).to(_STORED)
-            stored.generation_config = GenerationConfig(**_IDS, num_assistant_tokens=count)
-            stored.save_pretrained(folder, remote_code=None)  # who has the box has the package
-            EvaByteTokenizer().save_pretrained(folder, remote_code=None)
-            continue
-        weights = {name: weight.to(_STORED).contiguous() for name, weight in model.mtp_head.state_dict().items()}
-        notes = {"options": json.dumps(model.config.mtp_head.options()), "num_assistant_tokens": str(count)}
-        save_file(weights, folder / f"{kind}.safetensors", metadata={"format": "pt"} | notes)
+
+    package: str
+    version: str
+    licence: str
+    text: str
 
 
-def seal_box(folder: Path) -> None:
-    """Writes the checksums of all files, and lets everyone read them."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS)
-    for file in files:
-        file.chmod(0o644)
-    names = ((file, file.relative_to(folder).as_posix()) for file in files)
-    (folder / CHECKSUMS).write_text("".join(f"{sha256(file)}  {name}\n" for file, name in names))
+def load_excerpts(path: Path) -> list[Excerpt]:
+    """Read a box's file of held-out text."""
+    return [Excerpt(**fields) for fields in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def excerpt_windows(excerpts: list[Excerpt]) -> torch.Tensor:
+    """Return `<bos>` and the bytes of every excerpt, [N, 1 + EXCERPT] int64."""
+    data = torch.stack([torch.tensor(list(excerpt.text.encode("ascii"))) for excerpt in excerpts])
+    return torch.nn.functional.pad(data + BYTE_OFFSET, (1, 0), value=BOS_ID)
+
+
+def excerpt_prompts(excerpts: list[Excerpt], count: int, seed: int = 0, length: int = 320) -> list[str]:
+    """Return beginnings of code to complete, see `code_prompts`; packages take turns as excerpts do."""
+    contents = [excerpt.text.encode("ascii") for excerpt in excerpts]
+    data = torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8)
+    text = SourceText(tuple(map(str, range(len(contents)))), data, (0, *accumulate(map(len, contents))))
+    return code_prompts(text, count, seed, length)

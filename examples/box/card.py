@@ -1,0 +1,156 @@
+"""The card of a box, and the table of its results on README's first screen."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenahead import EvaByteConfig
+from tokenahead.model_cards import render_card, write_card
+from tokenahead.training.box import EXCERPTS
+from tokenahead.training.demo.figures import ACCEPTANCE_FIGURE, SPEED_FIGURE
+from tokenahead.training.demo.run import RESULTS
+from tokenahead.training.evaluation import HeadReport, read_reports
+from tokenahead.training.results import DecodingResult
+
+LOG = "training.jsonl"
+"""Name of the log of the training."""
+MANIFEST = "manifest.json"
+"""Name of the list of packages that the text comes from."""
+_ABOUT = f"""The small byte-level model that comes with tokenahead: it learned Python source, with heads that draft 16
+bytes ahead. It shows what multi-token prediction does and is no assistant: it writes code that looks right and is not.
+The folder itself holds the backbone with its FF heads; the circuits lie beside it, one file each:
+`tokenahead.training.box.load_box("btree")` loads the model with another head, `tokenahead demo` measures all of them on
+the held-out text in `{EXCERPTS}`. All figures are in `{RESULTS}`, the log of the training in `{LOG}`."""
+_BEGIN, _END = "<!-- figures of the box: python examples/box/release.py writes them -->", "<!-- end of the figures -->"
+_BLOCK = re.compile(r"<!-- figures of the box: .*? -->\n(.*?)" + re.escape(_END), re.S)
+
+
+def write_box_card(folder: Path) -> None:
+    """Write README.md into a box that has its weights, results, manifest, figures and log."""
+    reports = read_reports(folder / RESULTS)
+    lines = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+    card = render_card(
+        EvaByteConfig.from_pretrained(folder),
+        reports[0].measured,
+        license="apache-2.0",
+        model_name="The model in the box",
+        picture=ACCEPTANCE_FIGURE,
+        remote_code=None,
+        language="code",
+        training_data="\n".join(_text(json.loads((folder / MANIFEST).read_text()))),
+        training_description="\n".join((_ABOUT, "", *_log(lines))),
+        training_results="\n".join(_results(reports)),
+        out_of_scope="Writing code that anyone runs: it has seen a few dozen megabytes and understands nothing.",
+        metadata={"tags": ["byte-level", "python"]},
+    )
+    write_card(folder, card, overwrite=True)
+
+
+def _text(manifest: dict[str, Any]) -> Iterator[str]:
+    yield "Permissively licensed source that was installed on the machine that trained; tests, tables, generated files"
+    yield "and files that resemble another were left out. No package is both learned from and held out."
+    yield from ("", "| part | package | version | licence | files | bytes |", "|---|---|---|---|---:|---:|")
+    for part, title in (("train", "train"), ("held_out", "held out")):
+        for source in manifest[part]:
+            cells = (" ".join(source[key].replace("|", "\\|").split()) for key in ("package", "version", "licence"))
+            yield f"| {title} | {' | '.join(cells)} | {source['files']:,} | {source['size']:,} |"
+
+
+def _log(lines: list[dict[str, Any]]) -> Iterator[str]:
+    last = {line["stage"]: line for line in lines}
+    for stage, line in last.items():
+        seconds = f", {line['seconds']:,} s" if "seconds" in line else ""
+        size = f"{line['bytes']:,} bytes, " if stage == "backbone" else ""
+        what = "Backbone, with FF heads" if stage == "backbone" else f"{stage.removeprefix('head-')} head alone"
+        yield f"- {what}: {size}{line['step']:,} steps{seconds}."
+    bits = [(line["step"], line["held_out"]["bits_per_byte"]) for line in lines if "held_out" in line]
+    if bits:
+        way = ", ".join(f"{value:.3f} at step {step:,}" for step, value in bits)
+        yield f"- Bits per byte on held-out text on the way: {way}."
+    for line in lines:
+        if recipe := line.get("recipe", line.get("plan")):
+            yield f"- Recipe: `{json.dumps(recipe)}`."
+
+
+def _results(reports: Sequence[HeadReport]) -> Iterator[str]:
+    yield "One backbone, the same budget for every head. `expected` is teacher-forced on held-out text, for"
+    yield "drafts of 15 bytes: for T = 1 along the text itself, else along what the backbone writes behind it. The rest"
+    yield "was generated, by turns with plain decoding; the range is that over prompts. `by processor` is the speed-up"
+    yield "in processor time, which other programs disturb less."
+    columns = "head", "parameters", "decoding", "expected", "bytes per call", "bytes/s", "plain", "speed-up"
+    yield from ("", f"| {' | '.join(columns)} | by processor | repeated |")
+    yield "|---|---:|---|---:|---|---:|---:|---:|---:|---:|"
+    for report in reports:
+        for row in report.measured.results:
+            by_processor = None if row.is_degenerate else row.processor_speed_up
+            cells = (
+                report.name, f"{report.parameters:,}", row.name, _number(row.expected_tokens_per_call), _per_call(row),
+                *_speeds(row, "(repeats itself)"), _number(by_processor), _number(row.repeated_share, ".0%"),
+            )  # fmt: skip
+            yield f"| {' | '.join(cells)} |"
+    yield from ("", f"![Bytes per call against latency]({SPEED_FIGURE})")
+
+
+def _per_call(row: DecodingResult) -> str:
+    low, high = row.spread or (row.tokens_per_call,) * 2
+    return f"{row.tokens_per_call:.2f} ({low:.1f} to {high:.1f})"
+
+
+def _speeds(row: DecodingResult, none: str) -> tuple[str, str, str]:
+    speed_up = none if row.is_degenerate else f"{row.speed_up:.2f}"
+    return f"{row.tokens_per_second:.0f}", f"{row.plain_tokens_per_second:.0f}", speed_up
+
+
+def _number(value: float | None, form: str = ".2f") -> str:
+    return "" if value is None else format(value, form)
+
+
+def first_screen(reports: Sequence[HeadReport]) -> str:
+    """Return Markdown: for every way of decoding the head with most bytes per second, and the command."""
+    first = reports[0].measured
+    load = first.environment.get("load average, 1 min", "unknown")
+    lines = [
+        f"The model in the box writes Python source; held-out ones cost it {first.bits_per_byte:.2f} bits per byte.",
+        f"Measured on {first.hardware}, load {load} before, by",
+        "",
+        f"    {first.command}",
+        "",
+        "| decoding | head | bytes per call (range over prompts) | expected on held-out text | bytes/s | plain | "
+        "speed-up |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in [row.name for row in first.results]:
+        rows = [(report, row) for report in reports for row in report.measured.results if row.name == name]
+        report, row = max(rows, key=lambda pair: pair[1].tokens_per_second)
+        speeds = _speeds(row, "none claimed: the text repeats itself")
+        cells = (row.name, report.name, _per_call(row), _number(row.expected_tokens_per_call), *speeds)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def block_of(readme: str) -> str:
+    """Return the results that a README shows.
+
+    Raises:
+        ValueError: The two comments around them are missing.
+    """
+    found = _BLOCK.search(readme)
+    if found is None:
+        raise ValueError(f"the README lacks the comments {_BEGIN} and {_END}, between which the results stand")
+    return found[1]
+
+
+def fill_readme(readme: Path, box: Path) -> None:
+    """Write the results of a box into a README.
+
+    Raises:
+        ValueError: See `block_of`.
+    """
+    text = readme.read_text(encoding="utf-8")
+    block_of(text)
+    results = first_screen(read_reports(box / RESULTS))
+    readme.write_text(_BLOCK.sub(lambda _: f"{_BEGIN}\n{results}{_END}", text), encoding="utf-8")

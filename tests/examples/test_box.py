@@ -1,0 +1,243 @@
+"""`examples/box`: a tiny box is trained, goes on after a kill, is released, and is measured again."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from tests.boxes import CONFIG, HELD_OUT, ROOT, TRAIN, card, release, text, train
+from tests.internals import (
+    BoxDamagedError,
+    BoxMeasurement,
+    Excerpt,
+    box_folder,
+    check_box,
+    load_box,
+    read_reports,
+)
+from tokenahead import EvaByteForMTPC
+
+RECIPE = train.Recipe(
+    config=CONFIG, phases=[(4, 32, 1), (2, 64, 1)], ranks={"ff": 1, "btree": 2}, head_steps=2, save_steps=3
+)
+FEW = BoxMeasurement(seconds=0.1, new_bytes=12, most_prompts=2, batch_size=2)
+
+
+def packages(*_: object, only_held_out: bool = False) -> Iterator[text.Package]:
+    """Stand for the packages of this machine."""
+    yield HELD_OUT
+    if not only_held_out:
+        yield TRAIN
+
+
+@pytest.fixture(autouse=True)
+def two_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "collect", packages)
+    monkeypatch.setattr(release, "collect", packages)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "collect", packages)
+        train.train(folder, RECIPE)
+    return folder
+
+
+class Kill(TrainerCallback):
+    """Stands for SIGKILL at a step."""
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        if state.global_step == 4:
+            raise KeyboardInterrupt
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return EvaByteForMTPC.from_pretrained(folder).state_dict()
+
+
+def test_a_killed_training_goes_on_as_if_nothing_had_been(run: Path, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, ranks={})
+    with pytest.raises(KeyboardInterrupt):
+        train.train(tmp_path, recipe, callbacks=[Kill()])
+    (tmp_path / "checkpoints" / "backbone" / "checkpoint-5").mkdir()  # which was being written
+    train.train(tmp_path, recipe)
+    whole, resumed = weights(run / "backbone"), weights(tmp_path / "backbone")
+    assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
+    before = (tmp_path / "backbone" / "model.safetensors").stat().st_mtime_ns
+    train.train(tmp_path, recipe)  # nothing is left to do
+    assert (tmp_path / "backbone" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_heads_learn_alone(run: Path) -> None:
+    backbone = weights(run / "backbone")
+    for kind in ("ff", "btree"):
+        learned = weights(run / kind)
+        assert all(torch.equal(weight, learned[name]) for name, weight in backbone.items() if name.startswith("model."))
+        assert torch.equal(learned["lm_head.weight"][:320], backbone["lm_head.weight"][:320])
+    assert not torch.equal(weights(run / "ff")["lm_head.weight"], backbone["lm_head.weight"])
+    lines = [json.loads(line) for line in (run / "backbone" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "held_out" in line] == [3, 6]
+    assert lines[-1]["step"] == 6 and lines[-1]["bytes"] == 4 * 33 * 31 + 2 * 16 * 63
+
+
+def test_matrices_of_the_layers_go_to_muon() -> None:
+    model = train.new_model(RECIPE)
+    muon, adam = train.backbone_optimizer(model, RECIPE).parts
+    shares = [{id(p) for group in part.param_groups for p in group["params"]} for part in (muon, adam)]
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[i].split(".")[3] for i in shares[0]} == {"self_attn", "mlp"}
+    assert shares[0] | shares[1] == set(names) and not shares[0] & shares[1]
+
+
+@pytest.fixture(scope="module")
+def box(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("released") / "box"
+    folder.mkdir()
+    (folder / "stale.txt").write_text("of an older box")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(release, "collect", packages)
+        release.release(run, folder, {"btree": 4}, FEW)
+    return folder
+
+
+def test_a_released_box_is_whole_and_loads(box: Path, run: Path) -> None:
+    check_box(box)
+    assert "stale.txt" not in {path.name for path in box.iterdir()} and [box] == list(box.parent.iterdir())
+    loaded, tokenizer = load_box("btree", box)
+    assert loaded.generation_config.num_assistant_tokens == 4
+    trained = weights(run / "btree")
+    for name, weight in loaded.state_dict().items():
+        rows = 320 if name == "lm_head.weight" else None  # the others are those of the FF heads
+        assert torch.equal(weight[:rows], trained[name].bfloat16().float()[:rows]), name
+    told = (box / "README.md").read_text()
+    for words in ("speed.png", "acceptance.png", "| held out | requests | 1 |", "btree 2", "Recipe: `{", FEW.command):
+        assert words in told, words
+    assert str(ROOT) not in told and str(box.parent) not in told
+    assert "Apache License" in (box / "LICENSES.txt").read_text()
+
+
+def test_a_box_is_measured_again_with_the_same_weights(box: Path, tmp_path: Path) -> None:
+    twin = shutil.copytree(box, tmp_path / "box")
+    release.measure_again(twin, {}, replace(FEW, seconds=0.2))
+    check_box(twin)
+    for name in ("model.safetensors", "btree.safetensors", "held_out.json", "training.jsonl"):
+        assert (twin / name).read_bytes() == (box / name).read_bytes()
+    old, new = (json.loads((folder / "figures.json").read_text()) for folder in (box, twin))
+    assert new["before_rounding"] == old["before_rounding"] and "--seconds 0.2" in (twin / "README.md").read_text()
+    release.measure_again(twin, {"btree": 3}, FEW)
+    chosen = {kind: load_box(kind, twin)[0].generation_config.num_assistant_tokens for kind in ("ff", "btree")}
+    assert chosen == {"ff": release.DRAFTED, "btree": 3}
+    (twin / "model.safetensors").write_bytes(b"")
+    with pytest.raises(BoxDamagedError, match=r"model\.safetensors"):
+        release.measure_again(twin, {}, FEW)
+    assert [path.name for path in tmp_path.iterdir()] == ["box"]
+
+
+def test_a_box_survives_an_interruption_while_it_is_replaced(
+    box: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights may be the only copy there is."""
+    twin, rename = shutil.copytree(box, tmp_path / "box"), Path.rename
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if self.suffix == ".part" and target == twin.resolve():
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(release, "_measure", lambda *arguments: None)
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        release.measure_again(twin, {}, FEW)
+    check_box(twin)
+    assert [path.name for path in tmp_path.iterdir()] == ["box"]
+
+
+def test_what_must_not_be_released(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = json.loads((run / "text" / "manifest.json").read_text())
+    with pytest.raises(ValueError, match="requests"):
+        release.check_split(manifest | {"train": manifest["held_out"]})
+    monkeypatch.setattr(release, "collect", lambda *_, **__: iter([replace(HELD_OUT, version="2")]))
+    with pytest.raises(ValueError, match="requests"):
+        release.release(run, tmp_path / "box", {}, FEW)
+    assert not list(tmp_path.iterdir())  # nothing half-written is left
+
+
+def test_the_text_of_a_machine_is_split_by_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    found = []
+    for name in ("requests", "other", "python"):
+        path = tmp_path / f"{name}.py"
+        path.write_text("".join(f"def {name}_function_{i}(value):\n    return {i}\n" for i in range(50)))
+        found.append((name, "1", "MIT", [path, path]))  # the second resembles the first
+    monkeypatch.setattr(text, "installed", lambda refused: iter(found))
+    dropped: dict[str, int] = {}
+    assert [package.name for package in text.collect({}, dropped)] == ["requests", "other", "python"]
+    assert dropped == {"resembles another file": 3}
+    assert [package.name for package in text.collect({}, {}, only_held_out=True)] == ["requests"]
+
+
+def test_packed_rows_hold_the_text() -> None:
+    rows = text.pack(TRAIN.files)
+    joined = (np.concatenate(rows) - 64).astype(np.uint8).tobytes()
+    assert any(joined[:2000] in file for file in TRAIN.files)
+    cut = text.windows(rows, 256)
+    assert cut.shape == (len(rows) * (text.ROW // 255), 256) and bool((cut[:, 0] == 1).all())
+
+
+@pytest.mark.parametrize(
+    ("licence", "permissive"),
+    [("MIT", True), ("Apache-2.0 OR BSD-2-Clause", True), ("MPL-2.0 AND MIT", False), ("LIMITED", False), ("", False)],
+)
+def test_licences(licence: str, permissive: bool) -> None:
+    assert text.is_permissive(licence) is permissive
+
+
+def test_excerpts_take_packages_in_turn() -> None:
+    a, b = (text.Package(name, "1", "MIT", [bytes([65 + i]) * 2000 for i in range(3)]) for name in "ab")
+    found = release.cut_excerpts([a, replace(b, files=[b.files[0], b"short"])], 3)
+    assert [one.package for one in found] == ["a", "b", "a"] and all(isinstance(one, Excerpt) for one in found)
+    with pytest.raises(ValueError, match="held-out"):
+        release.cut_excerpts([replace(a, files=[b"short"])], 3)
+
+
+def test_the_first_screen_is_filled_between_its_comments(box: Path, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("without")
+    with pytest.raises(ValueError, match="README"):
+        card.fill_readme(readme, box)
+    readme.write_text("before\n<!-- figures of the box: by hand -->\nold\n<!-- end of the figures -->\nafter\n")
+    card.fill_readme(readme, box)
+    card.fill_readme(readme, box)
+    assert card.block_of(readme.read_text()) == card.first_screen(read_reports(box / "figures.json"))
+    assert readme.read_text().startswith("before\n") and readme.read_text().endswith("\nafter\n")
+
+
+def test_the_readme_shows_the_results_of_the_released_box() -> None:
+    shown = card.block_of((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert shown == card.first_screen(read_reports(box_folder() / "figures.json"))
+
+
+def test_the_card_of_the_released_box_can_be_written_again(tmp_path: Path) -> None:
+    twin = shutil.copytree(box_folder(), tmp_path / "box")
+    card.write_box_card(twin)
+    results = [line for line in (twin / "README.md").read_text().splitlines() if line.startswith("| ff |")]
+    assert results and all(line in (box_folder() / "README.md").read_text() for line in results)
+
+
+def test_commands_name_their_options(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, option in (("train", "--recipe"), ("release", "--run")):
+        monkeypatch.setattr("sys.argv", [name, "--help"])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(ROOT / "examples" / "box" / f"{name}.py"), run_name="__main__")
+        assert option in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """Trainers, losses, data, evaluation, the demo and the command line. What is named here is loaded when it is used."""
 
-from .lazy import lazy_names
+from .extras import lazy_names
 
 _HOMES = {
     "AcceptanceCallback": "acceptance_callback",

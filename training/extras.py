@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
 
 
 class MissingExtraError(ModuleNotFoundError):
@@ -29,3 +31,22 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
             raise
         message = f"{what} needs the package {package!r}: pip install 'tokenahead[{extra}]'"
         raise MissingExtraError(message, name=error.name) from error
+
+
+def lazy_names(room: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """A module's `__getattr__` that imports the home of a name at its first use.
+
+    Args:
+        room: The module's `__name__`.
+        homes: By name, the submodule that defines it.
+
+    Returns:
+        The function; it raises AttributeError for a name that is not offered.
+    """
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {room!r} has no attribute {name!r}")
+        return getattr(import_module(f".{homes[name]}", room), name)
+
+    return find

@@ -22,6 +22,7 @@ from ..indices import selected_positions
 from ..loading import HUB_OPTIONS
 from ..loss_options import LossOptions
 from ..outputs import DeepSeekMTPOutput, states_asked_for
+from ..trainable import DepthCountsMixin
 from .checkpoint import build, load, load_dequantized, official_device_map, own_device_map, text_config
 from .checkpoint_files import check_checkpoint
 from .draft_vocabulary import DraftVocabularyMixin, stored_ids
@@ -36,7 +37,9 @@ from .unroll import teacher_forced
 _NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits", "acceptances", "missing_mass"]
 
 
-class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTPGenerationMixin, PreTrainedModel):
+class DeepSeekMTP(
+    DepthCountsMixin, OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTPGenerationMixin, PreTrainedModel
+):
     """A causal language model and its D sequential modules (DeepSeek-V3), which draft what the model then verifies.
 
     `main` is transformers' own model, unchanged; `mtp` are the modules. Directories are read and written as DeepSeek

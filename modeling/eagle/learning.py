@@ -21,6 +21,11 @@ class EagleLearningMixin:
     """What the log calls an entry of `head_losses`: `loss_step_1`, ..."""
 
     @property
+    def num_losses(self) -> int:
+        """Steps of drafting that are trained."""
+        return self.loss_options.resolved(self.config.version).steps
+
+    @property
     def learning_layers(self) -> list[int]:
         """The states of the backbone that training reads, as `output_hidden_states` counts them."""
         wanted = self.hidden_layers

@@ -16,6 +16,7 @@ from ..deepseek.losses import chain_loss
 from ..deepseek.readout import Readout
 from ..loss_options import LossOptions
 from ..outputs import MTPOutput
+from ..trainable import DepthCountsMixin
 from .attached import MTPHeads
 from .losses import IGNORE, counts_of_update, depth_targets
 from .tensor_files import below
@@ -24,7 +25,7 @@ BACKBONE = "backbone"
 """Directory of the backbone, or of its adapters, within that of the heads."""
 
 
-class JointMTPModel(PreTrainedModel):
+class JointMTPModel(DepthCountsMixin, PreTrainedModel):
     """Heads and the backbone that they are attached to, for training both.
 
     The loss is the backbone's own next-token loss, and lambda (`heads.mtp_loss_weight`) times that of the heads, whose

@@ -10,12 +10,13 @@ from transformers.utils.generic import can_return_tuple
 
 from ..outputs import MTPOutput
 from ..sharding import is_unit
+from ..trainable import DepthCountsMixin
 from .losses import IGNORE, check_targets, counts_of_update, depth_targets, depth_weights, head_loss
 
 States = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
 
 
-class LearningMixin:
+class LearningMixin(DepthCountsMixin):
     """The training forward of `MTPHeads`.
 
     Attributes:

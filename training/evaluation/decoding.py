@@ -15,10 +15,45 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..results import DecodingResult
-from .figures import acceptance_by_position, repeated_share
-from .modes import GREEDY, DecodingMode
 
+REPEATED_GRAM = 16
+"""Ids of a passage that counts as repeated if it stands in a text twice."""
 _WARM_UP = 8  # tokens of a first call that is not measured, because it also sets things up
+
+
+@dataclass(frozen=True)
+class DecodingMode:
+    """A way of decoding.
+
+    Attributes:
+        name: What the table calls it.
+        options: Keyword arguments of `generate`.
+    """
+
+    name: str
+    options: dict[str, Any]
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether tokens are drawn; then two runs have the same distribution, not the same tokens."""
+        return bool(self.options.get("do_sample"))
+
+    @property
+    def temperature(self) -> float:
+        """Of the samples; 0 for greedy decoding."""
+        return float(self.options.get("temperature", 1.0)) if self.is_sampled else 0.0
+
+
+def sampled(temperature: float) -> DecodingMode:
+    """Sampling from the whole distribution: transformers' default `top_k=50` is switched off."""
+    options = {"do_sample": True, "temperature": float(temperature), "top_k": 0}
+    return DecodingMode(f"sampled, T={temperature:g}", options)
+
+
+GREEDY = DecodingMode("greedy", {"do_sample": False})
+"""The most probable token at every position."""
+MODES = (GREEDY, sampled(0.7), sampled(1.0))
+"""The ways that every report has."""
 
 
 @dataclass(frozen=True)
@@ -307,3 +342,27 @@ def _difference(
     ).logits[index][0]
     gap = float(scores[expected[index]] - scores[got[index]])
     return f"token {index + 1} is {got[index]} and not {expected[index]}, whose logit is higher by {gap:.2g}"
+
+
+def acceptance_by_position(accepted: Sequence[int], drafted: Sequence[int]) -> list[float]:
+    """For draft positions 1, 2, ...: of the verifications that drafted so far, the share that accepted so far.
+
+    Args:
+        accepted: Accepted drafts of each verification.
+        drafted: Length of each draft.
+    """
+    pairs = list(zip(accepted, drafted, strict=True))
+    shares = []
+    for position in range(1, max(drafted, default=0) + 1):
+        reached = [kept >= position for kept, length in pairs if length >= position]
+        shares.append(sum(reached) / len(reached))
+    return shares
+
+
+def repeated_share(ids: Sequence[int], gram: int = REPEATED_GRAM) -> float:
+    """Share of a text that is covered by passages of `gram` ids which stand in it more than once."""
+    places: dict[tuple[int, ...], list[int]] = {}
+    for start in range(len(ids) - gram + 1):
+        places.setdefault(tuple(ids[start : start + gram]), []).append(start)
+    covered = {start + i for starts in places.values() if len(starts) > 1 for start in starts for i in range(gram)}
+    return len(covered) / max(1, len(ids))

@@ -5,10 +5,14 @@ Expected acceptance is that of `expected.accepted_up_to`, here for every drafter
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
 
 from .distributions import Batch, DraftedProbs, drafted_probs
 from .expected import accepted_up_to
@@ -91,3 +95,87 @@ def measure_drafts(model: Any, batch: Batch, measures: DraftMeasures | None = No
     finally:
         model.train(was_training)
     return measures
+
+
+@torch.no_grad()
+def rank_accuracies(model: Any, batches: Iterable[Batch], ranks: int = 10, temperature: float = 0.0) -> torch.Tensor:
+    """Accuracies by depth and rank, given the true tokens before (Medusa, arXiv 2401.10774, section 2.3.3).
+
+    `choices_from_accuracies` makes a tree of them, which `generate` takes as `draft_tree`:
+
+        >>> choices = choices_from_accuracies(rank_accuracies(heads, batches), num_nodes=24)
+        >>> out = backbone.generate(**inputs, assistant_model=heads, draft_tree=choices)
+
+    Args:
+        model: A drafter, see `drafted_probs`; text that its backbone wrote measures what it will draft.
+        batches: `input_ids` and `labels` [B, L], and where there are `attention_mask` and `position_ids`.
+        ranks: R, proposals to look at; no more than the vocabulary has.
+        temperature: Of the target. 0: its likeliest token counts. Else its distribution does: the probability to draw
+            the proposal, which is the chance to keep it in a tree of fixed shape.
+
+    Returns:
+        [m, R] float64, m depths; the first drafted token stands two tokens ahead.
+
+    Raises:
+        ValueError: No position of the batches is a target, or a negative temperature.
+    """
+    if not temperature >= 0:
+        raise ValueError(f"temperature={temperature} must be at least 0")
+    was_training = model.training
+    model.eval()
+    hits, counts = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        for probs in drafted_probs(model, batch):
+            proposed = probs.draft.topk(min(ranks, probs.draft.shape[-1])).indices
+            if temperature:
+                found = (probs.target / temperature).softmax(-1).gather(-1, proposed).double()
+            else:
+                found = (probs.target.argmax(-1, keepdim=True) == proposed).double()
+            hits = hits + (found * probs.scored[..., None]).sum(0).cpu()
+            counts = counts + probs.scored.sum(0).double().cpu()
+    model.train(was_training)
+    if not hits.dim():
+        raise ValueError("rank_accuracies: no position of the batches is a target; give labels that are not all -100")
+    return hits / counts.clamp(min=1)[:, None]
+
+
+@torch.inference_mode()
+def bits_per_byte(model: PreTrainedModel, windows: Sequence[Any], limit: int, batch_size: int = 16) -> list[float]:
+    """Cross-entropy of every head on windows spread evenly over a text.
+
+    Args:
+        model: A model with `head_losses`.
+        windows: The text (`ByteWindows`): entries with `input_ids` [L].
+        limit: Windows to use, at most.
+        batch_size: Windows per forward.
+
+    Returns:
+        Bits per byte of head 1, 2, ... (head j predicts the byte j ahead).
+    """
+    chosen = range(0, len(windows), -(-len(windows) // limit))
+    total = 0.0
+    for batch in torch.tensor(chosen).split(batch_size):
+        ids = torch.stack([windows[int(index)]["input_ids"] for index in batch]).to(model.device)
+        losses = model(ids, labels=ids, use_cache=False, logits_to_keep=1).head_losses
+        total = total + losses * len(batch)
+    return (total / len(chosen) / math.log(2)).tolist()
+
+
+@torch.no_grad()
+def window_bits(model: torch.nn.Module, ids: torch.Tensor, batch_size: int = 8) -> torch.Tensor:
+    """Bits per byte of the next byte, window by window.
+
+    Args:
+        model: A causal language model over bytes.
+        ids: [N, L] windows that begin with `<bos>`.
+        batch_size: Windows per forward.
+
+    Returns:
+        [N] float64; windows are alike in length, so their mean is that of the text, and their spread its uncertainty.
+    """
+    found = []
+    for part in ids.split(batch_size):
+        logits = model(part, use_cache=False).logits[:, :-1].float()
+        nats = cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="none").view(len(part), -1)
+        found.append(nats.double().mean(1) / math.log(2))
+    return torch.cat(found)

@@ -22,7 +22,7 @@ import torch
 
 from ...generation.verification import check_rule
 from ...modeling.sampling import draw
-from .modes import DecodingMode
+from .decoding import DecodingMode
 
 _CHUNK = 128  # places per evaluation of a head's distributions: [places, n, v] in float64 must fit into memory
 
@@ -191,26 +191,6 @@ def accepted_up_to(
     text = tokens[..., None]
     before = _kept_before(q.gather(-1, text)[..., 0], p.gather(-1, text)[..., 0], rule)
     return torch.minimum(before[0][..., None] + p, before[1][..., None] + q).exp().sum(-1)
-
-
-def expected_from_log_probs(q: torch.Tensor, p: torch.Tensor, rule: str = "block") -> torch.Tensor:
-    """P(accepted >= k) for k = 1..m from the log-probabilities of a text's tokens alone.
-
-    Args:
-        q: [M, m] log q_i of the tokens.
-        p: [M, m] log p_i of them.
-        rule: `"block"` or `"token"`.
-
-    Returns:
-        [M, m]; the mean over texts from the target is the probability. `TeacherForced` sums the last token out and
-        so comes closer with the same texts.
-
-    Raises:
-        ValueError: An unknown rule.
-    """
-    check_rule(rule)
-    target, draft = _kept_before(q, p, rule)
-    return torch.minimum(target, draft + q - p).exp()
 
 
 def _kept_before(q: torch.Tensor, p: torch.Tensor, rule: str) -> tuple[torch.Tensor, torch.Tensor]:

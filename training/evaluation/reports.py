@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
 from ..files import replace_text
 from ..results import DecodingResult, MeasuredResults
+from ..threads import describe_threads
 
 
 @dataclass(frozen=True)
@@ -68,3 +74,37 @@ def read_reports(path: Path) -> list[HeadReport]:
     """
     heads = json.loads(path.read_text(encoding="utf-8"))["heads"].values()
     return [HeadReport(**fields | {"measured": MeasuredResults.from_fields(fields["measured"])}) for fields in heads]
+
+
+def environment() -> dict[str, str | int | float]:
+    """Versions, processor, cores, threads, and the load average of the last minute, by name."""
+    facts: dict[str, str | int | float] = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "processor": processor(),
+        "cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+    }
+    if hasattr(os, "getloadavg"):
+        facts["load average, 1 min"] = round(os.getloadavg()[0], 2)
+    return facts
+
+
+def hardware() -> str:
+    """The processor and the threads used, in words."""
+    return f"{processor()}, {describe_threads()}"
+
+
+def processor() -> str:
+    """The processor's name, or at least its architecture."""
+    named = getattr(torch.cpu, "get_capabilities", dict)().get("cpu_name")
+    return named or _of_linux() or platform.processor() or platform.machine() or "unknown processor"
+
+
+def _of_linux() -> str:
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return ""

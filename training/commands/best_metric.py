@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from transformers import Trainer
 
-from ..next_token import NAMES
-from ..sft import MTPSFTTrainer
+from ..sft import NAMES, MTPSFTTrainer
 
 _OF_TIME = ("runtime", "samples_per_second", "steps_per_second")
 

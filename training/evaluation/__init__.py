@@ -1,4 +1,4 @@
-"""Everything that is measured, in one place: for the demo, cards, benchmarks, the box. Names load when used."""
+"""Measurements for the demo, cards, benchmarks and commands. Names are loaded when they are used."""
 
 from ..extras import lazy_names
 

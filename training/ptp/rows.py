@@ -1,4 +1,4 @@
-"""Sequences with completions behind them, in the rows of a `PTPForCausalLM`: the forwards that training needs."""
+"""Sequences followed by completions, in the rows of a `PTPForCausalLM`: the forwards that training needs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import nn
 
 from ...modeling.ptp.features import place
 from ...modeling.ptp.masks import packed_mask, packed_positions, stepwise_mask, token_mask
-from .columns import at_columns
-from .completions import Sequences
-from .scores import Scores
+from .completions import Scores, Sequences, at_columns
 
 Read = Callable[[torch.Tensor, nn.Module], Any]
-"""What is made of last hidden states and the head; see `PTPForCausalLM.forward`."""
+"""What is computed from last hidden states and the head; see `PTPForCausalLM.forward`."""
+Beside = tuple[torch.Tensor | None, torch.Tensor | None]
+"""The states and gaps of `SlotInputs`."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class SlotInputs:
     Attributes:
         uniforms: [B, C, L] float32.
         states: [B, C, D] last verified hidden states, or None.
-        gaps: [B, C] int64, tokens between a state's own and its completion; 0 where there is none.
-        are_masks: Slots read the masks of their places, and no uniforms.
+        gaps: [B, C] int64, tokens between a state's own and its completion; 0 if there is none.
+        are_masks: Whether slots read the masks of their positions, and no uniforms.
     """
 
     uniforms: torch.Tensor
@@ -36,7 +36,7 @@ class SlotInputs:
     are_masks: bool = False
 
     def flat(self) -> dict[str, torch.Tensor]:
-        """Arguments of `PTPForCausalLM.forward`, all slots in a row."""
+        """Return the arguments of `PTPForCausalLM.forward`, all slots in one sequence."""
         completions, slots = self.uniforms.shape[1:]
         if self.are_masks:
             return {"masks": torch.arange(slots, device=self.uniforms.device).repeat(completions)[None]}
@@ -46,13 +46,13 @@ class SlotInputs:
 
 
 class PackedRows:
-    """One batch in a model: its tokens are read once, then the slots of all completions in one forward.
+    """A batch in a model: its tokens are read once, then the slots of all completions in one forward.
 
     Args:
         model: A `PTPForCausalLM`, perhaps wrapped for distribution.
         sequences: The batch.
         starts: [B, C] int64.
-        is_one_hot: Layout of the slots.
+        is_one_hot: Whether slots are one-hot, which decides their positions.
     """
 
     def __init__(self, model: nn.Module, sequences: Sequences, starts: torch.Tensor, is_one_hot: bool) -> None:
@@ -62,7 +62,7 @@ class PackedRows:
 
     @torch.no_grad()
     def read(self) -> Scores:
-        """The backbone's own scores [B, T]; keys and values stay in a cache for the slots."""
+        """Return the backbone's own scores [B, T]; keys and values stay in a cache for the slots."""
         outputs = self.model(
             input_ids=self.sequences.tokens,
             attention_mask=token_mask(self.sequences.documents),
@@ -75,23 +75,23 @@ class PackedRows:
         return Scores(states, head, head.weight.shape[0])
 
     def slots(self, inputs: SlotInputs, read: Read | None = None) -> Any:
-        """Logits [B, C, L, v] of slots behind what `read` left in the cache; or what a function makes of them.
+        """Return the logits [B, C, L, v] of slots after the cached tokens; or what a function computes from them.
 
         Args:
-            inputs: Of the slots.
-            read: Gets hidden states [B, C L, D] and the head.
+            inputs: Inputs of the slots.
+            read: Takes hidden states [B, C L, D] and the head.
         """
         mask, positions = self._layout(inputs.uniforms.shape[2])
         length = self.sequences.tokens.shape[1]
-        found = self._behind(inputs.flat(), mask[:, :, length:], positions[:, length:], False, read)
+        found = self._after_cache(inputs.flat(), mask[:, :, length:], positions[:, length:], read)
         return found if read else found.unflatten(1, inputs.uniforms.shape[1:])
 
     def everything(self, inputs: SlotInputs, read: Read) -> Any:
-        """Tokens and slots in one forward without a cache, for a backbone that learns too.
+        """Run tokens and slots in one forward without a cache, for a backbone that learns too.
 
         Args:
-            inputs: Of the slots.
-            read: Gets hidden states [B, T + C L, D] and the head.
+            inputs: Inputs of the slots.
+            read: Takes hidden states [B, T + C L, D] and the head.
         """
         mask, positions = self._layout(inputs.uniforms.shape[2])
         return self.model(
@@ -110,9 +110,9 @@ class PackedRows:
         tokens: torch.Tensor,
         known: torch.Tensor,
         shares: torch.Tensor,
-        beside: dict[str, torch.Tensor],
+        beside: Beside,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Uniforms that make the student itself write the completions (PTP paper, Algorithm 3).
+        """Return uniforms with which the student itself writes the completions (PTP paper, Algorithm 3).
 
         u_k lies in the interval of token k under the student's distribution given u_0..u_{k-1}: one forward per token,
         with one new slot for every completion at once.
@@ -121,8 +121,8 @@ class PackedRows:
             first: [B, C], of the completions' first tokens, from `read`.
             tokens: [B, C, K] int64.
             known: [B, C, K] bool.
-            shares: [B, C, K], where in the intervals.
-            beside: What slots read beside their uniforms, by the names of `SlotInputs`.
+            shares: [B, C, K], positions in the intervals.
+            beside: What slots read besides their uniforms.
 
         Returns:
             u [B, C, K] float32, and reached [B, C, K] bool, as `Completions.place`.
@@ -135,14 +135,14 @@ class PackedRows:
         for step in range(count):
             found.append(scores.mapped(placed, tokens[..., step], shares[..., step]))
             if step < count - 1:
-                scores = self._next(step, self.starts, slots=SlotInputs(found[-1][0][..., None], **beside))
+                scores = self._next(step, self.starts, slots=SlotInputs(found[-1][0][..., None], *beside))
         self.cache.crop(-(count - 1) * self.starts.shape[1])
         u, valid = (torch.stack(parts, dim=-1) for parts in zip(*found))
         return u, (valid & known).long().cumprod(-1).bool()
 
     @torch.no_grad()
     def most_likely(self, first: Scores, starts: torch.Tensor, length: int) -> tuple[torch.Tensor, Scores]:
-        """The backbone's own greedy completions, found token by token behind the cache.
+        """Return the backbone's own greedy completions, computed token by token with the cache.
 
         Args:
             first: [B, C], of the completions' first tokens, from `read`.
@@ -164,7 +164,7 @@ class PackedRows:
     def _next(
         self, step: int, starts: torch.Tensor, slots: SlotInputs | None = None, tokens: torch.Tensor | None = None
     ) -> Scores:
-        """Scores [B, C] behind one more slot, or token, of C completions; it stays in the cache."""
+        """Return the scores [B, C] after one more slot, or token, of C completions; it stays in the cache."""
         outputs = self.model(
             input_ids=self.sequences.tokens[:, :0] if tokens is None else tokens,
             attention_mask=stepwise_mask(self.sequences.documents, starts, step),
@@ -182,15 +182,10 @@ class PackedRows:
         positions = packed_positions(documents, self.starts, slots, self.offset, self.sequences.positions)
         return packed_mask(documents, self.starts, slots), positions
 
-    def _behind(
-        self,
-        inputs: dict[str, torch.Tensor],
-        mask: torch.Tensor,
-        positions: torch.Tensor,
-        keep: bool,
-        read: Read | None,
+    def _after_cache(
+        self, inputs: dict[str, torch.Tensor], mask: torch.Tensor, positions: torch.Tensor, read: Read | None
     ) -> Any:
-        """Logits [B, A, v] of slots behind the cache, which keeps them or not; or what `read` makes of them."""
+        """Return the logits [B, A, v] of slots after the cached tokens; or what `read` computes from them."""
         outputs = self.model(
             input_ids=self.sequences.tokens[:, :0],
             attention_mask=mask,
@@ -200,8 +195,7 @@ class PackedRows:
             read=read,
             **inputs,
         )
-        if not keep:
-            self.cache.crop(-positions.shape[1])
+        self.cache.crop(-positions.shape[1])
         return outputs.read if read else outputs.logits
 
 

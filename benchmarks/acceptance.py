@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenahead import EvaByteForMTPC
-from tokenahead.generation.verification import block_acceptance, token_acceptance
+from tokenahead.generation.verification.chains import block_acceptance, token_acceptance
 from tokenahead.training.data import ByteWindows, load_corpus
 from tokenahead.training.evaluation import bits_per_byte
 

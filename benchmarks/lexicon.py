@@ -24,7 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 from tokenahead import MTPHeadConfig
-from tokenahead.generation.verification import block_acceptance, token_acceptance
+from tokenahead.generation.verification.chains import block_acceptance, token_acceptance
 from tokenahead.modeling.heads.registry import build_head, init_head, window_distribution
 
 BLANK, SYMBOLS = 0, 27

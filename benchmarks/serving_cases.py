@@ -21,7 +21,7 @@ NEW_TOKENS, WINDOW = 48, 4
 PROMPTS = [text(1, length, seed=50 + length)[0].tolist() for length in LENGTHS]
 _NATIVE = {"compilation_config": {"custom_ops": ["none"]}}
 """vLLM 0.32's CPU kernel for interleaved rotary positions is wrong for several heads; its native operator is right."""
-PROPOSER = "tokenahead.generation.vllm_proposer.HeadProposer"
+PROPOSER = "tokenahead.model_cards.vllm_proposer.HeadProposer"
 
 
 @dataclass

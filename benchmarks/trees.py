@@ -29,9 +29,9 @@ from strategies import LENGTH, beginnings, train
 from transformers import LlamaForCausalLM, PreTrainedModel, StoppingCriteriaList
 
 from tokenahead import EagleHead, EvaByteTokenizer
-from tokenahead.generation.contract import DraftTree
-from tokenahead.generation.rules import SampledVerifier
-from tokenahead.generation.tree_verification import tree_acceptance
+from tokenahead.generation.trees.contract import DraftTree
+from tokenahead.generation.verification.drawn_trees import tree_acceptance
+from tokenahead.generation.verification.verifiers import SampledVerifier
 from tokenahead.training.data import ByteWindows, Corpus, code_prompts, load_corpus
 from tokenahead.training.features import cache_features
 from tokenahead.training.files import replace_text

@@ -1,12 +1,17 @@
 """The families of heads, without torch: which options each takes, and what a card says of it.
 
-A family is registered here and, with its module and its distribution, in `modeling.heads.registry` under the same name.
+These are the torch-free parts of the records that `modeling.heads.family.register` completes; a family that is defined
+elsewhere comes here by that one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .heads import MTPHeadConfig
 
 COMMON_OPTIONS = ("head_type", "window", "rank", "leaf", "gamma")
 """Options that every family writes into a model's `config.json`."""
@@ -19,83 +24,150 @@ SHAPING_OPTIONS = (
 """Options that decide which parameters a head has; a family that lacks one leaves it at its default."""
 
 
+def _never(config: MTPHeadConfig) -> bool:
+    return False
+
+
+def _no_check(config: MTPHeadConfig) -> None:
+    """Accept every config."""
+
+
+def _labels(config: MTPHeadConfig) -> str:
+    return "labels"
+
+
 @dataclass(frozen=True)
 class HeadFamilyFacts:
-    """What can be said of a family without its code.
+    """The part of a family's record that needs no code of its network.
 
     Args:
+        name: The value of `MTPHeadConfig.head_type`.
         description: A phrase for cards; fields of `MTPHeadConfig` in braces are filled in.
-        citation: The paper that describes it.
+        citation: The paper that describes it, as cards name it.
+        borrows_first: From a config to whether position 1 of the distribution is the backbone's own, so that a backbone
+            which learns beside the head is charged for it once.
+        paper: Its BibTeX entry, or the key of one in `model_cards.citations.PAPERS`.
         options: Fields of `MTPHeadConfig` that it takes beyond `COMMON_OPTIONS`, with `"rank"` and `"leaf"` if it has a
             choice there.
+        defaults: Options that `MTPHeadConfig` does not know, with their defaults. They decide about parameters.
+        check: Raises ValueError for a config that contradicts itself; common contradictions are found without it.
+        attends: From a config to whether features look at other positions; the head then has a cache of its own.
         any_window: A checkpoint serves every window, because positions share no parameters.
         rows_of_lm_head: A model that owns its head keeps it as further rows of its `lm_head`.
         apart_only: No model owns such a head: it stands apart from its backbone (`MTPHeads`).
         sequential: Its distribution is made of conditionals alone, so that no token can be summed out.
         loss_weights: From the window n to the weights of the n depths in the family's own recipe; None: `gamma`
             discounts them.
+        loss_target: From a config to the `loss_target` that None stands for.
     """
 
+    name: str
     description: str
     citation: str
+    borrows_first: Callable[[MTPHeadConfig], bool]
+    paper: str | None = None
     options: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    check: Callable[[MTPHeadConfig], None] = _no_check
+    attends: Callable[[MTPHeadConfig], bool] = _never
     any_window: bool = False
     rows_of_lm_head: bool = False
     apart_only: bool = False
     sequential: bool = False
     loss_weights: Callable[[int], list[float]] | None = None
+    loss_target: Callable[[MTPHeadConfig], str] = _labels
 
     def written(self) -> list[str]:
-        """Names of the options that a model's `config.json` holds."""
-        return [*COMMON_OPTIONS, *(name for name in self.options if name not in COMMON_OPTIONS)]
+        """Return the names of the options that a model's `config.json` holds."""
+        own = (name for name in self.options if name not in COMMON_OPTIONS)
+        return [*COMMON_OPTIONS, *own, *self.defaults]
 
     def shaping(self) -> list[str]:
-        """Names of the options that must agree for a checkpoint of one head to fit another of the same family."""
+        """Return the names of the options that must agree for a checkpoint of one head to fit another."""
         window = () if self.any_window else ("window",)
-        return ["leaf", *window, *(name for name in SHAPING_OPTIONS if name in self.options)]
+        return ["leaf", *window, *(name for name in SHAPING_OPTIONS if name in self.options), *self.defaults]
 
 
 def _discounted(factor: float) -> Callable[[int], list[float]]:
-    """Heads weigh factor, factor^2, ..; the next token, which is the backbone's own, weighs nothing."""
+    """Weigh heads with factor, factor^2, ...; the next token, which is the backbone's own, weighs nothing."""
     return lambda window: [0.0, *(factor**k for k in range(1, window))]
 
 
-_MTPC = "MtPC"
-_CIRCUIT = "a circuit of rank {rank}"
-_OF_CIRCUITS = ("rank", "leaf", "contextual", "masked_tokens")
+def _always(config: MTPHeadConfig) -> bool:
+    return True
 
-HEAD_FAMILIES: dict[str, HeadFamilyFacts] = {
-    "ff": HeadFamilyFacts(
-        "independent positions", "Gloeckle et al. 2024", ("leaf",), any_window=True, rows_of_lm_head=True
-    ),
-    "cp": HeadFamilyFacts(_CIRCUIT, _MTPC, _OF_CIRCUITS),
-    "hmm": HeadFamilyFacts(_CIRCUIT, _MTPC, (*_OF_CIRCUITS, "homogeneous", "identity_bias")),
-    "btree": HeadFamilyFacts(_CIRCUIT, _MTPC, _OF_CIRCUITS),
-    "medusa": HeadFamilyFacts(
-        "independent heads of {num_blocks} blocks each, with the unembedding `{unembed}`",
-        "Medusa, Cai et al. 2024",
-        ("num_blocks", "tied_blocks", "unembed", "block", "block_size"),
-        apart_only=True,
-        loss_weights=_discounted(0.8),
-    ),
-    "hydra": HeadFamilyFacts(
-        "heads that read the tokens drafted before them (`{arch}`)",
-        "Hydra, Ankner et al. 2024",
-        ("num_blocks", "tied_blocks", "unembed", "arch", "grounded", "state_offset", "backbone_config"),
-        apart_only=True,
-        sequential=True,
-        loss_weights=_discounted(1.0),
-    ),
-    "layer": HeadFamilyFacts(
-        "a decoder layer per head on the states below the backbone's last layer",
-        "Gloeckle et al. 2024, Mehra et al. 2025",
-        ("first", "mix", "mix_temperature", "mix_init", "backbone_config"),
-        apart_only=True,
-        loss_weights=lambda window: [1.0] * window,
-    ),
-}
+
+def _has_prefix_layer(config: MTPHeadConfig) -> bool:
+    return config.arch == "prefix-mlp"
+
+
+def _check_hydra(config: MTPHeadConfig) -> None:
+    if config.draft_layers and config.state_offset:
+        raise ValueError(f"draft_layers={config.draft_layers} gives one state: state_offset must be 0")
+
+
+def _circuit(name: str, *options: str) -> HeadFamilyFacts:
+    return HeadFamilyFacts(
+        name,
+        "a circuit of rank {rank}",
+        "MtPC",
+        _never,
+        "mtpc",
+        ("rank", "leaf", "contextual", "masked_tokens", *options),
+    )
+
+
+FF = HeadFamilyFacts(
+    "ff",
+    "independent positions",
+    "Gloeckle et al. 2024",
+    _never,
+    "gloeckle",
+    ("leaf",),
+    any_window=True,
+    rows_of_lm_head=True,
+)
+CP, HMM, BTREE = _circuit("cp"), _circuit("hmm", "homogeneous", "identity_bias"), _circuit("btree")
+MEDUSA = HeadFamilyFacts(
+    "medusa",
+    "independent heads of {num_blocks} blocks each, with the unembedding `{unembed}`",
+    "Medusa, Cai et al. 2024",
+    _always,
+    "medusa",
+    ("num_blocks", "tied_blocks", "unembed", "block", "block_size"),
+    apart_only=True,
+    loss_weights=_discounted(0.8),
+)
+HYDRA = HeadFamilyFacts(
+    "hydra",
+    "heads that read the tokens drafted before them (`{arch}`)",
+    "Hydra, Ankner et al. 2024",
+    _always,
+    "hydra",
+    ("num_blocks", "tied_blocks", "unembed", "arch", "grounded", "state_offset", "backbone_config"),
+    check=_check_hydra,
+    attends=_has_prefix_layer,
+    apart_only=True,
+    sequential=True,
+    loss_weights=_discounted(1.0),
+    loss_target=lambda config: "teacher" if _has_prefix_layer(config) else "labels",
+)
+LAYER = HeadFamilyFacts(
+    "layer",
+    "a decoder layer per head on the states below the backbone's last layer",
+    "Gloeckle et al. 2024, Mehra et al. 2025",
+    lambda config: config.first == "backbone",
+    "gloeckle",
+    ("first", "mix", "mix_temperature", "mix_init", "backbone_config"),
+    attends=_always,
+    apart_only=True,
+    loss_weights=lambda window: [1.0] * window,
+)
+
+HEAD_FAMILIES = {facts.name: facts for facts in (FF, CP, HMM, BTREE, MEDUSA, HYDRA, LAYER)}
+"""All families by name: those of this library, and those that were registered since."""
 
 
 def takers(option: str) -> list[str]:
-    """Names of the families that take an option."""
+    """Return the names of the families that take an option."""
     return [name for name, facts in HEAD_FAMILIES.items() if option in facts.options]

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from .head_families import HEAD_FAMILIES, SHAPING_OPTIONS, HeadFamilyFacts, takers
 
 HEAD_TYPES = tuple(HEAD_FAMILIES)
-"""Head families that can be chosen by `MTPHeadConfig.head_type`."""
+"""Head families of this library; others can be registered (`modeling.heads.family.register`)."""
 
 LEAVES = ("full", "shared")
 """How a head turns hidden states into logits, `MTPHeadConfig.leaf`."""
@@ -143,13 +143,19 @@ class MTPHeadConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fills what depends on other fields; `kwargs` are the fields that this class does not know."""
+        family = HEAD_FAMILIES.get(self.head_type)  # None where `validate_architecture` will refuse the name
         if self.loss_target is None:
-            self.loss_target = "teacher" if self.arch == "prefix-mlp" else "labels"
-        super().__post_init__(**kwargs)
+            self.loss_target = "labels" if family is None else family.loss_target(self)
+        super().__post_init__(**(dict(family.defaults) if family else {}) | kwargs)
 
     def validate_architecture(self) -> None:
         """Refuses contradictory values; the message names the field and what would be right."""
-        for name, choices in {"head_type": HEAD_TYPES, **CHOICES}.items():
+        if self.head_type not in HEAD_FAMILIES:
+            raise ValueError(
+                f"head_type={self.head_type!r} is unknown; choose one of {', '.join(HEAD_FAMILIES)}, or first import "
+                "the module that registers the family"
+            )
+        for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}")
         for name, least in AT_LEAST.items():
@@ -163,13 +169,12 @@ class MTPHeadConfig(PreTrainedConfig):
         if self.loss_weights is not None and len(self.loss_weights) != self.window:
             raise ValueError(f"loss_weights={self.loss_weights} must have one entry per depth: window={self.window}")
         self._refuse_options_of_others()
-        if self.draft_layers and (self.head_type == "layer" or self.arch == "prefix-mlp"):
+        self.family.check(self)
+        if self.draft_layers and self.family.attends(self):
             raise ValueError(
                 f"draft_layers={self.draft_layers}: head_type={self.head_type!r} has decoder layers of its own; choose "
-                "ff, a circuit, medusa or hydra with arch='mlp'"
+                "a family without, or hydra with arch='mlp'"
             )
-        if self.draft_layers and self.state_offset:
-            raise ValueError(f"draft_layers={self.draft_layers} gives one state: state_offset must be 0")
         if self.family.sequential and self.masked_tokens == "marginalise":
             raise ValueError(
                 f"masked_tokens='marginalise': {self.head_type} heads read every token before theirs, none can be "
@@ -191,9 +196,25 @@ class MTPHeadConfig(PreTrainedConfig):
         return HEAD_FAMILIES[self.head_type]
 
     @property
+    def num_depths(self) -> int:
+        """n: the window, which must be known by now.
+
+        Raises:
+            ValueError: `window` is None.
+        """
+        if self.window is None:
+            raise ValueError("window=None: set it before heads are built")
+        return self.window
+
+    @property
+    def num_drafts(self) -> int:
+        """n - 1: tokens that a draft has."""
+        return self.num_depths - 1
+
+    @property
     def borrows_first(self) -> bool:
         """Whether position 1 of the distribution is the backbone's own."""
-        return self.head_type in ("medusa", "hydra") or (self.head_type == "layer" and self.first == "backbone")
+        return self.family.borrows_first(self)
 
     def options(self) -> dict[str, Any]:
         """The fields that describe the distribution, for a model's own `config.json`."""

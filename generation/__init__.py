@@ -1,5 +1,5 @@
 """How a draft is made and verified. Imports modeling only for the distributions of drafts."""
 
-from .statistics import GenerateSpeculativeOutput, Speculation
+from .call.outputs import GenerateSpeculativeOutput, Speculation
 
 __all__ = ["GenerateSpeculativeOutput", "Speculation"]

@@ -6,12 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 from transformers.generation import CandidateGenerator
 
-from .contract import VerificationResult
-from .drafters.protocol import DraftOptions, DraftSession
-from .targets import TargetOutput
-from .tokens import NewTokens, Sequences
+from .call.options import CallOptions, DraftOptions
+from .call.sequences import NewTokens, Sequences
+from .protocols import Drafter, DraftSession
+from .target.target import TargetOutput
+from .trees.contract import VerificationResult
 
 
 class CandidateAdapter(CandidateGenerator):
@@ -82,3 +88,19 @@ class CandidateAdapter(CandidateGenerator):
         padded = torch.nn.functional.pad(tokens, (0, self.drafted - matches))
         accepted = torch.full((1,), matches, device=device)
         self.session.advance(TargetOutput(outputs.logits, outputs.hidden_states), VerificationResult(accepted, padded))
+
+
+def candidate_generator(
+    drafter: Drafter,
+    backbone: PreTrainedModel,
+    config: GenerationConfig,
+    processors: LogitsProcessorList,
+    model_kwargs: dict[str, Any],
+    input_ids: torch.Tensor,
+) -> CandidateAdapter:
+    """A drafter's chains for transformers' own assisted loop (batch 1)."""
+    number, longest = drafter.default_draft(), drafter.longest_draft()
+    number = min(config.num_assistant_tokens or number, number if longest is None else longest)
+    options = CallOptions(num_assistant_tokens=number)
+    made = DraftOptions.of_call(options, backbone, True, config, processors, input_ids)
+    return CandidateAdapter(drafter.start(made), made, model_kwargs.get("attention_mask"))

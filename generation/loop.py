@@ -23,15 +23,15 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..configuration.positions import learned_positions
 from ..modeling.indices import to_device
-from .contract import DraftTree, VerificationResult
-from .drafters.protocol import DraftOptions, DraftSession
-from .records import Records
-from .rules import Verifier
-from .schedule import DraftSchedule
-from .statistics import GenerateSpeculativeOutput, Speculation
-from .stopping import Stopping
-from .targets import EvenTarget, HiddenLayers, RepackedTarget, RowLengthTarget, Target, TargetOutput, is_repackable
-from .tokens import NewTokens, Sequences
+from .call.options import DraftOptions
+from .call.outputs import GenerateSpeculativeOutput, Records, Speculation
+from .call.schedule import DraftSchedule
+from .call.sequences import NewTokens, Sequences, Stopping
+from .protocols import DraftSession
+from .target.cache import is_repackable
+from .target.target import EvenTarget, HiddenLayers, RepackedTarget, RowLengthTarget, Target, TargetOutput
+from .trees.contract import DraftTree, VerificationResult
+from .verification.verifiers import Verifier
 
 
 class SpeculativeLoop:

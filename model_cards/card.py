@@ -16,6 +16,7 @@ import jinja2
 from huggingface_hub import ModelCard
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..modeling.remote_code import check_choice
 from ..training.files import replace_text
 from ..training.results import MeasuredResults
 from .facts import describe
@@ -39,7 +40,7 @@ def render_card(
     picture: str | None = None,
     training_description: str | None = None,
     metadata: dict[str, Any] | None = None,
-    remote_code: str | None = "bundle",
+    remote_code: str | None = "auto",
     language: str | list[str] | None = None,
     training_data: str | None = None,
     hyperparameters: Mapping[str, Any] | None = None,
@@ -59,8 +60,8 @@ def render_card(
         picture: File name of the figure of acceptance by draft position, which lies beside the card.
         training_description: How the model was trained, as Markdown; None says that this was not described.
         metadata: Further fields of `ModelCardData` (`datasets`, `tags`, ...); not those that have an argument here.
-        remote_code: What of the model's code travels with it, as for its `save_pretrained`; `"bundle"` gives a section
-            on use without this library.
+        remote_code: What of the model's code travels with it, as for `push_to_hub`; `"bundle"` gives a section on use
+            without this library.
         language: Codes of the languages that the model writes (`"en"`, `"code"`); None says that none was stated.
         training_data: What the model was trained on, as Markdown; None says that this was not described.
         hyperparameters: Names and values of the training run.
@@ -83,8 +84,7 @@ def render_card(
         >>> card = render_card(model, MeasuredResults.from_json("results.json"), license="apache-2.0")
         >>> write_card(directory, card)
     """
-    if remote_code not in ("bundle", "package", None):
-        raise ValueError(f"remote_code={remote_code!r}: choose 'bundle', 'package' or None")
+    check_choice(remote_code)
     facts = describe(config_or_model, remote_code)
     name = model_name or (repo_id.split("/")[-1] if repo_id else facts.class_name)
     base_model = base_model or facts.backbone
@@ -214,10 +214,10 @@ def _check_picture(picture: str | None, results: MeasuredResults | None) -> None
     if picture is None:
         return
     if results is None:
-        raise ValueError(f"figure={picture!r} shows measurements; pass the results that it was drawn from")
+        raise ValueError(f"picture={picture!r} shows measurements; pass the results that it was drawn from")
     if not picture or Path(picture).name != picture or re.search(r"[\s()]", picture):
         raise ValueError(
-            f"figure={picture!r} must be the bare name of a file beside the card, without spaces or parentheses, "
+            f"picture={picture!r} must be the bare name of a file beside the card, without spaces or parentheses, "
             "for example 'acceptance.png'"
         )
 

@@ -72,11 +72,3 @@ PAPERS = {
     ),
 }
 """BibTeX entries by what a drafter is."""
-OF_HEADS = {
-    "ff": "gloeckle",
-    "layer": "gloeckle",
-    "medusa": "medusa",
-    "hydra": "hydra",
-    **dict.fromkeys(("cp", "hmm", "btree"), "mtpc"),
-}
-"""The paper of every family of heads."""

@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 
-from ..generation.vllm_proposer import OPTION, HeadProposer
 from ..modeling import EagleHead, MTPHeads
 from ..modeling.deepseek.checkpoint_files import tensor_dtypes
+from .vllm_proposer import OPTION, HeadProposer
 
-PROPOSER = f"tokenahead.generation.{HeadProposer.__module__.rpartition('.')[2]}.{HeadProposer.__name__}"
-_MEDUSA = ("ff", "medusa")
-_THROUGH_US = ("cp", "hmm", "btree")
+PROPOSER = f"tokenahead.model_cards.{HeadProposer.__module__.rpartition('.')[2]}.{HeadProposer.__name__}"
 _RUN = "directories of this kind were run in vLLM 0.32.0 on CPUs: greedy text equal, drafts as here"
 _READ = "SGLang's loader was read and not run"
 
@@ -53,15 +51,15 @@ def write_drafter(drafter: MTPHeads | EagleHead, folder: Path, engine: str) -> S
         return _write_eagle(drafter, folder, engine)
     if engine != "vllm":
         raise ValueError(f"engine={engine!r} runs no heads of this kind; choose 'vllm'")
-    kind = drafter.config.head_type
-    if kind in _MEDUSA and drafter.config.block == "residual":
+    config, family = drafter.config, drafter.family
+    if more := family.reads_besides(config):
+        raise ValueError(
+            f"vllm cannot run heads of head_type={config.head_type!r}: they read {more}, and it hands over the last "
+            "hidden state alone"
+        )
+    if any(layout.name == engine and layout.refusal(config) is None for layout in family.layouts):
         return _write_medusa(drafter, folder)
-    if kind in _THROUGH_US:
-        return _write_circuit(drafter, folder)
-    raise ValueError(
-        f"vllm cannot run heads of head_type={kind!r}: they read more than the last hidden state, or have blocks that "
-        f"it does not know; it runs {', '.join((*_MEDUSA, *_THROUGH_US))}"
-    )
+    return _write_for_proposer(drafter, folder)
 
 
 def _write_medusa(heads: MTPHeads, folder: Path) -> ServedFolder:
@@ -79,17 +77,24 @@ def _write_medusa(heads: MTPHeads, folder: Path) -> ServedFolder:
     return ServedFolder(len(names), _command(heads, speculative), checked)
 
 
-def _write_circuit(heads: MTPHeads, folder: Path) -> ServedFolder:
+def _write_for_proposer(heads: MTPHeads, folder: Path) -> ServedFolder:
     heads.save_pretrained(folder)
     again = MTPHeads.from_pretrained(folder)
     if not all(torch.equal(tensor.cpu(), again.state_dict()[name]) for name, tensor in heads.state_dict().items()):
         raise RuntimeError(f"{folder}: its tensors differ from those of the heads")
     speculative = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": heads.window - 1}
-    checked = ["the directory was read back, and its tensors are those of the heads", _RUN]
+    checked = ["the directory was read back, and its tensors are those of the heads"]
+    was_run = heads.family.is_built_in and heads.family.circuit is not None
+    checked.append(_RUN if was_run else "directories of this kind were not run in vLLM")
     warnings = [
         "install this library beside vLLM, whose pin of transformers is older: pip install --no-deps tokenahead",
         "tensor parallelism was read in vLLM's source, and not run; vLLM calls custom_class experimental",
     ]
+    if not heads.family.is_built_in:
+        warnings.append(
+            f"vLLM's processes must import the module that registers head_type={heads.config.head_type!r}: by a plugin "
+            "(entry points of the group vllm.general_plugins)"
+        )
     options = json.dumps({OPTION: str(folder)})
     command = f"{_command(heads, speculative)} --additional-config '{options}'"
     return ServedFolder(len(tensor_dtypes(folder)), command, checked, warnings)

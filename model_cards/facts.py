@@ -11,7 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedC
 
 from ..configuration import EagleHeadConfig, MTPHeadConfig
 from ..modeling.remote_code import TRANSFORMERS, TravellingMixin
-from .citations import OF_HEADS, PAPERS
+from .citations import PAPERS
 
 _CHAIN = 5  # tokens that an EAGLE head drafts where nobody asks for a number
 _SLOTS = {
@@ -68,12 +68,12 @@ class ModelFacts:
         return "AutoModel" if self.heads_only else "AutoModelForCausalLM"
 
 
-def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: str | None = "bundle") -> ModelFacts:
+def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: str | None = "auto") -> ModelFacts:
     """Collects the facts of a model, or of a config alone (then without the number of parameters).
 
     Args:
         config_or_model: A model with a multi-token head, a drafter apart from a backbone, or the config of either.
-        remote_code: What of its code travels with it, as for `save_pretrained`: `"bundle"`, `"package"` or None.
+        remote_code: What of its code travels with it, as for `push_to_hub`.
 
     Returns:
         The facts.
@@ -88,7 +88,10 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: s
     kind, window, drafting = _drafting(config, model)
     found = _class(config) if model is None else type(model)
     heads_only = hasattr(found, "attach") and not found.can_generate()
-    travels = issubclass(found, TravellingMixin) and bool(remote_code)
+    if not issubclass(found, TravellingMixin):
+        remote_code = None
+    elif remote_code == "auto":
+        remote_code = "bundle" if found.travels_when_pushed else None
     needs = [f"'transformers=={TRANSFORMERS}.*'", *(["peft"] if kind == "uniforms" else [])]
     return ModelFacts(
         class_name=found.__name__,
@@ -98,7 +101,7 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: s
         kind=kind,
         sizes=_sizes(config.get_text_config(), model),
         heads_only=heads_only,
-        remote_code=remote_code if travels else None,
+        remote_code=remote_code,
         requires=("torch", *needs),
         backbone=hub_id(getattr(config, "base_model_name_or_path", None)) if heads_only else None,
         citations=_citations(kind, config),
@@ -147,7 +150,8 @@ def _citations(kind: str, config: PreTrainedConfig) -> list[str]:
         return [PAPERS["eagle1"], PAPERS["eagle3"]][: 1 if config.version == 1 else 2]
     if kind == "heads":
         head = getattr(config, "mtp_head", config)
-        return [PAPERS[name] for name in [OF_HEADS.get(head.head_type)] if name]
+        paper = head.family.paper
+        return [] if paper is None else [PAPERS.get(paper, paper)]
     return [PAPERS["mask" if getattr(config, "variant", None) == "mask" else kind]]
 
 

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from huggingface_hub import CommitInfo, HfApi, ModelCard
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..modeling.remote_code import TravellingMixin
 from ..training.files import replace_text
 from .card import local_pictures, render_card
 from .hub import check_same_model, check_token, reachable
@@ -160,9 +161,8 @@ def _card_of_push(
     """A new card (also for an unfilled form), the one that is there with further tags, or None where that stays."""
     there = ModelCard.load(repo_id, token=api.token) if api.file_exists(repo_id, "README.md") else None
     if there is None or there.text.count(_BLANK) >= _MANY:
-        travels = "bundle" if remote_code == "auto" else remote_code
         try:
-            return render_card(model, None, repo_id=repo_id, metadata={"tags": tags}, remote_code=travels)
+            return render_card(model, None, repo_id=repo_id, metadata={"tags": tags}, remote_code=remote_code)
         except TypeError:  # a backbone alone, or a class of a user: nothing of ours to describe
             return None
     new = [tag for tag in tags if tag not in (there.data.tags or [])]
@@ -196,6 +196,11 @@ def _check_private(api: HfApi, repo_id: str) -> None:
         )
 
 
+def _code(thing: PreTrainedModel | PreTrainedTokenizerBase, remote_code: str | None) -> dict[str, str | None]:
+    """Options of `save_pretrained`; what is not of this library takes none."""
+    return {"remote_code": thing.code_when_pushed(remote_code)} if isinstance(thing, TravellingMixin) else {}
+
+
 def _save(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -205,10 +210,9 @@ def _save(
     **options: int | str,
 ) -> None:
     """Saves all that is to be uploaded into `folder`."""
-    code = {} if remote_code == "auto" else {"remote_code": remote_code}
-    model.save_pretrained(folder, **code, **options)
+    model.save_pretrained(folder, **_code(model, remote_code), **options)
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder, **(code if hasattr(tokenizer, "code_for") else {}))
+        tokenizer.save_pretrained(folder, **(_code(tokenizer, remote_code)))
     hide_local_names(folder)
     for name, source in sources.items():
         if (folder / name).exists():

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..configuration import MTPHeadConfig
-from .heads.divergences import DIVERGENCES
 
+DIVERGENCES = ("cross_entropy", "kl", "reverse_kl", "tv", "lk", "lk_kl")
+"""Cross-entropy of q under p; KL(p || q); KL(q || p); total variation; LK; LK with a KL that fades as alpha grows."""
 TARGETS = ("labels", "teacher")
 NORMALIZATIONS = ("mean", "paper")
 OBJECTIVES = {1: ("eagle1", "hass"), 3: ("ttt",)}
@@ -34,7 +35,7 @@ class LossOptions:
         target: What is learned: `"labels"`, or the whole next-token distribution of the `"teacher"`, the backbone on
             the true tokens. EAGLE heads always learn the latter.
         divergence: The distance from the teacher's distribution: `"cross_entropy"`, `"kl"`, `"reverse_kl"`, `"tv"`, or
-            the acceptance itself, `"lk"` and `"lk_kl"` (see `heads.divergences`).
+            the acceptance itself, `"lk"` and `"lk_kl"` (see `heads.teacher`).
         label_weight: Share of the labels' negative log-likelihood that is mixed into that distance, 0 to 1.
         top_k: Number of the teacher's likeliest tokens that are compared, the rest as one; None: all.
         weight: lambda; the loss is main + lambda / D * the sum over depths.

@@ -6,6 +6,7 @@ hands on the files beside this one. Knows no model, and imports no torch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, logging
 
 from .. import __version__
 from .folders import whole_folder
@@ -29,7 +30,6 @@ TRAVELS = __name__.rpartition(".")[2] != "remote_code"
 TRANSFORMERS = "5.23"
 """The version of transformers that the code is written for: it leans on private methods of `generate`."""
 _CHOICES = ("auto", "bundle", "package", None)
-_CHECKPOINT = "checkpoint-"  # how trainers name directories that they resume from
 _README = f"""This is code of tokenahead {__version__} (Apache-2.0), with which the directory above is loaded, by the
 Auto classes of transformers that config.json names under `auto_map` (tokenizer_config.json for the tokenizer):
 
@@ -50,8 +50,8 @@ def check_choice(remote_code: str | None) -> None:
         raise ValueError(f"remote_code={remote_code!r}: choose 'auto', 'bundle', 'package' or None")
 
 
-def resolved_choice(kind: type, remote_code: str | None, folder: Path) -> str | None:
-    """What `"auto"` means for a class and a directory: see `save_pretrained`.
+def resolved_choice(kind: type, remote_code: str | None) -> str | None:
+    """Return what `"auto"` means for a class that is saved: no code where this library is installed.
 
     Raises:
         ValueError: An unknown choice, or `"bundle"` for a class whose code this library does not know.
@@ -66,8 +66,7 @@ def resolved_choice(kind: type, remote_code: str | None, folder: Path) -> str | 
         return None
     if remote_code != "auto":
         return remote_code
-    is_checkpoint = folder.name.startswith(_CHECKPOINT) and folder.name.removeprefix(_CHECKPOINT).isdecimal()
-    return "package" if is_checkpoint and not TRAVELS else "bundle"
+    return "bundle" if TRAVELS else None
 
 
 def code_of(kind: type, names: Mapping[str, str], choice: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -141,9 +140,12 @@ class TravellingMixin:
 
     Attributes:
         remote_classes: By Auto class: which name of its module it gives, `{"AutoModel": "MTPHeads"}`.
+        travels_when_pushed: Whether a push carries the code unless something else is asked for.
     """
 
     remote_classes: Mapping[str, str] = {}
+    travels_when_pushed: bool = True
+    _config_file: str = CONFIG_NAME
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
@@ -154,10 +156,31 @@ class TravellingMixin:
         if not _is_ours(cls):
             super().register_for_auto_class(auto_class)
 
-    def code_for(self, remote_code: str | None, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-        """`auto_map` and files for a directory, by the choice of `save_pretrained`; both empty where none travels."""
+    def code_when_pushed(self, remote_code: str | None = "auto") -> str | None:
+        """Return what `remote_code` means for a push: `"auto"` is the bundle for models, and no code for drafters."""
+        carries = self.travels_when_pushed and _is_ours(type(self))
+        return "bundle" if remote_code == "auto" and carries else remote_code
+
+    def add_code_of_push(self, folder: Path) -> None:
+        """Write into a saved directory, which is about to be pushed, the code that a push carries."""
+        auto_map, files = self.code_for(self.code_when_pushed())
+        path = folder / self._config_file
+        if files and path.is_file():
+            fields = json.loads(path.read_text(encoding="utf-8")) | {"auto_map": self._written_map(auto_map)}
+            write_code(folder, files | {path.name: json.dumps(fields, indent=2, ensure_ascii=False) + "\n"})
+
+    def _written_map(self, auto_map: dict[str, str]) -> dict[str, Any]:
+        """The `auto_map` as the directory's config holds it."""
+        return auto_map
+
+    def code_for(self, remote_code: str | None) -> tuple[dict[str, str], dict[str, str]]:
+        """Return `auto_map` and files of a directory, by the choice of `save_pretrained`; both are empty for no code.
+
+        Raises:
+            ValueError: An unknown choice, or a class that the code cannot be had for.
+        """
         kind = type(self)
-        choice = resolved_choice(kind, remote_code, folder)
+        choice = resolved_choice(kind, remote_code)
         if choice is None or not self.remote_classes:
             return {}, {}
         config = type(getattr(self, "config", None))
@@ -166,7 +189,13 @@ class TravellingMixin:
 
 
 class TravellingTokenizerMixin(TravellingMixin):
-    """`save_pretrained` of a tokenizer: whole or not at all, and with the code that loads it elsewhere."""
+    """`save_pretrained` of a tokenizer: whole or not at all, with the code that loads it elsewhere if asked for."""
+
+    _config_file = "tokenizer_config.json"
+    _pushed_code: str | None = "auto"
+
+    def _written_map(self, auto_map: dict[str, str]) -> dict[str, Any]:
+        return {name: (found, None) for name, found in auto_map.items()}
 
     def save_pretrained(
         self,
@@ -192,9 +221,9 @@ class TravellingTokenizerMixin(TravellingMixin):
             ValueError: An unknown `remote_code`, or a class that it cannot be had for.
         """
         target = Path(save_directory)
-        auto_map, files = self.code_for(remote_code, target)
+        auto_map, files = self.code_for(self._pushed_code if remote_code == "auto" else remote_code)
         hub = {key: kwargs.pop(key) for key in ("repo_id", "commit_message", "private", "create_pr") if key in kwargs}
-        self._auto_map = {name: (found, None) for name, found in auto_map.items()} or None
+        self._auto_map = self._written_map(auto_map) or None
         try:
             with whole_folder(target) as folder:
                 names = super().save_pretrained(folder, *args, **kwargs)
@@ -202,12 +231,21 @@ class TravellingTokenizerMixin(TravellingMixin):
         finally:
             self._auto_map = None
         if push_to_hub:
-            self.push_to_hub(hub.pop("repo_id", target.absolute().name), token=kwargs.get("token"), **hub)
+            name = hub.pop("repo_id", target.absolute().name)
+            self.push_to_hub(name, remote_code=remote_code, token=kwargs.get("token"), **hub)
         return tuple(str(target / Path(name).relative_to(folder)) for name in names)
+
+    def push_to_hub(self, repo_id: str, *args: Any, remote_code: str | None = "auto", **kwargs: Any) -> Any:
+        """Upload as every tokenizer of transformers does, with its code unless `remote_code` says otherwise."""
+        self._pushed_code = self.code_when_pushed(remote_code)
+        try:
+            return super().push_to_hub(repo_id, *args, **kwargs)
+        finally:
+            self._pushed_code = "auto"
 
 
 def write_code(folder: Path, files: Mapping[str, str]) -> None:
-    """Writes code into a directory; a file that has the same text is left alone.
+    """Write code into a directory; a file with the same text stays, another one is replaced (it may be a link).
 
     Args:
         folder: The directory of the model.
@@ -217,6 +255,7 @@ def write_code(folder: Path, files: Mapping[str, str]) -> None:
         path, data = folder / name, text.encode()
         if not path.is_file() or path.read_bytes() != data:
             path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
             path.write_bytes(data)
 
 

@@ -48,8 +48,7 @@ class SavingMixin(TravellingMixin):
             push_to_hub: Upload afterwards; `repo_id` and so on as for `push_to_hub`.
             remote_code: What loads the directory where this library is not installed, with `trust_remote_code=True`:
                 `"bundle"`, its code, in a directory of its own; `"package"`, one line that asks for the library; None,
-                nothing. `"auto"` is `"bundle"`, but `"package"` in a trainer's `checkpoint-123`, which is resumed
-                where it was written, and None for classes of users, whose code is not known.
+                nothing. `"auto"` is None, but a model that was itself loaded from such code hands it on.
             **kwargs: As for transformers' `save_pretrained`.
 
         Raises:
@@ -57,7 +56,7 @@ class SavingMixin(TravellingMixin):
             NotADirectoryError: `save_directory` is a file.
         """
         target = Path(save_directory)
-        auto_map, files = self.code_for(remote_code, target)
+        auto_map, files = self.code_for(remote_code)
         hub = {key: kwargs.pop(key) for key in _PUSH_OPTIONS if key in kwargs}
         self.config.library_name, self.config.library_version = LIBRARY, __version__
         # torch's distributed checkpoints are written by all processes into one directory
@@ -84,7 +83,8 @@ class SavingMixin(TravellingMixin):
 
         Args:
             repo_id: `"user/name"`; created if it does not exist.
-            remote_code: As for `save_pretrained`.
+            remote_code: As for `save_pretrained`, but `"auto"` is `"bundle"` for models, whose readers may not have
+                this library; heads and other drafters carry no code unless it is asked for.
             **kwargs: As for transformers' `push_to_hub`.
 
         Returns:

@@ -21,32 +21,35 @@ _MODULES = {
     "demo_run": "tokenahead.training.demo.run",
     "drafter_folders_module": "tokenahead.model_cards.drafter_folders",
     "drafters_modules": "tokenahead.generation.drafters.modules",
-    "drafters_protocol": "tokenahead.generation.drafters.protocol",
+    "drafters_protocol": "tokenahead.generation.call.options",
     "eagle_losses": "tokenahead.modeling.eagle.losses",
     "eagle_retrofit": "tokenahead.modeling.eagle.retrofit",
     "evaluation_decoding": "tokenahead.training.evaluation.decoding",
     "export_module": "tokenahead.model_cards.export",
     "features_module": "tokenahead.training.features",
-    "growth_module": "tokenahead.generation.growth",
+    "growth_module": "tokenahead.generation.trees.growth",
     "heads_chunks": "tokenahead.modeling.heads.chunks",
     "heads_losses": "tokenahead.modeling.heads.losses",
-    "mixins_module": "tokenahead.generation.mixins",
-    "options_module": "tokenahead.generation.options",
-    "parallel_drafter_module": "tokenahead.generation.parallel_drafter",
-    "ptp_distil": "tokenahead.training.ptp.distil",
+    "mixins_module": "tokenahead.generation.generate",
+    "options_module": "tokenahead.generation.call.options",
+    "parallel_drafter_module": "tokenahead.generation.parallel",
     "ptp_completions": "tokenahead.training.ptp.completions",
-    "schedule_module": "tokenahead.generation.schedule",
+    "ptp_distil": "tokenahead.training.ptp.distil",
+    "schedule_module": "tokenahead.generation.call.schedule",
     "trainer_base": "tokenahead.training.trainer_base",
     "threads_module": "tokenahead.training.threads",
-    "tree_verification_module": "tokenahead.generation.tree_verification",
-    "trees_module": "tokenahead.generation.trees",
-    "verification_module": "tokenahead.generation.verification",
-    "vllm_proposer_module": "tokenahead.generation.vllm_proposer",
+    "tree_verification_module": "tokenahead.generation.verification.drawn_trees",
+    "trees_module": "tokenahead.generation.trees.building",
+    "verification_module": "tokenahead.generation.verification.chains",
+    "vllm_proposer_module": "tokenahead.model_cards.vllm_proposer",
 }
 """Whole modules, for tests that replace a name in them."""
 
 _NAMES = {
-    "tokenahead.configuration.head_families": ("HEAD_FAMILIES",),
+    "tokenahead.configuration.head_families": (
+        "HEAD_FAMILIES",
+        "HeadFamilyFacts",
+    ),
     "tokenahead.configuration.heads": ("HEAD_TYPES",),
     "tokenahead.configuration.mtp_families": (
         "MTPFamily",
@@ -57,56 +60,58 @@ _NAMES = {
         "set_modules",
     ),
     "tokenahead.configuration.positions": ("rotary_border",),
-    "tokenahead.generation.attachment": ("AttachableDrafter",),
-    "tokenahead.generation.contract": (
-        "DraftTree",
-        "VerificationResult",
-        "path_columns",
+    "tokenahead.generation.attach": ("AttachableDrafter",),
+    "tokenahead.generation.call.options": (
+        "CallOptions",
+        "DraftOptions",
+    ),
+    "tokenahead.generation.call.outputs": ("Records",),
+    "tokenahead.generation.call.processing": ("Processing",),
+    "tokenahead.generation.call.schedule": (
+        "AdaptiveSchedule",
+        "ConstantSchedule",
+    ),
+    "tokenahead.generation.call.sequences": (
+        "NewTokens",
+        "Sequences",
+        "Stopping",
     ),
     "tokenahead.generation.drafters.assistant": ("AssistantSession",),
-    "tokenahead.generation.drafters.attending": ("AttendingHeadSession",),
     "tokenahead.generation.drafters.eagle": ("EagleSession",),
     "tokenahead.generation.drafters.heads": (
+        "AttendingHeadSession",
         "HeadSession",
         "WindowGrowth",
     ),
-    "tokenahead.generation.drafters.module_trees": ("ModuleGrowth",),
+    "tokenahead.generation.drafters.modules": ("ModuleGrowth",),
     "tokenahead.generation.drafters.ngram": ("NgramSession",),
     "tokenahead.generation.drafters.parallel_assistant": ("ParallelAssistant",),
-    "tokenahead.generation.drafters.protocol": ("DraftOptions",),
     "tokenahead.generation.drafters.slots": (
         "SlotLayout",
         "split_budget",
     ),
-    "tokenahead.generation.growth": ("tree_options",),
-    "tokenahead.generation.masks": (
+    "tokenahead.generation.target.cache": (
+        "compact",
+        "is_recurrent",
+        "shift_cache",
+    ),
+    "tokenahead.generation.target.inputs": (
         "dense_mask",
         "tree_mask",
     ),
-    "tokenahead.generation.options": ("CallOptions",),
-    "tokenahead.generation.processing": ("Processing",),
-    "tokenahead.generation.records": ("Records",),
-    "tokenahead.generation.replay": (
-        "Replay",
-        "is_recurrent",
-    ),
-    "tokenahead.generation.rules": ("SampledVerifier",),
-    "tokenahead.generation.schedule": (
-        "AdaptiveSchedule",
-        "ConstantSchedule",
-    ),
-    "tokenahead.generation.stopping": ("Stopping",),
-    "tokenahead.generation.targets": (
-        "TargetOutput",
+    "tokenahead.generation.target.replay": ("Replay",),
+    "tokenahead.generation.target.target": (
         "RepackedTarget",
-        "compact",
-        "shift_cache",
+        "TargetOutput",
     ),
-    "tokenahead.generation.tokens": (
-        "NewTokens",
-        "Sequences",
+    "tokenahead.generation.trees.building": (
+        "choices_from_accuracies",
+        "drawn_tree",
+        "dynamic_tree",
+        "ranked_tree",
+        "static_tree",
     ),
-    "tokenahead.generation.tree_choice": (
+    "tokenahead.generation.trees.choice": (
         "CycleSeconds",
         "Trial",
         "WatchedVerifier",
@@ -115,23 +120,14 @@ _NAMES = {
         "measured_tree",
         "rates_of",
     ),
-    "tokenahead.generation.tree_verification": (
+    "tokenahead.generation.trees.contract": (
+        "DraftTree",
+        "VerificationResult",
         "follow",
-        "kept_path",
-        "tree_acceptance",
+        "path_columns",
     ),
-    "tokenahead.generation.trees": (
-        "choices_from_accuracies",
-        "drawn_tree",
-        "dynamic_tree",
-        "ranked_tree",
-        "static_tree",
-    ),
-    "tokenahead.generation.uniforms": (
-        "Uniforms",
-        "seed_streams",
-    ),
-    "tokenahead.generation.verification": (
+    "tokenahead.generation.trees.growth": ("tree_options",),
+    "tokenahead.generation.verification.chains": (
         "block_acceptance",
         "token_acceptance",
         "verify",
@@ -140,9 +136,14 @@ _NAMES = {
         "verify_tree",
         "verify_tree_greedy",
     ),
-    "tokenahead.generation.vllm_proposer": (
-        "HeadProposer",
-        "listen",
+    "tokenahead.generation.verification.drawn_trees": (
+        "kept_path",
+        "tree_acceptance",
+    ),
+    "tokenahead.generation.verification.verifiers": (
+        "SampledVerifier",
+        "Uniforms",
+        "seed_streams",
     ),
     "tokenahead.model_cards.bundle": ("bundle",),
     "tokenahead.model_cards.command": (
@@ -153,6 +154,10 @@ _NAMES = {
     "tokenahead.model_cards.export": ("export",),
     "tokenahead.model_cards.facts": ("describe",),
     "tokenahead.model_cards.metadata": ("card_metadata",),
+    "tokenahead.model_cards.vllm_proposer": (
+        "HeadProposer",
+        "listen",
+    ),
     "tokenahead.modeling.deepseek.checkpoint": ("main_class",),
     "tokenahead.modeling.deepseek.draft_vocabulary": (
         "DraftVocabulary",
@@ -169,17 +174,26 @@ _NAMES = {
     ),
     "tokenahead.modeling.folders": ("whole_folder",),
     "tokenahead.modeling.gemma4": ("buildable",),
-    "tokenahead.modeling.heads.circuit_families": ("circuit_from_logits",),
-    "tokenahead.modeling.heads.circuit_head": ("CircuitHead",),
-    "tokenahead.modeling.heads.divergences": (
-        "DIVERGENCES",
+    "tokenahead.modeling.heads.circuit_head": (
+        "CircuitHead",
+        "circuit_from_logits",
+    ),
+    "tokenahead.modeling.heads.teacher": (
         "acceptance",
         "divergence",
         "head_and_rest",
         "log_acceptance",
         "lumped",
     ),
-    "tokenahead.modeling.heads.ff": ("FFHead",),
+    "tokenahead.modeling.heads.family": (
+        "HeadFamily",
+        "heads_FAMILIES",
+        "register",
+    ),
+    "tokenahead.modeling.heads.ff": (
+        "FFHead",
+        "factorised_distribution",
+    ),
     "tokenahead.modeling.heads.joint": ("JointMTPModel",),
     "tokenahead.modeling.heads.losses": (
         "IGNORE",
@@ -193,18 +207,17 @@ _NAMES = {
     ),
     "tokenahead.modeling.heads.registry": (
         "build_head",
-        "heads_FAMILIES",
         "init_head",
         "window_distribution",
     ),
-    "tokenahead.modeling.heads.sequential_distribution": ("SequentialDistribution",),
-    "tokenahead.modeling.heads.tree_structure": ("balanced",),
+    "tokenahead.modeling.heads.tree_circuit": ("balanced",),
     "tokenahead.modeling.heads.window_distribution": (
         "FactorisedDistribution",
+        "SequentialDistribution",
         "logsumexp",
     ),
     "tokenahead.modeling.indices": ("selected_positions",),
-    "tokenahead.modeling.loss_options": ("LossOptions",),
+    "tokenahead.modeling.loss_options": ("DIVERGENCES", "LossOptions"),
     "tokenahead.modeling.philox": (
         "philox",
         "stream_uniforms",

@@ -10,7 +10,7 @@ from datasets import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from ..generation.attachment import AttachableDrafter
+from ..generation.attach import AttachableDrafter
 from ..modeling.heads.joint import JointMTPModel
 from .evaluation.distributions import has_probs, verified_drafts
 from .evaluation.drafts import DraftMeasures, measure_drafts

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from ..generation.contract import DraftTree
-from ..generation.masks import tree_mask
+from ..generation.target.inputs import tree_mask
+from ..generation.trees.contract import DraftTree
 from ..modeling.heads.backbone_parts import backbone_parts
 
 MOST_BRANCHES = 10**6

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from ..configuration import MTPHeadConfig
-from ..generation.attachment import AttachableDrafter
+from ..generation.attach import AttachableDrafter
 from ..modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads
 from ..modeling.heads.joint import JointMTPModel
 from ..modeling.loss_options import SUPPORTED, LossOptions

@@ -11,6 +11,7 @@ from huggingface_hub import HfApi
 from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import PushInProgress
 
+from ..modeling.remote_code import TravellingMixin
 from .card import TrainerCardMixin, listed
 
 _OF_THE_RUN = (
@@ -124,6 +125,9 @@ class TrainerPushMixin(TrainerCardMixin):
         # on the same disk, where a copy costs nothing
         copy = TemporaryDirectory(dir=self.args.output_dir, prefix=".pushing-")
         public_copy(Path(folder), Path(copy.name), left_out, also)
+        for thing in (self.accelerator.unwrap_model(self.model), self.processing_class):
+            if isinstance(thing, TravellingMixin):
+                thing.add_code_of_push(Path(copy.name))
         repo = self.hub_model_id
 
         def upload() -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from ..generation.attachment import AttachableDrafter
+from ..generation.attach import AttachableDrafter
 from ..modeling import DeepSeekMTP
 from ..modeling.heads.backbone_parts import backbone_parts
 from ..modeling.heads.chunks import LOGITS_PER_CHUNK

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..modeling.heads.divergences import DIVERGENCES
+from ..modeling.loss_options import DIVERGENCES
 
 PARTS = ("drafter", "all", "lora")
 SHAPES = ("switch", "linear", "sine")

@@ -1,4 +1,4 @@
-"""The card of a box, and the table of its results on README's first screen."""
+"""The card of a box, and the table of its results in `docs/box.md`."""
 
 from __future__ import annotations
 

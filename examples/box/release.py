@@ -1,7 +1,7 @@
 """Measure a trained box and write its directory: weights, held-out text, log, manifest, results, figures and card.
 
     python examples/box/release.py --run box-run --output model_cards/box
-    python examples/box/release.py --output model_cards/box --readme README.md --threads 1
+    python examples/box/release.py --output model_cards/box --readme docs/box.md --threads 1
 
 `--run` is the directory of `train.py`; without it, a box that is there is measured again. Everything is written beside
 the box and takes its place when it is whole.
@@ -38,7 +38,7 @@ from tokenahead.training.evaluation import write_reports
 from tokenahead.training.evaluation.drafts import window_bits
 
 DRAFTED = 5
-"""Bytes that a head of the box drafts unless its release or the user chose otherwise (`README.md` has the figures)."""
+"""Bytes that a head of the box drafts unless its release or the user chose otherwise; figures are in `docs/box.md`."""
 _EXCERPTS, _WINDOWS = 128, 64
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="the box; it is written over")
     parser.add_argument("--seconds", type=float, default=180.0, help="for measuring")
     parser.add_argument("--drafts", type=json.loads, default={}, help="bytes to draft by head, as JSON")
-    parser.add_argument("--readme", type=Path, help="README whose first screen shows the results")
+    parser.add_argument("--readme", type=Path, help="page whose marked block shows the results")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of PyTorch")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

@@ -19,11 +19,14 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ..contract import DraftTree, VerificationResult, cached_arange
-from ..growth import Ancestry, grow, taken
-from ..targets import HiddenLayers, TargetOutput, shift_cache
-from ..tokens import Sequences
-from .protocol import DraftOptions, View
+from ...modeling.indices import cached_arange
+from ..call.options import DraftOptions
+from ..call.sequences import Sequences
+from ..protocols import View
+from ..target.cache import shift_cache
+from ..target.target import HiddenLayers, TargetOutput
+from ..trees.contract import DraftTree, VerificationResult
+from ..trees.growth import Ancestry, grow, taken
 
 
 @dataclass

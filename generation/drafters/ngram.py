@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
-from ..attachment import AttachableDrafter
-from ..contract import DraftTree, VerificationResult, cached_arange
-from ..options import CallOptions
-from ..targets import TargetOutput
-from ..tokens import Sequences
-from .protocol import DraftOptions, View
+from ...modeling.indices import cached_arange
+from ..attach import AttachableDrafter
+from ..call.options import CallOptions, DraftOptions
+from ..call.sequences import Sequences
+from ..protocols import View
+from ..target.target import TargetOutput
+from ..trees.contract import DraftTree, VerificationResult
 
 
 class NgramDrafter(AttachableDrafter):

@@ -8,16 +8,18 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ...modeling.heads.window_distribution import WindowDistribution
+from ...modeling.indices import cached_arange
 from ...modeling.sampling import pick
-from ..contract import DraftTree, VerificationResult, cached_arange
-from ..options import CallOptions
-from ..parallel_drafter import ParallelDrafter, make_uniforms
-from ..targets import TargetOutput, crop, shift_cache
-from ..tokens import NewTokens, Sequences
-from ..uniforms import Uniforms
+from ..call.options import CallOptions, DraftOptions
+from ..call.sequences import NewTokens, Sequences
+from ..parallel import ParallelDrafter, make_uniforms
+from ..protocols import View
+from ..target.cache import crop, shift_cache
+from ..target.target import TargetOutput
+from ..trees.contract import DraftTree, VerificationResult
+from ..verification.verifiers import Uniforms
 from .assistant import AssistantDrafter, AssistantSession
 from .parallel import ParallelSession
-from .protocol import DraftOptions, View
 
 
 class ParallelAssistant(ParallelDrafter, AssistantDrafter):

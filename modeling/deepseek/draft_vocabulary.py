@@ -19,7 +19,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from ...generation.options import CallOptions
+from ...generation.call.options import CallOptions
 from .readout import Readout
 
 FILE = "draft_vocabulary.json"

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ..heads.chunks import Part, chunked_sums
-from ..heads.divergences import acceptance, divergence, head_and_rest, lumped
 from ..heads.losses import IGNORE, check_targets, counts_of_update
+from ..heads.teacher import acceptance, divergence, head_and_rest, lumped
 from ..loss_options import LossOptions
 
 

@@ -12,9 +12,9 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration.mimo import MiMoConfig
 from ...configuration.mtp_families import family_of, num_layers
+from ...generation.call.options import DraftOptions
 from ...generation.drafters.modules import ModuleSession
-from ...generation.drafters.protocol import DraftOptions
-from ...generation.mixins import MTPGenerationMixin
+from ...generation.generate import MTPGenerationMixin
 from ..checkpointing import caches_kept
 from ..copies import PicklableMixin
 from ..heads.losses import depth_targets

@@ -84,14 +84,14 @@ class EagleFolderMixin(StrictLoadingMixin):
         elif is_main_process:
             self._write(folder, self.config.layout, state_dict)
 
-    def code_for(self, remote_code: str | None, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    def code_for(self, remote_code: str | None) -> tuple[dict[str, str], dict[str, str]]:
         """As everywhere, but directories in the layout of others have a config.json that their tools read: no code.
 
         Raises:
             ValueError: Code is asked for, and the layout is not ours.
         """
         if self.config.layout == "tokenahead":
-            return super().code_for(remote_code, folder)
+            return super().code_for(remote_code)
         check_choice(remote_code)
         if remote_code in ("bundle", "package"):
             raise ValueError(

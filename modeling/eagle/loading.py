@@ -25,7 +25,7 @@ from transformers.utils import (
 )
 
 from ...configuration import EagleHeadConfig
-from ..heads.tensor_files import naming, read_pickle
+from ..tensor_files import naming, read_pickle
 
 logger = logging.get_logger(__name__)
 

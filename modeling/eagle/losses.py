@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from ..heads.chunks import LOGITS_PER_CHUNK
-from ..heads.divergences import acceptance, divergence
 from ..heads.losses import IGNORE
+from ..heads.teacher import acceptance, divergence
 from ..loss_options import LossOptions
 
 _BLOCK = 128

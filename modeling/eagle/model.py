@@ -17,9 +17,9 @@ from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from ...configuration import EagleHeadConfig
-from ...generation.attachment import AttachableDrafter, NoGenerationMixin, adopt_special_ids
+from ...generation.attach import AttachableDrafter, NoGenerationMixin, adopt_special_ids
+from ...generation.call.options import DraftOptions
 from ...generation.drafters.eagle import EagleSession
-from ...generation.drafters.protocol import DraftOptions
 from ..heads.backbone_parts import backbone_parts, dtype_of, frozen
 from ..loss_options import LossOptions
 from ..unwrapping import unwrap
@@ -52,6 +52,7 @@ class EagleHead(EagleLearningMixin, EagleFolderMixin, AttachableDrafter, NoGener
 
     config_class = EagleHeadConfig
     remote_classes = {"AutoModel": "EagleHead"}
+    travels_when_pushed = False
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True

@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...configuration import EvaByteConfig
-from ...generation.tokens import NewTokens
+from ...generation.call.sequences import NewTokens
 from .block import EvaBlock
 
 Summarise = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

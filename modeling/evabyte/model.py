@@ -12,10 +12,9 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
 from ...configuration.options import check_options
-from ...generation.drafters.draft_layers import DraftLayersSession
-from ...generation.drafters.heads import HeadSession
-from ...generation.drafters.protocol import DraftOptions
-from ...generation.mixins import MTPGenerationMixin
+from ...generation.call.options import DraftOptions
+from ...generation.drafters.heads import DraftLayersSession, HeadSession
+from ...generation.generate import MTPGenerationMixin
 from ..heads.backbone_parts import BackboneParts, frozen
 from ..heads.ff import FFHead
 from ..heads.losses import depth_targets, depth_weights, head_loss

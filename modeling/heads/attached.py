@@ -14,27 +14,19 @@ from torch import nn
 from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from ...configuration import MTPHeadConfig
-from ...configuration.head_families import takers
+from ...configuration.head_families import HEAD_FAMILIES, takers
 from ...configuration.options import check_options
-from ...generation.attachment import AttachableDrafter, adopt_special_ids
-from ...generation.drafters.attending import AttendingHeadSession
-from ...generation.drafters.heads import HeadSession
-from ...generation.drafters.protocol import DraftOptions
+from ...generation.attach import AttachableDrafter, adopt_special_ids
+from ...generation.call.options import DraftOptions
+from ...generation.drafters.heads import AttendingHeadSession, HeadSession
 from ..loading import StrictLoadingMixin
 from ..unwrapping import unwrap
 from .backbone_parts import BackboneParts, backbone_parts, compute_device
+from .conversion import OfficialLayoutsMixin
 from .draft_layers import BoundLayers, DraftLayers
+from .family import HeadFamily
 from .learning import LearningMixin, counted_positions
-from .official import OfficialLayoutsMixin
-from .registry import (
-    FAMILIES,
-    HeadFamily,
-    build_head,
-    distribution_after,
-    head_features,
-    init_head,
-    window_distribution,
-)
+from .registry import build_head, distribution_after, family_of, head_features, init_head, window_distribution
 from .window_distribution import WindowDistribution
 
 _FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
@@ -62,6 +54,7 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
 
     config_class = MTPHeadConfig
     remote_classes = {"AutoModel": "MTPHeads"}
+    travels_when_pushed = False
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -93,10 +86,12 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         Raises:
             TypeError: An option that is no field of `MTPHeadConfig`.
         """
-        check_options(options, MTPHeadConfig, "MTPHeads.from_backbone", _FROM_BACKBONE)
+        kind = options.get("head_type", "ff")
+        own = HEAD_FAMILIES[kind].defaults if kind in HEAD_FAMILIES else {}
+        fields = [name for name in options if name not in own]
+        check_options(fields, MTPHeadConfig, "MTPHeads.from_backbone", _FROM_BACKBONE)
         backbone = unwrap(backbone)
         text = backbone.config.get_text_config()
-        kind = options.get("head_type", "ff")
         if leaf is None and kind in takers("leaf"):
             leaf = "shared"
         config = MTPHeadConfig(
@@ -108,11 +103,10 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
             **options,
         )
         if config.backbone_config is None:
-            takes = FAMILIES[kind].layer_config(config, text)
-            config.backbone_config = text.to_dict() if config.draft_layers else takes
+            own_layers = family_of(config).layer_config(config, text)
+            config.backbone_config = text.to_dict() if config.draft_layers else own_layers
         heads = cls(config)
-        if start := getattr(heads.head, "start_from", None):
-            start(backbone)
+        heads.family.start_from(heads.head, backbone)
         return heads.attach(backbone)
 
     @property
@@ -153,6 +147,19 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         """
         raise ValueError(f"heads for vocab_size={self.config.vocab_size} cannot be resized: make new ones")
 
+    def code_for(self, remote_code: str | None) -> tuple[dict[str, str], dict[str, str]]:
+        """As for every class; the code of a family that was registered elsewhere is not known here.
+
+        Raises:
+            ValueError: Code is asked for, and the family is not of this library.
+        """
+        if remote_code in ("bundle", "package") and not self.family.is_built_in:
+            raise ValueError(
+                f"remote_code={remote_code!r}: head_type={self.config.head_type!r} is not of tokenahead, "
+                "and its code is not known here; leave remote_code out"
+            )
+        return super().code_for(remote_code)
+
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         """Refuses a backbone that the heads were not made for.
 
@@ -183,12 +190,12 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
     @property
     def family(self) -> HeadFamily:
         """What the registry says of heads of this type."""
-        return FAMILIES[self.config.head_type]
+        return family_of(self.config)
 
     @property
     def attends(self) -> bool:
         """Whether features look at other positions; drafting then takes a cache, of verified rows only."""
-        return self.draft_layers is not None or self.family.attends(self.config)
+        return self.draft_layers is not None or self.family.facts.attends(self.config)
 
     @property
     def hidden_layers(self) -> list[int]:
@@ -259,9 +266,9 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
             layers = self.draft_layers.bind(self.backbone) if layers is None else layers
             drafted = layers(hidden_states[self.hidden_layers[0]], attention_mask, position_ids, cache)
             states = [drafted] * len(self.family.hidden_layers(self.config))
-            return head_features(self.head, states, attention_mask, position_ids, self._parts())
+            return head_features(self.head, self.config, states, attention_mask, position_ids, self._parts())
         states = [hidden_states[index] for index in self.hidden_layers]
-        return head_features(self.head, states, attention_mask, position_ids, self._parts(), cache)
+        return head_features(self.head, self.config, states, attention_mask, position_ids, self._parts(), cache)
 
     def distribution(
         self,

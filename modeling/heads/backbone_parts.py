@@ -11,6 +11,7 @@ from torch import nn
 from torch.func import functional_call
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..decoder_layers import final_norm
 from ..sharding import call_frozen, is_unit
 
 
@@ -29,6 +30,17 @@ class BackboneParts:
     norm: Callable[[torch.Tensor], torch.Tensor]
 
 
+def required(backbone: BackboneParts | None) -> BackboneParts:
+    """Return the parts.
+
+    Raises:
+        RuntimeError: There are none.
+    """
+    if backbone is None:
+        raise RuntimeError("these heads borrow parts of their backbone: call attach(backbone) first")
+    return backbone
+
+
 def backbone_parts(model: PreTrainedModel) -> BackboneParts:
     """The parts of a causal language model, which may have a `backbone_parts` of its own."""
     if own := getattr(model, "backbone_parts", None):
@@ -37,25 +49,8 @@ def backbone_parts(model: PreTrainedModel) -> BackboneParts:
     return BackboneParts(
         unembed=lambda states: _finish(frozen(unembedding, states.to(dtype_of(unembedding, states))), text),
         embed=lambda tokens: frozen(model.get_input_embeddings(), tokens),
-        norm=lambda states: frozen(final_norm(trunk(model)), states),
+        norm=lambda states: frozen(final_norm(model.get_decoder()), states),
     )
-
-
-def trunk(model: PreTrainedModel) -> nn.Module:
-    """The layers of a causal language model, without its head."""
-    return model.get_decoder()
-
-
-def final_norm(body: nn.Module) -> nn.Module:
-    """The norm behind the last layer.
-
-    Raises:
-        ValueError: An architecture that calls it by another name.
-    """
-    for name in ("norm", "final_layer_norm", "final_layernorm", "ln_f"):
-        if hasattr(body, name):
-            return getattr(body, name)
-    raise ValueError(f"{type(body).__name__} has no final norm that heads could share")
 
 
 def _finish(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:

@@ -1,10 +1,15 @@
-"""Small blocks between a hidden state and an unembedding (Medusa, Hydra, blockwise parallel decoding)."""
+"""Parts of Medusa and Hydra heads: blocks between a hidden state and an unembedding, and unembeddings."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 from transformers import initialization as init
+
+from ...configuration import MTPHeadConfig
+from ..tensor_files import Tensors
+from .backbone_parts import BackboneParts, required
+from .ff import FFHead
 
 
 class ResidualBlock(nn.Module):
@@ -99,7 +104,85 @@ def repeated(count: int, tied: bool, width: int) -> Repeated:
     return Repeated([ResidualBlock(width) for _ in range(min(count, 1) if tied else count)], count)
 
 
+class OwnUnembeddings(nn.Module):
+    """A matrix [V, d] per head, and perhaps a bias.
+
+    Args:
+        count: K heads.
+        hidden_size: d.
+        vocab_size: V.
+        bias: Whether logits get a bias [V] per head.
+    """
+
+    def __init__(self, count: int, hidden_size: int, vocab_size: int, bias: bool = False) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(FFHead(hidden_size, vocab_size, 1) for _ in range(count))
+        self.bias = nn.Parameter(torch.zeros(count, vocab_size)) if bias else None
+
+    def forward(self, states: torch.Tensor, index: int, backbone: BackboneParts | None = None) -> torch.Tensor:
+        """Logits [..., V] of head `index` (from 0) at states [..., d]; the backbone is not needed."""
+        logits = self.heads[index](states)[..., 0, :]
+        return logits if self.bias is None else logits + self.bias[index]
+
+    @torch.no_grad()
+    def start_from(self, backbone: BackboneParts) -> None:
+        """Copies the backbone's unembedding, whatever form it has: what it makes of the unit vectors."""
+        weight = self.heads[0].weight
+        unit = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+        for head in self.heads:
+            head.weight.copy_(backbone.unembed(unit).T)
+
+
+class SharedUnembedding(nn.Module):
+    """The backbone's unembedding for every head: no parameters."""
+
+    def forward(self, states: torch.Tensor, index: int, backbone: BackboneParts | None = None) -> torch.Tensor:
+        """Return logits [..., V] at states [..., d]."""
+        return required(backbone).unembed(states)
+
+    def start_from(self, backbone: BackboneParts) -> None:
+        """Nothing to copy."""
+
+
+def unembeddings(
+    config: MTPHeadConfig, hidden_size: int, vocab_size: int, bias: bool = False
+) -> OwnUnembeddings | SharedUnembedding:
+    """Return the unembeddings of all heads but the first, as `config.unembed` says."""
+    if config.unembed == "shared":
+        return SharedUnembedding()
+    return OwnUnembeddings(config.num_drafts, hidden_size, vocab_size, bias)
+
+
+def next_token_logits(hidden_states: torch.Tensor, backbone: BackboneParts | None) -> torch.Tensor:
+    """Return the backbone's own logits [..., V] at last hidden states [..., d], for position 1.
+
+    Raises:
+        RuntimeError: No backbone was given.
+    """
+    return required(backbone).unembed(hidden_states)
+
+
+def untied(tensors: Tensors, heads: int, blocks: int) -> tuple[bool, Tensors]:
+    """Whether the blocks of every head are copies of one, and the tensors without the copies.
+
+    Args:
+        tensors: Among them `blocks.{k}.{j}.linear.{weight, bias}`.
+        heads: How many k.
+        blocks: How many j.
+    """
+    names = [(f"blocks.{k}.0.linear.{part}", f"blocks.{k}.{j}.linear.{part}")
+             for k in range(heads) for j in range(1, blocks) for part in ("weight", "bias")]  # fmt: skip
+    copies = {copy for first, copy in names if _equal(tensors.get(first), tensors.get(copy))}
+    if not names or len(copies) < len(names):
+        return False, tensors
+    return True, {name: tensor for name, tensor in tensors.items() if name not in copies}
+
+
 def _reset(linear: nn.Linear) -> None:
     init.zeros_(linear.weight)
     bound = linear.in_features**-0.5
     init.uniform_(linear.bias, -bound, bound)
+
+
+def _equal(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
+    return first is not None and second is not None and torch.equal(first, second)

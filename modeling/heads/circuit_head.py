@@ -1,4 +1,4 @@
-"""The head of every circuit (MtPC): from a hidden state to the parameters of its distribution."""
+"""The families of circuits (MtPC): from a hidden state to the parameters of a circuit, and to its distribution."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from torch import nn
 from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
+from ...configuration.head_families import BTREE, CP, HMM, HeadFamilyFacts
+from ..sharding import call
 from .backbone_parts import BackboneParts
-from .circuit_families import CIRCUITS
-from .ff import FFHead
-from .shared import SharedHead
+from .circuits import ChainDistribution, MixtureDistribution
+from .family import FAMILIES, Circuit, HeadFamily, exact, register
+from .ff import FFHead, SharedHead
+from .tree_circuit import TreeDistribution
+from .window_distribution import WindowDistribution
 
 
 class CircuitHead(nn.Module):
@@ -33,7 +37,7 @@ class CircuitHead(nn.Module):
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
-        self.num_heads = config.window * config.rank
+        self.num_heads = config.num_depths * config.rank
         if config.leaf == "full":
             _check_memory(config, hidden_size, vocab_size)
         self.leaf = (FFHead if config.leaf == "full" else SharedHead)(hidden_size, vocab_size, self.num_heads)
@@ -42,9 +46,14 @@ class CircuitHead(nn.Module):
         self.sum_weight = nn.Parameter(torch.zeros(sums, hidden_size)) if config.contextual else None
 
     @property
+    def circuit(self) -> Circuit:
+        """What the record of the family says of its parameters."""
+        return _circuit(self.config.head_type)
+
+    @property
     def num_sum_matrices(self) -> int:
         """[r, r] sums beside the root: transitions of an HMM, inner nodes of a BTree."""
-        counts = CIRCUITS[self.config.head_type].sum_counts(self.config.window)
+        counts = self.circuit.sum_counts(self.config.num_depths)
         return counts[-1] if self.config.homogeneous else counts[0]
 
     def forward(
@@ -71,7 +80,7 @@ class CircuitHead(nn.Module):
             leaves = nn.functional.pad(leaves, (0, 0, 0, 0, 0, self.config.window - places))
         parameters = {"leaf_logits": leaves, "root_logits": sums[..., :rank]}
         if self.num_sum_matrices:
-            name = CIRCUITS[self.config.head_type].parameters[1]
+            name = self.circuit.parameters[1]
             parameters[name] = sums[..., rank:].unflatten(-1, (self.num_sum_matrices, rank, rank))
         return parameters
 
@@ -84,7 +93,7 @@ class CircuitHead(nn.Module):
         if self.sum_weight is not None:
             init.normal_(self.sum_weight, std=0.5 * self.sum_weight.shape[1] ** -0.5)
         bias = torch.zeros_like(self.sum_bias) if self.config.contextual else torch.randn_like(self.sum_bias) * 0.5
-        if CIRCUITS[self.config.head_type].persistent:
+        if self.circuit.persistent:
             rank = self.config.rank
             bias[rank:].view(-1, rank, rank).diagonal(dim1=1, dim2=2).add_(self.config.identity_bias)
         init.copy_(self.sum_bias, bias)
@@ -104,7 +113,7 @@ class CircuitHead(nn.Module):
 
 
 def _check_memory(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
-    needed = 4 * config.window * config.rank * hidden_size * vocab_size
+    needed = 4 * config.num_depths * config.rank * hidden_size * vocab_size
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > available:
         raise ValueError(
@@ -112,3 +121,91 @@ def _check_memory(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> N
             f"vocab_size={vocab_size} needs {needed / 2**30:.0f} GiB in float32, and this machine has "
             f"{available / 2**30:.0f} GiB; use leaf='shared', or a smaller rank or window"
         )
+
+
+def circuit_from_logits(
+    head_type: str,
+    *,
+    leaf_logits: torch.Tensor,
+    root_logits: torch.Tensor | None = None,
+    trans_logits: torch.Tensor | None = None,
+    node_logits: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> WindowDistribution:
+    """Builds the distribution of a head family from unnormalised parameters; layouts in the docstring of `circuits`.
+
+    Args:
+        head_type: `"ff"` (leaves only, r = 1), `"cp"` (and root), `"hmm"` (root, trans) or `"btree"` (root, node).
+        leaf_logits: [..., n, r, v].
+        root_logits: [..., r].
+        trans_logits: [..., n - 1 or 1, r, r].
+        node_logits: [..., n - 2, r, r]; None for n = 2.
+        dtype: Of the arithmetic and of what the distribution returns. Models use float32.
+
+    Raises:
+        ValueError: An unknown `head_type`, or parameters that the family lacks or does not have.
+
+    Example:
+        >>> distribution = circuit_from_logits("cp", root_logits=torch.zeros(3), leaf_logits=torch.zeros(4, 3, 10))
+        >>> distribution.condition(torch.tensor(7)).window
+        3
+    """
+    window, rank = leaf_logits.shape[-3], leaf_logits.shape[-2]
+    given = {"root_logits": root_logits, "trans_logits": trans_logits, "node_logits": node_logits}
+    family = _circuit(head_type)
+    wanted = family.shapes(window, rank)
+    for name, value in given.items():
+        _check(head_type, name, value, wanted.get(name))
+    if not family.parameters and rank != 1:
+        raise ValueError(f"leaf_logits: {head_type!r} has rank 1, got {tuple(leaf_logits.shape)}")
+    cast = [None if (value := given[name]) is None else value.to(dtype) for name in family.parameters]
+    return family.distribution(*cast, leaf_logits.to(dtype))
+
+
+def _check(head_type: str, name: str, value: torch.Tensor | None, shapes: list[tuple[int, ...]] | None) -> None:
+    if not shapes:
+        if value is not None:
+            raise ValueError(f"{name}: head_type={head_type!r} has none for this window")
+        return
+    if value is None:
+        raise ValueError(f"{name} is missing: head_type={head_type!r} needs it")
+    if not any(value.shape[-len(shape) :] == shape for shape in shapes):
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; it should end in {' or '.join(map(str, shapes))}")
+
+
+def _circuit(head_type: str) -> Circuit:
+    found = {name: family.circuit for name, family in FAMILIES.items() if family.circuit is not None}
+    if head_type not in found:
+        raise ValueError(f"head_type={head_type!r} is unknown; choose one of {', '.join(found)}")
+    return found[head_type]
+
+
+def _distribution(
+    head: nn.Module,
+    config: MTPHeadConfig,
+    features: torch.Tensor,
+    backbone: BackboneParts | None,
+    start: int = 0,
+    stop: int | None = None,
+) -> WindowDistribution:
+    parameters = call(head, features, backbone, stop)
+    dtype = exact(parameters["leaf_logits"][..., :0]).dtype
+    return circuit_from_logits(config.head_type, dtype=dtype, **parameters)
+
+
+def circuit_family(facts: HeadFamilyFacts, circuit: Circuit) -> HeadFamily:
+    """Return the record of a family of circuits whose parameters `CircuitHead` makes."""
+    return HeadFamily(facts, CircuitHead, _distribution, circuit=circuit)
+
+
+def _steps(window: int) -> tuple[int, ...]:
+    return window - 1, 1
+
+
+def _inner_nodes(window: int) -> tuple[int, ...]:
+    return (max(window - 2, 0),)
+
+
+register(circuit_family(CP, Circuit(MixtureDistribution)))
+register(circuit_family(HMM, Circuit(ChainDistribution, ("root_logits", "trans_logits"), _steps, persistent=True)))
+register(circuit_family(BTREE, Circuit(TreeDistribution, ("root_logits", "node_logits"), _inner_nodes)))

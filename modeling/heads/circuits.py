@@ -2,21 +2,19 @@
 
 Layouts (softmax over the last axis, any leading batch dimensions): `leaf_logits` [..., n, r, v], `root_logits`
 [..., r], `trans_logits` [..., n - 1 or 1, r, r] from row to column, `node_logits` [..., n - 2, r, r] from the parent's
-state to the node's. Position i emits from the latent that owns it.
+state to the node's. Position i emits from the latent that owns it. The tree is in `tree_circuit`.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from functools import cached_property
 from itertools import count
 
 import torch
 
-from ..indices import numbers
 from ..sampling import draw
-from .tree_structure import TreeStructure, Unit, balanced
 from .window_distribution import Choose, WindowDistribution, logsumexp, normalised_logits
 
 Walk = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -87,7 +85,7 @@ class LatentDistribution(WindowDistribution):
         """One mixture of leaves: what comes behind the prefix is looked at by none of the weights that are needed."""
         position = prefix.shape[-1]
         tokens = torch.nn.functional.pad(prefix, (0, self.window - position))
-        weights = _safe(self.owner_weights(self.evidence(tokens))[..., position, :]).softmax(-1)
+        weights = finite_weights(self.owner_weights(self.evidence(tokens))[..., position, :]).softmax(-1)
         leaf = self.leaf_logits[..., position, :, :].softmax(-1)
         return (weights[..., None, :] @ leaf)[..., 0, :].log()
 
@@ -162,7 +160,7 @@ class MixtureDistribution(LatentDistribution):
 
     def condition(self, first: torch.Tensor) -> MixtureDistribution:
         """root'[z] ~ root[z] leaf_1[z, b]."""
-        return MixtureDistribution(_safe(self.root + self._first_evidence(first)), self._leaves_after_first())
+        return MixtureDistribution(finite_weights(self.root + self._first_evidence(first)), self._leaves_after_first())
 
     def _walk(self, unit: Scale) -> Walk:
         weights = self.root.exp()
@@ -214,7 +212,7 @@ class ChainDistribution(LatentDistribution):
 
     def condition(self, first: torch.Tensor) -> ChainDistribution:
         """root'[z_2] = sum_{z_1} q(z_1 | b) trans_1[z_1, z_2]."""
-        posterior = normalised_logits(_safe(self.root + self._first_evidence(first)))
+        posterior = normalised_logits(finite_weights(self.root + self._first_evidence(first)))
         root = posterior if self.window == 1 else logsumexp(posterior[..., None] + self._step(0), -2)
         rest = self.transitions if self.transitions.shape[-3] == 1 else self.transitions[..., 1:, :, :]
         return ChainDistribution(root, rest, self._leaves_after_first(), normalised=True)
@@ -226,111 +224,6 @@ class ChainDistribution(LatentDistribution):
             if position + 1 < self.window:
                 step = steps[..., position if steps.shape[-3] > 1 else 0, :, :]
                 weights = (weights[..., None, :] @ step)[..., 0, :]
-
-
-class TreeDistribution(LatentDistribution):
-    """BTree: q(x) = sum_z root[z_0] prod_{h>0} node_h[z_parent(h), z_h] prod_i leaf_i[z_owner(i), x_i].
-
-    All prefixes at once take one pass up and one down the levels: a prefix has seen every left sibling of the path to
-    its next position, and nothing to the right of it.
-    """
-
-    def __init__(
-        self,
-        root_logits: torch.Tensor,
-        node_logits: torch.Tensor | None,
-        leaf_logits: torch.Tensor,
-        structure: TreeStructure | None = None,
-    ) -> None:
-        super().__init__(leaf_logits)
-        self.structure = structure or balanced(self.window)
-        self.root = normalised_logits(root_logits)
-        self.nodes = None if node_logits is None else normalised_logits(node_logits)
-
-    def _weights_of(self, nodes: tuple[int, ...]) -> torch.Tensor:
-        return _select(self.nodes, [node - 1 for node in nodes], -3)
-
-    def owner_weights(self, evidence: torch.Tensor) -> torch.Tensor:
-        """Messages up (what a whole span says of its parent's state), then weights down."""
-        messages, slots = self._upward(evidence)
-        tree, weights = self.structure, [self.root.expand_as(evidence[..., 0, :])[..., None, :]]
-        order = {0: 0}
-        for level in tree.levels[1:]:
-            parents = [tree.parent[node] for node in level]
-            before = _select(torch.cat(weights, -2), [order[parent] for parent in parents], -2)
-            seen = [self._left_of(Unit(False, node), parent, slots) for node, parent in zip(level, parents)]
-            joint = before + _select(messages, seen, -2)
-            weights.append(logsumexp(joint[..., None] + self._weights_of(level), -2))
-            order |= {node: len(order) + i for i, node in enumerate(level)}
-        owners = [order[owner] for owner in tree.owner]
-        seen = [self._left_of(Unit(True, i), owner, slots) for i, owner in enumerate(tree.owner)]
-        return _select(torch.cat(weights, -2), owners, -2) + _select(messages, seen, -2)
-
-    def _upward(self, evidence: torch.Tensor) -> tuple[torch.Tensor, dict[Unit | None, int]]:
-        """Messages [..., slots, r] over the parent's states, and the slot of each unit (of None: it says nothing)."""
-        tree = self.structure
-        slots: dict[Unit | None, int] = {Unit(True, i): i for i in range(tree.window)} | {None: tree.window}
-        messages = torch.cat([evidence, torch.zeros_like(evidence[..., :1, :])], -2)
-        for level in reversed(tree.levels[1:]):
-            children = ([slots[side[node]] for node in level] for side in (tree.left, tree.right))
-            inside = sum(_select(messages, child, -2) for child in children)
-            upward = logsumexp(self._weights_of(level) + inside[..., None, :], -1)
-            slots |= {Unit(False, node): messages.shape[-2] + i for i, node in enumerate(level)}
-            messages = torch.cat([messages, upward], -2)
-        return messages, slots
-
-    def _left_of(self, unit: Unit, parent: int, slots: dict[Unit | None, int]) -> int:
-        """Slot of what a prefix that reaches `unit` has seen below its parent: the left sibling, or nothing."""
-        return slots[self.structure.left[parent]] if self.structure.right[parent] == unit else slots[None]
-
-    def sample_owners(self, generator: torch.Generator | None = None) -> torch.Tensor:
-        """A state for every state of the parent, followed down the levels: one gather per level."""
-        tree = self.structure
-        states = [draw(self.root.exp(), generator)[..., None]]
-        order = {0: 0}
-        maps = None if self.nodes is None else draw(self.nodes.exp(), generator)
-        for level in tree.levels[1:]:
-            parents = _select(torch.cat(states, -1), [order[tree.parent[node]] for node in level], -1)
-            states.append(_select(maps, [node - 1 for node in level], -2).gather(-1, parents[..., None])[..., 0])
-            order |= {node: len(order) + i for i, node in enumerate(level)}
-        return _select(torch.cat(states, -1), [order[owner] for owner in tree.owner], -1)
-
-    def condition(self, first: torch.Tensor) -> TreeDistribution:
-        """Reweights the path from the first position's owner to the root: log n nodes."""
-        message, nodes, root = self._first_evidence(first), self.nodes, self.root
-        for node in self.structure.path_to_root(0):
-            if node == 0:
-                root = _safe(root + message)
-                continue
-            joint = nodes[..., node - 1, :, :] + message[..., None, :]
-            message, nodes = logsumexp(joint, -1), nodes.clone()
-            nodes[..., node - 1, :, :] = _safe(joint)
-        return TreeDistribution(root, nodes, self._leaves_after_first(), self.structure.without_first())
-
-    def _walk(self, unit: Scale) -> Walk:
-        nodes = None if self.nodes is None else self.nodes.exp()
-        return (yield from self._visit(0, self.root.exp(), nodes, unit))
-
-    def _visit(self, node: int, weights: torch.Tensor, nodes: torch.Tensor | None, unit: Scale) -> Walk:
-        """Walks the span of `node`; returns what the span says of the node's own state."""
-        children = [child for child in (self.structure.left[node], self.structure.right[node]) if child is not None]
-        seen = None
-        for child in children:
-            if child.is_leaf:
-                message = yield weights
-            else:
-                step = nodes[..., child.index - 1, :, :]
-                below = yield from self._visit(child.index, (weights[..., None, :] @ step)[..., 0, :], nodes, unit)
-                message = (step @ below[..., None])[..., 0]
-            if child is not children[-1]:  # nobody asks for the weights behind the last child
-                weights = unit(weights * message)
-            seen = message if seen is None else unit(seen * message)
-        return torch.ones_like(weights) if seen is None else seen
-
-
-def _select(values: torch.Tensor, places: Iterable[int], dim: int) -> torch.Tensor:
-    """Some places of one axis."""
-    return values.index_select(dim, numbers(tuple(places), values.device))
 
 
 def _unit(weights: torch.Tensor) -> torch.Tensor:
@@ -348,7 +241,7 @@ def _now_and_then() -> Scale:
     return lambda weights: weights if next(calls) % 4 else _unit(weights)
 
 
-def _safe(joint: torch.Tensor) -> torch.Tensor:
+def finite_weights(joint: torch.Tensor) -> torch.Tensor:
     """Log weights [..., r] without -inf; where all were, they are equal: after an impossible token any distribution
     will do."""
     return joint.clamp_min(torch.finfo(joint.dtype).min / 4)

@@ -9,25 +9,21 @@ of `generate`.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModel, Cache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import CacheLayerMixin
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from ...configuration import MTPHeadConfig
-from ..deepseek.modules import layer_kind
-from .backbone_parts import backbone_parts, trunk
-from .decoder_layers import check_layers, knows_layer_types, read_config
+from ..decoder_layers import LayerSource, layer_kind, layer_options, read_config
+from .backbone_parts import backbone_parts
 
 Weights = dict[str, torch.Tensor]
 
@@ -123,22 +119,15 @@ class DraftLayers(LayerAdapters):
     """
 
     def __init__(self, config: MTPHeadConfig) -> None:
-        count, backbone = config.draft_layers, read_config(config.backbone_config)
-        with torch.device("meta"):
-            body = AutoModel.from_config(deepcopy(backbone))
-        check_layers(backbone, body)
-        if count > len(body.layers):
-            raise ValueError(f"draft_layers={count}: the backbone has {len(body.layers)} layers")
-        super().__init__(body.layers[-count:], config)
-        self.config = body.config
-        self.kinds = [layer_kind(body.config, index) for index in range(-count, 0)]
-        wanted = inspect.signature(type(self.shells[0][0]).forward).parameters
-        self.cache_name = "layer_past" if "layer_past" in wanted else "past_key_values"
-        for slot, shell in enumerate(self.shells[0]):
-            for module in shell.modules():
-                if hasattr(module, "layer_idx"):
-                    module.layer_idx = slot  # the layer's place in the drafter's own cache
-        self.rotary = type(body.rotary_emb)(body.config)
+        if config.backbone_config is None:
+            raise ValueError("draft_layers: backbone_config is missing; MTPHeads.from_backbone fills it")
+        count, source = config.draft_layers, LayerSource(read_config(config.backbone_config))
+        if count > len(source.layers):
+            raise ValueError(f"draft_layers={count}: the backbone has {len(source.layers)} layers")
+        super().__init__(source.last_layers(count), config)
+        self.config, self.cache_name = source.config, source.cache_name
+        self.kinds = [layer_kind(source.config, index) for index in range(-count, 0)]
+        self.rotary = source.rotary()
 
     def bind(self, backbone: PreTrainedModel) -> BoundLayers:
         """The layers as they stand now, for a step of training or a call of `generate`.
@@ -146,7 +135,7 @@ class DraftLayers(LayerAdapters):
         Raises:
             ValueError: A backbone whose weights are no plain matrices (quantised, offloaded, wrapped by peft).
         """
-        layers = trunk(backbone).layers[-len(self.adapters) :]
+        layers = backbone.get_decoder().layers[-len(self.adapters) :]
         return BoundLayers(self, self.weights(layers), backbone)
 
 
@@ -184,36 +173,19 @@ class BoundLayers:
         dtype = next(iter(self.weights[0].values())).dtype
         states = states.detach().to(dtype)
         for slot, weights in enumerate(self.weights):
-            options = self._options(slot, states, attention_mask, position_ids, cache)
+            options = layer_options(
+                own.config,
+                own.rotary,
+                states,
+                attention_mask,
+                position_ids,
+                cache,
+                own.kinds[slot],
+                slot,
+                own.cache_name,
+            )
             states = own.run(slot, weights, states, **options)
         return self.norm(states)
-
-    def _options(
-        self,
-        slot: int,
-        states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor,
-        cache: Cache | None,
-    ) -> dict[str, Any]:
-        kind, config = self.layers.kinds[slot], self.layers.config
-        make_mask = create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask
-        mask = make_mask(
-            config=config,
-            inputs_embeds=states,
-            attention_mask=attention_mask,
-            past_key_values=cache,
-            position_ids=position_ids,
-            layer_idx=slot,
-        )
-        rotary = self.layers.rotary
-        kinds = [kind] if knows_layer_types(rotary) else []
-        return {
-            "attention_mask": mask,
-            "position_ids": position_ids,
-            "position_embeddings": rotary(states, position_ids, *kinds),
-            self.layers.cache_name: cache,
-        }
 
 
 def _linears(layer: nn.Module) -> list[tuple[str, nn.Module]]:

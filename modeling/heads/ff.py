@@ -1,13 +1,23 @@
-"""Independent heads with unembeddings of their own: one matrix, as EvaByte's checkpoints hold it."""
+"""Independent heads (FF): with unembeddings of their own, as EvaByte's checkpoints hold them, or with a shared one."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from .backbone_parts import BackboneParts
+from ...configuration import MTPHeadConfig
+from ...configuration.head_families import FF
+from ..sharding import call
+from ..tensor_files import Tensors
+from .backbone_parts import BackboneParts, required
 from .chunks import SummedLinear, WeightTotal
+from .family import Circuit, Directory, HeadFamily, HeadLayout, exact, register
+from .window_distribution import FactorisedDistribution, WindowDistribution
 
 
 class FFHead(nn.Module):
@@ -85,3 +95,128 @@ class FFHead(nn.Module):
     def reset_head(self, std: float) -> None:
         """Draws the weights from N(0, std^2)."""
         init.normal_(self.weight, std=std)
+
+
+class SharedHead(nn.Module):
+    """Independent heads on a shared, frozen unembedding W: logits of head i are W A_i h, with A_i = I at the start.
+
+    Memory: N d^2 parameters, whatever the vocabulary.
+
+    Args:
+        hidden_size: d.
+        vocab_size: V.
+        num_heads: N.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, num_heads: int) -> None:
+        super().__init__()
+        self.vocab_size, self.num_heads = vocab_size, num_heads
+        self.maps = nn.Parameter(torch.eye(hidden_size).repeat(num_heads, 1, 1))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        num_heads: int | None = None,
+        backbone: BackboneParts | None = None,
+        start: int = 0,
+    ) -> torch.Tensor:
+        """Logits [..., num_heads - start, V] of hidden states [..., d]; see `FFHead.forward`.
+
+        Raises:
+            RuntimeError: No backbone was given whose unembedding could be used.
+        """
+        maps = self.maps[start:num_heads]
+        return required(backbone).unembed(torch.einsum("...d,nde->...ne", hidden_states.to(maps.dtype), maps))
+
+    def resize(self, vocab_size: int, std: float | None) -> None:
+        """Changes the number of token ids, with the backbone's unembedding; maps know none."""
+        self.vocab_size = vocab_size
+
+    @torch.no_grad()
+    def reset_head(self, std: float) -> None:
+        """Makes every map the identity, whatever `std` is: then every head is the backbone's own."""
+        init.copy_(self.maps, torch.eye(self.maps.shape[-1]).expand_as(self.maps))
+
+
+def vllm_fields(config: MTPHeadConfig, **values: Any) -> dict[str, Any]:
+    """Return the `config.json` of heads that vLLM runs with its own Medusa class."""
+    return {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "truncated_vocab_size": config.vocab_size,
+        "num_heads": config.num_drafts,
+        "max_paths": 64,
+        "topk": 10,
+        **values,
+    }
+
+
+def check_vllm_unembedding(backbone: PreTrainedModel) -> torch.Tensor:
+    """Return the backbone's unembedding [V, d], for vLLM's heads.
+
+    Raises:
+        ValueError: It has a bias.
+    """
+    unembedding = backbone.get_output_embeddings()
+    if unembedding.bias is not None:
+        raise ValueError(
+            f"layout='vllm': the unembedding of {type(backbone).__name__} has a bias, which vLLM's heads lack"
+        )
+    return unembedding.weight
+
+
+def _write_vllm(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
+    """A matrix [V, d] per head from the second token on: the rows of a full leaf, or W A_h of a shared one."""
+    if config.leaf == "full":
+        matrices = tensors["weight"].unflatten(0, (-1, config.vocab_size))
+    else:
+        unembedding = check_vllm_unembedding(backbone)
+        matrices = torch.stack([unembedding @ matrix.T.to(unembedding) for matrix in tensors["maps"]])
+    named = {f"lm_heads.{k}.weight": matrices[k + 1] for k in range(config.num_drafts)}
+    return vllm_fields(config, num_hidden_layers=0), named
+
+
+def _read_vllm(folder: Path) -> Directory:
+    raise ValueError(f"{folder}: heads written for vLLM lack the first one; load the directory they were written from")
+
+
+def _distribution(
+    head: nn.Module,
+    config: MTPHeadConfig,
+    features: torch.Tensor,
+    backbone: BackboneParts | None,
+    start: int = 0,
+    stop: int | None = None,
+) -> WindowDistribution:
+    logits = call(head, features, config.num_depths if stop is None else stop, backbone, start)
+    return FactorisedDistribution(exact(logits.unsqueeze(-2)))
+
+
+def factorised_distribution(
+    head: nn.Module,
+    config: MTPHeadConfig,
+    features: torch.Tensor,
+    backbone: BackboneParts | None,
+    start: int = 0,
+    stop: int | None = None,
+) -> WindowDistribution:
+    """Return the distribution of a module whose forward gives `leaf_logits` of independent positions."""
+    return FactorisedDistribution(exact(call(head, features, backbone, start, stop)["leaf_logits"]))
+
+
+def _build(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> nn.Module:
+    return {"full": FFHead, "shared": SharedHead}[config.leaf](hidden_size, vocab_size, config.num_depths)
+
+
+register(
+    HeadFamily(
+        FF,
+        _build,
+        _distribution,
+        is_independent=True,
+        layouts=[HeadLayout("vllm", lambda folder, fields: False, _read_vllm, lambda config: None, _write_vllm)],
+        circuit=Circuit(FactorisedDistribution, ()),
+    )
+)

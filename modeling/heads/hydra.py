@@ -1,8 +1,13 @@
-"""Heads that read the tokens drafted before them (Hydra), perhaps after a decoder layer of their own (Hydra++)."""
+"""Heads that read the tokens drafted before them (Hydra), perhaps after a decoder layer of their own (Hydra++).
+
+Directories of their authors, `hydra_lm_head.pt` and `config.json`, are read and written.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,12 +15,21 @@ from torch import nn
 from transformers import Cache, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration import MTPHeadConfig
-from .backbone_parts import BackboneParts, backbone_parts
-from .blocks import ConcatBlock, ResidualBlock, repeated
-from .decoder_layers import DecoderLayers, read_config
-from .sequential_distribution import SequentialDistribution
-from .unembeddings import OwnUnembeddings, SharedUnembedding, next_token_logits
-from .window_distribution import FactorisedDistribution, WindowDistribution
+from ...configuration.head_families import HYDRA
+from ..decoder_layers import LayerSource, read_config
+from ..tensor_files import Tensors, below, read_json, read_tensors, refuse_unknown
+from .backbone_parts import BackboneParts, backbone_parts, required
+from .blocks import ConcatBlock, ResidualBlock, next_token_logits, repeated, unembeddings, untied
+from .family import Directory, HeadFamily, HeadLayout, exact, register
+from .layer import DecoderLayers
+from .window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
+
+EMBEDDING = "input_embed_fn.weight"
+"""The backbone's embedding, which the authors' files repeat."""
+_PREFIX = "prefix_embeding_layer."  # sic
+_UNUSED = (_PREFIX + "embed_tokens.weight", _PREFIX + "layers.0.self_attn.rotary_emb.inv_freq")
+_BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(linear|res_connection)\.(weight|bias)$")
+_UNEMBEDDING = re.compile(r"hydra_lm_head\.(\d+)\.(?:1\.)?(weight|bias)$")
 
 
 class HydraHead(nn.Module):
@@ -32,7 +46,7 @@ class HydraHead(nn.Module):
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
-        self.config, self.vocab_size, count = config, vocab_size, config.window - 1
+        self.config, self.vocab_size, count = config, vocab_size, config.num_drafts
         self.prefix = PrefixLayer(config) if config.arch == "prefix-mlp" else None
         self.firsts = nn.ModuleList(
             ConcatBlock((k + 2) * hidden_size, hidden_size) if config.grounded else ResidualBlock(hidden_size)
@@ -40,8 +54,7 @@ class HydraHead(nn.Module):
         )
         later = config.num_blocks - 1
         self.blocks = nn.ModuleList(repeated(later, config.tied_blocks, hidden_size) for _ in range(count))
-        own = config.unembed == "own"
-        self.unembeddings = OwnUnembeddings(count, hidden_size, vocab_size, bias=True) if own else SharedUnembedding()
+        self.unembeddings = unembeddings(config, hidden_size, vocab_size, bias=True)
 
     def features(
         self,
@@ -68,7 +81,7 @@ class HydraHead(nn.Module):
     def _width(self, features: torch.Tensor) -> int:
         return self.firsts[0].linear.out_features if len(self.firsts) else features.shape[-1]
 
-    def logits(self, k: int, state: torch.Tensor, known: torch.Tensor, backbone: BackboneParts) -> torch.Tensor:
+    def logits(self, k: int, state: torch.Tensor, known: torch.Tensor, backbone: BackboneParts | None) -> torch.Tensor:
         """Logits [..., V] of head k (from 0) given s [..., d] and the embeddings of k + 1 tokens [..., k + 1, d]."""
         block = self.firsts[k]
         inputs = (
@@ -91,9 +104,8 @@ class PrefixLayer(nn.Module):
 
     def __init__(self, config: MTPHeadConfig) -> None:
         super().__init__()
-        self.layers = DecoderLayers(read_config(config.backbone_config), 1)
-        self.rotary = self.layers.rotary()
-        self.norm = self.layers.norm()
+        source = LayerSource(read_config(config.backbone_config))
+        self.layers, self.rotary, self.norm = DecoderLayers(source, 1), source.rotary(), source.norm()
 
     def forward(
         self,
@@ -107,27 +119,22 @@ class PrefixLayer(nn.Module):
         return self.norm(self.layers.run([states], self.rotary, attention_mask, position_ids, cache)[0])
 
 
-def hidden_layers(config: MTPHeadConfig) -> list[int]:
+def _hidden_layers(config: MTPHeadConfig) -> list[int]:
     """The states that Hydra heads read: one, and the last."""
     return [-1 - config.state_offset, -1]
 
 
-def attends(config: MTPHeadConfig) -> bool:
-    """Whether there is a decoder layer before the heads."""
-    return config.arch == "prefix-mlp"
-
-
-def layer_config(config: MTPHeadConfig, text: PreTrainedConfig) -> dict[str, Any] | None:
+def _layer_config(config: MTPHeadConfig, text: PreTrainedConfig) -> dict[str, Any] | None:
     """Config of that layer, of the backbone's sizes."""
-    if not attends(config):
+    if not HYDRA.attends(config):
         return None
     heads = text.num_attention_heads
     keys = getattr(text, "num_key_value_heads", None) or heads
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    return prefix_config(text.hidden_size, inner, heads, keys, getattr(text, "rms_norm_eps", 1e-6))
+    return _prefix_config(text.hidden_size, inner, heads, keys, getattr(text, "rms_norm_eps", 1e-6))
 
 
-def prefix_config(hidden_size: int, intermediate_size: int, heads: int, key_heads: int, eps: float) -> dict[str, Any]:
+def _prefix_config(hidden_size: int, intermediate_size: int, heads: int, key_heads: int, eps: float) -> dict[str, Any]:
     """Config of a one-layer Llama; its rope base is 10000 for every backbone."""
     config = LlamaConfig(
         hidden_size=hidden_size,
@@ -142,19 +149,16 @@ def prefix_config(hidden_size: int, intermediate_size: int, heads: int, key_head
     return config.to_dict()
 
 
-def hydra_distribution(
-    head: HydraHead,
+def _distribution(
+    head: nn.Module,
     config: MTPHeadConfig,
     features: torch.Tensor,
     backbone: BackboneParts | None,
     start: int = 0,
     stop: int | None = None,
 ) -> WindowDistribution:
-    """The distribution of the next n tokens given features [..., 2 d] or [..., d], in float32 (float64 kept).
-
-    Conditionals are computed when they are asked for, so that `start` and `stop` (`HeadFamily.distribution`) change
-    nothing.
-    """
+    """The distribution at features [..., 2 d] or [..., d]; conditionals are computed on demand, whatever `stop` is."""
+    assert isinstance(head, HydraHead)
     state = head.state(features)
     known = state[..., None, :][..., :0, :]
 
@@ -163,7 +167,118 @@ def hydra_distribution(
         return head.first(features, backbone) if count == 0 else head.logits(count - 1, state, prefix, backbone)
 
     if config.grounded:
-        return SequentialDistribution(next_logits, backbone.embed, config.window, known)
-    logits = [next_logits(known), *(head.logits(k, state, known, backbone) for k in range(config.window - 1))]
-    dtype = torch.promote_types(logits[0].dtype, torch.float32)
-    return FactorisedDistribution(torch.stack([part.to(dtype) for part in logits], -2).unsqueeze(-2))
+        return SequentialDistribution(next_logits, required(backbone).embed, config.num_depths, known)
+    logits = [next_logits(known), *(head.logits(k, state, known, backbone) for k in range(config.num_drafts))]
+    return FactorisedDistribution(torch.stack([exact(part) for part in logits], -2).unsqueeze(-2))
+
+
+def _read(folder: Path) -> Directory:
+    """Options of the heads and their tensors; the backbone's embedding is among them under its own name.
+
+    Raises:
+        ValueError: An architecture without released weights, or unknown tensors.
+    """
+    values, tensors = read_json(folder / "config.json"), read_tensors(sorted(folder.glob("hydra_lm_head.*"))[-1:])
+    arch = values.get("hydra_head_arch", "mlp")
+    if arch not in ("mlp", "prefix-mlp"):
+        raise ValueError(f"{folder}: hydra_head_arch={arch!r} is not supported; 'mlp' and 'prefix-mlp' are")
+    places = sorted({int(match[2]) for match in map(_BLOCK.match, tensors) if match})
+    ours, rows = {}, {}
+    for name, tensor in tensors.items():
+        if match := _BLOCK.match(name):
+            ours[_our_block(match, places.index(int(match[2])))] = tensor
+        elif match := _UNEMBEDDING.match(name):
+            rows[(int(match[1]), match[2])] = tensor
+        elif name.startswith(_PREFIX) and name not in _UNUSED:
+            ours["prefix." + name.removeprefix(_PREFIX)] = tensor
+    known = (name for name in tensors if _BLOCK.match(name) or _UNEMBEDDING.match(name) or name.startswith(_PREFIX))
+    refuse_unknown(folder, tensors.keys() - {*known, EMBEDDING})
+    heads = 1 + max(k for k, _ in rows)
+    ours |= {f"unembeddings.heads.{k}.weight": rows[k, "weight"] for k in range(heads)}
+    ours["unembeddings.bias"] = torch.stack([rows[k, "bias"] for k in range(heads)])
+    tied, ours = untied(ours, heads, len(places) - 1)
+    vocab_size, width = rows[0, "weight"].shape
+    options = {
+        "head_type": "hydra",
+        "window": heads + 1,
+        "num_blocks": len(places),
+        "tied_blocks": tied,
+        "unembed": "own",
+        "arch": arch,
+        "grounded": values.get("grounded_heads", True),
+        "state_offset": values.get("hidden_state_offset", 0),
+        "hidden_size": width,
+        "vocab_size": vocab_size,
+        "base_model_name_or_path": values.get("base_model_name_or_path"),
+    }
+    if arch == "prefix-mlp":
+        options["backbone_config"] = _stored_layer_config(folder, tensors, vocab_size)
+    return options, ours | ({EMBEDDING: tensors[EMBEDDING]} if EMBEDDING in tensors else {})
+
+
+def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
+    """Fields of config.json and tensors of `hydra_lm_head.pt`."""
+    prefix, embedding = config.arch == "prefix-mlp", backbone.get_input_embeddings().weight
+    named = {EMBEDDING: embedding}
+    for k in range(config.num_drafts):
+        last = "1." if prefix else ""
+        named[f"hydra_lm_head.{k}.{last}weight"] = tensors[f"unembeddings.heads.{k}.weight"]
+        named[f"hydra_lm_head.{k}.{last}bias"] = tensors["unembeddings.bias"][k]
+        for place in range(config.num_blocks):
+            written = 2 * place + 1 if prefix else place  # dropouts stand between the blocks
+            ours = f"firsts.{k}." if place == 0 else f"blocks.{k}.{0 if config.tied_blocks else place - 1}."
+            named |= {f"hydra_mlp.{k}.{written}.{part}": tensor for part, tensor in below(tensors, ours).items()}
+    named |= {_PREFIX + name: tensor for name, tensor in below(tensors, "prefix.").items()}
+    if prefix:  # their loader is strict about what it does not use
+        named |= {_UNUSED[0]: embedding, _UNUSED[1]: _frequencies(config.backbone_config["head_dim"])}
+    fields = {
+        "hydra_num_heads": config.num_drafts,
+        "hydra_num_layers": config.num_blocks,
+        "hydra_head_arch": config.arch,
+        "grounded_heads": config.grounded,
+        "hidden_state_offset": config.state_offset,
+    }
+    return fields, named
+
+
+def _frequencies(head_dim: int) -> torch.Tensor:
+    return 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
+
+
+def _our_block(match: re.Match[str], rank: int) -> str:
+    place = f"firsts.{match[1]}" if rank == 0 else f"blocks.{match[1]}.{rank - 1}"
+    return f"{place}.{match[3]}.{match[4]}"
+
+
+def _stored_layer_config(folder: Path, tensors: Tensors, vocab_size: int) -> dict[str, Any]:
+    """Shapes say all but the norm's epsilon, which is that of the backbones these heads were released for."""
+    frequencies = tensors.get(_UNUSED[1])
+    if frequencies is None:
+        raise ValueError(f"{folder}: without {_UNUSED[1]} the number of attention heads is not known")
+    head_dim = 2 * len(frequencies)
+    inner, width = tensors[_PREFIX + "layers.0.mlp.gate_proj.weight"].shape
+    keys = len(tensors[_PREFIX + "layers.0.self_attn.k_proj.weight"])
+    return _prefix_config(width, inner, width // head_dim, keys // head_dim, eps=1e-6)
+
+
+register(
+    HeadFamily(
+        HYDRA,
+        HydraHead,
+        _distribution,
+        features=lambda head, *context: head.features(*context),
+        hidden_layers=_hidden_layers,
+        layer_config=_layer_config,
+        start_from=lambda head, backbone: head.start_from(backbone),
+        layouts=[
+            HeadLayout(
+                "hydra",
+                lambda folder, fields: bool(list(folder.glob("hydra_lm_head.*"))),
+                _read,
+                lambda config: None if config.unembed == "own" else "it holds unembed='own', not unembed='shared'",
+                _write,
+                "hydra_lm_head.pt",  # the only form that their code reads
+            )
+        ],
+    )
+)

@@ -16,10 +16,10 @@ from ..deepseek.losses import chain_loss
 from ..deepseek.readout import Readout
 from ..loss_options import LossOptions
 from ..outputs import MTPOutput
+from ..tensor_files import below
 from ..trainable import DepthCountsMixin
 from .attached import MTPHeads
 from .losses import IGNORE, counts_of_update, depth_targets
-from .tensor_files import below
 
 BACKBONE = "backbone"
 """Directory of the backbone, or of its adapters, within that of the heads."""

@@ -1,18 +1,85 @@
-"""Heads that are decoder layers on the states below the backbone's last layer (Gloeckle et al., Mehra et al.)."""
+"""Heads that are decoder layers on the states below the backbone's last layer (Gloeckle et al., Mehra et al.).
+
+Directories of facebook/multi-token-prediction, `consolidated.pth` and `params.json`, are read and written. Their
+numbered layers are the trunk and, last, head 1; `extra_heads.{j}` are the others, on the same trunk. With head 1 as its
+last layer the rest is a plain Llama.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, LlamaConfig, PreTrainedModel
 from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
-from .backbone_parts import BackboneParts, trunk
-from .decoder_layers import DecoderLayers, read_config
-from .one_by_one import sums_one_by_one
+from ...configuration.head_families import LAYER
+from ..decoder_layers import LayerSource, layer_kind, layer_options, read_config
+from ..tensor_files import Tensors, read_json, read_tensors, refuse_unknown
+from .backbone_parts import BackboneParts
+from .chunks import sums_one_by_one
+from .family import Directory, HeadFamily, HeadLayout, register
+from .ff import factorised_distribution
+
+FILE, PARAMS = "consolidated.pth", "params.json"
+_LAYER = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+_ELSE = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+_PLACES = {"layers": "model.layers", "extra_heads": "extra_heads"}
+_NAME = re.compile(r"(layers|extra_heads)\.(\d+)\.(.+)\.weight$")
+
+
+class DecoderLayers(nn.ModuleList):
+    """New layers like a model's last one, side by side over one sequence of states.
+
+    Args:
+        source: The model's layers.
+        count: How many.
+    """
+
+    def __init__(self, source: LayerSource, count: int) -> None:
+        super().__init__(source.new_layers(count))
+        self.config, self.cache_name = source.config, source.cache_name
+
+    def run(
+        self,
+        inputs: Sequence[torch.Tensor],
+        rotary: nn.Module,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        cache: Cache | None = None,
+    ) -> list[torch.Tensor]:
+        """Return every layer's output [B, T, d] for its own input; arguments as for `layer_options`."""
+        options = self.options(inputs[0], rotary, attention_mask, position_ids, cache)
+        return [layer(part, **options) for layer, part in zip(self, inputs)]
+
+    def options(
+        self,
+        states: torch.Tensor,
+        rotary: nn.Module,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        cache: Cache | None = None,
+    ) -> dict[str, Any]:
+        """Return what every layer takes besides its states."""
+        kind = layer_kind(self.config, -1)
+        return layer_options(
+            self.config, rotary, states, attention_mask, position_ids, cache, kind, cache_name=self.cache_name
+        )
 
 
 class LayerHead(nn.Module):
@@ -32,9 +99,9 @@ class LayerHead(nn.Module):
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
         count = config.window - (config.first == "backbone")
-        self.layers = DecoderLayers(read_config(config.backbone_config), count)
-        self.rotary = self.layers.rotary()
-        mixed = len(hidden_layers(config)) - 1
+        source = LayerSource(read_config(config.backbone_config))
+        self.layers, self.rotary = DecoderLayers(source, count), source.rotary()
+        mixed = len(_hidden_layers(config)) - 1
         self.mix = nn.Parameter(torch.zeros(count, mixed)) if config.mix == "weighted" else None
 
     def features(
@@ -124,7 +191,7 @@ class LayerHead(nn.Module):
 
     def start_from(self, backbone: PreTrainedModel) -> None:
         """Every layer starts as the backbone's last one, as its adapters, if it has any, make it."""
-        weights = _merged(trunk(backbone).layers[-1])
+        weights = _merged(backbone.get_decoder().layers[-1])
         for layer in self.layers:
             layer.load_state_dict(weights)
 
@@ -144,9 +211,159 @@ def _merged(layer: nn.Module) -> dict[str, torch.Tensor]:
     return weights
 
 
-def hidden_layers(config: MTPHeadConfig) -> list[int]:
+def _hidden_layers(config: MTPHeadConfig) -> list[int]:
     """The states that layer heads read: below the last layer, and the last."""
     if config.mix == "none":
         return [-2, -1]
     layers = read_config(config.backbone_config).get_text_config().num_hidden_layers
     return [*range(1, layers), -1]
+
+
+def _read(folder: Path) -> Directory:
+    """Options of the heads and their tensors.
+
+    Raises:
+        ValueError: A model without further heads.
+    """
+    config, tensors, count = _read_model(folder)
+    if count < 2:
+        raise ValueError(
+            f"{folder}: n_future_tokens={count}: a plain Llama without heads; MTPHeads.backbone_from_official loads it"
+        )
+    heads = {name.replace("extra_heads", "layers"): part for name, part in tensors.items() if "extra_heads" in name}
+    options = {
+        "head_type": "layer",
+        "window": count,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "backbone_config": config.to_dict(),
+    }
+    return options, heads
+
+
+def read_backbone(folder: Path) -> tuple[LlamaConfig, Tensors]:
+    """The Llama whose last layer is head 1."""
+    config, tensors, _ = _read_model(folder)
+    return config, {name: tensor for name, tensor in tensors.items() if not name.startswith("extra_heads")}
+
+
+def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
+    """Fields of params.json and tensors of `consolidated.pth`, which holds the backbone too."""
+    values, named = config.backbone_config or {}, {}
+    heads = values["num_attention_heads"]
+    back = {ours: theirs for theirs, ours in _ELSE.items()}
+    for name, tensor in backbone.state_dict().items():
+        match = re.match(r"model\.layers\.(\d+)\.(.+)\.weight$", name)
+        written = f"layers.{match[1]}" if match else back[name.removesuffix(".weight")] + ".weight"
+        named |= _layer_tensor(written, match[2], tensor, values) if match else {written: tensor}
+    for name, tensor in tensors.items():
+        _, index, part = name.removesuffix(".weight").split(".", 2)
+        named |= _layer_tensor(f"extra_heads.{index}", part, tensor, values)
+    fields = {
+        "dim": config.hidden_size,
+        "n_heads": heads,
+        "n_kv_heads": values["num_key_value_heads"],
+        "n_layers": values["num_hidden_layers"] + config.num_drafts,
+        "multiple_of": 1,
+        "norm_eps": values["rms_norm_eps"],
+        "vocab_size": config.vocab_size,
+        "n_future_tokens": config.window,
+        "rope_theta": values["rope_parameters"]["rope_theta"],
+    }
+    return fields, named
+
+
+_PARAMS = ("dim", "n_heads", "n_layers", "norm_eps")
+_TENSORS = ("tok_embeddings.weight", "layers.0.feed_forward.w1.weight")
+
+
+def _read_model(folder: Path) -> tuple[LlamaConfig, Tensors, int]:
+    params, tensors = read_json(folder / PARAMS), read_tensors([folder / FILE])
+    tensors.pop("rope.freqs", None)
+    for found, needed, file in ((params, _PARAMS, PARAMS), (tensors, _TENSORS, FILE)):
+        if missing := [name for name in needed if name not in found]:
+            raise ValueError(f"{folder / file} holds no {', '.join(missing)}")
+    count, width, heads = params.get("n_future_tokens", 1), params["dim"], params["n_heads"]
+    config = LlamaConfig(
+        hidden_size=width,
+        vocab_size=len(tensors["tok_embeddings.weight"]),
+        intermediate_size=len(tensors["layers.0.feed_forward.w1.weight"]),
+        num_hidden_layers=params["n_layers"] - count + 1,
+        num_attention_heads=heads,
+        num_key_value_heads=params.get("n_kv_heads") or heads,
+        head_dim=width // heads,
+        rms_norm_eps=params["norm_eps"],
+        rope_parameters={"rope_theta": params.get("rope_theta", 10000.0), "rope_type": "default"},
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return config, _renamed(folder, tensors, config), count
+
+
+def _renamed(folder: Path, tensors: Tensors, config: LlamaConfig) -> Tensors:
+    ours, unknown = {}, []
+    for name, tensor in tensors.items():
+        match, stem = _NAME.match(name), name.removesuffix(".weight")
+        if match and match[3] in _LAYER:
+            part = _LAYER[match[3]]
+            ours[f"{_PLACES[match[1]]}.{match[2]}.{part}.weight"] = _half_split(part, tensor, config.head_dim)
+        elif stem in _ELSE:
+            ours[_ELSE[stem] + ".weight"] = tensor
+        else:
+            unknown.append(name)
+    refuse_unknown(folder, unknown)
+    return ours
+
+
+def _refusal(config: MTPHeadConfig) -> str | None:
+    kind = (config.backbone_config or {}).get("model_type")
+    if config.first != "backbone" or config.mix != "none":
+        return f"it holds first='backbone' and mix='none', not first={config.first!r} and mix={config.mix!r}"
+    return None if kind == "llama" else f"it holds Llama layers, not model_type={kind!r}"
+
+
+def _layer_tensor(place: str, part: str, tensor: torch.Tensor, values: dict[str, Any]) -> Tensors:
+    theirs = next(theirs for theirs, ours in _LAYER.items() if ours == part)
+    head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    return {f"{place}.{theirs}.weight": _interleaved(part, tensor, head_dim)}
+
+
+def _half_split(part: str, weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows of queries and keys from rope pairs (0, 1), (2, 3), .. to pairs (i, i + D / 2)."""
+    if part not in ("self_attn.q_proj", "self_attn.k_proj"):
+        return weight
+    return weight.view(-1, head_dim // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def _interleaved(part: str, weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """The inverse of `_half_split`."""
+    if part not in ("self_attn.q_proj", "self_attn.k_proj"):
+        return weight
+    return weight.view(-1, 2, head_dim // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+register(
+    HeadFamily(
+        LAYER,
+        LayerHead,
+        factorised_distribution,
+        features=lambda head, *context: head.features(*context),
+        hidden_layers=_hidden_layers,
+        layer_config=lambda config, text: text.to_dict(),
+        start_from=lambda head, backbone: head.start_from(backbone),
+        is_independent=True,
+        one_by_one=lambda config: config.mix == "none",
+        layouts=[
+            HeadLayout(
+                "gloeckle",
+                lambda folder, fields: (folder / PARAMS).is_file(),
+                _read,
+                _refusal,
+                _write,
+                FILE,  # the only form that their code reads
+                PARAMS,
+            )
+        ],
+    )
+)

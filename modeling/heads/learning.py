@@ -12,6 +12,7 @@ from ..outputs import MTPOutput
 from ..sharding import is_unit
 from ..trainable import DepthCountsMixin
 from .losses import IGNORE, check_targets, counts_of_update, depth_targets, depth_weights, head_loss
+from .registry import family_of
 
 States = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
 
@@ -163,7 +164,7 @@ class LearningMixin(DepthCountsMixin):
         config = self.config
         plain = config.loss_target == "labels" and config.loss_balance == "none"
         plain = plain and not any(map(is_unit, self.head.modules()))
-        return config.head_type == "layer" and config.mix == "none" and plain
+        return plain and family_of(config).one_by_one(config)
 
     def loss_scale(self, first: float = 1.0) -> torch.Tensor:
         """What the depths of the loss are multiplied with besides weights, [n]: lambda, and `first` at depth 1."""

@@ -1,15 +1,27 @@
-"""Independent heads of residual blocks on the last hidden state (Medusa; blockwise parallel decoding)."""
+"""Independent heads of residual blocks on the last hidden state (Medusa; blockwise parallel decoding).
+
+Directories that are read and written: the authors' (version 1, 2, merged into a model) and vLLM's. Authors':
+`{k}.{j}.linear.{weight, bias}` for head k and block j, `{k}.{blocks}.weight` its unembedding (version 2 has none).
+Merged: the same after `medusa_head.` in a model's files. vLLM: `blocks.{k}.layers.{j}.*` and `lm_heads.{k}.weight`.
+"""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ...configuration import MTPHeadConfig
+from ...configuration.head_families import MEDUSA
+from ..tensor_files import Tensors, read_json, read_tensors, refuse_unknown
 from .backbone_parts import BackboneParts, backbone_parts
-from .blocks import FeedForwardBlock, Repeated, repeated
-from .unembeddings import OwnUnembeddings, SharedUnembedding, next_token_logits
+from .blocks import FeedForwardBlock, Repeated, next_token_logits, repeated, unembeddings, untied
+from .family import Directory, HeadFamily, HeadLayout, exact, register
+from .ff import check_vllm_unembedding, factorised_distribution, vllm_fields
 
 
 class MedusaHead(nn.Module):
@@ -24,10 +36,9 @@ class MedusaHead(nn.Module):
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
-        self.vocab_size, count = vocab_size, config.window - 1
-        self.blocks = nn.ModuleList(_blocks(config, hidden_size) for _ in range(count))
-        own = config.unembed == "own"
-        self.unembeddings = OwnUnembeddings(count, hidden_size, vocab_size) if own else SharedUnembedding()
+        self.vocab_size = vocab_size
+        self.blocks = nn.ModuleList(_blocks(config, hidden_size) for _ in range(config.num_drafts))
+        self.unembeddings = unembeddings(config, hidden_size, vocab_size)
 
     def forward(
         self,
@@ -36,20 +47,19 @@ class MedusaHead(nn.Module):
         start: int = 0,
         stop: int | None = None,
     ) -> dict[str, torch.Tensor]:
-        """`leaf_logits` [..., n, 1, V] of last hidden states [..., d], or those of the places start .. stop - 1.
+        """`leaf_logits` [..., n, 1, V] of last hidden states [..., d], or those of the positions start .. stop - 1.
 
         Raises:
             RuntimeError: No backbone was given.
         """
-        places = range(len(self.blocks) + 1)[start:stop]
-        logits = [self._logits(place, hidden_states, backbone) for place in places]
-        dtype = torch.promote_types(logits[0].dtype, torch.float32)
-        return {"leaf_logits": torch.stack([part.to(dtype) for part in logits], -2).unsqueeze(-2)}
+        positions = range(len(self.blocks) + 1)[start:stop]
+        logits = [self._logits(position, hidden_states, backbone) for position in positions]
+        return {"leaf_logits": torch.stack([exact(part) for part in logits], -2).unsqueeze(-2)}
 
-    def _logits(self, place: int, hidden_states: torch.Tensor, backbone: BackboneParts | None) -> torch.Tensor:
-        if place == 0:
+    def _logits(self, position: int, hidden_states: torch.Tensor, backbone: BackboneParts | None) -> torch.Tensor:
+        if position == 0:
             return next_token_logits(hidden_states, backbone)
-        return self.unembeddings(self.blocks[place - 1](hidden_states), place - 1, backbone)
+        return self.unembeddings(self.blocks[position - 1](hidden_states), position - 1, backbone)
 
     def start_from(self, backbone: PreTrainedModel) -> None:
         """Every unembedding starts as the backbone's."""
@@ -61,3 +71,140 @@ def _blocks(config: MTPHeadConfig, hidden_size: int) -> Repeated:
         return repeated(config.num_blocks, config.tied_blocks, hidden_size)
     inner = config.block_size or 4 * hidden_size
     return Repeated([FeedForwardBlock(hidden_size, inner) for _ in range(config.num_blocks)], config.num_blocks)
+
+
+_OFFICIAL = {
+    re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)$"): "blocks.{0}.{1}.linear.{2}",
+    re.compile(r"(\d+)\.\d+\.(weight)$"): "unembeddings.heads.{0}.{1}",
+}
+_VLLM = {
+    re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$"): "blocks.{0}.{1}.linear.{2}",
+    re.compile(r"lm_heads\.(\d+)\.(weight)$"): "unembeddings.heads.{0}.{1}",
+}
+
+
+def _read_official(folder: Path) -> Directory:
+    """Options of the heads and their tensors, from `medusa_lm_head.*` or the files of a merged model."""
+    values = read_json(folder / "config.json")
+    if files := sorted(folder.glob("medusa_lm_head.*")):
+        tensors = read_tensors(files[-1:])  # safetensors rather than a pickle
+    else:
+        tensors = read_tensors(sorted(folder.glob("*.safetensors")), "medusa_head.")
+    return _options(folder, values, _renamed(folder, tensors, _OFFICIAL))
+
+
+def _read_vllm(folder: Path) -> Directory:
+    """Options of the heads and their tensors, from a directory that vLLM serves."""
+    values = read_json(folder / "config.json")
+    tensors = read_tensors(sorted(folder.glob("*.safetensors")))
+    tensors = {name.removeprefix("medusa_heads."): tensor for name, tensor in tensors.items()}
+    if "token_map" in tensors:
+        raise ValueError(f"{folder}: token_map, a vocabulary of {len(tensors['token_map'])} tokens, is not supported")
+    if values.get("original_lm_head"):
+        tensors.pop("lm_heads.0.weight", None)
+    ours = _renamed(folder, tensors, _VLLM)
+    for name, tensor in list(ours.items()):
+        if name.endswith("linear.weight"):
+            ours.setdefault(name.removesuffix("weight") + "bias", tensor.new_zeros(len(tensor)))
+    return _options(folder, values, ours)
+
+
+def _write_official(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
+    """Fields and tensors of a version 1 directory, or of version 2 where the unembedding is the backbone's."""
+    fields: dict[str, Any] = {"medusa_num_heads": config.num_drafts, "medusa_num_layers": config.num_blocks}
+    if config.unembed == "shared":
+        fields["version"] = "2"
+    named = {}
+    for k in range(config.num_drafts):
+        for j in range(config.num_blocks):
+            named |= {f"{k}.{j}.linear.{part}": _block(config, tensors, k, j, part) for part in ("weight", "bias")}
+        if config.unembed == "own":
+            named[f"{k}.{config.num_blocks}.weight"] = tensors[f"unembeddings.heads.{k}.weight"]
+    return fields, named
+
+
+def _write_vllm(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
+    """Fields and tensors of a directory that vLLM serves; biases are announced, which it would else drop in silence."""
+    own = config.unembed == "own"
+    fields = vllm_fields(config, num_hidden_layers=config.num_blocks, medusa_fc_bias=True)
+    if not own:
+        fields["original_lm_head"] = True
+    named = {} if own else {"lm_heads.0.weight": check_vllm_unembedding(backbone)}
+    for k in range(config.num_drafts):
+        for j in range(config.num_blocks):
+            for part in ("weight", "bias"):
+                named[f"blocks.{k}.layers.{j}.{part}"] = _block(config, tensors, k, j, part)
+        if own:
+            named[f"lm_heads.{k}.weight"] = tensors[f"unembeddings.heads.{k}.weight"]
+    return fields, named
+
+
+def _block(config: MTPHeadConfig, tensors: Tensors, k: int, j: int, part: str) -> torch.Tensor:
+    return tensors[f"blocks.{k}.{0 if config.tied_blocks else j}.linear.{part}"]
+
+
+def _refusal(config: MTPHeadConfig) -> str | None:
+    return None if config.block == "residual" else f"it holds block='residual', not block={config.block!r}"
+
+
+def _is_official(folder: Path, fields: dict[str, Any]) -> bool:
+    return bool(list(folder.glob("medusa_lm_head.*"))) or "medusa_num_heads" in fields
+
+
+def _renamed(folder: Path, tensors: Tensors, patterns: dict[re.Pattern[str], str]) -> Tensors:
+    ours = {}
+    for name, tensor in tensors.items():
+        for pattern, template in patterns.items():
+            if match := pattern.match(name):
+                ours[template.format(*match.groups())] = tensor
+                break
+    refuse_unknown(folder, (name for name in tensors if not any(pattern.match(name) for pattern in patterns)))
+    return ours
+
+
+def _options(folder: Path, values: dict[str, Any], ours: Tensors) -> Directory:
+    """The weights decide on all counts: released configs say 2 heads where there are 5."""
+    places = [tuple(map(int, name.split(".")[1:3])) for name in ours if name.endswith("linear.weight")]
+    if not places:
+        if "unembeddings.heads.0.weight" in ours:
+            raise ValueError(
+                f"{folder}: heads without blocks are independent ('ff') heads written for vLLM, which lack the first "
+                "one; load the directory that they were written from"
+            )
+        raise ValueError(f"{folder}: no Medusa heads among its tensors")
+    heads, blocks = (1 + max(numbers) for numbers in zip(*places))
+    unembedding = ours.get("unembeddings.heads.0.weight")
+    width = next(tensor.shape[1] for name, tensor in ours.items() if name.endswith("linear.weight"))
+    tied, ours = untied(ours, heads, blocks)
+    options = {
+        "head_type": "medusa",
+        "window": heads + 1,
+        "num_blocks": blocks,
+        "tied_blocks": tied,
+        "unembed": "shared" if unembedding is None else "own",
+        "hidden_size": width,
+        "vocab_size": values.get("vocab_size") if unembedding is None else len(unembedding),
+        "base_model_name_or_path": values.get("base_model_name_or_path"),
+    }
+    return options, ours
+
+
+register(
+    HeadFamily(
+        MEDUSA,
+        MedusaHead,
+        factorised_distribution,
+        start_from=lambda head, backbone: head.start_from(backbone),
+        is_independent=True,
+        layouts=[
+            HeadLayout(
+                "vllm",
+                lambda folder, fields: fields.get("model_type") == "medusa",
+                _read_vllm,
+                _refusal,
+                _write_vllm,
+            ),
+            HeadLayout("medusa", _is_official, _read_official, _refusal, _write_official, "medusa_lm_head.safetensors"),
+        ],
+    )
+)

@@ -13,12 +13,11 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration.options import check_options
 from ...configuration.ptp import SAMPLING, PTPConfig
-from ...generation.parallel_mixin import ParallelGenerationMixin
+from ...generation.parallel import ParallelGenerationMixin
 from ..checkpointing import caches_kept
 from ..copies import PicklableMixin
 from ..heads.losses import check_targets, depth_targets
-from ..heads.sequential_distribution import SequentialDistribution
-from ..heads.window_distribution import FactorisedDistribution, WindowDistribution
+from ..heads.window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..merging import merged_copy

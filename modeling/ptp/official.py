@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from ...configuration.ptp import PTPConfig
-from ..heads.tensor_files import naming
+from ..tensor_files import naming
 
 _EMBEDDINGS = {"binary": ("bits", True), "linear_interpolation": ("interpolate", False)}
 _PREFIXES = re.compile(r"^(module\.|base_model\.model\.|student\.|backbone\.)+")

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..heads.joint import load_trained
-from ..heads.tensor_files import below
+from ..tensor_files import below
 from ..unwrapping import unwrap
 from .backbones import check_config, check_model
 from .masks import additive_mask, packed_mask, packed_positions

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.ptp import PTPConfig, PTPStudentConfig
-from ...generation.attachment import AttachableDrafter, adopt_special_ids
-from ...generation.parallel_drafter import ParallelDrafter
+from ...generation.attach import AttachableDrafter, adopt_special_ids
+from ...generation.parallel import ParallelDrafter
 from ..heads.window_distribution import WindowDistribution
 from ..loading import StrictLoadingMixin
 from ..merging import adapter_marks
@@ -45,6 +45,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
 
     config_class = PTPStudentConfig
     remote_classes = {"AutoModel": "PTPStudent"}
+    travels_when_pushed = False
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True

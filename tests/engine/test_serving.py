@@ -41,6 +41,6 @@ def test_texts_are_plain_decodings_and_drafts_are_ours(answered):
 
 def test_the_library_is_imported_beside_vllm(interpreter, benchmarks):
     """Its pin of transformers is older than ours."""
-    code = "import tokenahead, transformers; from tokenahead.generation.vllm_proposer import register; register()"
+    code = "import tokenahead, transformers; from tokenahead.model_cards.vllm_proposer import register; register()"
     environment = os.environ | {"PYTHONPATH": str(benchmarks), "HF_HUB_OFFLINE": "1"}
     subprocess.run([interpreter, "-c", code], env=environment, check=True, cwd=benchmarks)

@@ -223,8 +223,8 @@ def test_the_first_screen_is_filled_between_its_comments(box: Path, tmp_path: Pa
     assert readme.read_text().startswith("before\n") and readme.read_text().endswith("\nafter\n")
 
 
-def test_the_readme_shows_the_results_of_the_released_box() -> None:
-    shown = card.block_of((ROOT / "README.md").read_text(encoding="utf-8"))
+def test_the_documentation_shows_the_results_of_the_released_box() -> None:
+    shown = card.block_of((ROOT / "docs" / "box.md").read_text(encoding="utf-8"))
     assert shown == card.first_screen(read_reports(box_folder() / "figures.json"))
 
 

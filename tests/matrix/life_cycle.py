@@ -58,7 +58,7 @@ def by_its_own_code(thing: Any, folder: Path) -> Any:
     if not isinstance(thing, TravellingMixin):
         return reloaded(thing, folder)
     place = folder / str(id(thing))
-    thing.save_pretrained(place)
+    thing.save_pretrained(place, remote_code="bundle")
     names = json.loads((place / "config.json").read_text(encoding="utf-8"))["auto_map"]
     kind = get_class_from_dynamic_module(names.get("AutoModelForCausalLM") or names["AutoModel"], place)
     assert kind.__module__.startswith("transformers_modules.")

@@ -77,7 +77,7 @@ def test_parallel_prediction_says_what_its_slots_were_learned_for(variant, draft
     assert table_row(card, "Learned for") == ["temperature 1.0, top_k 0, top_p 0.9"]
     assert table_row(card, "Width") == ["16"]  # the backbone's
     assert table_row(card, "greedy")[-1] == "yes"
-    for shown in ('PTPForCausalLM.from_pretrained("me/parallel")', "seed=7", "learned for one law"):
+    for shown in ('PTPForCausalLM.from_pretrained("me/parallel")', "seed=7", "learned for one distribution"):
         assert shown in card.text
     assert table_row(render_card(model.config, None), "Class") == ["`PTPForCausalLM` (`model_type` `ptp`)"]
 
@@ -150,7 +150,9 @@ def test_parts_of_the_annotated_template(kind, model, results):
     found["eagle"] = EagleHead(EagleHeadConfig(hidden_size=16, num_attention_heads=2, vocab_size=64))
     hyperparameters = {"learning_rate": 0.001}
     texts = {"training_data": "Novels.", "training_description": "Slowly.", "out_of_scope": "- Poems."}
-    card = render_card(found[kind], results, language="en", hyperparameters=hyperparameters, **texts)
+    card = render_card(
+        found[kind], results, language="en", hyperparameters=hyperparameters, remote_code="bundle", **texts
+    )
     headings = [line.lstrip("# ") for line in card.text.splitlines() if line.startswith("##")]
     assert set(SECTIONS) <= set(headings)
     for shown in ("Novels.", "Slowly.", "- Poems.", "learning_rate: 0.001", "@article{"):

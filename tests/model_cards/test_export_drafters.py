@@ -33,8 +33,14 @@ def test_circuits_go_through_the_proposer(kind, tmp_path):
     assert speculative["method"] == "custom_class" and speculative["num_speculative_tokens"] == 3
     assert options_of(report.command, "--additional-config") == {"tokenahead_heads": str(tmp_path)}
     module, _, name = speculative["model"].rpartition(".")
-    assert module == "tokenahead.generation.vllm_proposer" and getattr(vllm_proposer, name)
+    assert module == "tokenahead.model_cards.vllm_proposer" and getattr(vllm_proposer, name)
     assert "pip install --no-deps tokenahead" in str(report) and MTPHeads.from_pretrained(tmp_path).window == 4
+
+
+def test_blocks_that_vllm_does_not_know_go_through_the_proposer(tmp_path):
+    report = export(MTPHeads.from_backbone(backbone(), window=4, **KINDS["blockwise"]), tmp_path)
+    assert options_of(report.command, "--speculative-config")["method"] == "custom_class"
+    assert "were run in vLLM" not in str(report)
 
 
 @pytest.mark.parametrize(("version", "method"), [(1, "eagle"), (3, "eagle3")])
@@ -57,10 +63,12 @@ def test_states_that_vllm_would_hand_over_otherwise_are_refused(tmp_path):
 
 
 def test_what_engines_cannot_run_is_refused_by_name(tmp_path):
-    for kind in ("hydra", "layer", "blockwise"):
+    for kind, reads in (("hydra", "embeddings"), ("layer", "positions")):
         heads = MTPHeads.from_backbone(backbone(), window=3, **KINDS[kind])
-        with pytest.raises(ValueError, match=f"cannot run heads of head_type='{heads.config.head_type}'"):
+        with pytest.raises(ValueError, match=f"head_type='{kind}'.*{reads}"):
             export(heads, tmp_path / "out")
+    with pytest.raises(ValueError, match="draft layers"):
+        export(MTPHeads.from_backbone(backbone(), window=3, draft_layers=1), tmp_path / "out")
     with pytest.raises(ValueError, match="engine='sglang'"):
         export(MTPHeads.from_backbone(backbone(), window=3), tmp_path / "out", "sglang")
     assert not (tmp_path / "out").exists()

@@ -149,9 +149,11 @@ def test_asked_for_another_model_is_replaced_and_a_card_written(pushed):
 
 
 def test_code_travels_in_the_same_commit(pushed):
-    for repo in ("me/toy", "me/plain", "me/heads"):
+    for repo in ("me/toy", "me/plain"):
         files = pushed.hub.repositories[repo].files
         assert "tokenahead_code/generation_loop.py" in files and b"auto_map" in files["config.json"].data
+    files = pushed.hub.repositories["me/heads"].files
+    assert not [name for name in files if "code" in name] and b"auto_map" not in files["config.json"].data
 
 
 def test_hub_knew_every_request(pushed):

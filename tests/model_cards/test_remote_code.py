@@ -1,4 +1,4 @@
-"""Directories load where tokenahead is not installed: same logits, same texts, greedy and sampled, with drafts.
+"""Directories with their code load where tokenahead is not installed: same logits and texts, with drafts.
 
 Everything is saved here, and loaded in one process that knows torch and transformers alone (clean_client.py).
 """
@@ -29,7 +29,7 @@ def save_models(folder: Path) -> dict:
         model = family_model("mimo").eval() if name == "mimo" else every_model(name)
         found[name] = {"prompt": prompt_for(model)}
         found[name] |= spoken(model, found[name]["prompt"])
-        model.save_pretrained(folder / name)
+        model.save_pretrained(folder / name, remote_code="bundle")
     return found
 
 
@@ -55,14 +55,14 @@ def save_drafters(folder: Path) -> dict:
     found = {}
     for name, drafter in drafters.items():
         found[name] = {"prompt": prompt_for(backbone)} | spoken(backbone, prompt_for(backbone), drafter)
-        drafter.save_pretrained(folder / name)
+        drafter.save_pretrained(folder / name, remote_code="bundle")
     return found
 
 
 def save_tokenizer(folder: Path) -> dict:
     tokenizer, model = EvaByteTokenizer(), every_model("evabyte_ff")
     for part in (model, tokenizer):
-        part.save_pretrained(folder)
+        part.save_pretrained(folder, remote_code="bundle")
     inputs = tokenizer(TEXT, return_tensors="pt")
     written = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0]
     text = tokenizer.decode(written, skip_special_tokens=True)

@@ -53,7 +53,7 @@ def test_a_crash_in_the_middle_leaves_nothing_or_what_was_there(kind, tmp_path, 
 def test_code_is_written_as_asked_and_leaves_no_trace_on_what_was_saved(kind, tmp_path):
     thing = made(kind)
     file = "tokenizer_config.json" if kind == "tokenizer" else "config.json"
-    for remote_code, least, most in (("auto", 2, 100), ("bundle", 2, 100), ("package", 1, 1), (None, 0, 0)):
+    for remote_code, least, most in (("bundle", 2, 100), ("package", 1, 1), ("auto", 0, 0), (None, 0, 0)):
         folder = tmp_path / str(remote_code)
         thing.save_pretrained(folder, remote_code=remote_code)
         names = json.loads((folder / file).read_text()).get("auto_map", {})
@@ -62,20 +62,38 @@ def test_code_is_written_as_asked_and_leaves_no_trace_on_what_was_saved(kind, tm
         assert bool(entries) == bool(most)
         assert least <= len(list((folder / "tokenahead_code").glob("*.py"))) <= most if most else not entries
         assert not getattr(getattr(thing, "config", None), "auto_map", None)
-    assert contents(tmp_path / "auto") == contents(tmp_path / "bundle")
-    again = type(thing).from_pretrained(tmp_path / "auto")
+    assert contents(tmp_path / "auto") == contents(tmp_path / "None")
+    again = type(thing).from_pretrained(tmp_path / "bundle")
     assert not getattr(getattr(again, "config", None), "auto_map", None)
     with pytest.raises(ValueError, match="remote_code=.*'zip'.*'auto'.*'bundle'.*'package'"):
         thing.save_pretrained(tmp_path / "zip", remote_code="zip")
     assert not (tmp_path / "zip").exists()
 
 
-def test_checkpoints_of_a_trainer_ask_for_the_library(tmp_path):
-    for part in (tiny_model(), EvaByteTokenizer()):
-        part.save_pretrained(tmp_path / "checkpoint-12")
-    code = contents(tmp_path / "checkpoint-12" / "tokenahead_code")
-    assert code["modeling_evabyte.py"].startswith(b"from tokenahead import EvaByteConfig, EvaByteForMTPC, EvaByteModel")
-    assert set(code) == {"modeling_evabyte.py", "modeling_evabyte_tokenizer.py", "README.md"}
+@pytest.mark.parametrize("kind", ["heads", "eagle"])
+def test_a_saved_drafter_is_tensors_and_a_config(kind, tmp_path):
+    thing = made(kind)
+    thing.save_pretrained(tmp_path / "plain")
+    assert set(contents(tmp_path / "plain")) == {"config.json", "model.safetensors"}
+    again = type(thing).from_pretrained(tmp_path / "plain").state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in thing.state_dict().items())
+
+
+def test_a_push_carries_the_code_of_models_and_none_of_drafters(tmp_path):
+    model, tokenizer = tiny_model(), EvaByteTokenizer()
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path)
+    os.link(tmp_path / "config.json", tmp_path / "linked.json")  # as in the copy that a trainer pushes
+    for part in (model, tokenizer):
+        part.add_code_of_push(tmp_path)
+    names = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    assert names["AutoModelForCausalLM"].endswith("EvaByteForMTPC")
+    assert "auto_map" not in (tmp_path / "linked.json").read_text()
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["auto_map"]["AutoTokenizer"][1] is None
+    assert "generation_loop.py" in contents(tmp_path / "tokenahead_code")
+    heads = made("heads")
+    assert heads.code_when_pushed() == "auto" and heads.code_when_pushed("bundle") == "bundle"
+    assert Mine(tiny_model().config).code_when_pushed() == "auto"
 
 
 class Mine(EvaByteForMTPC):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PrinterCallback, set_seed
 from transformers.utils import logging
 
 from ... import __version__
-from ...generation.attachment import AttachableDrafter
+from ...generation.attach import AttachableDrafter
 from ..byte_text import is_byte_level
 from ..completion import load_config
 from ..evaluation import GREEDY, Comparison, Measurement, environment, hardware, sampled

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from ...generation.attachment import AttachableDrafter
+from ...generation.attach import AttachableDrafter
 from ..extras import needs_extra
 from ..features import STATES, FeatureDataset, cache_features
 from .settings import Settings

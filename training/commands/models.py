@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 from ...configuration import MTPHeadConfig, PTPConfig, PTPStudentConfig
 from ...configuration.eagle import EagleHeadConfig
 from ...configuration.mtp_families import FAMILIES, count_modules
-from ...generation.attachment import AttachableDrafter
+from ...generation.attach import AttachableDrafter
 from ...modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, EvaByteTokenizer, MTPHeads, PTPForCausalLM
 from ...modeling.loss_options import SUPPORTED, LossOptions
 from ..completion import load_config

@@ -6,7 +6,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from ...generation.attachment import AttachableDrafter
+from ...generation.attach import AttachableDrafter
 from ..completion import load_config
 from ..parts import base_of, has_adapters, named_base, trained_backbone
 from .models import Trainee

@@ -38,7 +38,7 @@ def with_own_text(settings: Settings, trainee: Trainee) -> Settings:
     options = dict(settings.drafter.regenerate)
     folder, count = options.pop("folder", None), options.pop("prompt_tokens", _PROMPT_TOKENS)
     if not (folder and isinstance(folder, str) and isinstance(count, int) and count >= 1):
-        raise ValueError(f"regenerate={settings.drafter.regenerate} needs a directory, and prompt_tokens of at least 1")
+        raise ValueError(f"regenerate={settings.drafter.regenerate} needs folder=, and prompt_tokens of at least 1")
     vocab_size = trainee.backbone.config.get_text_config().vocab_size
     rows = load_data(settings, False, trainee.tokenizer, vocab_size)["train"]
     if not isinstance(rows, Dataset):

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ...generation.verification import check_rule
+from ...generation.verification.chains import check_rule
 from ...modeling.sampling import draw
 from .decoding import DecodingMode
 

@@ -16,7 +16,7 @@ from tests.families import family_config, family_model, random_ids
 from tokenahead import DeepSeekMTP
 
 GOLDENS = Path(__file__).parents[2] / "data" / "deepseek_mtp"
-CASES = sorted(path.name for path in GOLDENS.iterdir())
+CASES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
 
 
 def folder_tensors(folder):
@@ -209,7 +209,7 @@ def test_a_folder_without_modules_is_refused(tmp_path):
 @pytest.mark.parametrize("count", [1, 3])
 def test_another_number_of_modules_is_refused(saved, count):
     rewrite(saved, num_nextn_predict_layers=count)
-    with pytest.raises(ValueError, match=f"num_nextn_predict_layers={count}, but the folder holds 2 modules"):
+    with pytest.raises(ValueError, match=f"num_nextn_predict_layers={count}, .*2"):
         DeepSeekMTP.from_pretrained(saved)
 
 

@@ -312,13 +312,13 @@ def test_the_sft_eos_survives_a_round_trip(tmp_path, by_assignment):
 
 
 def test_a_saved_folder_names_no_code_files_of_the_folder_read(tmp_path):
-    for remote_code, folder in ((None, "plain"), ("auto", "saved")):
+    for remote_code, folder in (("auto", "plain"), ("bundle", "saved")):
         load(tmp_path, official_config()).save_pretrained(tmp_path / folder, remote_code=remote_code)
         saved = json.loads((tmp_path / folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         assert saved["tokenizer_class"] == "EvaByteTokenizer"
         for named, _ in saved.get("auto_map", {}).values():
             assert (tmp_path / folder / f"{named.partition('.')[0]}.py").is_file()
-        assert ("auto_map" in saved) == (remote_code is not None)
+        assert ("auto_map" in saved) == (remote_code == "bundle")
 
 
 def test_a_template_of_ones_own_survives_a_round_trip(tmp_path):

@@ -179,7 +179,7 @@ def _broken(folder, **changes):
 
 def test_damaged_and_foreign_folders_are_refused_by_name(tmp_path):
     _broken(tmp_path / "more", **{"3.9.gate.weight": torch.zeros(1)})
-    with pytest.raises(ValueError, match="1.*3.*9.*tensors"):
+    with pytest.raises(ValueError, match=r"1.*3\.9\.gate\.weight"):
         MTPHeads.from_official(tmp_path / "more")
     _broken(tmp_path / "less", **{"1.0.linear.bias": None, "1.1.linear.bias": None})
     with pytest.raises(ValueError, match="'medusa'.*1.*0"):
@@ -220,7 +220,7 @@ def test_a_pickle_with_code_is_not_unpickled(tmp_path, capsys):
     [
         ("hydra", "medusa", "'hydra'"),
         ("blockwise", "vllm", "block='ffn'"),
-        ("hydra", "hydra", "unembed='own'.*'hydra'.*'shared'"),
+        ("hydra", "hydra", "unembed='own'"),
         ("layer-weighted", "gloeckle", "mix='none'"),
         ("medusa", "eagle", "layout='eagle'"),
     ],

@@ -29,9 +29,9 @@ def error_of(tmp_path, capsys, *flags) -> str:
 WRONG = {
     "a key that does not exist": ({"learning_rte": 1}, "no setting 'learning_rte'; did you mean 'learning_rate'?"),
     "no model": ({"model_name_or_path": None}, "model_name_or_path is missing"),
-    "a model that is not there": ({"model_name_or_path": "./nowhere"}, "model_name_or_path ./nowhere: no such folder"),
+    "a model that is not there": ({"model_name_or_path": "./nowhere"}, "model_name_or_path ./nowhere"),
     "no data": ({"dataset_name": None}, "dataset_name is missing"),
-    "data that are not there": ({"dataset_name": "./nowhere"}, "dataset_name=./nowhere: no such file or folder"),
+    "data that are not there": ({"dataset_name": "./nowhere"}, "dataset_name=./nowhere: no such file or directory"),
     "a split that is not there": (
         {"test_split_size": None, "eval_strategy": "steps", "eval_steps": 2},
         "dataset_test_split='test': the data have 'train'; or set test_split_size",
@@ -64,7 +64,7 @@ WRONG = {
         {"features": "f", "strategy": {"train": "all"}},
         "features=f keeps the states of a backbone that stands still",
     ),
-    "text of nowhere": ({"regenerate": {"max_new_tokens": 4}}, "regenerate={'max_new_tokens': 4} needs a folder"),
+    "text of nowhere": ({"regenerate": {"max_new_tokens": 4}}, "regenerate={'max_new_tokens': 4} needs folder="),
     "features of modules": ({"features": "f", "drafter": "modules"}, "or train heads or an EAGLE head apart"),
     "features of a stream": (
         {"features": "f", "dataset_streaming": True, "test_split_size": None},
@@ -87,9 +87,9 @@ WRONG = {
     ),
     "options of an optimizer": ({"optim_args": "x"}, "optim_args='x' must be name=value, or several with commas"),
     "a template that is not there": ({"chat_template_path": "./nope"}, "chat_template_path=./nope: no such file or"),
-    "a folder that is a file": ({"output_dir": "config.yaml"}, "output_dir=config.yaml is a file: choose a folder"),
-    "features in a file": ({"features": "config.yaml"}, "features=config.yaml is a file: choose a folder"),
-    "text in a number": ({"regenerate": {"folder": 3}}, "regenerate={'folder': 3} needs a folder"),
+    "a folder that is a file": ({"output_dir": "config.yaml"}, "output_dir=config.yaml is a file: choose a directory"),
+    "features in a file": ({"features": "config.yaml"}, "features=config.yaml is a file: choose a directory"),
+    "text in a number": ({"regenerate": {"folder": 3}}, "regenerate={'folder': 3} needs folder="),
     "text in batches of none": ({"regenerate": {"folder": "f", "batch_size": 0}}, "batch_size=0 must be at least 1"),
     "no accumulation": ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 must be at least 1"),
     "steps in a list": ({"max_steps": [1]}, "max_steps=[1] must be a whole number"),
@@ -102,7 +102,7 @@ WRONG = {
     "half a completion": (
         {"drafter": "parallel", "loss_options": {"completions": 2.5}}, "loss_options.completions=2.5 must be a whole"
     ),
-    "a file that is not there": ({"dataset_name": "nofile.jsonl"}, "dataset_name=nofile.jsonl: no such file or folder"),
+    "a file that is not there": ({"dataset_name": "nofile.jsonl"}, "dataset_name=nofile.jsonl"),
     "patience for nothing": ({"early_stopping_patience": 2}, "early_stopping_patience needs eval_strategy"),
     "DeepSpeed that is not installed": ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "pip install deepspeed"),
     "a column that is missing": ({"dataset_text_field": "body"}, "have the columns text; needed are 'body'"),
@@ -235,7 +235,7 @@ def test_folders_of_earlier_runs(settings_of, tmp_path, capsys):
     assert "holds checkpoint-4 of an earlier run: go on from it with --resume_from_checkpoint true" in refused()
     other = ("--resume_from_checkpoint", "true", "--drafter_options", '{"head_type": "cp", "rank": 2}')
     assert "that run had head_type='ff', this one 'cp'" in refused(*other)
-    assert "no such folder" in refused("--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-9"))
+    assert "no such directory" in refused("--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-9"))
 
 
 def test_models_that_a_run_would_write_over(settings_of, folders, tmp_path, capsys):
@@ -259,7 +259,7 @@ def test_a_student_alone(settings_of, folders, tmp_path, capsys):
     PTPStudent.from_backbone(backbone, num_slots=2).save_pretrained(tmp_path / "student")
     settings_of()
     said = error_of(tmp_path, capsys, "--model_name_or_path", tmp_path / "student")
-    assert "holds a student without its backbone: give the folder of the whole model" in said
+    assert "holds a student without its backbone: give the directory of the whole model" in said
 
 
 BEFORE_TEXT = {

@@ -159,5 +159,5 @@ def test_results_say_how_they_spread_and_whether_the_text_repeats_itself(model):
 
 
 def test_nothing_to_measure_is_refused(model):
-    with pytest.raises(ValueError, match="1 drafters.*0 prompts"):
+    with pytest.raises(ValueError, match="drafters"):
         Measurement([], 4).compare({"it": model}, EvaByteTokenizer(), [GREEDY])

@@ -1,0 +1,1 @@
+"""What one call of `generate` carries: options, processors, sequences, outputs and the schedule of draft lengths."""

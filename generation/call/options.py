@@ -1,0 +1,350 @@
+"""What one call of `generate` asks of speculation: read once, checked at the door, and kept beside the call.
+
+What the decoding loop needs of a drafter, and what a drafter is told of its call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.utils import logging
+
+from ...modeling.sampling import draw
+from .processing import Processing
+
+logger = logging.get_logger(__name__)
+
+
+SCHEDULES = ("constant", "heuristic", "heuristic_transient", "adaptive")
+"""Values of `num_assistant_tokens_schedule`; all but the last draft a constant number here."""
+
+
+OWN = ("verification", "draft_tree", "uniforms", "seed", "slot_budget", "best_of", "draft_vocabulary")
+"""Keyword arguments of `generate` that transformers does not know; a GenerationConfig may hold all but tensors."""
+
+
+@dataclass
+class CallOptions:
+    """Options of one call of `generate`.
+
+    Attributes:
+        use_mtp: Speculate (True: or an error that says why not; None: where possible; False: not).
+        verification: Name of the rule; None for the default.
+        num_assistant_tokens: Tokens to draft; None for the default.
+        schedule: How that number changes in the course of the call.
+        threshold: A chain ends with a token that its own distribution gave less probability in every row; 0: never.
+            Trees, n-grams and parallel token prediction do not look at it, and say so.
+        draft_tree: Options of a tree of drafts, or its rank paths, or `"auto"`; None for a chain.
+        extra: Options of one kind of drafter only: `uniforms`, `seed`, `slot_budget`, `best_of` of parallel token
+            prediction, `draft_vocabulary` of sequential modules.
+        needs_our_loop: Our loop decodes even where nothing is drafted: tokens come from given uniforms.
+    """
+
+    use_mtp: bool | None = None
+    verification: str | None = None
+    num_assistant_tokens: int | None = None
+    schedule: str = "constant"
+    threshold: float = 0.0
+    draft_tree: dict[str, Any] | list[tuple[int, ...]] | str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    needs_our_loop: bool = False
+
+    @classmethod
+    def read(cls, own: dict[str, Any], sources: tuple[Any, ...], left_out: tuple[str, ...] = ()) -> CallOptions:
+        """Takes every option from where it is set first, and checks it.
+
+        Args:
+            own: The keyword arguments of `OWN` that were given.
+            sources: Keyword arguments, the config that was passed, the model's own config.
+            left_out: Names of `OWN` that are read from `own` alone.
+
+        Raises:
+            ValueError: A value that cannot be meant, or a tensor on a config; the message names the option and what
+                would be right.
+        """
+        for source in sources[1:]:
+            _refuse_tensors(source)
+        use_mtp, number, schedule, threshold = (
+            first_set(name, sources)
+            for name in (
+                "use_mtp",
+                "num_assistant_tokens",
+                "num_assistant_tokens_schedule",
+                "assistant_confidence_threshold",
+            )
+        )
+        _check(use_mtp, number, schedule, threshold)
+        given = {name: first_set(name, (own,) if name in left_out else (own, *sources)) for name in OWN}
+        return cls(
+            use_mtp=use_mtp,
+            verification=given["verification"],
+            num_assistant_tokens=number,
+            schedule=schedule or "constant",
+            threshold=threshold or 0.0,
+            draft_tree=given["draft_tree"],
+            extra={name: given[name] for name in OWN[2:] if given[name] is not None},
+        )
+
+
+def prepared_options(
+    drafter: Any, backbone: Any, own: dict[str, Any], sources: tuple[Any, ...], config: GenerationConfig
+) -> CallOptions:
+    """The options of a call, completed by what drafts (`DraftSession.prepare_call`).
+
+    What the backbone's own config says of trees, slots and the like may be meant for another of its drafters: one that
+    cannot follow it warns, and goes on without. A drafter that is the backbone itself refuses it, as it does what a
+    call gives.
+
+    Args:
+        speculator: Drafts.
+        backbone: The model whose tokens count.
+        own: See `CallOptions.read`.
+        sources: See `CallOptions.read`.
+        config: Of the call.
+
+    Raises:
+        ValueError: An option that cannot be meant, or that this kind of drafter does not have.
+    """
+    # as an assistant in transformers' own loop, the backbone is passed the config of its target
+    options = CallOptions.read(own, sources, OWN[1:] if getattr(sources[1], "is_assistant", None) else ())
+    _check_rule(options, drafter.rules)
+    try:
+        drafter.prepare_call(options, config)
+    except ValueError as error:
+        saved = _saved(own, sources)
+        if drafter is backbone or not saved:
+            raise
+        options = CallOptions.read(own, sources, saved)
+        drafter.prepare_call(options, config)
+        logger.warning_once(f"The generation_config of {type(backbone).__name__} is not followed in all: {error}")
+    return options
+
+
+def _saved(own: dict[str, Any], sources: tuple[Any, ...]) -> tuple[str, ...]:
+    """The options of drafts that are the model's own alone; a pipeline passes a copy of the model's own config."""
+    _, passed, of_model = sources
+    names = [name for name in OWN[1:] if own.get(name) is None and getattr(of_model, name, None) is not None]
+    return tuple(name for name in names if getattr(passed, name, None) in (None, getattr(of_model, name)))
+
+
+def _refuse_tensors(config: GenerationConfig | None) -> None:
+    name = next((name for name in OWN if isinstance(getattr(config, name, None), torch.Tensor)), None)
+    if name is None and getattr(config, "uniforms", None) is not None:
+        name = "uniforms"
+    if name is not None:
+        raise ValueError(
+            f"{name} is set on a GenerationConfig, which holds what can be saved and no tensors: pass {name}= to "
+            "generate itself"
+        )
+
+
+def _check_rule(options: CallOptions, rules: tuple[str, ...]) -> None:
+    if options.verification is not None and options.verification not in rules:
+        raise ValueError(f"verification={options.verification!r} is unknown; choose {' or '.join(map(repr, rules))}")
+
+
+def first_set(name: str, sources: tuple[Any, ...]) -> Any:
+    """The first value that is set: keyword arguments before the config passed, before the model's own."""
+    for source in sources:
+        value = source.get(name) if isinstance(source, dict) else getattr(source, name, None)
+        if value is not None:
+            return value
+    return None
+
+
+def _check(use_mtp: Any, number: Any, schedule: Any, threshold: Any) -> None:
+    if use_mtp is not None and not isinstance(use_mtp, bool):
+        raise ValueError(f"use_mtp={use_mtp!r} must be True, False or None (speculate where possible)")
+    if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+        raise ValueError(f"num_assistant_tokens={number!r} must be a whole number of at least 1")
+    if number is not None and number < 1:
+        raise ValueError(
+            f"num_assistant_tokens={number} must be at least 1; to decode without drafts use use_mtp=False"
+        )
+    if schedule is not None and schedule not in SCHEDULES:
+        raise ValueError(
+            f"num_assistant_tokens_schedule={schedule!r} is unknown; choose one of {', '.join(map(repr, SCHEDULES))}"
+        )
+    if threshold is not None and not (isinstance(threshold, (int, float)) and 0 <= threshold <= 1):
+        raise ValueError(f"assistant_confidence_threshold={threshold!r} must lie between 0 and 1")
+
+
+def obstacle(config: GenerationConfig, model_kwargs: dict[str, Any], of_drafts: bool = True) -> str | None:
+    """What in a call rules out our loop on any backbone, in the user's words.
+
+    Args:
+        config: Of the call.
+        model_kwargs: Of the call.
+        of_drafts: Also name the caches that cannot go back, which hinder drafts alone.
+    """
+    for name, is_plain in _PLAIN.items():
+        value = getattr(config, name, None)
+        if not is_plain(value) and (of_drafts or name != "cache_implementation"):
+            return f"{name}={value!r}"
+    if config.penalty_alpha and (config.top_k or 0) > 1 and not config.do_sample:
+        return "contrastive search (penalty_alpha)"
+    if config.constraints is not None or config.force_words_ids is not None:
+        return "constrained beams"
+    if type(config.watermarking_config).__name__ == "SynthIDTextWatermarkingConfig":
+        return "a SynthID watermark, which counts its calls"
+    return "inputs_embeds" if model_kwargs.get("inputs_embeds") is not None else None
+
+
+_PLAIN = {
+    "num_beams": lambda value: (value or 1) == 1,
+    "use_cache": lambda value: value is not False,
+    "cache_implementation": lambda value: value in (None, "dynamic", "offloaded"),
+    "guidance_scale": lambda value: value in (None, 1),
+    "output_attentions": lambda value: not value,
+    "dola_layers": lambda value: value is None,
+}
+"""Fields of a GenerationConfig, and which of their values leave room for speculation."""
+
+
+_UNREAD = {
+    "compile_config": "compile the backbone itself, by model.forward = torch.compile(model.forward)",
+    "assistant_ensemble_weight": "it would change the distribution of the text, which verification keeps",
+    "speculation_type": "the drafter that the call was given drafts",
+}
+"""Fields of a GenerationConfig that transformers' own loops read and ours does not, and what there is to do."""
+
+
+def warn_of_unread(config: GenerationConfig) -> None:
+    """Warns of what a call asks for and our loop does not do."""
+    for name, instead in _UNREAD.items():
+        value = getattr(config, name, None)
+        if value is not None:
+            logger.warning_once(f"{name}={value!r} is not read where drafts are verified by this library: {instead}.")
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class DraftOptions:
+    """What the drafter and the rule of one call are told.
+
+    Attributes:
+        backbone: The model whose tokens count.
+        drafts: False: nothing is to be drafted, tokens are only to be picked.
+        do_sample: Whether tokens are drawn.
+        num_tokens: The longest path of a draft.
+        verification: Name of the rule; None for the default.
+        threshold: See `CallOptions`.
+        schedule: See `CallOptions`.
+        draft_tree: Complete options of a tree of drafts (`growth.tree_options`); None for a chain.
+        processing: The target's logits processors.
+        max_length: Tokens of the longest text, prompt included.
+        prompt: [B, L] int64.
+        sampling: The target's `temperature`, `top_k` and `top_p`.
+        extra: See `CallOptions`.
+    """
+
+    backbone: PreTrainedModel
+    drafts: bool
+    do_sample: bool
+    num_tokens: int
+    verification: str | None
+    threshold: float
+    schedule: str
+    draft_tree: dict[str, Any] | None
+    processing: Processing
+    max_length: int
+    prompt: torch.Tensor
+    sampling: dict[str, float | None]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_call(
+        cls,
+        options: CallOptions,
+        backbone: PreTrainedModel,
+        drafts: bool,
+        config: GenerationConfig,
+        processors: LogitsProcessorList,
+        prompt: torch.Tensor,
+    ) -> DraftOptions:
+        """Puts together what was asked and what transformers prepared."""
+        pad, vocabulary = getattr(config, "_pad_token_tensor", None), backbone.config.get_text_config().vocab_size
+        pad = 0 if pad is None else int(pad)
+        return cls(
+            backbone=backbone,
+            drafts=drafts,
+            do_sample=bool(config.do_sample),
+            num_tokens=options.num_assistant_tokens,
+            verification=options.verification,
+            threshold=options.threshold,
+            schedule=options.schedule,
+            draft_tree=options.draft_tree,
+            processing=Processing(processors, pad if 0 <= pad < vocabulary else 0),
+            max_length=config.max_length,
+            prompt=prompt,
+            sampling={name: getattr(config, name) for name in ("temperature", "top_k", "top_p")},
+            extra=options.extra,
+        )
+
+    def choose(
+        self, logits: torch.Tensor, draft_ids: torch.Tensor | None = None, vocab_size: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A token of a chain, and the distribution that it was drawn from.
+
+        Args:
+            logits: [B, v] of the drafter.
+            draft_ids: See `draft_probs`.
+            vocab_size: See `draft_probs`.
+
+        Returns:
+            Tokens [B], and distributions [B, V] in float32 at least: warped where drawn, raw where greedy with a
+            threshold, None where greedy without one.
+        """
+        if not self.do_sample and not self.threshold:
+            token = logits.argmax(-1)
+            return token if draft_ids is None else draft_ids[token], None
+        distribution = draft_probs(logits, self, draft_ids, vocab_size)
+        return (draw(distribution) if self.do_sample else distribution.argmax(-1)), distribution
+
+    def is_unsure(self, token: torch.Tensor, distribution: torch.Tensor | None) -> bool:
+        """Whether all rows gave their tokens [B] less than the threshold; then a draft ends.
+
+        Asked of tokens that are drafted in any case, so that the drafts kept still follow their distributions.
+        """
+        return self.threshold > 0 and bool((distribution.gather(-1, token[:, None]) < self.threshold).all())
+
+    def sure_length(self, draft: torch.Tensor, probs: torch.Tensor) -> int:
+        """How many tokens of whole drafts [B, m] to verify: the first of which no row was sure is the last.
+
+        The host waits for it, once for all tokens. What is left follows the distributions [B, m, V], for a draft ends
+        where its own tokens say so, whatever would have come behind them.
+        """
+        chances = probs.gather(-1, draft[..., None])[..., 0]
+        *unsure, _ = (chances < self.threshold).all(0).tolist()
+        return [*unsure, True].index(True) + 1
+
+
+def draft_probs(
+    logits: torch.Tensor, options: DraftOptions, draft_ids: torch.Tensor | None = None, vocab_size: int = 0
+) -> torch.Tensor:
+    """Probabilities over the whole vocabulary [..., V] from a drafter's logits [..., v], warped where sampled.
+
+    Args:
+        logits: [..., v].
+        options: Of the call.
+        draft_ids: [v] int64, the token ids that columns of logits stand for; None: every token, in order.
+        vocab_size: V; not read where every token has a column.
+    """
+    distribution = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+    is_part = draft_ids is not None and distribution.shape[-1] < vocab_size
+    if is_part:
+        distribution = distribution.new_zeros(*distribution.shape[:-1], vocab_size).index_copy_(
+            -1, draft_ids, distribution
+        )
+    if not options.do_sample:
+        return distribution
+    warped = options.processing.warp(distribution)
+    if not is_part:
+        return warped
+    # processors may have left none of its tokens: any distribution will do then
+    return torch.where(warped.isnan().any(-1, keepdim=True), distribution, warped)

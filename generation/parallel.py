@@ -1,0 +1,250 @@
+"""What every kind of parallel token prediction shares in a call of `generate`: its options, its uniforms, its rule.
+
+`generate` for a model with parallel token prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import logging
+
+from ..configuration.ptp import SAMPLING, PTPConfig
+from ..modeling.heads.window_distribution import WindowDistribution
+from .call.options import CallOptions, DraftOptions, first_set
+from .drafters.parallel import BestOfSession, CentralVerifier, ParallelSession
+from .generate import MTPGenerationMixin
+from .protocols import DrafterMixin, DraftSession
+from .verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Uniforms, Verifier
+
+logger = logging.get_logger(__name__)
+
+
+_LAYOUTS = ("quadratic", "linear")
+
+
+class ParallelDrafter(DrafterMixin):
+    """Drafts from uniforms; see `ParallelGenerationMixin` for the options of a call.
+
+    A class that uses it offers `config`, a `PTPConfig`, and `slot_distribution` (`PTPForCausalLM.slot_distribution`).
+    """
+
+    config: PTPConfig
+    slot_distribution: Callable[[torch.Tensor, torch.Tensor], WindowDistribution]
+    rules = ("coupled", "block", "token")
+
+    @property
+    def window(self) -> int:
+        """The longest draft and one: N slots draft N - 1 tokens (one-hot, slot 0 repeats the target's pick) or N."""
+        return self.config.num_slots + (not self.config.predicts_first)
+
+    def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
+        """Temperature, top-k and top-p that the drafts were learned for, where a call samples and sets none of them."""
+        is_set = any(first_set(name, sources) is not None for name in self.config.sampling)
+        return {} if is_set or not first_set("do_sample", sources) else dict(self.config.sampling)
+
+    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
+        """Checks what cannot be meant, and chooses the rule.
+
+        Raises:
+            ValueError: Uniforms outside [0, 1), with another rule than the coupled one or beside a seed; a seed or
+                uniforms where beams are searched; no slots; an option of another kind of drafter.
+        """
+        extra = options.extra
+        if options.draft_tree is not None:
+            raise ValueError(
+                f"draft_tree={options.draft_tree!r}: parallel token prediction drafts chains; leave it out"
+            )
+        default = "coupled" if self.config.predicts_tokens or "uniforms" in extra else "block"
+        options.verification = options.verification or default
+        _check_budget(extra.get("slot_budget", _LAYOUTS[0]), 1 + self.config.predicts_first)
+        _check_best_of(extra.get("best_of", 1), config, options)
+        if extra.get("best_of", 1) > 1 and not self.config.reads_uniforms:
+            raise ValueError(f"best_of={extra['best_of']}: masks read no uniforms to choose among; leave it out")
+        _check_uniforms(config, options)
+        _check_seed(config, options)
+        extra.setdefault("slot_budget", 3 * self.config.num_slots)
+        options.needs_our_loop = bool(config.do_sample and ("uniforms" in extra or "seed" in extra))
+
+    def start(self, options: DraftOptions) -> DraftSession:
+        """Slots behind every possible number of accepted drafts."""
+        self.warn_of_mismatch(options)
+        many, uniforms = options.extra.get("best_of", 1) if options.drafts else 1, make_uniforms(options)
+        if many > 1:
+            return BestOfSession(self.config, options, uniforms, many=many)
+        return ParallelSession(self.config, options, uniforms, distribution=self.slot_distribution)
+
+    def make_verifier(self, options: DraftOptions, drafter: DraftSession) -> Verifier:
+        """Greedy, coupled, or a speculative rule with uniforms of its own."""
+        if not options.do_sample:
+            return GreedyVerifier()
+        if options.verification != "coupled":
+            return SampledVerifier(options.verification, drafter.uniforms)
+        return CoupledVerifier(drafter.uniforms) if drafter.many == 1 else CentralVerifier(drafter)
+
+    def warn_of_mismatch(self, options: DraftOptions) -> None:
+        """Warns of a target that the drafts were not learned for."""
+        learned, asked = self.config.sampling, options.sampling
+        fits = all((asked[name] or SAMPLING[name]) == learned[name] for name in SAMPLING)
+        if fits or not (options.drafts and options.do_sample):
+            return
+        shown = ", ".join(f"{name}={learned[name]}" for name in SAMPLING)
+        logger.warning_once(
+            f"The drafts were learned for {shown}, and the target is now sampled with "
+            f"{', '.join(f'{name}={asked[name]}' for name in SAMPLING)}: the text stays exact, but fewer drafts are "
+            "accepted, so that every token costs more calls. Leave these options out, or distil with "
+            f"sampling={asked}."
+        )
+
+
+def make_uniforms(options: DraftOptions) -> Uniforms:
+    """The uniforms of a call: they stay with their positions where draft and target pick with the same ones.
+
+    Raises:
+        ValueError: Uniforms of another shape than [B, max_new_tokens], another number of seeds than of rows.
+    """
+    prompt, extra = options.prompt, options.extra
+    is_coupled = options.do_sample and options.verification == "coupled" and extra.get("best_of", 1) == 1
+    stay = is_coupled or not options.drafts  # without drafts nothing is rejected
+    table = extra.get("uniforms")
+    shape = len(prompt), options.max_length - prompt.shape[1]
+    if table is not None and (table.dim() != 2 or table.shape[0] != shape[0] or table.shape[1] < shape[1]):
+        raise ValueError(f"uniforms have shape {tuple(table.shape)}; give one per new token, {shape}")
+    table = None if table is None else table.to(prompt.device)
+    return Uniforms(shape[0], prompt.device, table, extra.get("seed"), stay)
+
+
+def _check_budget(budget: Any, least: int) -> None:
+    """Refuses a number of slots that drafts nothing, and names of layouts that there are not."""
+    if budget not in _LAYOUTS and (isinstance(budget, bool) or not isinstance(budget, int)):
+        raise ValueError(f"slot_budget={budget!r} must be a whole number, {' or '.join(map(repr, _LAYOUTS))}")
+    if budget not in _LAYOUTS and budget < least:
+        raise ValueError(f"slot_budget={budget} must be at least {least}; to decode plainly use use_mtp=False")
+
+
+def _check_best_of(many: int, config: GenerationConfig, options: CallOptions) -> None:
+    """Refuses what best-of-M cannot be combined with."""
+    if isinstance(many, bool) or not isinstance(many, int) or many < 1:
+        raise ValueError(f"best_of={many!r} must be a whole number of at least 1")
+    if many == 1:
+        return
+    if "uniforms" in options.extra:
+        raise ValueError(f"best_of={many} draws its uniforms anew: drop uniforms=, or repeat a run with seed=")
+    if options.verification != "coupled":
+        raise ValueError(
+            f"best_of={many} chooses among coupled drafts: it needs verification='coupled', not "
+            f"{options.verification!r}"
+        )
+    if not config.do_sample:
+        raise ValueError(f"best_of={many} is for sampling: pass do_sample=True, or drop it")
+
+
+def _check_uniforms(config: GenerationConfig, options: CallOptions) -> None:
+    uniforms = options.extra.get("uniforms")
+    if uniforms is None:
+        return
+    if options.verification != "coupled":
+        raise ValueError(f"uniforms= fixes the tokens only with verification='coupled', not {options.verification!r}")
+    if "seed" in options.extra:
+        raise ValueError("give uniforms= or seed=, not both")
+    if not config.do_sample:
+        raise ValueError("uniforms= is for sampling: pass do_sample=True, or drop it")
+    if not isinstance(uniforms, torch.Tensor):
+        raise ValueError(
+            f"uniforms is a {type(uniforms).__name__}: pass torch.tensor(uniforms), a tensor [B, max_new_tokens]"
+        )
+    if not uniforms.is_floating_point():
+        raise ValueError(f"uniforms have dtype {uniforms.dtype}; give float32 or float64 in [0, 1)")
+    if not uniforms.numel():
+        raise ValueError(f"uniforms of shape {tuple(uniforms.shape)} hold none: pass a tensor [B, max_new_tokens]")
+    low, high = float(uniforms.min()), float(uniforms.max())
+    if not (low >= 0 and high < 1):
+        raise ValueError(f"uniforms must lie in [0, 1), but they lie between {low} and {high}")
+
+
+def _check_seed(config: GenerationConfig, options: CallOptions) -> None:
+    """Refuses what would not be repeated."""
+    given = next((name for name in ("seed", "uniforms") if name in options.extra), None)
+    if given and (config.num_beams or 1) > 1:
+        raise ValueError(f"{given}= cannot be combined with num_beams={config.num_beams}; drop one of them")
+    is_coupled = options.verification == "coupled" and options.extra.get("best_of", 1) == 1
+    if given == "seed" and config.do_sample and options.schedule == "adaptive" and not is_coupled:
+        raise ValueError(
+            "num_assistant_tokens_schedule='adaptive' chooses lengths by the clock, and with "
+            f"verification={options.verification!r} the text depends on them: a seed could not repeat it; drop one of "
+            "them, or use verification='coupled'"
+        )
+
+
+if TYPE_CHECKING:
+    from .drafters.parallel_assistant import ParallelAssistant
+
+
+class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
+    """`generate` that drafts a block of tokens from uniforms, in the forward that verifies the last block.
+
+    Beside the options of `MTPGenerationMixin`:
+
+    - `verification`: `"coupled"` (the same uniforms for draft and target; the default where slots predict tokens,
+      `variant="one_hot"`), `"block"` (the default where they predict distributions) or `"token"`;
+    - `uniforms`: [B, max_new_tokens] in [0, 1), `uniforms[:, 0]` for the first new token: the tokens are those of
+      sequential inverse-CDF decoding, with or without `use_mtp`;
+    - `seed`: an int, of which row i reads stream i, or one int per row. It repeats a run under every rule, and a row's
+      text depends on its seed and its prompt alone: not on the rows beside it, not on `max_new_tokens`. With
+      `verification="coupled"` it does not depend on `use_mtp` either;
+    - `slot_budget`: auxiliary slots per forward, split over the possible acceptance counts (3 N by default); or
+      `"quadratic"`: N behind every draft, so that each count leaves a whole new draft; or `"linear"`: N behind the last
+      draft alone, so that a plain step follows a rejection (both of masked prediction, arXiv 2507.11851);
+    - `temperature`, `top_k`, `top_p`: where none is set, those that the drafts were learned for
+      (`config.sampling`), not transformers' own;
+    - `best_of`: M vectors of uniforms to draft from in every cycle, of which the most central is kept: more drafts are
+      accepted, for M^2 times the slots. A run with `seed` can be repeated, but it is not that of `use_mtp=False`.
+    """
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate`, with the options above.
+
+        Raises:
+            RuntimeError: transformers' own loop calls it for an assistant: this model was not attached.
+        """
+        if getattr(kwargs.get("generation_config"), "is_assistant", None):
+            raise RuntimeError(
+                f"this {type(self).__name__} is no assistant_model of that model yet: call attach(model) first, on it, "
+                "and its slots will draft there"
+            )
+        return super().generate(*args, **kwargs)
+
+    def attach(self, backbone: PreTrainedModel) -> ParallelAssistant:
+        """Lets this model draft for a larger one, whose `generate` then takes it as `assistant_model`.
+
+        Args:
+            backbone: Any causal language model of transformers with the same vocabulary; of a PeftModel, the model
+                within.
+
+        Returns:
+            The drafter, which may be passed as well, and which `detach()` takes off again.
+
+        Raises:
+            ValueError: Another vocabulary, or an encoder-decoder.
+        """
+        from .drafters.parallel_assistant import ParallelAssistant  # it imports the models, which import this
+
+        return ParallelAssistant(self).attach(backbone)
+
+    def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> GenerationConfig:
+        """Checks the length of the whole text at the door.
+
+        Raises:
+            ValueError: The text would go beyond the backbone's table of learned positions.
+        """
+        config = super()._prepare_generated_length(*args, **kwargs)
+        limit = self.config.learned_positions
+        if limit is not None and config.max_length > limit + 1:  # the last token is never fed
+            raise ValueError(
+                f"max_length={config.max_length} (prompt and new tokens) is beyond the {limit} learned positions of "
+                f"{self.config.backbone_config.model_type}; ask for {config.max_length - limit - 1} fewer new tokens"
+            )
+        return config

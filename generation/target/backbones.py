@@ -1,0 +1,91 @@
+"""Which backbones drafts can be verified on: what is asked of any, and what trees need beyond that."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ...modeling.ptp.backbones import check_attention
+
+_ALIBI = ("bloom", "mpt")
+"""Kinds of models that have no other positions."""
+
+
+_CAUSAL = ("gpt_neox_japanese",)
+"""Decoders of which neither config nor layers say so."""
+
+
+def check_backbone(backbone: PreTrainedModel) -> None:
+    """Refuses a backbone whose rows cannot be verified next to each other.
+
+    Raises:
+        ValueError: An encoder-decoder, an encoder, no cache, or positions that its columns decide.
+    """
+    name = type(backbone).__name__
+    if backbone.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder; attach to a causal language model")
+    if not isinstance(backbone, PreTrainedModel):  # something that stands in for one is taken at its word
+        return
+    if _looks_ahead(backbone):
+        raise ValueError(
+            f"{name}: with is_decoder=False its tokens attend to those behind them, so that drafts would change what "
+            "stands before them; attach to a causal language model"
+        )
+    if not backbone._is_stateful and "past_key_values" not in signature(type(backbone).forward).parameters:
+        raise ValueError(
+            f"{name}: its forward takes no past_key_values, and drafts are verified behind a cache; attach to another "
+            "backbone"
+        )
+    # with ALiBi only distances count; a model of states decodes plainly, or its cache goes back in a way of its own
+    is_free = _has_alibi(backbone) or backbone._is_stateful or hasattr(backbone, "_new_cache")
+    forwards = type(backbone).forward, type(backbone.get_decoder()).forward
+    if not is_free and not any("position_ids" in signature(forward).parameters for forward in forwards):
+        raise ValueError(
+            f"{name}: its forward takes no position_ids, so that rows which keep different numbers of drafts would "
+            "lose their positions; attach to another backbone"
+        )
+
+
+def check_trees(backbone: PreTrainedModel) -> None:
+    """Refuses a backbone that cannot verify trees of drafts; chains it can.
+
+    Raises:
+        ValueError: Attention without dense masks, or one that takes distances from columns: in a tree, siblings stand
+            in different columns at the same distance.
+    """
+    config = backbone.config.get_text_config()
+    check_attention(backbone.config, "trees of drafts")
+    by_columns = "ALiBi" if _has_alibi(backbone) else "local attention" if _is_local(config) else None
+    if by_columns:
+        raise ValueError(
+            f"{config.model_type}: {by_columns} takes distances from columns, and trees of drafts have several tokens "
+            "at one distance: leave draft_tree out (or branches), to draft chains"
+        )
+
+
+def takes_dense_masks(model: PreTrainedModel) -> bool:
+    """Whether a mask may say of every token what it sees, as trees need it."""
+    try:
+        check_trees(model)
+    except ValueError:
+        return False
+    return True
+
+
+def _looks_ahead(backbone: PreTrainedModel) -> bool:
+    """Whether a model is an encoder; some decoders have a config that says so, and layers that know better."""
+    if getattr(backbone.config, "is_decoder", True) or backbone.config.model_type in _CAUSAL:
+        return False
+    return not any(getattr(module, "is_causal", False) for module in backbone.get_decoder().modules())
+
+
+def _has_alibi(backbone: PreTrainedModel) -> bool:
+    config = backbone.config.get_text_config()
+    return config.model_type in _ALIBI or bool(getattr(config, "alibi", False))
+
+
+def _is_local(config: Any) -> bool:
+    """Whether any layer has GPT-Neo's attention window, which it makes of columns itself."""
+    return "local" in (getattr(config, "attention_layers", None) or ())

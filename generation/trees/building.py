@@ -1,0 +1,288 @@
+"""Draft trees and how they grow: from likely tokens, from draws, or in a fixed shape. Knows no model.
+
+Trees grow level by level through one callback, `expand(tokens [B, k], parents [B, k])`, which is told the tokens of the
+nodes whose children are wanted next, the frontier, and the places of their parents in the frontier before (-1 at
+first), and returns what it thinks of their next tokens, [B, k, V].
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ...modeling.indices import cached_arange
+from ...modeling.sampling import race_order
+from .contract import DraftTree
+
+Expand = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def dynamic_tree(log_probs: torch.Tensor, expand: Expand, *, depth: int, top_k: int, total_tokens: int) -> DraftTree:
+    """The likeliest paths of a drafter (EAGLE-2, arXiv 2406.16858): certain tokens, so that ranking them is exact.
+
+    Every frontier node offers its `top_k` likeliest children; the `top_k` best of a level, by the log-probability of
+    their path, are the next frontier, and the best of all are the tree. Of equal nodes the earlier is better, so that
+    no child comes without its parent.
+
+    Args:
+        log_probs: [B, V] of the first token.
+        expand: Returns log-probabilities [B, k, V].
+        depth: Calls of `expand`; paths are one longer.
+        top_k: Children per node, and nodes in the frontier.
+        total_tokens: Size of the block, b included; a tree that cannot grow so big is smaller.
+
+    Raises:
+        ValueError: A size that leaves nothing to draft.
+    """
+    check_size(depth, top_k, total_tokens)
+    width = min(top_k, log_probs.shape[-1])
+    step, token = log_probs[:, None].float().topk(width)
+    values, tokens, parents = [step[:, 0]], [token[:, 0]], [torch.full_like(token[:, 0], -1)]
+    start = 0
+    for level in range(depth):
+        best = _best(values[-1], width)
+        place = best // width if level else parents[0]
+        step, token = expand(tokens[-1].gather(1, best), place).float().topk(width)
+        # rounding must not make a child better than its parent
+        values.append((values[-1].gather(1, best)[..., None] + step.clamp(max=0)).flatten(1))
+        parents.append((best + start)[..., None].expand(token.shape).flatten(1))
+        start += tokens[-1].shape[1]
+        tokens.append(token.flatten(1))
+    return _prune(*(torch.cat(part, dim=1) for part in (values, tokens, parents)), depth + 1, total_tokens - 1)
+
+
+def _prune(values: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, depth: int, size: int) -> DraftTree:
+    """The tree of the best candidates [B, n], whose parents are numbers of candidates."""
+    size = min(size, values.shape[1])
+    chosen = _best(values, size).sort(-1).values
+    place = torch.zeros_like(torch.nn.functional.pad(tokens, (1, 0)))
+    place.scatter_(1, chosen + 1, (cached_arange(size, tokens.device) + 1).expand_as(chosen))
+    parents = place.gather(1, parents.gather(1, chosen) + 1) - 1
+    return DraftTree(tokens.gather(1, chosen), parents, depth=depth)
+
+
+def drawn_tree(
+    distribution: torch.Tensor,
+    expand: Expand,
+    *,
+    depth: int,
+    top_k: int,
+    total_tokens: int,
+    generator: torch.Generator | None = None,
+) -> DraftTree:
+    """A dynamic tree of draws without replacement, with their distributions.
+
+    Only what is known before a node's children are drawn may decide how many there are: dropping some afterwards by
+    their probability would leave tokens that are no draws of their distribution, and the emitted text would be biased.
+    So the block's size is split over the levels beforehand, and on every level the draws that are worth most, by the
+    chance that their path is kept (`_chance_kept`), say how many each frontier node makes. Which nodes are in the
+    frontier, those of the level that are worth most, may depend on all draws before.
+
+    Args:
+        distribution: [B, V] probabilities of the first token, as they are to be sampled (temperature, top-k, ...
+            applied).
+        expand: Returns probabilities [B, k, V], as they are to be sampled.
+        depth: Calls of `expand`; paths are one longer.
+        top_k: The most children per node, and nodes in the frontier.
+        total_tokens: Size of the block, b included; a tree that cannot grow so big is smaller.
+        generator: Source of randomness.
+
+    Raises:
+        ValueError: A size that leaves nothing to draft.
+    """
+    check_size(depth, top_k, total_tokens)
+    width = min(top_k, distribution.shape[-1])
+    sizes = level_sizes(depth + 1, width, total_tokens - 1)
+    rows = cached_arange(len(distribution), distribution.device)[:, None]
+    probs = distribution.new_zeros(len(distribution), sum(sizes) + 1, distribution.shape[1])
+    q, worth, place, start = distribution[:, None], torch.ones_like(distribution[:, :1]), torch.zeros_like(rows), 1
+    tokens, parents = [], []
+    for level, size in enumerate(sizes):
+        probs[rows, place] = q
+        token, worth, parent = _draw_children(q, worth, width, size, generator)
+        tokens.append(token)
+        parents.append(place.gather(1, parent) - 1)
+        if level + 1 < len(sizes):
+            best = _best(worth, min(width, size))
+            q = expand(token.gather(1, best), parent.gather(1, best) if level else torch.full_like(best, -1))
+            worth, place, start = worth.gather(1, best), best + start, start + size
+    return DraftTree(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), probs, depth=len(sizes))
+
+
+def _draw_children(
+    q: torch.Tensor, worth: torch.Tensor, width: int, size: int, generator: torch.Generator | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, chances that their paths are kept, and parents (places in the frontier) of a level, all [B, size].
+
+    Args:
+        q: [B, k, V] distributions of the frontier.
+        worth: [B, k] chances that its paths are kept.
+        width: The most children per node.
+        size: Children in all.
+        generator: Source of randomness.
+    """
+    drawn = race_order(q, width, generator)
+    # of what will be drawn only the distribution is known: the first draw has its own mean probability, the others next
+    # to none
+    mean = torch.nn.functional.pad(q.square().sum(-1, keepdim=True), (0, width - 1))
+    exists = (q > 0).sum(-1, keepdim=True) > cached_arange(width, q.device)
+    slots = _best((worth[..., None] * _chance_kept(mean) * exists).flatten(1), size).sort(-1).values
+    own = q.gather(-1, drawn)
+    left = (1 - own.cumsum(-1) + own).clamp(min=torch.finfo(q.dtype).eps)
+    reached = (worth[..., None] * _chance_kept((own / left).clamp(max=1)) * (own > 0)).flatten(1)
+    return drawn.flatten(1).gather(1, slots), reached.gather(1, slots), slots // width
+
+
+def _chance_kept(q: torch.Tensor) -> torch.Tensor:
+    """About how likely each of a node's draws is the one that is kept, [.., w], in the order in which they are drawn.
+
+    Where draft and target agree a draw is accepted however improbable it is, and what is left after a refusal agrees
+    less and less. Measured, the r-th draw is accepted with about (1 + q) / 2 r (docs/trees.md), so that the first is
+    worth a deep subtree, and the only one where the draft is sure. The text does not depend on it, only its speed.
+
+    Args:
+        q: [.., w] the probability of each draw given the draws before.
+    """
+    accepted = (1 + q) / (2 * (cached_arange(q.shape[-1], q.device) + 1))
+    refused = torch.nn.functional.pad((1 - accepted).cumprod(-1)[..., :-1], (1, 0), value=1.0)
+    return accepted * refused
+
+
+def level_sizes(levels: int, width: int, size: int) -> list[int]:
+    """Nodes per level: an even share of what is left, or as many as the level before can have."""
+    sizes, room = [], width
+    for level in range(levels):
+        share = min(-(-(size - sum(sizes)) // (levels - level)), room)
+        if share:
+            sizes.append(share)
+            room = min(width, share) * width
+    return sizes
+
+
+def _best(values: torch.Tensor, count: int) -> torch.Tensor:
+    """The best `count` of [B, n], best first; of equal ones the first is better, as `topk` does not promise."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def check_size(depth: int, top_k: int, total_tokens: int) -> None:
+    """Refuses sizes of a dynamic tree that leave nothing to draft, or are none.
+
+    Raises:
+        ValueError: See above.
+    """
+    for name, value, least in (("depth", depth, 0), ("top_k", top_k, 1), ("total_tokens", total_tokens, 2)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name}={value!r} of draft_tree must be a whole number of at least {least}")
+
+
+def ranked_tree(choices: Sequence[Sequence[int]], log_probs: torch.Tensor, expand: Expand) -> DraftTree:
+    """A tree of fixed shape (EAGLE-1, Medusa): node (r_1, .., r_j) is the r_j-th likeliest token below its parent.
+
+    Args:
+        choices: The paths of all nodes as ranks, counted from 0.
+        log_probs: [B, V] of the first token, or any scores that rank it.
+        expand: Returns the same [B, k, V] for the frontier, which is the nodes that have children.
+
+    Raises:
+        ValueError: A path whose parent is missing, or that is there twice; a rank beyond the vocabulary.
+    """
+    parents, levels = _plan(tuple(tuple(path) for path in choices), log_probs.device)
+    batch, scores, tokens = len(log_probs), log_probs[:, None], []
+    for number, level in enumerate(levels):
+        if level.width > scores.shape[-1]:
+            raise ValueError(f"rank {level.width - 1} of the draft tree is beyond {scores.shape[-1]} tokens")
+        tokens.append(scores.topk(level.width).indices.flatten(1)[:, level.slots])
+        if number + 1 < len(levels):
+            scores = expand(tokens[-1][:, level.inner], level.before.expand(batch, -1))
+    return DraftTree(torch.cat(tokens, dim=1), parents.expand(batch, -1), depth=len(levels))
+
+
+class _Level(NamedTuple):
+    """One level of a fixed shape, on a device.
+
+    Attributes:
+        width: Ranks in use.
+        slots: [n] where each node's token is among the likeliest `width` of every frontier node.
+        inner: [k] the nodes that have children, counted in the level: the next frontier.
+        before: [k] the places of their parents in this level's own frontier, -1 for b.
+    """
+
+    width: int
+    slots: torch.Tensor
+    inner: torch.Tensor
+    before: torch.Tensor
+
+
+@lru_cache(maxsize=32)
+def _plan(choices: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[torch.Tensor, list[_Level]]:
+    """Parents [m] and levels of a shape, made once: a tensor from a list is a copy that the device waits for."""
+    parents, _ = static_tree(choices)
+    paths, levels, frontier = _sorted_paths(choices), [], {(): 0}
+    inside = {path[:-1] for path in paths}
+    with torch.inference_mode(False):
+        for length in range(1, len(paths[-1]) + 1):
+            nodes = [path for path in paths if len(path) == length]
+            width = max(path[-1] for path in nodes) + 1
+            slots = [frontier[path[:-1]] * width + path[-1] for path in nodes]
+            inner = [i for i, path in enumerate(nodes) if path in inside]
+            before = [frontier[nodes[i][:-1]] if length > 1 else -1 for i in inner]
+            levels.append(_Level(width, *(torch.tensor(part, device=device) for part in (slots, inner, before))))
+            frontier = {nodes[i]: place for place, i in enumerate(inner)}
+        return parents.to(device), levels
+
+
+def static_tree(choices: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The shape that rank paths describe.
+
+    Args:
+        choices: The paths of all nodes as ranks counted from 0, in any order.
+
+    Returns:
+        parents [m] int64, -1 for b, and ranks [m] int64; nodes are sorted by length and then by path.
+
+    Raises:
+        ValueError: A path whose parent is missing, or that is there twice.
+    """
+    paths = _sorted_paths(choices)
+    number = {path: node for node, path in enumerate(paths)} | {(): -1}
+    return torch.tensor([number[path[:-1]] for path in paths]), torch.tensor([path[-1] for path in paths])
+
+
+def _sorted_paths(choices: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    paths = sorted((tuple(path) for path in choices), key=lambda path: (len(path), path))
+    known: set[tuple[int, ...]] = {()}
+    for path in paths:
+        if path in known or path[:-1] not in known or path[-1] < 0:
+            raise ValueError(f"the tree's path {path} must be there once, count ranks from 0, and so must its parent")
+        known.add(path)
+    return paths
+
+
+def choices_from_accuracies(accuracies: torch.Tensor, num_nodes: int) -> list[tuple[int, ...]]:
+    """The tree of a given size that keeps most drafts, if every head were right independently of the others.
+
+    A path is worth the product of its accuracies, and no path is worth more than its parent or its elder sibling; so
+    that taking the best next child or sibling again and again gives the best tree.
+
+    Args:
+        accuracies: [K, R], how often the target's token is the rank-r proposal of head j; falling in r.
+        num_nodes: Nodes to choose; where K heads of R ranks give fewer, all of them.
+
+    Returns:
+        The rank paths in the order in which they were chosen.
+    """
+    rates = accuracies.tolist()
+    queue, chosen = [(-rates[0][0], (0,))], []
+    while queue and len(chosen) < num_nodes:
+        path = heapq.heappop(queue)[1]
+        chosen.append(path)
+        for following in ((*path[:-1], path[-1] + 1), (*path, 0)):
+            if len(following) <= len(rates) and following[-1] < len(rates[0]):
+                worth = math.prod(rates[level][rank] for level, rank in enumerate(following))
+                heapq.heappush(queue, (-worth, following))
+    return chosen

@@ -1,0 +1,203 @@
+r"""The contract between drafters, the backbone and verification: a tree of drafted tokens, and a verification result on
+it.
+
+The backbone is fed a block: b, the token that the last verification added, and then the m nodes of a tree. Node i has
+place i + 1 in the block; parents come before their children, so that a path reads upwards in places:
+
+                  b             place 0                           tokens      the  a cat dog man
+                /   \                                             parents      -1 -1   0   0   1
+             the     a          places 1, 2 (nodes 0, 1)          positions  0  1  1   2   2   2  (b's first)
+            /   \     \
+          cat   dog   man       places 3, 4, 5 (nodes 2, 3, 4)
+
+A chain is the tree whose nodes have one child each. Nothing here makes the host wait for an accelerator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+
+from ...modeling.indices import cached_arange
+
+
+@dataclass(eq=False)
+class DraftTree:
+    """Drafted tokens behind b, and the distributions that they were really drawn from.
+
+    Attributes:
+        tokens: [B, m] int64; siblings are tried in the order of their nodes.
+        parents: [B, m] int64 node numbers, smaller than their children's; -1 is b.
+        probs: [B, m + 1, V] probabilities that the children of each place were drawn from; rows of places without
+            children are never read, and a chain leaves the last one out. None: the tokens are certain given what is
+            before them (argmax, top-k, n-grams).
+        replacement: Siblings were drawn independently; otherwise without replacement, in the order of their nodes.
+        depth: The longest path that the tree could have, fixed before drafting; None: m.
+        num_nodes: [B] real nodes of every row, if not all of them; the others are never accepted.
+        auxiliary: Rows that ride along in the block behind the nodes; only their drafter reads them.
+        is_chain: Whether node i is the parent of node i + 1 everywhere, as `chain` makes it.
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    probs: torch.Tensor | None = None
+    replacement: bool = False
+    depth: int | None = None
+    num_nodes: torch.Tensor | None = None
+    auxiliary: Any = None
+    is_chain: bool = False
+
+    def __post_init__(self) -> None:
+        length = self.tokens.shape[1]
+        self.depth = length if self.depth is None else min(self.depth, length)
+
+    @classmethod
+    def chain(
+        cls,
+        draft: torch.Tensor,
+        q: torch.Tensor | None = None,
+        num_nodes: torch.Tensor | None = None,
+        auxiliary: Any = None,
+    ) -> DraftTree:
+        """One path of tokens.
+
+        Args:
+            draft: [B, m] int64.
+            q: [B, m, V] probabilities that the tokens were drawn from; None: certain tokens.
+            num_nodes: [B] real tokens of every row, if not all of them.
+            auxiliary: Rows that ride along.
+        """
+        parents = _chain_parents(draft.shape[1], draft.device).expand(draft.shape)
+        return cls(draft, parents, q, num_nodes=num_nodes, auxiliary=auxiliary, is_chain=True)
+
+    def positions(self) -> torch.Tensor:
+        """Distance of every place from b, [B, m + 1] int64."""
+        if self.is_chain:
+            return cached_arange(self.tokens.shape[1] + 1, self.tokens.device).expand(len(self.tokens), -1)
+        return self.mask().sum(-1) - 1
+
+    def mask(self) -> torch.Tensor:
+        """What every place may attend to, itself and its ancestors: [B, m + 1, m + 1] bool, column 0 True."""
+        return self._ancestors
+
+    def paths(self) -> torch.Tensor:
+        """The places on the way from b to every place, [B, m + 1, depth + 1]; its own place is repeated behind."""
+        return path_columns(self.mask(), self.depth)
+
+    def real(self) -> torch.Tensor | None:
+        """Which nodes count, [B, m] bool; None: all of them."""
+        if self.num_nodes is None:
+            return None
+        return cached_arange(self.tokens.shape[1], self.tokens.device) < self.num_nodes[:, None]
+
+    @cached_property
+    def _ancestors(self) -> torch.Tensor:
+        """`mask`, by jumps that double: after j of them a place knows its nearest 2^j - 1 ancestors."""
+        batch, size = len(self.tokens), self.tokens.shape[1] + 1
+        if self.is_chain:
+            return _triangle(size, self.tokens.device).expand(batch, size, size)
+        known = torch.eye(size, dtype=torch.bool, device=self.tokens.device).expand(batch, size, size)
+        jump = torch.nn.functional.pad(self.parents + 1, (1, 0))
+        for _ in range(self.depth.bit_length()):
+            known = known | known.gather(1, jump[..., None].expand_as(known))
+            jump = jump.gather(1, jump)
+        return known
+
+
+@dataclass(eq=False)
+class VerificationResult:
+    """What verification keeps of a tree, and the token that it adds; k is `DraftTree.depth`.
+
+    Attributes:
+        num_accepted: [B] int64 kept nodes.
+        tokens: [B, k + 1] int64; the first `num_accepted` are the kept drafts, the next is the added token, the rest is
+            arbitrary.
+        tree_path: [B, k + 1] int64, `path` of a tree; None: the first nodes of a chain are kept.
+        invalid: [B] bool, rows whose added token was drawn from scores that are no distribution; None: not looked at.
+    """
+
+    num_accepted: torch.Tensor
+    tokens: torch.Tensor
+    tree_path: torch.Tensor | None = None
+    invalid: torch.Tensor | None = None
+
+    @cached_property
+    def path(self) -> torch.Tensor:
+        """Places of the kept path in the block, [B, k + 1] int64: b's is 0, and the last is repeated behind."""
+        if self.tree_path is not None:
+            return self.tree_path
+        return torch.minimum(cached_arange(self.tokens.shape[1], self.tokens.device), self.num_accepted[:, None])
+
+    @property
+    def nodes(self) -> torch.Tensor:
+        """The kept nodes in the order of their path, [B, k] int64, and -1 behind them."""
+        behind = cached_arange(self.tokens.shape[1], self.tokens.device)[:-1] >= self.num_accepted[:, None]
+        return (self.path[:, 1:] - 1).masked_fill(behind, -1)
+
+    @property
+    def added(self) -> torch.Tensor:
+        """The added token, [B] int64."""
+        return self.tokens.gather(1, self.num_accepted[:, None])[:, 0]
+
+
+def path_columns(members: torch.Tensor, depth: int) -> torch.Tensor:
+    """The members of paths in order.
+
+    Args:
+        members: [..., m + 1] bool, the places on a path; place 0 is one of them.
+        depth: The most members beside place 0.
+
+    Returns:
+        [..., depth + 1] int64, the members' places in rising order, which is that of the path; the last is repeated.
+    """
+    places = cached_arange(members.shape[-1], members.device)
+    last = (members * places).amax(-1, keepdim=True)
+    return torch.where(members, places, last).sort(-1).values[..., : depth + 1]
+
+
+@lru_cache(maxsize=64)
+def _chain_parents(length: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(-1, length - 1, device=device)
+
+
+@lru_cache(maxsize=64)
+def _triangle(length: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.ones(length, length, dtype=torch.bool, device=device).tril()
+
+
+def follow(tree: DraftTree, picks: torch.Tensor) -> VerificationResult:
+    """Goes from b to the child that the target picks, as long as there is one, and adds the pick at the end.
+
+    Args:
+        tree: Any tree; its distributions are not read.
+        picks: [B, m + 1] int64, the token that the target picks after every place: the argmax of its scores, or a draw
+            that the draft did not depend on, or one that the draft anticipates (coupled uniforms).
+    """
+    if tree.is_chain:
+        agrees = _of_real(tree, tree.tokens == picks[:, :-1])
+        return VerificationResult(agrees.cumprod(1, dtype=torch.long).sum(1), picks)
+    reached = descend(tree, _of_real(tree, tree.tokens == picks.gather(1, tree.parents + 1)))
+    columns = path_columns(reached, tree.depth)
+    return VerificationResult(reached.sum(1) - 1, picks.gather(1, columns), columns)
+
+
+def _of_real(tree: DraftTree, wanted: torch.Tensor) -> torch.Tensor:
+    return wanted if tree.num_nodes is None else wanted & tree.real()
+
+
+def elder_siblings(tree: DraftTree) -> torch.Tensor:
+    """[B, m, m] bool: whether node j is an elder sibling of node i."""
+    nodes = cached_arange(tree.tokens.shape[1], tree.tokens.device)
+    return (tree.parents[:, :, None] == tree.parents[:, None]) & (nodes < nodes[:, None])
+
+
+def descend(tree: DraftTree, wanted: torch.Tensor) -> torch.Tensor:
+    """Goes down to the first wanted child of each place: which places [B, m + 1] are on the way, b's among them."""
+    taken = wanted & ~(elder_siblings(tree) & wanted[:, None]).any(-1)
+    taken = torch.nn.functional.pad(taken, (1, 0), value=True)
+    return (taken[:, None] | ~tree.mask()).all(-1)

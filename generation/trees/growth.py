@@ -1,0 +1,157 @@
+"""How drafters grow trees of drafts: in one way, from the distributions of what follows the nodes of the level
+before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..call.options import DraftOptions, draft_probs
+from .building import check_size, drawn_tree, dynamic_tree, ranked_tree, static_tree
+from .contract import DraftTree
+
+_DEFAULTS = {"depth": 5, "top_k": 10, "total_tokens": 60}
+"""A tree where `draft_tree` leaves something open (EAGLE-2's evaluation)."""
+
+
+class Growth(Protocol):
+    """What a drafter thinks of the next tokens while one tree grows, level by level.
+
+    Attributes:
+        draft_ids: [v] int64, the token ids that columns of logits stand for; None: every token, in order.
+        vocab_size: V; not read where every token has a column.
+    """
+
+    draft_ids: torch.Tensor | None
+    vocab_size: int
+
+    def first(self) -> torch.Tensor:
+        """Logits [B, v] of what follows b."""
+
+    def behind(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+        """Logits [B, k, v] of what follows the nodes of the next frontier.
+
+        Args:
+            tokens: [B, k] int64 token ids of the nodes.
+            parents: [B, k] int64, the places of their parents in the frontier before; -1 at first.
+        """
+
+
+def grow(growth: Growth, options: DraftOptions, length: int) -> DraftTree:
+    """A tree whose paths have at most `length` tokens: of draws where the call samples, else of likely tokens.
+
+    A tree of fixed shape has likely tokens in any case.
+
+    Args:
+        growth: What the drafter thinks.
+        options: Of the call; `draft_tree` is complete (`tree_options`).
+        length: At least 1.
+    """
+    tree, logits = dict(options.draft_tree), growth.first()
+    if "choices" in tree:
+        choices = [path for path in tree["choices"] if len(path) <= length]
+        found = ranked_tree(choices, logits, lambda tokens, parents: growth.behind(_ids(growth, tokens), parents))
+        return _spelled(growth, found)
+    tree["depth"] = min(tree["depth"], length - 1)
+    if options.do_sample:
+        columns = growth.draft_ids, growth.vocab_size
+        return drawn_tree(
+            draft_probs(logits, options, *columns),
+            lambda tokens, parents: draft_probs(growth.behind(tokens, parents), options, *columns),
+            **tree,
+        )
+    found = dynamic_tree(
+        _log_distribution(logits),
+        lambda tokens, parents: _log_distribution(growth.behind(_ids(growth, tokens), parents)),
+        **tree,
+    )
+    return _spelled(growth, found)
+
+
+def tree_options(given: Any, longest: int | None = None) -> tuple[dict[str, Any], int]:
+    """The complete options of a tree of drafts, and the length of its longest path.
+
+    Args:
+        given: `draft_tree`: any of `depth`, `top_k`, `total_tokens` (b included), where paths are one longer than
+            `depth`; or the rank paths of a tree of fixed shape, as a list or as `{"choices": list}`.
+        longest: The most tokens that a path may have; None: any number.
+
+    Raises:
+        ValueError: Other keys, a value out of range, or a tree that is deeper than the drafter.
+    """
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        given = {"choices": given}
+    if not isinstance(given, dict) or not (given.keys() <= _DEFAULTS.keys() or given.keys() == {"choices"}):
+        raise ValueError(
+            f"draft_tree={given!r} must be a dict of {', '.join(_DEFAULTS)}, or of choices alone, or a list of rank "
+            "paths, or 'auto'"
+        )
+    options, length = _fixed(given) if "choices" in given else _dynamic(given, longest)
+    if longest is not None and length > longest:
+        instead = "shorter paths" if "choices" in given else f"depth={longest - 1} or less"
+        raise ValueError(
+            f"draft_tree={given!r} has paths of {length} tokens, and this drafter drafts at most {longest}: "
+            f"choose {instead}"
+        )
+    return options, length
+
+
+def _fixed(given: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    choices = given["choices"]
+    is_list = isinstance(choices, (list, tuple)) and all(isinstance(path, (list, tuple)) and path for path in choices)
+    if not is_list or not choices or not all(type(rank) is int for path in choices for rank in path):
+        raise ValueError(
+            f"draft_tree: {choices!r} must be a list of paths of at least one rank each, whole numbers from 0 on, such "
+            "as [(0,), (1,), (0, 0)]"
+        )
+    choices = [tuple(path) for path in choices]
+    static_tree(choices)  # refuses what is no tree
+    return {"choices": choices}, max(map(len, choices))
+
+
+def _dynamic(given: dict[str, Any], longest: int | None) -> tuple[dict[str, Any], int]:
+    fitting = {} if longest is None else {"depth": max(min(_DEFAULTS["depth"], longest - 1), 0)}
+    options = _DEFAULTS | fitting | given
+    check_size(**options)
+    return options, options["depth"] + 1
+
+
+def taken(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Entries of states [B, n, w] at places [B, k]: [B, k, w]."""
+    return states.gather(1, places[..., None].expand(-1, -1, states.shape[-1]))
+
+
+class Ancestry:
+    """Which nodes of the frontiers so far every node of the newest one descends from.
+
+    Attributes:
+        mask: [B, k, n] bool, the newest k of n nodes: their ancestors and themselves; None before the first level.
+    """
+
+    def __init__(self) -> None:
+        self.mask: torch.Tensor | None = None
+
+    def extend(self, parents: torch.Tensor) -> torch.Tensor:
+        """The mask [B, k, n + k] of the next frontier, whose parents [B, k] are places in the one before."""
+        size = parents.shape[1]
+        itself = torch.eye(size, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
+        self.mask = itself if self.mask is None else torch.cat([taken(self.mask, parents), itself], dim=-1)
+        return self.mask
+
+
+def _ids(growth: Growth, columns: torch.Tensor) -> torch.Tensor:
+    """Token ids of columns of logits."""
+    return columns if growth.draft_ids is None else growth.draft_ids[columns]
+
+
+def _spelled(growth: Growth, tree: DraftTree) -> DraftTree:
+    tree.tokens = _ids(growth, tree.tokens)
+    return tree
+
+
+def _log_distribution(logits: torch.Tensor) -> torch.Tensor:
+    """What ranks nodes: the drafter's raw distribution, in float32 at least (in half precision ties are common)."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

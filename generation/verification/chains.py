@@ -1,0 +1,299 @@
+"""Verification: which drafted tokens are kept, and which token is added. Pure functions of tensors.
+
+Indices: a draft has m tokens d_1..d_m; row i - 1 of `p` and `q` is the target's and the drafter's distribution of token
+i given the tokens before it in the draft; row m of `p` is the target's distribution after the whole draft. Every rule
+emits s accepted drafts and one added token, and the emitted tokens follow the target's distribution exactly, whatever
+`q` is, as long as `q` is the distribution that the draft was really drawn from. Trees: `tree_verification`, whose
+functions are offered here, too.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...modeling.indices import cached_arange
+from ...modeling.sampling import draw, draw_checked, pick
+from ..trees.contract import DraftTree, VerificationResult, follow
+from .drawn_trees import check_rule, tree_acceptance, verify_drawn_tree
+
+__all__ = [
+    "block_acceptance",
+    "coupled_acceptance",
+    "follow",
+    "token_acceptance",
+    "tree_acceptance",
+    "verify",
+    "verify_chain",
+    "verify_drawn_tree",
+    "verify_greedy",
+    "verify_sampled",
+    "verify_tree",
+    "verify_tree_greedy",
+]
+
+
+_TRACE = 1e-30
+
+
+def token_acceptance(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token verification (Leviathan et al. 2023, Algorithm 1).
+
+    Args:
+        draft: [B, m] int64.
+        q: [B, m, v] probabilities.
+        p: [B, m + 1, v] probabilities.
+
+    Returns:
+        accept [B, m]: probability min(1, p / q) of keeping each draft if those before it were kept.
+        residual [B, m + 1, v]: distribution of the added token when s drafts are accepted.
+    """
+    return _ratios(draft, q, p).clamp(max=1), _residuals(q, p, torch.ones_like(p[..., :1]))
+
+
+def block_acceptance(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block verification (Sun et al. 2024, arXiv 2403.10444): never fewer accepted tokens than `token_acceptance`.
+
+    With P_i = min(1, P_{i-1} p_i / q_i) and Z_i = sum_x max(0, P_i p_{i+1}(x) - q_{i+1}(x)), prefix i is kept with
+    probability h_i = Z_i / (Z_i + 1 - P_i), and h_m = P_m; the longest kept prefix wins.
+
+    Args:
+        draft: [B, m] int64.
+        q: [B, m, v] probabilities.
+        p: [B, m + 1, v] probabilities.
+
+    Returns:
+        accept [B, m]: h_i, each tested by an independent uniform.
+        residual [B, m + 1, v]: distribution of the added token when s drafts are accepted.
+    """
+    weight = _block_weights(draft, q, p)
+    scaled = (weight[:, :-1, None] * p[:, :-1] - q).clamp(min=0)
+    return _block_accept(weight, scaled), _residuals(q, p, weight[..., None])
+
+
+def coupled_acceptance(draft: torch.Tensor, u: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Verification with the uniforms that the draft was made from (PTP paper, Algorithm 1).
+
+    The target picks y_i = Pick(u_i, p_i) along the draft. As long as drafts equal picks, the drafted prefix is the
+    sequential one, so by induction the picks up to the first mismatch are sequential inverse-CDF decoding, whatever the
+    draft is; the pick at the mismatch (or after the whole draft) is one of them.
+
+    Args:
+        draft: [B, m] int64.
+        u: [B, m + 1] in [0, 1).
+        p: [B, m + 1, v] probabilities.
+
+    Returns:
+        num_correct [B]: drafts that equal the picks, up to the first that does not.
+        picked [B, m + 1] int64: the picks, whose first num_correct + 1 are the tokens to emit.
+    """
+    picked = pick(u, p)
+    return (draft == picked[:, :-1]).long().cumprod(1).sum(1), picked
+
+
+def verify_greedy(draft: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keeps drafts while they are the target's argmax, and adds the argmax after them.
+
+    Args:
+        draft: [B, m] int64.
+        scores: [B, m + 1, v] scores of the target after all logits processors.
+
+    Returns:
+        num_accepted [B], and the argmaxes [B, m + 1] int64, whose first num_accepted + 1 are the tokens to emit.
+    """
+    best = scores.argmax(-1)
+    return (draft == best[:, :-1]).long().cumprod(1).sum(1), best
+
+
+def verify(
+    draft: torch.Tensor,
+    q: torch.Tensor | None,
+    p: torch.Tensor,
+    rule: str = "block",
+    generator: torch.Generator | None = None,
+    uniforms: torch.Tensor | None = None,
+    tests: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws from the distributions of `token_acceptance` or `block_acceptance`.
+
+    Args:
+        draft: [B, m] int64, drawn from `q`.
+        q: [B, m, v] probabilities; None will do for an empty draft.
+        p: [B, m + 1, v] probabilities.
+        rule: `"token"` or `"block"`.
+        generator: Source of randomness.
+        uniforms: [B, m + 1]; where s drafts are accepted, the token is added by inverse CDF of `uniforms[:, s]`, which
+            the draft must not have used.
+        tests: [B, m] uniforms that drafts are accepted by, used for nothing else; None: drawn here.
+
+    Returns:
+        num_accepted [B] and next_token [B], int64.
+
+    Raises:
+        ValueError: An unknown rule.
+    """
+    accepted, added, _ = _verify(draft, q, p, rule, generator, uniforms, tests)
+    return accepted, added
+
+
+def _verify(
+    draft: torch.Tensor,
+    q: torch.Tensor | None,
+    p: torch.Tensor,
+    rule: str,
+    generator: torch.Generator | None,
+    uniforms: torch.Tensor | None = None,
+    tests: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`verify`, and what `draw_checked` says of the added token's distribution [B] (NaN: it was none); None where not
+    asked.
+
+    Every operation counts here, since on an accelerator each is a launch; `token_acceptance` and `block_acceptance` say
+    the same in the words of the papers.
+    """
+    check_rule(rule)
+    if draft.shape[1] == 0:
+        return draft.new_zeros(len(draft)), *_add(p[:, 0], None if uniforms is None else uniforms[:, 0], generator)
+    if tests is None:
+        tests = torch.rand(draft.shape, dtype=p.dtype, device=p.device, generator=generator)
+    batch = cached_arange(len(draft), p.device)
+    if rule == "token":
+        accepted = (tests < _ratios(draft, q, p)).long().cumprod(1).sum(1)
+        distribution = p[batch, accepted]
+        mass = (distribution - torch.nn.functional.pad(q, (0, 0, 0, 1))[batch, accepted]).clamp_(min=0)
+    else:
+        accepted, surplus = _block_accepted(draft, q, p, tests)
+        distribution, mass = p[batch, accepted], surplus[batch, accepted]
+    # a trace of p decides where rounding left no surplus; it is far below the precision of what it is added to
+    mass = torch.add(mass, distribution, alpha=_TRACE)
+    return accepted, *_add(mass, None if uniforms is None else uniforms.gather(1, accepted[:, None])[:, 0], generator)
+
+
+def _block_accepted(
+    draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accepted drafts [B] of block verification for uniforms [B, m], and max(0, P_i p_{i+1} - q_{i+1}), [B, m + 1, v].
+
+    With q_{m+1} = 0, h_i = Z_i / (Z_i + 1 - P_i) holds for i = m, too. Prefix i is kept where its uniform is at least
+    1 - h_i, which needs no division, so that P_i = 1 and Z_i = 0 (the distributions are equal) are no special case.
+    """
+    weight = _block_weights(draft, q, p)
+    surplus = weight[..., None] * p
+    surplus[:, :-1].sub_(q)
+    surplus.clamp_(min=0)
+    gap = 1 - weight[:, 1:]
+    kept = gap <= uniform * (surplus.sum(-1)[:, 1:] + gap)
+    return (kept * cached_arange(draft.shape[1] + 1, p.device)[1:]).amax(1), surplus
+
+
+def verify_chain(
+    tree: DraftTree, p: torch.Tensor, rule: str = "block", generator: torch.Generator | None = None
+) -> VerificationResult:
+    """`verify` for the chain `DraftTree.chain(draft, q)`.
+
+    Args:
+        tree: A drawn chain of which every row has all tokens.
+        p: [B, m + 1, V] the target's distribution after every place.
+        rule: `"token"` or `"block"`.
+        generator: Source of randomness.
+
+    Raises:
+        ValueError: An unknown rule.
+    """
+    accepted, added, check = _verify(tree.tokens, tree.probs, p, rule, generator)
+    tokens = torch.nn.functional.pad(tree.tokens, (0, 1)).scatter_(1, accepted[:, None], added[:, None])
+    return VerificationResult(accepted, tokens, invalid=None if check is None else check.isnan())
+
+
+def verify_sampled(
+    tree: DraftTree, p: torch.Tensor, rule: str = "block", generator: torch.Generator | None = None
+) -> VerificationResult:
+    """Verification of any tree against a target that is sampled: what is emitted has the target's distribution.
+
+    Args:
+        tree: Any tree; where it has no distributions, the target draws a token at every place, and both rules `follow`
+            them.
+        p: [B, m + 1, V] the target's distribution after every place, with all its logits processors.
+        rule: `"token"` or `"block"`.
+        generator: Source of randomness.
+
+    Raises:
+        ValueError: An unknown rule.
+    """
+    check_rule(rule)
+    if tree.probs is None:
+        return follow(tree, draw(p, generator))
+    if tree.is_chain and tree.num_nodes is None:
+        return verify_chain(tree, p, rule, generator)
+    return verify_drawn_tree(tree, p, rule, generator)
+
+
+def verify_tree(
+    tree: DraftTree, p: torch.Tensor, generator: torch.Generator | None = None, rule: str = "block"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`verify_sampled` as plain tensors.
+
+    Returns:
+        nodes [B, depth] int64, the kept nodes in the order of their path and -1 behind them; num_accepted [B]; and
+        next_token [B].
+    """
+    result = verify_sampled(tree, p, rule, generator)
+    return result.nodes, result.num_accepted, result.added
+
+
+def verify_tree_greedy(tree: DraftTree, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keeps the path of the target's argmaxes, and adds the argmax after it.
+
+    Args:
+        tree: Any tree.
+        scores: [B, m + 1, V] scores of the target after all logits processors.
+
+    Returns:
+        nodes [B, depth], num_accepted [B] and next_token [B], as `verify_tree` gives them.
+    """
+    result = follow(tree, scores.argmax(-1))
+    return result.nodes, result.num_accepted, result.added
+
+
+def _add(
+    mass: torch.Tensor, uniforms: torch.Tensor | None, generator: torch.Generator | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A token [B] from unnormalised distributions [B, v], and what `draw_checked` says of them."""
+    if uniforms is None:
+        return draw_checked(mass, generator)
+    return pick(uniforms.double(), mass.double() / mass.double().sum(-1, keepdim=True)), None
+
+
+def _ratios(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """p / q at the drafted tokens [B, m]; 0 where the target excludes the token."""
+    chosen = draft[..., None]
+    return (p[:, :-1].gather(-1, chosen) / q.gather(-1, chosen))[..., 0].nan_to_num(nan=0.0)
+
+
+def _block_weights(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """P_0..P_m, [B, m + 1].
+
+    P_i = min(1, P_{i-1} r_i) is a walk reflected at 1: with S_i = sum_{j<=i} log r_j,
+    log P_i = S_i - max_{j<=i} S_j from S_0 = 0 on.
+    """
+    walk = torch.nn.functional.pad(_ratios(draft, q, p), (1, 0), value=1.0).log().cumsum(1)
+    return (walk - walk.cummax(1).values).exp()
+
+
+def _block_accept(weight: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
+    """h_1..h_m from P_0..P_m and max(0, P_i p_{i+1} - q_{i+1}) for i = 0..m-1."""
+    mass = scaled.sum(-1)[:, 1:]
+    # summed in this order, a tiny mass at P_i = 1 gives 1
+    middle = (mass / (mass + (1 - weight[:, 1:-1]))).nan_to_num(nan=1.0)
+    return torch.cat([middle, weight[:, -1:]], dim=1)
+
+
+def _residuals(q: torch.Tensor, p: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Normalised max(0, weight p - q) for all rows, [B, m + 1, v]; the last row is p's."""
+    rows = _normalised((weight[:, :-1] * p[:, :-1] - q).clamp(min=0), p[:, :-1])
+    return torch.cat([rows, p[:, -1:]], dim=1)
+
+
+def _normalised(mass: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
+    """`mass` divided by its sum, or `fallback` where rounding left no mass."""
+    total = mass.sum(-1, keepdim=True)
+    return torch.where(total > 0, mass / total, fallback)

@@ -1,0 +1,326 @@
+"""Heads of `MTPHeads` as a drafter of vLLM: independent positions and circuits, on any backbone that vLLM serves.
+
+vLLM takes a drafter by the name of its class (`method="custom_class"`), but hands it tokens alone. What the
+distribution of a head is made from, the hidden state before each request's newest token, is taken from the arguments of
+the model runner's own method that asks for drafts. Written for vLLM 0.32 (model runner V1), whose extension point is
+marked experimental; what is looked up there is checked when the engine starts. Importing this module needs no vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..configuration import MTPHeadConfig
+from ..modeling.heads.backbone_parts import BackboneParts
+from ..modeling.heads.registry import build_head, distribution_after, family_of
+from ..modeling.sampling import draw
+from ..modeling.tensor_files import read_tensors
+
+logger = logging.getLogger(__name__)
+
+OPTION = "tokenahead_heads"
+"""The entry of vLLM's `additional_config` that names the directory of the heads."""
+_RUNNER = "vllm.v1.worker.gpu_model_runner"
+_SAMPLER, _EXPAND = "vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"
+_ARGUMENTS = ("sample_hidden_states", "spec_decode_metadata", "sampling_metadata")
+_ARE_PROBABILISTIC = "probabilistic"
+
+
+@dataclass
+class _Step:
+    """What the model runner knows when it asks for drafts.
+
+    Attributes:
+        states: [R, d], last hidden states of the rows whose logits were computed: m + 1 of a request that had m drafts.
+        counts: m for every request.
+        temperature: [requests], 0 where a request is greedy; None: all are.
+    """
+
+    states: torch.Tensor
+    counts: list[int]
+    temperature: torch.Tensor | None
+
+
+class HeadProposer:
+    """The drafter, as `speculative_config` names it.
+
+    Greedy requests get the argmax of each exact conditional, as in this library. Sampled requests get it too, and vLLM
+    takes it as certain, which is lossless; with `"draft_sample_method": "probabilistic"` their drafts are drawn from
+    the conditionals at the request's temperature, and vLLM verifies them by these distributions, which accepts more.
+
+    On CPUs vLLM 0.32 loses the temperatures of requests with drafts, whoever drafts, and sampled text is not the
+    backbone's. That is tried when the engine starts, and the one function of vLLM that is wrong is replaced there.
+
+    With tensor parallelism, heads that share the backbone's unembedding ask the backbone itself for logits, which
+    gathers the shards; engines that gather on one rank only are refused. More than one device was not tried.
+
+    Args:
+        vllm_config: vLLM's configuration; `additional_config["tokenahead_heads"]` is a directory that
+            `MTPHeads.save_pretrained` wrote.
+
+    Raises:
+        ValueError: No such directory, heads that read more than the last hidden state, heads for another backbone, or
+            more drafted tokens than their window covers.
+        RuntimeError: A version of vLLM without what is needed here.
+
+    Example:
+        >>> from vllm import LLM
+        >>> llm = LLM(
+        ...     "backbone",
+        ...     speculative_config={
+        ...         "method": "custom_class",
+        ...         "model": "tokenahead.model_cards.vllm_proposer.HeadProposer",
+        ...         "num_speculative_tokens": 3,
+        ...     },
+        ...     additional_config={"tokenahead_heads": "heads"},
+        ... )
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config = vllm_config
+        self.num_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
+        method = getattr(vllm_config.speculative_config, "draft_sample_method", "greedy")
+        self.draws = method == _ARE_PROBABILISTIC
+        self.max_length = int(vllm_config.model_config.max_model_len)
+        self.folder = _folder(vllm_config.additional_config)
+        self.config = MTPHeadConfig.from_pretrained(self.folder)
+        self._check()
+        self.head: nn.Module | None = None
+        self.parts: BackboneParts | None = None
+        self._step: _Step | None = None
+        self._probs: torch.Tensor | None = None
+        listen()
+
+    def _check(self) -> None:
+        config = self.config
+        if more := family_of(config).reads_besides(config):
+            raise ValueError(
+                f"{OPTION}={str(self.folder)!r}: head_type={config.head_type!r} reads {more}, and vLLM hands over the "
+                "last hidden state alone"
+            )
+        if not 1 <= self.num_tokens < config.window:
+            raise ValueError(
+                f"num_speculative_tokens={self.num_tokens}: these heads draft 1 to {config.window - 1} tokens "
+                f"(window={config.window})"
+            )
+        text = self.vllm_config.model_config.hf_text_config
+        for name in ("hidden_size", "vocab_size"):
+            if getattr(text, name) != getattr(config, name):
+                raise ValueError(
+                    f"{name}: the heads in {self.folder} were made for {getattr(config, name)}, and the backbone has "
+                    f"{getattr(text, name)}"
+                )
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Reads the heads, in the backbone's dtype and on its device (called by vLLM).
+
+        Args:
+            target_model: vLLM's backbone.
+
+        Raises:
+            ValueError: Tensors that do not make these heads.
+        """
+        weight = next(parameter for parameter in target_model.parameters() if parameter.is_floating_point())
+        with torch.device("cpu"):
+            head = build_head(self.config, self.config.hidden_size, self.config.vocab_size)
+        tensors = read_tensors(sorted(self.folder.glob("*.safetensors")), "head.")
+        result = head.load_state_dict(tensors, strict=False)
+        if wrong := [*result.missing_keys, *result.unexpected_keys]:
+            raise ValueError(f"{self.folder}: its tensors do not make {self.config.head_type!r} heads: {wrong[:5]}")
+        dtype = self.vllm_config.model_config.dtype
+        self.head = head.to(weight.device, dtype).requires_grad_(False).eval()
+        self.parts = BackboneParts(_unembedding(target_model), _absent("embeddings"), _absent("final norm"))
+        _mend_sampler(weight.device)
+        shards = self.vllm_config.parallel_config.tensor_parallel_size
+        if shards > 1:
+            logger.warning("HeadProposer: tensor_parallel_size=%d was read in vLLM's source, not tried", shards)
+
+    def take(self, states: torch.Tensor, metadata: Any, sampling: Any) -> None:
+        """Keeps what the next `propose` needs.
+
+        Args:
+            states: [R, d].
+            metadata: vLLM's `SpecDecodeMetadata`; None where no request had drafts.
+            sampling: vLLM's `SamplingMetadata`.
+        """
+        counts = [] if metadata is None else list(metadata.num_draft_tokens)
+        self._step = _Step(states, counts, None if sampling.all_greedy else sampling.temperature)
+
+    def take_probs(self) -> torch.Tensor | None:
+        """The distributions [requests, k, V] that the last drafts were drawn from, once; None where drafts are
+        certain."""
+        probs, self._probs = self._probs, None
+        return probs
+
+    @torch.inference_mode()
+    def propose(
+        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
+    ) -> list[list[int]]:
+        """Drafts for every request (called by vLLM).
+
+        Args:
+            sampled_token_ids: Tokens that each request has just got; none where its prompt is not read to its end.
+            num_tokens_no_spec: [requests], how long each one is, these tokens included.
+            token_ids_cpu: Their tokens; not looked at.
+            slot_mappings: Not looked at.
+
+        Returns:
+            Up to `num_speculative_tokens` tokens per request, fewer where its text must soon end.
+
+        Raises:
+            RuntimeError: Hidden states were not handed over.
+        """
+        step, self._step = self._step, None
+        if step is None:
+            raise RuntimeError("vLLM asked for drafts without its model runner's arguments; see `listen`")
+        live = [index for index, tokens in enumerate(sampled_token_ids) if tokens]
+        if not live:
+            return [[] for _ in sampled_token_ids]
+        device = step.states.device
+        states = step.states[torch.tensor(_rows(sampled_token_ids, step.counts), device=device)]
+        last = torch.tensor([sampled_token_ids[index][-1] for index in live], device=device)
+        distribution = distribution_after(self.head, self.config, states, last, self.num_tokens, self.parts)
+        if self.draws and step.temperature is not None:
+            tokens, probs = distribution.draft(_warped(step.temperature[live]), self.num_tokens)
+            self._probs = probs.new_zeros(len(sampled_token_ids), *probs.shape[1:])
+            self._probs[live] = probs
+        else:
+            tokens = distribution.greedy(self.num_tokens)
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        for index, draft in zip(live, tokens.tolist()):
+            drafts[index] = draft[: max(self.max_length - int(num_tokens_no_spec[index]), 0)]
+        return drafts
+
+
+def listen() -> None:
+    """Makes vLLM's model runner hand its hidden states to a `HeadProposer`; other drafters notice nothing.
+
+    Raises:
+        RuntimeError: A version of vLLM whose method takes other arguments.
+    """
+    runner = importlib.import_module(_RUNNER).GPUModelRunner
+    original = runner.propose_draft_token_ids
+    if hasattr(original, "of_tokenahead"):
+        return
+    signature = inspect.signature(original)
+    if missing := [name for name in _ARGUMENTS if name not in signature.parameters]:
+        raise RuntimeError(
+            f"HeadProposer was written for vLLM 0.32; {_RUNNER}.GPUModelRunner.propose_draft_token_ids of this version "
+            f"takes no {', '.join(missing)}"
+        )
+
+    @functools.wraps(original)
+    def propose_draft_token_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self.drafter, HeadProposer):
+            return original(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        self.drafter.take(*(given[name] for name in _ARGUMENTS))
+        drafts = original(self, *args, **kwargs)
+        probs = self.drafter.take_probs()
+        if probs is not None:  # read by `_get_spec_decode_draft_probs`, where an EAGLE drafter's would lie
+            self._draft_probs, self._draft_prob_req_ids = probs, self.input_batch.req_ids.copy()
+        return drafts
+
+    propose_draft_token_ids.of_tokenahead = True
+    runner.propose_draft_token_ids = propose_draft_token_ids
+
+
+def register() -> None:
+    """The entry point that vLLM calls in every process: says early where `HeadProposer` would not work."""
+    name = "vllm.v1.spec_decode.custom_class_proposer"
+    if importlib.util.find_spec(name) is None:
+        logger.warning("tokenahead: this vLLM has no %s, so HeadProposer cannot be named there", name)
+
+
+def _folder(options: Any) -> Path:
+    options = options if isinstance(options, dict) else vars(options or object)
+    if OPTION not in options:
+        raise ValueError(f"additional_config lacks {OPTION!r}: the directory that MTPHeads.save_pretrained wrote")
+    folder = Path(options[OPTION])
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{OPTION}={str(folder)!r} is no directory of heads: it has no config.json")
+    return folder
+
+
+def _rows(sampled: list[list[int]], counts: list[int]) -> list[int]:
+    """The row of each request's state just before its newest token; requests without a token have none.
+
+    A request with m drafts has m + 1 rows; of these, the one that kept all its drafts but r ends r rows earlier.
+    """
+    rows, offset = [], 0
+    for index, tokens in enumerate(sampled):
+        if tokens:
+            rows.append(offset + len(tokens) - 1)
+        offset += 1 + (counts[index] if counts else 0)
+    return rows
+
+
+def _mend_sampler(device: torch.device) -> None:
+    """Replaces what vLLM's rejection sampler expands temperatures with, where it does not give them back.
+
+    The CPU kernel of 0.32 (`vllm.utils.cpu_triton_utils._expand_kernel_impl`) writes into an int64 copy, which is
+    dropped: the sampler goes on with memory that nobody has written, for temperatures, `top_k` and `top_p`.
+    """
+    sampler = importlib.import_module(_SAMPLER)
+    original = getattr(sampler, _EXPAND, None)
+    if original is None:  # another version, which does it otherwise
+        return
+    ends = torch.tensor([1, 3], dtype=torch.int32, device=device)
+    values = torch.rand(2, device=device)  # drawn: memory that was freed may hold what an earlier trial has left
+    if not torch.equal(original(values, ends, 3), values[[0, 1, 1]]):
+        setattr(sampler, _EXPAND, _expand)
+        logger.warning("HeadProposer: %s.%s loses temperatures on %s; replaced", _SAMPLER, _EXPAND, device)
+
+
+def _expand(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Values [requests] as values [tokens], one for every drafted token; names as in vLLM."""
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
+
+
+def _warped(temperature: torch.Tensor) -> Any:
+    """Draws at each request's temperature, [requests]; where it is 0, takes the argmax."""
+    heat = temperature[:, None]
+
+    def choose(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # independent positions come all at once, [requests, k, V]
+        own = heat.to(probs).view(-1, *[1] * (probs.dim() - 1))
+        distribution = (probs.log() / own.clamp(min=1e-6)).softmax(-1)
+        certain = nn.functional.one_hot(probs.argmax(-1), probs.shape[-1]).to(probs)
+        distribution = torch.where(own > 0, distribution, certain)
+        return draw(distribution), distribution
+
+    return choose
+
+
+def _unembedding(model: nn.Module) -> Any:
+    """From states [..., d] to logits [..., V] by the backbone's own method, which gathers shards and scales."""
+
+    def unembed(states: torch.Tensor) -> torch.Tensor:
+        logits = model.compute_logits(states.reshape(-1, states.shape[-1]))
+        if logits is None:
+            raise RuntimeError(
+                "tensor_parallel_size: this platform of vLLM gathers logits on one rank only, so heads that share the "
+                "backbone's unembedding (leaf='shared') cannot draft on the others; use leaf='full'"
+            )
+        return logits.view(*states.shape[:-1], -1)
+
+    return unembed
+
+
+def _absent(what: str) -> Any:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError(f"heads in vLLM have no access to the backbone's {what}")
+
+    return refuse

@@ -1,0 +1,138 @@
+"""Reading and writing of heads in directories of other tools: the layouts that the records of families name."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+
+from ...configuration import MTPHeadConfig
+from ..tensor_files import read_json, write_json
+from .family import FAMILIES, HeadLayout
+from .hydra import EMBEDDING
+from .layer import PARAMS, read_backbone
+
+
+class OfficialLayoutsMixin:
+    """`from_official`, `backbone_from_official` and `export`, for `MTPHeads`."""
+
+    config: MTPHeadConfig
+    head: nn.Module
+    backbone: PreTrainedModel
+    _expected_embedding: torch.Tensor | None = None  # until heads that came with one are attached
+
+    @classmethod
+    def from_official(cls, folder: str | PathLike, **options: Any) -> Any:
+        """Heads from a directory of their authors: Medusa (version 1, 2, merged, vLLM's), Hydra, Gloeckle et al.
+
+        Args:
+            folder: A local directory; its layout is found by its files.
+            **options: Fields of `MTPHeadConfig` that the directory does not say (`vocab_size` for Medusa's version 2),
+                or that should differ, as `loss_weights`.
+
+        Returns:
+            The heads, in the dtype of their tensors, not attached.
+
+        Raises:
+            ValueError: An unknown layout, unknown or missing tensors, or a pickle of more than tensors.
+        """
+        folder = Path(folder)
+        found, tensors = _layout_of(folder).read(folder)
+        embedding = tensors.pop(EMBEDDING, None)
+        heads = cls(MTPHeadConfig(**(found | options)))
+        wrong = f"{folder}: its tensors do not make {found['head_type']!r} heads"
+        try:
+            result = heads.head.load_state_dict(tensors, strict=False)
+        except RuntimeError as error:  # another shape
+            raise ValueError(f"{wrong}: {error}") from error
+        if names := [*result.missing_keys, *result.unexpected_keys]:
+            raise ValueError(f"{wrong}: {', '.join(names[:5])}")
+        heads = heads.to(next(iter(tensors.values())).dtype)
+        heads._expected_embedding = embedding
+        return heads.eval()
+
+    @classmethod
+    def backbone_from_official(cls, folder: str | PathLike) -> PreTrainedModel:
+        """The backbone in a directory that holds it beside its heads (merged Medusa-2, Gloeckle et al.).
+
+        Raises:
+            ValueError: A directory of heads alone.
+        """
+        folder = Path(folder)
+        if (folder / PARAMS).is_file():
+            config, tensors = read_backbone(folder)
+            config.dtype = next(iter(tensors.values())).dtype
+            model = LlamaForCausalLM(config).to(config.dtype)
+            model.load_state_dict(tensors)
+            return model.eval()
+        if "architectures" not in read_json(folder / "config.json") or list(folder.glob("medusa_lm_head.*")):
+            raise ValueError(f"{folder} holds heads alone; load their backbone by its own name")
+        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+
+    def export(self, folder: str | PathLike, layout: str) -> None:
+        """Writes the heads as their authors' tools, or an engine, will read them.
+
+        Args:
+            folder: Made if it is not there.
+            layout: `"medusa"` (safetensors), `"vllm"` (Medusa, and independent heads as Medusa without blocks),
+                `"hydra"`, or `"gloeckle"` (with the backbone).
+
+        Raises:
+            ValueError: A layout that cannot hold these heads.
+            RuntimeError: The heads are not attached: some layouts repeat tensors of the backbone.
+        """
+        family = FAMILIES[self.config.head_type]
+        chosen = next((known for known in family.layouts if known.name == layout), None)
+        if chosen is None:
+            names = ", ".join(known.name for known in family.layouts) or "none"
+            raise ValueError(f"layout={layout!r} holds no head_type={self.config.head_type!r}; what does: {names}")
+        if reason := chosen.refusal(self.config) or (self.config.draft_layers and "it holds no draft layers"):
+            raise ValueError(f"layout={layout!r}: {reason}")
+        fields, named = chosen.write(self.config, self.head.state_dict(), self.backbone)
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        named = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named.items()}
+        if chosen.fields_file == "config.json":
+            fields = fields | {"base_model_name_or_path": self.config.base_model_name_or_path}
+        write_json(folder / chosen.fields_file, fields)
+        if chosen.tensors_file.endswith(".safetensors"):
+            save_file(named, folder / chosen.tensors_file)
+        else:
+            torch.save(named, folder / chosen.tensors_file)
+
+    def check_embedding(self, backbone: PreTrainedModel) -> None:
+        """Hydra's directories repeat the embedding of their backbone, which tells a wrong one.
+
+        Raises:
+            ValueError: Another embedding.
+        """
+        expected, weight = self._expected_embedding, backbone.get_input_embeddings().weight
+        if expected is None or weight.is_meta:
+            return
+        if expected.shape != weight.shape or not torch.allclose(expected.to(weight), weight, atol=1e-3):
+            raise ValueError(
+                f"{type(backbone).__name__} has other embeddings than the backbone that these heads were trained on"
+            )
+
+
+def _layout_of(folder: Path) -> HeadLayout:
+    """Find the layout of a directory.
+
+    Raises:
+        ValueError: No known layout.
+    """
+    fields = read_json(folder / "config.json")
+    if fields.get("model_type") == MTPHeadConfig.model_type:
+        raise ValueError(f"{folder} is in this library's own layout: load it with MTPHeads.from_pretrained")
+    for layout in (layout for family in FAMILIES.values() for layout in family.layouts):
+        if layout.recognises(folder, fields):
+            return layout
+    raise ValueError(
+        f"{folder}: no known layout of heads: neither medusa_lm_head.*, model_type 'medusa', medusa_num_heads, "
+        "hydra_lm_head.* nor params.json with consolidated.pth"
+    )

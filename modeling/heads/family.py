@@ -1,0 +1,174 @@
+"""The record of a head family, and the table of all families: one `register(HeadFamily(...))` adds one.
+
+Each built-in family registers itself at the end of its file. Everything else reads records, never a name or a class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ...configuration import HEAD_TYPES, MTPHeadConfig
+from ...configuration.head_families import HEAD_FAMILIES, HeadFamilyFacts
+from ..tensor_files import Tensors
+from .backbone_parts import BackboneParts
+from .window_distribution import WindowDistribution
+
+Directory = tuple[dict[str, Any], Tensors]
+"""Fields and tensors of a directory."""
+
+
+class DistributionOf(Protocol):
+    """Returns the distribution of the next n tokens, in float32 (float64 stays)."""
+
+    def __call__(
+        self,
+        head: nn.Module,
+        config: MTPHeadConfig,
+        features: torch.Tensor,
+        backbone: BackboneParts | None,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> WindowDistribution:
+        """Return the distribution at some positions.
+
+        Args:
+            head: The module that `HeadFamily.build` made, perhaps wrapped by peft.
+            config: Its config.
+            features: [..., F].
+            backbone: What is borrowed of the backbone; None without one.
+            start: The first position of the window that is read: what only earlier ones need may be left out, and
+                independent positions are those from here on.
+            stop: The position after the last one that is read; None: n.
+        """
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """A directory format of other tools, of which heads are read and into which they are written.
+
+    Args:
+        name: `layout` of `MTPHeads.export`.
+        recognises: From a directory and the fields of its `config.json` to whether it has this format.
+        read: From a directory to options of `MTPHeadConfig` and tensors of the head.
+        refusal: From a config to why such heads cannot be written; None where they can.
+        write: From a config, the head's tensors and the backbone to fields and tensors.
+        tensors_file: Written with safetensors or, with another suffix, as a pickle of tensors.
+        fields_file: Of fields, as JSON.
+    """
+
+    name: str
+    recognises: Callable[[Path, dict[str, Any]], bool]
+    read: Callable[[Path], Directory]
+    refusal: Callable[[MTPHeadConfig], str | None]
+    write: Callable[[MTPHeadConfig, Tensors, PreTrainedModel], Directory]
+    tensors_file: str = "model.safetensors"
+    fields_file: str = "config.json"
+
+
+@dataclass(frozen=True)
+class Circuit:
+    """What tells one family of circuits from another; independent positions are the one without sums.
+
+    Args:
+        distribution: From its parameters, in this order, and the leaves to the distribution.
+        parameters: Their names: the root, then the [r, r] sums if the family has any.
+        sum_counts: From the window n to how many such sums there are: one per step, and if all steps share theirs.
+        persistent: When a head is new, states tend to stay what they are from one sum to the next.
+    """
+
+    distribution: Callable[..., WindowDistribution]
+    parameters: tuple[str, ...] = ("root_logits",)
+    sum_counts: Callable[[int], tuple[int, ...]] = lambda window: (0,)
+    persistent: bool = False
+
+    def shapes(self, window: int, rank: int) -> dict[str, list[tuple[int, ...]]]:
+        """Return the last axes that each parameter may have; without those that this window is too short for."""
+        counts = sorted(set(self.sum_counts(window)))
+        sums = [(count, rank, rank) for count in counts]
+        return dict(zip(self.parameters, ([(rank,)], sums if any(counts) else [])))
+
+
+def last_state(head: nn.Module, states: Sequence[torch.Tensor], *context: Any) -> torch.Tensor:
+    """Return the last of some states, whatever the head."""
+    return states[-1]
+
+
+@dataclass(frozen=True)
+class HeadFamily:
+    """All there is to know of a family of heads.
+
+    Args:
+        facts: What a config and a card say of it.
+        build: From the config, the width d and the number of token ids V to the module.
+        distribution: Of the module, at features.
+        features: From the module, the states that `hidden_layers` names, attention mask, position ids, backbone and
+            cache to features [B, T, F]; the last state by default.
+        hidden_layers: Which states of the backbone it reads, as `output_hidden_states` counts them, the last included.
+        layer_config: From a head's config and its backbone's to the config of the decoder layer that it needs, if any.
+        start_from: From the module and a backbone: new heads start as far as possible as the backbone's own.
+        is_independent: Whether the distribution after the window's first token is the same, whatever that token is.
+        one_by_one: From a config to whether the module learns one head after the other (`LayerHead.one_by_one`).
+        layouts: Formats of other tools.
+        circuit: Its parameters, where `circuit_from_logits` can build its distribution.
+    """
+
+    facts: HeadFamilyFacts
+    build: Callable[[MTPHeadConfig, int, int], nn.Module]
+    distribution: DistributionOf
+    features: Callable[..., torch.Tensor] = last_state
+    hidden_layers: Callable[[MTPHeadConfig], list[int]] = lambda config: [-1]
+    layer_config: Callable[[MTPHeadConfig, PreTrainedConfig], dict[str, Any] | None] = lambda config, text: None
+    start_from: Callable[[Any, PreTrainedModel], None] = lambda head, backbone: None
+    is_independent: bool = False
+    one_by_one: Callable[[MTPHeadConfig], bool] = lambda config: False
+    layouts: Sequence[HeadLayout] = ()
+    circuit: Circuit | None = None
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it belongs to this library."""
+        return self.facts.name in HEAD_TYPES
+
+    def reads_besides(self, config: MTPHeadConfig) -> str | None:
+        """Return what heads read besides the last hidden state of one position, as a phrase; None for nothing."""
+        if config.draft_layers:
+            return "the states of draft layers"
+        if self.facts.attends(config):
+            return "the states of earlier positions"
+        if set(layers := self.hidden_layers(config)) != {-1}:
+            return f"the hidden states {layers}"
+        if self.facts.sequential:
+            return "the embeddings of drafted tokens"
+        return None if self.features is last_state else "features of its own"
+
+
+FAMILIES: dict[str, HeadFamily] = {}
+"""All families by name, once `registry` is imported."""
+
+
+def register(family: HeadFamily) -> HeadFamily:
+    """Add a family: its name can then be the `head_type` of a `MTPHeadConfig`.
+
+    A program that loads such heads imports the module which calls this, first.
+
+    Raises:
+        ValueError: Another family has this name.
+    """
+    facts = family.facts
+    if HEAD_FAMILIES.get(facts.name, facts) is not facts or facts.name in FAMILIES:
+        raise ValueError(f"name={facts.name!r}: a family of heads with this name is registered")
+    HEAD_FAMILIES[facts.name] = facts
+    FAMILIES[facts.name] = family
+    return family
+
+
+def exact(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits in float32 (float64 stays)."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,0 +1,168 @@
+"""Tensors of checkpoints that other tools wrote: safetensors, archives of numpy, and pickles of tensors alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
+
+Tensors = dict[str, torch.Tensor]
+"""Tensors by name."""
+_SAFE, _PICKLED = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME), (WEIGHTS_INDEX_NAME, WEIGHTS_NAME)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the fields of a JSON file; none where there is no such file."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def write_json(file: Path, values: Mapping[str, Any]) -> None:
+    """Write fields as JSON."""
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def read_tensors(files: Iterable[str | PathLike[str]], prefix: str = "") -> Tensors:
+    """Return the tensors of all files whose names begin with `prefix`, which is removed.
+
+    Args:
+        files: `.safetensors`, `.npz` (numpy), or anything else that `torch.load` reads with `weights_only=True`.
+        prefix: The beginning of the names.
+
+    Raises:
+        ValueError: A damaged file, or a pickle of more than tensors.
+        FileNotFoundError: A file is missing.
+    """
+    found: Tensors = {}
+    for file in map(Path, files):
+        with naming(file):
+            if file.suffix == ".safetensors":
+                found |= _read_safetensors(file, prefix)
+            else:
+                found |= below(_read_npz(file) if file.suffix == ".npz" else read_pickle(file), prefix)
+    return found
+
+
+def weight_files(name: str | PathLike[str], variant: str | None = None, pickles: bool = False, **hub: Any) -> list[str]:
+    """Return the paths of a checkpoint's weight files: one file, or the shards of its index.
+
+    Args:
+        name: Directory, or repository on the Hub, from which files are fetched.
+        variant: As in `from_pretrained`.
+        pickles: Accept `pytorch_model.bin` where there are no safetensors.
+        **hub: `revision`, `token`, ...
+
+    Raises:
+        ValueError: There are none.
+    """
+    optional = {"_raise_exceptions_for_missing_entries": False, **hub}
+    for pair in (_SAFE, _PICKLED) if pickles else (_SAFE,):
+        index, single = (_with_variant(file, variant) for file in pair)
+        if listed := cached_file(name, index, **optional):
+            shards = json.loads(Path(listed).read_text(encoding="utf-8"))["weight_map"].values()
+            return [_fetched(name, shard, **hub) for shard in sorted(set(shards))]
+        if file := cached_file(name, single, **optional):
+            return [file]
+    names = [_with_variant(file, variant) for pair in ((_SAFE, _PICKLED) if pickles else (_SAFE,)) for file in pair]
+    raise ValueError(f"{name}: no weights; none of {', '.join(names)} is there")
+
+
+def tensor_headers(name: str | PathLike[str], variant: str | None = None, **hub: Any) -> dict[str, tuple[str, str]]:
+    """Return the dtype (as safetensors calls it: `F32`, `BF16`, `F8_E4M3`) and the file of every tensor, unloaded.
+
+    Raises:
+        ValueError: No safetensors files, or a damaged one.
+    """
+    found = {}
+    for file in weight_files(name, variant, **hub):
+        with naming(file), safe_open(file, framework="pt") as tensors:
+            found |= {key: (tensors.get_slice(key).get_dtype(), file) for key in tensors.keys()}  # noqa: SIM118
+    return found
+
+
+@contextmanager
+def naming(file: str | PathLike[str]) -> Iterator[None]:
+    """Turn errors of reading a file into one that names the file and says what is wrong.
+
+    Raises:
+        ValueError: It is damaged, or a pickle of more than tensors.
+        FileNotFoundError: There is none.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except UnpicklingError as error:
+        raise ValueError(
+            f"{file} holds more than tensors, and is not unpickled; save its state_dict as safetensors"
+        ) from error
+    except (SafetensorError, RuntimeError, OSError, EOFError) as error:
+        raise ValueError(f"{file} is damaged or cut short ({error}); fetch it again") from error
+
+
+def read_pickle(file: str | PathLike[str]) -> Tensors:
+    """Return the tensors of a pickle, or of its `state_dict`, by name.
+
+    Raises:
+        ValueError: It holds something else.
+    """
+    loaded = torch.load(file, map_location="cpu", weights_only=True)
+    loaded = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else loaded
+    if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        raise ValueError(f"{file} holds a {type(loaded).__name__}, not tensors by name; save its state_dict")
+    return loaded
+
+
+def below(tensors: Mapping[str, torch.Tensor], prefix: str) -> Tensors:
+    """Return the tensors whose names begin with `prefix`, which is removed."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def refuse_unknown(folder: str | PathLike[str], names: Iterable[str]) -> None:
+    """Refuse tensors that a layout does not know, so that none is skipped silently.
+
+    Raises:
+        ValueError: There are such tensors.
+    """
+    if names := sorted(names):
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        raise ValueError(f"{folder}: {len(names)} tensors are not known in this layout: {shown}")
+
+
+def _read_safetensors(file: Path, prefix: str) -> Tensors:
+    with safe_open(file, framework="pt") as opened:
+        names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118
+        return {name.removeprefix(prefix): opened.get_tensor(name) for name in names}
+
+
+def _read_npz(file: Path) -> Tensors:
+    import numpy as np
+
+    with np.load(file, allow_pickle=False) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+
+
+def _fetched(name: str | PathLike[str], file: str, **hub: Any) -> str:
+    path = cached_file(name, file, **hub)
+    if path is None:
+        raise ValueError(f"{name}: {file} of its index is not there")
+    return path
+
+
+def _with_variant(file: str, variant: str | None) -> str:
+    """Return the name that transformers gives to a file of a variant: the variant goes before the last suffix."""
+    stem, _, ending = file.rpartition(".")
+    return file if variant is None else f"{stem}.{variant}.{ending}"

@@ -1,0 +1,104 @@
+"""README and docs: every Python block runs, every name exists, and every link of the README leads somewhere.
+
+The blocks of a page run in order, in one namespace and a fresh directory. A page of docs/ begins with the names of the
+block behind `SETUP` in docs/index.md. A block that cannot run stands behind a comment `<!-- not run: reason -->`.
+"""
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tokenahead
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SETUP = "<!-- every page of the documentation begins with this block -->"
+BLOCK = re.compile(r"(?:^(<!-- .*? -->)\n)?^```python\n(.*?)^```", re.M | re.S)
+NOT_RUN = re.compile(r"<!-- not run: \S.+ -->")
+FILE = re.compile(
+    r"\b(?:benchmarks|examples|generation|model_cards|modeling|tests|training)/[\w/]+\.(?:md|png|py|sh|yaml)\b"
+)
+NAME = re.compile(r"\btokenahead(?:\.[A-Za-z_]\w*)+")
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Return the Python blocks of a page that run: the comment before each, and its code at its line numbers."""
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in BLOCK.finditer(text):
+        comment, code = match[1] or "", match[2]
+        if not NOT_RUN.fullmatch(comment):
+            found.append((comment, "\n" * text.count("\n", 0, match.start(2)) + code))
+    return found
+
+
+def run(page: Path, namespace: dict[str, Any], only: str | None = None) -> None:
+    for comment, code in blocks(page):
+        if only is None or comment == only:
+            exec(compile(code, str(page), "exec"), namespace)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name_of)
+def test_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model_cards").symlink_to(ROOT / "model_cards")
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    if page.name not in ("README.md", "index.md") or page.parent.name == "methods":
+        run(ROOT / "docs" / "index.md", namespace, only=SETUP)
+    run(page, namespace)
+
+
+def test_the_first_block_comes_early():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert lines.index("```python") < 25 and len(lines) <= 160
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_blocks_fit(page):
+    text = page.read_text(encoding="utf-8")
+    assert "```py\n" not in text and "``` python" not in text, "blocks are marked ```python"
+    assert all(len(line) <= 120 for _, code in BLOCK.findall(text) for line in code.splitlines())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_names_exist(page):
+    missing = [name for name in sorted(set(NAME.findall(page.read_text(encoding="utf-8")))) if not exists(name)]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
+def test_files_exist(page):
+    named = set(FILE.findall(page.read_text(encoding="utf-8")))
+    assert [file for file in sorted(named) if not (ROOT / file).exists()] == []
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name is a module, or an attribute of one."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[count:]:
+            found = getattr(found, part, None)
+        return found is not None
+    return False
+
+
+def test_the_reference_has_every_public_name():
+    shown = re.findall(r"^::: tokenahead\.(\w+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.M)
+    assert sorted(shown) == sorted(tokenahead.__all__)
+
+
+def test_links_of_the_readme_lead_somewhere():
+    targets = re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    files = [target for target in targets if "://" not in target]
+    assert files and all((ROOT / file).exists() for file in files)

@@ -259,6 +259,7 @@ _NAMES = {
         "race_order",
         "raced",
     ),
+    "tokenahead.modeling.trainable": ("TrainableDrafter",),
     "tokenahead.training.analysis": (
         "layer_divergences",
         "marginal_log_probs",
@@ -344,7 +345,7 @@ _NAMES = {
         "FeatureIndex",
     ),
     "tokenahead.training.parts": ("put_adapters",),
-    "tokenahead.training.trainable": ("drafter_of",),
+    "tokenahead.training.trainer_base": ("drafter_of",),
     "tokenahead.training.ptp.completions": (
         "CompletionSequences",
         "at_columns",
@@ -367,11 +368,9 @@ _NAMES = {
         "SEQUENCES",
         "ptp_LOSSES",
     ),
-    "tokenahead.training.ptp.rows": (
+    "tokenahead.training.ptp.forwards": (
         "PackedRows",
         "SlotInputs",
-    ),
-    "tokenahead.training.ptp.teacher": (
         "Teacher",
         "student_drafts",
     ),

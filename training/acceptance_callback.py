@@ -14,8 +14,7 @@ from ..generation.attach import AttachableDrafter
 from ..modeling.heads.joint import JointMTPModel
 from .evaluation.distributions import has_probs, verified_drafts
 from .evaluation.drafts import DraftMeasures, measure_drafts
-from .trainable import without_peft
-from .trainer_base import BaseTrainer
+from .trainer_base import BaseTrainer, without_peft
 
 logger = logging.get_logger(__name__)
 _GENERATED = ("generated_accepted", "generated_tokens_per_call")

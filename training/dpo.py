@@ -19,7 +19,7 @@ from transformers.utils.generic import ModelOutput
 from ..modeling import DeepSeekMTP, EvaByteForMTPC
 from .batches import Inputs
 from .extras import needs_extra
-from .trainable import without_peft
+from .trainer_base import without_peft
 
 with needs_extra("train", "MTPDPOTrainer"):
     from trl.trainer.dpo_config import DPOConfig

@@ -18,7 +18,7 @@ from ..modeling.loss_options import SUPPORTED, LossOptions
 from ..modeling.merging import carries_adapters
 from .schedules import HeadWarmup, MTPLossWeightSchedule
 from .strategy import TrainingStrategy
-from .trainable import draft_layers_of, drafter_of, head_config, without_peft
+from .trainer_base import draft_layers_of, drafter_of, head_config, without_peft
 
 _QUERIES = ("q_proj", "k_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn")
 _RANK, _DROPOUT = 8, 0.0

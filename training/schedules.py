@@ -17,8 +17,7 @@ from ..modeling.heads.ff import FFHead
 from ..modeling.heads.losses import balance_factors
 from .files import replace_text
 from .strategy import TrainingStrategy
-from .trainable import head_of
-from .trainer_base import RunningMeans
+from .trainer_base import RunningMeans, head_of
 
 _BALANCE_FILE = "loss_balance.json"
 _SHAPES: dict[str, Callable[[float], float]] = {

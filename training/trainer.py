@@ -20,8 +20,15 @@ from .checkpoints import check_checkpoint
 from .preparation import callbacks_of, prepare
 from .schedules import LossBalance
 from .strategy import TrainingStrategy
-from .trainable import draft_layers_of, drafter_of, head_config, without_peft
-from .trainer_base import BaseTrainer, check_shards, summed_over_processes
+from .trainer_base import (
+    BaseTrainer,
+    check_shards,
+    draft_layers_of,
+    drafter_of,
+    head_config,
+    summed_over_processes,
+    without_peft,
+)
 
 _ABSENT = object()
 

@@ -21,8 +21,8 @@ from ...configuration.ptp import SAMPLING, VARIANTS
 from ...modeling.ptp.model import PTPForCausalLM
 from ..checkpoints import best_or_last, is_finished, last_whole_checkpoint
 from ..regeneration import RegeneratedText, regenerate
+from .forwards import verified_sampling
 from .options import PTPOptions
-from .teacher import verified_sampling
 from .trainer import PTPTrainer
 
 

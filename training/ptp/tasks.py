@@ -20,10 +20,9 @@ from .completions import (
     completion_tokens,
     draw_starts,
 )
+from .forwards import Beside, PackedRows, SlotInputs, Teacher, student_drafts
 from .losses import slot_weights
 from .options import PTPOptions
-from .rows import Beside, PackedRows, SlotInputs
-from .teacher import Teacher, student_drafts
 
 
 @dataclass

@@ -12,10 +12,10 @@ from transformers import TrainingArguments
 from ...configuration.ptp import SAMPLING
 from ...modeling import PTPForCausalLM, PTPStudent
 from ..batches import Collator, Inputs
+from .forwards import Teacher
 from .losses import MaskReader, SlotReader
 from .options import PTPOptions
 from .tasks import Task, TaskMaker
-from .teacher import Teacher
 from .updates import UpdateTrainer, at_rest, check_noise, next_tokens
 
 LEARNING_RATE = 2e-3

@@ -6,7 +6,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, PreTrainedConfig
 
-from .positions import learned_positions
+from .fields import learned_positions
 
 VARIANTS = ("one_hot", "categorical", "mask")
 """What an auxiliary slot predicts: the token that its own uniform picks (O-PTP), the distribution of the next one

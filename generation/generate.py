@@ -23,7 +23,7 @@ from transformers.generation import CandidateGenerator, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from ..configuration.positions import learned_positions
+from ..configuration.fields import learned_positions
 from ..modeling.checkpointing import caches_kept
 from .call.options import OWN, CallOptions, DraftOptions, obstacle, prepared_options, warn_of_unread
 from .call.processing import counts_calls

@@ -14,7 +14,7 @@ _MODULES = {
     "commands_evaluate": "tokenahead.training.commands.evaluate",
     "commands_run_directory": "tokenahead.training.commands.run_directory",
     "completion_module": "tokenahead.training.completion",
-    "deepseek_readout": "tokenahead.modeling.deepseek.readout",
+    "deepseek_readout": "tokenahead.modeling.deepseek.modules",
     "deepseek_retrofit": "tokenahead.modeling.deepseek.retrofit",
     "demo_figures": "tokenahead.training.demo.figures",
     "demo_report": "tokenahead.training.demo.report",
@@ -59,7 +59,7 @@ _NAMES = {
         "mtp_families_FAMILIES",
         "set_modules",
     ),
-    "tokenahead.configuration.positions": ("rotary_border",),
+    "tokenahead.configuration.fields": ("rotary_border",),
     "tokenahead.generation.attach": ("AttachableDrafter",),
     "tokenahead.generation.call.options": (
         "CallOptions",
@@ -158,20 +158,23 @@ _NAMES = {
         "HeadProposer",
         "listen",
     ),
-    "tokenahead.modeling.deepseek.checkpoint": ("main_class",),
+    "tokenahead.modeling.deepseek.checkpoint_files": ("dequantize",),
+    "tokenahead.modeling.deepseek.conversion": ("main_class",),
     "tokenahead.modeling.deepseek.draft_vocabulary": (
         "DraftVocabulary",
         "frequent_tokens",
     ),
-    "tokenahead.modeling.deepseek.float8": ("dequantize",),
-    "tokenahead.modeling.deepseek.losses": ("chain_loss",),
-    "tokenahead.modeling.deepseek.readout": ("Readout",),
-    "tokenahead.modeling.deepseek.unroll": ("teacher_forced",),
+    "tokenahead.modeling.deepseek.losses": (
+        "chain_loss",
+        "teacher_forced",
+    ),
+    "tokenahead.modeling.deepseek.modules": ("Readout",),
     "tokenahead.modeling.evabyte.rows": ("Rows",),
     "tokenahead.modeling.evabyte.tokenizer": (
         "CHAT_TEMPLATE",
         "SPECIAL_TOKENS",
     ),
+    "tokenahead.modeling.loss_options": ("EagleLossOptions", "ModuleLossOptions"),
     "tokenahead.modeling.folders": ("whole_folder",),
     "tokenahead.modeling.gemma4": ("buildable",),
     "tokenahead.modeling.heads.circuit_head": (
@@ -179,6 +182,7 @@ _NAMES = {
         "circuit_from_logits",
     ),
     "tokenahead.modeling.heads.teacher": (
+        "DIVERGENCES",
         "acceptance",
         "divergence",
         "head_and_rest",
@@ -217,7 +221,6 @@ _NAMES = {
         "logsumexp",
     ),
     "tokenahead.modeling.indices": ("selected_positions",),
-    "tokenahead.modeling.loss_options": ("DIVERGENCES", "LossOptions"),
     "tokenahead.modeling.philox": (
         "philox",
         "stream_uniforms",

@@ -15,7 +15,7 @@ if not (_ROOT / "modeling").is_dir() and (_ROOT.parent / "modeling").is_dir():
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from .configuration import EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPConfig, PTPStudentConfig
-from .configuration.mimo import MiMoConfig
+from .configuration.mtp_families import MiMoConfig
 from .generation import GenerateSpeculativeOutput, Speculation
 from .generation.drafters.assistant import AssistantDrafter
 from .generation.drafters.ngram import NgramDrafter
@@ -30,7 +30,7 @@ from .modeling import (
     PTPForCausalLM,
     PTPStudent,
 )
-from .modeling.deepseek.mimo import MiMoForCausalLM
+from .modeling.deepseek.conversion import MiMoForCausalLM
 
 AutoConfig.register(EagleHeadConfig.model_type, EagleHeadConfig)
 AutoConfig.register(EvaByteConfig.model_type, EvaByteConfig)

@@ -14,7 +14,7 @@ from ..configuration import MTPHeadConfig
 from ..generation.attach import AttachableDrafter
 from ..modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads
 from ..modeling.heads.joint import JointMTPModel
-from ..modeling.loss_options import SUPPORTED, LossOptions
+from ..modeling.loss_options import EagleLossOptions, ModuleLossOptions
 from ..modeling.merging import carries_adapters
 from .schedules import HeadWarmup, MTPLossWeightSchedule
 from .strategy import TrainingStrategy
@@ -30,7 +30,7 @@ _LOSS_OPTIONS = {
     "loss_balance": "balance",
     "gamma": "decay",
 }
-"""The option of a loss (`LossOptions`) that each field of a strategy sets; heads have the fields in their config."""
+"""The option of `LossOptions` that each field of a strategy sets; heads have the fields in their config."""
 
 
 def prepare(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
@@ -82,16 +82,19 @@ def _set_losses(model: Any, strategy: TrainingStrategy) -> None:
     """Set the strategy's options of the loss in the config of heads, or in the `loss_options` of other drafters."""
     given = {name: value for name, value in vars(strategy).items() if name in _LOSS_OPTIONS and value is not None}
     config = head_config(model)
-    options = model.loss_options if isinstance(model, (DeepSeekMTP, EagleHead)) else LossOptions.of("heads")
+    options: EagleLossOptions | ModuleLossOptions | None = (
+        model.loss_options if isinstance(model, (DeepSeekMTP, EagleHead)) else None
+    )
+    target = options.target if isinstance(options, ModuleLossOptions) else "teacher"
     for name, value in given.items():
         option = _LOSS_OPTIONS[name]
         if config is not None:
             setattr(config, name, value)
-        elif option in SUPPORTED[options.kind]:
+        elif options is not None and option in vars(options):
             setattr(options, option, value)
-        elif (option, value) != ("target", options.target):
+        elif (option, value) != ("target", target):
             raise ValueError(f"{name}={value!r} is not supported by a {type(model).__name__}; leave it out")
-    target = options.target if config is None else config.loss_target
+    target = options.target if isinstance(options, ModuleLossOptions) else config.loss_target if config else "teacher"
     for name in ("loss_divergence", "loss_label_weight", "loss_top_k"):
         if name in given and target == "labels":
             raise ValueError(

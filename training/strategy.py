@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..modeling.loss_options import DIVERGENCES
+from ..modeling.heads.teacher import DIVERGENCES
 
 PARTS = ("drafter", "all", "lora")
 SHAPES = ("switch", "linear", "sine")

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
-from ...configuration.options import check_options
+from ...configuration.fields import check_options
 from ...generation.call.options import DraftOptions
 from ...generation.drafters.heads import DraftLayersSession, HeadSession
 from ...generation.generate import MTPGenerationMixin

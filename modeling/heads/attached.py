@@ -14,8 +14,8 @@ from torch import nn
 from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from ...configuration import MTPHeadConfig
+from ...configuration.fields import check_options
 from ...configuration.head_families import HEAD_FAMILIES, takers
-from ...configuration.options import check_options
 from ...generation.attach import AttachableDrafter, adopt_special_ids
 from ...generation.call.options import DraftOptions
 from ...generation.drafters.heads import AttendingHeadSession, HeadSession

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ..deepseek.losses import chain_loss
-from ..deepseek.readout import Readout
-from ..loss_options import LossOptions
+from ..deepseek.modules import Readout
+from ..loss_options import ModuleLossOptions
 from ..outputs import MTPOutput
 from ..tensor_files import below
 from ..trainable import DepthCountsMixin
@@ -126,7 +126,7 @@ class JointMTPModel(DepthCountsMixin, PreTrainedModel):
         own = (targets != IGNORE).sum((0, 1))
         counts = counts_of_update(own, num_items_in_batch)[:1]
         loss, mean, *_ = chain_loss(
-            Readout(self.backbone), [states[-1]], [targets[..., 0]], self.config.vocab_size, LossOptions(), counts
+            Readout(self.backbone), [states[-1]], [targets[..., 0]], self.config.vocab_size, ModuleLossOptions(), counts
         )
         found.loss, found.backbone_loss = found.loss + loss.to(found.loss), mean[0]
         found.hidden_states = states if kwargs.get("output_hidden_states") else None

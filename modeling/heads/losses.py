@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ...configuration import MTPHeadConfig
-from ..loss_options import LossOptions
 from .backbone_parts import BackboneParts
 from .chunks import Part, chunked_sums
 from .registry import window_distribution
@@ -268,8 +267,7 @@ def head_loss(
         tokens = torch.where(scored, targets, tokens_ahead(input_ids, window, 0))
     elif "masked_tokens" in config.family.options:
         unknown = ~scored
-    options = LossOptions.of_heads(config)
-    teacher = None if options.target == "labels" else Teacher.of(options, backbone, last_states, scored)
+    teacher = None if config.loss_target == "labels" else Teacher.of(config, backbone, last_states, scored)
     balanced = config.loss_balance == "rms" and torch.is_grad_enabled()  # it moves while heads learn
 
     def terms(

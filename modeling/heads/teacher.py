@@ -14,11 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..loss_options import LossOptions
+from ...configuration import MTPHeadConfig
 from .backbone_parts import BackboneParts
 from .chunks import LOGITS_PER_CHUNK
 from .window_distribution import WindowDistribution
 
+DIVERGENCES = ("cross_entropy", "kl", "reverse_kl", "tv", "lk", "lk_kl")
+"""Cross-entropy of q under p; KL(p || q); KL(q || p); total variation; LK; LK with a KL that fades as alpha grows."""
 _KL_SCALE, _KL_DECAY = 1.0, 3.0
 
 
@@ -27,14 +29,14 @@ class Teacher:
     """What a head learns from depth 2 on.
 
     Attributes:
-        options: Of the head's loss.
+        config: The head's options.
         backbone: The teacher's unembedding.
         arguments: Per position, what `terms` needs: states of the next n - 1 positions [B, L, (n - 1) d]; or, with
-            `top_k`, ids [B, L, (n - 1) k] and log-probabilities [B, L, (n - 1) (k + 1)].
+            `loss_top_k`, ids [B, L, (n - 1) k] and log-probabilities [B, L, (n - 1) (k + 1)].
         missing: Scalar, mean mass outside the top k; None without it.
     """
 
-    options: LossOptions
+    config: MTPHeadConfig
     backbone: BackboneParts
     arguments: tuple[torch.Tensor, ...]
     missing: torch.Tensor | None = None
@@ -42,7 +44,7 @@ class Teacher:
     @classmethod
     def of(
         cls,
-        options: LossOptions,
+        config: MTPHeadConfig,
         backbone: BackboneParts | None,
         last_states: torch.Tensor | None,
         scored: torch.Tensor,
@@ -50,7 +52,7 @@ class Teacher:
         """A teacher for a batch.
 
         Args:
-            options: Of the head's loss.
+            config: The head's options.
             backbone: What the head borrows of its backbone.
             last_states: [B, L, d], the backbone's last hidden states.
             scored: [B, L, n] bool, where something is scored.
@@ -61,13 +63,13 @@ class Teacher:
         if last_states is None or backbone is None:
             raise ValueError("loss_target='teacher' needs the backbone's last hidden states, and none were given")
         states, window = last_states.detach(), scored.shape[-1]
-        if options.top_k is None:
-            return cls(options, backbone, (_ahead(states, window),))
-        ids, log_probs = likeliest(backbone, states, options.top_k)
+        if config.loss_top_k is None:
+            return cls(config, backbone, (_ahead(states, window),))
+        ids, log_probs = likeliest(backbone, states, config.loss_top_k)
         rest = _ahead(log_probs[..., -1:].exp(), window)
         taught = scored[..., 1:]
         missing = torch.where(taught, rest, 0.0).sum() / taught.sum().clamp(min=1)
-        return cls(options, backbone, (_ahead(ids, window), _ahead(log_probs, window)), missing)
+        return cls(config, backbone, (_ahead(ids, window), _ahead(log_probs, window)), missing)
 
     def terms(
         self, distribution: WindowDistribution, tokens: torch.Tensor, taught: Sequence[torch.Tensor]
@@ -83,13 +85,13 @@ class Teacher:
         likelihood = log_probs.gather(-1, tokens[..., None])[..., 0]
         log_q, depths = log_probs[..., 1:, :], tokens.shape[-1] - 1
         parts = [part.unflatten(-1, (depths, -1)) for part in taught]
-        if self.options.top_k is None:
+        if self.config.loss_top_k is None:
             with torch.no_grad():
                 log_p = self.backbone.unembed(parts[0]).to(log_q.dtype).log_softmax(-1)
         else:
             log_p, log_q = parts[1].to(log_q.dtype), lumped(log_q, parts[0])
-        share = self.options.label_weight
-        distance = divergence(self.options.divergence, log_p, log_q)
+        share = self.config.loss_label_weight
+        distance = divergence(self.config.loss_divergence, log_p, log_q)
         mixed = distance if share == 0 else (1 - share) * distance - share * likelihood[..., 1:]
         accepted = acceptance(log_p, log_q.detach())
         return torch.cat([-likelihood[..., :1], mixed], -1), nn.functional.pad(accepted, (1, 0))

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
-from ...configuration.options import check_options
+from ...configuration.fields import check_options
 from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.parallel import ParallelGenerationMixin
 from ..checkpointing import caches_kept

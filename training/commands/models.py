@@ -20,7 +20,7 @@ from ...configuration import MTPHeadConfig, PTPConfig, PTPStudentConfig
 from ...configuration.eagle import EagleHeadConfig
 from ...generation.attach import AttachableDrafter
 from ...modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, EvaByteTokenizer, MTPHeads, PTPForCausalLM
-from ...modeling.loss_options import SUPPORTED, LossOptions
+from ...modeling.loss_options import EagleLossOptions, ModuleLossOptions
 from ..completion import causal_class, load_config
 from ..parts import base_of, has_adapters, named_base, put_adapters, tokenizer_source, trained_backbone
 from ..ptp.options import PTPOptions
@@ -169,13 +169,11 @@ def _apply_loss_options(model: PreTrainedModel, arguments: DrafterArguments) -> 
     given = arguments.options("loss_options")
     if isinstance(model, PTPForCausalLM):
         model.train_only("all" if ptp_options(arguments).base_weight else "drafter")
-    elif given and isinstance(model, (EagleHead, DeepSeekMTP)):
-        kind = "eagle" if isinstance(model, EagleHead) else "modules"
-        if unknown := [name for name in given if name not in SUPPORTED[kind]]:
-            raise ValueError(f"loss_options has no option {unknown[0]!r}; it has {', '.join(SUPPORTED[kind])}")
-        model.loss_options = LossOptions.of(kind, typed_options("loss_options", given, LossOptions))
-        if isinstance(model, EagleHead):
-            model.loss_options.resolved(model.config.version)
+    elif given and isinstance(model, EagleHead):
+        model.loss_options = EagleLossOptions(**typed_options("loss_options", given, EagleLossOptions))
+        model.loss_options.resolved(model.config.version)
+    elif given and isinstance(model, DeepSeekMTP):
+        model.loss_options = ModuleLossOptions(**typed_options("loss_options", given, ModuleLossOptions))
     elif given:
         raise ValueError(
             f"loss_options={given}: the loss of a {type(model).__name__} follows its drafter_options (gamma, "

@@ -6,7 +6,7 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from tests.families import family_model, random_ids
-from tests.internals import LossOptions, chain_loss, teacher_forced
+from tests.internals import ModuleLossOptions, chain_loss, teacher_forced
 from tests.internals import heads_chunks as chunks
 
 LENGTH = 16
@@ -86,7 +86,7 @@ def test_detached_parts_learn_from_the_main_loss_only(option):
 def test_detached_everything_leaves_the_main_model_its_own_gradient():
     model, ids = family_model("llama").train(), random_ids()
     main = gradients(model, functional.cross_entropy(model(ids).logits[:, :-1].transpose(1, 2), ids[:, 1:]))
-    model.loss_options = LossOptions(detach_trunk=True, detach_head=True, detach_embedding=True)
+    model.loss_options = ModuleLossOptions(detach_trunk=True, detach_head=True, detach_embedding=True)
     found = gradients(model, model(ids, labels=ids).loss)
     for key, value in main.items():
         torch.testing.assert_close(found[key], value, atol=1e-6, rtol=1e-4)
@@ -153,15 +153,15 @@ def test_options_are_checked_and_kept_in_the_folder(tmp_path):
     from tokenahead import DeepSeekMTP
 
     with pytest.raises(ValueError, match="normalization='sum'"):
-        LossOptions(normalization="sum")
+        ModuleLossOptions(normalization="sum")
     with pytest.raises(ValueError, match="weight=-1"):
-        LossOptions(weight=-1)
+        ModuleLossOptions(weight=-1)
     with pytest.raises(ValueError, match="unroll_steps=.*0.*1"):
-        LossOptions(unroll_steps=0)
+        ModuleLossOptions(unroll_steps=0)
     with pytest.raises(ValueError, match="decay=1.5"):
-        LossOptions(decay=1.5)
+        ModuleLossOptions(decay=1.5)
     model = family_model("llama")
-    model.loss_options = LossOptions(weight=0.1, unroll_steps=3, decay=0.5)
+    model.loss_options = ModuleLossOptions(weight=0.1, unroll_steps=3, decay=0.5)
     model.save_pretrained(tmp_path)
     assert DeepSeekMTP.from_pretrained(tmp_path).loss_options == model.loss_options
 
@@ -203,7 +203,7 @@ def test_half_precision_keeps_small_gradients():
     head = torch.nn.Linear(8, 96, bias=False).half()
     states = [torch.randn(1, 4, 8).half().requires_grad_()]
     targets = [torch.randint(0, 96, (1, 4))]
-    total, *_ = chain_loss(head, states, targets, 96, LossOptions(), 10**7)
+    total, *_ = chain_loss(head, states, targets, 96, ModuleLossOptions(), 10**7)
     (1e7 * total).backward()
     expected = head.weight.grad.float().clone()
     assert expected.abs().max() > 0.1 and states[0].grad.abs().max() > 0.01

@@ -5,7 +5,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from tests.eagle_models import CASES, golden_case, tiny_backbone
-from tests.internals import LossOptions
+from tests.internals import EagleLossOptions
 from tests.internals import eagle_losses as losses
 from tokenahead import EagleHead
 
@@ -200,14 +200,14 @@ def test_texts_too_short_for_a_pair_have_no_loss():
 )
 def test_options_are_checked(version, options, message):
     with pytest.raises(ValueError, match=message):
-        LossOptions.of("eagle", options).resolved(version)
+        EagleLossOptions(**options).resolved(version)
 
 
 def test_options_are_saved_when_they_differ(tmp_path):
     head = head_and_batch()
     head.loss_options.steps = 5
     head.save_pretrained(tmp_path)
-    assert EagleHead.from_pretrained(tmp_path).loss_options == LossOptions.of("eagle", {"steps": 5})
+    assert EagleHead.from_pretrained(tmp_path).loss_options == EagleLossOptions(steps=5)
 
 
 @pytest.mark.parametrize("layout", ["tokenahead", "official"])

@@ -1,37 +1,194 @@
-"""Drafters that are attached to a backbone which knows nothing of them, and that `generate` takes as `assistant_model`.
+"""What a user holds: models that draft for themselves, and drafters that are attached to a backbone.
 
 `attach` lays a route on the backbone, an object in the place of its `generate`: a call with one of the attached
-drafters goes through our loop, every other call is the backbone's own. The route is all that changes. A copy or a
-pickle of the backbone has a route without drafters; a copy of a drafter is detached.
+drafters as `assistant_model` goes through our loop, every other call is the backbone's own. The route is all that
+changes. A copy or a pickle of the backbone has a route without drafters; a copy of a drafter is detached.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
-import torch
-from transformers import LogitsProcessorList, PreTrainedModel
-from transformers.generation import CandidateGenerator
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from .. import __version__
 from ..modeling.copies import drop_collectors
 from ..modeling.unwrapping import unwrap
-from .candidates import candidate_generator
-from .generate import speculate
-from .protocols import DrafterMixin
+from .call.options import CallOptions, DraftOptions
+from .call.schedule import AdaptiveSchedule
+from .generate import decoding, prepared_call
+from .protocols import DraftSession, SpeculativeCache
 from .target.backbones import check_backbone
+from .trees.choice import DEEPEST
+from .trees.growth import tree_options
+from .verification.verifiers import GreedyVerifier, SampledVerifier, Verifier
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+_TREE_CHOICES: WeakKeyDictionary[Any, dict[bool, dict[str, int]]] = WeakKeyDictionary()
+"""By drafter: a copy or a pickle chooses its own trees, for another backbone or another machine may be below it."""
+_SCHEDULES: WeakKeyDictionary[Any, dict[tuple[Any, ...], AdaptiveSchedule]] = WeakKeyDictionary()
+"""By drafter, and by what decides over a cycle's cost: what adaptive calls have learned."""
 
 
-class AttachableDrafter(DrafterMixin):
-    """A drafter for a backbone of its own choice.
+class BaseDrafter:
+    """What most drafters share: token and block verification, greedy and sampled.
 
-    A class that uses it sets `_backbones = []` before anything else, offers `start`, and may check the backbone
-    in `check_backbone` and take over what it needs in `on_attach` and `on_detach`.
+    Attributes:
+        window: Tokens that a call may yield: the next one, and one for each drafted token.
+        drafts_trees: Whether the drafter takes `draft_tree`.
     """
 
-    _backbones: list[PreTrainedModel]  # in a list, so that it is no submodule and is never saved
+    rules: tuple[str, ...] = ("block", "token")
+    window: int
+    drafts_trees: ClassVar[bool] = False
+
+    def longest_draft(self) -> int | None:
+        """Return window - 1: the first token of a window is the ordinary next token."""
+        return max(self.window - 1, 0)
+
+    def default_draft(self) -> int:
+        """Return as many as a draft may have."""
+        return self.longest_draft() or 0
+
+    def runner(self, backbone: PreTrainedModel) -> PreTrainedModel:
+        """Return the backbone itself."""
+        return backbone
+
+    def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+        """Return None: nothing rules out these drafts."""
+        return None
+
+    def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
+        """Return none: transformers' own apply."""
+        return {}
+
+    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
+        """Refuse options of other kinds of drafters, and complete a tree, whose longest path is the draft's length.
+
+        Raises:
+            ValueError: An option that this kind does not have, or a tree that cannot be.
+        """
+        for name in options.extra:
+            kind = "sequential modules" if name == "draft_vocabulary" else "parallel token prediction"
+            raise ValueError(f"{name}= is an option of {kind}, and {type(self).__name__} has none")
+        if options.draft_tree is None:
+            return options
+        if not self.drafts_trees:
+            raise ValueError(
+                f"draft_tree={options.draft_tree!r}: {type(self).__name__} drafts chains only; leave it out"
+            )
+        return self.prepare_tree(options, config)
+
+    @property
+    def tree_choices(self) -> dict[bool, dict[str, int]]:
+        """The trees that `draft_tree="auto"` chose, of greedy (False) and of sampled calls; empty it to choose anew."""
+        return _TREE_CHOICES.setdefault(self, {})
+
+    @property
+    def schedules(self) -> dict[tuple[Any, ...], AdaptiveSchedule]:
+        """What calls with `num_assistant_tokens_schedule="adaptive"` have learned; empty it to begin anew."""
+        return _SCHEDULES.setdefault(self, {})
+
+    def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
+        """Validate and complete `draft_tree`; `"auto"` is what was chosen before, or stays until the prompt is known.
+
+        Raises:
+            ValueError: A tree that cannot be, or that is deeper than the drafter.
+        """
+        tree, number, longest = options.draft_tree, options.num_assistant_tokens, self.longest_draft()
+        if longest == 0:
+            raise ValueError(f"draft_tree={tree!r}: this {type(self).__name__} drafts nothing; leave it out")
+        if tree == "auto":
+            tree = self.tree_choices.get(bool(config.do_sample), "auto")
+        if tree == "auto":
+            return replace(options, num_assistant_tokens=number or longest or DEEPEST)
+        tree, deepest = tree_options(tree, longest)
+        return replace(options, draft_tree=tree, num_assistant_tokens=min(number or deepest, deepest))
+
+    def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
+        """Return a greedy verifier where the call is greedy, else one of the rule that was asked for."""
+        return SampledVerifier(options.verification) if options.do_sample else GreedyVerifier()
+
+    def schedule_of(self, session: DraftSession, options: DraftOptions) -> AdaptiveSchedule:
+        """Return a schedule that begins with what earlier calls of the same kind learned.
+
+        Short calls would otherwise pay for trials of lengths that are known not to pay. Every call has a copy of its
+        own, which is remembered when the call ends well, so that calls in several threads do not meet.
+        """
+        known = self.schedules.get(_kind_of(session, options))
+        return AdaptiveSchedule(session.num_tokens, session.lookahead) if known is None else known.resumed()
+
+    def remember(self, schedule: AdaptiveSchedule, session: DraftSession, options: DraftOptions) -> None:
+        """Keep what a call learned for later calls of the same kind."""
+        self.schedules[_kind_of(session, options)] = schedule
+
+
+def _kind_of(session: DraftSession, options: DraftOptions) -> tuple[Any, ...]:
+    """Return what decides over the cost of a cycle."""
+    processors = tuple(type(processor).__name__ for processor in options.processing.processors)
+    return (
+        len(options.prompt), options.do_sample, session.num_tokens, session.lookahead, str(options.draft_tree),
+        processors,
+    )  # fmt: skip
+
+
+class MTPGenerationMixin(BaseDrafter, GenerationMixin):
+    """Adds lossless speculation to the `generate` of a model that drafts for itself.
+
+    The model offers `window` and `start`, a forward that takes `output_hidden_states=-1`, and `own_cache` where its
+    cache is of its own kind. `generate` gains:
+
+    - `use_mtp`: None (on where possible), True (on, or an error that says why not), False (one token at a time);
+    - `num_assistant_tokens`: tokens to draft, at most window - 1, which is the default;
+    - `num_assistant_tokens_schedule="adaptive"`: drafts as many as pay, up to that bound, none where none pays;
+    - `verification`: `"block"` (default) or `"token"`, for sampled drafts.
+
+    A logits processor that must be called once for every token says so by an attribute `counts_calls = True`: the call
+    then decodes plainly.
+    """
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call transformers' `generate`, with the options above."""
+        drafter = self if kwargs.get("assistant_model") is None else None
+        call = prepared_call(super().generate, self, drafter, args, kwargs, self.own_cache())
+        with decoding(self):
+            return super().generate(**call)
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: continuous batching has a loop of its own, which would not speculate.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"{type(self).__name__} does not offer generate_batch (continuous batching); use generate, which takes "
+            "batches of any size"
+        )
+
+    def own_cache(self) -> Callable[[], SpeculativeCache] | None:
+        """Return what makes the model's own kind of cache; None: it has caches of transformers."""
+        return None
+
+
+class AttachableDrafter(BaseDrafter):
+    """A drafter for a backbone of its own choice.
+
+    A class that uses it sets `window`, offers `start`, and may check the backbone in `check_backbone` and take what it
+    needs of it in `on_attach`.
+    """
+
+    @property
+    def _backbones(self) -> list[PreTrainedModel]:
+        """The backbone, in a list, so that it is no submodule and is never saved."""
+        return vars(self).setdefault("_backbones", [])
+
+    @_backbones.setter
+    def _backbones(self, value: list[PreTrainedModel]) -> None:
+        vars(self)["_backbones"] = value
 
     @property
     def backbone(self) -> PreTrainedModel:
@@ -150,9 +307,8 @@ class Route:
     def of(cls, backbone: PreTrainedModel) -> Route:
         """The route of a backbone, laid where there is none."""
         route = vars(backbone).get("generate")
-        version = getattr(
-            route, "version", None
-        )  # also a route of another copy of this code, that came with a directory
+        # also a route of another copy of this code, that came with a directory
+        version = getattr(route, "version", None)
         if version not in (None, cls.version):
             raise RuntimeError(
                 f"{type(backbone).__name__} has drafters of tokenahead {version}, and this one is of {cls.version}: "
@@ -160,8 +316,7 @@ class Route:
             )
         if version is None:
             route = cls(backbone)
-            backbone.generate, backbone._get_candidate_generator = route, route.candidates
-            backbone.__getstate__ = route.state  # pickle and copy ask the instance, too
+            backbone.generate, backbone.__getstate__ = route, route.state  # pickle and copy ask the instance, too
         return route
 
     def remove(self, drafter: AttachableDrafter) -> None:
@@ -169,7 +324,7 @@ class Route:
         self.drafters = [other for other in self.drafters if other is not drafter]
         if not self.drafters:
             drop_collectors(self.backbone)
-            del self.backbone.generate, self.backbone._get_candidate_generator, self.backbone.__getstate__
+            del self.backbone.generate, self.backbone.__getstate__
 
     def state(self) -> dict[str, Any]:
         """What a copy or a pickle of the backbone holds, without what transformers leaves where states are read."""
@@ -177,39 +332,21 @@ class Route:
         return vars(self.backbone)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`backbone.generate`."""
+        """Call `backbone.generate`."""
+        backbone = self.backbone
+        generate = partial(type(backbone).generate, backbone)
         assistant = self._drafter_of(kwargs.get("assistant_model"))
-        if not _is_drafter(assistant):
-            return type(self.backbone).generate(self.backbone, *args, **kwargs)
+        if getattr(assistant, "is_attached", None) is None:  # also a drafter of code that came with a directory has it
+            return generate(*args, **kwargs)
         self._check(assistant)
         kwargs.pop("assistant_model")
-        return speculate(self.backbone, assistant, args, kwargs)
+        call = prepared_call(generate, backbone, assistant, args, kwargs)
+        with decoding(backbone):
+            return generate(**call)
 
     def _drafter_of(self, assistant: Any) -> Any:
-        """What a model became when it was attached as a whole (a PTPForCausalLM, say); other assistants as they are."""
-        known = (drafter for drafter in self.drafters if getattr(drafter, "matches", _nobody)(assistant))
-        return next(known, assistant)
-
-    def candidates(
-        self,
-        generation_config: Any,
-        input_ids: torch.Tensor,
-        inputs_tensor: torch.Tensor | None,
-        logits_processor: LogitsProcessorList,
-        model_kwargs: dict[str, Any],
-        assistant_model: Any = None,
-        **kwargs: Any,
-    ) -> CandidateGenerator:
-        """`backbone._get_candidate_generator`, for transformers' own assisted loop."""
-        common = generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs
-        assistant_model = self._drafter_of(assistant_model)
-        if not _is_drafter(assistant_model):
-            of_class = type(self.backbone)._get_candidate_generator
-            return of_class(self.backbone, *common, assistant_model=assistant_model, **kwargs)
-        self._check(assistant_model)
-        return candidate_generator(
-            assistant_model, self.backbone, generation_config, logits_processor, model_kwargs, input_ids
-        )
+        """Return the drafter that an assistant became when it was attached; other assistants unchanged."""
+        return next((drafter for drafter in self.drafters if drafter.matches(assistant)), assistant)
 
     def _check(self, assistant: AttachableDrafter) -> None:
         if not any(drafter is assistant for drafter in self.drafters):
@@ -224,16 +361,6 @@ class Route:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Route, (self.backbone,)
-
-
-def _nobody(model: Any) -> bool:
-    """`matches` of a drafter whose code, which came with a directory, does not know it."""
-    return False
-
-
-def _is_drafter(assistant: Any) -> bool:
-    """Whether it is an `AttachableDrafter`, of this copy of the code or of one that came with a directory."""
-    return isinstance(assistant, AttachableDrafter) or all(hasattr(assistant, n) for n in ("start", "is_attached"))
 
 
 def adopt_special_ids(config: Any, backbone: PreTrainedModel) -> None:

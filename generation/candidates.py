@@ -80,7 +80,7 @@ class CandidateAdapter(CandidateGenerator):
         if self.mask is not None:
             mask[:, : self.mask.shape[1]] = self.mask[:, :length].bool()
         self.view.mask, self.view.counts, self.view.is_padded = mask, mask.sum(1), self.mask is not None
-        self.view.kept = NewTokens([matches + 1], device)
+        self.view.new_tokens = NewTokens([matches + 1], device)
         if self.drafted < 0:
             self.session.begin(outputs, self.view)
             return
@@ -101,6 +101,6 @@ def candidate_generator(
     """A drafter's chains for transformers' own assisted loop (batch 1)."""
     number, longest = drafter.default_draft(), drafter.longest_draft()
     number = min(config.num_assistant_tokens or number, number if longest is None else longest)
-    options = CallOptions(num_assistant_tokens=number)
-    made = DraftOptions.of_call(options, backbone, True, config, processors, input_ids)
+    options = CallOptions(num_assistant_tokens=number, speculates=True)
+    made = DraftOptions.of_call(options, backbone, config, processors, input_ids)
     return CandidateAdapter(drafter.start(made), made, model_kwargs.get("attention_mask"))

@@ -1,337 +1,333 @@
-"""`generate` that speculates: on by default for models that draft themselves, by `assistant_model` for any backbone.
+"""The entry of speculative decoding: transformers' own `generate`, with our loop as its decoding method.
 
-`generate` is transformers' own, run on a *view* of the backbone: an object of a subclass that shares everything with
-the backbone, and beside it holds the state of this one call. The backbone and its class stay as they are, nothing of a
-call is left behind, and two calls at a time do not meet.
+    backbone.generate(..., assistant_model=head)        `attach.Route`, or the `generate` of a model that drafts itself
+      prepared_call(...)                                options parsed and validated once; plain calls pass unchanged
+      type(backbone).generate(..., custom_generate=f)   transformers prepares prompt, masks, cache, processors, criteria
+        f = partial(speculative_decoding, call)         what transformers drops for a callable travels in the partial
+          SpeculativeLoop.run()                         or the model's own `_sample`, where drafts are not possible
+
+For a callable, transformers drops the streamer, the tokenizer and `synced_gpus`. The first and the last travel in
+`Call`; stop strings and token healing, which need the tokenizer, are resolved before the call.
 """
 
 from __future__ import annotations
 
-from functools import cache, partial
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import (
     GenerationConfig,
-    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     StaticCache,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
-from transformers.generation import CandidateGenerator, GenerationMode
+from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
 from ..configuration.fields import learned_positions
 from ..modeling.checkpointing import caches_kept
 from .call.options import OWN, CallOptions, DraftOptions, obstacle, prepared_options, warn_of_unread
 from .call.processing import counts_calls
-from .candidates import candidate_generator
+from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer, with_resolved
 from .loop import SpeculativeLoop
-from .protocols import Drafter, DrafterMixin, schedule_of, warn_of_threshold
+from .protocols import Drafter, SpeculativeCache
 from .target.backbones import check_trees
 from .target.cache import can_roll_back, is_repackable
-from .target.inputs import crosses_border, last_place, not_continued
+from .target.inputs import crosses_border, last_position_of_trials, not_continued
 from .trees.choice import choose_tree
 
 logger = logging.get_logger(__name__)
-
-
 _DEPTH = 32
-"""Deeper than any tree: rows that are ahead are drafted for beyond the text's end, and slots lie behind drafts."""
-
-
+"""Deeper than any tree: sequences that are ahead are drafted for beyond the end, and slots lie after drafts."""
 _OF_THE_CALL = {"past_key_values", "use_cache", "input_ids"}
 """Keyword arguments of the model that trials on the same prompt make for themselves."""
+_SINGLE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
-class _Call:
-    """The state of one call of `generate`.
+@dataclass(frozen=True)
+class Call:
+    """One call of `generate`, as `speculative_decoding` receives it.
 
     Attributes:
+        generate: The bound `generate` of the backbone's class, which trials of trees call, too.
         backbone: The model whose tokens count.
-        runner: What runs the forwards; on tokens it is the backbone.
-        speculator: What makes the drafter; None: nobody.
-        own: Keyword arguments that only this library knows.
-        options: All options, once they were read.
-        speculates: Whether drafts are made.
-        is_ours: Whether our loop decodes; it may do so without drafts.
-        cache_is_given: Whether the cache is the caller's own.
+        drafter: Makes the drafts.
+        options: Parsed and validated.
+        streamer: As passed to `generate`.
+        synced_gpus: Whether every peer calls the backbone until all of them are done.
+        cache_is_given: Whether the user passed the cache.
     """
 
-    def __init__(self, backbone: PreTrainedModel, drafter: Any, own: dict[str, Any]) -> None:
-        self.backbone, self.drafter, self.own = backbone, drafter, own
-        self.runner = backbone if drafter is None else drafter.runner(backbone)
-        self.options: CallOptions | None = None
-        self.speculates = self.is_ours = self.cache_is_given = False
+    generate: Callable[..., Any]
+    backbone: PreTrainedModel
+    drafter: Drafter
+    options: CallOptions
+    streamer: BaseStreamer | None
+    synced_gpus: bool
+    cache_is_given: bool
 
 
-class _View:
-    """A backbone during one call: shares the backbone's attributes, and holds the call in a slot of its own."""
+def prepared_call(
+    generate: Callable[..., Any],
+    backbone: PreTrainedModel,
+    drafter: Drafter | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    new_cache: Callable[[], SpeculativeCache] | None = None,
+) -> dict[str, Any]:
+    """Parse the options of a call of `generate`, and return its keyword arguments for transformers' own.
 
-    __slots__ = ("speculation_call",)
+    Args:
+        generate: The bound `generate` that is called next.
+        backbone: The model whose tokens count.
+        drafter: Makes the drafts; None: an assistant of transformers does, or nobody.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        new_cache: Makes the backbone's own kind of cache; None: it has caches of transformers.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.speculation_call.runner(*args, **kwargs)
-
-
-@cache
-def _view_class(kind: type) -> type:
-    bases = (_View, kind) if issubclass(kind, MTPGenerationMixin) else (_View, MTPGenerationMixin, kind)
-    # transformers would refuse every model with states; `_reason_to_decode_plainly` asks whether they can go back
-    return type(kind.__name__, bases, {"__module__": kind.__module__, "_is_stateful": False})
-
-
-def speculate(backbone: PreTrainedModel, drafter: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`backbone.generate(*args, **kwargs)` with the drafts of `speculator` (None: plainly)."""
-    own = {name: kwargs.pop(name) for name in OWN if name in kwargs}
-    view = object.__new__(_view_class(type(backbone)))
-    object.__setattr__(view, "__dict__", backbone.__dict__)
-    view.speculation_call = _Call(backbone, drafter, own)
-    with torch.no_grad(), caches_kept(backbone):
-        return type(view).generate(view, *args, **kwargs)
-
-
-class MTPGenerationMixin(DrafterMixin, GenerationMixin):
-    """Adds lossless speculation to `generate`.
-
-    A model that drafts for itself offers `window` and `start`, a forward that takes `output_hidden_states=-1`,
-    and `_new_cache()` where it has a cache of its own. `generate` gains:
-
-    - `use_mtp`: None (on where possible), True (on, or an error that says why not), False (one token at a time);
-    - `num_assistant_tokens`: tokens to draft, at most window - 1, which is the default;
-    - `num_assistant_tokens_schedule="adaptive"`: drafts as many as pay, up to that bound, none where none pays;
-    - `verification`: `"block"` (default) or `"token"`, for sampled drafts.
-
-    A logits processor that must be called once for every token says so by an attribute `counts_calls = True`: the call
-    then decodes plainly.
+    Raises:
+        ValueError: An option, a prompt or a combination that is not supported; the message names it.
     """
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate`, with the options above."""
-        if isinstance(self, _View):
-            return super().generate(*args, **kwargs)
-        assistant = kwargs.get("assistant_model")
-        return speculate(self, None if assistant is not None else self, args, kwargs)
-
-    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: continuous batching has a loop of its own, which would not speculate.
-
-        Raises:
-            ValueError: Always.
-        """
+    call = dict(zip(_names(generate, len(args)), args)) | kwargs
+    own = {name: call.pop(name) for name in OWN if name in call}
+    sources = (call, call.get("generation_config"), backbone.generation_config)
+    call |= {} if drafter is None else drafter.sampling_defaults(sources)
+    fields = {name: value for name, value in call.items() if name not in NOT_CONFIG}
+    config, model_kwargs = backbone._prepare_generation_config(call.get("generation_config"), **fields)
+    if config.assistant_early_exit is not None:
         raise ValueError(
-            f"{type(self).__name__} does not offer generate_batch (continuous batching); use generate, which takes "
-            "batches of any size"
+            f"assistant_early_exit={config.assistant_early_exit} is not offered here: it would cut the layers of "
+            f"{type(backbone).__name__} in place; leave it out"
+        )
+    _check_prompt(backbone, call, has_own_cache=new_cache is not None)
+    resolved = {"use_mtp"} if config.use_mtp else set()
+    config.use_mtp = False
+    cache_is_given = call.get("past_key_values") is not None
+    options = None
+    if drafter is None or config.prompt_lookup_num_tokens:
+        CallOptions.read(own, sources)
+        _refuse_unread(own, config)
+    elif call.get("custom_generate") is None:
+        options = prepared_options(drafter, backbone, own, sources, config)
+        options = _decided(options, drafter, backbone, config, model_kwargs, new_cache is not None)
+    if new_cache is not None:
+        resolved |= add_cache(call, config, backbone, new_cache)
+    is_single = config.get_generation_mode() in _SINGLE
+    # a cache of the backbone's own kind drops padding in our callable, also where nothing is drafted
+    if options is not None and is_single and (options.is_ours or new_cache is not None):
+        if call.get("tokenizer") is not None:  # else transformers says what is missing
+            resolved |= resolve_tokenizer(call, config, backbone)
+        synced = call.get("synced_gpus")
+        synced = _is_synced(backbone) if synced is None else bool(synced)
+        state = Call(generate, backbone, drafter, options, call.get("streamer"), synced, cache_is_given)
+        call["custom_generate"] = partial(speculative_decoding, state)
+    return with_resolved(call, resolved) if resolved else call
+
+
+def decoding(backbone: PreTrainedModel) -> AbstractContextManager[Any]:
+    """Return the context of a call: a model in train mode keeps its caches, though it checkpoints activations."""
+    if not backbone.training:
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch.no_grad())
+    stack.enter_context(caches_kept(backbone))
+    return stack
+
+
+def speculative_decoding(
+    call: Call,
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **model_kwargs: Any,
+) -> Any:
+    """Decode with drafts: what `generate` of transformers calls in the place of a decoding method of its own.
+
+    Args:
+        call: The call, bound by `prepared_call`.
+        model: The backbone.
+        input_ids: [B, L] int64.
+        logits_processor: Prepared by transformers, as all that follows.
+        stopping_criteria: Prepared.
+        generation_config: Prepared.
+        **model_kwargs: Prepared.
+
+    Raises:
+        ValueError: Drafts, or tokens from given uniforms, were asked for by name and are not possible here.
+    """
+    options, cache = call.options, model_kwargs.get("past_key_values")
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and isinstance(cache, SpeculativeCache):
+        cache.drop_padding(mask)
+    reason = None
+    if options.is_ours:
+        reason = _obstacle_in_call(options, model, input_ids, logits_processor, generation_config, model_kwargs)
+    if reason is not None and options.needs_our_loop:
+        _refuse_source(reason, options)
+    if reason is not None:
+        _tell(reason, options)
+    if reason is not None or not options.is_ours:
+        common = input_ids, logits_processor, stopping_criteria, generation_config, call.synced_gpus, call.streamer
+        return model._sample(*common, **model_kwargs)
+    if options.draft_tree == "auto":
+        options = _with_chosen_tree(call, generation_config, stopping_criteria, input_ids, model_kwargs)
+    made = DraftOptions.of_call(options, model, generation_config, logits_processor, input_ids)
+    session = call.drafter.start(made)
+    made.warn_of_threshold(session, type(call.drafter).__name__)
+    schedule = call.drafter.schedule_of(session, made) if made.schedule == "adaptive" else None
+    loop = SpeculativeLoop(
+        model, call.drafter.runner(model), session, call.drafter.make_verifier(made, session), made, schedule,
+        generation_config, stopping_criteria, model_kwargs, call.streamer, call.cache_is_given,
+    )  # fmt: skip
+    output = loop.run(call.synced_gpus)
+    if schedule is not None:
+        call.drafter.remember(schedule, session, made)
+    return output
+
+
+def _names(generate: Callable[..., Any], count: int) -> tuple[str, ...]:
+    """Return the names of the first positional arguments of a `generate`."""
+    if not count:
+        return ()
+    known = inspect.signature(generate).parameters.values()
+    names = tuple(p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    return (names if len(names) >= count else PARAMETERS)[:count]
+
+
+def _check_prompt(backbone: PreTrainedModel, call: dict[str, Any], has_own_cache: bool) -> None:
+    """Refuse a prompt that the backbone cannot read.
+
+    Raises:
+        ValueError: An empty prompt, ids outside the vocabulary, or more tokens than the model has positions.
+    """
+    text = backbone.config.get_text_config()
+    ids, embeds = (call.get("input_ids") if call.get("inputs") is None else call["inputs"]), call.get("inputs_embeds")
+    tensor = ids if embeds is None else embeds
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
+        return
+    if embeds is None and backbone.main_input_name == "input_ids":
+        if tensor.shape[1] == 0:
+            raise ValueError("input_ids is empty; pass at least one token, for example the bos token")
+        low, high = (int(bound) for bound in tensor.aminmax())
+        if low < 0 or high >= text.vocab_size:
+            wrong = low if low < 0 else high
+            raise ValueError(f"input_ids holds id {wrong}; ids of this model lie in 0 .. {text.vocab_size - 1}")
+    limit = text.max_position_embeddings if has_own_cache else learned_positions(text)
+    if limit is not None and tensor.shape[1] > limit:
+        raise ValueError(
+            f"the prompt has {tensor.shape[1]} tokens, more than max_position_embeddings={limit}; shorten it"
         )
 
-    @property
-    def _current(self) -> _Call | None:
-        return getattr(self, "speculation_call", None) if isinstance(self, _View) else None
 
-    def _prepare_generation_config(
-        self, generation_config: GenerationConfig | None, **kwargs: Any
-    ) -> tuple[GenerationConfig, dict[str, Any]]:
-        """Decides whether to speculate and how far."""
-        call = self._current
-        if call is None:
-            return super()._prepare_generation_config(generation_config, **kwargs)
-        sources = (kwargs, generation_config, self.generation_config)
-        kwargs |= {} if call.drafter is None else call.drafter.sampling_defaults(sources)
-        config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
-        if config.assistant_early_exit is not None:
-            raise ValueError(
-                f"assistant_early_exit={config.assistant_early_exit} is not offered here: it would cut the layers of "
-                f"{type(self).__name__} in place; leave it out"
-            )
-        if call.drafter is None or config.prompt_lookup_num_tokens:
-            call.options = CallOptions.read(call.own, sources)
-            _refuse_unread(call.own, config)
-            config.use_mtp = False
-            return config, model_kwargs
-        call.options = options = prepared_options(call.drafter, call.backbone, call.own, sources, config)
-        call.speculates = self._decides_to_speculate(config, model_kwargs)
-        if call.speculates:
+def _decided(
+    options: CallOptions,
+    drafter: Drafter,
+    backbone: PreTrainedModel,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    has_own_cache: bool,
+) -> CallOptions:
+    """Return the options with the decisions whether to draft, and how many tokens at most.
+
+    Raises:
+        ValueError: Drafts, or tokens from given uniforms, were asked for by name and are not possible here.
+    """
+    speculates = options.use_mtp is not False
+    if speculates and drafter.longest_draft() == 0:
+        speculates = False
+        if options.use_mtp:
+            logger.warning("use_mtp=True: the head has window 1 and drafts nothing; decoding one token at a time.")
+    if speculates:
+        reason = _reason_to_decode_plainly(drafter, backbone, config, model_kwargs, has_own_cache)
+        if reason is None:
             warn_of_unread(config)
-        if call.speculates and options.draft_tree is not None:
-            check_trees(call.backbone)
-        options.num_assistant_tokens = _draft_length(options.num_assistant_tokens, call.drafter)
-        if options.needs_our_loop and (reason := obstacle(config, model_kwargs, of_drafts=False)):
-            _refuse_source(reason, options)
-        call.is_ours = config.use_mtp = call.speculates or options.needs_our_loop
-        return config, model_kwargs
+        else:
+            _tell(reason, options)
+            speculates = False
+    if speculates and options.draft_tree is not None:
+        check_trees(backbone)
+    if options.needs_our_loop and (reason := obstacle(config, model_kwargs, of_drafts=False)):
+        _refuse_source(reason, options)
+    number = _draft_length(options.num_assistant_tokens, drafter)
+    return replace(options, speculates=speculates, num_assistant_tokens=number)
 
-    def _decides_to_speculate(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
-        call = self._current
-        if call.options.use_mtp is False:
-            return False
-        if call.drafter.longest_draft() == 0:
-            if call.options.use_mtp:
-                logger.warning("use_mtp=True: the head has window 1 and drafts nothing; decoding one token at a time.")
-            return False
-        reason = self._reason_to_decode_plainly(config, model_kwargs)
-        if reason:
-            _tell(reason, call.options)
-        return not reason
 
-    def _reason_to_decode_plainly(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
-        cache = model_kwargs.get("past_key_values")
-        if isinstance(cache, StaticCache):
-            return "a StaticCache"
-        if not hasattr(self, "_new_cache"):
-            if cache is not None and not is_repackable(cache) and not hasattr(cache, "keep_last"):
-                return f"past_key_values with layers that cannot go back ({type(cache).__name__})"
-            if not can_roll_back(self._current.backbone) or not self._supports_default_dynamic_cache():
-                return f"the recurrent states of {type(self).__name__}, which cannot go back behind a rejected draft"
-        own = self._current.drafter.obstacle(config, model_kwargs)
-        return obstacle(config, model_kwargs) or own
+def _reason_to_decode_plainly(
+    drafter: Drafter,
+    backbone: PreTrainedModel,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    has_own_cache: bool,
+) -> str | None:
+    cache = model_kwargs.get("past_key_values")
+    if isinstance(cache, StaticCache):
+        return "a StaticCache"
+    if not has_own_cache:
+        if cache is not None and not is_repackable(cache) and not isinstance(cache, SpeculativeCache):
+            return f"past_key_values with layers that cannot go back ({type(cache).__name__})"
+        if not can_roll_back(backbone) or not backbone._supports_default_dynamic_cache():
+            return f"the recurrent states of {type(backbone).__name__}, which cannot go back behind a rejected draft"
+    own = drafter.obstacle(config, model_kwargs)
+    return obstacle(config, model_kwargs) or own
 
-    def _validate_generation_mode(
-        self,
-        generation_mode: GenerationMode,
-        generation_config: GenerationConfig,
-        generation_mode_kwargs: dict[str, Any],
-    ) -> None:
-        """Lets `num_return_sequences` above 1 pass: our loop decodes batches, transformers' assisted loop does not."""
-        call, count = self._current, generation_config.num_return_sequences
-        if call is not None and call.is_ours:
-            generation_config.num_return_sequences = 1
-        try:
-            super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
-        finally:
-            generation_config.num_return_sequences = count
 
-    def _prepare_model_inputs(
-        self, inputs: torch.Tensor | None, bos_token_id: torch.Tensor | None, model_kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor, str | None, dict[str, Any]]:
-        """Checks the prompt at the door.
+def _obstacle_in_call(
+    options: CallOptions,
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    processors: LogitsProcessorList,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> str | None:
+    """Return what only transformers' preparation shows to rule out our loop; None: nothing."""
+    counting = next((processor for processor in processors if counts_calls(processor)), None)
+    if counting is not None:
+        return f"{type(counting).__name__}, which counts its calls"
+    end = config.max_length + 2 * max(options.num_assistant_tokens or 0, _DEPTH)
+    return crosses_border(model, model_kwargs, input_ids, end) or not_continued(model_kwargs, input_ids)
 
-        Raises:
-            ValueError: An empty prompt, ids outside the vocabulary, or more tokens than the model has positions.
-        """
-        tensor, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
-        text = self.config.get_text_config()
-        if name == "input_ids":
-            _check_prompt(tensor, text.vocab_size)
-        limit = text.max_position_embeddings if hasattr(self, "_new_cache") else learned_positions(text)
-        if limit is not None and tensor.shape[1] > limit:
-            raise ValueError(
-                f"the prompt has {tensor.shape[1]} tokens, more than max_position_embeddings={limit}; shorten it"
-            )
-        return tensor, name, model_kwargs
 
-    def heal_tokens(self, input_ids: torch.Tensor, tokenizer: Any = None) -> torch.Tensor:
-        """transformers' own, which calls `generate`: on the backbone, for a view holds one call and not two."""
-        call = self._current
-        return (super() if call is None else call.backbone).heal_tokens(input_ids, tokenizer)
+def _with_chosen_tree(
+    call: Call,
+    config: GenerationConfig,
+    criteria: StoppingCriteriaList,
+    input_ids: torch.Tensor,
+    model_kwargs: dict[str, Any],
+) -> CallOptions:
+    """Return the options with the tree that `draft_tree="auto"` finds by trials on this prompt."""
 
-    def _prepare_cache_for_generation(
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """Starts with the model's own kind of cache, or else with the one that transformers would take."""
-        new_cache, call = getattr(self, "_new_cache", None), self._current
-        is_given = model_kwargs.get("past_key_values") is not None
-        fresh = generation_config.use_cache is not False and not is_given
-        if call is not None:
-            call.cache_is_given = is_given
-        if new_cache and fresh:
-            if generation_config.cache_implementation is not None:
-                logger.warning_once(
-                    f"cache_implementation={generation_config.cache_implementation!r} is ignored: "
-                    f"{type(self).__name__} has a cache of its own."
-                )
-                generation_config.cache_implementation = None
-            model_kwargs["past_key_values"] = new_cache()
-        elif fresh and call is not None and call.is_ours and generation_config.cache_implementation != "offloaded":
-            generation_config.cache_implementation = None
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+    def trial(drafter: Drafter, prompt: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+        return call.generate(**prepared_call(call.generate, call.backbone, drafter, (prompt,), kwargs))
 
-    def _prefill(
-        self, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], **kwargs: Any
-    ) -> Any:
-        """transformers' first pass; a cache of its own kind forgets what it was fed of rows that had ended."""
-        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
-        if mask is not None and hasattr(cache, "drop_padding"):
-            cache.drop_padding(mask)
-        return super()._prefill(input_ids, generation_config, model_kwargs, **kwargs)
+    common = {name: model_kwargs[name] for name in model_kwargs.keys() - _OF_THE_CALL}
+    common |= {"synced_gpus": call.synced_gpus}
+    last = last_position_of_trials(call.backbone.config.get_text_config(), input_ids.shape[1], 2 * _DEPTH)
+    has_stop_strings = any(isinstance(one, StopStringCriteria) for one in criteria)
+    return choose_tree(trial, call.drafter, call.options, config, input_ids, last, common, not has_stop_strings)
 
-    def _get_candidate_generator(
-        self,
-        generation_config: GenerationConfig,
-        input_ids: torch.Tensor,
-        inputs_tensor: torch.Tensor | None,
-        logits_processor: LogitsProcessorList,
-        model_kwargs: dict[str, Any],
-        assistant_model: Any = None,
-        **kwargs: Any,
-    ) -> CandidateGenerator:
-        """This call's own drafter for transformers' assisted loop, unless another assistant was asked for."""
-        call = self._current
-        drafter = self if call is None and generation_config.use_mtp else call and call.drafter
-        if drafter is not None and assistant_model is None and generation_config.use_mtp:
-            return candidate_generator(drafter, self, generation_config, logits_processor, model_kwargs, input_ids)
-        return super()._get_candidate_generator(
-            generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, assistant_model, **kwargs
-        )
 
-    def _assisted_decoding(
-        self,
-        input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        synced_gpus: bool = False,
-        streamer: BaseStreamer | None = None,
-        inputs_tensor: torch.Tensor | None = None,
-        assistant_model: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Our loop for our drafts; transformers' loop for anybody else's assistant."""
-        call = self._current
-        common = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
-        if call is None or not call.is_ours:
-            generation_config.use_mtp = False
-            return super()._assisted_decoding(
-                *common, inputs_tensor=inputs_tensor, assistant_model=assistant_model, **kwargs
-            )
-        model_kwargs = {key: value for key, value in kwargs.items() if key not in ("tokenizer", "assistant_tokenizer")}
-        counting = next((p for p in logits_processor if counts_calls(p)), None)
-        reason = None if counting is None else f"{type(counting).__name__}, which counts its calls"
-        end = generation_config.max_length + 2 * max(call.options.num_assistant_tokens, _DEPTH)
-        reason = reason or crosses_border(call.backbone, model_kwargs, input_ids, end)
-        if reason := reason or not_continued(model_kwargs, input_ids):
-            if call.options.needs_our_loop:
-                _refuse_source(reason, call.options)
-            _tell(reason, call.options)
-            return self._sample(*common, **model_kwargs)
-        if call.options.draft_tree == "auto":
-            choose_tree(
-                partial(speculate, call.backbone), call.drafter, call.options, generation_config, input_ids,
-                last_place(self.config.get_text_config(), input_ids.shape[1], 2 * _DEPTH),
-                {name: model_kwargs[name] for name in model_kwargs.keys() - _OF_THE_CALL}
-                | {"synced_gpus": synced_gpus},
-            )  # fmt: skip
-        options = DraftOptions.of_call(
-            call.options, call.backbone, call.speculates, generation_config, logits_processor, input_ids
-        )
-        session = call.drafter.start(options)
-        warn_of_threshold(options, session, type(call.drafter).__name__)
-        rule = call.drafter.make_verifier(options, session)
-        with schedule_of(call.drafter, session, options) as schedule:
-            loop = SpeculativeLoop(
-                self, session, rule, options, schedule, input_ids, generation_config, stopping_criteria, model_kwargs,
-                call.cache_is_given,
-            )  # fmt: skip
-            return loop.run(streamer, synced_gpus)
+def _is_synced(backbone: PreTrainedModel) -> bool:
+    """Return whether peers must call the backbone equally often, as transformers finds out for its own loops."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return False
+    return is_deepspeed_zero3_enabled() or is_fsdp_managed_module(backbone)
 
 
 def _tell(reason: str, options: CallOptions) -> None:
-    """Says why a call decodes plainly.
+    """Say why a call decodes plainly.
 
     Raises:
         ValueError: Speculation was asked for by name.
@@ -342,7 +338,7 @@ def _tell(reason: str, options: CallOptions) -> None:
 
 
 def _refuse_source(reason: str, options: CallOptions) -> None:
-    """Says what cannot be combined with uniforms or with a seed of the caller's.
+    """Say what cannot be combined with uniforms or a seed.
 
     Raises:
         ValueError: Always.
@@ -352,7 +348,7 @@ def _refuse_source(reason: str, options: CallOptions) -> None:
 
 
 def _refuse_unread(own: dict[str, Any], config: GenerationConfig) -> None:
-    """Refuses options of our drafters that a call gives where another one was asked for.
+    """Refuse options of our drafters in a call in which another one drafts.
 
     Raises:
         ValueError: There is one.
@@ -370,12 +366,3 @@ def _draft_length(asked: int | None, drafter: Drafter) -> int:
     if longest is not None and asked > longest > 0:
         logger.warning_once(f"num_assistant_tokens={asked} exceeds window - 1 = {longest}; drafting {longest} tokens.")
     return asked if longest is None else min(asked, longest)
-
-
-def _check_prompt(input_ids: torch.Tensor, vocab_size: int) -> None:
-    if input_ids.shape[1] == 0:
-        raise ValueError("input_ids is empty; pass at least one token, for example the bos token")
-    low, high = (int(bound) for bound in input_ids.aminmax())
-    if low < 0 or high >= vocab_size:
-        wrong = low if low < 0 else high
-        raise ValueError(f"input_ids holds id {wrong}; ids of this model lie in 0 .. {vocab_size - 1}")

@@ -22,12 +22,11 @@ from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCrite
 from transformers.generation.streamers import BaseStreamer
 
 from ..configuration.fields import learned_positions
-from ..modeling.indices import to_device
 from .call.options import DraftOptions
 from .call.outputs import GenerateSpeculativeOutput, Records, Speculation
 from .call.schedule import DraftSchedule
 from .call.sequences import NewTokens, Sequences, Stopping
-from .protocols import DraftSession
+from .protocols import DraftSession, SpeculativeCache
 from .target.cache import is_repackable
 from .target.target import EvenTarget, HiddenLayers, RepackedTarget, RowLengthTarget, Target, TargetOutput
 from .trees.contract import DraftTree, VerificationResult
@@ -37,95 +36,92 @@ from .verification.verifiers import Verifier
 class SpeculativeLoop:
     """One call of `generate`.
 
-    State between cycles: every row's tokens, of which all but the last are in the cache, and what the drafter keeps.
+    State between cycles: the tokens of every sequence, of which all but the last are in the cache, and the session's.
 
     Args:
-        model: The backbone, as `generate` sees it.
-        drafter: Proposes tokens.
-        rule: Verifies them.
-        options: What was asked of this call.
-        schedule: How many tokens to draft.
-        prompt: [B, L] int64.
-        config: Prepared generation config.
-        criteria: Prepared stopping criteria.
-        model_kwargs: Prepared keyword arguments of the model, the cache among them.
-        cache_is_given: Whether the cache is the caller's own, who may look into it after the call.
+        backbone: The model whose tokens count; its own prefill reads the prompt.
+        runner: Runs the other forwards; on tokens it is the backbone.
+        session: Proposes tokens.
+        verifier: Verifies them.
+        options: Of the call.
+        schedule: How many tokens to draft; None: always as many as the session does at most.
+        config: Generation config, prepared by transformers.
+        criteria: Stopping criteria, prepared.
+        model_kwargs: Keyword arguments of the model, prepared, the cache among them.
+        streamer: Receives every column of tokens once all open sequences have it.
+        cache_is_given: Whether the user passed the cache, and may look into it after the call.
     """
+
+    target: Target
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        backbone: PreTrainedModel,
+        runner: PreTrainedModel,
         session: DraftSession,
-        rule: Verifier,
+        verifier: Verifier,
         options: DraftOptions,
-        schedule: DraftSchedule,
-        prompt: torch.Tensor,
+        schedule: DraftSchedule | None,
         config: GenerationConfig,
         criteria: StoppingCriteriaList,
         model_kwargs: dict[str, Any],
+        streamer: BaseStreamer | None = None,
         cache_is_given: bool = False,
     ) -> None:
-        self.model, self.session, self.rule, self.options = model, session, rule, options
-        self.config, self.model_kwargs = config, model_kwargs
+        prompt, self.processing = options.prompt, options.processing
+        self.backbone, self.runner, self.session, self.verifier = backbone, runner, session, verifier
+        self.config, self.schedule, self.model_kwargs, self.streamer = config, schedule, model_kwargs, streamer
         self.cache_is_seen = cache_is_given or config.return_dict_in_generate
+        self.hidden_layers: HiddenLayers = True if config.output_hidden_states else session.hidden_layers
         self.tokens, self.streamed = Sequences(prompt), prompt.shape[1]
         self.done = [False] * len(prompt)
-        self.processing, self.records = options.processing, Records(config, len(prompt))
-        self.stopping = Stopping(criteria, options.processing.pad, self.records.scores_of)
-        self.schedule = schedule
-        pad = getattr(config, "_pad_token_tensor", None)
-        self.pad = 0 if pad is None else int(pad)
+        self.records = Records.wanted_by(config, len(prompt))
+        self.stopping = Stopping(criteria, self.processing.pad, self.records and self.records.scores_of)
+        self.pad = options.pad
         self.statistics = Speculation(*([[] for _ in prompt] for _ in range(2)), rows_depths=[[] for _ in prompt])
-        self.streamer: BaseStreamer | None = None
-        self.target: Target | None = None
-        self.table = learned_positions(model.config.get_text_config())
+        self.table = learned_positions(backbone.config.get_text_config())
         self.starts: list[int] | None = None
 
-    def run(self, streamer: BaseStreamer | None = None, synced_gpus: bool = False) -> Any:
-        """Decodes until every row has ended.
+    def run(self, synced_gpus: bool = False) -> GenerateSpeculativeOutput | torch.Tensor:
+        """Decode until every sequence has ended.
 
         Args:
-            streamer: Receives every column of tokens once all open rows have it.
             synced_gpus: Keep calling the backbone until all peers are done.
 
         Returns:
             The sequences [B, L + new], or a `GenerateSpeculativeOutput` where the config asks for a dict.
         """
-        self.streamer = streamer
         self._prefill()
-        while self.model._has_unfinished_sequences(all(self.done), synced_gpus, device=self.tokens.ids.device):
+        device = self.tokens.ids.device
+        while self.backbone._has_unfinished_sequences(all(self.done), synced_gpus, device=device):
             self._cycle()
-        if streamer is not None:
-            streamer.end()
+        if self.streamer is not None:
+            self.streamer.end()
         return self._output()
-
-    @property
-    def _hidden_layers(self) -> HiddenLayers:
-        return True if self.config.output_hidden_states else self.session.hidden_layers
 
     def _prefill(self) -> None:
         """The first pass, through transformers' own prefill; it emits one token per row."""
-        wanted = self.model_kwargs | {"output_hidden_states": self._hidden_layers}
+        wanted = self.model_kwargs | {"output_hidden_states": self.hidden_layers}
         prompt = self.tokens.ids[:, : self.tokens.prompt_length]
-        outputs = self.model._prefill(prompt, self.config, wanted)
+        outputs = self.backbone._prefill(prompt, self.config, wanted)
         self.target = self._target(outputs.past_key_values)
         if self.table is not None and isinstance(self.target, RepackedTarget):
             self.starts = self.target.next_positions()
         self.statistics.backbone_calls += 1
-        logits = to_device(outputs.logits[:, -1:], prompt.device, torch.float32)
+        logits = outputs.logits[:, -1:].to(prompt.device, torch.float32)
         tree = DraftTree.chain(prompt[:, :0])
         scores = self.processing(self.tokens, logits, tree, self.done)
-        first = self.rule.first(scores[:, 0], self.tokens)
+        first = self.verifier.first(scores[:, 0], self.tokens)
         result = VerificationResult(torch.zeros_like(first), first[:, None])
         self._settle(tree, result, TargetOutput(logits, outputs.hidden_states), scores, is_prefill=True)
         self.session.begin(outputs, self.target)
 
     def _target(self, cache: Cache) -> Target:
         mask = self.model_kwargs.get("attention_mask")
-        if hasattr(cache, "keep_last"):
-            return RowLengthTarget(self.model, cache, mask)
+        if isinstance(cache, SpeculativeCache):
+            return RowLengthTarget(self.runner, cache, mask)
         kind = RepackedTarget if is_repackable(cache) else EvenTarget
-        return kind(self.model, cache, self.tokens.ends, mask, self.model_kwargs)
+        return kind(self.runner, cache, self.tokens.ends, mask, self.model_kwargs)
 
     def _cycle(self) -> None:
         started = time.perf_counter()
@@ -133,41 +129,42 @@ class SpeculativeLoop:
         tree = self.session.propose(self.tokens, length)
         drafted = time.perf_counter()
         block = torch.cat([self.tokens.last()[:, None], tree.tokens], dim=1)
-        fed = self.target.forward(block, tree, self._hidden_layers)
+        outputs = self.target.forward(block, tree, self.hidden_layers)
         self.statistics.backbone_calls += 1
         called = time.perf_counter()
-        fed.logits = to_device(fed.logits, block.device, torch.float32)
-        scores = self.processing(self.tokens, fed.logits, tree, self.done)
-        result = self.rule.verify(tree, scores)
-        accepted, kept = self._settle(tree, result, fed, scores)
-        self.target.keep(kept, result, tree)
-        self.session.advance(fed.along(result, tree), result)
+        outputs.logits = outputs.logits.to(block.device, torch.float32)
+        scores = self.processing(self.tokens, outputs.logits, tree, self.done)
+        result = self.verifier.verify(tree, scores)
+        accepted, new_tokens = self._settle(tree, result, outputs, scores)
+        self.target.keep(new_tokens, result, tree)
+        self.session.advance(outputs.along(result, tree), result)
         ended = time.perf_counter()
-        self.schedule.update(tree.depth, accepted, ended - started, length)
+        if self.schedule is not None:
+            self.schedule.update(tree.depth, accepted, ended - started, length)
         self.statistics.draft_seconds += drafted - started
         self.statistics.verify_seconds += ended - called
 
     def _length(self) -> int:
-        """The longest path to draft now: the verification result adds one more token, and nothing is drafted beyond the
-        text."""
-        ahead = self._places_ahead()
-        if getattr(self.session, "is_deterministic", False):  # a draft that is cut short is verified otherwise
-            return self.schedule.length()
-        open_rows = [n for n, done in zip(self.tokens.lengths, self.done) if not done]
-        room = max((self.stopping.room(n) for n in open_rows), default=1)
-        return max(min(self.schedule.length(), room - 1, ahead), 0)
+        """Return the longest path to draft now: verification adds one more token, and nothing goes beyond the end."""
+        wanted = self.session.num_tokens if self.schedule is None else self.schedule.length()
+        ahead = self._positions_ahead()
+        if self.session.is_deterministic:  # a draft that is cut short is verified otherwise
+            return wanted
+        open_lengths = [n for n, done in zip(self.tokens.lengths, self.done) if not done]
+        room = max((self.stopping.room(n) for n in open_lengths), default=1)
+        return max(min(wanted, room - 1, ahead), 0)
 
-    def _places_ahead(self) -> int:
-        """How many positions a table of them has behind b in every open row.
+    def _positions_ahead(self) -> int:
+        """Return how many positions a table of them has after b in every open sequence.
 
-        Rows that have ended are fed on beside the others, and repeat the last position. Open rows never do: beyond a
-        table there is no text, and the backbone says so.
+        Sequences that have ended are inputs on beside the others, and repeat the last position. Open ones never do:
+        beyond a table there is no text, and the backbone says so.
         """
-        if self.starts is None:
+        if self.starts is None or self.table is None:
             return 2**31
         written = [n - self.tokens.prompt_length for n in self.tokens.lengths]
-        rows = [self.table - start - count for start, count in zip(self.starts, written)]
-        ahead = min((left for left, done in zip(rows, self.done) if not done), default=0)
+        left = [self.table - start - count for start, count in zip(self.starts, written)]
+        ahead = min((count for count, done in zip(left, self.done) if not done), default=0)
         self.target.last_position = self.table - 1 if ahead >= 0 and any(self.done) else None
         return ahead
 
@@ -175,29 +172,34 @@ class SpeculativeLoop:
         self,
         tree: DraftTree,
         result: VerificationResult,
-        fed: TargetOutput,
+        outputs: TargetOutput,
         scores: torch.Tensor,
         is_prefill: bool = False,
     ) -> tuple[list[int], NewTokens]:
-        """Takes a verification result over into texts, records and statistics; accepted drafts of open rows, and what
-        is kept."""
+        """Write a verification result to sequences, records and statistics.
+
+        Returns:
+            Accepted drafts of the open sequences, and the new tokens, cut where sequences end.
+        """
         self.tokens.write(result.tokens)
         accepted, new, drafts = self._on_host(tree, result)
         verified = [ids[: count + 1] for ids, count in zip(new, accepted)]
         before = self.done
-        if self.records.is_wanted:
+        if self.records is not None:
             counts = [0 if done else count + 1 for count, done in zip(accepted, before)]
-            self.records.add(fed.along(result, tree), self._along(scores, result, tree), counts, is_prefill)
+            along = TargetOutput(scores).along(result, tree).logits
+            self.records.add(outputs.along(result, tree), along, counts, is_prefill)
         counts, self.done = self.stopping.cut(self.tokens, verified, before)
-        kept = NewTokens(counts, self.tokens.ids.device)
-        self.records.cut([n + count - self.tokens.prompt_length for n, count in zip(self.tokens.lengths, counts)])
+        new_tokens = NewTokens(counts, self.tokens.ids.device)
+        if self.records is not None:
+            self.records.cut([n + c - self.tokens.prompt_length for n, c in zip(self.tokens.lengths, counts)])
         if not is_prefill:
             self._count(before, accepted, counts, drafts, tree.depth)
-        self.tokens.keep(kept)
+        self.tokens.keep(new_tokens)
         self.statistics.new_tokens += sum(counts)
         if self.streamer is not None:
-            self._stream()
-        return [count for count, done in zip(accepted, before) if not done], kept
+            self._stream(self.streamer)
+        return [count for count, done in zip(accepted, before) if not done], new_tokens
 
     def _on_host(
         self, tree: DraftTree, result: VerificationResult
@@ -207,7 +209,7 @@ class SpeculativeLoop:
         Raises:
             ValueError: A row was to be sampled from scores that are no distribution.
         """
-        faults, real, width = self.rule.invalid(result), tree.num_nodes, result.tokens.shape[1]
+        faults, real, width = self.verifier.invalid(result), tree.num_nodes, result.tokens.shape[1]
         parts = [part[:, None] for part in (result.num_accepted, real, faults) if part is not None]
         rows = torch.cat([*parts, result.tokens, tree.tokens], dim=1).tolist()
         accepted = [row.pop(0) for row in rows]
@@ -225,10 +227,6 @@ class SpeculativeLoop:
                     "exclude every token"
                 )
 
-    @staticmethod
-    def _along(scores: torch.Tensor, result: VerificationResult, tree: DraftTree) -> torch.Tensor:
-        return TargetOutput(scores).along(result, tree).logits
-
     def _count(
         self, before: list[bool], accepted: list[int], kept: list[int], drafts: list[list[int]], depth: int
     ) -> None:
@@ -238,12 +236,12 @@ class SpeculativeLoop:
                 self.statistics.rows_drafts[row].append(draft)
                 self.statistics.rows_depths[row].append(min(depth, len(draft)))
 
-    def _stream(self) -> None:
+    def _stream(self, streamer: BaseStreamer) -> None:
         lengths = self.tokens.lengths
         ready = min((n for n, done in zip(lengths, self.done) if not done), default=max(lengths))
         # one column at a time: text streamers are exact only so
         for column in self.tokens.columns(self.streamed, ready, self.pad).cpu().unbind(1):
-            self.streamer.put(column)
+            streamer.put(column)
         self.streamed = max(self.streamed, ready)
 
     def _output(self) -> GenerateSpeculativeOutput | torch.Tensor:
@@ -253,10 +251,11 @@ class SpeculativeLoop:
         if not self.config.return_dict_in_generate:
             return sequences
         generated = [n - self.tokens.prompt_length for n in self.tokens.lengths]
-        if coverage := getattr(self.session, "coverage", None):
-            rows = zip(sequences[:, self.tokens.prompt_length :], generated)
-            self.statistics.vocabulary_coverage = coverage(torch.cat([row[:count] for row, count in rows]))
-        scores, logits, hidden_states = self.records.per_token(generated, self.pad)
+        written = zip(sequences[:, self.tokens.prompt_length :], generated)
+        self.statistics.vocabulary_coverage = self.session.coverage(torch.cat([ids[:count] for ids, count in written]))
+        scores = logits = hidden_states = None
+        if self.records is not None:
+            scores, logits, hidden_states = self.records.per_token(generated, self.pad)
         return GenerateSpeculativeOutput(
             sequences=sequences,
             scores=scores,
@@ -273,7 +272,7 @@ class SpeculativeLoop:
         if any(kept.counts) and self.target.supports_rollback:
             tree = DraftTree.chain(self.tokens.ids[:, :0])
             self.statistics.backbone_calls += 1
-            self._places_ahead()
+            self._positions_ahead()
             self.target.forward(self.tokens.last()[:, None], tree, None)
             self.target.keep(kept, VerificationResult(self.tokens.ends, self.tokens.last()[:, None]), tree)
         self.target.align(longest - 1)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +15,10 @@ from transformers.utils import logging
 
 from ..configuration.ptp import SAMPLING, PTPConfig
 from ..modeling.heads.window_distribution import WindowDistribution
+from .attach import BaseDrafter, MTPGenerationMixin
 from .call.options import CallOptions, DraftOptions, first_set
 from .drafters.parallel import BestOfSession, CentralVerifier, ParallelSession
-from .generate import MTPGenerationMixin
-from .protocols import DrafterMixin, DraftSession
+from .protocols import DraftSession
 from .verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Uniforms, Verifier
 
 logger = logging.get_logger(__name__)
@@ -26,7 +27,7 @@ logger = logging.get_logger(__name__)
 _LAYOUTS = ("quadratic", "linear")
 
 
-class ParallelDrafter(DrafterMixin):
+class ParallelDrafter(BaseDrafter):
     """Drafts from uniforms; see `ParallelGenerationMixin` for the options of a call.
 
     A class that uses it offers `config`, a `PTPConfig`, and `slot_distribution` (`PTPForCausalLM.slot_distribution`).
@@ -46,8 +47,8 @@ class ParallelDrafter(DrafterMixin):
         is_set = any(first_set(name, sources) is not None for name in self.config.sampling)
         return {} if is_set or not first_set("do_sample", sources) else dict(self.config.sampling)
 
-    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
-        """Checks what cannot be meant, and chooses the rule.
+    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
+        """Validate the options of parallel token prediction, and choose the rule.
 
         Raises:
             ValueError: Uniforms outside [0, 1), with another rule than the coupled one or beside a seed; a seed or
@@ -59,15 +60,16 @@ class ParallelDrafter(DrafterMixin):
                 f"draft_tree={options.draft_tree!r}: parallel token prediction drafts chains; leave it out"
             )
         default = "coupled" if self.config.predicts_tokens or "uniforms" in extra else "block"
-        options.verification = options.verification or default
+        options = replace(options, verification=options.verification or default)
         _check_budget(extra.get("slot_budget", _LAYOUTS[0]), 1 + self.config.predicts_first)
         _check_best_of(extra.get("best_of", 1), config, options)
         if extra.get("best_of", 1) > 1 and not self.config.reads_uniforms:
             raise ValueError(f"best_of={extra['best_of']}: masks read no uniforms to choose among; leave it out")
         _check_uniforms(config, options)
         _check_seed(config, options)
-        extra.setdefault("slot_budget", 3 * self.config.num_slots)
-        options.needs_our_loop = bool(config.do_sample and ("uniforms" in extra or "seed" in extra))
+        is_given = bool(config.do_sample and ("uniforms" in extra or "seed" in extra))
+        extra = {"slot_budget": 3 * self.config.num_slots} | extra
+        return replace(options, extra=extra, needs_our_loop=is_given)
 
     def start(self, options: DraftOptions) -> DraftSession:
         """Slots behind every possible number of accepted drafts."""
@@ -215,6 +217,7 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
                 f"this {type(self).__name__} is no assistant_model of that model yet: call attach(model) first, on it, "
                 "and its slots will draft there"
             )
+        self._check_length(args[0] if args else kwargs.get("inputs", kwargs.get("input_ids")), kwargs)
         return super().generate(*args, **kwargs)
 
     def attach(self, backbone: PreTrainedModel) -> ParallelAssistant:
@@ -234,17 +237,20 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
 
         return ParallelAssistant(self).attach(backbone)
 
-    def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> GenerationConfig:
-        """Checks the length of the whole text at the door.
+    def _check_length(self, prompt: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+        """Validate the length of prompt and new tokens.
 
         Raises:
-            ValueError: The text would go beyond the backbone's table of learned positions.
+            ValueError: A length beyond the backbone's table of learned positions.
         """
-        config = super()._prepare_generated_length(*args, **kwargs)
-        limit = self.config.learned_positions
-        if limit is not None and config.max_length > limit + 1:  # the last token is never fed
+        limit, begins = self.config.learned_positions, 0 if prompt is None else prompt.shape[1]
+        if limit is None:
+            return
+        sources = (kwargs, kwargs.get("generation_config"), self.generation_config)
+        new, longest = first_set("max_new_tokens", sources), first_set("max_length", sources)
+        longest = longest if new is None else begins + new
+        if longest is not None and longest > limit + 1:  # the last token is never an input
             raise ValueError(
-                f"max_length={config.max_length} (prompt and new tokens) is beyond the {limit} learned positions of "
-                f"{self.config.backbone_config.model_type}; ask for {config.max_length - limit - 1} fewer new tokens"
+                f"max_length={longest} (prompt and new tokens) is beyond the {limit} learned positions of "
+                f"{self.config.backbone_config.model_type}; ask for {longest - limit - 1} fewer new tokens"
             )
-        return config

@@ -104,7 +104,7 @@ def render_card(
         base_models=[base_model] if isinstance(base_model, str) else base_model,
         languages=[languages] if isinstance(languages, str) else languages,
         repo_id=repo_id,
-        source=repo_id or "path/to/this/folder",
+        source=repo_id or "path/to/this/directory",
         picture=picture,
         training_description=training_description,
         training_data=training_data,
@@ -217,7 +217,7 @@ def _check_picture(picture: str | None, results: MeasuredResults | None) -> None
 
 
 def check_no_local_path(text: str) -> None:
-    """Refuse a text that would tell the world how this machine is laid out.
+    """Refuse a text that would tell the world the layout of this machine.
 
     Args:
         text: A card.

@@ -17,8 +17,8 @@ from ..modeling.remote_code import TRANSFORMERS, TravellingMixin
 _CHAIN = 5  # tokens that an EAGLE head drafts where nobody asks for a number
 _SLOTS = {
     "one_hot": "parallel token prediction; a slot predicts the token that its own uniform picks",
-    "categorical": "parallel token prediction; a slot predicts the distribution of the token behind its own",
-    "mask": "masked prediction; a slot, made of a mask token, predicts the distribution of the token behind its own",
+    "categorical": "parallel token prediction; a slot predicts the distribution of the token after its own",
+    "mask": "masked prediction; a slot, made of a mask token, predicts the distribution of the token after its own",
 }
 
 _SIZES = {

@@ -30,6 +30,7 @@ _MODULES = {
     "growth_module": "tokenahead.generation.trees.growth",
     "heads_chunks": "tokenahead.modeling.heads.chunks",
     "heads_losses": "tokenahead.modeling.heads.losses",
+    "generate_module": "tokenahead.generation.generate",
     "mixins_module": "tokenahead.generation.generate",
     "options_module": "tokenahead.generation.call.options",
     "parallel_drafter_module": "tokenahead.generation.parallel",
@@ -90,6 +91,7 @@ _NAMES = {
         "SlotLayout",
         "split_budget",
     ),
+    "tokenahead.generation.loop": ("SpeculativeLoop",),
     "tokenahead.generation.target.cache": (
         "compact",
         "is_recurrent",

@@ -22,36 +22,13 @@ from transformers import (
 from tests.private_names import accessed, overridden
 
 FUNCTIONS = [
-    (
-        GenerationMixin,
-        "_assisted_decoding",
-        "input_ids logits_processor stopping_criteria generation_config synced_gpus streamer inputs_tensor "
-        "assistant_model",
-    ),
-    (
-        GenerationMixin,
-        "_get_candidate_generator",
-        "generation_config input_ids inputs_tensor logits_processor model_kwargs assistant_model",
-    ),
     (GenerationMixin, "_has_unfinished_sequences", "this_peer_finished synced_gpus device"),
     (GenerationMixin, "_prefill", "input_ids generation_config model_kwargs"),
-    (
-        GenerationMixin,
-        "_prepare_cache_for_generation",
-        "generation_config model_kwargs generation_mode batch_size max_cache_length",
-    ),
-    (GenerationMixin, "_prepare_generated_length", "generation_config"),
     (GenerationMixin, "_prepare_generation_config", "generation_config kwargs"),
-    (GenerationMixin, "_prepare_model_inputs", "inputs bos_token_id model_kwargs"),
     (
         GenerationMixin,
         "_sample",
         "input_ids logits_processor stopping_criteria generation_config synced_gpus streamer",
-    ),
-    (
-        GenerationMixin,
-        "_validate_generation_mode",
-        "generation_mode generation_config generation_mode_kwargs",
     ),
     (GenerationMixin, "_supports_default_dynamic_cache", ""),
     (PreTrainedModel, "_can_set_attn_implementation", ""),

@@ -4,24 +4,17 @@ import random
 
 import torch
 
-from tests.internals import AttachableDrafter, DraftTree, drawn_tree
+from tests.internals import drawn_tree
+from tokenahead.extending import AttachableDrafter, DraftSession, DraftTree
 
 DEPTH = 4
 
 
-class _Call:
-    """What a drafter of one call offers beside `propose`."""
-
-    hidden_layers = None
+class _Call(DraftSession):
+    """A session of one of the drafters below."""
 
     def __init__(self, owner, options) -> None:
         self.owner, self.options, self.num_tokens = owner, options, options.num_tokens
-
-    def begin(self, outputs, view) -> None:
-        pass
-
-    def advance(self, fed, result) -> None:
-        pass
 
 
 class _Trees(AttachableDrafter):

@@ -193,7 +193,7 @@ class TrainerPushMixin(_TrainerBase):
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push while training: a checkpoint's model with its code, the card, and the whole checkpoint if asked for."""
+        """Push while training: a checkpoint's model with its code, the card, and if requested the whole checkpoint."""
         args, checkpoint = self.args, Path(checkpoint_folder)
         if not self.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
             return

@@ -1,12 +1,9 @@
-"""What one call of `generate` asks of speculation: read once, checked at the door, and kept beside the call.
-
-What the decoding loop needs of a drafter, and what a drafter is told of its call.
-"""
+"""Per-call speculative decoding options, parsed and validated once, and what a draft session is told of its call."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
@@ -14,6 +11,9 @@ from transformers.utils import logging
 
 from ...modeling.sampling import draw
 from .processing import Processing
+
+if TYPE_CHECKING:
+    from ..protocols import Drafter, DraftSession
 
 logger = logging.get_logger(__name__)
 
@@ -26,9 +26,9 @@ OWN = ("verification", "draft_tree", "uniforms", "seed", "slot_budget", "best_of
 """Keyword arguments of `generate` that transformers does not know; a GenerationConfig may hold all but tensors."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class CallOptions:
-    """Options of one call of `generate`.
+    """Options of one call of `generate`; a drafter completes them in `prepare_call`.
 
     Attributes:
         use_mtp: Speculate (True: or an error that says why not; None: where possible; False: not).
@@ -41,6 +41,7 @@ class CallOptions:
         extra: Options of one kind of drafter only: `uniforms`, `seed`, `slot_budget`, `best_of` of parallel token
             prediction, `draft_vocabulary` of sequential modules.
         needs_our_loop: Our loop decodes even where nothing is drafted: tokens come from given uniforms.
+        speculates: Whether drafts are made.
     """
 
     use_mtp: bool | None = None
@@ -51,6 +52,12 @@ class CallOptions:
     draft_tree: dict[str, Any] | list[tuple[int, ...]] | str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     needs_our_loop: bool = False
+    speculates: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether our loop decodes; it may do so without drafts."""
+        return self.speculates or self.needs_our_loop
 
     @classmethod
     def read(cls, own: dict[str, Any], sources: tuple[Any, ...], left_out: tuple[str, ...] = ()) -> CallOptions:
@@ -90,7 +97,7 @@ class CallOptions:
 
 
 def prepared_options(
-    drafter: Any, backbone: Any, own: dict[str, Any], sources: tuple[Any, ...], config: GenerationConfig
+    drafter: Drafter, backbone: PreTrainedModel, own: dict[str, Any], sources: tuple[Any, ...], config: GenerationConfig
 ) -> CallOptions:
     """The options of a call, completed by what drafts (`DraftSession.prepare_call`).
 
@@ -112,15 +119,14 @@ def prepared_options(
     options = CallOptions.read(own, sources, OWN[1:] if getattr(sources[1], "is_assistant", None) else ())
     _check_rule(options, drafter.rules)
     try:
-        drafter.prepare_call(options, config)
+        return drafter.prepare_call(options, config)
     except ValueError as error:
         saved = _saved(own, sources)
         if drafter is backbone or not saved:
             raise
-        options = CallOptions.read(own, sources, saved)
-        drafter.prepare_call(options, config)
+        options = drafter.prepare_call(CallOptions.read(own, sources, saved), config)
         logger.warning_once(f"The generation_config of {type(backbone).__name__} is not followed in all: {error}")
-    return options
+        return options
 
 
 def _saved(own: dict[str, Any], sources: tuple[Any, ...]) -> tuple[str, ...]:
@@ -220,10 +226,7 @@ def warn_of_unread(config: GenerationConfig) -> None:
             logger.warning_once(f"{name}={value!r} is not read where drafts are verified by this library: {instead}.")
 
 
-logger = logging.get_logger(__name__)
-
-
-@dataclass
+@dataclass(frozen=True, eq=False)
 class DraftOptions:
     """What the drafter and the rule of one call are told.
 
@@ -240,6 +243,7 @@ class DraftOptions:
         max_length: Tokens of the longest text, prompt included.
         prompt: [B, L] int64.
         sampling: The target's `temperature`, `top_k` and `top_p`.
+        pad: Id that `generate` writes after a sequence's end.
         extra: See `CallOptions`.
     """
 
@@ -255,6 +259,7 @@ class DraftOptions:
     max_length: int
     prompt: torch.Tensor
     sampling: dict[str, float | None]
+    pad: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -262,7 +267,6 @@ class DraftOptions:
         cls,
         options: CallOptions,
         backbone: PreTrainedModel,
-        drafts: bool,
         config: GenerationConfig,
         processors: LogitsProcessorList,
         prompt: torch.Tensor,
@@ -272,7 +276,7 @@ class DraftOptions:
         pad = 0 if pad is None else int(pad)
         return cls(
             backbone=backbone,
-            drafts=drafts,
+            drafts=options.speculates,
             do_sample=bool(config.do_sample),
             num_tokens=options.num_assistant_tokens,
             verification=options.verification,
@@ -283,6 +287,7 @@ class DraftOptions:
             max_length=config.max_length,
             prompt=prompt,
             sampling={name: getattr(config, name) for name in ("temperature", "top_k", "top_p")},
+            pad=pad,
             extra=options.extra,
         )
 
@@ -322,6 +327,15 @@ class DraftOptions:
         chances = probs.gather(-1, draft[..., None])[..., 0]
         *unsure, _ = (chances < self.threshold).all(0).tolist()
         return [*unsure, True].index(True) + 1
+
+    def warn_of_threshold(self, session: DraftSession, name: str) -> None:
+        """Warn where a threshold was asked for and the drafts of a session, made by `name`, do not end as it says."""
+        is_tree = self.draft_tree is not None
+        if self.drafts and self.threshold and (is_tree or not session.supports_confidence_threshold):
+            logger.warning_once(
+                f"assistant_confidence_threshold={self.threshold} is not read by {'trees' if is_tree else 'drafts'} of "
+                f"{name}: they are verified whole."
+            )
 
 
 def draft_probs(

@@ -101,10 +101,14 @@ class Records:
         self.rows: dict[str, list[list[torch.Tensor]]] = {name: [[] for _ in range(batch)] for name in self.wanted}
         self.prompt: tuple[torch.Tensor, ...] | None = None
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether anything is collected."""
-        return any(self.wanted.values())
+    @classmethod
+    def wanted_by(cls, config: GenerationConfig, batch: int) -> Records | None:
+        """Return the records of a call; None where its config asks for none."""
+        if not config.return_dict_in_generate:
+            return None
+        return (
+            cls(config, batch) if config.output_scores or config.output_logits or config.output_hidden_states else None
+        )
 
     def add(self, fed: TargetOutput, scores: torch.Tensor, counts: list[int], is_prefill: bool = False) -> None:
         """Takes the first `counts[b]` steps of row b.

@@ -43,8 +43,8 @@ class DraftSchedule(Protocol):
     def update(self, drafted: int, accepted: list[int], seconds: float, asked: int | None = None) -> None:
         """Takes in a finished cycle: draft length, accepted drafts per open row, wall time, and the length asked for.
 
-        Where the forward that verifies a draft also makes the next one (`lead`), a cycle pays for what was asked in it,
-        whether or not there was a draft to verify yet; elsewhere for what it drafted.
+        Where the forward that verifies a draft also makes the next one (`lookahead`), a cycle pays for what was asked
+        in it, whether or not there was a draft to verify yet; elsewhere for what it drafted.
         """
 
 
@@ -157,12 +157,12 @@ class AdaptiveSchedule:
 
     Args:
         longest: Upper bound of the length.
-        lead: Cycles between asking for a draft and having it: 1 where the forward of one cycle makes the draft of the
-            next, else 0.
+        lookahead: Cycles between asking for a draft and having it: 1 where the forward of one cycle makes the draft of
+            the next, else 0.
     """
 
-    def __init__(self, longest: int, lead: int = 0) -> None:
-        self.longest, self.lead = longest, lead
+    def __init__(self, longest: int, lookahead: int = 0) -> None:
+        self.longest, self.lookahead = longest, lookahead
         self.rates, self.costs = AcceptanceRates(longest), CycleCosts()
         self.cycles, self.warm, self.tried = 0, False, dict.fromkeys(range(longest + 1), -_PROBE_AGE)
         self.total = self.lost = 0.0
@@ -176,7 +176,7 @@ class AdaptiveSchedule:
 
     def length(self) -> int:
         """Full drafts at first (and a plain cycle, for its cost), then the best length by expectation."""
-        if self.cycles == 1 - self.lead:
+        if self.cycles == 1 - self.lookahead:
             return 0
         if self._again:  # one cycle made the draft that is tried, and the next verifies it
             self._again -= 1
@@ -195,7 +195,7 @@ class AdaptiveSchedule:
     def update(self, drafted: int, accepted: list[int], seconds: float, asked: int | None = None) -> None:
         """Updates acceptance for the positions that were drafted, and the cost of a cycle of this length."""
         self.cycles += 1
-        asked = drafted if asked is None or not self.lead else asked
+        asked = drafted if asked is None or not self.lookahead else asked
         self.total += seconds
         self.tried[asked] = self.cycles
         self.costs.add(asked, seconds)
@@ -209,9 +209,9 @@ class AdaptiveSchedule:
                 continue
             if length < best and yields[length] / seconds[length] < _HOPELESS * rate:
                 continue
-            loss = (seconds[length] - yields[length] / rate) * (1 + self.lead)
+            loss = (seconds[length] - yields[length] / rate) * (1 + self.lookahead)
             if self.lost + loss <= _PROBE_BUDGET * self.total:
                 self.lost += loss
-                self._probed, self._again = length, self.lead
+                self._probed, self._again = length, self.lookahead
                 return length
         return best

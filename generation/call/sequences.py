@@ -147,7 +147,7 @@ class Stopping:
         scores: What criteria are shown as scores.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, pad: int = 0, scores: Scores = lambda count: None) -> None:
+    def __init__(self, criteria: StoppingCriteriaList, pad: int = 0, scores: Scores | None = None) -> None:
         self.eos, self.max_length, self.others = set(), None, []
         self.pad, self.scores = pad, scores
         for criterion in criteria:
@@ -204,7 +204,11 @@ class Stopping:
             if not asked:
                 continue
             shown = tokens.prefix(length, kept, self.pad)
-            answer = torch.as_tensor(ask(shown, self.scores(length - tokens.prompt_length))).expand(len(kept)).tolist()
+            answer = (
+                torch.as_tensor(ask(shown, self.scores and self.scores(length - tokens.prompt_length)))
+                .expand(len(kept))
+                .tolist()
+            )
             for row in asked:
                 hits[row] = length - tokens.lengths[row] if answer[row] else None
         return hits

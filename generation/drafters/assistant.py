@@ -29,7 +29,7 @@ from ...modeling.indices import cached_arange
 from ..attach import AttachableDrafter
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
-from ..protocols import DraftSession, View
+from ..protocols import CacheView, DraftSession
 from ..target.backbones import takes_dense_masks
 from ..target.cache import held_columns, hold, is_recurrent
 from ..target.inputs import added_to_scores, tree_mask
@@ -128,25 +128,24 @@ class AssistantDrafter(AttachableDrafter):
         return chain(self.model, options)
 
 
-class AssistantSession:
+class AssistantSession(DraftSession):
     """The drafts of one call; see `AssistantDrafter`.
 
     Between cycles the assistant's cache holds all tokens but the last two of every row: a row that keeps its whole
     draft ends with one that the assistant was never fed, and so all rows are fed alike.
     """
 
-    hidden_layers = None
     supports_confidence_threshold = True
 
     def __init__(self, model: PreTrainedModel, options: DraftOptions) -> None:
         self.model, self.options, self.num_tokens = model, options, options.num_tokens
         self.target: RepackedTarget | None = None
-        self.view: View | None = None
+        self.view: CacheView | None = None
         self.lag = 0  # tokens that cycles without drafts left out
         self.takes_dense_masks = takes_dense_masks(model)
         self.table = learned_positions(model.config.get_text_config()) or 2**31  # beyond it the backbone goes on alone
 
-    def begin(self, outputs: Any, view: View) -> None:
+    def begin(self, outputs: Any, view: CacheView) -> None:
         """Reads the prompt, all but its last token."""
         self.view, whole = view, self.options.prompt
         prompt = whole[:, :-1]
@@ -203,12 +202,12 @@ class AssistantSession:
         alone = DraftTree.chain(cached[:, :0].long())
         return tree_mask(cached, alone, self.model, held_columns(self.target.cache))
 
-    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Leaves all but the last two tokens of every row in the assistant's cache."""
         drafted = result.tokens.shape[1] - 1
         if drafted == 0:
             return
-        kept = self.view.kept
+        kept = self.view.new_tokens
         if self.lag:
             kept = NewTokens([count + self.lag if count else 0 for count in kept.counts], kept.device)
         fed_tokens = torch.zeros(len(kept.counts), drafted + self.lag, dtype=torch.long, device=result.tokens.device)
@@ -255,7 +254,7 @@ def _shape(config: PreTrainedConfig, layer: int) -> tuple[int, int]:
     return of_layer.num_key_value_heads, of_layer.head_dim
 
 
-class Gemma4Chain:
+class Gemma4Chain(DraftSession):
     """The drafts of one call; see the head of this file.
 
     Args:
@@ -270,17 +269,17 @@ class Gemma4Chain:
         self.model, self.options, self.num_tokens = model, options, options.num_tokens
         self.layers = lending_layers(options.backbone.config.get_text_config())
         self.cache: Cache | None = None
-        self.view: View | None = None
+        self.view: CacheView | None = None
         self.state: torch.Tensor | None = None
 
-    def begin(self, outputs: Any, view: View) -> None:
+    def begin(self, outputs: Any, view: CacheView) -> None:
         """Keeps the state before the first new token, [B, 1, D], and the cache, which it only reads."""
         self.view, self.cache = view, outputs.past_key_values
         self.state = outputs.hidden_states[-1][:, -1:]
 
-    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Keeps the state before each row's last token; a row that has ended keeps any."""
-        states = fed.hidden_states[-1]
+        states = outputs.hidden_states[-1]
         self.state = states[cached_arange(len(states), states.device), result.num_accepted.to(states.device)][:, None]
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:

@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from ...modeling.indices import cached_arange
 from ..call.options import DraftOptions
 from ..call.sequences import Sequences
-from ..protocols import View
+from ..protocols import CacheView, DraftSession
 from ..target.cache import shift_cache
 from ..target.target import HiddenLayers, TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
@@ -46,7 +46,7 @@ class _Pairs:
     shifts: torch.Tensor | None = None
 
 
-class EagleSession:
+class EagleSession(DraftSession):
     """The drafts of one call.
 
     Args:
@@ -61,11 +61,11 @@ class EagleSession:
         self.hidden_layers: HiddenLayers = head.hidden_layers
         self.draft_ids, self.vocab_size = head.draft_ids, head.config.vocab_size
         self.cache, self.pairs = DynamicCache(), []
-        self.view: View | None = None
+        self.view: CacheView | None = None
         self.is_padded = False
         self.prompt = self.mask = self.counts = self.features = None
 
-    def begin(self, outputs: Any, view: View) -> None:
+    def begin(self, outputs: Any, view: CacheView) -> None:
         """Takes the prompt's features; what an earlier call left in the backbone's cache is not looked at."""
         self.view, self.is_padded = view, view.is_padded
         self.prompt = self.head.fuse(outputs.hidden_states)
@@ -73,11 +73,11 @@ class EagleSession:
         self.mask, self.counts = view.mask[:, :0], view.counts - rows
         self.real = view.mask[:, -rows:]
 
-    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Pairs the features of the kept path with the tokens behind them."""
-        longest = self.view.kept.longest
+        longest = self.view.new_tokens.longest
         if longest:
-            states = tuple(None if state is None else state[:, :longest] for state in fed.hidden_states)
+            states = tuple(None if state is None else state[:, :longest] for state in outputs.hidden_states)
             ids = result.tokens[:, :longest]
             real = torch.ones_like(ids, dtype=torch.bool)
             self.pairs.append(_Pairs(self.head.fuse(states), ids, real, self.view.shifts))
@@ -150,7 +150,7 @@ class _Growth:
         """See `Growth`."""
         return self.drafter.head.draft_logits(self.features)[:, 0]
 
-    def behind(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+    def after(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
         """See `Growth`."""
         drafter, size = self.drafter, tokens.shape[1]
         features = taken(self.features, parents) if self.level else self.features.expand(-1, size, -1)

@@ -25,14 +25,14 @@ from ...modeling.indices import cached_arange, to_device
 from ...modeling.sampling import draw
 from ..call.options import DraftOptions
 from ..call.sequences import Sequences
-from ..protocols import View
+from ..protocols import CacheView, DraftSession
 from ..target.cache import shift_cache
 from ..target.target import HiddenLayers, TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
 from ..trees.growth import grow, taken
 
 
-class HeadSession:
+class HeadSession(DraftSession):
     """Drafts from the window distribution of a head, conditioned on the token that the last verification added.
 
     The distribution comes from the hidden state just before that token, so that one backbone call verifies a draft and
@@ -63,7 +63,7 @@ class HeadSession:
         self.hidden: torch.Tensor | None = None
         self._unchecked = True
 
-    def begin(self, outputs: Any, view: View) -> None:
+    def begin(self, outputs: Any, view: CacheView) -> None:
         """Keeps the state before the first new token."""
         self.hidden = self.read(outputs.hidden_states)[:, -1]
 
@@ -103,9 +103,9 @@ class HeadSession:
             length = options.sure_length(draft, probs)
         return draft[:, :length], probs[:, :length] if options.do_sample else None
 
-    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Keeps the state before each row's last token; a row that has ended keeps any."""
-        states = self.read(fed.hidden_states)
+        states = self.read(outputs.hidden_states)
         self.hidden = states[cached_arange(len(states), states.device), to_device(result.num_accepted, states.device)]
 
     def _choose(self, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,7 +132,7 @@ class WindowGrowth:
         """See `Growth`."""
         return self.distribution.next_log_probs(self.paths)[:, 0]
 
-    def behind(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+    def after(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
         """See `Growth`."""
         self.paths = torch.cat([taken(self.paths, parents.clamp(min=0)), tokens[..., None]], dim=-1)
         return self.distribution.next_log_probs(self.paths)
@@ -167,11 +167,11 @@ class AttendingHeadSession(HeadSession):
     def __init__(self, heads: Any, options: DraftOptions, read: Callable[..., torch.Tensor] | None = None) -> None:
         super().__init__(heads.distribution_after, options, heads.hidden_layers, read or heads.features)
         self.cache = DynamicCache()
-        self.view: View | None = None
+        self.view: CacheView | None = None
         self.mask = self.counts = None
         self.is_padded = False
 
-    def begin(self, outputs: Any, view: View) -> None:
+    def begin(self, outputs: Any, view: CacheView) -> None:
         """Runs over the prompt; what an earlier call left in the backbone's cache is not looked at.
 
         Raises:
@@ -185,12 +185,12 @@ class AttendingHeadSession(HeadSession):
         features = self._run(outputs.hidden_states, view.mask[:, -rows:])
         self.hidden, self.counts = features[:, -1], view.counts
 
-    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Runs over the tokens that verification kept, and moves the cache as the backbone's was moved."""
-        shifts, longest = self.view.shifts, self.view.kept.longest
+        shifts, longest = self.view.shifts, self.view.new_tokens.longest
         if longest == 0:
             return
-        states = tuple(None if state is None else state[:, :longest] for state in fed.hidden_states)
+        states = tuple(None if state is None else state[:, :longest] for state in outputs.hidden_states)
         features = self._run(states, torch.ones_like(self.mask[:, :1]).expand(-1, longest))
         last = result.num_accepted.clamp(max=longest - 1).to(features.device)  # a row that has ended keeps any
         self.hidden, self.counts = features[cached_arange(len(features), features.device), last], self.view.counts
@@ -225,20 +225,20 @@ class DraftLayersSession(HeadSession):
     ) -> None:
         super().__init__(distribution, options, [layer])
         self.layer, self.run, self.cache = layer, run, cache
-        self.view: View | None = None
+        self.view: CacheView | None = None
 
-    def begin(self, outputs: Any, view: View) -> None:
+    def begin(self, outputs: Any, view: CacheView) -> None:
         """Runs over the prompt; what an earlier call left in the backbone's cache is not looked at."""
         states, self.view = outputs.hidden_states[self.layer], view
         mask = None if view.mask is None else view.mask[:, -states.shape[1] :]
         self.hidden = self.run(states, attention_mask=mask, cache=self.cache)[:, -1]
 
-    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Runs over the tokens that verification kept."""
-        kept = self.view.kept
+        kept = self.view.new_tokens
         if kept.longest == 0:
             return
-        features = self.run(fed.hidden_states[self.layer][:, : kept.longest], cache=self.cache)
+        features = self.run(outputs.hidden_states[self.layer][:, : kept.longest], cache=self.cache)
         self.cache.keep_last(kept.longest, kept)
         last = result.num_accepted.clamp(max=kept.longest - 1).to(features.device)  # a row that has ended keeps any
         self.hidden = features[cached_arange(len(features), features.device), last]

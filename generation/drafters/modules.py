@@ -30,7 +30,7 @@ from torch import nn
 from ...modeling.indices import cached_arange
 from ..call.options import DraftOptions
 from ..call.sequences import Sequences
-from ..protocols import View
+from ..protocols import CacheView, DraftSession
 from ..target.cache import crop_layer, hold, restrict, shift_cache, shift_mask, shift_source, shifted
 from ..target.inputs import added_to_scores
 from ..target.target import TargetOutput
@@ -46,7 +46,7 @@ _TREE_KINDS = ("full_attention", "sliding_attention")
 """Ways to attend in which a mask says what each row sees."""
 
 
-class ModuleSession:
+class ModuleSession(DraftSession):
     """Drafts by chaining modules on the backbone's last hidden state.
 
     A draft ends with the first token to which its own distribution gave less probability than the threshold, in all
@@ -80,16 +80,16 @@ class ModuleSession:
                 "for a tree's nodes have no mask there; leave it out"
             )
 
-    def begin(self, outputs: Any, view: View) -> None:
+    def begin(self, outputs: Any, view: CacheView) -> None:
         """Takes the prompt's states [B, L, D]; what an earlier call left in the backbone's cache is not looked at."""
         self.view, self.states = view, outputs.hidden_states[-1]
         self.mask = view.mask[:, -self.states.shape[1] :]
         self.is_padded = view.is_padded
 
-    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Appends the newest states of every row, right-aligned, and moves the modules' cache as the backbone's."""
-        shifts, longest = self.view.shifts, self.view.kept.longest
-        self.states = torch.cat([self.states, fed.hidden_states[-1][:, :longest]], dim=1)
+        shifts, longest = self.view.shifts, self.view.new_tokens.longest
+        self.states = torch.cat([self.states, outputs.hidden_states[-1][:, :longest]], dim=1)
         self.mask = nn.functional.pad(self.mask, (0, longest), value=True)
         if shifts is not None:
             self.is_padded = True
@@ -241,7 +241,7 @@ class ModuleGrowth:
             self.tops.append(hidden[:, -1:])
         return drafter._logits(self.tops[0])[:, 0]
 
-    def behind(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+    def after(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
         """See `Growth`."""
         self.nodes.append(tokens)
         self.above.append(parents)

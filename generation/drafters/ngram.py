@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
@@ -11,9 +11,8 @@ from ...modeling.indices import cached_arange
 from ..attach import AttachableDrafter
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
-from ..protocols import View
-from ..target.target import TargetOutput
-from ..trees.contract import DraftTree, VerificationResult
+from ..protocols import DraftSession
+from ..trees.contract import DraftTree
 
 
 class NgramDrafter(AttachableDrafter):
@@ -58,13 +57,13 @@ class NgramDrafter(AttachableDrafter):
         """`num_tokens`."""
         return self.num_tokens
 
-    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
+    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """See `DrafterMixin`; several branches are a tree, also where the call asks for none."""
         if options.draft_tree is None and self.branches > 1:
-            options.draft_tree = {"top_k": self.branches}
-        super().prepare_call(options, config)
+            options = replace(options, draft_tree={"top_k": self.branches})
+        return super().prepare_call(options, config)
 
-    def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> None:
+    def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """Checks `draft_tree={"top_k": branches}`, which goes before `branches`.
 
         Raises:
@@ -76,25 +75,18 @@ class NgramDrafter(AttachableDrafter):
             raise ValueError(
                 f"draft_tree={wanted!r} of n-grams must be {{'top_k': branches}}, a whole number of at least 1"
             )
+        return options
 
     def start(self, options: DraftOptions) -> NgramSession:
         """One call's look-up."""
         return NgramSession(options, self.longest, (options.draft_tree or {}).get("top_k", self.branches))
 
 
-class NgramSession:
+class NgramSession(DraftSession):
     """The drafts of one call; see `NgramDrafter`."""
-
-    hidden_layers = None
 
     def __init__(self, options: DraftOptions, longest: int, branches: int) -> None:
         self.num_tokens, self.longest, self.branches = options.num_tokens, longest, branches
-
-    def begin(self, outputs: Any, view: View) -> None:
-        """Nothing of the backbone is needed."""
-
-    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
-        """Nothing of the backbone is needed."""
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """Continuations of the best places, which repeat from the place on where they reach the end of the text."""

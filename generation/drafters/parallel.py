@@ -32,7 +32,7 @@ from ...modeling.sampling import interval, pick
 from ..call.options import DraftOptions
 from ..call.schedule import AcceptanceRates
 from ..call.sequences import Sequences
-from ..protocols import View
+from ..protocols import CacheView, DraftSession
 from ..target.target import TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
 from ..verification.verifiers import CoupledVerifier, Uniforms, distribution_of
@@ -56,7 +56,7 @@ class AuxiliaryPositions:
     last_position: int | None = None
 
 
-class ParallelSession:
+class ParallelSession(DraftSession):
     """Reads the next drafts off the auxiliary slots of the forward that verified the last ones.
 
     Args:
@@ -72,8 +72,7 @@ class ParallelSession:
             drafts by their length, so that neither room nor what other rows accepted may change it.
     """
 
-    hidden_layers = None
-    lead = 1
+    lookahead = 1
 
     def __init__(
         self,
@@ -97,11 +96,11 @@ class ParallelSession:
         self.some_lack_drafts = self.is_deterministic or many > 1
         self.layout: SlotLayout | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        self.view: View | None = None
+        self.view: CacheView | None = None
         self.hidden_layers = -1 if config.reads_state or self.distribution is not None else None
         self.state: torch.Tensor | None = None
 
-    def begin(self, outputs: Any, view: View) -> None:
+    def begin(self, outputs: Any, view: CacheView) -> None:
         """Nothing is drafted by the prompt's own pass."""
         self.view = view
         if self.config.reads_state:
@@ -166,10 +165,10 @@ class ParallelSession:
         """Uniforms of the slots, [B, A]: those of their output positions."""
         return self.uniforms.current[:, layout.group + layout.place]
 
-    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Drafts from the group behind the tokens that each row kept."""
         self.pending = None
-        self._keep_state(fed, result)
+        self._keep_state(outputs, result)
         if self.layout is None:
             return
         self._learn(result)
@@ -181,7 +180,9 @@ class ParallelSession:
         rows = cached_arange(len(index), index.device)[:, None]
         start = result.num_accepted[:, None] + 1  # the target picks the token before
         uniforms = self.uniforms.current.gather(1, start + cached_arange(index.shape[1], index.device))
-        slots = fed.auxiliary if self.distribution is None else to_device(fed.auxiliary_states[-1], index.device)
+        slots = outputs.auxiliary
+        if self.distribution is not None:
+            slots = to_device(outputs.auxiliary_states[-1], index.device)
         self.pending = self._drafts(slots[rows, index], uniforms, exists, result.added)
 
     def _found_drafts(self) -> bool:
@@ -189,22 +190,22 @@ class ParallelSession:
 
         A run with a seed goes on as if some did: a draft is verified by its length, which other rows must not tell.
         """
-        sizes, kept = self.layout.sizes, self.view.kept.counts
+        sizes, kept = self.layout.sizes, self.view.new_tokens.counts
         found = [sizes[min(count, len(sizes)) - 1] > self.is_one_hot for count in kept if count]
         self.some_lack_drafts = self.is_deterministic or not all(found)
         return self.is_deterministic or any(found)
 
-    def _keep_state(self, fed: TargetOutput, result: VerificationResult) -> None:
+    def _keep_state(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """The state of the last token that was kept, [B, 1, D]: the next b stands behind it."""
         if self.config.reads_state:
             rows = cached_arange(len(result.num_accepted), result.num_accepted.device)
-            self.state = fed.hidden_states[-1][rows, result.num_accepted][:, None]
+            self.state = outputs.hidden_states[-1][rows, result.num_accepted][:, None]
 
     def _learn(self, result: VerificationResult) -> None:
         if self.is_deterministic:
             return
         drafted = result.tokens.shape[1] - 1
-        self.rates.update(drafted, [count - 1 for count in self.view.kept.counts if count])
+        self.rates.update(drafted, [count - 1 for count in self.view.new_tokens.counts if count])
 
     def _drafts(
         self, slots: torch.Tensor, uniforms: torch.Tensor, exists: torch.Tensor, before: torch.Tensor | None = None
@@ -278,10 +279,10 @@ class BestOfSession(ParallelSession):
         own = self.fresh[:, layout.vector, (layout.place - 1).clamp(min=0)]
         return torch.where(layout.place == 0, picks, own)
 
-    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Drafts from the groups behind the tokens that each row kept."""
         self.branches, layout = None, self.layout
-        self._keep_state(fed, result)
+        self._keep_state(outputs, result)
         if layout is None:
             return
         self._learn(result)
@@ -290,7 +291,7 @@ class BestOfSession(ParallelSession):
         index, exists = index[..., first:], exists[:, None, first:]
         if index.shape[-1] > 0:
             rows = cached_arange(len(index), index.device)[:, None, None]
-            self.branches, _ = self._drafts(fed.auxiliary[rows, index], self.fresh[..., : index.shape[-1]], exists)
+            self.branches, _ = self._drafts(outputs.auxiliary[rows, index], self.fresh[..., : index.shape[-1]], exists)
             self.vectors = self.fresh
 
 

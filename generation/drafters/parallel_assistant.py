@@ -13,7 +13,7 @@ from ...modeling.sampling import pick
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import NewTokens, Sequences
 from ..parallel import ParallelDrafter, make_uniforms
-from ..protocols import View
+from ..protocols import CacheView
 from ..target.cache import crop, shift_cache
 from ..target.target import TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
@@ -66,7 +66,7 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
         """transformers' own: an assistant does not change the distribution of its target."""
         return {}
 
-    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
+    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """See `ParallelSession`; there is one group of slots.
 
         Raises:
@@ -75,7 +75,7 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
         for name in ("slot_budget", "best_of"):
             if name in options.extra:
                 raise ValueError(f"{name}= is for a model that drafts for itself; leave it out beside assistant_model")
-        super().prepare_call(options, config)
+        return super().prepare_call(options, config)
 
     def start(self, options: DraftOptions) -> SeparateSession:
         """One call's chains."""
@@ -90,7 +90,7 @@ class SeparateSession(ParallelSession):
     different numbers are fed alike: who kept fewer is fed some tokens again.
     """
 
-    lead = 0
+    lookahead = 0
 
     def __init__(self, model: PreTrainedModel, options: DraftOptions, uniforms: Uniforms) -> None:
         super().__init__(model.config, options, uniforms, distribution=model.slot_distribution)
@@ -99,7 +99,7 @@ class SeparateSession(ParallelSession):
         self.unfed: list[int] = []
         """Tokens of every row that the drafting model has not read."""
 
-    def begin(self, outputs: Any, view: View) -> None:
+    def begin(self, outputs: Any, view: CacheView) -> None:
         """Reads the prompt, all but its last token."""
         self.view = view
         self.unfed = [2] * len(self.options.prompt)
@@ -119,9 +119,9 @@ class SeparateSession(ParallelSession):
         first, slots = (part.to(tokens.ids.device) for part in self._read(tokens, drawn, length))
         return DraftTree.chain(*self._chosen(first, slots, drawn))
 
-    def advance(self, fed: TargetOutput, result: VerificationResult) -> None:
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Counts what was kept; a row that has ended goes on with the others."""
-        kept = self.view.kept
+        kept = self.view.new_tokens
         self.unfed = [unfed + (count or kept.longest) for unfed, count in zip(self.unfed, kept.counts)]
 
     def _chosen(

@@ -104,7 +104,7 @@ def crosses_border(model: PreTrainedModel, model_kwargs: dict[str, Any], prompt:
     return f"rope_type={border[0]!r} of {type(model).__name__}, whose frequencies change at position {border[1]}"
 
 
-def last_place(config: PreTrainedConfig, length: int, reach: int) -> int | None:
+def last_position_of_trials(config: PreTrainedConfig, length: int, reach: int) -> int | None:
     """Where trials behind a prompt must end: at the last position, and `reach` below a border of `crosses_border`.
 
     Args:

@@ -94,14 +94,14 @@ class RowLengthTarget:
 
     Attributes:
         mask: The same.
-        kept: What the last `keep` left.
+        new_tokens: What the last `keep` left.
     """
 
     supports_rollback = True
 
     def __init__(self, model: PreTrainedModel, cache: Cache, mask: torch.Tensor | None = None) -> None:
         self.model, self.cache, self.mask = model, cache, mask
-        self.kept: NewTokens | None = None
+        self.new_tokens: NewTokens | None = None
 
     def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
         """See `Target`.
@@ -118,7 +118,7 @@ class RowLengthTarget:
 
     def keep(self, kept: NewTokens, result: VerificationResult, tree: DraftTree) -> None:
         """See `Target`."""
-        self.kept = kept
+        self.new_tokens = kept
         self.cache.keep_last(tree.tokens.shape[1] + 1, kept)
 
     def align(self, columns: int) -> None:
@@ -140,7 +140,7 @@ class RepackedTarget:
         counts: [B] int64, real tokens.
         is_padded: Whether any column is no real token.
         shifts: Columns by which the last `keep` moved each row to the right, [B]; None where it moved none.
-        kept: What the last `keep` left.
+        new_tokens: What the last `keep` left.
         last_position: Where the positions of rows that have ended stop; None: nowhere.
     """
 
@@ -164,7 +164,7 @@ class RepackedTarget:
         self.is_padded = mask is not None and not bool(self.mask.all())
         self.shifts: torch.Tensor | None = None
         self.moved: torch.Tensor | None = None
-        self.kept: NewTokens | None = None
+        self.new_tokens: NewTokens | None = None
         self.replay = Replay(model.get_decoder(), cache) if is_recurrent(cache) else None
 
     def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
@@ -222,7 +222,7 @@ class RepackedTarget:
 
     def keep(self, kept: NewTokens, result: VerificationResult, tree: DraftTree) -> None:
         """See `Target`."""
-        fed, self.kept = tree.tokens.shape[1] + 1, kept
+        fed, self.new_tokens = tree.tokens.shape[1] + 1, kept
         if self.replay is not None:
             self.replay.keep(kept.counts)
         if not tree.is_chain:
@@ -260,7 +260,7 @@ class EvenTarget(RepackedTarget):
 
     def keep(self, kept: NewTokens, result: VerificationResult, tree: DraftTree) -> None:
         """See `Target`; all rows keep b."""
-        self.kept, self.counts = kept, self.counts + 1
+        self.new_tokens, self.counts = kept, self.counts + 1
         self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=True)
         release(self.cache)
 

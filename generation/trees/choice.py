@@ -13,8 +13,8 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig
@@ -23,6 +23,9 @@ from ..call.options import CallOptions
 from ..verification.verifiers import Verifier
 from .building import level_sizes
 from .contract import DraftTree, VerificationResult
+
+if TYPE_CHECKING:
+    from ..protocols import Drafter
 
 DEEPEST = 8
 """The longest path that is tried, in tokens."""
@@ -53,52 +56,51 @@ Decode = Callable[[dict[str, int], int], "Trial"]
 
 
 def choose_tree(
-    generate: Callable[..., Any],
-    drafter: Any,
+    generate: Callable[[Any, torch.Tensor, dict[str, Any]], Any],
+    drafter: Drafter,
     options: CallOptions,
     config: GenerationConfig,
     prompt: torch.Tensor,
     positions: int | None,
     common: dict[str, Any],
-) -> None:
-    """Settles `draft_tree="auto"` by trials on this prompt, which leave no trace but the drafter's memory.
+    may_try: bool = True,
+) -> CallOptions:
+    """Return options whose `draft_tree="auto"` is settled by trials on this prompt.
 
     Args:
-        generate: From a drafter, positional and keyword arguments to what the backbone generates with its drafts.
-        speculator: Drafts.
-        options: Of the call; `draft_tree` is completed.
+        generate: From a drafter, a prompt and keyword arguments to what the backbone generates with its drafts.
+        drafter: Makes the drafts, and remembers the tree.
+        options: Of the call.
         config: Of the call.
         prompt: [B, L] int64.
         positions: The most tokens that the backbone reads; None: any number.
         common: Further keyword arguments of trials.
+        may_try: False: a tree of the usual size is drafted, without trials.
     """
     room = (positions or 1 << 30) - prompt.shape[1]
     do_sample, longest = bool(config.do_sample), drafter.longest_draft() or DEEPEST
     longest = min(longest, options.num_assistant_tokens or longest)
-    common = common | options.extra | {"verification": options.verification}
+    common = common | options.extra | {"verification": options.verification, "use_mtp": options.use_mtp}
 
     def decode(tree: dict[str, int], tokens: int) -> Trial:
-        watched, trial = Watched(drafter), _trial_config(config, options.use_mtp, min(tokens, room))
-        out = generate(watched, (prompt,), common | {"generation_config": trial, "draft_tree": tree})
+        watched, trial = Watched(drafter), _trial_config(config, min(tokens, room))
+        out = generate(watched, prompt, common | {"generation_config": trial, "draft_tree": tree})
         if watched.rule is None:  # something in the model's own config made it decode plainly
             return Trial()
         return watched.rule.trial(out.speculation.rows_accepted)
 
-    # peers that call together have prompts of other lengths, and would disagree on whether there is room for trials;
-    # stop strings need the call's tokenizer
-    is_possible = room >= _LEAST_ROOM and not common.get("synced_gpus") and not config.stop_strings
+    # peers that call together have prompts of other lengths, and would disagree on whether there is room for trials
+    is_possible = may_try and room >= _LEAST_ROOM and not common.get("synced_gpus")
     with torch.random.fork_rng([prompt.device] if prompt.is_cuda else []):
         chosen = measured_tree(decode, longest, do_sample) if is_possible else None
     if chosen is not None:
         drafter.tree_choices[do_sample] = chosen
-    options.draft_tree = chosen or {}
-    drafter.prepare_tree(options, config)
+    return drafter.prepare_tree(replace(options, draft_tree=chosen or {}), config)
 
 
-def _trial_config(config: GenerationConfig, use_mtp: bool | None, tokens: int) -> GenerationConfig:
+def _trial_config(config: GenerationConfig, tokens: int) -> GenerationConfig:
     """The call's own config for so many tokens of one text per prompt."""
     config = copy.deepcopy(config)
-    config.use_mtp = use_mtp
     config.update(
         max_new_tokens=tokens, max_length=None, min_length=0, min_new_tokens=None,
         num_return_sequences=1, num_assistant_tokens_schedule="constant", num_assistant_tokens=None,

@@ -31,7 +31,7 @@ class Growth(Protocol):
     def first(self) -> torch.Tensor:
         """Logits [B, v] of what follows b."""
 
-    def behind(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+    def after(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
         """Logits [B, k, v] of what follows the nodes of the next frontier.
 
         Args:
@@ -53,19 +53,19 @@ def grow(growth: Growth, options: DraftOptions, length: int) -> DraftTree:
     tree, logits = dict(options.draft_tree), growth.first()
     if "choices" in tree:
         choices = [path for path in tree["choices"] if len(path) <= length]
-        found = ranked_tree(choices, logits, lambda tokens, parents: growth.behind(_ids(growth, tokens), parents))
+        found = ranked_tree(choices, logits, lambda tokens, parents: growth.after(_ids(growth, tokens), parents))
         return _spelled(growth, found)
     tree["depth"] = min(tree["depth"], length - 1)
     if options.do_sample:
         columns = growth.draft_ids, growth.vocab_size
         return drawn_tree(
             draft_probs(logits, options, *columns),
-            lambda tokens, parents: draft_probs(growth.behind(tokens, parents), options, *columns),
+            lambda tokens, parents: draft_probs(growth.after(tokens, parents), options, *columns),
             **tree,
         )
     found = dynamic_tree(
         _log_distribution(logits),
-        lambda tokens, parents: _log_distribution(growth.behind(_ids(growth, tokens), parents)),
+        lambda tokens, parents: _log_distribution(growth.after(_ids(growth, tokens), parents)),
         **tree,
     )
     return _spelled(growth, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,7 +13,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MiMoConfig, family_of, num_layers
-from ...generation.generate import MTPGenerationMixin
+from ...generation.attach import MTPGenerationMixin
 from ..checkpointing import caches_kept
 from ..copies import PicklableMixin
 from ..heads.losses import depth_targets
@@ -38,8 +39,7 @@ _NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits", "acceptances"
 class DeepSeekMTP(DepthCountsMixin, OfficialCheckpointModel, PicklableMixin, MTPGenerationMixin, PreTrainedModel):
     """A causal language model and its D sequential modules (DeepSeek-V3), which draft tokens that the model verifies.
 
-    `main` is transformers' own model, unchanged; `mtp` are the modules. Checkpoints have the layout that DeepSeek and
-    GLM publish, so that plain transformers, vLLM and SGLang read them too.
+    Checkpoints have the layout that DeepSeek and GLM publish: plain transformers, vLLM and SGLang read them too.
 
     Args:
         config: Configuration of the main model with `num_nextn_predict_layers` = D.
@@ -199,13 +199,14 @@ class DeepSeekMTP(DepthCountsMixin, OfficialCheckpointModel, PicklableMixin, MTP
 
         return ModuleSession(self, options)
 
-    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> None:
+    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """Read `draft_vocabulary` of a call, and refuse options of other kinds of drafters."""
-        ids = options.extra.pop("draft_vocabulary", None)
-        super().prepare_call(options, config)
-        if ids is not None:
-            ids = ids if isinstance(ids, DraftVocabulary) else DraftVocabulary(ids, self.config.vocab_size)
-            options.extra["draft_vocabulary"] = ids
+        ids, name = options.extra.get("draft_vocabulary"), "draft_vocabulary"
+        others = {key: value for key, value in options.extra.items() if key != name}
+        options = super().prepare_call(replace(options, extra=others), config)
+        if ids is not None and not isinstance(ids, DraftVocabulary):
+            ids = DraftVocabulary(ids, self.config.vocab_size)
+        return options if ids is None else replace(options, extra=options.extra | {name: ids})
 
     @property
     def mtp_loss_weight(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
@@ -12,9 +13,9 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
 from ...configuration.fields import check_options
+from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import DraftOptions
 from ...generation.drafters.heads import DraftLayersSession, HeadSession
-from ...generation.generate import MTPGenerationMixin
 from ..heads.backbone_parts import BackboneParts, frozen
 from ..heads.ff import FFHead
 from ..heads.losses import depth_targets, depth_weights, head_loss
@@ -335,6 +336,10 @@ class EvaByteForMTPC(
             return HeadSession(self.distribution_after, options)
         run, layer = self.draft_layers.bind(self.model), self.hidden_layers[0]
         return DraftLayersSession(self.distribution_after, options, layer, run, self._new_cache())
+
+    def own_cache(self) -> Callable[[], EvaByteCache]:
+        """What makes the cache that `generate` starts with."""
+        return self._new_cache
 
     def _new_cache(self) -> EvaByteCache:
         """The cache that `generate` starts with."""

@@ -146,14 +146,14 @@ def test_a_call_that_fails_teaches_nothing(trained):
 
 
 def test_a_trial_that_was_cut_off_is_not_gone_on_with():
-    schedule = AdaptiveSchedule(4, lead=1)
+    schedule = AdaptiveSchedule(4, lookahead=1)
     schedule._again = 1
     assert schedule.resumed()._again == 0 and schedule._again == 1
 
 
 def test_plain_decoding_where_a_forward_makes_the_next_draft_and_none_is_ever_right():
     """A cycle pays for what was asked in it; a draft that was asked for comes a cycle later."""
-    schedule, asked, pending = AdaptiveSchedule(4, lead=1), [], 0
+    schedule, asked, pending = AdaptiveSchedule(4, lookahead=1), [], 0
     for _ in range(600):
         length = schedule.length()
         drafted = min(pending, length)
@@ -167,7 +167,7 @@ def test_plain_decoding_where_a_forward_makes_the_next_draft_and_none_is_ever_ri
 
 
 def test_drafts_that_come_a_cycle_later_and_pay_are_made():
-    schedule, asked, pending = AdaptiveSchedule(4, lead=1), [], 0
+    schedule, asked, pending = AdaptiveSchedule(4, lookahead=1), [], 0
     for _ in range(100):
         length = schedule.length()
         drafted = min(pending, length)

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from tests.assisted import assisted_generate
 from tests.families import family_config, family_model, shake
 from tests.internals import DraftTree
 from tests.internals import drafters_modules as modules
@@ -158,5 +159,5 @@ def test_assistants_forget_as_their_targets_do(name):
     assert torch.equal(ours.sequences, plain)
     assert set().union(*ours.speculation.rows_accepted) == {0, 1, 2, 3}
     assert 0 < max(held) <= WINDOW - 1 + 4 + 2 and max(seen) > 8 * WINDOW
-    out = type(model).generate(model, texts[1][None], max_new_tokens=NEW, assistant_model=drafter, **OPTIONS)
+    out = assisted_generate(model, texts[1][None], drafter, max_new_tokens=NEW, **OPTIONS)
     assert torch.equal(out.sequences[0, -NEW:], plain[1, -NEW:])  # transformers' own loop

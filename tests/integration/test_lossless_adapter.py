@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.assisted import assisted_generate
 from tests.backbones import backbone, blurred, code, code_prompts, learn, plain_continuations, train_heads
 from tests.distributions import continuation_distribution, continuation_p_value
 from tokenahead import AssistantDrafter, MTPHeads, NgramDrafter
@@ -16,9 +17,7 @@ MAKE = {
 
 def generate(model, prompt, drafter, **options):
     """transformers' own `generate`, past our route."""
-    return type(model).generate(
-        model, prompt, attention_mask=torch.ones_like(prompt), assistant_model=drafter, **options
-    )  # fmt: skip
+    return assisted_generate(model, prompt, drafter, attention_mask=torch.ones_like(prompt), **options)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])

@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
     """A model with its tokenizer and a card that tells of its training, and prompts."""
     path = tmp_path_factory.mktemp("made") / "toy"
     model = small_model()
-    model.save_pretrained(path)
+    model.save_pretrained(path, remote_code="bundle")
     EvaByteTokenizer().save_pretrained(path)
     told = {"training_data": "Novels.", "training_description": "Slowly.", "hyperparameters": {"learning_rate": 0.1}}
     write_card(path, render_card(model, None, license="mit", language="en", metadata={"tags": ["mine"]}, **told))

@@ -22,7 +22,7 @@ from ..evaluation import GREEDY, Comparison, Measurement, environment, hardware,
 from ..evaluation.distributions import has_probs
 from ..evaluation.drafts import DraftMeasures, measure_drafts
 from ..files import replace_picture, replace_text
-from ..parts import adapters_for, base_of, has_adapters, holds_model, trained_backbone
+from ..parts import base_of, has_adapters, holds_model, trained_backbone
 from ..results import MeasuredResults
 from .figures import evaluation_figure
 from .models import Trainee, build, with_moved_backbone
@@ -126,9 +126,7 @@ def settings_of_drafter(settings: Settings) -> Settings:
     config = load_config(source, "model_name_or_path")
     kind = {"mtp_heads": "heads", "eagle_head": "eagle"}.get(config.model_type)
     if kind is None:
-        drafter = settings.drafter.drafter_name_or_path
-        adapters = drafter and adapters_for(drafter, source, "model_name_or_path")
-        return replace(settings, adapters=str(adapters)) if adapters else settings
+        return settings
     if not config.base_model_name_or_path:
         raise ValueError(f"{source} does not say for which model it was trained: pass that model, and this as "
                          f"--drafter {kind} --drafter_name_or_path")  # fmt: skip

@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 import torch
-from transformers import GenerationMixin, MistralConfig, Qwen3Config
+from transformers import MistralConfig, Qwen3Config
 
+from tests.assisted import assisted_generate
 from tests.eagle_models import tiny_backbone
 from tests.internals import EagleSession, tree_options
 from tests.models import left_padded
@@ -167,7 +168,7 @@ def test_transformers_own_assisted_loop_takes_its_chains(trained_pair):
     head, prompts = trained_pair
     backbone, prompt = head.backbone, prompts[1][None]
     expected = backbone.generate(prompt, **GREEDY)
-    got = GenerationMixin.generate(backbone, prompt, assistant_model=head, num_assistant_tokens=4, **GREEDY)
+    got = assisted_generate(backbone, prompt, head, num_assistant_tokens=4, **GREEDY)
     assert torch.equal(got, expected)
 
 

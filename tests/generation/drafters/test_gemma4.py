@@ -13,6 +13,7 @@ from transformers import (
     LogitsProcessorList,
 )
 
+from tests.assisted import assisted_generate
 from tests.backbones import backbone, check_greedy, plain_continuations, prompts
 from tests.distributions import continuation_distribution, continuation_p_value
 from tests.gemma4_models import WINDOW, assistant, gemma4, read, trained_pair
@@ -97,8 +98,8 @@ def first_draft(model, small, batch, do_sample):
     prompt = inputs["input_ids"]
     target = RepackedTarget(model, cache, prompt[:, 0], inputs["attention_mask"])
     config, _ = model._prepare_generation_config(None, do_sample=do_sample, max_length=40)
-    options = CallOptions(num_assistant_tokens=DRAFT)
-    made = DraftOptions.of_call(options, model, True, config, LogitsProcessorList(), prompt)
+    options = CallOptions(num_assistant_tokens=DRAFT, speculates=True)
+    made = DraftOptions.of_call(options, model, config, LogitsProcessorList(), prompt)
     chain = AssistantDrafter(small).start(made)
     chain.begin(outputs, target)
     tokens = Sequences(torch.cat([prompt, outputs.logits[:, -1:].argmax(-1)], dim=1))
@@ -134,10 +135,8 @@ def test_transformers_own_loop_takes_the_drafts(plain_pair):
     model, drafter = plain_pair
     batch = prompts(5)
     for prompt, text in zip(batch, plain_continuations(model, batch, 12)):
-        out = type(model).generate(
-            model, prompt[None], attention_mask=torch.ones_like(prompt)[None], max_new_tokens=12, do_sample=False,
-            assistant_model=drafter,
-        )  # fmt: skip
+        mask = torch.ones_like(prompt)[None]
+        out = assisted_generate(model, prompt[None], drafter, attention_mask=mask, max_new_tokens=12, do_sample=False)
         assert out[0, len(prompt) :].tolist() == text.tolist()
 
 

@@ -95,8 +95,8 @@ def test_every_node_has_the_distribution_of_its_own_path(kind):
     grown = WindowGrowth(heads.distribution_after(features[:, None], last[:, None], 3), last[:, None])
     first = torch.tensor([[0, 4, 2], [1, 2, 3]])
     parents, second = torch.tensor([[2, 2, 0], [1, 0, 1]]), torch.tensor([[1, 3, 3], [0, 0, 4]])
-    grown.first(), grown.behind(first, torch.full_like(first, -1))
-    got = grown.behind(second, parents).log_softmax(-1)
+    grown.first(), grown.after(first, torch.full_like(first, -1))
+    got = grown.after(second, parents).log_softmax(-1)
     for row, node in itertools.product(range(2), range(3)):
         path = [int(last[row]), int(first[row, parents[row, node]]), int(second[row, node])]
         alone = heads.distribution_of_features(features[row])

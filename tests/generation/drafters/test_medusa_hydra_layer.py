@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import MistralConfig
 
+from tests.assisted import assisted_generate
 from tests.internals import AttendingHeadSession
 from tests.modeling.heads.backbones import KINDS, backbone, shaken
 from tokenahead import MTPHeads
@@ -71,7 +72,7 @@ def test_transformers_own_assisted_loop_takes_them_too(kind):
     heads = trained(kind, base)
     prompt = PROMPT[2:]
     want = base.generate(prompt, **GREEDY)
-    got = type(base).generate(base, prompt, assistant_model=heads, **GREEDY)
+    got = assisted_generate(base, prompt, heads, **GREEDY)
     assert torch.equal(got, want)
 
 

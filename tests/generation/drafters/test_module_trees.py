@@ -36,15 +36,15 @@ class _Told(ModuleGrowth):
 
     def __init__(self, drafter, tokens) -> None:
         super().__init__(drafter, tokens)
-        self.after = []
+        self.found = []
 
     def first(self):
-        self.after.append(super().first()[:, None])
-        return self.after[0][:, 0]
+        self.found.append(super().first()[:, None])
+        return self.found[0][:, 0]
 
-    def behind(self, tokens, parents):
-        self.after.append(super().behind(tokens, parents))
-        return self.after[-1]
+    def after(self, tokens, parents):
+        self.found.append(super().after(tokens, parents))
+        return self.found[-1]
 
 
 def _options(draft_tree, num_tokens):
@@ -82,7 +82,7 @@ def test_every_node_is_followed_by_what_a_chain_through_it_says(family, count):
         tokens = torch.randint(3, 90, (2, 3), generator=generator)
         parents = torch.randint(3, (2, 3), generator=generator) if level else torch.full((2, 3), -1)
         levels.append((tokens, parents))
-        tree.behind(tokens, parents)
+        tree.after(tokens, parents)
     for level, node in itertools.product(range(4), range(3)):
         paths = []
         for row in range(2):
@@ -100,8 +100,8 @@ def test_every_node_is_followed_by_what_a_chain_through_it_says(family, count):
         chain = drafter(None)
         chain.options.choose = choose
         chain.propose(rows, level + 2)
-        torch.testing.assert_close(tree.after[0][:, 0], seen[0], atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(tree.after[level + 1][:, node], seen[level + 1], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(tree.found[0][:, 0], seen[0], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(tree.found[level + 1][:, node], seen[level + 1], atol=1e-5, rtol=1e-4)
 
 
 def test_greedy_text_is_the_backbones_own_alone_and_in_ragged_batches(model):

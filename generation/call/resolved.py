@@ -1,0 +1,121 @@
+"""What a call resolves before `generate` of transformers: fields that it would misread, beside a callable.
+
+A call whose decoding method is a callable loses its tokenizer: stop strings become a criterion here, and the prompt is
+healed here. Own kinds of caches are passed as caches of the user are.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.utils import logging
+
+from ..protocols import SpeculativeCache
+
+logger = logging.get_logger(__name__)
+PARAMETERS = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:-1]
+NOT_CONFIG = {*PARAMETERS, "tokenizer", "assistant_tokenizer", "trust_remote_code"}
+"""Keyword arguments of `generate` that neither a GenerationConfig nor the model takes."""
+
+
+class _Field:
+    """A field of a `ResolvedConfig`: unset where it was resolved, whatever is written to it."""
+
+    def __set_name__(self, kind: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, config: Any, kind: type | None = None) -> Any:
+        return None if config is None or self.name in config.resolved else vars(config).get(self.name)
+
+    def __set__(self, config: Any, value: Any) -> None:
+        vars(config)[self.name] = value
+
+
+class ResolvedConfig(GenerationConfig):
+    """The generation config of a call, in which fields that were resolved before the call read as unset.
+
+    A plain copy would not do: transformers fills unset fields from the model's own config.
+
+    Attributes:
+        resolved: Names of these fields.
+    """
+
+    resolved: frozenset[str] = frozenset()
+    use_mtp = _Field()
+    token_healing = _Field()
+    stop_strings = _Field()
+    cache_implementation = _Field()
+
+    @classmethod
+    def of(cls, config: GenerationConfig | None, resolved: Iterable[str]) -> ResolvedConfig:
+        """Return a copy of a config (of None: of an empty one)."""
+        made = cls()
+        vars(made).update(copy.deepcopy(vars(config or GenerationConfig())))
+        made.resolved = frozenset(resolved)
+        return made
+
+
+def add_cache(
+    call: dict[str, Any],
+    config: GenerationConfig,
+    backbone: PreTrainedModel,
+    new_cache: Callable[[], SpeculativeCache],
+) -> set[str]:
+    """Pass the backbone's own kind of cache, where the call starts with an empty one; return what was resolved."""
+    if config.use_cache is False or call.get("past_key_values") is not None:
+        return set()
+    call["past_key_values"] = cache = new_cache()
+    if config.is_assistant:
+        cache.activate_past_recording()
+    if config.cache_implementation is None:
+        return set()
+    logger.warning_once(
+        f"cache_implementation={config.cache_implementation!r} is ignored: {type(backbone).__name__} has a cache of "
+        "its own."
+    )
+    return {"cache_implementation"}
+
+
+def resolve_tokenizer(call: dict[str, Any], config: GenerationConfig, backbone: PreTrainedModel) -> set[str]:
+    """Do what needs the tokenizer, which transformers drops for a callable; return the fields that are resolved."""
+    tokenizer, resolved = call["tokenizer"], set()
+    if config.stop_strings is not None:
+        stop = StopStringCriteria(tokenizer, config.stop_strings)
+        call["stopping_criteria"] = StoppingCriteriaList([stop, *(call.get("stopping_criteria") or ())])
+        resolved.add("stop_strings")
+    name = "inputs" if call.get("inputs") is not None else "input_ids"
+    if config.token_healing and isinstance(ids := call.get(name), torch.Tensor):
+        if call.get("attention_mask") is None:
+            call["attention_mask"] = _mask_of(ids, config)
+        call[name] = backbone.heal_tokens(ids, tokenizer)
+        resolved.add("token_healing")
+    return resolved
+
+
+def _mask_of(ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
+    """Return the mask that transformers infers from padding ids; healing writes padding in the place of bos."""
+    pad, eos = config.pad_token_id, config.eos_token_id
+    is_eos = pad in (eos if isinstance(eos, (list, tuple)) else [eos])
+    return torch.ones_like(ids) if pad is None or is_eos else ids.ne(pad).long()
+
+
+def with_resolved(call: dict[str, Any], resolved: set[str]) -> dict[str, Any]:
+    """Return a call whose config shows these fields as unset."""
+    passed = call.get("generation_config")
+    config = ResolvedConfig.of(passed, resolved)
+    fields = {name: value for name, value in call.items() if name not in NOT_CONFIG}
+    if passed is None:  # beside a config, transformers warns of fields in keyword arguments
+        fields = config.update(**fields)
+    kept = {name: value for name, value in call.items() if name in NOT_CONFIG or name in fields}
+    return kept | {"generation_config": config}

@@ -1,0 +1,66 @@
+"""The public names with which third parties write drafters, head families and tree policies.
+
+A drafter is a class that inherits from `AttachableDrafter` and returns a `DraftSession` from `start`; the session
+proposes a `DraftTree` in every cycle. `docs/extending.md` has examples, which are run as tests. What is not named here
+may move. The contract of `SpeculativeCache` is provisional.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from .generation.attach import AttachableDrafter, BaseDrafter, MTPGenerationMixin
+from .generation.call.options import CallOptions, DraftOptions, draft_probs
+from .generation.call.sequences import NewTokens, Sequences
+from .generation.candidates import CandidateAdapter, candidate_generator
+from .generation.protocols import CacheView, Drafter, DraftSession, SpeculativeCache, TrainableDrafter
+from .generation.target.target import TargetOutput
+from .generation.trees import DraftTree, VerificationResult, drawn_tree, dynamic_tree, static_tree
+from .generation.trees.growth import Ancestry, Growth, grow
+from .generation.verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Verifier
+
+if TYPE_CHECKING:
+    from .modeling.heads.family import HeadFamily
+    from .modeling.heads.family import register as register_head_family
+
+_HEADS = {"HeadFamily": "HeadFamily", "register_head_family": "register"}
+"""Names that are imported when they are asked for, and what they are called where they stand."""
+
+__all__ = [
+    "Ancestry",
+    "AttachableDrafter",
+    "BaseDrafter",
+    "CacheView",
+    "CallOptions",
+    "CandidateAdapter",
+    "CoupledVerifier",
+    "DraftOptions",
+    "DraftSession",
+    "DraftTree",
+    "Drafter",
+    "GreedyVerifier",
+    "Growth",
+    "HeadFamily",
+    "MTPGenerationMixin",
+    "NewTokens",
+    "SampledVerifier",
+    "Sequences",
+    "SpeculativeCache",
+    "TargetOutput",
+    "TrainableDrafter",
+    "VerificationResult",
+    "Verifier",
+    "candidate_generator",
+    "draft_probs",
+    "drawn_tree",
+    "dynamic_tree",
+    "grow",
+    "register_head_family",
+    "static_tree",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HEADS:
+        from .modeling.heads import family
+
+        return getattr(family, _HEADS[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..generation.target.inputs import tree_mask
 from ..generation.trees.contract import DraftTree
+from ..modeling import EvaByteForMTPC
 from ..modeling.heads.backbone_parts import backbone_parts
 
 MOST_BRANCHES = 10**6
@@ -131,7 +132,7 @@ class _Branches:
 
     def __init__(self, model: PreTrainedModel, prefix: torch.Tensor) -> None:
         self.model, self.last = model, prefix[None, -1:]
-        if getattr(model, "_is_stateful", False) or hasattr(model, "_new_cache"):
+        if getattr(model, "_is_stateful", False) or isinstance(model, EvaByteForMTPC):
             raise ValueError(f"{type(model).__name__} has a cache that cannot branch")
         self.cache = DynamicCache()
         self.past = torch.ones(1, len(prefix) - 1, dtype=torch.bool, device=prefix.device)

@@ -117,7 +117,7 @@ def _discounted(config: MTPHeadConfig, gamma: float) -> list[float] | None:
     recipe = config.family.loss_weights
     if recipe is None:
         return None
-    weights = recipe(config.window)
+    weights = recipe(int(config.window or 0))
     return [weights[0], *(gamma**k for k in range(1, len(weights)))]
 
 

@@ -36,7 +36,7 @@ NAMES = ("mean_token_accuracy", "entropy")
 
 
 class _SFTBehaviour(Trainer):
-    """What TRL's trainer does beside its loss: settings that do not apply here are refused, and tokens are counted.
+    """What TRL's trainer does besides its loss: settings that do not apply here are refused, and tokens are counted.
 
     Not derived from `SFTTrainer`, whose methods would then come before those of our trainers, the card among them.
     """
@@ -120,7 +120,7 @@ class MTPSFTTrainer(_SFTBehaviour, MTPTrainer, SFTTrainer):
         return output._replace(metrics={**(output.metrics or {}), **found})
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log what `MTPTrainer` and TRL log, and the measurements of training beside its `loss`."""
+        """Log what `MTPTrainer` and TRL log, and the measurements of training with its `loss`."""
         if "loss" in logs:
             logs |= self._next_token[True].named(self.accelerator, NAMES)
         super().log(logs, start_time)

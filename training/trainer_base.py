@@ -115,7 +115,7 @@ class BaseTrainer(TrainerPushMixin, Trainer):
         return {**inputs, "labels": labels.masked_fill(repeated.view(shape), IGNORE)}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log what `Trainer` logs, and the means of training beside its `loss`."""
+        """Log what `Trainer` logs, and the means of training with its `loss`."""
         if "loss" in logs:
             logs |= self._means[True].named(self.accelerator, self._mean_names())
         super().log(logs, start_time)

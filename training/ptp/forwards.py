@@ -32,7 +32,7 @@ from .losses import target_probs
 
 Read = Callable[[torch.Tensor, nn.Module], Any]
 """What is computed from last hidden states and the head; see `PTPForCausalLM.forward`."""
-Beside = tuple[torch.Tensor | None, torch.Tensor | None]
+SlotContext = tuple[torch.Tensor | None, torch.Tensor | None]
 """The states and gaps of `SlotInputs`."""
 
 
@@ -57,8 +57,8 @@ class SlotInputs:
         completions, slots = self.uniforms.shape[1:]
         if self.are_masks:
             return {"masks": torch.arange(slots, device=self.uniforms.device).repeat(completions)[None]}
-        beside = {"slot_states": self.states, "slot_gaps": self.gaps}
-        repeated = {name: x.repeat_interleave(slots, dim=1) for name, x in beside.items() if x is not None}
+        context = {"slot_states": self.states, "slot_gaps": self.gaps}
+        repeated = {name: x.repeat_interleave(slots, dim=1) for name, x in context.items() if x is not None}
         return {"uniforms": self.uniforms.flatten(1)} | repeated
 
 
@@ -127,7 +127,7 @@ class PackedRows:
         tokens: torch.Tensor,
         known: torch.Tensor,
         shares: torch.Tensor,
-        beside: Beside,
+        context: SlotContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return uniforms with which the student itself writes the completions (PTP paper, Algorithm 3).
 
@@ -139,7 +139,7 @@ class PackedRows:
             tokens: [B, C, K] int64.
             known: [B, C, K] bool.
             shares: [B, C, K], positions in the intervals.
-            beside: What slots read besides their uniforms.
+            context: What slots read besides their uniforms.
 
         Returns:
             u [B, C, K] float32, and reached [B, C, K] bool, as `Completions.place`.
@@ -152,7 +152,7 @@ class PackedRows:
         for step in range(count):
             found.append(scores.mapped(placed, tokens[..., step], shares[..., step]))
             if step < count - 1:
-                scores = self._next(step, self.starts, slots=SlotInputs(found[-1][0][..., None], *beside))
+                scores = self._next(step, self.starts, slots=SlotInputs(found[-1][0][..., None], *context))
         self.cache.crop(-(count - 1) * self.starts.shape[1])
         u, valid = (torch.stack(parts, dim=-1) for parts in zip(*found))
         return u, (valid & known).long().cumprod(-1).bool()

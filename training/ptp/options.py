@@ -24,7 +24,7 @@ class PTPOptions:
             target is certain; categorical ones have the teacher's distribution as target, or its sample with `"ce"`.
         sequences: `"dataset"`: completions are pieces of the data; `"teacher"`: the teacher continues a random
             beginning of every sequence; `"student"`: the student writes every completion itself. Use `"student"` only
-            after other training, because a student that ignores its uniforms would learn to go on ignoring them.
+            after other training, because a student that ignores its uniforms would keep ignoring them.
         completions: C, completions per sequence, each from a random start of its own.
         concentration: In training, a uniform lies at z ~ Beta(b, b) in the interval that picks its token, and this is
             b. 1 makes all positions equally likely, as they are in decoding, and evaluation always takes 1. The

@@ -20,7 +20,7 @@ from .completions import (
     completion_tokens,
     draw_starts,
 )
-from .forwards import Beside, PackedRows, SlotInputs, Teacher, student_drafts
+from .forwards import PackedRows, SlotContext, SlotInputs, Teacher, student_drafts
 from .losses import slot_weights
 from .options import PTPOptions
 
@@ -125,24 +125,26 @@ class TaskMaker:
         needs_states = needs_states or not self.config.reads_uniforms
         own = rows.read() if self.is_own or reads or needs_states else None
         shares = draws.shares(starts, self.length)
-        beside = self._beside(sequences, own, starts, draws)
+        context = self._context(sequences, own, starts, draws)
         if options.method == "inverse" and own is not None:
-            completions, (u, reached) = _inverse(rows, sequences, own, exists, shares, beside)
+            completions, (u, reached) = _inverse(rows, sequences, own, exists, shares, context)
         else:
-            completions = self._completions(rows, own, exists, beside)
+            completions = self._completions(rows, own, exists, context)
             u, reached = completions.place(shares)
             completions, u, reached = self._with_greedy(rows, own, exists, completions, u, reached)
-        task = self._put(sequences, rows, completions, u, reached, beside)
+        task = self._put(sequences, rows, completions, u, reached, context)
         if not self.config.reads_uniforms and own is not None:
             columns = starts[..., None] + torch.arange(self.config.num_slots, device=starts.device)
             task.anchors = at_columns(own.states, columns.clamp(max=sequences.tokens.shape[1] - 1))
         return task
 
-    def _completions(self, rows: PackedRows, own: Scores | None, exists: torch.Tensor, beside: Beside) -> Completions:
+    def _completions(
+        self, rows: PackedRows, own: Scores | None, exists: torch.Tensor, context: SlotContext
+    ) -> Completions:
         sequences, starts = rows.sequences, rows.starts
         if self.options.sequences == "student" and own is not None:
             noise = torch.rand(*starts.shape, self.config.num_slots + 1, device=starts.device)
-            written = student_drafts(rows, own, self.config, SlotInputs(noise, *beside))
+            written = student_drafts(rows, own, self.config, SlotInputs(noise, *context))
             return self.teacher.drafts(sequences, starts, exists, written)
         scores = own if self.is_own and own is not None else self.teacher.of_sequences(sequences)
         return self.teacher.pieces(sequences, scores, starts, exists, self.length)
@@ -180,9 +182,9 @@ class TaskMaker:
         chosen = [index for index in range(starts.shape[1]) if int((index + 1) * share) > int(index * share)]
         return torch.tensor(chosen, device=starts.device) if chosen else None
 
-    def _beside(
+    def _context(
         self, sequences: Sequences, own: Scores | None, starts: torch.Tensor, draws: RandomDraws | FixedDraws
-    ) -> Beside:
+    ) -> SlotContext:
         """Return what slots read besides their uniforms.
 
         Last verified states [B, C, D], those before the token that was verified last, and gaps [B, C].
@@ -203,11 +205,11 @@ class TaskMaker:
         completions: Completions,
         u: torch.Tensor,
         reached: torch.Tensor,
-        beside: Beside,
+        context: SlotContext,
     ) -> Task:
         """Return the task: a categorical slot predicts the token after its own; a one-hot one its own, for certain."""
         with_distribution = self.options.loss != "ce" and not self.config.predicts_tokens
-        inputs = SlotInputs(u[..., : self.config.num_slots], *beside, are_masks=not self.config.reads_uniforms)
+        inputs = SlotInputs(u[..., : self.config.num_slots], *context, are_masks=not self.config.reads_uniforms)
         return Task(sequences, rows, inputs, completions, u, reached, int(not self.is_one_hot), with_distribution)
 
 
@@ -217,9 +219,9 @@ def _inverse(
     own: Scores,
     exists: torch.Tensor,
     shares: torch.Tensor,
-    beside: Beside,
+    context: SlotContext,
 ) -> tuple[Completions, tuple[torch.Tensor, torch.Tensor]]:
     _, tokens, known, scored = completion_tokens(sequences, rows.starts, exists, shares.shape[-1])
-    placed = rows.invert(own.at(rows.starts - 1), tokens, known, shares, beside)
+    placed = rows.invert(own.at(rows.starts - 1), tokens, known, shares, context)
     nowhere = torch.zeros_like(shares)
     return Completions(rows.starts, tokens, known, scored, nowhere, nowhere), placed

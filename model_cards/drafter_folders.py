@@ -267,8 +267,8 @@ def _mimo(model: DeepSeekMTP) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     for name in _BIASED:
         weight = module.block.get_parameter(f"self_attn.{name}.weight")
         tensors.setdefault(f"{prefix}self_attn.{name}.bias", weight.new_zeros(len(weight)))
-    tensors["model.embed_tokens.weight"] = model.get_input_embeddings().weight
-    tensors["lm_head.weight"] = model.get_output_embeddings().weight.clone()
+    tensors["model.embed_tokens.weight"] = model.get_input_embeddings().get_parameter("weight")
+    tensors["lm_head.weight"] = model.get_output_embeddings().get_parameter("weight").clone()
     return {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"} | _common(model), tensors
 
 

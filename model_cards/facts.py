@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
@@ -142,7 +143,7 @@ def _slots(config: PTPConfig) -> _Drafting:
         ("Drafts", f"`{config.variant}`: {_SLOTS[config.variant]}"),
         ("Slots", f"{config.num_slots}: {window - 1} drafted beside the next token"),
         reads if config.reads_uniforms else ("Sampler head", f"`{config.sampler}`"),
-        ("Learned for", ", ".join(f"{name} {value}" for name, value in config.sampling.items())),
+        ("Learned for", ", ".join(f"{name} {value}" for name, value in (config.sampling or {}).items())),
     ]
     paper = "samragh2025future" if config.variant == "mask" else "draxler2025ptp"
     return _Drafting("uniforms", window, rows, (paper,))
@@ -191,8 +192,8 @@ def _class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     Not `config.architectures`: official files name classes of the official code.
     """
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
-        if isinstance(found := mapping.get(type(config), None), type):
-            return found
+        if (found := mapping.get(type(config), None)) is not None:
+            return cast(type[PreTrainedModel], found)
     raise TypeError(f"{type(config).__name__} has no model class that AutoModelForCausalLM knows; pass the model")
 
 

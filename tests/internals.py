@@ -47,6 +47,13 @@ _MODULES = {
 """Whole modules, for tests that replace a name in them."""
 
 _NAMES = {
+    "tokenahead.configuration.transformers_names": (
+        "CORE",
+        "TESTED_VERSIONS",
+        "TRAINER",
+        "check_names",
+        "missing_names",
+    ),
     "tokenahead.configuration.head_families": (
         "HEAD_FAMILIES",
         "HeadFamilyFacts",
@@ -171,7 +178,7 @@ _NAMES = {
         "teacher_forced",
     ),
     "tokenahead.modeling.deepseek.modules": ("Readout",),
-    "tokenahead.modeling.evabyte.rows": ("Rows",),
+    "tokenahead.modeling.evabyte.geometry": ("Rows",),
     "tokenahead.modeling.evabyte.tokenizer": (
         "CHAT_TEMPLATE",
         "SPECIAL_TOKENS",
@@ -223,11 +230,7 @@ _NAMES = {
         "logsumexp",
     ),
     "tokenahead.modeling.indices": ("selected_positions",),
-    "tokenahead.modeling.philox": (
-        "philox",
-        "stream_uniforms",
-    ),
-    "tokenahead.modeling.ptp.features": (
+    "tokenahead.modeling.uniforms": (
         "best_of",
         "place",
         "place_beta",
@@ -236,12 +239,10 @@ _NAMES = {
     "tokenahead.modeling.ptp.gated_lora": (
         "ADAPTER",
         "gate_linears",
-    ),
-    "tokenahead.modeling.ptp.gates": (
         "Gate",
         "opened",
     ),
-    "tokenahead.modeling.ptp.masks": (
+    "tokenahead.modeling.ptp.inputs": (
         "packed_mask",
         "packed_positions",
         "stepwise_mask",
@@ -257,6 +258,8 @@ _NAMES = {
         "TravellingMixin",
     ),
     "tokenahead.modeling.sampling": (
+        "philox",
+        "stream_uniforms",
         "draw",
         "interval",
         "pick",

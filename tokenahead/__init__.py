@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from .configuration import EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPConfig, PTPStudentConfig
 from .configuration.mtp_families import MiMoConfig
+from .configuration.transformers_names import CORE, check_names
 from .generation import GenerateSpeculativeOutput, Speculation
 from .generation.drafters.assistant import AssistantDrafter
 from .generation.drafters.ngram import NgramDrafter
@@ -31,6 +32,8 @@ from .modeling import (
     PTPStudent,
 )
 from .modeling.deepseek.conversion import MiMoForCausalLM
+
+check_names(CORE)
 
 AutoConfig.register(EagleHeadConfig.model_type, EagleHeadConfig)
 AutoConfig.register(EvaByteConfig.model_type, EvaByteConfig)

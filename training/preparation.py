@@ -15,7 +15,7 @@ from ..generation.attach import AttachableDrafter
 from ..modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads
 from ..modeling.heads.joint import JointMTPModel
 from ..modeling.loss_options import EagleLossOptions, ModuleLossOptions
-from ..modeling.merging import carries_adapters
+from ..modeling.wrapped_models import carries_adapters
 from .schedules import HeadWarmup, MTPLossWeightSchedule
 from .strategy import TrainingStrategy
 from .trainer_base import draft_layers_of, drafter_of, head_config, without_peft

@@ -92,7 +92,7 @@ class TrainerPushMixin(_TrainerBase):
                 model,
                 None,
                 license=license,
-                base_model=release.hub_id(finetuned_from or model.config._name_or_path),
+                base_model=release.hub_id(finetuned_from or model.config.name_or_path),
                 model_name=model_name,
                 repo_id=vars(self).get("hub_model_id") or self.args.hub_model_id,
                 language=language,

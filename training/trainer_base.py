@@ -12,12 +12,15 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..configuration import MTPHeadConfig
+from ..configuration.transformers_names import TRAINER, check_names
 from ..modeling import DeepSeekMTP, EvaByteForMTPC, MTPHeads
 from ..modeling.heads.joint import JointMTPModel
 from ..modeling.heads.losses import IGNORE
 from ..modeling.ptp.registers import RegisterModel
 from .batches import Inputs
 from .pushing import TrainerPushMixin
+
+check_names(TRAINER)
 
 
 def summed_over_processes(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:

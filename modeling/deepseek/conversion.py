@@ -14,7 +14,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel, Qwen2ForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+)
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MiMoConfig, MTPFamily, count_modules, family_of, num_layers, set_modules
@@ -105,13 +111,13 @@ def new_body(layers: nn.ModuleList, config: PreTrainedConfig) -> nn.Module:
 
 def main_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return transformers' class for a configuration, or ours for a family that transformers does not know."""
-    return _OWN_CLASSES.get(config.model_type) or cast(Any, AutoModelForCausalLM._model_mapping)[type(config)]
+    return _OWN_CLASSES.get(config.model_type) or cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the nested configuration of the language model where transformers' text class takes no other."""
     nested = config.sub_configs.get("text_config")
-    mapping: Any = AutoModelForCausalLM._model_mapping
+    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     is_text_only = type(config) in mapping and mapping[type(config)].config_class is nested
     return config.get_text_config() if nested is not None and is_text_only else config
 
@@ -119,7 +125,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def module_kinds(config: PreTrainedConfig, name: str, count: int) -> list[str]:
     """Return the values of the per-layer field `name` of a configuration for `count` modules."""
     of_family = dict(family_of(config).block)
-    own: list[str] = field(config, f"mtp_{name}") or [of_family.get(name, field(config, name)[-1])]
+    own = field(config, f"mtp_{name}") or [of_family[name] if name in of_family else field(config, name)[-1]]
     return [*own, *own[-1:] * count][:count]
 
 

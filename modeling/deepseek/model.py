@@ -14,14 +14,13 @@ from transformers.utils.generic import can_return_tuple
 from ...configuration.fields import field
 from ...configuration.mtp_families import MiMoConfig, family_of, num_layers
 from ...generation.attach import MTPGenerationMixin
-from ..checkpointing import caches_kept
-from ..copies import PicklableMixin
 from ..heads.losses import depth_targets
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS
 from ..loss_options import ModuleLossOptions
 from ..outputs import DeepSeekMTPOutput, states_asked_for
 from ..trainable import DepthCountsMixin
+from ..wrapped_models import PicklableMixin, caches_kept
 from .checkpoint_files import check_checkpoint, is_to_be_dequantized
 from .conversion import build, load, load_dequantized, text_config
 from .draft_vocabulary import DraftVocabulary, stored_ids

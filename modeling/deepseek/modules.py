@@ -17,9 +17,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, Dynam
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...configuration.fields import field
-from ..checkpointing import caches_kept
 from ..decoder_layers import knows_layer_types, layer_kind, layer_options, set_cache_slots
-from ..sharding import call
+from ..wrapped_models import caches_kept, call
 
 
 class MTPModule(GradientCheckpointingLayer):

@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, count_modules, family_of, num_layers, set_modules
-from ..copies import sharing_copy
 from ..decoder_layers import layer_kind
-from ..unwrapping import uncompiled, unwrap
+from ..wrapped_models import sharing_copy, uncompiled, unwrap
 from .conversion import (
     PER_LAYER,
     decoder_layers,

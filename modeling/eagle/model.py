@@ -23,7 +23,7 @@ from ..loss_options import EagleLossOptions, ResolvedEagleOptions
 from ..outputs import EagleOutput
 from ..remote_code import check_choice
 from ..tensor_files import read_tensors, weight_files
-from ..unwrapping import unwrap
+from ..wrapped_models import unwrap
 from .conversion import check_vocabulary, foreign_head, own_names
 from .export import check_layout, write_layout
 from .losses import TrainingBatch, counts_per_step, eagle_loss, pooled_loss

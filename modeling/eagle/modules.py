@@ -147,7 +147,7 @@ class EagleNetwork(AttachableDrafter, PreTrainedModel):
     @property
     def offsets(self) -> torch.Tensor | None:
         """`d2t`, [Vd] int64: token id - draft id; None where all tokens are drafted."""
-        return self._buffers.get("d2t")
+        return dict(self.named_buffers(recurse=False)).get("d2t")
 
     def set_draft_ids(self, draft_ids: torch.Tensor) -> None:
         """Set which tokens are drafted.

@@ -73,7 +73,7 @@ def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfi
         "bos_token_id": text.bos_token_id,
         "eos_token_id": text.eos_token_id,
         "pad_token_id": text.pad_token_id,
-        "base_model_name_or_path": backbone.config._name_or_path or None,
+        "base_model_name_or_path": backbone.config.name_or_path or None,
         "base_model_type": text.model_type,
     }
     if options.get("version", 3) == 3 and options.get("use_aux_hidden_state", True):
@@ -89,7 +89,7 @@ def warn_of_another_kind(config: EagleHeadConfig, backbone: PreTrainedModel) -> 
         backbone: The model that it is attached to.
     """
     is_named = config.base_model_name_or_path is not None
-    if config.base_model_type is None or (is_named and config.base_model_name_or_path == backbone.config._name_or_path):
+    if config.base_model_type is None or (is_named and config.base_model_name_or_path == backbone.config.name_or_path):
         return
     kinds = {part.model_type for part in (backbone.config, backbone.config.get_text_config())}
     # several kinds may share a class, and the text model of a multimodal model has its own kind

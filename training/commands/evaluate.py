@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from ..completion import AttachedDecoder, load_config
 from ..evaluation import GREEDY, Comparison, Measurement, environment, hardware, sampled
 from ..evaluation.distributions import has_probs
 from ..evaluation.drafts import DraftMeasures, measure_drafts
+from ..extras import needs_extra
 from ..files import replace_picture, replace_text
 from ..parts import base_of, has_adapters, holds_model, trained_backbone
 from ..results import MeasuredResults
@@ -28,6 +29,9 @@ from .figures import evaluation_figure
 from .models import Trainee, build, with_moved_backbone
 from .settings import EvaluationArguments, Settings, read_settings
 from .train import make_trainer
+
+with needs_extra("train", "tokenahead evaluate"):
+    from datasets import Dataset, IterableDataset
 
 FIGURES = "evaluation.json"
 """Everything that was measured."""
@@ -195,9 +199,9 @@ def _held_out(settings: Settings) -> str:
     return settings.data.dataset_train_split if is_file else settings.data.dataset_test_split
 
 
-def first_rows(data: Any, count: int) -> Any:
+def first_rows(data: Dataset | IterableDataset, count: int) -> Dataset | IterableDataset:
     """Return the first rows of a dataset or a stream."""
-    return data.select(range(min(count, len(data)))) if isinstance(data, Sized) else data.take(count)
+    return data.select(range(min(count, len(data)))) if isinstance(data, Dataset) else data.take(count)
 
 
 def prompts(trainer: Any, trainee: Trainee, asked: EvaluationArguments) -> list[str]:

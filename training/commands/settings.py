@@ -243,6 +243,8 @@ def read_settings(argv: Sequence[str], command: str, extra: type | None = None) 
     flags, kinds = list(argv), [*_KINDS, *([extra] if extra else [])]
     parser = _Parser(kinds, prog=f"tokenahead {command}", usage=_USAGE[command], allow_abbrev=False)
     given: dict[str, Any] = {"flags": flags}
+    if flags[:1] == ["--config"]:  # as TRL has it
+        flags = flags[1:]
     if flags and not flags[0].startswith("-"):
         path, flags = flags[0], flags[1:]
         given["file"] = _mapping(path)

@@ -95,7 +95,7 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
     check_space(folder, checkpoint_bytes(trainer), _kept(settings, trainer))
     pushes = settings.training.push_to_hub
     if pushes:  # what no card may show is said before the first step
-        trainer.create_model_card(dataset_name=asked.data.dataset_name)
+        trainer.create_model_card(dataset=asked.data.dataset_name)
     try:
         if is_finished(resumed, settings.training.max_steps):
             _take_over(trainer, str(resumed))

@@ -16,9 +16,9 @@ from torch import nn
 
 from ...modeling.heads.chunks import LOGITS_PER_CHUNK
 from ...modeling.heads.losses import IGNORE
-from ...modeling.ptp.features import beta_shares, place_between
-from ...modeling.ptp.masks import token_positions
+from ...modeling.ptp.inputs import token_positions
 from ...modeling.sampling import interval
+from ...modeling.uniforms import beta_shares, place_between
 from .losses import target_probs
 
 _GOLDEN = 0.6180339887498949

@@ -15,9 +15,9 @@ from torch import nn
 from transformers import GenerationConfig
 
 from ...configuration.ptp import PTPConfig
-from ...modeling.ptp.features import place
-from ...modeling.ptp.masks import additive_mask, packed_mask, packed_positions, stepwise_mask, token_mask
+from ...modeling.ptp.inputs import additive_mask, packed_mask, packed_positions, stepwise_mask, token_mask
 from ...modeling.sampling import pick
+from ...modeling.uniforms import place
 from .completions import (
     Completions,
     Scores,

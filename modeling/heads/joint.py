@@ -17,6 +17,7 @@ from ..deepseek.modules import Readout
 from ..loss_options import ModuleLossOptions
 from ..outputs import MTPOutput
 from ..tensor_files import below
+from ..trainable import DepthCountsMixin
 from .attached import MTPHeads
 from .backbone_parts import output_embeddings
 from .losses import IGNORE, counts_of_update, depth_targets
@@ -25,7 +26,7 @@ BACKBONE = "backbone"
 """Directory of the backbone, or of its adapters, within that of the heads."""
 
 
-class JointMTPModel(PreTrainedModel):
+class JointMTPModel(DepthCountsMixin, PreTrainedModel):
     """Heads and the backbone that they are attached to, for training both.
 
     The loss is the backbone's own next-token loss, and lambda (`heads.mtp_loss_weight`) times that of the heads, whose

@@ -12,6 +12,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration import MTPHeadConfig
 from ..outputs import MTPOutput
+from ..trainable import DepthCountsMixin
 from ..wrapped_models import is_unit
 from .backbone_parts import BackboneParts
 from .draft_layers import DraftLayers
@@ -37,7 +38,7 @@ class OneByOne(Protocol):
         ...
 
 
-class LearningMixin:
+class LearningMixin(DepthCountsMixin):
     """The training forward of `MTPHeads`.
 
     Attributes:

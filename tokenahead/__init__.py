@@ -14,6 +14,7 @@ if not (_ROOT / "modeling").is_dir() and (_ROOT.parent / "modeling").is_dir():
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from . import deprecated
 from .configuration import EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPConfig, PTPStudentConfig
 from .configuration.mimo import MiMoConfig
 from .generation import GenerateSpeculativeOutput, Speculation
@@ -46,6 +47,8 @@ AutoModelForCausalLM.register(EvaByteConfig, EvaByteForMTPC)
 AutoModelForCausalLM.register(PTPConfig, PTPForCausalLM)
 AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
 AutoTokenizer.register(EvaByteConfig, slow_tokenizer_class=EvaByteTokenizer)
+
+deprecated.install(__name__)
 
 __all__ = [
     "AssistantDrafter",

@@ -1,4 +1,4 @@
-.PHONY: quality style test
+.PHONY: compatibility quality style test
 quality:
 	ruff check .
 	ruff format --check .
@@ -7,3 +7,5 @@ style:
 	ruff format .
 test:
 	pytest
+compatibility:
+	python .ci/compatibility.py

@@ -35,8 +35,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 from tokenahead import PTPForCausalLM
 from tokenahead.generation.verification.chains import coupled_acceptance, token_acceptance, verify
 from tokenahead.modeling.ptp.embedding import GREEDY
-from tokenahead.modeling.ptp.features import best_of
 from tokenahead.modeling.sampling import interval, pick
+from tokenahead.modeling.uniforms import best_of
 from tokenahead.training.ptp.options import PTPOptions
 from tokenahead.training.ptp.trainer import PTPTrainer
 

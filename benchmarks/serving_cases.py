@@ -13,7 +13,7 @@ from serving_models import VOCABULARY, backbone, text, train, unsettle, with_mod
 from transformers import PreTrainedModel
 
 from tokenahead import DeepSeekMTP, EagleHead, MTPHeads
-from tokenahead.model_cards.draft_folder import overrides
+from tokenahead.model_cards.drafter_folders import overrides
 from tokenahead.model_cards.export import export
 
 LENGTHS = (2, 5, 9, 17, 33, 64)

@@ -1,4 +1,4 @@
-"""What the models are: configurations. Nothing here imports torch."""
+"""Configurations of models and heads. Nothing here imports torch."""
 
 from .eagle import EagleHeadConfig
 from .evabyte import EvaByteConfig

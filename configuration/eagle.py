@@ -1,4 +1,4 @@
-"""What an EAGLE head is: its version, its one layer and what that layer reads. Knows no torch and no backbone."""
+"""Configuration of an EAGLE head: its version, its layers and their inputs. Imports no torch."""
 
 # no `from __future__ import annotations`: @strict checks field types only where annotations are real types
 from typing import Any
@@ -7,35 +7,35 @@ from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
 LAYOUTS = ("tokenahead", "official", "specforge", "speculators", "vllm", "sglang")
-"""Directories that are written; all of them are read, too."""
+"""Layouts of checkpoints that are written and read."""
 
 
 @strict
 class EagleHeadConfig(LlamaConfig):
-    """Options of an EAGLE head; what its layers share with Llama (sizes, rope, ...) is named as there.
+    """Options of an EAGLE head; sizes, rope and other fields of its layers have Llama's names.
 
     Args:
         version: 1 for EAGLE-1, EAGLE-2 and HASS (the feature is the backbone's last hidden state, and its unembedding
-            reads what the head returns); 3 for EAGLE-3 and 3.1 (several hidden states, an unembedding of its own).
+            reads the head's output); 3 for EAGLE-3 and 3.1 (several hidden states, its own unembedding).
         vocab_size: V, the backbone's vocabulary.
-        draft_vocab_size: Vd, tokens that are drafted; None: V. Below V, version 3 only.
+        draft_vocab_size: Vd, number of tokens that are drafted; None: V. Below V, version 3 only.
         hidden_size: d, the head's width.
         target_hidden_size: D, the backbone's width; None: d.
         fc_bias: `fc` has a bias.
         attention_bias: q, k and v have biases (o never has).
         qk_norm: Queries and keys are normed per attention head (Qwen3).
-        own_embeddings: The head holds embeddings of its own, always frozen; otherwise it reads the backbone's.
-        aux_layers: Indices into transformers' `hidden_states` (i is the input of layer i); None: 2, L // 2, L - 3, once
-            the backbone is known.
+        own_embeddings: The head has its own embeddings, always frozen; otherwise it reads the backbone's.
+        aux_layers: Indices into transformers' `hidden_states` (i is the input of layer i); None: 2, L // 2, L - 3 for L
+            layers.
         use_aux_hidden_state: False: the feature of version 3 is the last hidden state, without `fc`.
         norm_before_residual: The first layer's residual is the normed feature.
         norm_before_fc: One norm over all auxiliary states, before `fc`.
         fc_norm: One norm for each auxiliary state, before `fc` (EAGLE-3.1).
-        norm_output: What a row returns to the next is normed (EAGLE-3.1).
+        norm_output: The feature that a row returns is normed (EAGLE-3.1).
         loss_options: Options of the training loss that differ from the defaults (`EagleLossOptions`).
-        layout: The directory that `save_pretrained` writes.
-        base_model_name_or_path: The backbone that the head was trained for, for people to read.
-        base_model_type: The `model_type` of that backbone's text model; None: not known.
+        layout: Layout of `save_pretrained`.
+        base_model_name_or_path: Name of the backbone that the head was trained for, for information.
+        base_model_type: The `model_type` of that backbone's text model; None: unknown.
 
     Raises:
         StrictDataclassError: A value out of range, or a wrong type.
@@ -71,27 +71,31 @@ class EagleHeadConfig(LlamaConfig):
     base_model_type: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self.draft_vocab_size = self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
-        self.target_hidden_size = self.hidden_size if self.target_hidden_size is None else self.target_hidden_size
+        if self.draft_vocab_size is None:
+            self.draft_vocab_size = self.vocab_size
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
         super().__post_init__(**kwargs)
 
     @property
     def num_aux(self) -> int:
-        """Hidden states that `fc` reads; 0 where it reads none."""
+        """Number of hidden states that `fc` reads; 0 where it reads none."""
         if self.version == 1 or not self.use_aux_hidden_state:
             return 0
         return 3 if self.aux_layers is None else len(self.aux_layers)
 
     def validate_architecture(self) -> None:
-        """Refuses contradictory values; the message names the field and what would be right."""
+        """Refuse contradictory values; the message names the field and the allowed values."""
         for refused, message in self._refusals():
             if refused:
                 raise ValueError(message)
 
     def _refusals(self) -> list[tuple[bool, str]]:
-        heads, shared = self.num_attention_heads, self.num_key_value_heads
-        only_aux = [name for name in ("norm_before_fc", "fc_norm") if getattr(self, name)]
-        only_3 = only_aux + [name for name in ("norm_before_residual", "norm_output") if getattr(self, name)]
+        heads, shared = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
+        drafted, head_dim = self.draft_vocab_size or 0, self.head_dim or self.hidden_size // heads
+        of_aux = {"norm_before_fc": self.norm_before_fc, "fc_norm": self.fc_norm}
+        of_3 = of_aux | {"norm_before_residual": self.norm_before_residual, "norm_output": self.norm_output}
+        only_aux, only_3 = ([name for name, used in options.items() if used] for options in (of_aux, of_3))
         same_width = self.target_hidden_size == self.hidden_size
         return [
             (
@@ -100,20 +104,20 @@ class EagleHeadConfig(LlamaConfig):
             ),
             (self.layout not in LAYOUTS, f"layout={self.layout!r} is unknown; choose one of {', '.join(LAYOUTS)}"),
             (self.num_hidden_layers < 1, f"num_hidden_layers={self.num_hidden_layers} must be at least 1"),
-            (heads % shared != 0, f"num_attention_heads={heads} is no multiple of num_key_value_heads={shared}"),
-            (self.head_dim % 2 != 0, f"head_dim={self.head_dim} must be even"),
+            (heads % shared != 0, f"num_attention_heads={heads} must be a multiple of num_key_value_heads={shared}"),
+            (head_dim % 2 != 0, f"head_dim={head_dim} must be even"),
             (
-                not 1 <= self.draft_vocab_size <= self.vocab_size,
-                f"draft_vocab_size={self.draft_vocab_size} must lie in 1..vocab_size={self.vocab_size}",
+                not 1 <= drafted <= self.vocab_size,
+                f"draft_vocab_size={drafted} must lie in 1..vocab_size={self.vocab_size}",
             ),
-            (self.version == 1 and bool(only_3), f"{', '.join(only_3)}: options of version 3, this is version 1"),
+            (self.version == 1 and bool(only_3), f"{', '.join(only_3)}: options of version 3, not of version=1"),
             (
-                self.version == 1 and self.draft_vocab_size < self.vocab_size,
-                f"draft_vocab_size={self.draft_vocab_size}: version 1 drafts the whole vocabulary, {self.vocab_size}",
+                self.version == 1 and drafted < self.vocab_size,
+                f"draft_vocab_size={drafted}: version 1 drafts the whole vocabulary, {self.vocab_size}",
             ),
             (
                 not self.use_aux_hidden_state and bool(only_aux),
-                f"{', '.join(only_aux)} norm auxiliary states, but use_aux_hidden_state is False",
+                f"{', '.join(only_aux)} norm auxiliary states, but use_aux_hidden_state=False",
             ),
             (self.norm_before_fc and self.fc_norm, "norm_before_fc and fc_norm exclude each other"),
             (self.aux_layers == [], "aux_layers is empty; name at least one hidden state"),
@@ -124,7 +128,7 @@ class EagleHeadConfig(LlamaConfig):
             ),
             (
                 not same_width and not self.own_embeddings,
-                f"hidden_size={self.hidden_size} is not the backbone's {self.target_hidden_size}: its embeddings do "
-                "not fit, and own_embeddings is False",
+                f"hidden_size={self.hidden_size}: without own_embeddings it must be the backbone's "
+                f"{self.target_hidden_size}, whose embeddings are read",
             ),
         ]

@@ -1,7 +1,7 @@
-"""What an EvaByte model is: the official fields, and the head that predicts its next bytes. Knows no torch."""
+"""Configuration of EvaByte models: the official fields, and the head that predicts the next bytes. Imports no torch."""
 
 # no `from __future__ import annotations`: @strict checks field types only where annotations are real types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -14,7 +14,7 @@ from .heads import MTPHeadConfig
 class EvaByteConfig(PreTrainedConfig):
     """Configuration of a byte-level EvaByte model and of its multi-token head.
 
-    Official `config.json` files load unchanged and unknown fields are kept. `return_dict: false`, which the Hub's
+    Official `config.json` files load unchanged and unknown fields are preserved. `return_dict: false`, which the Hub's
     files carry, is ignored. The fields that the official code stores and never reads are stored here too.
 
     Args:
@@ -76,10 +76,13 @@ class EvaByteConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
     use_cache: bool = True
     max_seq_length: int | None = None
-    mtp_head: MTPHeadConfig | dict | None = None
+    if TYPE_CHECKING:
+        mtp_head: MTPHeadConfig = MTPHeadConfig()
+    else:  # `__post_init__` makes a configuration of a dict or None
+        mtp_head: MTPHeadConfig | dict | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Fills what depends on other fields; `kwargs` are the fields that this class does not know."""
+        """Fill what depends on other fields; `kwargs` are the fields that this class does not know."""
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         head = self.mtp_head if isinstance(self.mtp_head, MTPHeadConfig) else MTPHeadConfig(**(self.mtp_head or {}))
         if head.window is None:
@@ -94,7 +97,7 @@ class EvaByteConfig(PreTrainedConfig):
         return self.hidden_size // self.num_attention_heads
 
     def validate_architecture(self) -> None:
-        """Refuses contradictory values; the message names the fields and what would be right."""
+        """Refuse contradictory values; the message names the fields and what would be right."""
         for name in ("window_size", "chunk_size", "num_pred_heads", "num_attention_heads", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -116,7 +119,7 @@ class EvaByteConfig(PreTrainedConfig):
         if self.mtp_head.family.apart_only:
             owned = ", ".join(name for name, family in HEAD_FAMILIES.items() if not family.apart_only)
             raise ValueError(
-                f"mtp_head.head_type={self.mtp_head.head_type!r} is for heads apart from their backbone (MTPHeads); "
+                f"mtp_head.head_type={self.mtp_head.head_type!r} is for attached heads (MTPHeads); "
                 f"EvaByte's own head can be one of {owned}"
             )
         if self.mtp_head.family.rows_of_lm_head and self.mtp_head.leaf != "full":
@@ -130,7 +133,7 @@ class EvaByteConfig(PreTrainedConfig):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Adds `rope_theta` and `rope_scaling` beside `rope_parameters`, where the official code looks for them."""
+        """Add `rope_theta` and `rope_scaling` to `rope_parameters`, where the official code reads them."""
         output = super().to_dict()
         output["mtp_head"] = self.mtp_head.options()
         rope = dict(output.get("rope_parameters") or {})

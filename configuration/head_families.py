@@ -46,7 +46,7 @@ class HeadFamilyFacts:
         citation: The paper that describes it, as cards name it.
         borrows_first: From a config to whether position 1 of the distribution is the backbone's own, so that a backbone
             which learns beside the head is charged for it once.
-        paper: Its BibTeX entry, or the key of one in `model_cards.citations.PAPERS`.
+        paper: Its BibTeX entry, or the key of one in `model_cards/templates/citations.bib`.
         options: Fields of `MTPHeadConfig` that it takes beyond `COMMON_OPTIONS`, with `"rank"` and `"leaf"` if it has a
             choice there.
         defaults: Options that `MTPHeadConfig` does not know, with their defaults. They decide about parameters.
@@ -112,7 +112,7 @@ def _circuit(name: str, *options: str) -> HeadFamilyFacts:
         "a circuit of rank {rank}",
         "MtPC",
         _never,
-        "mtpc",
+        "grivas2025mtpc",
         ("rank", "leaf", "contextual", "masked_tokens", *options),
     )
 
@@ -122,7 +122,7 @@ FF = HeadFamilyFacts(
     "independent positions",
     "Gloeckle et al. 2024",
     _never,
-    "gloeckle",
+    "gloeckle2024better",
     ("leaf",),
     any_window=True,
     rows_of_lm_head=True,
@@ -133,7 +133,7 @@ MEDUSA = HeadFamilyFacts(
     "independent heads of {num_blocks} blocks each, with the unembedding `{unembed}`",
     "Medusa, Cai et al. 2024",
     _always,
-    "medusa",
+    "cai2024medusa",
     ("num_blocks", "tied_blocks", "unembed", "block", "block_size"),
     apart_only=True,
     loss_weights=_discounted(0.8),
@@ -143,7 +143,7 @@ HYDRA = HeadFamilyFacts(
     "heads that read the tokens drafted before them (`{arch}`)",
     "Hydra, Ankner et al. 2024",
     _always,
-    "hydra",
+    "ankner2024hydra",
     ("num_blocks", "tied_blocks", "unembed", "arch", "grounded", "state_offset", "backbone_config"),
     check=_check_hydra,
     attends=_has_prefix_layer,
@@ -157,7 +157,7 @@ LAYER = HeadFamilyFacts(
     "a decoder layer per head on the states below the backbone's last layer",
     "Gloeckle et al. 2024, Mehra et al. 2025",
     lambda config: config.first == "backbone",
-    "gloeckle",
+    "gloeckle2024better",
     ("first", "mix", "mix_temperature", "mix_init", "backbone_config"),
     attends=_always,
     apart_only=True,

@@ -1,8 +1,8 @@
-"""Which families of models have sequential modules that `DeepSeekMTP` can hold, and how their files name the parts.
+"""Families of models with sequential modules that `DeepSeekMTP` supports, and the names of the parts in their files.
 
-Inside this library a module is always named as in DeepSeek-V3: module k (from 0) of a model with L layers is
-`model.layers.{L + k}`, with `enorm`, `hnorm`, `eh_proj`, `shared_head.norm` and the tensors of one decoder layer. A
-family that writes other names, or whose module is unlike the model's last layer, says so here. Knows no torch.
+In this library a module has the names of DeepSeek-V3: module k (from 0) of a model with L layers is
+`model.layers.{L + k}`, with `enorm`, `hnorm`, `eh_proj`, `shared_head.norm` and the tensors of one decoder layer.
+`FAMILIES` lists other names, and modules that are unlike the model's last layer. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,26 +10,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import Qwen2Config
+
+from .fields import field
+
 COUNT = "num_nextn_predict_layers"
-"""The field of config.json in which most families write the number of modules."""
+"""The field of config.json with the number of modules, in most families."""
+
+
+class MiMoConfig(Qwen2Config):
+    """Configuration of MiMo-7B, which transformers does not have: Qwen2's, with `num_nextn_predict_layers`.
+
+    Example:
+        >>> DeepSeekMTP.from_pretrained("XiaomiMiMo/MiMo-7B-RL")
+    """
+
+    model_type = "mimo"
 
 
 @dataclass(frozen=True)
 class MTPFamily:
-    """How a family lays out its modules.
+    """Layout of a family's modules.
 
     Attributes:
-        names: Pairs (as in the family's files, as in DeepSeek-V3) of beginnings of names, the longest first; `{index}`
-            stands for k, `{layer}` for L + k. Empty where the names are DeepSeek-V3's. A pair without either is one
-            that all modules would share: such a family has one module.
+        names: Pairs (in the family's files, in DeepSeek-V3) of prefixes of names, the longest first; `{index}` is k,
+            `{layer}` is L + k. Empty for DeepSeek-V3's names. A pair without either would be shared by all modules:
+            such a family has one module.
         embedding_first: `eh_proj` takes [enorm(embedding); hnorm(hidden)], not [hnorm(hidden); enorm(embedding)].
-        norm_before_head: There is a `shared_head.norm`; without one, h^k is what the decoder layer gives.
+        norm_before_head: There is a `shared_head.norm`; otherwise h^k is the output of the decoder layer.
         copies: Tensors of the main model that official files repeat in every module.
-        block: Per-layer fields of the configuration and what they say of a module, where it is unlike the last layer.
-            A field `mtp_<name>` in a model's own configuration goes before it.
-        body: What a module is made of: `"layer"`, a decoder layer of the model; `"stack"`, several of them, of the
-            kinds in `mtp_layers_block_type`; `"latent"`, one latent attention and a dense MLP.
-        has_twin: The model has a layer of the module's kind, from which `from_backbone` can make new modules.
+        block: Per-layer fields of the configuration with their value for a module, where it is unlike the last layer.
+            A field `mtp_<name>` of the model's configuration overrides it.
+        body: Network of a module: `"layer"`, a decoder layer of the model; `"stack"`, several of them, of the kinds in
+            `mtp_layers_block_type`; `"latent"`, one latent attention and a dense MLP.
+        has_twin: The model has a layer of the module's kind, which `from_backbone` can copy.
         count: The field of config.json that holds the number of modules.
         layers: The field that holds L.
         retrofit: The family has no official modules: `DeepSeekMTP.from_backbone` makes them.
@@ -48,11 +62,11 @@ class MTPFamily:
 
     @property
     def most_modules(self) -> int | None:
-        """The largest D that the names can tell apart; None where there is no bound."""
+        """The largest D that the names can distinguish; None: any."""
         return 1 if any("{" not in theirs for theirs, _ in self.names) else None
 
     def renames(self, num_layers: int, num_modules: int) -> dict[str, str]:
-        """Patterns of names in files and what they become, as `key_mapping` of transformers wants them.
+        """Return patterns of names in files and their replacements, for `key_mapping` of transformers.
 
         Args:
             num_layers: L, layers of the main model.
@@ -62,25 +76,22 @@ class MTPFamily:
         return {"^" + theirs.replace(".", r"\."): ours for theirs, ours in pairs}
 
     def file_name(self, name: str, num_layers: int, num_modules: int) -> str:
-        """The name that the family's files give to a tensor of DeepSeek-V3's name."""
+        """Return the name in the family's files of a tensor with DeepSeek-V3's name."""
         for theirs, ours in self._pairs(num_layers, num_modules):
             if name.startswith(ours):
                 return theirs + name.removeprefix(ours)
         return name
 
     def prefixes(self, num_layers: int, k: int) -> list[str]:
-        """Beginnings of the names of all tensors of module k, from 0, in the family's files."""
+        """Return the prefixes of all tensors of module k, from 0, in the family's files."""
         templates = [theirs for theirs, _ in self.names if "{layer}" not in theirs] or ["model.layers.{layer}."]
         if k:
             templates = [template for template in templates if "{" in template]
         return [template.format(index=k, layer=num_layers + k) for template in templates]
 
     def _pairs(self, num_layers: int, num_modules: int) -> list[tuple[str, str]]:
-        return [
-            tuple(name.format(index=k, layer=num_layers + k) for name in pair)
-            for k in range(num_modules)
-            for pair in self.names
-        ]
+        filled = [{"index": k, "layer": num_layers + k} for k in range(num_modules)]
+        return [(theirs.format(**numbers), ours.format(**numbers)) for numbers in filled for theirs, ours in self.names]
 
 
 _MTP_NAMES = (
@@ -94,7 +105,13 @@ _FINAL_NORM = (("model.layers.{layer}.final_layernorm.", "model.layers.{layer}.s
 _FULL, _DENSE = ("layer_types", "full_attention"), ("mlp_layer_types", "dense")
 _DEEPSEEK = MTPFamily()
 _QWEN = MTPFamily(names=_MTP_NAMES, copies=(), block=(_FULL,))
-_RETROFIT = MTPFamily(copies=(), retrofit=True)
+_BACKBONES = (
+    "apertus", "arcee", "cohere2", "deepseek_v2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text",
+    "glm", "glm4", "gpt_oss", "granite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "minimax_m2",
+    "ministral3", "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
+"""Families without official modules; `from_backbone` checks each numerically."""
 FAMILIES: dict[str, MTPFamily] = {
     "bailing_hybrid": MTPFamily(names=_FINAL_NORM, copies=(), block=(_FULL, ("mlp_layer_types", "sparse"))),
     "deepseek_v3": _DEEPSEEK,
@@ -108,7 +125,7 @@ FAMILIES: dict[str, MTPFamily] = {
         ),
         norm_before_head=False,
         copies=(),
-        has_twin=False,  # a dense layer, like none behind the model's first ones
+        has_twin=False,  # a dense layer, like the model's first ones only
     ),
     "exaone_moe": MTPFamily(names=_MTP_NAMES, copies=(), block=(_DENSE,)),
     "glm4_moe": _DEEPSEEK,
@@ -168,58 +185,25 @@ FAMILIES: dict[str, MTPFamily] = {
     "qwen3_5_moe_text": MTPFamily(names=_MTP_NAMES, copies=(), block=(_FULL,), count="mtp_num_hidden_layers"),
     "qwen3_5_text": MTPFamily(names=_MTP_NAMES, copies=(), block=(_FULL,), count="mtp_num_hidden_layers"),
     "qwen3_next": _QWEN,
-    # backbones without modules of their own: one line each, and `from_backbone` probes every one
-    "apertus": _RETROFIT,
-    "arcee": _RETROFIT,
-    "cohere2": _RETROFIT,
-    "deepseek_v2": _RETROFIT,
-    "dots1": _RETROFIT,
-    "ernie4_5": _RETROFIT,
-    "exaone4": _RETROFIT,
-    "gemma": _RETROFIT,
-    "gemma2": _RETROFIT,
-    "gemma3_text": _RETROFIT,
-    "glm": _RETROFIT,
-    "glm4": _RETROFIT,
-    "gpt_oss": _RETROFIT,
-    "granite": _RETROFIT,
-    "granitemoe": _RETROFIT,
-    "hunyuan_v1_dense": _RETROFIT,
-    "hunyuan_v1_moe": _RETROFIT,
     "kimi_linear": MTPFamily(copies=(), block=(_FULL,), retrofit=True),
-    "llama": _RETROFIT,
-    "minimax_m2": _RETROFIT,
-    "ministral3": _RETROFIT,
-    "mistral": _RETROFIT,
-    "mixtral": _RETROFIT,
-    "nemotron": _RETROFIT,
-    "olmo2": _RETROFIT,
-    "olmo3": _RETROFIT,
-    "phi3": _RETROFIT,
-    "qwen2": _RETROFIT,
-    "qwen2_moe": _RETROFIT,
-    "qwen3": _RETROFIT,
-    "qwen3_moe": _RETROFIT,
-    "seed_oss": _RETROFIT,
-    "smollm3": _RETROFIT,
-    "stablelm": _RETROFIT,
-    "starcoder2": _RETROFIT,
+    **dict.fromkeys(_BACKBONES, MTPFamily(copies=(), retrofit=True)),
 }
 """Families by `model_type`."""
 
 _STREAMS = "its modules read several streams of hidden states (hyper-connections), not one"
 _OWN_HEAD = (
-    "each of its modules has a head of its own (shared_head.output), while here all share the main model's, and passes "
-    "on its state from before shared_head.norm, not from behind it"
+    "each of its modules has its own head (shared_head.output), while here all share the main model's, and passes on "
+    "its state from before shared_head.norm, not from after it"
 )
 _CONVOLUTIONS = (
-    "its modules keep short convolutions, which cannot go back behind a rejected draft, and share one norm (chain_norm)"
+    "its modules have short convolutions, which cannot be rolled back after a rejected draft, and share one norm "
+    "(chain_norm)"
 )
 _UNSEEN = (
     "transformers drops the tensors of its modules ({}) and has no class for them, and no file or description of their "
     "layout has been seen: a guess would draft noise"
 )
-_NORM = "its decoder keeps its final norm under a name of its own ({}), and a module starts with a copy of that norm"
+_NORM = "its final norm has an unknown name ({}), and a module starts with a copy of that norm"
 REFUSED: dict[str, str] = {
     "deepseek_v4": _STREAMS,
     "dots3_note": _UNSEEN.format("model.mtp.*"),
@@ -240,27 +224,26 @@ REFUSED: dict[str, str] = {
 UNMADE: dict[str, str] = {
     "exaone4_5": _UNSEEN.format("mtp.*"),
     "falcon_h1": _NORM.format("final_layernorm"),
-    "gemma3n_text": "its layers read several streams of hidden states (AltUp), and a module hands over one",
+    "gemma3n_text": "its layers read several streams of hidden states (AltUp), and a module returns one",
     "glm_ocr": "transformers has no causal language model for its text alone, whose layers a module could have",
     "glm_ocr_text": "transformers has no causal language model for its text alone, whose layers a module could have",
     "lfm2": _NORM.format("embedding_norm"),
-    "llama4_text": "its class does not show its decoder (`get_decoder` gives the model with its head)",
+    "llama4_text": "`get_decoder` returns the model with its head",
     "minicpm3": "its layers scale their residuals by the number of layers, which differs in a checkpoint with modules",
-    "olmo": "its norms have no weights, and the norms of a module are made of them",
+    "olmo": "its norms have no weights, and the norms of a module are copies of them",
     "phi": _NORM.format("final_layernorm"),
 }
-"""Families that have been tried or looked for, and of which modules can be neither read nor made; their layers are fine
-for other drafters."""
+"""Families whose modules can be neither loaded nor created, and why; other drafters support their layers."""
 
 
 def family_of(config: Any) -> MTPFamily:
-    """The layout of a model's modules.
+    """Return the layout of a model's modules.
 
     Args:
         config: The model's configuration.
 
     Raises:
-        ValueError: A family that cannot be supported (by name), or that is not known.
+        ValueError: An unsupported or unknown family.
     """
     model_type = config.model_type
     if reason := REFUSED.get(model_type) or UNMADE.get(model_type):
@@ -271,31 +254,31 @@ def family_of(config: Any) -> MTPFamily:
 
 
 def announced_modules(config: Any) -> int | None:
-    """Number of modules that a configuration announces; None where it has no such field."""
-    count = getattr(config, family_of(config).count, None)
+    """Return the number of modules in a configuration; None where it has no such field."""
+    count = field(config, family_of(config).count)
     return None if count is None else int(count)
 
 
 def count_modules(config: Any) -> int:
-    """Number of modules that a configuration announces; 0 where it has no such field."""
+    """Return the number of modules in a configuration; 0 where it has no such field."""
     return announced_modules(config) or 0
 
 
 def set_modules(config: Any, count: int) -> None:
-    """Writes the number of modules where the family has it.
+    """Write the number of modules to the family's field.
 
     Raises:
-        ValueError: More modules than the family's names can tell apart.
+        ValueError: More modules than the family's names can distinguish.
     """
     family = family_of(config)
     if family.most_modules is not None and count > family.most_modules:
         raise ValueError(
-            f"{config.model_type} has room for {family.most_modules} module, not {count}: its files name parts that "
-            "all modules would share; reuse one for longer drafts (num_assistant_tokens)"
+            f"{family.count}={count}: files of {config.model_type} have names for {family.most_modules} module only, "
+            "which is reused for longer drafts (num_assistant_tokens)"
         )
     setattr(config, family.count, count)
 
 
 def num_layers(config: Any) -> int:
-    """L, the number of decoder layers of the main model."""
-    return int(getattr(config, family_of(config).layers))
+    """Return L, the number of decoder layers of the main model."""
+    return int(field(config, family_of(config).layers))

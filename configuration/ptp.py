@@ -1,12 +1,12 @@
-"""What a model with parallel token prediction is. Knows no torch."""
+"""Configuration of models with parallel token prediction. Imports no torch."""
 
 # no `from __future__ import annotations`: @strict checks field types only where annotations are real types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, PreTrainedConfig
 
-from .positions import learned_positions
+from .fields import learned_positions
 
 VARIANTS = ("one_hot", "categorical", "mask")
 """What an auxiliary slot predicts: the token that its own uniform picks (O-PTP), the distribution of the next one
@@ -15,7 +15,7 @@ prediction)."""
 SAMPLERS = ("mlp", "none")
 """What makes the distributions of mask slots sequential."""
 FEATURE_DIMS = {"bits": 32, "arithmetic": 24, "threshold": 32, "scalar": 1, "interpolate": 3}
-"""Features of a uniform, and how many there are if nothing else is said."""
+"""Features of a uniform, and their default number."""
 PROJECTIONS = ("linear", "mlp")
 """How features become an embedding."""
 SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -36,14 +36,14 @@ class PTPConfig(PreTrainedConfig):
         projection_bias: Whether a linear projection has a bias.
         informative: False hides the uniforms from the slots, which all read 1/2: independent prediction, the baseline
             without parallel sampling.
-        greedy: Slots have an embedding for the wish for the most likely token, with which greedy decoding drafts.
-            Without it they are asked for the median (u = 1/2), which is often another token.
-        reads_state: Slots read the last verified hidden state of the backbone beside their uniform.
+        greedy: Slots have an embedding that requests the most likely token, with which greedy decoding drafts.
+            Without it they read the median (u = 1/2), which is often another token.
+        reads_state: Slots read the last verified hidden state of the backbone as well as their uniform.
         num_slots: N, the slots that a draft is learned for.
         lora_rank: Rank of the gated adapters.
         lora_alpha: Their scale is alpha / rank.
         sampling: `temperature`, `top_k` and `top_p` of the target distribution that the drafts are learned for.
-        sampler: Of `"mask"`: `"mlp"`, with which a slot's distribution knows the token drafted before it, or `"none"`.
+        sampler: Of `"mask"`: `"mlp"`, which conditions a slot on the token drafted before it, or `"none"`.
         lcm_weight: Of `"mask"`: weight of latent consistency matching in training.
 
     Raises:
@@ -53,10 +53,16 @@ class PTPConfig(PreTrainedConfig):
     model_type = "ptp"
     sub_configs = {"backbone_config": AutoConfig}
 
-    backbone_config: dict | PreTrainedConfig | None = None
+    if TYPE_CHECKING:
+        backbone_config: PreTrainedConfig = PreTrainedConfig()
+        sampling: dict[str, float] = {}
+        feature_dim: int = 0
+    else:  # `__post_init__` fills in what is None; only a config without a model has no `backbone_config`
+        backbone_config: dict | PreTrainedConfig | None = None
+        sampling: dict | None = None
+        feature_dim: int | None = None
     variant: str = "one_hot"
     features: str = "bits"
-    feature_dim: int | None = None
     projection: str = "linear"
     projection_bias: bool = True
     informative: bool = True
@@ -65,7 +71,6 @@ class PTPConfig(PreTrainedConfig):
     num_slots: int = 8
     lora_rank: int = 16
     lora_alpha: float | int = 16
-    sampling: dict | None = None
     sampler: str = "mlp"
     lcm_weight: float | int = 1.0
     initializer_range: float = 0.02
@@ -79,7 +84,7 @@ class PTPConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
-        """Refuses contradictory values; the message names the field and what would be right."""
+        """Refuse contradictory values; the message names the field and what would be right."""
         choices = {
             "variant": VARIANTS,
             "features": tuple(FEATURE_DIMS),
@@ -102,14 +107,14 @@ class PTPConfig(PreTrainedConfig):
             raise ValueError(f"sampler= and lcm_weight= are for variant='mask', and {self.variant!r} has neither")
         if not self.reads_uniforms and (self.greedy or self.reads_state or not self.informative):
             raise ValueError(
-                "variant='mask' reads mask tokens alone, and its most likely tokens need no wish: leave greedy=, "
+                "variant='mask' reads mask tokens alone, which draft the most likely tokens as well: leave greedy=, "
                 "reads_state= and informative= out"
             )
         if unknown := set(self.sampling) - set(SAMPLING):
             raise ValueError(f"sampling has unknown fields {sorted(unknown)}; it takes {', '.join(SAMPLING)}")
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> PreTrainedConfig:
-        """The backbone's configuration: caches and generation follow it."""
+        """Return the backbone's configuration: caches and generation follow it."""
         return self if self.backbone_config is None else self.backbone_config
 
     @property
@@ -119,27 +124,27 @@ class PTPConfig(PreTrainedConfig):
 
     @property
     def reads_uniforms(self) -> bool:
-        """Whether slots read uniforms; else each reads the mask of its place."""
+        """Return whether slots read uniforms; else each reads the mask of its index."""
         return self.variant != "mask"
 
     @property
     def has_sampler(self) -> bool:
-        """Whether the distribution of a slot is given by its state and the token before it, not by its state alone."""
+        """Return whether a slot's distribution is conditioned on the token before it as well as on its state."""
         return self.variant == "mask" and self.sampler == "mlp"
 
     @property
     def predicts_tokens(self) -> bool:
-        """Whether a slot says which token its uniform picks; else it gives a distribution to pick from."""
+        """Return whether a slot predicts the token that its uniform picks; else it gives a distribution."""
         return self.variant == "one_hot" and self.informative
 
     @property
     def predicts_first(self) -> bool:
-        """Whether a group's first slot predicts the token that the target picks itself, and drafts nothing."""
+        """Return whether a group's first slot predicts the token that the target picks itself, and drafts nothing."""
         return self.variant == "one_hot"
 
     @property
     def learns_warped_distribution(self) -> bool:
-        """Whether categorical drafts were learned for a warped target, and need no warping of their own."""
+        """Return whether categorical drafts were learned for a warped target, and need no warping of their own."""
         return self.sampling != SAMPLING
 
     @property

@@ -16,8 +16,7 @@ from weakref import WeakKeyDictionary
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from .. import __version__
-from ..modeling.copies import drop_collectors
-from ..modeling.unwrapping import unwrap
+from ..modeling.wrapped_models import drop_collectors, unwrap
 from .call.options import CallOptions, DraftOptions
 from .call.schedule import AdaptiveSchedule
 from .generate import decoding, prepared_call

@@ -34,8 +34,8 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
-from ..configuration.positions import learned_positions
-from ..modeling.checkpointing import caches_kept
+from ..configuration.fields import learned_positions
+from ..modeling.wrapped_models import caches_kept
 from .call.options import OWN, CallOptions, DraftOptions, obstacle, prepared_options, warn_of_unread
 from .call.processing import counts_calls
 from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer, with_resolved

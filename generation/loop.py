@@ -21,7 +21,7 @@ import torch
 from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from ..configuration.positions import learned_positions
+from ..configuration.fields import learned_positions
 from .call.options import DraftOptions
 from .call.outputs import GenerateSpeculativeOutput, Records, Speculation
 from .call.schedule import DraftSchedule

@@ -2,7 +2,7 @@
 
 transformers copies code by a regular expression that knows no directories (`from ..heads.ff import FFHead` would be a
 file `.heads.ff.py`). So every module that a class reaches by relative imports is taken here under one name of its own,
-and its imports are rewritten in place; the rest of a file stays as it is. Reads source files, imports nothing.
+and its imports are rewritten in place; the rest of a file is unchanged. Reads source files, imports nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VERSION_FILE = "tokenahead_version"
 ALLOWED = frozenset({"torch", "transformers", "huggingface_hub", "safetensors", "numpy"})
 """What bundled code may import: torch, transformers, and what transformers itself needs."""
 EXTRA = {"modeling.ptp": frozenset({"peft"})}
-"""What the modules of a room may import besides."""
+"""What the modules of a package may import besides."""
 _ROOT = Path(__file__).parents[1]
 _HEADER = f"# {{source}} of tokenahead {__version__} (Apache-2.0), as it travels with a model: only imports differ.\n"
 
@@ -44,7 +44,7 @@ class Bundle:
 
 @cache
 def bundle(module: str) -> Bundle:
-    """Flattens a module and all that it reaches; made once per process, as the code that runs does not change.
+    """Flatten a module and all that it reaches; made once per process, as the code that runs does not change.
 
     Args:
         module: A module of this package, without the package's name: `"modeling.evabyte.model"`.
@@ -76,7 +76,7 @@ def bundle(module: str) -> Bundle:
 
 
 def flat_name(path: Path) -> str:
-    """The name of a module in a bundle: its path, joined by "_", without a last `model`."""
+    """Return the name of a module in a bundle: its path, joined by "_", without a last `model`."""
     parts = [*path.parent.relative_to(_ROOT).parts, path.stem]
     return "_".join(parts[:-1] if parts[-1] == "model" and len(parts) > 1 else parts)
 
@@ -128,13 +128,13 @@ def _imports(path: Path, tree: ast.Module) -> Iterator[_Import]:
             lines, targets = [], []
             for name, asked in _defining_files(path, node).items():
                 lines += _statements(name, asked)
-                targets += [place for place, _ in asked if place is not None]
+                targets += [file for file, _ in asked if file is not None]
             yield _Import(node, lines, targets)
 
 
 def _statements(name: str, asked: list[tuple[Path | None, ast.alias]]) -> list[str]:
-    """Import statements for what one module of a bundle gives."""
-    modules = [alias for place, alias in asked if place is not None and alias.name == place.stem and _is_module(alias)]
+    """Return import statements for what one module of a bundle gives."""
+    modules = [alias for file, alias in asked if file is not None and alias.name == file.stem and _is_module(alias)]
     names = [alias for _, alias in asked if alias not in modules]
     lines = []
     for alias in modules:
@@ -147,7 +147,7 @@ def _statements(name: str, asked: list[tuple[Path | None, ast.alias]]) -> list[s
 
 
 def _is_module(alias: ast.alias) -> bool:
-    return getattr(alias, "is_module", False)
+    return vars(alias).get("is_module", False)
 
 
 def _defining_files(path: Path, node: ast.ImportFrom) -> dict[str, list[tuple[Path | None, ast.alias]]]:
@@ -156,24 +156,24 @@ def _defining_files(path: Path, node: ast.ImportFrom) -> dict[str, list[tuple[Pa
     for alias in node.names:
         if alias.name == "*":
             raise ValueError(f"{_shown(path)}, line {node.lineno}: import names, not *")
-        place = _origin(path, node, alias)
-        name = VERSION_FILE if place is None else flat_name(place)
-        found.setdefault(name, []).append((place, alias))
+        file = _origin(path, node, alias)
+        name = VERSION_FILE if file is None else flat_name(file)
+        found.setdefault(name, []).append((file, alias))
     return found
 
 
 def _origin(path: Path, node: ast.ImportFrom, alias: ast.alias) -> Path | None:
-    """The file that defines an imported name, behind re-exports; None for the version."""
+    """Return the file that defines an imported name, through re-exports; None for the version."""
     folder = path.parents[node.level - 1]
-    place = folder.joinpath(*(node.module or "").split(".")) if node.module else folder
-    if place != _ROOT and place.with_suffix(".py").is_file():
-        return place.with_suffix(".py")
-    if place == _ROOT and alias.name == "__version__":
+    file = folder.joinpath(*(node.module or "").split(".")) if node.module else folder
+    if file != _ROOT and file.with_suffix(".py").is_file():
+        return file.with_suffix(".py")
+    if file == _ROOT and alias.name == "__version__":
         return None
-    if (place / f"{alias.name}.py").is_file():
+    if (file / f"{alias.name}.py").is_file():
         alias.is_module = True  # type: ignore[attr-defined]
-        return place / f"{alias.name}.py"
-    init = place / "__init__.py"
+        return file / f"{alias.name}.py"
+    init = file / "__init__.py"
     for statement in _tree(init).body:
         if isinstance(statement, ast.ImportFrom) and statement.level:
             for exported in statement.names:
@@ -186,15 +186,15 @@ def _origin(path: Path, node: ast.ImportFrom, alias: ast.alias) -> Path | None:
 
 
 def _foreign(path: Path, tree: ast.Module) -> set[str]:
-    """Packages that a module imports beyond `ALLOWED`, anywhere in it."""
+    """Return packages that a module imports beyond `ALLOWED`, anywhere in it."""
     names: dict[str, int] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0]: node.lineno for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names[str(node.module).partition(".")[0]] = node.lineno
-    room = ".".join(path.parent.relative_to(_ROOT).parts)
-    extra = EXTRA.get(room, frozenset())
+    package = ".".join(path.parent.relative_to(_ROOT).parts)
+    extra = EXTRA.get(package, frozenset())
     unknown = {name: line for name, line in names.items() if name not in {*sys.stdlib_module_names, *ALLOWED, *extra}}
     for name, line in unknown.items():
         raise ValueError(f"{_shown(path)}, line {line}: code that travels with a model must not import {name!r}")
@@ -202,17 +202,18 @@ def _foreign(path: Path, tree: ast.Module) -> set[str]:
 
 
 def _rewritten(source: str, imports: list[_Import]) -> str:
-    """The source with its relative imports replaced; columns of the tree count bytes."""
+    """Return the source with its relative imports replaced; columns of the tree count bytes."""
     lines = source.encode().splitlines(keepends=True)
     for found in sorted(imports, key=lambda one: one.node.lineno, reverse=True):
         node = found.node
         indent = lines[node.lineno - 1][: node.col_offset]
-        rest = lines[node.end_lineno - 1][node.end_col_offset :]
-        # as many lines as there were, where that is possible: tracebacks then point to the right place
+        last, end = node.end_lineno or node.lineno, node.end_col_offset or 0
+        rest = lines[last - 1][end:]
+        # as many lines as there were, where that is possible: tracebacks then point to the right line
         text = [indent + line.encode() for line in found.lines]
-        blank = node.end_lineno - node.lineno + 1 - len(text)
+        blank = last - node.lineno + 1 - len(text)
         text[-1] += rest.rstrip(b"\r\n")
-        lines[node.lineno - 1 : node.end_lineno] = [line + b"\n" for line in text] + [b"\n"] * blank
+        lines[node.lineno - 1 : last] = [line + b"\n" for line in text] + [b"\n"] * blank
     return b"".join(lines).decode()
 
 

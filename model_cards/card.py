@@ -8,20 +8,21 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from huggingface_hub import ModelCard
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..modeling.remote_code import check_choice
 from ..training.files import replace_text
-from ..training.results import MeasuredResults
-from .facts import describe
-from .metadata import card_metadata
+from ..training.results import DecodingResult, MeasuredResults
+from .facts import ModelFacts, describe
 
+TAGS = ("tokenahead", "multi-token-prediction", "speculative-decoding")
+"""Tags of every card."""
 _TEMPLATES = Path(__file__).parent / "templates"
 _MARK = re.compile(r"\n<!-- tokenahead card ([0-9a-f]{64}): .* -->\s*$")
 _PATH = re.compile(r"(?<![\w:/.~<-])(?:(?P<drive>[A-Za-z]:\\(?=\w))|~/|/(?=[\w.]+/))[^\s`\"')\]|]*")
@@ -48,7 +49,7 @@ def render_card(
     out_of_scope: str | None = None,
     template: str | Path | None = None,
 ) -> ModelCard:
-    """Renders the card of a model that drafts, or of a drafter, with the parts of Hugging Face's annotated template.
+    """Render the card of a model that drafts, or of a drafter, with the parts of Hugging Face's annotated template.
 
     Args:
         config_or_model: The model, or its config (then the card does not say how many parameters there are).
@@ -103,7 +104,7 @@ def render_card(
         base_models=[base_model] if isinstance(base_model, str) else base_model,
         languages=[languages] if isinstance(languages, str) else languages,
         repo_id=repo_id,
-        source=repo_id or "path/to/this/folder",
+        source=repo_id or "path/to/this/directory",
         picture=picture,
         training_description=training_description,
         training_data=training_data,
@@ -118,7 +119,7 @@ def render_card(
 
 
 def write_card(folder: str | Path, card: ModelCard, *, overwrite: bool = False) -> Path:
-    """Writes `card` as README.md into `folder`, under a temporary name first.
+    """Write `card` as README.md into `folder`, under a temporary name first.
 
     Args:
         folder: The model's directory; the figures that the card shows must lie in it.
@@ -146,7 +147,7 @@ def write_card(folder: str | Path, card: ModelCard, *, overwrite: bool = False) 
 
 
 def is_generated(path: str | Path) -> bool:
-    """Whether the file is a card from `render_card` that nobody has edited since, metadata included.
+    """Return whether the file is a card from `render_card` that nobody has edited since, metadata included.
 
     Args:
         path: A Markdown file.
@@ -160,19 +161,12 @@ def is_generated(path: str | Path) -> bool:
 
 
 def local_pictures(card: ModelCard) -> list[str]:
-    """Names the figures that must travel with a card.
-
-    Args:
-        card: The card.
-
-    Returns:
-        The relative paths of the figures that it shows; web addresses are left out.
-    """
+    """Name the figures that must travel with a card."""
     return _LOCAL_PICTURE.findall(card.text)
 
 
 def _rendered(template: str | Path | None, **fields: Any) -> str:
-    """The text of a card, by our template or another one."""
+    """Return the text of a card, by our template or another one."""
     path = _TEMPLATES / "model_card.md.jinja" if template is None else Path(template)
     if not path.is_file():
         raise FileNotFoundError(f"template={str(template)!r}: no such file")
@@ -185,7 +179,7 @@ def _rendered(template: str | Path | None, **fields: Any) -> str:
 
 
 def _environment(folder: Path = _TEMPLATES) -> jinja2.Environment:
-    """A Jinja environment in which no value can be missing, None or empty without an error."""
+    """Return a Jinja environment in which no value can be missing, None or empty without an error."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, _TEMPLATES]),
         undefined=jinja2.StrictUndefined,
@@ -206,7 +200,7 @@ def _refuse_empty(value: Any) -> Any:
 
 
 def _cell(value: object) -> str:
-    """Text for one cell of a Markdown table."""
+    """Return text for one cell of a Markdown table."""
     return " ".join(str(value).replace("|", "\\|").split())
 
 
@@ -223,7 +217,7 @@ def _check_picture(picture: str | None, results: MeasuredResults | None) -> None
 
 
 def check_no_local_path(text: str) -> None:
-    """Refuses a text that would tell the world how this machine is laid out.
+    """Refuse a text that would tell the world the layout of this machine.
 
     Args:
         text: A card.
@@ -246,13 +240,76 @@ def _check_metadata(metadata: dict[str, Any]) -> None:
 
 
 def _mark(card: ModelCard) -> str:
-    """The comment that ends a card, by which a later run knows that nobody edited it."""
+    """Return the comment that ends a card, by which a later run knows that nobody edited it."""
     note = "rendered, not written by hand; once edited, it is not overwritten"
     return f"\n<!-- tokenahead card {_digest(card)}: {note} -->\n"
 
 
 def _digest(card: ModelCard) -> str:
-    """Hash of what the card says, whatever its line ends and the layout of its metadata."""
+    """Return the hash of what the card says, whatever its line ends and the layout of its metadata."""
     data = json.dumps(card.data.to_dict(), sort_keys=True, default=str)
     body = "\n".join(line.rstrip() for line in card.text.strip().splitlines())
     return hashlib.sha256(f"{data}\n{body}".encode()).hexdigest()
+
+
+def card_metadata(facts: ModelFacts, results: MeasuredResults | None, model_name: str, **fields: Any) -> ModelCardData:
+    """Fill the metadata of a card.
+
+    The library is `transformers` only if the model's own code travels with it: otherwise the Hub would offer a line
+    of code that cannot load the model without `import tokenahead`.
+
+    Args:
+        facts: What the model is.
+        results: What was measured, if anything.
+        model_name: The name that the measured figures are filed under.
+        fields: Further fields of `ModelCardData`; those that are None are left out, `tags` are added to ours.
+
+    Returns:
+        The metadata.
+    """
+    tags = [*TAGS, facts.model_type, *(fields.pop("tags", None) or ())]
+    defaults = {
+        "library_name": "transformers" if facts.remote_code == "bundle" else "tokenahead",
+        "pipeline_tag": "text-generation",
+        "model_name": model_name,
+        "eval_results": list(_entries(results)) if results else None,
+    }
+    if facts.heads_only and fields.get("base_model"):
+        defaults["base_model_relation"] = "adapter"
+    return ModelCardData(tags=tags, **defaults | {key: value for key, value in fields.items() if value is not None})
+
+
+def _entries(results: MeasuredResults) -> Iterator[EvalResult]:
+    """Return one entry per figure: three per way of decoding, then the cross-entropy."""
+    for row in results.results:
+        for metric, label, value in _figures(row, results.unit):
+            yield _entry(results, metric, f"{label}, {row.name}", value)
+    if results.bits_per_byte is not None:
+        yield _entry(results, "bits_per_byte", "Bits per byte", results.bits_per_byte)
+
+
+def _figures(row: DecodingResult, unit: str) -> list[tuple[str, str, float]]:
+    """Return (metric id, label, value) of one way of decoding; repetitive text has no speed-up."""
+    figures = [
+        ("tokens_per_call", f"{unit.capitalize()}s per backbone call", row.tokens_per_call),
+        ("tokens_per_second", f"{unit.capitalize()}s per second", row.tokens_per_second),
+    ]
+    if row.expected_tokens_per_call is not None:
+        label = f"Expected {unit}s per backbone call, teacher-forced"
+        figures.append(("expected_tokens_per_call", label, row.expected_tokens_per_call))
+    if row.repeated_share is not None:
+        figures.append(("repetition", "Share of repeated text", row.repeated_share))
+    if row.is_degenerate:
+        return figures
+    return [*figures, ("speed_up", f"Speed-up over one {unit} at a time", row.speed_up)]
+
+
+def _entry(results: MeasuredResults, metric: str, name: str, value: float) -> EvalResult:
+    return EvalResult(
+        task_type="text-generation",
+        dataset_type=re.sub(r"[^a-z0-9]+", "-", results.dataset_name.lower()).strip("-") or "text",
+        dataset_name=results.dataset_name,
+        metric_type=metric,
+        metric_name=name,
+        metric_value=round(value, 4),
+    )

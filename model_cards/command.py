@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import ModelCard
@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging
 
 from .. import __version__
-from ..configuration.mtp_families import FAMILIES, count_modules
-from ..modeling import DeepSeekMTP
+from ..configuration import EagleHeadConfig, MTPHeadConfig, PTPStudentConfig
 from ..modeling.remote_code import CODE_FOLDER
 from ..training.byte_text import is_byte_level
+from ..training.completion import AttachedDecoder, causal_class
 from ..training.evaluation import MODES, Measurement, environment, hardware
 from ..training.parts import adapters_for, has_adapters, put_adapters, tokenizer_source, trained_backbone
 from ..training.results import MeasuredResults
@@ -33,21 +33,7 @@ _UNTOLD = re.compile(r"(What this model was trained on|How this model was traine
 
 @dataclass(frozen=True)
 class CardRequest:
-    """What `tokenahead card` was asked for.
-
-    Attributes:
-        model: Directory of a model or a drafter, or its name on the Hub.
-        measure: File of prompts: one per line, or JSON lines (`read_prompts`); None measures nothing.
-        backbone: Of a drafter: what to attach it to; None takes the one that its config names.
-        new_tokens: Tokens per completion, at most.
-        output: Where README.md and the figures go; None: the model's directory.
-        license: Licence id; None keeps what the card there says. So do the other texts.
-        language: Codes of languages.
-        base_model: Hub id of the model that this one derives from.
-        template: A Jinja file in place of the library's.
-        overwrite: Replace a README.md that a person wrote or edited.
-        dtype: Of the weights.
-    """
+    """Options of `tokenahead card`, whose help says what each is."""
 
     model: str
     measure: Path | None = None
@@ -63,7 +49,7 @@ class CardRequest:
 
 
 def make_card(request: CardRequest) -> Path:
-    """Writes the card, and with it the figures, if any were measured.
+    """Write the card, and with it the figures, if any were measured.
 
     What a card there says of data, recipe, licence and languages is kept, and figures of an earlier run are used
     where nothing is measured.
@@ -110,13 +96,13 @@ def make_card(request: CardRequest) -> Path:
     )
     output.mkdir(parents=True, exist_ok=True)
     path = write_card(output, card, overwrite=request.overwrite)
-    if prompts:
+    if prompts and results is not None:
         results.to_json(output / RESULTS)
     return path
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file.
+    """Return the prompts of a file.
 
     Args:
         path: One prompt per line, or, in a `.jsonl`, JSON: strings, or objects with `"prompt"` or `"text"`.
@@ -147,35 +133,19 @@ def _of_json(path: Path, number: int, line: str) -> str:
     return prompt
 
 
-class _Drafted:
-    """A backbone with a drafter, in the form of a model that drafts by itself."""
-
-    def __init__(self, backbone: PreTrainedModel, drafter: PreTrainedModel) -> None:
-        self.backbone, self.drafter, self.device = backbone, drafter, backbone.device
-        self.generation_config = backbone.generation_config
-
-    def generate(self, *args: Any, use_mtp: bool | None = None, **kwargs: Any) -> Any:
-        """With the drafter, unless `use_mtp` is False."""
-        return self.backbone.generate(*args, assistant_model=None if use_mtp is False else self.drafter, **kwargs)
-
-
 def _load(request: CardRequest, needs_backbone: bool) -> tuple[PreTrainedModel, Any, Tokenizer | None]:
-    """The model or drafter, what generates with it, and the tokenizer; the last two only where a text is written."""
+    """Return the model or drafter, what generates with it, and the tokenizer; the last two only to write text."""
     logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(request.model)
-    if config.model_type in FAMILIES and count_modules(config):
-        model = DeepSeekMTP.from_pretrained(request.model, config=config, dtype=request.dtype)
-    elif type(config) in AutoModelForCausalLM._model_mapping:
-        model = AutoModelForCausalLM.from_pretrained(request.model, config=config, dtype=request.dtype)
-    else:
-        model = AutoModel.from_pretrained(request.model, config=config, dtype=request.dtype)
-    model = model.eval()
-    if model.can_generate():
-        return model, model, AutoTokenizer.from_pretrained(request.model) if needs_backbone else None
+    stands_apart = isinstance(config, (MTPHeadConfig, EagleHeadConfig, PTPStudentConfig))
+    kind = AutoModel if stands_apart else causal_class(config)
+    model: PreTrainedModel = kind.from_pretrained(request.model, config=config, dtype=request.dtype).eval()
     if not needs_backbone:
         return model, None, None
+    if not stands_apart:
+        return model, model, AutoTokenizer.from_pretrained(request.model)
     trained = trained_backbone(request.model)
-    name = request.backbone or getattr(config, "base_model_name_or_path", None)
+    name = request.backbone or model.config.base_model_name_or_path
     if not request.backbone and trained is not None and not has_adapters(trained):
         name = str(trained)
     if not name:
@@ -183,12 +153,14 @@ def _load(request: CardRequest, needs_backbone: bool) -> tuple[PreTrainedModel, 
     backbone = AutoModelForCausalLM.from_pretrained(name, dtype=request.dtype).eval()
     if adapters := adapters_for(request.model, name, "--backbone"):
         put_adapters(backbone, adapters)
-    return model, _Drafted(backbone, model.attach(backbone)), AutoTokenizer.from_pretrained(tokenizer_source(name))
+    decoder = AttachedDecoder(backbone, cast(Any, model).attach(backbone))
+    return model, decoder, AutoTokenizer.from_pretrained(tokenizer_source(name))
 
 
 def _measured(
-    request: CardRequest, model: PreTrainedModel, generator: Any, tokenizer: Tokenizer, prompts: list[str]
+    request: CardRequest, model: PreTrainedModel, generator: Any, tokenizer: Tokenizer | None, prompts: list[str]
 ) -> MeasuredResults:
+    assert tokenizer is not None and request.measure is not None  # there are prompts
     (found,) = Measurement(prompts, request.new_tokens).compare({"": generator}, tokenizer, MODES).values()
     return MeasuredResults(
         results=[comparison.result for comparison in found],
@@ -205,9 +177,10 @@ def _measured(
 
 
 def _command(request: CardRequest) -> str:
-    """The command that repeats the run, with names in place of paths of this machine."""
+    """Return the command that repeats the run, with names in place of paths of this machine."""
+    prompts = request.measure.name if request.measure else ""
     words = ["tokenahead card", hub_id(request.model) or Path(request.model).resolve().name]
-    words += ["--measure", request.measure.name, "--new-tokens", str(request.new_tokens)]
+    words += ["--measure", prompts, "--new-tokens", str(request.new_tokens)]
     if request.backbone:
         words += ["--backbone", hub_id(request.backbone) or Path(request.backbone).resolve().name]
     return " ".join(words)
@@ -218,7 +191,7 @@ def _earlier(output: Path) -> MeasuredResults | None:
 
 
 def _known(source: str) -> dict[str, Any]:
-    """What a card of this library beside the model says, and no config does."""
+    """Return what a card of this library beside the model says, and no config does."""
     readme, is_folder = Path(source) / "README.md", Path(source).is_dir()
     if is_folder and not readme.is_file():
         return {}
@@ -233,14 +206,14 @@ def _known(source: str) -> dict[str, Any]:
 
 
 def _part(text: str, heading: str) -> str | None:
-    """What stands under a heading of the third level, unless it says that nothing was said."""
+    """Return what stands under a heading of the third level, unless it says that nothing was said."""
     match = re.search(rf"^### {heading}\n(.*?)(?=^#{{1,3}} |\Z)", text, re.M | re.S)
     found = match[1].strip() if match else ""
     return found if found and not _UNTOLD.fullmatch(found) else None
 
 
 def _travelling(source: str) -> str | None:
-    """What of the code lies in a directory, or in a repository of the Hub by what its config says."""
+    """Return what of the code lies in a directory, or in a repository of the Hub by what its config says."""
     folder = Path(source) / CODE_FOLDER
     if Path(source).is_dir() and not folder.is_dir():
         return None

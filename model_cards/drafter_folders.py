@@ -1,4 +1,9 @@
-"""Drafters that stand apart from their backbone, as engines serve them: directory, command, and what was checked."""
+"""Drafters as engines serve them beside their backbone: directory, command, and what was checked.
+
+vLLM has no code for modules of Llama, Qwen or Mistral, and refuses tensors of layers that a backbone does not have. But
+it takes a drafter from a directory of its own, and two families that it knows hold our module tensor for tensor: Hy3
+(attention without biases) and MiMo (with biases of q, k and v).
+"""
 
 from __future__ import annotations
 
@@ -8,35 +13,73 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
-from ..modeling import EagleHead, MTPHeads
+from ..modeling import DeepSeekMTP, EagleHead, MTPHeads
 from ..modeling.deepseek.checkpoint_files import tensor_dtypes
 from .vllm_proposer import OPTION, HeadProposer
 
 PROPOSER = f"tokenahead.model_cards.{HeadProposer.__module__.rpartition('.')[2]}.{HeadProposer.__name__}"
 _RUN = "directories of this kind were run in vLLM 0.32.0 on CPUs: greedy text equal, drafts as here"
 _READ = "SGLang's loader was read and not run"
+LAYOUTS = {"llama": "hy3", "mistral": "hy3", "qwen2": "mimo", "qwen3": "hy3"}
+"""Families whose backbones vLLM serves with such a directory, and its layout."""
+_GEMMA = ", whose MLP has gelu where the layouts have silu, and whose layers have norms that they lack"
+_REASONS: dict[str, str] = {
+    "gemma": ", whose MLP has gelu where the layouts have silu, and whose norms multiply by 1 + weight",
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+}
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "rope_parameters",
+)
+_MIMO_NAMES = {
+    "enorm.": "token_layernorm.",
+    "hnorm.": "hidden_layernorm.",
+    "eh_proj.": "input_proj.",
+    "norm.": "final_layernorm.",
+    "block.": "",
+}
+_BIASED = ("q_proj", "k_proj", "v_proj")
 
 
 @dataclass
-class ServedFolder:
-    """A directory that was written, and what there is to say of it.
+class ExportReport:
+    """What was written.
 
     Attributes:
-        num_tensors: Tensors in it.
+        folder: Where.
+        engine: For which engine.
+        num_tensors: Tensors in the directory.
         command: How to serve it.
-        checked: What was checked, and how.
         warnings: What will not work as in this library.
+        checked: What was checked, and how; `print(report)` shows all of it.
     """
 
+    folder: Path
+    engine: str
     num_tensors: int
     command: str
-    checked: list[str]
     warnings: list[str] = field(default_factory=list)
+    checked: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{self.folder}: {self.num_tensors} tensors for {self.engine}", f"  serve:   {self.command}"]
+        lines += [f"  checked: {text}" for text in self.checked]
+        return "\n".join(lines + [f"  warning: {text}" for text in self.warnings])
 
 
-def write_drafter(drafter: MTPHeads | EagleHead, folder: Path, engine: str) -> ServedFolder:
-    """Writes a drafter as an engine reads it, and reads it back.
+def write_drafter(drafter: MTPHeads | EagleHead, folder: Path, engine: str) -> ExportReport:
+    """Write a drafter as an engine reads it, and read it back.
 
     Args:
         drafter: Attached, where its leaves are the backbone's.
@@ -62,7 +105,7 @@ def write_drafter(drafter: MTPHeads | EagleHead, folder: Path, engine: str) -> S
     return _write_for_proposer(drafter, folder)
 
 
-def _write_medusa(heads: MTPHeads, folder: Path) -> ServedFolder:
+def _write_medusa(heads: MTPHeads, folder: Path) -> ExportReport:
     heads.export(folder, "vllm")
     names = set(tensor_dtypes(folder))
     config, count = json.loads((folder / "config.json").read_text(encoding="utf-8")), heads.window - 1
@@ -74,10 +117,10 @@ def _write_medusa(heads: MTPHeads, folder: Path) -> ServedFolder:
     _compare(folder, names, wanted)
     checked = ["config.json and the tensors' names were read back: one head per drafted token, none unknown", _RUN]
     speculative = {"method": "medusa", "model": str(folder), "num_speculative_tokens": count}
-    return ServedFolder(len(names), _command(heads, speculative), checked)
+    return ExportReport(folder, "vllm", len(names), _command(heads, speculative), checked=checked)
 
 
-def _write_for_proposer(heads: MTPHeads, folder: Path) -> ServedFolder:
+def _write_for_proposer(heads: MTPHeads, folder: Path) -> ExportReport:
     heads.save_pretrained(folder)
     again = MTPHeads.from_pretrained(folder)
     if not all(torch.equal(tensor.cpu(), again.state_dict()[name]) for name, tensor in heads.state_dict().items()):
@@ -97,10 +140,10 @@ def _write_for_proposer(heads: MTPHeads, folder: Path) -> ServedFolder:
         )
     options = json.dumps({OPTION: str(folder)})
     command = f"{_command(heads, speculative)} --additional-config '{options}'"
-    return ServedFolder(len(tensor_dtypes(folder)), command, checked, warnings)
+    return ExportReport(folder, "vllm", len(tensor_dtypes(folder)), command, warnings, checked)
 
 
-def _write_eagle(head: EagleHead, folder: Path, engine: str) -> ServedFolder:
+def _write_eagle(head: EagleHead, folder: Path, engine: str) -> ExportReport:
     head.export(folder, layout=engine)
     again = EagleHead.from_pretrained(folder).state_dict()
     if not all(torch.equal(tensor.cpu(), again[name]) for name, tensor in head.state_dict().items() if name in again):
@@ -119,7 +162,7 @@ def _write_eagle(head: EagleHead, folder: Path, engine: str) -> ServedFolder:
             f"EAGLE{'' if version == 1 else '3'} --speculative-draft-model-path {folder} --speculative-num-steps 3 "
             "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
         )
-    return ServedFolder(len(tensor_dtypes(folder)), command, checked)
+    return ExportReport(folder, engine, len(tensor_dtypes(folder)), command, checked=checked)
 
 
 def _compare(folder: Path, found: set[str], wanted: set[str]) -> None:
@@ -132,5 +175,110 @@ def _command(drafter: Any, speculative: dict[str, Any]) -> str:
 
 
 def _backbone(drafter: Any) -> str:
-    """The backbone's name, or a word that stands for its directory."""
+    """Return the backbone's name, or a word that stands for its directory."""
     return drafter.config.base_model_name_or_path or "BACKBONE"
+
+
+def check_retrofit(model: DeepSeekMTP) -> None:
+    """Refuse a model that the layouts cannot hold."""
+    config = model.config
+    if config.model_type not in LAYOUTS:
+        reason = _REASONS.get(config.model_type, "")
+        raise ValueError(
+            f"vllm has no layout that holds a module of {config.model_type!r}{reason} (it has for "
+            f"{', '.join(sorted(LAYOUTS))}); serve the backbone alone (model.main.save_pretrained(directory)), or with "
+            "heads (MTPHeads)"
+        )
+    if model.num_modules > 1:
+        raise ValueError(f"vLLM runs one module beside a backbone, and this model has {model.num_modules}; train one")
+    if config.hidden_act != "silu":
+        raise ValueError(f"hidden_act={config.hidden_act!r}: vLLM's layouts have 'silu'")
+    if model.mtp[0].kind == "sliding_attention":
+        raise ValueError(f"sliding_window={config.sliding_window}: vLLM's layouts attend to everything")
+    names = [name for name, _ in model.mtp[0].block.named_parameters() if name.endswith("bias")]
+    known = [f"self_attn.{name}.bias" for name in _BIASED] if LAYOUTS[config.model_type] == "mimo" else []
+    if others := sorted(set(names) - set(known)):
+        raise ValueError(f"{others[0]}: vLLM's {LAYOUTS[config.model_type]} layout has no such bias")
+    if LAYOUTS[config.model_type] == "mimo" and _head_dim(config) * config.num_attention_heads != config.hidden_size:
+        raise ValueError(f"head_dim={_head_dim(config)}: MiMo's layout has hidden_size / num_attention_heads")
+
+
+def save_retrofit(model: DeepSeekMTP, folder: Path, **options: Any) -> tuple[Path, Path]:
+    """Write `folder/backbone`, which plain transformers reads, too, and `folder/draft`."""
+    backbone, draft = folder / "backbone", folder / "draft"
+    count = model.config.num_nextn_predict_layers
+    del model.config.num_nextn_predict_layers
+    try:
+        model.main.save_pretrained(backbone, **options)
+    finally:
+        model.config.num_nextn_predict_layers = count
+    draft.mkdir(parents=True, exist_ok=True)
+    layout = LAYOUTS[model.config.model_type]
+    config, tensors = _hy3(model) if layout == "hy3" else _mimo(model)
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    (draft / "config.json").write_text(text, encoding="utf-8")
+    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+    return backbone, draft
+
+
+def overrides(model: DeepSeekMTP) -> dict[str, Any]:
+    """Return fields that vLLM's draft classes look up in the backbone's configuration (`--hf-overrides`)."""
+    return {
+        "num_nextn_predict_layers": 1,
+        "first_k_dense_replace": model.config.num_hidden_layers + 1,
+        "qk_norm": hasattr(model.mtp[0].block.self_attn, "q_norm"),
+    }
+
+
+def _common(model: DeepSeekMTP) -> dict[str, Any]:
+    config = model.config.to_dict()
+    sizes = {name: config[name] for name in _SIZES if config.get(name) is not None}
+    rope = config.get("rope_parameters") or {}
+    dtype = str(model.dtype).removeprefix("torch.")
+    return sizes | {
+        "head_dim": _head_dim(model.config),
+        "rope_theta": rope.get("rope_theta", 10000.0),
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        **overrides(model),
+    }
+
+
+def _hy3(model: DeepSeekMTP) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    prefix = f"model.layers.{model.config.num_hidden_layers}."
+    config = {
+        "architectures": ["HYV3ForCausalLM"],
+        "model_type": "hy_v3",
+        "num_experts": 1,
+        "num_experts_per_tok": 1,
+        "num_shared_experts": 0,
+        "moe_intermediate_size": 8,
+    }
+    parts = {"norm.": "final_layernorm.", "block.": ""}
+    return config | _common(model), _renamed(model, prefix, parts)
+
+
+def _mimo(model: DeepSeekMTP) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    prefix, module = "model.mtp_layers.0.", model.mtp[0]
+    tensors = _renamed(model, prefix, _MIMO_NAMES)
+    projection = tensors[f"{prefix}input_proj.weight"]
+    tensors[f"{prefix}input_proj.weight"] = projection.roll(model.config.hidden_size, dims=1)  # [hidden; embedding]
+    for name in _BIASED:
+        weight = module.block.get_parameter(f"self_attn.{name}.weight")
+        tensors.setdefault(f"{prefix}self_attn.{name}.bias", weight.new_zeros(len(weight)))
+    tensors["model.embed_tokens.weight"] = model.get_input_embeddings().get_parameter("weight")
+    tensors["lm_head.weight"] = model.get_output_embeddings().get_parameter("weight").clone()
+    return {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"} | _common(model), tensors
+
+
+def _renamed(model: DeepSeekMTP, prefix: str, parts: dict[str, str]) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name, tensor in model.mtp[0].state_dict().items():
+        part = next((ours for ours in parts if name.startswith(ours)), "")
+        tensors[prefix + parts.get(part, "") + name.removeprefix(part)] = tensor
+    return tensors
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

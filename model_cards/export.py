@@ -7,7 +7,6 @@ The checks compare the directory with what the engines' loaders ask for; the rep
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from ..modeling import DeepSeekMTP, EagleHead, MTPHeads
 from ..modeling.deepseek.checkpoint_files import tensor_dtypes
 from ..modeling.deepseek.draft_vocabulary import FILE as DRAFT_VOCABULARY
 from ..training.files import replace_text
-from .draft_folder import check_retrofit, overrides, save_retrofit
-from .drafter_folders import write_drafter
+from .drafter_folders import ExportReport, check_retrofit, overrides, save_retrofit, write_drafter
 
 MEASURED = {"vllm": ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3")}
 """The families whose exported directories were run in an engine (vLLM 0.32.0 on CPUs): text and drafts were as here."""
@@ -44,32 +42,6 @@ _PARTS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 _FIELDS = {"deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}}
 
 
-@dataclass
-class ExportReport:
-    """What was written.
-
-    Attributes:
-        folder: Where.
-        engine: For which engine.
-        num_tensors: Tensors in the directory.
-        command: How to serve it.
-        warnings: What will not work as in this library.
-        checked: What was checked, and how; `print(report)` shows all of it.
-    """
-
-    folder: Path
-    engine: str
-    num_tensors: int
-    command: str
-    warnings: list[str] = field(default_factory=list)
-    checked: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        lines = [f"{self.folder}: {self.num_tensors} tensors for {self.engine}", f"  serve:   {self.command}"]
-        lines += [f"  checked: {text}" for text in self.checked]
-        return "\n".join(lines + [f"  warning: {text}" for text in self.warnings])
-
-
 def export(
     model: DeepSeekMTP | MTPHeads | EagleHead,
     folder: str | PathLike,
@@ -78,7 +50,7 @@ def export(
     copies: bool | None = None,
     **options: Any,
 ) -> ExportReport:
-    """Writes a model as an engine reads it, and checks what was written.
+    """Write a model as an engine reads it, and check what was written.
 
     Besides what `save_pretrained` writes, config.json has the older names of fields that transformers 5 renamed, and
     every module has its copies of embeddings and head, where official files have them. A retrofitted backbone becomes
@@ -112,15 +84,14 @@ def export(
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; choose 'vllm' or 'sglang'")
     if isinstance(model, (MTPHeads, EagleHead)):
-        found = write_drafter(model, Path(folder), engine)
-        return ExportReport(Path(folder), engine, found.num_tensors, found.command, found.warnings, found.checked)
+        return write_drafter(model, Path(folder), engine)
     warnings = _check_model(model, engine)
     if family_of(model.config).retrofit:
         return _export_retrofit(model, Path(folder), tokenizer, warnings, **options)
     folder, before = Path(folder), model.shared_copies
     model.shared_copies = bool(family_of(model.config).copies) if copies is None else copies
     try:
-        model.save_pretrained(folder, **{"remote_code": None} | options)  # an engine has its own code
+        model.save_pretrained(folder, **{"remote_code": None, **options})  # an engine has its own code
         _add_fields(folder / "config.json", model.config)
         names = set(tensor_dtypes(folder))
         problems = _problems(folder, names, model)
@@ -162,7 +133,7 @@ def _check_model(model: DeepSeekMTP, engine: str) -> list[str]:
 
 
 def _checked(model: DeepSeekMTP, engine: str) -> list[str]:
-    """What is known of the directory, and how."""
+    """Return what is known of the directory, and how."""
     family, model_type = family_of(model.config), model.config.model_type
     found = ["config.json and the tensors' names were read back: fields, parts, copies, no fused experts, none unknown"]
     if not _is_like_last(model):
@@ -177,8 +148,9 @@ def _export_retrofit(
     model: DeepSeekMTP, folder: Path, tokenizer: PreTrainedTokenizerBase | None, warnings: list[str], **options: Any
 ) -> ExportReport:
     backbone, draft = save_retrofit(model, folder, **options)
-    for place in (backbone, draft) if tokenizer is not None else ():
-        tokenizer.save_pretrained(place)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(backbone)
+        tokenizer.save_pretrained(draft)
     names = [*tensor_dtypes(backbone), *tensor_dtypes(draft)]
     if unknown := sorted(name for name in tensor_dtypes(backbone) if _layer(name) >= model.config.num_hidden_layers):
         raise RuntimeError(f"{backbone} is not what vllm asks for: {unknown[0]} is no tensor of the backbone")
@@ -200,7 +172,7 @@ def _layer(name: str) -> int:
 
 
 def _add_fields(path: Path, own: PreTrainedConfig) -> None:
-    """Adds what engines read under older names."""
+    """Add what engines read under older names."""
     config = json.loads(path.read_text(encoding="utf-8"))
     rope = dict(config.get("rope_parameters") or {})
     theta, kind = rope.pop("rope_theta", 10000.0), rope.get("rope_type", "default")
@@ -212,7 +184,7 @@ def _add_fields(path: Path, own: PreTrainedConfig) -> None:
 
 
 def _hy3_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """What vLLM's Hy3 reads; transformers has the first one as a list, and takes the others for granted."""
+    """Return what vLLM's Hy3 reads; transformers has the first one as a list, and takes the others for granted."""
     if config.model_type != "hy_v3":
         return {}
     kinds = [*config.mlp_layer_types, "sparse"]
@@ -225,7 +197,7 @@ def _hy3_fields(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _problems(folder: Path, names: set[str], model: DeepSeekMTP) -> list[str]:
-    """What differs from an official directory, in words."""
+    """Return what differs from an official directory, in words."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     main, layers, count = model.main, num_layers(model.config), model.num_modules
     family = family_of(model.config)
@@ -249,13 +221,13 @@ def _problems(folder: Path, names: set[str], model: DeepSeekMTP) -> list[str]:
 
 
 def _is_like_last(model: DeepSeekMTP) -> bool:
-    """Whether a module's block has the tensors of the main model's last layer."""
+    """Return whether a module's block has the tensors of the main model's last layer."""
     family = family_of(model.config)
     return family.body == "layer" and family.has_twin and not family.block
 
 
 def _module_names(names: set[str], model: DeepSeekMTP, k: int) -> set[str]:
-    """The tensors of module k by official pattern: its parts, its copies, and what the last layer has."""
+    """Return the tensors of module k by official pattern: its parts, its copies, and what the last layer has."""
     family, layers = family_of(model.config), num_layers(model.config)
     ours = f"model.layers.{layers + k}."
     parts = _PARTS if family.norm_before_head else _PARTS[:3]

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from ..configuration import EagleHeadConfig, MTPHeadConfig
+from ..configuration import EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPConfig
+from ..generation.attach import AttachableDrafter
+from ..modeling import DeepSeekMTP
 from ..modeling.remote_code import TRANSFORMERS, TravellingMixin
-from .citations import PAPERS
 
 _CHAIN = 5  # tokens that an EAGLE head drafts where nobody asks for a number
 _SLOTS = {
     "one_hot": "parallel token prediction; a slot predicts the token that its own uniform picks",
-    "categorical": "parallel token prediction; a slot predicts the distribution of the token behind its own",
-    "mask": "masked prediction; a slot, made of a mask token, predicts the distribution of the token behind its own",
+    "categorical": "parallel token prediction; a slot predicts the distribution of the token after its own",
+    "mask": "masked prediction; a slot, made of a mask token, predicts the distribution of the token after its own",
 }
 
 _SIZES = {
@@ -69,7 +71,7 @@ class ModelFacts:
 
 
 def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: str | None = "auto") -> ModelFacts:
-    """Collects the facts of a model, or of a config alone (then without the number of parameters).
+    """Collect the facts of a model, or of a config alone (then without the number of parameters).
 
     Args:
         config_or_model: A model with a multi-token head, a drafter apart from a backbone, or the config of either.
@@ -85,94 +87,96 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: s
     config = config_or_model if model is None else model.config
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"config_or_model is a {type(config).__name__}; it must be a model or its config")
-    kind, window, drafting = _drafting(config, model)
+    drafting = _drafting(config, model)
     found = _class(config) if model is None else type(model)
-    heads_only = hasattr(found, "attach") and not found.can_generate()
+    heads_only = issubclass(found, AttachableDrafter)
     if not issubclass(found, TravellingMixin):
         remote_code = None
     elif remote_code == "auto":
         remote_code = "bundle" if found.travels_when_pushed else None
-    needs = [f"'transformers=={TRANSFORMERS}.*'", *(["peft"] if kind == "uniforms" else [])]
+    needs = [f"'transformers=={TRANSFORMERS}.*'", *(["peft"] if drafting.kind == "uniforms" else [])]
     return ModelFacts(
         class_name=found.__name__,
         model_type=config.model_type,
-        drafting=drafting,
-        window=window,
-        kind=kind,
+        drafting=drafting.rows,
+        window=drafting.window,
+        kind=drafting.kind,
         sizes=_sizes(config.get_text_config(), model),
         heads_only=heads_only,
         remote_code=remote_code,
         requires=("torch", *needs),
-        backbone=hub_id(getattr(config, "base_model_name_or_path", None)) if heads_only else None,
-        citations=_citations(kind, config),
+        backbone=hub_id(vars(config).get("base_model_name_or_path")) if heads_only else None,
+        citations=_citations(drafting.papers),
     )
 
 
-def _drafting(config: PreTrainedConfig, model: PreTrainedModel | None) -> tuple[str, int, list[tuple[str, str]]]:
-    """Kind, window, and rows of the table."""
-    if hasattr(config, "num_slots"):
+@dataclass(frozen=True)
+class _Drafting:
+    """What drafts: fields of `ModelFacts`, and the keys of its papers in `citations.bib`."""
+
+    kind: str
+    window: int
+    rows: list[tuple[str, str]]
+    papers: tuple[str, ...]
+
+
+def _drafting(config: PreTrainedConfig, model: PreTrainedModel | None) -> _Drafting:
+    if isinstance(config, PTPConfig):
         return _slots(config)
     if isinstance(config, EagleHeadConfig):
         return _eagle(config)
-    if modules := getattr(model, "num_modules", 0):
-        return (
-            "modules",
-            modules + 1,
-            [("Modules", f"{modules}, sequential; the last one is used again in longer drafts")],
-        )
-    return _head(config)
-
-
-def _slots(config: PreTrainedConfig) -> tuple[str, int, list[tuple[str, str]]]:
-    window = config.num_slots + (not config.predicts_first)
-    distribution = ", ".join(f"{name} {value}" for name, value in config.sampling.items())
-    rows = [
-        ("Drafts", f"`{config.variant}`: {_SLOTS[config.variant]}"),
-        ("Slots", f"{config.num_slots}: {window - 1} drafted beside the next token"),
-        ("Uniforms as", f"`{config.features}`, {config.feature_dim} features")
-        if config.reads_uniforms
-        else ("Sampler head", f"`{config.sampler}`"),
-        ("Learned for", distribution),
-    ]
-    return "uniforms", window, rows
-
-
-def _eagle(config: EagleHeadConfig) -> tuple[str, int, list[tuple[str, str]]]:
-    states = f"{config.num_aux} states of the backbone" if config.num_aux else "the backbone's last state"
-    rows = [("Head", f"EAGLE, version {config.version}: {config.num_hidden_layers} decoder layer(s) on {states}")]
-    if config.draft_vocab_size < config.vocab_size:
-        rows.append(("Drafts", f"{config.draft_vocab_size:,} of {config.vocab_size:,} token ids"))
-    return "eagle", _CHAIN + 1, rows
-
-
-def _citations(kind: str, config: PreTrainedConfig) -> list[str]:
-    if kind == "eagle":
-        return [PAPERS["eagle1"], PAPERS["eagle3"]][: 1 if config.version == 1 else 2]
-    if kind == "heads":
-        head = getattr(config, "mtp_head", config)
-        paper = head.family.paper
-        return [] if paper is None else [PAPERS.get(paper, paper)]
-    return [PAPERS["mask" if getattr(config, "variant", None) == "mask" else kind]]
-
-
-def _head(config: PreTrainedConfig) -> tuple[str, int, list[tuple[str, str]]]:
-    """Of a model's head, or of heads apart."""
-    head = config if config.model_type == MTPHeadConfig.model_type else getattr(config, "mtp_head", None)
-    if head is None:
+    if isinstance(model, DeepSeekMTP) and model.num_modules:
+        row = ("Modules", f"{model.num_modules}, sequential; the last one is used again in longer drafts")
+        return _Drafting("modules", model.num_modules + 1, [row], ("deepseekai2024v3",))
+    head = config.mtp_head if isinstance(config, EvaByteConfig) else config
+    if not isinstance(head, MTPHeadConfig):
         raise TypeError(
             f"{type(config).__name__} has no `mtp_head`, and is no config of a drafter: cards are for models that draft"
         )
+    return _head(head, type(config).__name__)
+
+
+def _slots(config: PTPConfig) -> _Drafting:
+    window = config.num_slots + (not config.predicts_first)
+    reads = ("Uniforms as", f"`{config.features}`, {config.feature_dim} features")
+    rows = [
+        ("Drafts", f"`{config.variant}`: {_SLOTS[config.variant]}"),
+        ("Slots", f"{config.num_slots}: {window - 1} drafted beside the next token"),
+        reads if config.reads_uniforms else ("Sampler head", f"`{config.sampler}`"),
+        ("Learned for", ", ".join(f"{name} {value}" for name, value in (config.sampling or {}).items())),
+    ]
+    paper = "samragh2025future" if config.variant == "mask" else "draxler2025ptp"
+    return _Drafting("uniforms", window, rows, (paper,))
+
+
+def _eagle(config: EagleHeadConfig) -> _Drafting:
+    states = f"{config.num_aux} states of the backbone" if config.num_aux else "the backbone's last state"
+    rows = [("Head", f"EAGLE, version {config.version}: {config.num_hidden_layers} decoder layer(s) on {states}")]
+    if config.draft_vocab_size is not None and config.draft_vocab_size < config.vocab_size:
+        rows.append(("Drafts", f"{config.draft_vocab_size:,} of {config.vocab_size:,} token ids"))
+    papers = ("li2024eagle", "li2025eagle3")
+    return _Drafting("eagle", _CHAIN + 1, rows, papers[: 1 if config.version == 1 else 2])
+
+
+def _head(head: MTPHeadConfig, name: str) -> _Drafting:
     if head.window is None:
-        raise TypeError(f"{type(config).__name__} leaves the head's `window` open; set it before rendering a card")
+        raise TypeError(f"{name} leaves the head's `window` open; set it before rendering a card")
     rows = [
         ("Head", f"`{head.head_type}`: {head.describe()} ({head.family.citation})"),
         ("Window", f"{head.window}: the next token and {head.window - 1} drafted"),
     ]
-    return "heads", head.window, rows
+    return _Drafting("heads", head.window, rows, (head.family.paper,) if head.family.paper else ())
+
+
+def _citations(papers: tuple[str, ...]) -> list[str]:
+    """Return BibTeX entries; a paper that `citations.bib` does not have is one itself."""
+    text = (Path(__file__).parent / "templates" / "citations.bib").read_text(encoding="utf-8")
+    entries = {entry.partition("{")[2].partition(",")[0]: entry.strip() for entry in text.split("\n\n")}
+    return [entries.get(paper, paper) for paper in papers]
 
 
 def hub_id(name: str | None) -> str | None:
-    """`name` if it is a Hub id; a path on the machine that trained a model is nobody else's business."""
+    """Return `name` if it is a Hub id, and None for a local path."""
     if not name or Path(name).exists():
         return None
     try:
@@ -183,18 +187,18 @@ def hub_id(name: str | None) -> str | None:
 
 
 def _class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that the Auto classes would build.
+    """Return the class that the Auto classes would build.
 
     Not `config.architectures`: official files name classes of the official code.
     """
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
         if (found := mapping.get(type(config), None)) is not None:
-            return found
+            return cast(type[PreTrainedModel], found)
     raise TypeError(f"{type(config).__name__} has no model class that AutoModelForCausalLM knows; pass the model")
 
 
 def _sizes(config: PreTrainedConfig, model: PreTrainedModel | None) -> list[tuple[str, str]]:
-    """Rows of the table of sizes: parameters if a model is at hand, then what the config holds."""
+    """Return rows of the table of sizes: parameters if a model is at hand, then what the config holds."""
     rows = [] if model is None else [("Parameters", f"{model.num_parameters():,}")]
     values = ((label, getattr(config, name, None)) for name, label in _SIZES.items())
     return rows + [(label, f"{value:,}") for label, value in values if value is not None]

@@ -6,15 +6,28 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi, ModelCard
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling.remote_code import TravellingMixin
 from ..training.files import replace_text
-from .card import local_pictures, render_card
-from .hub import check_same_model, check_token, reachable
-from .public_copy import hide_local_names
+from .card import local_pictures, render_card, write_card
+from .facts import hub_id
+from .hub import check_same_model, check_token, hide_local_names, public_copy, reachable
+
+__all__ = [
+    "WEIGHTS",
+    "check_token",
+    "hub_id",
+    "public_copy",
+    "push_model",
+    "push_to_hub",
+    "reachable",
+    "render_card",
+    "write_card",
+]
 
 # the names under which transformers saves weights: an upload adds files and removes none, and a loader that finds
 # one file of an earlier push beside the shards of this one would take the old weights
@@ -37,11 +50,10 @@ def push_to_hub(
     remote_code: str | None = "auto",
     overwrite: bool = False,
 ) -> str:
-    """Pushes a model, its tokenizer, its card and further files as one commit; if nothing changed, as none.
+    """Push a model, its tokenizer, its card and further files as one commit; if nothing changed, as none.
 
     `model.push_to_hub` works as well and keeps a card that is already on the Hub, but every object makes its own
-    commit. Weight files of an earlier push that this one does
-    not replace (other shards) are deleted from the head of the branch; nothing else on the Hub is.
+    commit. Weight files of an earlier push that this one does not replace (other shards) are deleted; nothing else is.
 
     Args:
         model: The model; saved with its `save_pretrained`.
@@ -66,7 +78,7 @@ def push_to_hub(
         huggingface_hub.errors.HfHubHTTPError: The Hub refuses, for example a wrong token (401).
 
     Example:
-        >>> card = render_card(model, results, license="apache-2.0", repo_id="me/toy", figure="acceptance.png")
+        >>> card = render_card(model, results, license="apache-2.0", repo_id="me/toy", picture="acceptance.png")
         >>> push_to_hub(model, tokenizer, card, "me/toy", files=["acceptance.png", "results.json"])
         'https://huggingface.co/me/toy'
     """
@@ -82,16 +94,8 @@ def push_to_hub(
             _check_private(api, repo.repo_id)
         if not overwrite:
             check_same_model(api, repo.repo_id, model)
-        with TemporaryDirectory() as folder:
-            _save(model, tokenizer, sources, Path(folder), remote_code)
-            # after the model: a save_pretrained may write a README.md of its own
-            replace_text(Path(folder) / "README.md", str(card))
-            api.upload_folder(
-                repo_id=repo.repo_id,
-                folder_path=folder,
-                commit_message=commit_message or f"Upload {type(model).__name__}, tokenizer and card",
-                delete_patterns=WEIGHTS,
-            )
+        message = commit_message or f"Upload {type(model).__name__}, tokenizer and card"
+        _upload(api, repo.repo_id, model, tokenizer, card, sources, remote_code, commit_message=message)
     return str(repo)
 
 
@@ -101,30 +105,28 @@ def push_model(
     *,
     remote_code: str | None = "auto",
     commit_message: str | None = None,
-    commit_description: str | None = None,
     private: bool | None = None,
     token: bool | str | None = None,
     revision: str | None = None,
-    create_pr: bool = False,
     max_shard_size: int | str = "50GB",
     tags: list[str] | None = None,
     overwrite: bool = False,
+    **options: Any,
 ) -> CommitInfo:
-    """What `model.push_to_hub` does: the model alone, with a card where the repository has none.
+    """Push a model alone, as its `push_to_hub` does, with a card where the repository has none.
 
     Args:
         model: A model or a drafter of this library.
         repo_id: `"user/name"`; created if it does not exist.
-        remote_code: As for `save_pretrained`.
+        remote_code: What of the code travels with it; `"auto"`: a bundle with models, none with drafters.
         commit_message: First line of the commit.
-        commit_description: What follows it.
         private: Whether a new repository is private; None takes the account's default.
         token: Access token; None or True takes the one of this machine.
         revision: Branch to push to; made if it is not there.
-        create_pr: Propose the commit instead.
         max_shard_size: As for `save_pretrained`.
         tags: Further tags of the card.
         overwrite: Push also where the repository holds another model.
+        **options: `create_pr` and `commit_description`, as for `HfApi.upload_folder`.
 
     Returns:
         The commit.
@@ -135,43 +137,70 @@ def push_model(
     """
     check_token(token)
     api = HfApi(token=token)
-    with reachable(repo_id), TemporaryDirectory() as folder:
+    options |= {"commit_message": commit_message or f"Upload {type(model).__name__}", "revision": revision}
+    with reachable(repo_id):
         repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if not overwrite:
             check_same_model(api, repo, model)
         if revision and not revision.startswith("refs/pr"):
             api.create_branch(repo, branch=revision, exist_ok=True)
-        _save(model, None, {}, Path(folder), remote_code, max_shard_size=max_shard_size)
-        if card := _card_of_push(api, repo, model, remote_code, tags or []):
-            replace_text(Path(folder) / "README.md", str(card))
-        return api.upload_folder(
-            repo_id=repo,
-            folder_path=folder,
-            commit_message=commit_message or f"Upload {type(model).__name__}",
-            commit_description=commit_description,
-            revision=revision,
-            create_pr=create_pr,
-            delete_patterns=WEIGHTS,
-        )
+        card = _card_of_push(api, repo, model, remote_code, tags or [])
+        return _upload(api, repo, model, None, card, {}, remote_code, max_shard_size, **options)
+
+
+def _upload(
+    api: HfApi,
+    repo_id: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    card: ModelCard | None,
+    sources: dict[str, Path],
+    remote_code: str | None,
+    max_shard_size: int | str = "50GB",
+    **options: Any,
+) -> CommitInfo:
+    """Save all that is to be uploaded into one directory, and upload it as one commit."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        model.save_pretrained(folder, max_shard_size=max_shard_size, **_code(model, remote_code))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder, **_code(tokenizer, remote_code))
+        hide_local_names(folder)
+        for file, source in sources.items():
+            if (folder / file).exists():
+                raise ValueError(f"files: {source} has the name of a file that the model itself saves; rename it")
+            shutil.copyfile(source, folder / file)
+        if card is not None:  # after the model: a save_pretrained may write a README.md of its own
+            replace_text(folder / "README.md", str(card))
+        return api.upload_folder(repo_id=repo_id, folder_path=folder, delete_patterns=WEIGHTS, **options)
+
+
+def _code(saved: PreTrainedModel | PreTrainedTokenizerBase, remote_code: str | None) -> dict[str, Any]:
+    """Return options of `save_pretrained`; what is not of this library takes none."""
+    return {"remote_code": saved.code_when_pushed(remote_code)} if isinstance(saved, TravellingMixin) else {}
 
 
 def _card_of_push(
     api: HfApi, repo_id: str, model: PreTrainedModel, remote_code: str | None, tags: list[str]
 ) -> ModelCard | None:
-    """A new card (also for an unfilled form), the one that is there with further tags, or None where that stays."""
-    there = ModelCard.load(repo_id, token=api.token) if api.file_exists(repo_id, "README.md") else None
+    """Return a new card (also for an unfilled form), the one that is there with further tags, or None to keep that."""
+    there = ModelCard(_text_of(api, repo_id)) if api.file_exists(repo_id, "README.md") else None
     if there is None or there.text.count(_BLANK) >= _MANY:
         try:
             return render_card(model, None, repo_id=repo_id, metadata={"tags": tags}, remote_code=remote_code)
         except TypeError:  # a backbone alone, or a class of a user: nothing of ours to describe
             return None
-    new = [tag for tag in tags if tag not in (there.data.tags or [])]
-    there.data.tags = [*(there.data.tags or []), *new]
-    return there if new else None
+    known = there.data.get("tags") or []
+    there.data["tags"] = list(dict.fromkeys([*known, *tags]))
+    return there if {*tags} - {*known} else None
+
+
+def _text_of(api: HfApi, repo_id: str) -> str:
+    return Path(api.hf_hub_download(repo_id, "README.md")).read_text(encoding="utf-8")
 
 
 def _check_files(files: Sequence[str | Path]) -> dict[str, Path]:
-    """The further files by the name that they get; each must exist."""
+    """Return the further files by the name that they get; each must exist."""
     sources = {Path(file).name: Path(file) for file in files}
     for source in sources.values():
         if not source.is_file():
@@ -182,39 +211,15 @@ def _check_files(files: Sequence[str | Path]) -> dict[str, Path]:
 
 
 def _check_pictures(card: ModelCard, sources: dict[str, Path]) -> None:
-    """Refuses a card whose figures would be broken links on the Hub."""
+    """Refuse a card whose figures would be broken links on the Hub."""
     missing = [name for name in local_pictures(card) if name not in sources]
     if missing:
         raise FileNotFoundError(f"the card shows the figure {missing[0]!r}; pass its path in files=[...]")
 
 
 def _check_private(api: HfApi, repo_id: str) -> None:
-    """`create_repo` leaves an existing repository as it is, silently."""
+    """Refuse a public repository: `create_repo` leaves an existing one unchanged, silently."""
     if not api.model_info(repo_id).private:
         raise ValueError(
             f"private=True, but {repo_id!r} exists and is public: make it private there, or push to another name"
         )
-
-
-def _code(thing: PreTrainedModel | PreTrainedTokenizerBase, remote_code: str | None) -> dict[str, str | None]:
-    """Options of `save_pretrained`; what is not of this library takes none."""
-    return {"remote_code": thing.code_when_pushed(remote_code)} if isinstance(thing, TravellingMixin) else {}
-
-
-def _save(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    sources: dict[str, Path],
-    folder: Path,
-    remote_code: str | None,
-    **options: int | str,
-) -> None:
-    """Saves all that is to be uploaded into `folder`."""
-    model.save_pretrained(folder, **_code(model, remote_code), **options)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder, **(_code(tokenizer, remote_code)))
-    hide_local_names(folder)
-    for name, source in sources.items():
-        if (folder / name).exists():
-            raise ValueError(f"files: {source} has the name of a file that the model itself saves; rename it")
-        shutil.copyfile(source, folder / name)

@@ -1,4 +1,4 @@
-"""The networks. Nothing here knows how drafts are verified; each model class mixes that in, in one line."""
+"""The networks. How drafts are verified is mixed in by each model class, in one line."""
 
 from .deepseek.model import DeepSeekMTP
 from .eagle.model import EagleHead

@@ -1,4 +1,4 @@
-"""Directories that are written whole or not at all, and weights of an earlier save taken away. Knows no model."""
+"""Directories that are written whole or not at all; weights of an earlier save are removed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _TEMPORARY = re.compile(r"\.tokenahead-saving\.(\d+)")
 
 @contextmanager
 def whole_folder(target: str | PathLike, variant: str | None = None) -> Iterator[Path]:
-    """A directory to write into, whose files come to `target` once all of them are there.
+    """Yield a directory to write into, whose files move to `target` once all of them are complete.
 
-    An exception, Ctrl-C or a full disk leaves `target` as it was, or absent; what a killed process left is removed by
-    the next save.
+    An exception, Ctrl-C or a full disk leaves `target` unchanged, or absent; the next save removes
+    what a killed process left.
 
     Args:
         target: The directory; files of the same names are replaced, config.json last, others stay.
@@ -36,12 +36,12 @@ def whole_folder(target: str | PathLike, variant: str | None = None) -> Iterator
     if target.is_file():
         raise NotADirectoryError(f"{target} is a file; name a directory to save to")
     # inside of a directory that exists: it may be a mount point, or in a directory where we may not write
-    place = target if target.is_dir() else target.parent
-    for left in place.glob(".tokenahead-saving.*") if place.is_dir() else ():
+    parent = target if target.is_dir() else target.parent
+    for left in parent.glob(".tokenahead-saving.*") if parent.is_dir() else ():
         if (match := _TEMPORARY.fullmatch(left.name)) and not _runs(int(match[1])):
             shutil.rmtree(left, ignore_errors=True)
-    temporary = place / f".tokenahead-saving.{os.getpid()}"
-    made = [folder for folder in (place, *place.parents) if not folder.exists()]
+    temporary = parent / f".tokenahead-saving.{os.getpid()}"
+    made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     try:
         temporary.mkdir(parents=True)
         yield temporary
@@ -56,7 +56,7 @@ def whole_folder(target: str | PathLike, variant: str | None = None) -> Iterator
 
 
 def _runs(process: int) -> bool:
-    """Whether a process of this machine runs; True where that cannot be asked without harm (Windows)."""
+    """Return whether a process of this machine runs; True where there is no harmless check (Windows)."""
     if os.name == "nt":
         return True
     try:
@@ -77,9 +77,9 @@ def _deliver(source: Path, target: Path, variant: str | None) -> None:
             return
     files = sorted((file for file in source.rglob("*") if file.is_file()), key=lambda file: file.name == CONFIG_NAME)
     for file in files:
-        place = target / file.relative_to(source)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        file.replace(place)
+        moved = target / file.relative_to(source)
+        moved.parent.mkdir(parents=True, exist_ok=True)
+        file.replace(moved)
     new = {file.name for file in files}
     if any(name.endswith(".safetensors") for name in new):
         for file in target.iterdir():
@@ -88,7 +88,7 @@ def _deliver(source: Path, target: Path, variant: str | None) -> None:
 
 
 def _is_weights(name: str, variant: str | None) -> bool:
-    """Whether transformers would save weights of the variant under this name."""
+    """Return whether transformers would save weights of the variant under this name."""
     part = f"\\.{re.escape(variant)}" if variant else ""
     weights, index = rf"model{part}(-\d{{5}}-of-\d{{5}})?\.safetensors", rf"model\.safetensors\.index{part}\.json"
     return bool(re.fullmatch(f"{weights}|{index}", name))

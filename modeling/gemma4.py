@@ -1,7 +1,7 @@
-"""Loading the assistants of Gemma 4 (`gemma4_assistant`), which have attention layers but no keys and values.
+"""Loading the assistants of Gemma 4 (`gemma4_assistant`), whose attention layers have no keys and values.
 
-All their layers read the backbone's. transformers 5.23.0 asks in their configuration which of the layers make what the
-others read, finds that none does, and refuses to build any: the configurations below answer for that case.
+All their layers read the backbone's. transformers 5.23.0 looks up which of the layers compute what the others reuse,
+finds none, and refuses to build any; the configurations below define `kv_sharing_modes` for that case.
 """
 
 from __future__ import annotations
@@ -15,42 +15,45 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from .loading import HUB_OPTIONS
 
 
-class _Borrowing:
-    """A text configuration of which all layers may read keys and values of another model."""
+class Gemma4TextConfig(transformers.Gemma4TextConfig):
+    """transformers' configuration, of which all layers may read keys and values of another model."""
 
     @property
     def kv_sharing_modes(self) -> list[str | None]:
-        """What each layer does about keys and values; see transformers' class."""
-        if self.num_kv_shared_layers == self.num_hidden_layers:
-            return ["reuse"] * self.num_hidden_layers
-        return super().kv_sharing_modes
+        """How each layer shares keys and values, as in transformers."""
+        return ["reuse"] * self.num_hidden_layers if _shares_all(self) else super().kv_sharing_modes
 
 
-class Gemma4TextConfig(_Borrowing, transformers.Gemma4TextConfig):
-    """transformers' configuration, under the name by which its Auto classes know it."""
+class Gemma4UnifiedTextConfig(transformers.Gemma4UnifiedTextConfig):
+    """The same for assistants of unified models."""
+
+    @property
+    def kv_sharing_modes(self) -> list[str | None]:
+        """How each layer shares keys and values, as in transformers."""
+        return ["reuse"] * self.num_hidden_layers if _shares_all(self) else super().kv_sharing_modes
 
 
-class Gemma4UnifiedTextConfig(_Borrowing, transformers.Gemma4UnifiedTextConfig):
-    """The same of the assistants of unified models."""
+def _shares_all(config: transformers.Gemma4TextConfig | transformers.Gemma4UnifiedTextConfig) -> bool:
+    return config.num_kv_shared_layers == config.num_hidden_layers
 
 
 _ASSISTANTS = {"gemma4_assistant": Gemma4TextConfig, "gemma4_unified_assistant": Gemma4UnifiedTextConfig}
 
 
 def borrows_states(config: PreTrainedConfig) -> bool:
-    """Whether a model of that configuration reads the keys and values of its backbone, and has none of its own."""
+    """Return whether a model reads the keys and values of its backbone and has none of its own."""
     return config.model_type in _ASSISTANTS
 
 
 def buildable(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of an assistant as transformers can build it; any other one as it is."""
+    """Return a configuration from which transformers can build an assistant; others are unchanged."""
     if borrows_states(config):
         config.text_config.__class__ = _ASSISTANTS[config.model_type]
     return config
 
 
 def load_assistant(folder: str | PathLike, **kwargs: Any) -> PreTrainedModel:
-    """A causal language model that is to draft: one with a cache of its own, or an assistant of Gemma 4.
+    """Load a causal language model that drafts: one with its own cache, or an assistant of Gemma 4.
 
     Args:
         folder: A directory or a repository of the Hub.

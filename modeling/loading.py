@@ -1,13 +1,10 @@
-"""Loading that refuses what it cannot load: another architecture, missing tensors, wrong shapes, damaged files.
-
-Knows no architecture.
-"""
+"""Loading that refuses what it cannot load: another architecture, missing tensors, wrong shapes, damaged files."""
 
 from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig
@@ -19,26 +16,28 @@ HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only"
 
 
 def check_is_there(name: str | PathLike) -> None:
-    """Refuses a path that leads nowhere, which the Hub could only call no name of its own.
+    """Refuse a path that does not exist, of which the Hub would only say that it is no repository.
 
     Raises:
-        FileNotFoundError: What can only be a directory, and is none.
+        FileNotFoundError: A path that is no directory.
     """
-    text = str(name)
-    is_path = text.startswith((".", "~")) or Path(text).is_absolute() or text.count("/") > 1
-    if is_path and not Path(text).exists():
-        raise FileNotFoundError(f"{text}: no such directory")
+    path = str(name)
+    is_path = path.startswith((".", "~")) or Path(path).is_absolute() or path.count("/") > 1
+    if is_path and not Path(path).exists():
+        raise FileNotFoundError(f"{path}: no such directory")
 
 
 class StrictLoadingMixin(SavingMixin):
-    """`from_pretrained` that raises where transformers would warn and go on with random weights.
+    """`from_pretrained` that raises where transformers would warn and continue with random weights.
 
-    And directories that are saved whole (`SavingMixin`). To be placed before `PreTrainedModel` among the bases.
+    Directories are saved whole (`SavingMixin`). To be placed before `PreTrainedModel` among the bases.
     """
+
+    config_class: ClassVar[type[PreTrainedConfig]]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
-        """Loads a model as `PreTrainedModel.from_pretrained` does.
+        """Load a model as `PreTrainedModel.from_pretrained` does.
 
         Raises:
             ValueError: A directory of another architecture, tensors that are missing or have another shape than the
@@ -66,11 +65,11 @@ class StrictLoadingMixin(SavingMixin):
 
     @classmethod
     def check_model_type(cls, name: str | PathLike | None, config: Any = None, **hub: Any) -> None:
-        """Looks at a directory's config.json before its fields are taken for those of this class.
+        """Check the architecture in a directory's config.json.
 
         Args:
             name: Directory or Hub repository; None loads nothing.
-            config: What was given as `config`; where it is a configuration, the directory's own is not read.
+            config: The argument `config`; where it is a configuration, the directory's own is not read.
             **hub: `revision`, `token`, ...
 
         Raises:

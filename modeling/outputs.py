@@ -14,11 +14,11 @@ States = bool | int | list[int]
 
 
 def states_asked_for(given: States | None, *configs: PreTrainedConfig) -> States:
-    """`output_hidden_states` as a decoder of transformers understands it.
+    """Return `output_hidden_states` as a decoder of transformers reads it.
 
     Args:
-        given: What the caller said; None: what the first of `configs` says that asks for any.
-        configs: Configurations, which a decoder would not ask when it is handed None.
+        given: The argument of the call; None: that of the first of `configs` that requests any.
+        configs: Configurations, which a decoder would not read.
 
     Returns:
         A flag or a list: the number 0 alone would be taken for False.
@@ -35,13 +35,13 @@ class MTPOutput(CausalLMOutputWithPast):
     Attributes:
         loss: Scalar, discounted sum of the per-depth losses; with labels only.
         logits: [B, L, V] of the ordinary next-token head ([B, L, N, V] with `return_all_pred_logits`); None where they
-            were not asked for in training.
+            were not requested in training.
         past_key_values: The cache, where one is used.
         hidden_states: Tuple over layers of [B, L, D], the last after the final norm; unselected entries are None.
         head_losses: [n] detached mean cross-entropy in nats per depth, the ordinary next token first; with labels only.
         backbone_loss: Detached scalar, the mean cross-entropy in nats of the backbone's own next-token head, where that
-            trains beside a head with a distribution of its own for the first token; it is then a part of `loss`.
-        acceptances: [n] detached mean probability that a token drawn at a depth is kept by a verifier that knows the
+            trains together with a head that has a distribution of its own for the first token; then a part of `loss`.
+        acceptances: [n] detached mean probability that a token drawn at a depth is accepted by a verifier given the
             true tokens before it, NaN at depth 1; where the backbone's distribution is what the drafter learns.
         missing_mass: Detached scalar, the backbone's mean mass outside `loss_top_k`; it bounds the acceptances' error.
         head_squares: [n] detached mean squared term per depth, where depths are balanced.
@@ -62,7 +62,7 @@ class DeepSeekMTPOutput(MTPOutput):
 
     Attributes:
         mtp_logits: Teacher-forced logits of depth k = 1..D, [B, L - k, V]: row i, made of the tokens up to i + k,
-            predicts token i + k + 1. None in training and while generating, unless asked for.
+            predicts token i + k + 1. None in training and while generating, unless requested.
         aux_loss: Scalar, balance of the main model's experts; with `output_router_logits` only, and with labels it is
             part of `loss`, times `router_aux_loss_coef`.
     """
@@ -80,7 +80,7 @@ class EagleOutput(CausalLMOutputWithPast):
         logits: [B, 1, V] of the backbone's last position.
         step_losses: [steps] detached, of each step of drafting; with labels only.
         head_losses: [steps] detached, the mean terms that the loss is made of.
-        acceptances: [steps] detached, mean probability that a token drawn at a step is kept.
+        acceptances: [steps] detached, mean probability that a token drawn at a step is accepted.
     """
 
     step_losses: torch.Tensor | None = None
@@ -93,7 +93,7 @@ class PTPOutput(CausalLMOutputWithPast):
     """Output of a causal language model with auxiliary rows.
 
     Attributes:
-        read: What the function `read` made of the last hidden states; `logits` are None then.
+        read: Result of the function `read` on the last hidden states; `logits` are None then.
     """
 
     read: Any = None

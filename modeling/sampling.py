@@ -1,12 +1,16 @@
-"""How a token is drawn from a distribution: freely, or by the uniform that picks it. A leaf that every room may use.
+"""Drawing tokens from distributions: freely, or by the uniform that picks them; and counter-based uniforms.
 
 A token is a function of a uniform u in [0, 1): with F the cumulative distribution, Pick(u) is the first token j with
 F_j > u (PTP paper, Eq. 3). Cumulative sums are float64, whatever the distribution's dtype: in float32 they misplace
-picks over large vocabularies. Knows no model.
+picks over large vocabularies. Imports no model.
 
-Free draws: processors make random numbers one after the other, so that one uniform per token is cheapest there, by far.
-Accelerators make them side by side, and there an exponential race, argmax w / E with E ~ Exp(1), saves the cumulative
-sum over the vocabulary. Neither makes the host wait, and no weight of 0 is ever drawn.
+Free draws: CPUs make random numbers one after the other, so one uniform per token is by far the cheapest there. On
+accelerators an exponential race, argmax w / E with E ~ Exp(1), saves the cumulative sum over the vocabulary. Neither
+synchronises with the host, and no weight of 0 is ever drawn.
+
+Counter-based uniforms (Philox4x32-10; Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") are a function
+of a key and a position, so that every position of every sequence can be computed at once, again, in any order, and
+alike on every device. Words of 32 bits are held in int64 tensors.
 """
 
 from __future__ import annotations
@@ -15,33 +19,33 @@ import torch
 
 
 def draw(weights: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """One token from each of the unnormalised distributions [..., v]: [...] int64."""
+    """Return one token from each of the unnormalised distributions [..., v]: [...] int64."""
     return draw_checked(weights, generator)[0]
 
 
 def draw_checked(weights: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `draw` returns, and a number [...] that is NaN where a weight is."""
+    """Return the tokens of `draw`, and a number [...] that is NaN where a weight is."""
     return (picked if weights.device.type == "cpu" else raced)(weights, generator)
 
 
 def picked(weights: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`draw_checked` by one uniform for each token; the number is the sum of the weights."""
+    """Return `draw_checked` by one uniform per draw; the number is the sum of the weights."""
     cumulative = weights.cumsum(-1, dtype=torch.float64).contiguous()
     total = cumulative[..., -1:]
-    places = torch.rand(total.shape, dtype=torch.float64, device=weights.device, generator=generator).mul_(total)
-    # no sum exceeds a place where all weights are 0, or NaN
-    tokens = torch.searchsorted(cumulative, places, right=True).clamp_max_(weights.shape[-1] - 1)
+    thresholds = torch.rand(total.shape, dtype=torch.float64, device=weights.device, generator=generator).mul_(total)
+    # no sum exceeds its threshold where all weights are 0, or NaN
+    tokens = torch.searchsorted(cumulative, thresholds, right=True).clamp_max_(weights.shape[-1] - 1)
     return tokens[..., 0], total[..., 0]
 
 
 def raced(weights: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`draw_checked` by a race of all tokens; the number is the winner's speed."""
+    """Return `draw_checked` by a race of all tokens; the number is the winner's speed."""
     best = _speeds(weights, generator).max(-1)
     return best.indices, best.values
 
 
 def race_order(weights: torch.Tensor, count: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    """The first `count` of an exponential race: draws without replacement, in order.
+    """Return the first `count` of an exponential race: draws without replacement, in order.
 
     Args:
         weights: [..., v] unnormalised; where fewer than `count` are positive, weights of 0 come last.
@@ -55,7 +59,7 @@ def race_order(weights: torch.Tensor, count: int, generator: torch.Generator | N
 
 
 def pick(u: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """Inverse-CDF picks: the first token with positive probability whose cumulative probability exceeds u.
+    """Return the inverse-CDF picks: the first token with positive probability whose cumulative probability exceeds u.
 
     Args:
         u: [...] in [0, 1).
@@ -70,7 +74,7 @@ def pick(u: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
 
 
 def interval(token: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The uniforms [low, high) that pick a token.
+    """Return the uniforms [low, high) that pick a token.
 
     Args:
         token: [...] int64.
@@ -86,12 +90,60 @@ def interval(token: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def _speeds(weights: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """w / E with E ~ Exp(1), by which the tokens of a race arrive."""
+    """Return w / E with E ~ Exp(1), the order in which the tokens of a race arrive."""
     arrival = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device).exponential_(generator=generator)
     # an exponential can round to 0, and 0 / 0 would win the race
     return weights / arrival.clamp_min_(torch.finfo(weights.dtype).tiny)
 
 
 def _last_possible(probs: torch.Tensor) -> torch.Tensor:
-    """The last token of positive probability, [...]."""
+    """Return the last token of positive probability, [...]."""
     return probs.shape[-1] - 1 - (probs > 0).flip(-1).long().argmax(-1)
+
+
+_LOW = 0xFFFFFFFF
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_WEYL = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+
+
+def philox(counters: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Philox4x32-10.
+
+    Args:
+        counters: [..., 4] int64 of 32 bits each, the least significant word first.
+        keys: [..., 2] int64 of 32 bits each.
+
+    Returns:
+        [..., 4] int64 of 32 random bits each.
+    """
+    one, two, three, four = counters.unbind(-1)
+    low_key, high_key = keys.unbind(-1)
+    for _ in range(_ROUNDS):
+        # an int64 product of two 32-bit words has the right 64 bits, although it may be shown as negative
+        first, third = one * _MULTIPLIERS[0], three * _MULTIPLIERS[1]
+        one, three = (third >> 32) & _LOW ^ two ^ low_key, (first >> 32) & _LOW ^ four ^ high_key
+        two, four = third & _LOW, first & _LOW
+        low_key, high_key = (low_key + _WEYL[0]) & _LOW, (high_key + _WEYL[1]) & _LOW
+    return torch.stack([one, two, three, four], dim=-1)
+
+
+def stream_uniforms(streams: torch.Tensor, start: int, count: int, purpose: int = 0) -> torch.Tensor:
+    """Uniforms `start` .. `start + count - 1` of streams.
+
+    Args:
+        streams: [B, 2] int64: a seed of 64 bits, and the number (of 32 bits) of one of its streams.
+        start: First position.
+        count: Positions.
+        purpose: Streams of different purposes are independent.
+
+    Returns:
+        [B, count] float32 in [0, 1), multiples of 2^-24, on the device of `streams`.
+    """
+    device = streams.device
+    blocks = torch.arange(start // 4, (start + count + 3) // 4, device=device).expand(len(streams), -1)
+    number = streams[:, 1:].expand_as(blocks)
+    counters = torch.stack([blocks & _LOW, blocks >> 32, number, torch.full_like(blocks, purpose)], dim=-1)
+    keys = torch.stack([streams[:, 0] & _LOW, (streams[:, 0] >> 32) & _LOW], dim=-1)
+    bits = philox(counters, keys[:, None]).flatten(1)
+    return ((bits >> 8).float() * 2.0**-24)[:, start % 4 : start % 4 + count]

@@ -12,9 +12,9 @@ _MODULES = {
     "cli_module": "tokenahead.training.cli",
     "commands_analyze": "tokenahead.training.commands.analyze",
     "commands_evaluate": "tokenahead.training.commands.evaluate",
-    "commands_run_folder": "tokenahead.training.commands.run_folder",
+    "commands_run_directory": "tokenahead.training.commands.run_directory",
     "completion_module": "tokenahead.training.completion",
-    "deepseek_readout": "tokenahead.modeling.deepseek.readout",
+    "deepseek_readout": "tokenahead.modeling.deepseek.modules",
     "deepseek_retrofit": "tokenahead.modeling.deepseek.retrofit",
     "demo_figures": "tokenahead.training.demo.figures",
     "demo_report": "tokenahead.training.demo.report",
@@ -49,6 +49,13 @@ _MODULES = {
 """Whole modules, for tests that replace a name in them."""
 
 _NAMES = {
+    "tokenahead.configuration.transformers_names": (
+        "CORE",
+        "TESTED_VERSIONS",
+        "TRAINER",
+        "check_names",
+        "missing_names",
+    ),
     "tokenahead.configuration.head_families": (
         "HEAD_FAMILIES",
         "HeadFamilyFacts",
@@ -62,7 +69,7 @@ _NAMES = {
         "mtp_families_FAMILIES",
         "set_modules",
     ),
-    "tokenahead.configuration.positions": ("rotary_border",),
+    "tokenahead.configuration.fields": ("rotary_border",),
     "tokenahead.generation.attach": ("AttachableDrafter",),
     "tokenahead.generation.call.options": (
         "CallOptions",
@@ -152,31 +159,30 @@ _NAMES = {
         "make_card",
         "read_prompts",
     ),
+    "tokenahead.model_cards.card": ("card_metadata",),
     "tokenahead.model_cards.export": ("export",),
     "tokenahead.model_cards.facts": ("describe",),
-    "tokenahead.model_cards.metadata": ("card_metadata",),
     "tokenahead.model_cards.vllm_proposer": (
         "HeadProposer",
         "listen",
     ),
-    "tokenahead.modeling.deepseek.checkpoint": ("main_class",),
+    "tokenahead.modeling.deepseek.checkpoint_files": ("dequantize",),
+    "tokenahead.modeling.deepseek.conversion": ("main_class",),
     "tokenahead.modeling.deepseek.draft_vocabulary": (
         "DraftVocabulary",
         "frequent_tokens",
     ),
-    "tokenahead.modeling.deepseek.float8": ("dequantize",),
     "tokenahead.modeling.deepseek.losses": (
-        "ModuleLossOptions",
         "chain_loss",
+        "teacher_forced",
     ),
-    "tokenahead.modeling.deepseek.readout": ("Readout",),
-    "tokenahead.modeling.deepseek.unroll": ("teacher_forced",),
-    "tokenahead.modeling.eagle.loss_options": ("EagleLossOptions",),
-    "tokenahead.modeling.evabyte.rows": ("Rows",),
+    "tokenahead.modeling.deepseek.modules": ("Readout",),
+    "tokenahead.modeling.evabyte.geometry": ("Rows",),
     "tokenahead.modeling.evabyte.tokenizer": (
         "CHAT_TEMPLATE",
         "SPECIAL_TOKENS",
     ),
+    "tokenahead.modeling.loss_options": ("EagleLossOptions", "ModuleLossOptions"),
     "tokenahead.modeling.folders": ("whole_folder",),
     "tokenahead.modeling.gemma4": ("buildable",),
     "tokenahead.modeling.heads.circuit_head": (
@@ -223,11 +229,7 @@ _NAMES = {
         "logsumexp",
     ),
     "tokenahead.modeling.indices": ("selected_positions",),
-    "tokenahead.modeling.philox": (
-        "philox",
-        "stream_uniforms",
-    ),
-    "tokenahead.modeling.ptp.features": (
+    "tokenahead.modeling.uniforms": (
         "best_of",
         "place",
         "place_beta",
@@ -236,12 +238,10 @@ _NAMES = {
     "tokenahead.modeling.ptp.gated_lora": (
         "ADAPTER",
         "gate_linears",
-    ),
-    "tokenahead.modeling.ptp.gates": (
         "Gate",
         "opened",
     ),
-    "tokenahead.modeling.ptp.masks": (
+    "tokenahead.modeling.ptp.inputs": (
         "packed_mask",
         "packed_positions",
         "stepwise_mask",
@@ -257,6 +257,8 @@ _NAMES = {
         "TravellingMixin",
     ),
     "tokenahead.modeling.sampling": (
+        "philox",
+        "stream_uniforms",
         "draw",
         "interval",
         "pick",
@@ -289,14 +291,16 @@ _NAMES = {
         "escaped",
         "writer_for",
     ),
-    "tokenahead.training.commands.analysis_figure": ("analysis_figure",),
-    "tokenahead.training.commands.curves": ("learning_figure",),
-    "tokenahead.training.commands.evaluation_figure": ("evaluation_figure",),
+    "tokenahead.training.commands.figures": (
+        "analysis_figure",
+        "evaluation_figure",
+        "learning_figure",
+    ),
     "tokenahead.training.commands.models": (
         "build",
         "ptp_options",
     ),
-    "tokenahead.training.commands.run_folder": ("write_run",),
+    "tokenahead.training.commands.run_directory": ("write_run",),
     "tokenahead.training.commands.settings": (
         "AnalysisArguments",
         "EvaluationArguments",

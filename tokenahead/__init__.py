@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from . import deprecated
 from .configuration import EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPConfig, PTPStudentConfig
-from .configuration.mimo import MiMoConfig
+from .configuration.mtp_families import MiMoConfig
+from .configuration.transformers_names import CORE, check_names
 from .generation import GenerateSpeculativeOutput, Speculation
 from .generation.drafters.assistant import AssistantDrafter
 from .generation.drafters.ngram import NgramDrafter
@@ -31,7 +32,9 @@ from .modeling import (
     PTPForCausalLM,
     PTPStudent,
 )
-from .modeling.deepseek.mimo import MiMoForCausalLM
+from .modeling.deepseek.conversion import MiMoForCausalLM
+
+check_names(CORE)
 
 AutoConfig.register(EagleHeadConfig.model_type, EagleHeadConfig)
 AutoConfig.register(EvaByteConfig.model_type, EvaByteConfig)

@@ -5,8 +5,10 @@ proposes a `DraftTree` in every cycle. `docs/extending.md` has examples, which a
 may move. The contract of `SpeculativeCache` is provisional.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .configuration.head_families import HeadFamilyFacts
 from .generation.attach import AttachableDrafter, BaseDrafter, MTPGenerationMixin
 from .generation.call.options import CallOptions, DraftOptions, draft_probs
 from .generation.call.sequences import NewTokens, Sequences
@@ -20,9 +22,16 @@ from .generation.verification.verifiers import CoupledVerifier, GreedyVerifier, 
 if TYPE_CHECKING:
     from .modeling.heads.family import HeadFamily
     from .modeling.heads.family import register as register_head_family
+    from .modeling.heads.ff import factorised_distribution
+    from .modeling.heads.window_distribution import WindowDistribution
 
-_HEADS = {"HeadFamily": "HeadFamily", "register_head_family": "register"}
-"""Names that are imported when they are asked for, and what they are called where they stand."""
+_HEADS = {
+    "HeadFamily": ("family", "HeadFamily"),
+    "WindowDistribution": ("window_distribution", "WindowDistribution"),
+    "factorised_distribution": ("ff", "factorised_distribution"),
+    "register_head_family": ("family", "register"),
+}
+"""Names that load when they are asked for: their modules in `modeling.heads`, and their names there."""
 
 __all__ = [
     "Ancestry",
@@ -39,6 +48,7 @@ __all__ = [
     "GreedyVerifier",
     "Growth",
     "HeadFamily",
+    "HeadFamilyFacts",
     "MTPGenerationMixin",
     "NewTokens",
     "SampledVerifier",
@@ -48,10 +58,12 @@ __all__ = [
     "TrainableDrafter",
     "VerificationResult",
     "Verifier",
+    "WindowDistribution",
     "candidate_generator",
     "draft_probs",
     "drawn_tree",
     "dynamic_tree",
+    "factorised_distribution",
     "grow",
     "register_head_family",
     "static_tree",
@@ -60,7 +72,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HEADS:
-        from .modeling.heads import family
-
-        return getattr(family, _HEADS[name])
+        module, own_name = _HEADS[name]
+        return getattr(import_module(f".modeling.heads.{module}", __package__), own_name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..modeling.merging import carries_adapters
+from ..modeling.wrapped_models import carries_adapters
 from .strategy import TrainingStrategy
 
 _QUERIES = ("q_proj", "k_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn")

@@ -173,7 +173,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     arguments, words = parser.parse_known_args(argv[:end])
     unknown = [word for word in words if word.startswith("--")]
     words += argv[end + 1 :]
-    prompts = [word for word in (getattr(arguments, "prompt", None), *words) if word is not None]
+    prompts = [word for word in (vars(arguments).get("prompt"), *words) if word is not None]
     if unknown or len(prompts) > 1 or (words and arguments.command != "generate"):
         parser.error(
             f"unrecognized arguments: {' '.join(unknown or words)}; a prompt of several words needs quotes, "
@@ -188,7 +188,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         from .demo.measure import BoxMeasurement
         from .demo.run import run_demo
 
-    asked = {name: getattr(arguments, name) for name in ("seconds", "new_bytes", "batch_size", "seed")}
+    asked = {name: vars(arguments)[name] for name in ("seconds", "new_bytes", "batch_size", "seed")}
     reports = run_demo(BoxMeasurement(**asked), arguments.output, overwrite=arguments.overwrite)
     return 1 if any(row.identical is False for report in reports for row in report.measured.results) else 0
 

@@ -33,22 +33,9 @@ from .parts import adapters_for, base_of, has_adapters, is_hub_name, put_adapter
 
 @dataclass(frozen=True)
 class Request:
-    """What to complete, and how. Greedy, unless `temperature`, `top_k` or `top_p` asks for samples.
+    """Options of `tokenahead generate`, whose help says what each is, and the bytes to complete.
 
-    Attributes:
-        model: Directory of a checkpoint, or its name on the Hub.
-        prompt: The bytes to complete; what is no UTF-8 needs a byte-level model.
-        heads: Directory, or name on the Hub, of heads to attach to the model; None: what the model itself drafts with.
-        chat: The prompt is what a user says, and is put into the tokenizer's chat template.
-        dtype: Of the weights; `"auto"` is that of the checkpoint.
-        device: Where to run, such as `"cuda:1"`; None is a GPU where there is one.
-        max_new_tokens: Tokens to write, at most.
-        num_assistant_tokens: Tokens to draft; None is what the model's drafter proposes.
-        temperature: Of the samples; 0 is greedy.
-        top_k: Sample from the most probable tokens; 0 or None: from all.
-        top_p: Sample from the nucleus.
-        seed: Of the samples.
-        plain: One token at a time.
+    Greedy, unless `temperature`, `top_k` or `top_p` asks for samples.
     """
 
     model: str
@@ -66,7 +53,7 @@ class Request:
     plain: bool = False
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of `generate`."""
+        """Return the keyword arguments of `generate`."""
         options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "return_dict_in_generate": True}
         if self.num_assistant_tokens is not None:
             options["num_assistant_tokens"] = self.num_assistant_tokens
@@ -109,7 +96,7 @@ class Completed:
         return self.new_tokens / max(1, self.backbone_calls) if self.backbone_calls is not None else None
 
     def statistics(self) -> str:
-        """One line for a person."""
+        """Return one line for a person."""
         speed = f"{self.new_tokens} {self.unit}s in {self.seconds:.2f} s, {self._speed():,.0f} {self.unit}s/s"
         if self.backbone_calls is None:
             return speed
@@ -118,7 +105,7 @@ class Completed:
         return f"{speed}; {self.backbone_calls} backbone calls, {self.tokens_per_call:.2f} {self.unit}s per call"
 
     def as_dict(self) -> dict[str, Any]:
-        """Values for a JSON object; `base64` holds the exact bytes, which `text` shows with U+FFFD for what is none."""
+        """Return values for a JSON object; `base64` holds the bytes, `text` has U+FFFD where they are no UTF-8."""
         return {
             "text": self.data.decode("utf-8", "replace"),
             "base64": base64.b64encode(self.data).decode("ascii"),
@@ -137,7 +124,7 @@ class Completed:
 
 
 def complete(request: Request, write: Callable[[bytes], None]) -> Completed:
-    """Completes a prompt and hands the bytes to `write` as they come.
+    """Complete a prompt and hand the bytes to `write` as they come.
 
     Args:
         request: What to complete.
@@ -180,7 +167,7 @@ def complete(request: Request, write: Callable[[bytes], None]) -> Completed:
 
 
 def _counts(speculation: Speculation | None, calls_without: int | None) -> dict[str, Any]:
-    """What was counted; plain decoding calls the backbone once per token, an assistant elsewhere is not counted."""
+    """Return the counts; plain decoding calls the backbone once per token, an assistant elsewhere is not counted."""
     if speculation is None:
         return {"backbone_calls": calls_without, "accepted_by_position": []}
     return {
@@ -198,7 +185,7 @@ def _prompt_ids(request: Request, tokenizer: PreTrainedTokenizerBase) -> list[in
     else:
         said = [{"role": "user", "content": text}]
         rendered = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-        ids = encode(tokenizer, rendered, add_special_tokens=False)
+        ids = encode(tokenizer, str(rendered), add_special_tokens=False)
     if not ids:
         raise ValueError("the prompt is empty, and this model's tokenizer adds nothing to it; write at least one word")
     return ids
@@ -211,12 +198,10 @@ def _load(request: Request, device: torch.device) -> tuple[PreTrainedModel, PreT
     config = load_config(source, "--model")
     if isinstance(config, MTPHeadConfig):
         raise ValueError(f"--model {source} holds heads without a backbone; name a whole model, and these as --heads")
-    if config.model_type in FAMILIES and count_modules(config):
-        model = DeepSeekMTP.from_pretrained(
-            source, config=config, dtype=request.dtype, inference_only=request.plain or request.heads is not None
-        )
-    else:
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=request.dtype)
+    kind = causal_class(config)
+    is_plain = request.plain or request.heads is not None
+    options = {"inference_only": is_plain} if kind is DeepSeekMTP else {}
+    model = kind.from_pretrained(source, config=config, dtype=request.dtype, **options)
     if adapters:
         put_adapters(model, adapters)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(tokenizer_source(source))
@@ -229,8 +214,31 @@ def _load_heads(source: str) -> PreTrainedModel:
     return AutoModel.from_pretrained(source, config=config).eval()
 
 
+def causal_class(config: PreTrainedConfig) -> type[DeepSeekMTP] | type[AutoModelForCausalLM]:
+    """Return the class that loads a causal language model with the modules that its checkpoint has."""
+    return DeepSeekMTP if config.model_type in FAMILIES and count_modules(config) else AutoModelForCausalLM
+
+
+class AttachedDecoder:
+    """A backbone and the drafter that is attached to it, called like a model that drafts for itself.
+
+    Args:
+        backbone: The backbone.
+        drafter: What is attached to it.
+    """
+
+    def __init__(self, backbone: PreTrainedModel, drafter: PreTrainedModel) -> None:
+        self.backbone, self.drafter = backbone, drafter
+        self.device, self.generation_config = backbone.device, backbone.generation_config
+
+    def generate(self, *args: Any, use_mtp: bool | None = None, **kwargs: Any) -> Any:
+        """Call `backbone.generate`, with the drafter unless `use_mtp` is False."""
+        drafting = {} if use_mtp is False else {"assistant_model": self.drafter}
+        return self.backbone.generate(*args, **drafting, **kwargs)
+
+
 def load_config(source: str, option: str) -> PreTrainedConfig:
-    """The configuration of a directory or of a name on the Hub.
+    """Return the configuration of a directory or of a name on the Hub.
 
     Raises:
         FileNotFoundError: What can only be a directory, and is none.

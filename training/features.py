@@ -225,7 +225,7 @@ def _index(drafter: Any, data: Sequence[Row], dtype: str) -> FeatureIndex:
             digest.update(name.encode() + row[name].numpy().tobytes())
         lengths.append(len(row["input_ids"]))
     config = backbone.config
-    name = config._name_or_path or type(backbone).__name__
+    name = config.name_or_path or type(backbone).__name__
     return FeatureIndex(
         backbone=Path(name).name if Path(name).exists() else name,
         weights=checksum(backbone),

@@ -1,50 +1,150 @@
-"""What a trainer pushes: its model with card and log, and nothing that says how this machine is laid out."""
+"""Cards and pushes of trainers: the library's card with data, recipe and log, and uploads without local paths."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
 
-from huggingface_hub import HfApi
+import torch
+import transformers
+from huggingface_hub import CommitInfo, HfApi
+from transformers import Trainer
+from transformers.modelcard import extract_hyperparameters_from_trainer, make_markdown_table, parse_log_history
 from transformers.trainer_utils import HubStrategy
+from transformers.utils import logging
 from transformers.utils.hub import PushInProgress
 
+from .. import __version__
+from ..modeling.heads.joint import JointMTPModel
 from ..modeling.remote_code import TravellingMixin
-from .card import TrainerCardMixin, listed
 
+logger = logging.get_logger(__name__)
+_FILE_READERS = {"csv", "json", "pandas", "parquet", "text", "generator"}  # what `datasets` calls files, not names
 _OF_THE_RUN = (
     *("run.json", "config.yaml", "training_args.bin", "evaluation.json", "analysis.json", "results.json"),
     *("checkpoint-*", "_*", ".*"),
 )
-"""Files of a run directory that name paths and commands, and what `Trainer` leaves behind, too."""
+"""Files of a run directory that name paths and commands, and what `Trainer` leaves out, too."""
 _OF_RESUMING = (
     *("training_args.bin", "trainer_state.json", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*"),
     *("pytorch_model_fsdp*", "global_step*", "latest", "zero_to_fp32.py", "*.distcp", ".*"),
 )
 """Files of a checkpoint that are no part of the model."""
-
 _API = HfApi()
-"""One for all: uploads in the background come one after the other."""
+"""One for all: uploads in the background run one after the other."""
+_TrainerBase = Trainer if TYPE_CHECKING else object
 
 
-class TrainerPushMixin(TrainerCardMixin):
-    """`push_to_hub` and pushes while training, through the filter of every push; to be placed before `Trainer`."""
+def _release() -> ModuleType:
+    """Return `model_cards`, which stands above training: imported where a card is made or pushed."""
+    from ..model_cards import push
+
+    return push
+
+
+class TrainerPushMixin(_TrainerBase):
+    """`create_model_card`, `push_to_hub` and pushes while training; to be placed before `Trainer`."""
+
+    def create_model_card(
+        self,
+        language: str | list[str] | None = None,
+        license: str | None = None,
+        tags: str | Iterable[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+        dataset_name: str | None = None,
+    ) -> None:
+        """Write README.md beside the model; one that a person wrote or edited is left unchanged.
+
+        Args:
+            language: Codes of the languages that the model writes.
+            license: Licence id of the weights.
+            tags: Further tags.
+            model_name: Title.
+            finetuned_from: Hub id of the model that this one derives from; None takes it from the config.
+            tasks: Not used: every model of this library writes text.
+            dataset_tags: Hub ids of the data.
+            dataset: Names of the data, for people; of a file of this machine, its bare name is shown.
+            dataset_args: Configurations of the data, in the order of `dataset`.
+            dataset_name: As `dataset` (TRL's word).
+
+        Raises:
+            ValueError: A value that is a path of this machine.
+        """
+        if not self.is_world_process_zero():
+            return
+        release = _release()
+        model = self.accelerator.unwrap_model(self.model)
+        model = model.heads if isinstance(model, JointMTPModel) else model
+        named = [_without_directories(name) for name in _listed(dataset) or _listed(dataset_name)]
+        described = [f"{name} ({args})" for name, args in zip(named, _listed(dataset_args))] or named
+        data_ids = [name for name in _listed(dataset_tags) or self._data_names() if release.hub_id(name)]
+        of_trainer = getattr(self, "_tag_names", None)  # which TRL's trainers have
+        try:
+            card = release.render_card(
+                model,
+                None,
+                license=license,
+                base_model=release.hub_id(finetuned_from or model.config.name_or_path),
+                model_name=model_name,
+                repo_id=vars(self).get("hub_model_id") or self.args.hub_model_id,
+                language=language,
+                training_data=self._data_text(described or data_ids),
+                training_description=self._recipe_text(model),
+                hyperparameters=extract_hyperparameters_from_trainer(self),
+                training_results=self._log_text(),
+                metadata={"tags": [*_listed(tags), *_listed(of_trainer)], "datasets": data_ids or None},
+            )
+        except TypeError:  # a model around ours (peft's adapters), or one that drafts nothing: as the base class does
+            super().create_model_card(model_name=model_name, tags=_listed(tags) or None)
+            return
+        try:
+            release.write_card(str(self.args.output_dir), card)
+        except FileExistsError as error:
+            logger.warning(str(error))
+
+    def _data_names(self) -> list[str]:
+        """Return the name that `datasets` knows of the training data."""
+        name = getattr(self.train_dataset, "builder_name", None)
+        return [name] if name and name not in _FILE_READERS else []
+
+    def _data_text(self, names: list[str]) -> str | None:
+        rows = f"{len(self.train_dataset):,} rows" if isinstance(self.train_dataset, Sized) else ""
+        text = ", ".join(f"`{name}`" for name in names)
+        return f"{text}: {rows}." if text and rows else f"{text or rows}." if text or rows else None
+
+    def _recipe_text(self, model: torch.nn.Module) -> str:
+        learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        versions = f"tokenahead {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
+        return (
+            f"Trained by `{type(self).__name__}` for {self.state.global_step:,} steps ({learned:,} parameters learned, "
+            f"of {sum(parameter.numel() for parameter in model.parameters()):,}), with {versions}."
+        )
+
+    def _log_text(self) -> str | None:
+        _, lines, last = parse_log_history(self.state.log_history)
+        table = make_markdown_table(lines) if lines else ""
+        figures = [f"- {name}: {value}" for name, value in (last or {}).items()]
+        return "\n\n".join(filter(None, (table.strip(), "\n".join(figures)))) or None
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """As in `Trainer`, which calls it before the first step.
+        """Make the repository, as `Trainer` does before the first step.
 
         Raises:
             ValueError: No token.
             ConnectionError: The Hub cannot be reached.
         """
-        # what pushes is imported where it is needed, because it imports what is measured here
-        from ..model_cards.hub import check_token, reachable
-
+        release = _release()
         if self.is_world_process_zero():
-            check_token(token if token is not None else self.args.hub_token)
-        with reachable(self.args.hub_model_id or Path(self.args.output_dir).absolute().name):
+            release.check_token(token if token is not None else self.args.hub_token)
+        with release.reachable(self.args.hub_model_id or self._output().name):
             super().init_hf_repo(token, private)
 
     def push_to_hub(
@@ -56,7 +156,7 @@ class TrainerPushMixin(TrainerCardMixin):
         private: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Saves the model, writes its card and uploads `output_dir`; settings and paths of this machine stay here.
+        """Save the model, write its card and upload `output_dir`; settings and paths of this machine are left out.
 
         Args:
             commit_message: First line of the commit.
@@ -79,12 +179,12 @@ class TrainerPushMixin(TrainerCardMixin):
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
-        name = kwargs.pop("model_name", None) or (self.args.hub_model_id or Path(self.args.output_dir).absolute().name)
-        tags = [*listed(kwargs.pop("tags", None)), *listed(getattr(self.model, "model_tags", None))]
+        name = kwargs.pop("model_name", None) or self.args.hub_model_id or self._output().name
+        tags = [*_listed(kwargs.pop("tags", None)), *_listed(getattr(self.model, "model_tags", None))]
         self.create_model_card(model_name=name.split("/")[-1], tags=list(dict.fromkeys(tags)), **kwargs)
         self._finish_current_push()
         return self._uploaded(
-            self.args.output_dir,
+            self._output(),
             _OF_THE_RUN,
             blocking=blocking,
             commit_message=commit_message,
@@ -93,45 +193,57 @@ class TrainerPushMixin(TrainerCardMixin):
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Pushes while training: the model of a checkpoint with its code, and the card; and all of it, if asked for."""
-        args = self.args
+        """Push while training: a checkpoint's model with its code, the card, and if requested the whole checkpoint."""
+        args, checkpoint = self.args, Path(checkpoint_folder)
         if not self.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
             return
         if not args.hub_always_push and self.push_in_progress is not None and not self.push_in_progress.is_done():
             return
         self.callback_handler.on_push_begin(args, self.state, self.control)
-        said = f"Training in progress, step {self.state.global_step}"
-        given = {"blocking": False, "token": args.hub_token, "revision": args.hub_revision}
-        card = [file for file in [Path(args.output_dir) / "README.md"] if file.is_file()]
-        jobs = [self._uploaded(checkpoint_folder, _OF_RESUMING, card, commit_message=said, **given)]
+        message = f"Training in progress, step {self.state.global_step}"
+        options = {"blocking": False, "token": args.hub_token, "revision": args.hub_revision}
+        card = [file for file in [self._output() / "README.md"] if file.is_file()]
+        jobs = [self._uploaded(checkpoint, _OF_RESUMING, card, commit_message=message, **options)]
         if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             is_last = args.hub_strategy == HubStrategy.CHECKPOINT
-            place = "last-checkpoint" if is_last else Path(checkpoint_folder).name
-            said = {"commit_message": f"{said}, checkpoint", "path_in_repo": place}
-            jobs.append(self._uploaded(checkpoint_folder, ("training_args.bin", ".*"), **said, **given))
+            options |= {"path_in_repo": "last-checkpoint" if is_last else checkpoint.name}
+            left_out = ("training_args.bin", ".*")
+            jobs.append(self._uploaded(checkpoint, left_out, commit_message=f"{message}, checkpoint", **options))
         if self.push_in_progress is None or self.push_in_progress.is_done():
-            self.push_in_progress = PushInProgress(jobs)
-        else:
-            self.push_in_progress.jobs.extend(jobs)
+            self.push_in_progress = PushInProgress(cast(Any, []))  # annotated as one job, and a list
+        cast(list, self.push_in_progress.jobs).extend(jobs)
+
+    def _output(self) -> Path:
+        return Path(str(self.args.output_dir)).absolute()
 
     def _uploaded(
-        self, folder: str, left_out: Sequence[str], also: Sequence[Path] = (), *, blocking: bool, **options: Any
+        self, source: Path, left_out: Sequence[str], also: Sequence[Path] = (), *, blocking: bool, **options: Any
     ) -> Any:
-        """Uploads a public copy of a directory, which is made at once: checkpoints are removed while uploads run."""
-        from ..model_cards.hub import reachable
-        from ..model_cards.public_copy import public_copy
-        from ..model_cards.push import WEIGHTS
-
+        """Upload a public copy of a directory, which is made at once: checkpoints are removed while uploads run."""
+        release = _release()
         # on the same disk, where a copy costs nothing
         copy = TemporaryDirectory(dir=self.args.output_dir, prefix=".pushing-")
-        public_copy(Path(folder), Path(copy.name), left_out, also)
-        for thing in (self.accelerator.unwrap_model(self.model), self.processing_class):
-            if isinstance(thing, TravellingMixin):
-                thing.add_code_of_push(Path(copy.name))
-        repo = self.hub_model_id
+        release.public_copy(source, Path(copy.name), left_out, also)
+        for saved in (self.accelerator.unwrap_model(self.model), self.processing_class):
+            if isinstance(saved, TravellingMixin):
+                saved.add_code_of_push(Path(copy.name))
+        repo = str(self.hub_model_id)
+        options |= {"delete_patterns": release.WEIGHTS}
 
-        def upload() -> Any:
-            with copy, reachable(repo):
-                return _API.upload_folder(repo_id=repo, folder_path=copy.name, delete_patterns=WEIGHTS, **options)
+        def upload() -> CommitInfo:
+            with copy, release.reachable(repo):
+                return cast(CommitInfo, _API.upload_folder(repo_id=repo, folder_path=copy.name, **options))
 
         return upload() if blocking else _API.run_as_future(upload)
+
+
+def _listed(value: str | Iterable[str] | None) -> list[str]:
+    """Return one name or several as a list."""
+    return [value] if isinstance(value, str) else sorted(value) if isinstance(value, set) else list(value or ())
+
+
+def _without_directories(name: str) -> str:
+    """Return the name of data as a card shows it: of a path of this machine, what comes last."""
+    path = Path(name).expanduser()
+    is_here = path.is_absolute() or path.exists() or name.startswith(".")
+    return path.name or path.resolve().name if is_here else name

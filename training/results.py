@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .files import replace_text
 
-_Record = TypeVar("_Record")
+_Record = TypeVar("_Record", "DecodingResult", "MeasuredResults")
 DEGENERATE_SHARE = 0.5
 """Share of repeated text above which a speed-up is not believed."""
 
@@ -73,23 +74,15 @@ class DecodingResult:
     plain_processor_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        _check_text(self, "name")
-        _check_bool(self, "do_sample")
-        if self.identical is not None:
-            _check_bool(self, "identical")
-        for key in ("backbone_calls", "new_tokens", "plain_new_tokens", "batch_size"):
-            _check_count(self, key)
-        for key in ("seconds", "plain_seconds"):
-            _check_number(self, key, above=0.0)
-        for key in ("expected_tokens_per_call", "processor_seconds", "plain_processor_seconds"):
-            if getattr(self, key) is not None:
-                _check_number(self, key, above=0.0)
-        for key in ("accepted_by_position", "expected_by_position"):
-            _check_shares(self, key)
-        if self.repeated_share is not None and not _is_share(self.repeated_share):
-            raise ValueError(f"repeated_share={self.repeated_share!r} must be a share between 0 and 1")
-        if not isinstance(self.per_prompt, list) or not all(map(_is_finite, self.per_prompt)):
-            raise ValueError(f"per_prompt={self.per_prompt!r} must be a list of finite numbers")
+        _check(self, _is_text, _TEXT, "name")
+        _check(self, _is_bool, "True or False", "do_sample", "identical")
+        counts = ("backbone_calls", "new_tokens", "plain_new_tokens", "batch_size")
+        _check(self, _is_count, "a whole number of at least 1", *counts)
+        times = ("seconds", "plain_seconds", "processor_seconds", "plain_processor_seconds")
+        _check(self, _is_positive, _POSITIVE, *times, "expected_tokens_per_call")
+        _check(self, _are_shares, _SHARES, "accepted_by_position", "expected_by_position")
+        _check(self, _is_share, "a share between 0 and 1", "repeated_share")
+        _check(self, _are_finite, "a list of finite numbers", "per_prompt")
 
     @property
     def tokens_per_call(self) -> float:
@@ -168,17 +161,15 @@ class MeasuredResults:
     environment: dict[str, str | int | float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for key in ("dataset_name", "dataset_description", "hardware", "dtype", "command", "library_version", "unit"):
-            _check_text(self, key)
-        _check_results(self.results)
-        _check_shares(self, "accepted_by_position")
-        if self.bits_per_byte is not None:
-            _check_number(self, "bits_per_byte", above=0.0)
-        _check_facts(self, "extra")
-        _check_facts(self, "environment")
+        texts = ("dataset_name", "dataset_description", "hardware", "dtype", "command", "library_version", "unit")
+        _check(self, _is_text, _TEXT, *texts)
+        _check(self, _are_results, "a list of at least one DecodingResult, whose names occur once", "results")
+        _check(self, _are_shares, _SHARES, "accepted_by_position")
+        _check(self, _is_positive, _POSITIVE, "bits_per_byte")
+        _check(self, _are_facts, "a dict of names and values, each a text or a finite number", "extra", "environment")
 
     def to_json(self, path: str | Path) -> Path:
-        """Saves the measured values (not the derived ones) as JSON, under a temporary name first.
+        """Save the measured values (not the derived ones) as JSON, under a temporary name first.
 
         Args:
             path: The file to write or replace.
@@ -191,7 +182,7 @@ class MeasuredResults:
 
     @classmethod
     def from_json(cls, path: str | Path) -> MeasuredResults:
-        """Loads what `to_json` saved.
+        """Load what `to_json` saved.
 
         Args:
             path: The file to read.
@@ -214,7 +205,7 @@ class MeasuredResults:
 
     @classmethod
     def from_fields(cls, fields: Any) -> MeasuredResults:
-        """The results of a JSON object that `to_json` wrote, alone or inside a larger file.
+        """Return the results of a JSON object that `to_json` wrote, alone or inside a larger file.
 
         Args:
             fields: The object.
@@ -226,17 +217,17 @@ class MeasuredResults:
 
 
 def _with_rows(fields: Any) -> Any:
-    """Turns the entries of `results` into `DecodingResult`s; leaves anything else for the checks that follow."""
+    """Turn the entries of `results` into `DecodingResult`s; leave anything else for the checks that follow."""
     if not isinstance(fields, dict) or not isinstance(fields.get("results"), list):
         return fields
     return fields | {"results": [_record(DecodingResult, row) for row in fields["results"]]}
 
 
 def _record(cls: type[_Record], fields: Any) -> _Record:
-    """Builds the dataclass `cls` from a JSON object that has exactly its fields."""
+    """Build the dataclass `cls` from a JSON object that has exactly its fields."""
     if not isinstance(fields, dict):
         raise ValueError(f"{cls.__name__} must be a JSON object, not {fields!r}")
-    known = dataclasses.fields(cls)  # type: ignore[arg-type]
+    known = dataclasses.fields(cls)
     unknown = sorted(fields.keys() - {f.name for f in known})
     if unknown:
         raise ValueError(f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(f.name for f in known)}")
@@ -247,58 +238,56 @@ def _record(cls: type[_Record], fields: Any) -> _Record:
     return cls(**fields)
 
 
-def _check_text(record: object, key: str) -> None:
-    value = getattr(record, key)
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{key}={value!r} must be a text that is not empty")
+_TEXT = "a text that is not empty"
+_POSITIVE = "a finite number above 0"
+_SHARES = "a list of shares between 0 and 1"
 
 
-def _check_bool(record: object, key: str) -> None:
-    value = getattr(record, key)
-    if not isinstance(value, bool):
-        raise ValueError(f"{key}={value!r} must be True or False")
+def _check(record: DecodingResult | MeasuredResults, holds: Callable[[Any], bool], wanted: str, *names: str) -> None:
+    """Refuse fields whose value is not as wanted; None is allowed where it is the default."""
+    for entry in dataclasses.fields(record):
+        value = vars(record)[entry.name]
+        if entry.name in names and not holds(value) and not (value is None and entry.default is None):
+            raise ValueError(f"{entry.name}={value!r} must be {wanted}")
 
 
-def _check_count(record: object, key: str) -> None:
-    value = getattr(record, key)
-    if value is None and key == "plain_new_tokens":
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key}={value!r} must be a whole number of at least 1")
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
-def _check_number(record: object, key: str, above: float) -> None:
-    value = getattr(record, key)
-    if not _is_finite(value) or value <= above:
-        raise ValueError(f"{key}={value!r} must be a finite number above {above:g}")
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
-def _check_results(results: object) -> None:
-    if not isinstance(results, list) or not results or not all(isinstance(row, DecodingResult) for row in results):
-        raise ValueError(f"results={results!r} must be a list of at least one DecodingResult")
-    names = [row.name for row in results]
-    if len(set(names)) < len(names):
-        raise ValueError(f"results have the names {names}; each name may occur once")
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _check_shares(record: object, key: str) -> None:
-    shares = getattr(record, key)
-    if not isinstance(shares, list) or not all(map(_is_share, shares)):
-        raise ValueError(f"{key}={shares!r} must be a list of shares between 0 and 1")
-
-
-def _check_facts(record: object, key: str) -> None:
-    facts = getattr(record, key)
-    if not isinstance(facts, dict):
-        raise ValueError(f"{key}={facts!r} must be a dict of names and values")
-    for name, value in facts.items():
-        if not (isinstance(value, str) and value.strip()) and not _is_finite(value):
-            raise ValueError(f"{key}[{name!r}]={value!r} must be a text that is not empty or a finite number")
-
-
-def _is_share(value: object) -> bool:
-    return _is_finite(value) and 0.0 <= value <= 1.0  # type: ignore[operator]
-
-
-def _is_finite(value: object) -> bool:
+def _is_finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_finite(value) and value > 0
+
+
+def _is_share(value: Any) -> bool:
+    return _is_finite(value) and 0 <= value <= 1
+
+
+def _are_finite(values: Any) -> bool:
+    return isinstance(values, list) and all(map(_is_finite, values))
+
+
+def _are_shares(values: Any) -> bool:
+    return isinstance(values, list) and all(map(_is_share, values))
+
+
+def _are_results(rows: Any) -> bool:
+    if not isinstance(rows, list) or not all(isinstance(row, DecodingResult) for row in rows):
+        return False
+    return len({row.name for row in rows}) == len(rows) > 0
+
+
+def _are_facts(facts: Any) -> bool:
+    return isinstance(facts, dict) and all(_is_text(value) or _is_finite(value) for value in facts.values())

@@ -6,6 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from ..configuration.transformers_names import TRAINER, check_names
+
+check_names(TRAINER)
+
 _WHOLE = "FULL_STATE_DICT"
 
 

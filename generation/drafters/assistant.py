@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from ...configuration.positions import learned_positions
+from ...configuration.fields import learned_positions
 from ...modeling.gemma4 import borrows_states, load_assistant
 from ...modeling.indices import cached_arange
 from ..attach import AttachableDrafter

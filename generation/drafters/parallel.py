@@ -27,8 +27,8 @@ import torch
 from ...modeling.heads.window_distribution import WindowDistribution
 from ...modeling.indices import cached_arange, to_device
 from ...modeling.ptp.embedding import GREEDY
-from ...modeling.ptp.features import best_of
 from ...modeling.sampling import interval, pick
+from ...modeling.uniforms import best_of
 from ..call.options import DraftOptions
 from ..call.schedule import AcceptanceRates
 from ..call.sequences import Sequences

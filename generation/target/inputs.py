@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation import utils
 
-from ...configuration.positions import rotary_border
+from ...configuration.fields import rotary_border
 from ...modeling.indices import cached_arange
 from ..trees.contract import DraftTree
 

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...modeling.philox import stream_uniforms
-from ...modeling.sampling import draw, pick
+from ...modeling.sampling import draw, pick, stream_uniforms
 from ..call.sequences import Sequences
 from ..trees.contract import DraftTree, VerificationResult, follow
 from .chains import verify, verify_sampled

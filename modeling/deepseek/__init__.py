@@ -1,1 +1,1 @@
-"""Sequential modules (DeepSeek-V3): loading, saving, families, retrofit, `DeepSeekMTP`."""
+"""Sequential modules (DeepSeek-V3): the network, training losses, official checkpoints, retrofit, `DeepSeekMTP`."""

@@ -1,8 +1,8 @@
-"""Tokens that modules may draft: a part of the vocabulary, whose rows of the head are all that drafting multiplies.
+"""Tokens that modules may draft: a part of the vocabulary, so that drafting computes only its rows of the head.
 
 A draft distribution q over a part U of the vocabulary, 0 elsewhere, changes no output: verification divides by q at
-drafted tokens alone, and what it adds comes from the residual over the whole vocabulary. FastMTP (2509.18362) calls it
-vocabulary compression.
+drafted tokens alone, and draws the added token from the residual over the whole vocabulary. FastMTP (2509.18362) calls
+it vocabulary compression.
 """
 
 from __future__ import annotations
@@ -10,21 +10,19 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils import cached_file
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
-from ...generation.call.options import CallOptions
-from .readout import Readout
+from .modules import Readout
 
 FILE = "draft_vocabulary.json"
-"""Beside the weights: a list of token ids. Engines and transformers do not look at it."""
+"""A file of the checkpoint with a list of token ids, which engines and transformers ignore."""
 
 
 class DraftVocabulary:
@@ -35,41 +33,41 @@ class DraftVocabulary:
         vocab_size: V.
 
     Raises:
-        ValueError: No ids, ids out of range, or one that stands there twice.
+        ValueError: No ids, ids out of range, or a repeated id.
     """
 
     def __init__(self, ids: Any, vocab_size: int) -> None:
         self.ids = torch.as_tensor(ids).detach().to("cpu", torch.long).flatten().sort().values
         if not len(self.ids):
-            raise ValueError("draft_vocabulary is empty: name at least one token id, or leave it out")
+            raise ValueError("draft_vocabulary is empty; give at least one token id, or None")
         if self.ids[0] < 0 or self.ids[-1] >= vocab_size:
             wrong = self.ids[0] if self.ids[0] < 0 else self.ids[-1]
-            raise ValueError(f"draft_vocabulary holds {int(wrong)}, and token ids are 0 to {vocab_size - 1}")
+            raise ValueError(f"draft_vocabulary holds {int(wrong)}; token ids are 0 to {vocab_size - 1}")
         if (self.ids[1:] == self.ids[:-1]).any():
-            raise ValueError("draft_vocabulary holds a token id more than once")
+            raise ValueError("draft_vocabulary holds a token id more than once; ids must be distinct")
         self._rows: tuple[tuple[Any, ...], torch.Tensor] | None = None
-        self._places: dict[torch.device, torch.Tensor] = {}
+        self._on_device: dict[torch.device, torch.Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is gathered from a head: copies gather their own."""
-        return self.__dict__ | {"_rows": None, "_places": {}}
+        """Return the state without rows gathered from a head: copies gather their own."""
+        return self.__dict__ | {"_rows": None, "_on_device": {}}
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """The ids [U], copied to a device once."""
-        if device not in self._places:
-            self._places[device] = self.ids.to(device)
-        return self._places[device]
+        """Return the ids [U] on a device, copied once."""
+        if device not in self._on_device:
+            self._on_device[device] = self.ids.to(device)
+        return self._on_device[device]
 
     def logits(self, readout: Readout, states: torch.Tensor) -> torch.Tensor:
-        """Logits [..., U] of states [..., H].
+        """Return logits [..., U] of states [..., H].
 
-        Rows of a plain linear head are gathered once (and again where it was trained on); of any other head, whose
-        weights cannot be read outside of its own forward, the logits of all tokens are.
+        Rows of a plain linear head are gathered once (and again after training). The weights of any other head cannot
+        be read outside its forward, so that all its logits are computed.
         """
-        head = readout.main.get_output_embeddings()
+        head = readout.head
         if type(head) is not nn.Linear or head.weight.is_meta or hasattr(head, "_hf_hook"):
             return readout(states).index_select(-1, self.on(states.device))
         rows = self._gathered(head)
@@ -84,45 +82,16 @@ class DraftVocabulary:
         return self._rows[1]
 
     def coverage(self, tokens: torch.Tensor) -> float:
-        """The share of some tokens [N] that U holds; NaN of none."""
+        """Return the share of tokens [N] that are in U; NaN for N = 0."""
         return torch.isin(tokens, self.on(tokens.device)).double().mean().item()
 
-    def save(self, folder: str | PathLike) -> None:
-        """Writes the ids beside the weights."""
-        (Path(folder) / FILE).write_text(json.dumps(self.ids.tolist()) + "\n", encoding="utf-8")
-
-
-class DraftVocabularyMixin:
-    """`draft_vocabulary` of a model with modules, and of one call of its `generate`."""
-
-    draft_vocabulary: DraftVocabulary | None = None
-
-    def set_draft_vocabulary(self, ids: Any) -> None:
-        """Lets the modules draft only some tokens, whose rows of the head are all that they then multiply with.
-
-        Output stays what it is, for the main model keeps its whole vocabulary; saved beside the weights.
-
-        Args:
-            ids: [U] distinct token ids, see `frequent_tokens`; None: all tokens again.
-
-        Raises:
-            ValueError: No ids, ids out of range, or one that stands there twice.
-        """
-        self.draft_vocabulary = None if ids is None else DraftVocabulary(ids, self.config.vocab_size)
-
-    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Read `draft_vocabulary` of a call; refuse options of other kinds of drafters."""
-        extra = dict(options.extra)
-        ids = extra.pop("draft_vocabulary", None)
-        options = super().prepare_call(replace(options, extra=extra), config)
-        if ids is None:
-            return options
-        known = ids if isinstance(ids, DraftVocabulary) else DraftVocabulary(ids, self.config.vocab_size)
-        return replace(options, extra=options.extra | {"draft_vocabulary": known})
+    def save(self, directory: str | PathLike) -> None:
+        """Write the ids to a checkpoint."""
+        (Path(directory) / FILE).write_text(json.dumps(self.ids.tolist()) + "\n", encoding="utf-8")
 
 
 def stored_ids(name: Any, **hub: Any) -> list[int] | None:
-    """The ids in a directory or a Hub repository; None where there are none.
+    """Return the draft vocabulary of a directory or a Hub repository; None where there is none.
 
     Args:
         name: Directory or Hub repository.
@@ -136,26 +105,26 @@ def stored_ids(name: Any, **hub: Any) -> list[int] | None:
 def frequent_tokens(
     texts: Iterable[Iterable[int]], size: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> torch.Tensor:
-    """The most frequent tokens of some texts, for `draft_vocabulary`: of answers of the model itself, best of all.
+    """Return the most frequent tokens of sequences, for `draft_vocabulary`; the model's own outputs serve best.
 
     Args:
-        texts: Token ids.
-        size: How many tokens; fewer are returned where the texts and the tokenizer name no more.
-        tokenizer: All its special tokens, digits and white space are kept in any case.
+        texts: Token ids of each sequence.
+        size: Number of tokens; fewer are returned where the sequences and the tokenizer have fewer.
+        tokenizer: All its special tokens, digits and white space are always included.
 
     Returns:
         [size] int64, ascending.
 
     Raises:
-        ValueError: `size` leaves no room for those tokens.
+        ValueError: `size` is smaller than the number of those tokens.
     """
     counts = Counter(token for text in texts for token in text)
-    kept: set[int] = set()
+    included: set[int] = set()
     if tokenizer is not None:
-        pieces = {token: tokenizer.decode([token]) for token in range(len(tokenizer))}
-        kept = {token for token, piece in pieces.items() if piece and (piece.isspace() or piece.strip().isdigit())}
-        kept |= set(tokenizer.all_special_ids)
-    if size < max(len(kept), 1):
-        raise ValueError(f"size={size} must be at least {max(len(kept), 1)}: so many tokens are kept in any case")
-    frequent = [token for token, _ in counts.most_common() if token not in kept]
-    return torch.tensor(sorted(kept | set(frequent[: size - len(kept)])))
+        pieces = {token: str(tokenizer.decode([token])) for token in range(len(tokenizer))}
+        included = {token for token, piece in pieces.items() if piece and (piece.isspace() or piece.strip().isdigit())}
+        included |= set(tokenizer.all_special_ids)
+    if size < max(len(included), 1):
+        raise ValueError(f"size={size} must be at least {max(len(included), 1)}, the number of tokens always included")
+    frequent = [token for token, _ in counts.most_common() if token not in included]
+    return torch.tensor(sorted(included | set(frequent[: size - len(included)])))

@@ -1,93 +1,34 @@
-"""Loss of a chain of modules: what depths weigh, and the cross-entropy of all of them. Knows no module and no model."""
+"""Training of a chain of modules: all depths with known tokens (teacher forcing), and the loss over them.
+
+Up to depth D every module runs once over all positions. Beyond D the last module continues from its own output, and it
+attends as in `generate`: position i of such a depth sees the last module's ordinary columns up to i and, of every
+further depth, only its own column i.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
 from ..heads.chunks import Part, chunked_sums
 from ..heads.losses import IGNORE, check_targets, counts_of_update
-from ..heads.teacher import DIVERGENCES, acceptance, divergence, head_and_rest, lumped
-
-NORMALIZATIONS = ("mean", "paper")
-
-
-@dataclass
-class ModuleLossOptions:
-    """How the modules' losses are made and weighed.
-
-    Attributes:
-        weight: lambda; the loss is main + lambda / D * the sum over depths.
-        normalization: `"mean"`: every depth is divided by its own number of targets; `"paper"`: every depth is divided
-            by the main model's number of targets (DeepSeek-V3's report divides all by T).
-        unroll_steps: Depths to train; beyond D the last module goes on from its own output, as when it is reused for
-            longer drafts. None: D.
-        decay: Depth k weighs decay^(k-1), scaled so that all depths together still weigh lambda; below 1, near tokens
-            count more, for a draft ends with its first wrong token (FastMTP).
-        detach_trunk: The modules' losses do not train the main model's layers.
-        detach_head: They do not train the head.
-        detach_embedding: They do not train the embeddings.
-        target: What modules learn: `"labels"`, or the whole distribution of the `"teacher"`, the main model on the true
-            tokens.
-        divergence: How far a module is from the teacher (`heads.teacher`).
-        label_weight: Share of the labels' likelihood that is mixed with it, 0 to 1.
-        top_k: The teacher's so many likeliest tokens are compared, and the rest as one; None: all.
-
-    Raises:
-        ValueError: A value out of range.
-    """
-
-    weight: float = 0.3
-    normalization: str = "mean"
-    unroll_steps: int | None = None
-    decay: float = 1.0
-    detach_trunk: bool = False
-    detach_head: bool = False
-    detach_embedding: bool = False
-    target: str = "labels"
-    divergence: str = "cross_entropy"
-    label_weight: float = 0.0
-    top_k: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, choices in {"target": ("labels", "teacher"), "divergence": DIVERGENCES}.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}")
-        if not 0 <= self.label_weight <= 1:
-            raise ValueError(f"label_weight={self.label_weight} must lie between 0 and 1")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1, or None for all tokens")
-        if self.weight < 0:
-            raise ValueError(f"weight={self.weight} of the modules' losses must be at least 0")
-        if self.normalization not in NORMALIZATIONS:
-            raise ValueError(f"normalization={self.normalization!r} is unknown; choose 'mean' or 'paper'")
-        if self.unroll_steps is not None and self.unroll_steps < 1:
-            raise ValueError(f"unroll_steps={self.unroll_steps} must be at least 1, or None for one step per module")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"decay={self.decay} of the depths' weights must lie in (0, 1]")
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any] | None) -> ModuleLossOptions:
-        """Options from a config.json; fields that are not known are left out."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in (values or {}).items() if name in known})
-
-    def changed(self) -> dict[str, Any]:
-        """The options that differ from the defaults."""
-        defaults = asdict(ModuleLossOptions())
-        return {name: value for name, value in asdict(self).items() if value != defaults[name]}
+from ..heads.teacher import acceptance, divergence, head_and_rest, lumped
+from ..loss_options import ModuleLossOptions
+from .modules import MTPModules, Readout
 
 
 def depth_weights(counts: torch.Tensor, options: ModuleLossOptions) -> torch.Tensor:
-    """What the summed cross-entropy of each depth is multiplied with.
+    """Return the factor of each depth's summed cross-entropy.
 
     Args:
-        counts: [D + 1], targets per depth, the main model first; 0 counts as 1.
-        options: The options.
+        counts: [D + 1], targets per depth, the main model first; 0 is taken as 1.
+        options: `normalization`, `weight` and `decay` are read.
 
     Returns:
         [D + 1] float32.
@@ -100,13 +41,13 @@ def depth_weights(counts: torch.Tensor, options: ModuleLossOptions) -> torch.Ten
 
 
 class ChainLoss(NamedTuple):
-    """The loss of a chain and what is shown of it, detached.
+    """The loss of a chain and its detached parts.
 
     Attributes:
         loss: Scalar.
         means: [D + 1] mean term per depth in nats, the main model first; NaN where there is no target.
-        acceptances: [D + 1] mean probability that a token drawn at a depth is kept, NaN at depth 1; None without a
-            teacher.
+        acceptances: [D + 1] mean probability that a token drawn at a depth is accepted, NaN at depth 1; None without
+            a teacher.
         missing: Scalar, the teacher's mean mass outside `top_k`; None where all tokens are compared.
     """
 
@@ -117,31 +58,31 @@ class ChainLoss(NamedTuple):
 
 
 def chain_loss(
-    head: nn.Module,
+    head: Readout,
     states: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
     vocab_size: int,
     options: ModuleLossOptions,
     counts: torch.Tensor | int | None = None,
 ) -> ChainLoss:
-    """Weighted sum over depths of the summed cross-entropy (or distance from the main model's distribution), in chunks.
+    """Return the weighted sum over depths of the summed cross-entropy (or distance from the teacher), in chunks.
 
-    The depths are not independent: h^k is made from h^{k-1}. So all chunks first leave their gradients on the h^k, and
-    autograd then goes down the chain once.
+    Depths are not independent: h^k is computed from h^{k-1}. So all chunks first leave their gradients on the h^k, and
+    autograd then runs through the chain once.
 
     Args:
-        head: From states [R, H] to logits [R, V].
+        head: The readout of the main model.
         states: Per depth [B, R_k, H].
         targets: Per depth [B, R_k] int64, -100 where there is none.
         vocab_size: V.
-        options: How depths are weighed; with `detach_head`, only depth 0 trains the head.
+        options: With `detach_head`, only depth 0 trains the head.
         counts: `num_items_in_batch`, see `counts_of_update`.
 
     Returns:
         See `ChainLoss`.
 
     Raises:
-        ValueError: A target that is no token id, or counts of another number of depths.
+        ValueError: A target that is not a token id, or counts for another number of depths.
     """
 
     def terms(state: torch.Tensor, target: torch.Tensor, taught: torch.Tensor | None = None) -> torch.Tensor:
@@ -181,9 +122,127 @@ def chain_loss(
 def _taught(
     log_p: torch.Tensor, log_q: torch.Tensor, options: ModuleLossOptions
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Distance from the teacher, acceptance and mass outside the top k of rows of distributions [R, V], [R] each."""
+    """Return the distance from the teacher, the acceptance and the mass outside the top k of rows [R, V], [R] each."""
     missing = torch.zeros_like(log_p[:, 0])
     if options.top_k is not None:
         ids, log_p = head_and_rest(log_p, options.top_k)
         log_q, missing = lumped(log_q, ids), log_p[:, -1].exp()
     return divergence(options.divergence, log_p, log_q), acceptance(log_p, log_q.detach()), missing
+
+
+def teacher_forced(
+    modules: MTPModules,
+    hidden_states: torch.Tensor,
+    inputs_embeds: torch.Tensor,
+    position_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    depths: int,
+) -> list[torch.Tensor]:
+    """Return h^1 to h^depths; depth k has L - k positions (none where the sequence is too short).
+
+    Args:
+        modules: The chain.
+        hidden_states: h^0, [B, L, H].
+        inputs_embeds: Embeddings of the same L tokens.
+        position_ids: [B or 1, L].
+        attention_mask: [B, L], 0 for padding.
+        depths: Number of depths; those beyond D reuse the last module.
+
+    Raises:
+        ValueError: More depths than modules, with an attention implementation that takes no explicit mask.
+    """
+    length, states = hidden_states.shape[1], [hidden_states]
+    once = depths if depths <= modules.count else modules.count - 1
+    for k in range(1, min(once, length - 1) + 1):
+        rows = length - k
+        mask = None if attention_mask is None else attention_mask[:, :rows]
+        states.append(modules.step(k, states[-1][:, :rows], inputs_embeds[:, k:], position_ids[:, :rows], mask))
+    if depths > modules.count and length > modules.count:
+        states += _unrolled(modules, states[-1], inputs_embeds, position_ids, attention_mask, depths)
+    empty = hidden_states[:, :0]
+    return (states + [empty] * depths)[1 : depths + 1]
+
+
+def _unrolled(
+    modules: MTPModules,
+    state: torch.Tensor,
+    inputs_embeds: torch.Tensor,
+    position_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    depths: int,
+) -> list[torch.Tensor]:
+    """Return h^D to h^depths from h^{D-1}."""
+    length, first = inputs_embeds.shape[1], modules.count
+    columns = length - first
+    causal = _causal_mask(modules, state[:, :columns], position_ids[:, :columns], attention_mask)
+    states, earlier = [], ()
+    for k in range(first, min(depths, length - 1) + 1):
+        rows = length - k
+        sizes = range(columns, rows - 1, -1)  # columns of depth D, D + 1, ..., k
+        state, *new = modules.last(
+            state[:, :rows],
+            inputs_embeds[:, k:],
+            earlier=earlier,
+            attention_mask=_diagonals(causal, rows, sizes),
+            position_ids=position_ids[:, :rows] + (k - first),
+            position_embeddings=modules.rotary(state[:, :rows], position_ids[:, :rows] + (k - first)),
+        )
+        states.append(state)
+        earlier = tuple(new)
+    return states
+
+
+def _causal_mask(
+    modules: MTPModules, states: torch.Tensor, position_ids: torch.Tensor, attention_mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the mask of depth D as a tensor [B, 1, R, R], whatever form the attention prefers."""
+    padding = None if attention_mask is None else attention_mask[:, : states.shape[1]]
+    mask = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[modules.last.kind](
+        config=modules.config,
+        inputs_embeds=states,
+        attention_mask=padding,
+        past_key_values=None,
+        position_ids=position_ids,
+        layer_idx=modules.count - 1,
+        allow_is_causal_skip=False,
+    )
+    if not isinstance(mask, torch.Tensor) or mask.dim() < 4:
+        raise ValueError(
+            f"attn_implementation={modules.config._attn_implementation!r} takes no explicit mask, which more steps "
+            "than modules need; use 'sdpa' or 'eager'"
+        )
+    return mask
+
+
+def _diagonals(causal: torch.Tensor, rows: int, sizes: range) -> torch.Tensor:
+    """Return the mask of the first `rows` positions: depth D causally, and of each further depth their own column."""
+    parts = [causal[..., :rows, :]]
+    for size in list(sizes)[1:]:
+        own = torch.eye(rows, size, dtype=torch.bool, device=causal.device)
+        if causal.dtype != torch.bool:
+            own = torch.zeros_like(own, dtype=causal.dtype).masked_fill(~own, torch.finfo(causal.dtype).min)
+        parts.append(own.expand(*causal.shape[:2], -1, -1))
+    return torch.cat(parts, dim=-1)
+
+
+def router_loss(main: PreTrainedModel, outputs: Any, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the load-balancing loss of the main model's experts, as its own forward adds it.
+
+    transformers does not record the modules' routers, so they take no part.
+
+    Args:
+        main: The main model.
+        outputs: Output of its decoder with `output_router_logits=True`.
+        attention_mask: [B, L], 0 for padding.
+
+    Returns:
+        Scalar, not yet multiplied by `router_aux_loss_coef`; None where the family has no such loss or no router was
+        recorded.
+    """
+    balance: Callable[..., torch.Tensor] | None = vars(sys.modules[type(main).__module__]).get(
+        "load_balancing_loss_func"
+    )
+    logits, values = outputs.get("router_logits"), vars(main)
+    if balance is None or logits is None or "router_aux_loss_coef" not in values:
+        return None
+    return balance(logits, values["num_experts"], values["num_experts_per_tok"], attention_mask)

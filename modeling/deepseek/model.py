@@ -1,55 +1,53 @@
-"""DeepSeekMTP: any supported causal language model of transformers together with its sequential modules."""
+"""DeepSeekMTP: a causal language model of transformers with its sequential modules."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
-from ...configuration.mimo import MiMoConfig
-from ...configuration.mtp_families import family_of, num_layers
+from ...configuration.fields import field
+from ...configuration.mtp_families import MiMoConfig, family_of, num_layers
 from ...generation.attach import MTPGenerationMixin
-from ...generation.call.options import DraftOptions
-from ...generation.drafters.modules import ModuleSession
-from ..checkpointing import caches_kept
-from ..copies import PicklableMixin
 from ..heads.losses import depth_targets
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS
+from ..loss_options import ModuleLossOptions
 from ..outputs import DeepSeekMTPOutput, states_asked_for
-from .checkpoint import build, load, load_dequantized, official_device_map, own_device_map, text_config
-from .checkpoint_files import check_checkpoint
-from .draft_vocabulary import DraftVocabularyMixin, stored_ids
-from .float8 import is_to_be_dequantized
-from .losses import ChainLoss, ModuleLossOptions, chain_loss, depth_weights
-from .modules import MTPModules
-from .readout import Readout
-from .routing import router_loss
-from .saving import OfficialFolderMixin
-from .unroll import teacher_forced
+from ..wrapped_models import PicklableMixin, caches_kept
+from .checkpoint_files import check_checkpoint, is_to_be_dequantized
+from .conversion import build, load, load_dequantized, text_config
+from .draft_vocabulary import DraftVocabulary, stored_ids
+from .export import OfficialCheckpointModel, official_device_map, own_device_map
+from .losses import chain_loss, depth_weights, router_loss, teacher_forced
+from .modules import MTPModules, Readout
+
+if TYPE_CHECKING:
+    from ...generation.call.options import CallOptions, DraftOptions
+    from ...generation.drafters.modules import ModuleSession
 
 _NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits", "acceptances", "missing_mass"]
 
 
-class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTPGenerationMixin, PreTrainedModel):
-    """A causal language model and its D sequential modules (DeepSeek-V3), which draft what the model then verifies.
+class DeepSeekMTP(OfficialCheckpointModel, PicklableMixin, MTPGenerationMixin, PreTrainedModel):
+    """A causal language model and its D sequential modules (DeepSeek-V3), which draft tokens that the model verifies.
 
-    `main` is transformers' own model, unchanged; `mtp` are the modules. Directories are read and written as DeepSeek
-    and GLM publish them, so that plain transformers, vLLM and SGLang read them too.
+    Checkpoints have the layout that DeepSeek and GLM publish: plain transformers, vLLM and SGLang read them too.
 
     Args:
         config: Configuration of the main model with `num_nextn_predict_layers` = D.
-        parts: Main model and modules; built with fresh weights where None.
+        parts: Main model and modules; None: new ones.
 
     Attributes:
         main: The main model.
         mtp: The modules (`MTPModules`).
-        loss_options: How the modules' losses are weighed (`ModuleLossOptions`).
-        shared_copies: Whether the directory repeats embeddings and head in every module, as official ones do.
+        loss_options: How the modules' losses are weighted (`ModuleLossOptions`).
+        shared_copies: Whether checkpoints repeat embeddings and head in every module, as official ones do.
         draft_vocabulary: The tokens that modules may draft (`DraftVocabulary`); None: all. See `set_draft_vocabulary`.
 
     Example:
@@ -73,24 +71,23 @@ class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTP
         super().__init__(main.config)
         self.loss_type = "ForCausalLM"
         self.main, self.mtp = main, modules
-        self.config.keys_to_ignore_at_inference = _NO_PREDICTIONS  # Trainer looks there; saving leaves it out
+        self.config.keys_to_ignore_at_inference = _NO_PREDICTIONS  # read by Trainer, not saved
         self.generation_config = main.generation_config
-        self.loss_options = ModuleLossOptions.from_dict(getattr(main.config, "mtp_loss", None))
+        self.loss_options = ModuleLossOptions.from_dict(field(main.config, "mtp_loss"))
         self.shared_copies = bool(family_of(main.config).copies)
         self.post_init()
 
     @property
     def remote_classes(self) -> dict[str, str]:
-        """Which class loads this model where its code travels."""
-        own = isinstance(self.config, MiMoConfig)
-        return {"AutoModelForCausalLM": MiMoMTP.__name__ if own else "DeepSeekMTP"}
+        """Auto class and class that load this model from bundled code."""
+        return {"AutoModelForCausalLM": "MiMoMTP" if isinstance(self.config, MiMoConfig) else "DeepSeekMTP"}
 
     def init_weights(self) -> None:
-        """Nothing: both parts were initialised or loaded by the main model's own class."""
+        """Do nothing: the main model's class has initialised or loaded both parts."""
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        return True  # the main model's class decided when it was built
+        return True  # checked by the main model's class
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -105,18 +102,18 @@ class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTP
         draft_vocabulary: Any = None,
         **kwargs: Any,
     ) -> DeepSeekMTP:
-        """Loads a directory or a Hub repository.
+        """Load a directory or a Hub repository.
 
         Args:
-            pretrained_model_name_or_path: A directory in the official layout, or a repository on the Hub.
+            pretrained_model_name_or_path: A checkpoint in the official layout.
             inference_only: Leave the modules out: the model is then exactly the plain one.
-            draft_vocabulary: Token ids that modules may draft; None: those in the directory, or else all.
+            draft_vocabulary: Token ids that modules may draft; None: those in the checkpoint, or else all.
             **kwargs: As for transformers' `from_pretrained`: `dtype` (that of the checkpoint by default),
                 `device_map`, `attn_implementation`, `revision`, ...
 
         Raises:
-            ValueError: A family that is not supported, a directory without modules or with another number of them than
-                its config says, missing tensors, wrong shapes, quantised weights without scales.
+            ValueError: An unsupported family, a checkpoint without modules or with another number than in its config,
+                missing tensors, wrong shapes, quantised weights without scales.
         """
         name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
@@ -124,20 +121,20 @@ class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTP
             config = AutoConfig.from_pretrained(config or name, **hub)
         config = text_config(config)
         wants_info = kwargs.pop("output_loading_info", False)
-        facts = check_checkpoint(name, config, inference_only, kwargs.get("variant"), **hub)
+        config, shared = check_checkpoint(name, config, inference_only, kwargs.get("variant"), **hub)
         if isinstance(devices := kwargs.get("device_map"), dict):
-            kwargs["device_map"] = official_device_map(devices, facts.config)
-        if is_to_be_dequantized(facts.config, kwargs.get("quantization_config")):
-            main, modules, report = load_dequantized(name, facts.config, inference_only, hub, **kwargs)
+            kwargs["device_map"] = official_device_map(devices, config)
+        if is_to_be_dequantized(config, kwargs.get("quantization_config")):
+            main, modules, report = load_dequantized(name, config, inference_only, hub, **kwargs)
         else:
-            main, modules, report = load(name, facts.config, inference_only, **kwargs)
+            main, modules, report = load(name, config, inference_only, **kwargs)
         model = cls(main.config, (main, modules)).eval()
-        model.shared_copies = facts.shared_copies
-        vars(main.config).pop("auto_map", None)  # says where code lies in the directory that was read, and in no other
-        if hasattr(main, "hf_device_map"):
-            model.hf_device_map = own_device_map(main.hf_device_map, num_layers(main.config))
+        model.shared_copies = shared
+        vars(main.config).pop("auto_map", None)  # valid for the loaded directory only
+        if devices := vars(main).get("hf_device_map"):
+            vars(model)["hf_device_map"] = own_device_map(devices, num_layers(main.config))
         model.set_draft_vocabulary(stored_ids(name, **hub) if draft_vocabulary is None else draft_vocabulary)
-        return (model, report) if wants_info else model
+        return cast(Any, (model, report)) if wants_info else model
 
     @classmethod
     def from_backbone(
@@ -147,20 +144,20 @@ class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTP
         eh_init: str = "embedding",
         **kwargs: Any,
     ) -> DeepSeekMTP:
-        """Gives a model without modules new ones, made from its own last layer.
+        """Return a model with new modules, which are copies of the backbone's last layer.
 
-        The given model stays as it is: `main` is a copy of it that shares its tensors, so that only training `main`
-        (`train_only("all")`) would show in it.
+        The given model is unchanged: `main` is a copy of it that shares its tensors, so that only training of `main`
+        (`train_only("all")`) changes it.
 
         Args:
-            model_or_path: A model of transformers, or where to load one from.
+            model_or_path: A model of transformers, or a path to load one from.
             num_modules: D.
-            eh_init: What `eh_proj` passes on at the start: `"embedding"` ([I | 0]), `"hidden"` ([0 | I]) or `"both"`
-                (half of each).
+            eh_init: Initial output of `eh_proj`: `"embedding"` ([I | 0]), `"hidden"` ([0 | I]) or `"both"` (half of
+                each).
             **kwargs: As for transformers' `from_pretrained`, with a path.
 
         Raises:
-            ValueError: A family that is not supported, a model with adapters of peft, or an option out of range.
+            ValueError: An unsupported family, a model with adapters of peft, or an option out of range.
         """
         from .retrofit import retrofit
 
@@ -168,12 +165,12 @@ class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTP
 
     @property
     def base_model(self) -> nn.Module:
-        """The main model without its head: what TRL calls for hidden states."""
+        """The main model without its head, which TRL calls for hidden states."""
         return self.get_decoder()
 
     @property
     def num_modules(self) -> int:
-        """D; 0 where the modules were left out."""
+        """D; 0 where the modules were not loaded."""
         return self.mtp.count
 
     @property
@@ -183,20 +180,31 @@ class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTP
 
     @property
     def window(self) -> int:
-        """Tokens that a call may yield at the depth that is trained: the next one, and one for each depth."""
+        """Tokens that a call yields at most at the trained depth: the next one, and one for each depth."""
         return self.num_depths + 1
 
     def longest_draft(self) -> int | None:
-        """Any number: the last module is used again. 0 where the modules were left out."""
+        """Return None, any number, because the last module is reused; 0 without modules."""
         return None if self.num_modules else 0
 
     def default_draft(self) -> int:
-        """As many as the loss trains: D, or `unroll_steps`."""
+        """Return the number of trained depths: D, or `unroll_steps`."""
         return self.num_depths
 
     def start(self, options: DraftOptions) -> ModuleSession:
-        """Drafts of the modules, for one call of `generate`."""
+        """Return the draft session of one call of `generate`."""
+        from ...generation.drafters.modules import ModuleSession
+
         return ModuleSession(self, options)
+
+    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
+        """Read `draft_vocabulary` of a call, and refuse options of other kinds of drafters."""
+        ids, name = options.extra.get("draft_vocabulary"), "draft_vocabulary"
+        others = {key: value for key, value in options.extra.items() if key != name}
+        options = super().prepare_call(replace(options, extra=others), config)
+        if ids is not None and not isinstance(ids, DraftVocabulary):
+            ids = DraftVocabulary(ids, self.config.vocab_size)
+        return options if ids is None else replace(options, extra=options.extra | {name: ids})
 
     @property
     def mtp_loss_weight(self) -> float:
@@ -208,57 +216,58 @@ class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTP
         self.loss_options.weight = float(value)
 
     def get_input_embeddings(self) -> nn.Module:
-        """The main model's."""
+        """Return the main model's."""
         return self.main.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Sets the main model's."""
+        """Set the main model's."""
         self.main.set_input_embeddings(value)
 
     def get_output_embeddings(self) -> nn.Module:
-        """The head, which main model and modules share."""
-        return self.main.get_output_embeddings()
+        """Return the head, which main model and modules share."""
+        return cast(nn.Module, self.main.get_output_embeddings())
 
     @property
     def readout(self) -> Readout:
-        """From states behind their norm to logits, for main model and modules alike."""
+        """The map from normed states to logits, for main model and modules alike."""
         return Readout(self.main)
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Sets the head."""
+        """Set the head."""
         self.main.set_output_embeddings(new_embeddings)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resizes the main model's embeddings and its head, which are the modules' too."""
+        """Resize the main model's embeddings and its head, which the modules share."""
         return self.main.resize_token_embeddings(*args, **kwargs)
 
     def get_decoder(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """The main model without its head."""
+        """Return the main model without its head."""
         return self.main.get_decoder()
 
     def train_only(self, part: str) -> None:
-        """Chooses what is trained: `"all"`, or `"drafter"` (also `"mtp"`): the modules, with the backbone frozen.
+        """Choose what is trained: `"all"`, or `"drafter"` (also `"mtp"`): the modules, with the backbone frozen.
 
         Raises:
             ValueError: An unknown part.
         """
         if part not in ("all", "drafter", "mtp"):
-            raise ValueError(f"train_only({part!r}): choose 'all' or 'drafter'")
+            raise ValueError(f"part={part!r} is unknown; choose 'all' or 'drafter'")
         self.main.requires_grad_(part == "all")
         self.mtp.requires_grad_(True)
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
-        """A module is one checkpoint; the decoder layer in it must not be another one, computed a third time."""
+        """Make each module one checkpoint; its decoder layer must not be another one, computed a third time."""
         super()._set_gradient_checkpointing(enable, *args, **kwargs)
         for name, module in self.mtp.named_modules():
-            if "block" in name.split(".") and hasattr(module, "gradient_checkpointing"):
-                module.gradient_checkpointing = False
+            if "block" in name.split(".") and "gradient_checkpointing" in vars(module):
+                vars(module)["gradient_checkpointing"] = False
 
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """The main model's, and no teacher-forced logits."""
-        inputs = self.main.prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+        """Return the main model's inputs; teacher-forced logits are off."""
+        prepare = cast(Any, self.main).prepare_inputs_for_generation
+        inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         return inputs | {"output_mtp_logits": False}
 
     @can_return_tuple
@@ -277,32 +286,31 @@ class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTP
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Any,
     ) -> DeepSeekMTPOutput:
-        """Next-token logits of the main model, teacher-forced logits of the modules, and the loss of both.
+        """Return next-token logits of the main model, teacher-forced logits of the modules, and the loss of both.
 
         Args:
             input_ids: [B, L] int64.
             attention_mask: [B, past + L], 0 for padding.
             position_ids: [B or 1, L]; where they restart, another packed document begins.
-            past_key_values: Cache of the main model to continue and to extend.
+            past_key_values: Cache of the main model, which is extended.
             inputs_embeds: [B, L, H] instead of `input_ids`.
-            labels: [B, L] int64 as everywhere in transformers (shifted here, -100 ignored).
+            labels: [B, L] int64 as in transformers (shifted here, -100 ignored).
             use_cache: Return a cache.
             output_hidden_states: True for all layers, or indices of those to return (-1: h^0). None: as in the config.
-            output_mtp_logits: Compute `mtp_logits`. None: where the model is not training, no Trainer evaluates it
-                (with `num_items_in_batch`) and no cache is used.
-            logits_to_keep: Compute the main model's logits of the last so many positions only (0: all), or of these
-                positions. None: all, but none at all in training with labels.
+            output_mtp_logits: Compute `mtp_logits`. None: unless the model is training, a Trainer evaluates it (with
+                `num_items_in_batch`) or a cache is used.
+            logits_to_keep: Number of last positions whose main logits are computed (0: all), or these positions. None:
+                all, but none in training with labels.
             num_items_in_batch: Targets per depth over all micro-batches, [D + 1] or one number (from the Trainer).
-            **kwargs: For the main model without its head; `shift_labels` [B, L], the target of every position, in
-                place of `labels`. With `output_router_logits` (or where the configuration has it), the balance of its
-                experts is part of the loss.
+            **kwargs: Of the main model without its head; `shift_labels` [B, L], the target of every position, replaces
+                `labels`. With `output_router_logits`, also of the configuration, the balance of the experts is part of
+                the loss.
 
         Returns:
             See `DeepSeekMTPOutput`.
 
         Raises:
-            ValueError: Labels that are no token ids, or labels or `output_mtp_logits=True` where a cache holds earlier
-                tokens.
+            ValueError: Labels that are not token ids, or labels or `output_mtp_logits=True` with a non-empty cache.
         """
         shift_labels = kwargs.pop("shift_labels", None)
         has_labels, has_past = labels is not None or shift_labels is not None, past_key_values is not None
@@ -310,12 +318,12 @@ class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTP
             only_loss = self.training or num_items_in_batch is not None
             output_mtp_logits = not (only_loss or use_cache or has_past) and self.num_modules > 0
         if (output_mtp_logits or has_labels) and has_past and past_key_values.get_seq_length():
-            raise ValueError("labels and output_mtp_logits need whole sequences; drop past_key_values")
+            raise ValueError("past_key_values: labels and output_mtp_logits need whole sequences; leave it out")
         if has_labels and use_cache is None:
-            use_cache = False  # with a cache, transformers does not look for packed documents
+            use_cache = False  # with a cache, transformers ignores packed documents
         if inputs_embeds is None:
-            inputs_embeds = self.get_input_embeddings()(input_ids)
-        if getattr(self.config, "output_router_logits", False):
+            inputs_embeds = cast(torch.Tensor, self.get_input_embeddings()(input_ids))
+        if field(self.config, "output_router_logits"):
             kwargs.setdefault("output_router_logits", True)
         with caches_kept(self):
             outputs = self.get_decoder()(
@@ -334,11 +342,13 @@ class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTP
             chain = self._chain(hidden, inputs_embeds, attention_mask, position_ids, depths)
         if has_labels:
             targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
-            loss, *found = self._loss(chain[: self.window], targets, num_items_in_batch)
+            trained, size = chain[: self.window], self.config.vocab_size
+            windows = [targets[:, : state.shape[1], k] for k, state in enumerate(trained)]
+            loss, *found = chain_loss(self.readout, trained, windows, size, self.loss_options, num_items_in_batch)
             shown = dict(zip(("head_losses", "acceptances", "missing_mass"), found))
         aux_loss = router_loss(self.main, outputs, attention_mask)
         if loss is not None and aux_loss is not None:
-            loss = loss + self.main.router_aux_loss_coef * aux_loss.to(loss.device)
+            loss = loss + vars(self.main)["router_aux_loss_coef"] * aux_loss.to(loss.device)
         if output_mtp_logits:
             mtp_logits = tuple(self.readout(state) for state in chain[1 : self.num_modules + 1])
         if logits_to_keep is not None or not (has_labels and self.training):
@@ -362,7 +372,7 @@ class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTP
         position_ids: torch.Tensor | None,
         depths: int,
     ) -> list[torch.Tensor]:
-        """h^0 to h^depths; the first one as it is, the others made from what the options leave attached."""
+        """Return h^0 to h^depths; all but the first are computed from states that `loss_options` may detach."""
         options = self.loss_options
         if position_ids is None:
             position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
@@ -370,28 +380,20 @@ class DeepSeekMTP(OfficialFolderMixin, DraftVocabularyMixin, PicklableMixin, MTP
         embeds = inputs_embeds.detach() if options.detach_embedding else inputs_embeds
         return [hidden, *teacher_forced(self.mtp, start, embeds, position_ids, attention_mask, depths)]
 
-    def _loss(self, chain: list[torch.Tensor], windows: torch.Tensor, counts: torch.Tensor | int | None) -> ChainLoss:
-        targets = [windows[:, : state.shape[1], k] for k, state in enumerate(chain)]
-        return chain_loss(self.readout, chain, targets, self.config.vocab_size, self.loss_options, counts)
-
     def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """The loss of data of which only sums per depth are known.
+        """Return the loss of data from sums per depth.
 
         Args:
             sums: [D + 1], summed cross-entropies in nats.
             counts: [D + 1], targets.
 
         Returns:
-            Scalar: what `forward` would return for all of the data in one batch.
+            Scalar, equal to the loss of `forward` for all data in one batch.
         """
         return (sums * depth_weights(counts, self.loss_options).to(sums)).sum()
 
 
 class MiMoMTP(DeepSeekMTP):
-    """`DeepSeekMTP` for MiMo-7B, where its code travels.
-
-    transformers does not know that configuration, and Auto classes take a class of foreign code for a foreign
-    configuration only if the class names it.
-    """
+    """`DeepSeekMTP` for MiMo-7B in bundled code: Auto classes accept remote code only if it names the config class."""
 
     config_class = MiMoConfig

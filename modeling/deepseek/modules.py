@@ -1,34 +1,33 @@
 """Sequential modules (DeepSeek-V3): each turns a hidden state and the embedding of one more token into the next state.
 
-x = eh_proj [enorm(Emb(t)); hnorm(h)], y = block(x), h' = norm(y). Depth k reads h^{k-1} and the token k places ahead.
-Knows neither the head, nor losses, nor drafts.
+x = eh_proj [enorm(Emb(t)); hnorm(h)], y = block(x), h' = norm(y). Depth k reads h^{k-1} and the k-th next token.
+The main model's head reads h' as it reads its own last hidden state (`Readout`).
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..checkpointing import caches_kept
+from ...configuration.fields import field
+from ..decoder_layers import knows_layer_types, layer_kind, layer_options, set_cache_slots
+from ..wrapped_models import caches_kept, call
 
 
 class MTPModule(GradientCheckpointingLayer):
-    """One module.
+    """One sequential module.
 
     Args:
         enorm: Norm of embeddings.
         hnorm: Norm of hidden states.
-        eh_proj: From both, [2 H], to [H].
+        eh_proj: Linear map from both, [2 H], to [H].
         block: A decoder layer of the family.
         norm: Norm whose output goes to the head and to the next module (`nn.Identity` where a family has none).
         embedding_first: Order of the two halves that `eh_proj` reads.
@@ -38,7 +37,7 @@ class MTPModule(GradientCheckpointingLayer):
         self,
         enorm: nn.Module,
         hnorm: nn.Module,
-        eh_proj: nn.Module,
+        eh_proj: nn.Linear,
         block: nn.Module,
         norm: nn.Module,
         embedding_first: bool = True,
@@ -53,22 +52,21 @@ class MTPModule(GradientCheckpointingLayer):
         inputs_embeds: torch.Tensor,
         earlier: tuple[torch.Tensor, ...] | None = None,
         **options: Any,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One depth.
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run one depth.
 
         Args:
             hidden_states: h^{k-1}, [B, R, H].
             inputs_embeds: [B, R, H].
-            earlier: Keys and values of columns before these (and keys of an indexer, where there is one), or (). They
-                come as tensors and not as a cache, so that gradients reach them through a checkpoint, which runs this
-                twice.
-            **options: The decoder layer's.
+            earlier: Keys and values of earlier columns (and keys of an indexer, where there is one), or (). They are
+                tensors and not a cache, so that gradients reach them through a checkpoint, which runs this twice.
+            **options: Keyword arguments of the decoder layer.
 
         Returns:
-            h^k [B, R, H]; with `earlier`, also what it would hold of all columns.
+            h^k [B, R, H]; with `earlier`, also the keys and values of all columns.
         """
-        device = self.enorm.weight.device  # with a device map, modules may lie on another device than the main model
-        if device.type != "meta":  # weights that are offloaded fetch their inputs themselves
+        device = self.eh_proj.weight.device  # a device map may put modules on another device than the main model
+        if device.type != "meta":  # accelerate's hooks move the inputs of offloaded weights
             inputs_embeds, hidden_states = inputs_embeds.to(device), hidden_states.to(device)
         self._check_dtype(hidden_states)
         parts = self.enorm(inputs_embeds), self.hnorm(hidden_states)
@@ -77,26 +75,27 @@ class MTPModule(GradientCheckpointingLayer):
             return self.norm(self.run(merged, **options))
         cache = new_cache(self.kind)
         if earlier:
-            cache.update(*earlier[:2], self.slot)
+            cache.update(earlier[0], earlier[1], self.slot)
             for keys in earlier[2:]:
                 cache.update_indexer(keys, self.slot)
         state = self.norm(self.run(merged, past_key_values=cache, **options))
-        layer = cache.layers[self.slot]
-        indexed = (layer.indexer_keys,) if isinstance(layer, DynamicIndexedLayer) else ()
-        return state, layer.keys, layer.values, *indexed
+        layer = cast(CacheLayerMixin, cache.layers[self.slot])
+        indexed = [layer.indexer_keys] if isinstance(layer, DynamicIndexedLayer) else []
+        return state, *cast(list[torch.Tensor], [layer.keys, layer.values, *indexed])
 
     def _check_dtype(self, states: torch.Tensor) -> None:
         dtype = self.eh_proj.weight.dtype
-        is_plain = dtype in (torch.float32, torch.float16, torch.bfloat16)  # quantised weights bring their own rules
+        is_plain = dtype in (torch.float32, torch.float16, torch.bfloat16)  # quantised weights have their own rules
         if is_plain and dtype != states.dtype and not torch.is_autocast_enabled(states.device.type):
             raise ValueError(
-                f"the modules are {dtype} and the main model gives {states.dtype}: use model.mtp.to({states.dtype}), "
+                f"the modules have dtype {dtype}, but the hidden states {states.dtype}: use "
+                f"model.mtp.to({states.dtype}), "
                 "or train under autocast (bf16=True in TrainingArguments)"
             )
 
     def run(self, states: torch.Tensor, **options: Any) -> torch.Tensor:
-        """The block alone, [B, R, H] to [B, R, H]."""
-        output = self.block(states, **options)  # some families' layers also hand their index on
+        """Run the block alone, [B, R, H] to [B, R, H]."""
+        output = self.block(states, **options)  # layers of some families also return their index
         return output[0] if isinstance(output, tuple) else output
 
 
@@ -109,7 +108,7 @@ class MTPModules(nn.Module):
         modules: The modules in order.
         config: Configuration of the main model.
         rotary: Its rotary embedding, if any.
-        kinds: How each module attends, in the words of `layer_types`; like the main model's last layer where None.
+        kinds: Attention type of each module as in `layer_types`; None: that of the main model's last layer.
 
     Attributes:
         count: D.
@@ -123,19 +122,17 @@ class MTPModules(nn.Module):
         kinds: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.count = config, 0
+        modules = list(modules)
+        self.config, self.count = config, len(modules)
         for index, module in enumerate(modules):
-            module.slot = index  # the module's place in the modules' own cache
+            module.slot = index  # of the modules' own cache
             module.kind = kinds[index] if kinds else layer_kind(config, -1)
-            for owner in module.block.modules():
-                if isinstance(getattr(owner, "layer_idx", None), int):
-                    owner.layer_idx = index
             self.add_module(str(index), module)
-            self.count += 1
+        set_cache_slots(module.block for module in modules)
         self.rotary_emb = copy.deepcopy(rotary)
 
     def __getitem__(self, index: int) -> MTPModule:
-        return self.get_submodule(str(range(self.count)[index]))
+        return cast(MTPModule, self.get_submodule(str(range(self.count)[index])))
 
     def __len__(self) -> int:
         return self.count
@@ -145,51 +142,22 @@ class MTPModules(nn.Module):
 
     @property
     def last(self) -> MTPModule:
-        """The module of depth D, which goes on beyond it."""
+        """The module of depth D, which deeper drafts reuse."""
         return self[-1]
 
     @property
     def kinds(self) -> list[str]:
-        """How each module attends, in the words of `layer_types`."""
+        """Attention type of each module as in `layer_types`."""
         return [module.kind for module in self]
 
     def new_cache(self, forgets: bool = True) -> Cache:
-        """An empty cache for all modules; layers with a sliding window forget what is older, if they may."""
+        """Return an empty cache for all modules; with `forgets`, sliding-window layers drop older columns."""
         is_bounded = [kind == "sliding_attention" and forgets for kind in self.kinds]
         if not any(is_bounded):
             return new_cache(self.kinds[0])
         window = self.config.sliding_window
         return Cache(
             layers=[DynamicSlidingWindowLayer(window) if bounded else DynamicLayer() for bounded in is_bounded]
-        )
-
-    def mask(
-        self,
-        index: int,
-        states: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **options: Any,
-    ) -> Any:
-        """What a module's attention takes for states [B, R, H] behind the columns of a cache.
-
-        Args:
-            index: The module, from 0.
-            states: For their shape, dtype and device.
-            position_ids: [B or 1, R].
-            attention_mask: [B, past + R], 0 for padding.
-            past_key_values: The modules' own cache.
-            options: As for transformers' own functions.
-        """
-        return LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[self[index].kind](
-            config=self.config,
-            inputs_embeds=states,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-            layer_idx=index,
-            **options,
         )
 
     def step(
@@ -202,16 +170,16 @@ class MTPModules(nn.Module):
         past_key_values: Cache | None = None,
         prepared: dict[str, Any] | None = None,
     ) -> torch.Tensor:
-        """One depth of the chain.
+        """Run one depth of the chain.
 
         Args:
-            k: Depth from 1 on; beyond D the last module is used again.
+            k: Depth from 1 on; beyond D the last module is reused.
             hidden_states: h^{k-1}, [B, R, H], after the norm of its depth.
-            inputs_embeds: Embeddings of the tokens k places further on, [B, R, H].
+            inputs_embeds: Embeddings of the tokens k positions ahead, [B, R, H].
             position_ids: [B or 1, R]; a constant shift changes nothing.
             attention_mask: [B, past + R], 0 for padding, or a finished mask [B, 1, R, past + R].
             past_key_values: The modules' own cache; module k has slot k - 1.
-            prepared: What `options` made of the same positions, mask and columns for a module that attends alike.
+            prepared: Result of `options` for the same positions, mask, columns and attention type.
 
         Returns:
             h^k, [B, R, H], after the module's norm.
@@ -229,46 +197,70 @@ class MTPModules(nn.Module):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> dict[str, Any]:
-        """What the block of module `index`, from 0, takes beside its states [B, R, H]; arguments as for `step`."""
-        mask = attention_mask
-        if mask is None or mask.dim() < 4:
-            mask = self.mask(index, states, position_ids, attention_mask, past_key_values)
-        return {
-            "attention_mask": mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "position_embeddings": self.rotary(states, position_ids, index),
-        }
+        """Return the keyword arguments of the block of module `index`, from 0; arguments as for `step`."""
+        kind = self[index].kind
+        return layer_options(
+            self.config, self.rotary_emb, states, attention_mask, position_ids, past_key_values, kind, index
+        )
 
     def rotary(
         self, states: torch.Tensor, position_ids: torch.Tensor, index: int = -1
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The rotary embedding of position_ids [B or 1, R], as module `index` takes it."""
+        """Return the rotary embedding of position_ids [B or 1, R] for module `index`."""
         if self.rotary_emb is None:
             return None
-        kind = (self[index].kind,) if _knows_kinds(type(self.rotary_emb)) else ()
+        kind = (self[index].kind,) if knows_layer_types(type(self.rotary_emb)) else ()
         return self.rotary_emb(states, position_ids, *kind)
 
 
-@cache
-def _knows_kinds(rotary: type[nn.Module]) -> bool:
-    """Whether a rotary embedding is asked by kind of layer."""
-    return "layer_type" in inspect.signature(rotary.forward).parameters
+class Readout:
+    """The main model's head and its family's changes to logits: z = factor W h / divisor, then cap tanh(z / cap).
+
+    These changes keep the order of logits, but not losses, confidences and draft distributions.
+
+    Args:
+        main: The main model; its head is looked up at every call.
+    """
+
+    def __init__(self, main: PreTrainedModel) -> None:
+        config = main.config
+        self.main = main
+        self.divisor = _number(config, "logits_scaling")
+        self.factor = _number(config, "logit_scale")
+        self.cap = _number(config, "final_logit_softcapping")
+
+    @property
+    def head(self) -> nn.Module:
+        """The output embeddings of the main model."""
+        return cast(nn.Module, self.main.get_output_embeddings())
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the head's parameters."""
+        return self.head.parameters()
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Return the head's modules."""
+        return self.head.modules()
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """Return logits [..., V] of normed states [..., H]."""
+        return self.finish(call(self.head, states))
+
+    def finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """Apply the family's changes to logits of the head, of all tokens or of some."""
+        if self.divisor is not None:
+            logits = logits / self.divisor
+        if self.factor is not None:
+            logits = logits * self.factor
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
-def layer_kind(config: PreTrainedConfig, index: int) -> str:
-    """How a layer attends, in the words of `layer_types`."""
-    if layer_types := getattr(config, "layer_types", None):
-        return layer_types[index]
-    return "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
-
-
-def is_sliding(config: PreTrainedConfig) -> bool:
-    """Whether the main model's last layer attends within a sliding window."""
-    return layer_kind(config, -1) == "sliding_attention"
+def _number(config: PreTrainedConfig, name: str) -> float | None:
+    value = field(config, name)
+    return None if value is None else float(value)
 
 
 def new_cache(kind: str) -> Cache:
-    """An empty cache whose layers forget nothing, for attention of one kind."""
+    """Return an empty cache whose layers keep all columns, for one attention type."""
     indexed = kind == "indexed_attention"
     return Cache(layer_class_to_replicate=DynamicIndexedLayer) if indexed else DynamicCache()

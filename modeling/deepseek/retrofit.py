@@ -1,4 +1,8 @@
-"""New modules for a model that has none: each starts as a copy of its last layer (of the modules' kind)."""
+"""New modules for a model without any: each starts as a copy of its last layer (of the modules' kind).
+
+Two calls with eight tokens then compare the backbone's own computation with ours. Mask types, rotary positions by
+layer, scaled embeddings, residuals and logits, layers that need more than their input: each would show as a difference.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +14,30 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, count_modules, family_of, num_layers, set_modules
-from ..copies import sharing_copy
-from ..unwrapping import uncompiled, unwrap
-from .checkpoint import PER_LAYER, extended_class, extended_config, final_norm, main_class, module_kinds
-from .modules import MTPModule, MTPModules, layer_kind
-from .probe import check_backbone
+from ..decoder_layers import layer_kind
+from ..wrapped_models import sharing_copy, uncompiled, unwrap
+from .conversion import (
+    PER_LAYER,
+    decoder_layers,
+    extended_class,
+    extended_config,
+    final_norm,
+    main_class,
+    module_kinds,
+    rotary_embedding,
+)
+from .modules import MTPModule, MTPModules, Readout
 
+_LENGTH, _PADDING = 8, 3
 _SHARES = {"embedding": (1.0, 0.0), "hidden": (0.0, 1.0), "both": (0.5, 0.5)}
 
 
 def retrofit(
     model_or_path: PreTrainedModel | str | PathLike, num_modules: int, eh_init: str, **options: Any
 ) -> tuple[PreTrainedConfig, tuple[PreTrainedModel, MTPModules]]:
-    """A main model and new modules for it: see `DeepSeekMTP.from_backbone`.
+    """Return a main model and new modules for it: see `DeepSeekMTP.from_backbone`.
 
     Args:
         model_or_path: A causal language model of transformers, or where to load one from.
@@ -35,8 +49,8 @@ def retrofit(
         The configuration, and main model and modules.
 
     Raises:
-        TypeError: Options of `from_pretrained` together with a model that is loaded already, or no model.
-        ValueError: A model that is not supported, that has modules or adapters of its own, or an option out of range.
+        TypeError: Options of `from_pretrained` together with a loaded model, or no model.
+        ValueError: An unsupported model, a model with its own modules or adapters, or an option out of range.
     """
     loads = isinstance(model_or_path, (str, PathLike))
     if options and not loads:
@@ -59,43 +73,41 @@ def retrofit(
         )
     twin = _twin(main.config)
     set_modules(main.config, num_modules)
-    decoder = main.get_decoder()
-    modules = [_new_module(main, decoder.layers[twin], family, _SHARES[eh_init]) for _ in range(num_modules)]
-    kinds = [layer_kind(main.config, twin)] * num_modules
-    chain = MTPModules(modules, main.config, getattr(decoder, "rotary_emb", None), kinds)
+    layer, kinds = decoder_layers(main)[twin], [layer_kind(main.config, twin)] * num_modules
+    modules = [_new_module(main, layer, family, _SHARES[eh_init]) for _ in range(num_modules)]
+    chain = MTPModules(modules, main.config, rotary_embedding(main), kinds)
     _check_shapes(main, chain)
-    check_backbone(main, chain, decoder.layers[twin])
+    check_backbone(main, chain, layer)
     return main.config, (main, chain)
 
 
 def _copy(model: Any) -> PreTrainedModel:
     unwrap(model)
-    return sharing_copy(uncompiled(model))  # which refuses a PeftModel by name
+    return sharing_copy(uncompiled(model))  # refuses a PeftModel
 
 
 def _twin(config: PreTrainedConfig) -> int:
-    """The last layer of the main model that is of a module's kind.
+    """Return the index of the main model's last layer of the modules' kind.
 
     Raises:
         ValueError: There is none.
     """
-    fields = [name for name in PER_LAYER if getattr(config, name, None)]
-    wanted = [module_kinds(config, name, 1)[0] for name in fields]
+    wanted = {name: module_kinds(config, name, 1)[0] for name in PER_LAYER if field(config, name)}
     for index in reversed(range(num_layers(config)) if family_of(config).has_twin else ()):
-        if [getattr(config, name)[index] for name in fields] == wanted:
+        if all(field(config, name)[index] == kind for name, kind in wanted.items()):
             return index
     raise ValueError(
-        f"from_backbone does not support this {config.model_type}: its modules are unlike its last layer, and no other "
-        "layer is like them"
+        f"from_backbone does not support this {config.model_type}: its modules are unlike its last layer, and no layer "
+        "is like them"
     )
 
 
 def _check_shapes(main: PreTrainedModel, modules: MTPModules) -> None:
-    """Raises where a directory of these modules could not be read back, the next layer being unlike the copied one."""
+    """Raise where a saved model could not be loaded, because the next layer would be unlike the copied one."""
     config = main.config
     with torch.device("meta"):
         extended = extended_class(config, 1, [])(extended_config(config, 1))
-    fresh = extended.get_decoder().layers[-1].state_dict()
+    fresh = decoder_layers(extended)[-1].state_dict()
     ours = {name: tensor.shape for name, tensor in modules[0].block.state_dict().items()}
     theirs = {name: tensor.shape for name, tensor in fresh.items()}
     wrong = sorted(name for name in ours if theirs.get(name) != ours[name])
@@ -107,10 +119,9 @@ def _check_shapes(main: PreTrainedModel, modules: MTPModules) -> None:
 
 
 def _new_module(main: PreTrainedModel, layer: nn.Module, family: MTPFamily, shares: tuple[float, float]) -> MTPModule:
-    last = final_norm(main.get_decoder())
-    weight, size = last.weight, main.config.hidden_size
+    last, size = final_norm(main), main.config.hidden_size
     enorm, hnorm = _unit_norm(main, last), _unit_norm(main, last)
-    eh_proj = nn.Linear(2 * size, size, bias=False, device=weight.device, dtype=main.dtype)
+    eh_proj = nn.Linear(2 * size, size, bias=False, device=next(last.parameters()).device, dtype=main.dtype)
     halves = [share * torch.eye(size) for share in (shares if family.embedding_first else shares[::-1])]
     with torch.no_grad():
         eh_proj.weight.copy_(torch.cat(halves, dim=1))
@@ -120,9 +131,69 @@ def _new_module(main: PreTrainedModel, layer: nn.Module, family: MTPFamily, shar
 
 @torch.no_grad()
 def _unit_norm(main: PreTrainedModel, norm: nn.Module) -> nn.Module:
-    """A norm of the same class with gain 1, however that class writes it (Gemma's gain is 1 + weight)."""
+    """Return a norm of the same class with gain 1, in that class's own form (Gemma's gain is 1 + weight)."""
     norm = copy.deepcopy(norm)
     for owner in (norm, *norm.parameters()):
-        owner._is_hf_initialized = False
+        vars(owner)["_is_hf_initialized"] = False
     main._init_weights(norm)
     return norm
+
+
+@torch.no_grad()
+def check_backbone(main: PreTrainedModel, modules: MTPModules, layer: nn.Module) -> None:
+    """Compare the backbone's own calls with ours, without padding and with left padding.
+
+    Args:
+        main: The backbone.
+        modules: Modules; the first block is still a copy of `layer`.
+        layer: The backbone's copied layer.
+
+    Raises:
+        ValueError: Logits or the layer's output differ.
+    """
+    if any(weight.device.type == "meta" for weight in main.parameters()):
+        return  # offloaded weights cannot be compared
+    was_training = main.training
+    main.eval()
+    try:
+        for padding in (0, _PADDING):
+            _check(main, modules, layer, padding)
+    finally:
+        main.train(was_training)
+
+
+def _check(main: PreTrainedModel, modules: MTPModules, layer: nn.Module, padding: int) -> None:
+    ids = (torch.arange(2 * _LENGTH, device=main.device) * 7 % main.config.vocab_size).view(2, _LENGTH)
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+    inputs = {"attention_mask": mask, "position_ids": position_ids, "use_cache": False}
+    seen: dict[str, torch.Tensor] = {}
+    hook = layer.register_forward_hook(_remember(seen), with_kwargs=True)
+    try:
+        want = main(input_ids=ids, **inputs).logits
+    finally:
+        hook.remove()
+    embeds = main.get_input_embeddings()(ids)
+    got = Readout(main)(main.get_decoder()(inputs_embeds=embeds, **inputs).last_hidden_state)
+    _compare(main, "its logits are not what its head makes of its states", got, want, mask)
+    copied = modules[0].run(seen["input"], **modules.options(0, seen["input"], position_ids, mask))
+    _compare(main, "its layer, called apart, gives other states", copied, seen["output"], mask)
+
+
+def _remember(seen: dict[str, torch.Tensor]) -> Any:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        seen["input"] = args[0] if args else kwargs["hidden_states"]
+        seen["output"] = output[0] if isinstance(output, tuple) else output
+
+    return hook
+
+
+def _compare(main: PreTrainedModel, what: str, got: torch.Tensor, want: torch.Tensor, mask: torch.Tensor) -> None:
+    difference = (got - want).abs()[mask.bool()].max().item()
+    largest = want.abs()[mask.bool()].max().item()
+    if not difference <= largest * (1e-5 if want.dtype == torch.float32 else 0.05):
+        raise ValueError(
+            f"from_backbone does not support this {main.config.model_type}: {what} (off by {difference:.3g} of "
+            f"{largest:.3g})"
+        )

@@ -1,1 +1,1 @@
-"""EAGLE heads: layers, layouts of directories, losses, `EagleHead`."""
+"""EAGLE heads: the network, training losses, conversion of other layouts, `EagleHead`."""

@@ -1,15 +1,19 @@
-"""Directories of EAGLE heads for other libraries and engines: names, configurations, and what each of them cannot
-read."""
+"""Checkpoints of EAGLE heads for other libraries and engines: names, configurations, and what each cannot read."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from pathlib import Path
+from typing import Any, cast
 
 import torch
+from safetensors.torch import save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ...configuration import EagleHeadConfig
-from .loading import AUX_IDS
+from .conversion import AUX_IDS
+from .modules import EagleNetwork
 
 _LLAMA_FIELDS = (
     "hidden_act",
@@ -30,30 +34,50 @@ _LLAMA_FIELDS = (
 _OPTIONS_OF_3 = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
+def write_layout(head: EagleNetwork, folder: Path, layout: str, state: dict[str, torch.Tensor] | None = None) -> None:
+    """Write a head in the layout of another library.
+
+    Args:
+        head: The head; where it is attached, its backbone's embeddings may be repeated.
+        folder: The directory.
+        layout: One of `LAYOUTS` but our own.
+        state: The head's tensors, where they had to be gathered.
+    """
+    embeddings = cast(Any, head.backbone.get_input_embeddings()).weight.detach() if head.is_attached else None
+    tensors = folder_tensors(head.config, layout, head.state_dict() if state is None else state, embeddings)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(written, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+    values = folder_config(head.config, layout, head.dtype)
+    (folder / CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
 def folder_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of a directory.
+    """Return the fields of config.json.
 
     Args:
         config: The head's.
         layout: One of `LAYOUTS` but our own.
         dtype: Of the tensors.
     """
-    values = {name: getattr(config, name) for name in _LLAMA_FIELDS} | _rope_fields(config)
+    values = config.to_dict()
+    options = {name: values[name] for name in _OPTIONS_OF_3}
+    values = {name: values[name] for name in _LLAMA_FIELDS} | _rope_fields(config)
     values |= {"tie_word_embeddings": False, "torch_dtype": str(dtype).removeprefix("torch.")}
     if config.loss_options:
         values["loss_options"] = config.loss_options
     if layout == "speculators":
-        return _speculators_config(config, values)
+        return _speculators_config(config, values) | options
     values |= {"architectures": [_architecture(config, layout)], "model_type": "llama"}
     if config.version == 1:
         return values | {"bias": config.fc_bias, "qkv_bias": config.attention_bias}
-    values |= {"draft_vocab_size": config.draft_vocab_size} | {name: getattr(config, name) for name in _OPTIONS_OF_3}
+    values |= {"draft_vocab_size": config.draft_vocab_size} | options
     if config.target_hidden_size != config.hidden_size:
         values["target_hidden_size"] = config.target_hidden_size
-    nested = {"use_aux_hidden_state": config.use_aux_hidden_state}
+    nested: dict[str, Any] = {"use_aux_hidden_state": config.use_aux_hidden_state}
     if config.aux_layers is not None:
         values |= {AUX_IDS: config.aux_layers, "num_aux_hidden_states": config.num_aux}
-        if config.aux_layers[0] != 1:  # a 1 would be ambiguous here, and the other entry says it all
+        if config.aux_layers[0] != 1:  # a first id of 1 is ambiguous here
             nested[AUX_IDS] = _counted_by_outputs(config.aux_layers)
     if config.norm_before_fc:
         nested["norm_before_fc"] = True
@@ -67,14 +91,18 @@ def _architecture(config: EagleHeadConfig, layout: str) -> str:
 
 
 def _rope_fields(config: EagleHeadConfig) -> dict[str, Any]:
-    """The flat fields that every reader knows; `type` is what old ones call `rope_type`."""
-    rope = dict(config.rope_parameters)
+    """Return flat fields, which every reader supports; old ones call `rope_type` `type`."""
+    rope = _rope(config)
     theta, kind = rope.pop("rope_theta"), rope["rope_type"]
     return {"rope_theta": theta} | ({} if kind == "default" else {"rope_scaling": rope | {"type": kind}})
 
 
+def _rope(config: EagleHeadConfig) -> dict[str, Any]:
+    return dict(cast(dict[str, Any], config.rope_parameters))
+
+
 def _counted_by_outputs(aux_layers: list[int]) -> list[int]:
-    """SpecForge's and SGLang's ids: a first id of 1 says that they count outputs of layers."""
+    """Return SpecForge's and SGLang's ids: a first id of 1 means indices of layers' outputs."""
     return [index - 1 for index in aux_layers] if aux_layers[0] == 2 else list(aux_layers)
 
 
@@ -96,7 +124,7 @@ def _speculators_config(config: EagleHeadConfig, layer: dict[str, Any]) -> dict[
             "proposal_methods": [proposal],
             "verifier": {"name_or_path": config.base_model_name_or_path, "architectures": _verifier_classes(config)},
         },
-    } | {name: getattr(config, name) for name in _OPTIONS_OF_3}
+    }
     if config.aux_layers is not None:
         values[AUX_IDS] = config.aux_layers
     if config.target_hidden_size != config.hidden_size:
@@ -112,23 +140,24 @@ def _verifier_classes(config: EagleHeadConfig) -> list[str]:
 def folder_tensors(
     config: EagleHeadConfig, layout: str, state: dict[str, torch.Tensor], embeddings: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """Tensors of a directory under the layout's names.
+    """Return a head's tensors under the layout's names.
 
     Args:
         config: The head's.
         layout: One of `LAYOUTS` but our own.
         state: The head's tensors.
-        embeddings: The backbone's, for a layout that repeats them; None where the head has its own, or none is at hand.
+        embeddings: The backbone's, for a layout that repeats them; None where the head is not attached.
     """
     state = dict(state)
     if layout == "speculators" and embeddings is not None:
         state.setdefault("embed_tokens.weight", embeddings)
     if config.version == 1:
-        if layout == "sglang":  # it builds fc with a bias, and would leave a missing one as it came
+        if layout == "sglang":  # it builds fc with a bias, and would not initialise a missing one
             state.setdefault("fc.bias", torch.zeros(config.hidden_size, dtype=state["fc.weight"].dtype))
         return state
-    # vLLM has no place for a map where all tokens are drafted, and stops at one; the others ask for it
-    if layout not in ("official", "vllm") or config.draft_vocab_size < config.vocab_size:
+    # vLLM refuses a map where all tokens are drafted; the others need it
+    size = config.draft_vocab_size or config.vocab_size
+    if layout not in ("official", "vllm") or size < config.vocab_size:
         state |= _vocabulary(config, state)
     if layout == "speculators":
         return state
@@ -136,40 +165,48 @@ def folder_tensors(
 
 
 def _vocabulary(config: EagleHeadConfig, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    offsets = state.get("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long)).cpu()
+    size = config.draft_vocab_size or config.vocab_size
+    offsets = state["d2t"].cpu() if "d2t" in state else torch.zeros(size, dtype=torch.long)
     ids = offsets + torch.arange(len(offsets))
     return {"d2t": offsets, "t2d": torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)}
 
 
 def check_layout(config: EagleHeadConfig, layout: str) -> None:
-    """Raises where the reader of a layout would load the head wrongly, or not at all.
+    """Refuse a layout whose reader cannot load the head.
 
     Raises:
-        ValueError: An unknown layout, or an option that its reader does not know; the message names it.
+        ValueError: An unknown layout, or an option that its reader does not support.
     """
-    readers = {"official": _official, "specforge": _specforge, "speculators": _speculators, "vllm": _vllm}
-    if layout not in readers | {"sglang": _sglang}:
-        raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(readers)}, sglang")
-    for refused, reason in (readers | {"sglang": _sglang})[layout](config):
+    readers = {
+        "official": _official,
+        "specforge": _specforge,
+        "speculators": _speculators,
+        "vllm": _vllm,
+        "sglang": _sglang,
+    }
+    if layout not in readers:
+        raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(readers)}")
+    for refused, reason in readers[layout](config):
         if refused:
             raise ValueError(f"layout={layout!r} cannot hold this head: {reason}")
 
 
 def _official(config: EagleHeadConfig) -> list[tuple[bool, str]]:
-    used = [name for name in _OPTIONS_OF_3 if getattr(config, name)]
-    rope = config.rope_parameters
+    values, rope = config.to_dict(), _rope(config)
+    used = [name for name in _OPTIONS_OF_3 if values[name]]
+    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
     return [
-        (bool(used), f"the official code knows no {', '.join(used)}"),
+        (bool(used), f"the official code has no {', '.join(used)}"),
         (config.qk_norm, "the official code has no norms of queries and keys (qk_norm)"),
         (not config.use_aux_hidden_state, "the official code always reads auxiliary states (use_aux_hidden_state)"),
         (config.num_hidden_layers > 1, f"the official code has one layer, not {config.num_hidden_layers}"),
         (
-            config.head_dim * config.num_attention_heads != config.hidden_size,
-            f"the official code takes hidden_size / num_attention_heads for head_dim, not {config.head_dim}",
+            head_dim * config.num_attention_heads != config.hidden_size,
+            f"the official code takes hidden_size / num_attention_heads for head_dim, not {head_dim}",
         ),
         (
             rope["rope_type"] not in ("default", "linear", "dynamic"),
-            f"the official code knows rope_type 'linear' and 'dynamic', not {rope['rope_type']!r}",
+            f"the official code has rope_type 'linear' and 'dynamic', not {rope['rope_type']!r}",
         ),
         (
             rope["rope_type"] != "default" and rope["rope_theta"] != 10_000,
@@ -196,7 +233,7 @@ def _vllm(config: EagleHeadConfig) -> list[tuple[bool, str]]:
         (first and config.attention_bias, "vLLM's reader of version 1 would also want a bias of o_proj"),
         (
             not first and config.aux_layers is not None and config.aux_layers != sorted(set(config.aux_layers)),
-            f"vLLM hands over every state once and in order, not as in aux_layers={config.aux_layers}",
+            f"vLLM passes every state once and in order, not as in aux_layers={config.aux_layers}",
         ),
         (not first and config.qk_norm, "vLLM reads norms of queries and keys from the layout 'speculators' only"),
     ]
@@ -209,7 +246,7 @@ def _sglang(config: EagleHeadConfig) -> list[tuple[bool, str]]:
         (third and config.attention_bias, "SGLang builds q, k and v without biases (attention_bias)"),
         (third and config.norm_before_residual, "SGLang's residual is not normed (norm_before_residual)"),
         (third and config.norm_before_fc, "SGLang has no norm over all states (norm_before_fc)"),
-        (third and config.num_hidden_layers > 1, "further layers are called otherwise there (num_hidden_layers)"),
+        (third and config.num_hidden_layers > 1, "SGLang has other names for further layers (num_hidden_layers)"),
         (
             third and config.aux_layers is not None and config.aux_layers[0] == 1,
             f"SGLang adds one to ids that begin with 1, so aux_layers={config.aux_layers} cannot be written",

@@ -1,47 +1,49 @@
-"""Losses of an EAGLE head, which goes on from its own outputs in training as it will while drafting.
+"""Losses of an EAGLE head, which continues from its own outputs in training as it does while drafting.
 
-Row t of step i reads what row t of step i - 1 returned and the embedding of token t + 1 + i, at position t + i. It sees
-step 0 up to column t, and of every later step its own column: just what a drafted row sees. So each step is a call of
-`head.rows` behind a cache. EAGLE-3's training-time test (2503.01840, section 3.2) is all steps with gradients through
-them; HASS (2408.15766) is the same with outputs detached between steps, and counts a document's first rows again in the
-steps after theirs; EAGLE-1 is step 0 alone.
+Row t of step i reads the output of row t of step i - 1 and the embedding of token t + 1 + i, at position t + i. It sees
+step 0 up to column t, and of every later step its own column, as a drafted row does. So each step is a call of
+`head.rows` on a cache. EAGLE-3's training-time test (2503.01840, section 3.2) is all steps with gradients through them;
+HASS (2408.15766) is the same with outputs detached between steps, and adds a document's first rows again in later
+steps; EAGLE-1 is step 0 alone.
 
-Memory: rows of the later steps only meet step 0, so they go block by block, each of which is computed again in
-backward; logits exist for one chunk of rows at a time. Neither grows with the number of steps.
+Memory: rows of the later steps see only step 0 of other rows, so they run block by block, and each block is recomputed
+in backward; logits exist for one chunk of rows at a time. Neither grows with the number of steps.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 
 from ..heads.chunks import LOGITS_PER_CHUNK
 from ..heads.losses import IGNORE
 from ..heads.teacher import acceptance, divergence
-from .loss_options import EagleLossOptions
+from ..loss_options import ResolvedEagleOptions
+from .modules import EagleNetwork
 
 _BLOCK = 128
-"""Rows of a sequence that go through the later steps together."""
-_LAW_WEIGHT = 0.1
-"""Weight of the distribution's cross-entropy beside the regression of features (EAGLE-1, section 4.2)."""
+"""Rows of a sequence in one block of the later steps."""
+_DISTRIBUTION_WEIGHT = 0.1
+"""Weight of the cross-entropy of distributions, relative to the regression of features (EAGLE-1, section 4.2)."""
 
 
 @dataclass
 class TrainingBatch:
-    """A batch of sequences and what the backbone made of them.
+    """A batch of sequences and the backbone's last hidden states.
 
     Attributes:
         input_ids: [B, L] int64.
-        labels: [B, L] int64, -100 where a token is not to be predicted.
+        labels: [B, L] int64, -100 where a token is not a target.
         positions: [B, L] int64.
         documents: [B, L] int64, the number of each token's document; -1 for padding.
         states: [B, L, D], the backbone's last hidden states.
-        is_whole: Every row is one document without padding.
+        is_whole: Every sequence is one document without padding.
     """
 
     input_ids: torch.Tensor
@@ -60,7 +62,7 @@ class TrainingBatch:
         positions: torch.Tensor | None,
         states: torch.Tensor,
     ) -> TrainingBatch:
-        """From the arguments of a model's forward."""
+        """Return a batch from the arguments of a model's forward."""
         real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
         documents = torch.zeros_like(input_ids)
         if positions is None:
@@ -73,23 +75,23 @@ class TrainingBatch:
 
     @property
     def num_rows(self) -> int:
-        """Rows of step 0: the last two tokens have none, for nothing follows their pair."""
+        """Rows of step 0; the last two tokens have none, because no token follows their pair."""
         return max(self.input_ids.shape[1] - 2, 0)
 
     def ahead(self, values: torch.Tensor, start: int, stop: int, by: int) -> torch.Tensor:
-        """`values` [B, L, ..] `by` tokens after rows start .. stop - 1; beyond the end the last one is repeated."""
+        """Return `values` [B, L, ..] `by` tokens after rows start .. stop - 1; the last one repeats beyond the end."""
         last = values.shape[1] - 1
         return values[:, torch.arange(start + by, stop + by, device=values.device).clamp(max=last)]
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Tokens in every token's document, [B, L]; of padding any number above 0."""
+        """Length of every token's document, [B, L]; of padding any number above 0."""
         numbers = self.documents.clamp(min=0)
         sizes = torch.zeros_like(numbers).scatter_add(1, numbers, (self.documents >= 0).long())
         return sizes.gather(1, numbers).clamp(min=1)
 
     def counted(self, step: int) -> torch.Tensor:
-        """Rows of a step that count, [B, num_rows] bool."""
+        """Return which rows of a step have a target, [B, num_rows] bool."""
         rows = self.num_rows
         own = self.documents[:, :rows]
         reach = nn.functional.pad(self.documents, (0, step), value=-1)[:, 2 + step : 2 + step + rows]
@@ -97,20 +99,20 @@ class TrainingBatch:
         return (own >= 0) & (own == reach) & (label != IGNORE)
 
     def visible(self, start: int, stop: int) -> torch.Tensor:
-        """Columns 0 .. stop - 1 of step 0 that rows start .. stop - 1 see, [B, 1, rows, stop] bool."""
+        """Return which columns 0 .. stop - 1 of step 0 rows start .. stop - 1 see, [B, 1, rows, stop] bool."""
         columns = torch.arange(stop, device=self.documents.device)
         same = self.documents[:, start:stop, None] == self.documents[:, None, :stop]
         return (same & (columns <= columns[start:, None]))[:, None]
 
 
 class EagleLoss(NamedTuple):
-    """The loss of a head and what is shown of it, detached.
+    """The loss of a head and its detached parts.
 
     Attributes:
         loss: Scalar.
-        shown: [steps], what the papers call the loss of a step.
-        means: [steps], mean terms that the loss is made of.
-        acceptances: [steps], mean probability that a token drawn at a step is kept.
+        shown: [steps], the loss of a step as the papers define it.
+        means: [steps], mean terms of the loss.
+        acceptances: [steps], mean probability that a token drawn at a step is accepted.
     """
 
     loss: torch.Tensor
@@ -120,23 +122,27 @@ class EagleLoss(NamedTuple):
 
 
 def eagle_loss(
-    head: Any, features: torch.Tensor, batch: TrainingBatch, num_items: torch.Tensor | int | None = None
+    head: EagleNetwork,
+    features: torch.Tensor,
+    batch: TrainingBatch,
+    options: ResolvedEagleOptions,
+    num_items: torch.Tensor | int | None = None,
 ) -> EagleLoss:
-    """The loss of a head, and the losses of its steps.
+    """Return the loss of a head, and the losses of its steps.
 
     Args:
-        head: The `EagleHead`.
-        features: What `head.fuse` made of the batch, [B, L, d].
+        head: The head.
+        features: Result of `head.fuse` for the batch, [B, L, d].
         batch: The batch.
-        num_items: Rows that count per step over all micro-batches, [steps] or one number; counted here if None.
+        options: How the loss is computed.
+        num_items: Rows with targets per step over all micro-batches, [steps] or one number; None: those of the batch.
 
     Returns:
         See `EagleLoss`.
 
     Raises:
-        ValueError: Options that contradict the version, or `num_items` of another length.
+        ValueError: `num_items` of another length.
     """
-    options = head.loss_options.resolved(head.config.version)
     if not batch.num_rows:
         nothing = features.new_zeros(options.steps)
         return EagleLoss(features.sum() * 0.0, nothing, nothing, nothing)
@@ -149,20 +155,20 @@ def eagle_loss(
     return EagleLoss(loss, *(sums.detach() / counts.clamp(min=1)[:, None])[:, [1, 0, 2]].unbind(1))
 
 
-def pooled_loss(sums: torch.Tensor, counts: torch.Tensor | int, options: EagleLossOptions) -> torch.Tensor:
-    """The loss on data of which only sums per step are known.
+def pooled_loss(sums: torch.Tensor, counts: torch.Tensor | int, options: ResolvedEagleOptions) -> torch.Tensor:
+    """Return the loss of data from sums per step.
 
     Args:
         sums: [steps], summed terms.
-        counts: Rows that count, [steps] or one number.
-        options: Resolved options.
+        counts: Rows with targets, [steps] or one number.
+        options: How the loss is computed.
     """
     weights = options.decay ** torch.arange(options.steps, device=sums.device) if options.objective == "ttt" else 1.0
     return (sums / _divisors(counts, options.steps, sums.device) * weights).sum()
 
 
-def rows_that_count(batch: TrainingBatch, options: EagleLossOptions) -> torch.Tensor:
-    """Rows of a batch that count per step, [steps] int64; the steps of HASS all have the rows of the first."""
+def counts_per_step(batch: TrainingBatch, options: ResolvedEagleOptions) -> torch.Tensor:
+    """Return the number of rows with a target per step, [steps] int64; all steps of HASS have those of the first."""
     counts = torch.stack([batch.counted(step).sum() for step in range(options.steps)])
     return counts[:1].expand(len(counts)) if options.objective == "hass" else counts
 
@@ -175,15 +181,15 @@ def _divisors(counts: torch.Tensor | int, steps: int, device: torch.device) -> t
 
 
 class _Unrolled:
-    """A head that goes on from its own outputs over a whole batch.
+    """A head that continues from its own outputs over a whole batch.
 
     Args:
         head: The head.
         batch: The batch.
-        options: Resolved options.
+        options: How the loss is computed.
     """
 
-    def __init__(self, head: Any, batch: TrainingBatch, options: EagleLossOptions) -> None:
+    def __init__(self, head: EagleNetwork, batch: TrainingBatch, options: ResolvedEagleOptions) -> None:
         self.head, self.batch, self.options = head, batch, options
         self.is_hass = options.objective == "hass"
         self.counted = [batch.counted(step) for step in range(options.steps)]
@@ -193,17 +199,18 @@ class _Unrolled:
 
     @property
     def counts(self) -> torch.Tensor:
-        """Rows that count per step, [steps]."""
-        return rows_that_count(self.batch, self.options)
+        """Rows with targets per step, [steps]."""
+        return counts_per_step(self.batch, self.options)
 
     def sums(self, features: torch.Tensor) -> torch.Tensor:
-        """Sums over rows of [loss, what is shown of it, acceptance], [steps, 3], from features of step 0 [B, L, d]."""
+        """Return sums over rows of [loss, shown loss, acceptance], [steps, 3], from features of step 0 [B, L, d]."""
         batch, cache, rows = self.batch, DynamicCache(), self.batch.num_rows
         mask = None if batch.is_whole else batch.visible(0, rows)
         features = self._rows(features[:, :rows], 0, 0, mask, cache)
         sums = self._terms(features, 0, 0)[None]
         if self.options.steps > 1:
-            columns = [states for layer in cache.layers for states in (layer.keys, layer.values)]
+            layers = cast(list[CacheLayerMixin], cache.layers)
+            columns = [cast(torch.Tensor, states) for layer in layers for states in (layer.keys, layer.values)]
             blocks = range(0, rows, _BLOCK)
             later = [self._checkpointed(features, start, min(start + _BLOCK, rows), columns) for start in blocks]
             sums = torch.cat([sums, torch.stack(later).sum(0)])
@@ -215,16 +222,16 @@ class _Unrolled:
         return checkpoint(self._later_steps, features[:, start:stop], start, *seen, use_reentrant=False)
 
     def _later_steps(self, features: torch.Tensor, start: int, *columns: torch.Tensor) -> torch.Tensor:
-        """Sums of steps 1 on over a block of rows, [steps - 1, 2, 3].
+        """Return sums of steps 1 on over a block of rows, [steps - 1, 2, 3].
 
         Args:
-            features: What the block's rows of step 0 returned, [B, R, d].
+            features: Output of the block's rows of step 0, [B, R, d].
             start: The block's first row.
             *columns: Keys and values of step 0 up to the block's end, layer by layer.
         """
         cache, size = DynamicCache(), features.shape[1]
         for layer in range(len(columns) // 2):
-            cache.update(*columns[2 * layer : 2 * layer + 2], layer)
+            cache.update(columns[2 * layer], columns[2 * layer + 1], layer)
         mask = self.batch.visible(start, start + size)
         own = torch.eye(size, dtype=torch.bool, device=mask.device).expand(len(mask), 1, -1, -1)
         sums = []
@@ -243,7 +250,7 @@ class _Unrolled:
         return self.head.rows(features, ids, batch.positions[:, start:stop] + step, mask, cache)
 
     def _terms(self, features: torch.Tensor, start: int, step: int) -> torch.Tensor:
-        """Sums of a step's terms over the rows of a block that count, and over a document's first rows, [2, 3]."""
+        """Return sums of a step's terms over a block's rows with targets, and over first rows of documents, [2, 3]."""
         stop = start + features.shape[1]
         states = self.batch.ahead(self.batch.states, start, stop, 1 + step)
         labels = self.batch.ahead(self.batch.labels, start, stop, 2 + step)
@@ -252,7 +259,8 @@ class _Unrolled:
         size = max(1, LOGITS_PER_CHUNK // self.head.config.vocab_size)
         rows = [values.flatten(0, 1).split(size) for values in (features, states, labels)]
         parts = zip(*rows, chosen.split(size, dim=1))
-        return sum(checkpoint(self._summed, *part, use_reentrant=False) for part in parts)
+        sums = [checkpoint(self._summed, *part, use_reentrant=False) for part in parts]
+        return torch.stack(cast(list[torch.Tensor], sums)).sum(0)
 
     def _summed(
         self, features: torch.Tensor, states: torch.Tensor, labels: torch.Tensor, chosen: torch.Tensor
@@ -263,44 +271,52 @@ class _Unrolled:
 
 
 def cross_entropy_terms(
-    head: Any, features: torch.Tensor, states: torch.Tensor, labels: torch.Tensor, options: EagleLossOptions
+    head: EagleNetwork,
+    features: torch.Tensor,
+    states: torch.Tensor,
+    labels: torch.Tensor,
+    options: ResolvedEagleOptions,
 ) -> torch.Tensor:
-    """EAGLE-3's term of rows: -sum_x p(x) log q(x), with p renormalised over the draft vocabulary.
+    """Return EAGLE-3's terms of rows: -sum_x p(x) log q(x), with p renormalised over the draft vocabulary.
 
-    It is 0 where the backbone's likeliest token is not drafted. Of `"tv"` and LK losses, which are the acceptance
-    itself, p is as it is: what is not drafted cannot be kept.
+    The term is 0 where the backbone's likeliest token is not in the draft vocabulary. `"tv"` and LK losses, which are
+    the acceptance itself, use p without renormalisation: a token that is never drafted is never accepted.
 
     Args:
         head: The head.
-        features: What rows returned, [N, d].
+        features: Output of rows, [N, d].
         states: The backbone's last hidden states before the predicted tokens, [N, D].
         labels: [N] ids of the predicted tokens.
         options: `divergence` and `label_weight` are read.
 
     Returns:
-        [N, 3] float32: the loss, the distribution's part of it, and the acceptance, detached.
+        [N, 3] float32: the loss, its part from distributions, and the acceptance, detached.
     """
     with torch.no_grad():
         logits, ids = head.backbone_logits(states).float(), head.draft_ids
         drafted = torch.isin(logits.argmax(-1), ids)
         distribution = logits.log_softmax(-1)[:, ids]
     log_distribution = head.draft_logits(features).float().log_softmax(-1)
-    kept = acceptance(distribution, log_distribution.detach())
+    accepted = acceptance(distribution, log_distribution.detach())
     if options.divergence in ("cross_entropy", "kl", "reverse_kl"):
         distribution = distribution.log_softmax(-1)
     term = torch.where(drafted, divergence(options.divergence, distribution, log_distribution), 0.0)
-    return torch.stack([_mixed(term, head, log_distribution, labels, options), term, kept], dim=-1)
+    return torch.stack([_mixed(term, head, log_distribution, labels, options), term, accepted], dim=-1)
 
 
 def regression_terms(
-    head: Any, features: torch.Tensor, states: torch.Tensor, labels: torch.Tensor, options: EagleLossOptions
+    head: EagleNetwork,
+    features: torch.Tensor,
+    states: torch.Tensor,
+    labels: torch.Tensor,
+    options: ResolvedEagleOptions,
 ) -> torch.Tensor:
-    """Terms of EAGLE-1 and HASS: smooth L1 distance of features, and of the distributions made from them.
+    """Return the terms of EAGLE-1 and HASS: smooth L1 distance of features, and distance of their distributions.
 
     Args:
         head: The head.
-        features: What rows returned, [N, d].
-        states: The backbone's last hidden states in their place, [N, d].
+        features: Output of rows, [N, d].
+        states: The backbone's last hidden states at the same tokens, [N, d].
         labels: [N] ids of the predicted tokens.
         options: `objective`, `divergence`, `label_weight`, `topk` and `topk_weight` are read.
 
@@ -311,27 +327,30 @@ def regression_terms(
     with torch.no_grad():
         distribution = head.backbone_logits(states).float().log_softmax(-1)
     log_distribution = head.draft_logits(features).float().log_softmax(-1)
-    kept = acceptance(distribution, log_distribution.detach())
+    accepted = acceptance(distribution, log_distribution.detach())
     distance = nn.functional.smooth_l1_loss(features.float(), states.float(), reduction="none").mean(-1)
     apart = divergence(options.divergence, distribution, log_distribution)
-    loss = distance + _LAW_WEIGHT * _mixed(apart, head, log_distribution, labels, options)
+    loss = distance + _DISTRIBUTION_WEIGHT * _mixed(apart, head, log_distribution, labels, options)
     if options.objective == "eagle1":
-        return torch.stack([loss, apart, kept], dim=-1)
+        return torch.stack([loss, apart, accepted], dim=-1)
     best, ids = distribution.exp().topk(min(options.topk, distribution.shape[-1]), dim=-1)
     loss = loss - options.topk_weight * (best * log_distribution.gather(-1, ids)).sum(-1)
-    return torch.stack([loss, loss, kept], dim=-1)
+    return torch.stack([loss, loss, accepted], dim=-1)
 
 
 def _mixed(
-    apart: torch.Tensor, head: Any, log_distribution: torch.Tensor, labels: torch.Tensor, options: EagleLossOptions
+    apart: torch.Tensor,
+    head: EagleNetwork,
+    log_distribution: torch.Tensor,
+    labels: torch.Tensor,
+    options: ResolvedEagleOptions,
 ) -> torch.Tensor:
-    """(1 - w) D(p, q) - w log q(label), [N]; a label that is not drafted adds nothing, as such rows of the distribution
-    do."""
+    """Return (1 - w) D(p, q) - w log q(label), [N]; the second part is 0 for a label outside the draft vocabulary."""
     share, ids = options.label_weight, head.draft_ids
     if not share:
         return apart
-    places = torch.full((head.config.vocab_size,), -1, device=ids.device)
-    places[ids] = torch.arange(len(ids), device=ids.device)
-    place = places[labels]
-    likelihood = log_distribution.gather(-1, place.clamp(min=0)[:, None])[:, 0]
-    return (1 - share) * apart - share * torch.where(place >= 0, likelihood, 0.0)
+    draft_id_of = torch.full((head.config.vocab_size,), -1, device=ids.device)
+    draft_id_of[ids] = torch.arange(len(ids), device=ids.device)
+    targets = draft_id_of[labels]
+    likelihood = log_distribution.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+    return (1 - share) * apart - share * torch.where(targets >= 0, likelihood, 0.0)

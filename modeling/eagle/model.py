@@ -1,48 +1,53 @@
 """EagleHead: one small layer that drafts from the hidden states of any transformers causal language model.
 
-Row t takes the backbone's feature f_t and the embedding of token x_{t+1}, at position t, and predicts x_{t+2}; what it
-returns is the feature of the next row while drafting (EAGLE: 2401.15077, EAGLE-2: 2406.16858, EAGLE-3: 2503.01840,
-HASS: 2408.15766).
+EAGLE: 2401.15077, EAGLE-2: 2406.16858, EAGLE-3: 2503.01840, HASS: 2408.15766.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from transformers import Cache, GenerationConfig, PreTrainedModel
-from transformers.masking_utils import create_causal_mask
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EagleHeadConfig
-from ...generation.attach import AttachableDrafter, NoGenerationMixin, adopt_special_ids
-from ...generation.call.options import DraftOptions
-from ...generation.drafters.eagle import EagleSession
-from ..heads.backbone_parts import backbone_parts, dtype_of, frozen
-from ..unwrapping import unwrap
-from .folders import EagleFolderMixin
-from .layers import build_layers
-from .learning import EagleLearningMixin
-from .loss_options import EagleLossOptions
+from ...generation.attach import NoGenerationMixin, adopt_special_ids
+from ..heads.learning import split_states
+from ..heads.losses import IGNORE, check_targets
+from ..loading import HUB_OPTIONS, StrictLoadingMixin, check_is_there
+from ..loss_options import EagleLossOptions, ResolvedEagleOptions
+from ..outputs import EagleOutput
+from ..remote_code import check_choice
+from ..tensor_files import read_tensors, weight_files
+from ..wrapped_models import unwrap
+from .conversion import check_vocabulary, foreign_head, own_names
+from .export import check_layout, write_layout
+from .losses import TrainingBatch, counts_per_step, eagle_loss, pooled_loss
+from .modules import EagleNetwork
 from .retrofit import backbone_config, resolved_aux_layers, warn_of_another_kind
 
+if TYPE_CHECKING:
+    from ...generation.call.options import DraftOptions
+    from ...generation.drafters.eagle import EagleSession
+
 _CHAIN = 5
-"""Tokens of a chain where nobody asks for a number."""
+"""Default length of a chain, as in the published ones."""
 
 
-class EagleHead(EagleLearningMixin, EagleFolderMixin, AttachableDrafter, NoGenerationMixin, PreTrainedModel):
-    """An EAGLE head, apart from its backbone, which stays as it is.
+class EagleHead(StrictLoadingMixin, NoGenerationMixin, EagleNetwork):
+    """An EAGLE head, apart from its backbone, which is unchanged.
 
     `hidden_states` below are those of transformers: a tuple over layers of [B, L, D], the last after the final norm.
-    The embeddings (and, in version 1, the unembedding) are the backbone's, looked up when needed, and always frozen.
 
     Args:
         config: See `EagleHeadConfig`.
 
     Attributes:
-        loss_options: How `forward` makes its loss (`EagleLossOptions`).
+        loss_options: Options of the loss of `forward` (`EagleLossOptions`).
 
     Example:
         >>> head = EagleHead.from_pretrained(directory).attach(backbone)
@@ -50,7 +55,6 @@ class EagleHead(EagleLearningMixin, EagleFolderMixin, AttachableDrafter, NoGener
         >>> out = backbone.generate(**inputs, assistant_model=head, draft_tree=tree)
     """
 
-    config_class = EagleHeadConfig
     remote_classes = {"AutoModel": "EagleHead"}
     travels_when_pushed = False
     base_model_prefix = ""
@@ -58,38 +62,12 @@ class EagleHead(EagleLearningMixin, EagleFolderMixin, AttachableDrafter, NoGener
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     drafts_trees = True
+    loss_unit = "step"
+    """Name of an entry of `head_losses` in the log: `loss_step_1`, ..."""
 
     def __init__(self, config: EagleHeadConfig) -> None:
         super().__init__(config)
-        self.loss_type = "ForCausalLM"
         self.loss_options = EagleLossOptions.from_dict(config.loss_options)
-        self._backbones = []
-        width = config.hidden_size
-        if config.own_embeddings:
-            self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)
-        self.layers = build_layers(config)
-        self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers})  # those that are there
-        self.rotary_emb = LlamaRotaryEmbedding(config)
-        if config.version == 1:
-            self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
-        else:
-            self._add_parts_of_version_3(config)
-        self.post_init()
-
-    def _add_parts_of_version_3(self, config: EagleHeadConfig) -> None:
-        width, eps = config.hidden_size, config.rms_norm_eps
-        states = config.num_aux * config.target_hidden_size
-        if states:
-            self.fc = nn.Linear(states, width, bias=config.fc_bias)
-        if config.norm_before_fc:
-            self.input_norm = LlamaRMSNorm(states, eps=eps)
-        if config.fc_norm:
-            norms = [LlamaRMSNorm(config.target_hidden_size, eps=eps) for _ in range(config.num_aux)]
-            self.fc_norm = nn.ModuleList(norms)
-        self.norm = LlamaRMSNorm(width, eps=eps)
-        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
-        if config.draft_vocab_size < config.vocab_size:  # offsets, as every layout stores them
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
 
     @classmethod
     def from_backbone(
@@ -100,14 +78,14 @@ class EagleHead(EagleLearningMixin, EagleFolderMixin, AttachableDrafter, NoGener
         draft_ids: torch.Tensor | None = None,
         **options: Any,
     ) -> EagleHead:
-        """A new head for `backbone`, attached.
+        """Return a new head that is attached to `backbone`.
 
         Args:
-            backbone: Any causal language model of transformers; of a PeftModel, the model within.
+            backbone: Any causal language model of transformers; a PeftModel is unwrapped.
             version: 1 or 3.
-            draft_vocab_size: Vd, for version 3: the first Vd tokens are drafted, unless `draft_ids` says which.
-            draft_ids: [Vd] distinct token ids: the most frequent tokens of the text to be written, as a rule.
-            **options: Further fields of `EagleHeadConfig`; by default sizes and rope are the backbone's.
+            draft_vocab_size: Vd, for version 3: the first Vd tokens are drafted, unless `draft_ids` is given.
+            draft_ids: [Vd] distinct token ids, usually the most frequent tokens of outputs.
+            **options: Further fields of `EagleHeadConfig`; sizes and rope default to the backbone's.
 
         Raises:
             ValueError: `draft_ids` out of range or not distinct, or an option that contradicts the backbone.
@@ -121,209 +99,260 @@ class EagleHead(EagleLearningMixin, EagleFolderMixin, AttachableDrafter, NoGener
             head.set_draft_ids(draft_ids)
         head = head.attach(backbone)
         if version == 3:
-            unembedding = backbone.get_output_embeddings().weight
+            unembedding = cast(Any, backbone.get_output_embeddings()).weight
             with torch.no_grad():
                 head.lm_head.weight.copy_(unembedding[head.draft_ids.to(unembedding.device)])
         return head
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """The backbone's: trainers align special tokens with it, and `generate` of another model asks for it."""
+        """The backbone's, which trainers and `generate` of another model read."""
         return self.backbone.generation_config
 
     @generation_config.setter
     def generation_config(self, value: GenerationConfig | None) -> None:
-        """Ignored: a head has none of its own."""
+        """Ignore the value: a head has none of its own."""
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Nothing to choose: the loss computes its steps again in backward in any case."""
+        """Do nothing: the loss always recomputes its steps in backward."""
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuses a backbone that the head was not made for.
+        """Refuse a backbone that does not fit the head.
 
         Raises:
-            ValueError: Another hidden size, vocabulary or number of layers, or a cache of the backbone's own kind.
+            ValueError: Another hidden size, vocabulary or number of layers, or a backbone with its own cache class.
         """
         text, kind = backbone.config.get_text_config(), type(backbone).__name__
-        wanted = {"hidden_size": self.config.target_hidden_size, "vocab_size": self.config.vocab_size}
-        for name, value in wanted.items():
-            if getattr(text, name) != value:
-                raise ValueError(f"{name}: the head was made for {value}, but {kind} has {getattr(text, name)}")
+        sizes = {
+            "hidden_size": (text.hidden_size, self.config.target_hidden_size),
+            "vocab_size": (text.vocab_size, self.config.vocab_size),
+        }
+        for name, (found, wanted) in sizes.items():
+            if found != wanted:
+                raise ValueError(f"{name}={found} of {kind}: this head needs {wanted}")
         if hasattr(backbone, "_new_cache"):
-            raise ValueError(f"{kind} keeps a cache of its own kind, whose columns a head's cache cannot follow")
+            raise ValueError(f"backbone: {kind} has its own cache class, whose columns a head's cache cannot follow")
         resolved_aux_layers(self.config, text.num_hidden_layers)
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
-        """Follows the backbone's dtype and device, takes over its special ids, and warns of another kind of model."""
-        if backbone.device.type != "meta":  # offloaded: the weights come and go
-            self.to(device=backbone.device, dtype=backbone.dtype if backbone.dtype.is_floating_point else None)
+        """Follow the backbone's dtype and device, take over its special ids, and warn of another kind of model."""
+        if backbone.device.type != "meta":  # not offloaded
+            dtype = backbone.dtype if backbone.dtype.is_floating_point else None
+            cast(nn.Module, self).to(backbone.device, dtype)
         adopt_special_ids(self.config, backbone)
         warn_of_another_kind(self.config, backbone)
 
     def longest_draft(self) -> int | None:
-        """Any number: a head goes on from its own output."""
+        """Return None, any number: a head continues from its own output."""
         return None
 
     def default_draft(self) -> int:
-        """What the published chains of these heads have."""
+        """Return the length of published chains."""
         return _CHAIN
 
     def start(self, options: DraftOptions) -> EagleSession:
-        """Drafts of the head, for one call of `generate`."""
+        """Return the draft session of one call of `generate`."""
+        from ...generation.drafters.eagle import EagleSession
+
         return EagleSession(self, options)
 
-    @property
-    def hidden_layers(self) -> int | list[int]:
-        """Indices of the backbone's `hidden_states` that `fuse` reads; -1: the last one."""
-        if not self.config.num_aux:
-            return -1
-        return resolved_aux_layers(self.config, self.backbone.config.get_text_config().num_hidden_layers)
-
-    @property
-    def draft_ids(self) -> torch.Tensor:
-        """Token ids that are drafted, [Vd] int64, on the head's device."""
-        ids = torch.arange(self.config.draft_vocab_size, device=self.device)
-        return ids + self.d2t if hasattr(self, "d2t") else ids
-
-    def set_draft_ids(self, draft_ids: torch.Tensor) -> None:
-        """Sets which tokens are drafted.
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | PathLike,
+        *,
+        aux_layers: list[int] | None = None,
+        norm_output: bool | None = None,
+        norm_before_residual: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Load a directory or a Hub repository in our layout, an official one, SpecForge's or speculators'.
 
         Args:
-            draft_ids: [Vd] int64, distinct.
+            pretrained_model_name_or_path: Directory or repository of the head.
+            aux_layers: Indices into `hidden_states`, where those of the checkpoint are wrong or missing.
+            norm_output: See `EagleHeadConfig`; False for heads that SpecForge trained from July to September
+                2026, whose configs have true with another meaning.
+            norm_before_residual: See `EagleHeadConfig`; a missing field means different values in other libraries.
+            **kwargs: As for transformers' `from_pretrained`: `dtype`, `device_map`, `attn_implementation`, ...
 
         Raises:
-            ValueError: Another number of ids, ids that repeat or that the vocabulary does not have.
+            ValueError: No EAGLE head, missing or unknown tensors, wrong shapes, ambiguous auxiliary layers, a draft
+                vocabulary out of range, a pickle of more than tensors.
         """
-        size, vocab = self.config.draft_vocab_size, self.config.vocab_size
-        inside = bool(((draft_ids >= 0) & (draft_ids < vocab)).all())
-        if len(draft_ids) != size or len(draft_ids.unique()) != size or not inside:
-            raise ValueError(f"draft_ids must be draft_vocab_size={size} distinct ids in 0..{vocab - 1}")
-        if hasattr(self, "d2t"):
-            self.d2t.copy_(draft_ids.to(self.d2t.device) - torch.arange(size, device=self.d2t.device))
-
-    def get_input_embeddings(self) -> nn.Module | None:
-        """The head's own embeddings, or None where it reads the backbone's."""
-        return getattr(self, "embed_tokens", None)
-
-    def fuse(self, hidden_states: Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """The features that `step` reads, from the backbone's hidden states.
-
-        Args:
-            hidden_states: L + 1 entries [B, T, D], of which those that `hidden_layers` does not name may be None; or a
-                mapping from their indices.
-
-        Returns:
-            [B, T, d], on the head's device and in its dtype.
-        """
-        place = {"device": self.device, "dtype": self.dtype}
-        if not self.config.num_aux:
-            return hidden_states[-1].to(**place)
-        count = None if isinstance(hidden_states, Mapping) else len(hidden_states) - 1
-        chosen = self.hidden_layers if count is None else resolved_aux_layers(self.config, count)
-        states = [hidden_states[index].to(**place) for index in chosen]
-        if self.config.fc_norm:
-            states = [norm(state) for norm, state in zip(self.fc_norm, states)]
-        states = torch.cat(states, dim=-1)
-        return self.fc(self.input_norm(states) if self.config.norm_before_fc else states)
-
-    def step(
-        self,
-        features: torch.Tensor,
-        next_ids: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        logits_to_keep: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs rows of the head.
-
-        Args:
-            features: [B, R, d], from `fuse` for known tokens, or returned by an earlier row.
-            next_ids: [B, R] int64; row t is the pair of feature t and the token after it.
-            position_ids: [B or 1, R]; by default the real columns of the mask are counted.
-            attention_mask: [B, past + R], 0 for padding, or boolean [B, 1, R, past + R].
-            past_key_values: The head's own cache, which these rows are added to.
-            logits_to_keep: Logits of so many last rows only; 0: of all.
-
-        Returns:
-            What the next rows read, [B, R, d], and logits [B, R, V] of the token after each pair, -inf for tokens that
-            are not drafted.
-        """
-        features = self.rows(features, next_ids, position_ids, attention_mask, past_key_values)
-        logits = self.draft_logits(features[:, -logits_to_keep:])
-        if logits.shape[-1] == self.config.vocab_size:
-            return features, logits
-        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
-        return features, full.index_copy_(-1, self.draft_ids, logits)
-
-    def rows(
-        self,
-        features: torch.Tensor,
-        next_ids: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> torch.Tensor:
-        """`step` without logits: what the next rows read, [B, R, d]."""
-        embeddings = self._embed(next_ids).to(features)
-        if position_ids is None:
-            position_ids = _counted_positions(attention_mask, next_ids.shape[1], past_key_values).to(features.device)
-        options = {
-            "attention_mask": self._mask(embeddings, position_ids, attention_mask, past_key_values),
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "position_embeddings": self.rotary_emb(features, position_ids),
-        }
-        if self.config.version == 1:
-            hidden = self.layers[0](self.fc(torch.cat([embeddings, features], dim=-1)), **options)
+        name, given = pretrained_model_name_or_path, kwargs.pop("config", None)
+        fields = {"aux_layers": aux_layers, "norm_output": norm_output, "norm_before_residual": norm_before_residual}
+        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+        raw = given.to_dict() if isinstance(given, PreTrainedConfig) else _config_dict(name, hub)
+        wants_info = kwargs.pop("output_loading_info", False)
+        if raw.get("model_type") == EagleHeadConfig.model_type:
+            changed = {key: value for key, value in fields.items() if value is not None}
+            kwargs["config"] = EagleHeadConfig.from_dict(raw | changed)
         else:
-            hidden = self.layers[0](features, embeddings, **options)
-        for layer in self.layers[1:]:
-            hidden = layer(hidden, **options)
-        return self.norm(hidden) if self.config.norm_output else hidden
+            config, state = foreign_head(name, raw, read_tensors(weight_files(name, pickles=True, **hub)), **fields)
+            kwargs = {key: value for key, value in kwargs.items() if key not in HUB_OPTIONS}
+            kwargs |= {"config": config, "state_dict": state}
+        source = None if "state_dict" in kwargs else name
+        head, info = super().from_pretrained(source, output_loading_info=True, **kwargs)
+        if unknown := sorted(info["unexpected_keys"]):
+            shown = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+            raise ValueError(f"{name}: {len(unknown)} unknown tensors, which would be ignored: {shown}")
+        if head.offsets is not None and not head.offsets.is_meta:
+            check_vocabulary(name, head.config, {"d2t": head.offsets.cpu()})
+        head.config.name_or_path = str(name)
+        return (head, info) if wants_info else head
 
-    def draft_logits(self, features: torch.Tensor) -> torch.Tensor:
-        """Logits [.., Vd] over the draft vocabulary from what rows returned [.., d]."""
-        if self.config.version == 1:  # the unembedding alone, whatever the backbone does to its logits afterwards
-            unembedding = self.backbone.get_output_embeddings()
-            return frozen(unembedding, features.to(dtype_of(unembedding, features)))
-        return self.lm_head(features if self.config.norm_output else self.norm(features))
+    def _write_folder(
+        self, folder: Path, is_main_process: bool, state_dict: dict[str, torch.Tensor] | None, **kwargs: Any
+    ) -> None:
+        """Write a checkpoint in the layout that the head was loaded from; a new head's is ours."""
+        self.config.loss_options = self.loss_options.changed() or None
+        if self.config.layout == "tokenahead":
+            if self.config.base_model_type is None and self.is_attached:
+                self.config.base_model_type = self.backbone.config.get_text_config().model_type
+            super()._write_folder(folder, is_main_process, state_dict, **kwargs)
+        elif is_main_process:
+            write_layout(self, folder, self.config.layout, state_dict)
 
-    def backbone_logits(self, states: torch.Tensor) -> torch.Tensor:
-        """The backbone's logits [.., V] of its last hidden states [.., D]; no gradient reaches its parameters."""
-        return backbone_parts(self.backbone).unembed(states)
+    def code_for(self, remote_code: str | None) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the code to save with the head; layouts of other libraries have none.
 
-    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Raw rows of the table: a family that scales its embeddings does so behind them, and heads never saw that."""
-        table = self.embed_tokens if self.config.own_embeddings else self.backbone.get_input_embeddings()
-        if type(table) is nn.Embedding:
-            return frozen(table, ids)
-        return nn.functional.embedding(ids, table.weight.detach())
+        Raises:
+            ValueError: Code is requested for another layout than ours.
+        """
+        if self.config.layout == "tokenahead":
+            return super().code_for(remote_code)
+        check_choice(remote_code)
+        if remote_code in ("bundle", "package"):
+            raise ValueError(
+                f"remote_code={remote_code!r}: layout={self.config.layout!r} is for other tools; set config.layout = "
+                "'tokenahead', or leave remote_code out"
+            )
+        return {}, {}
 
-    def _mask(
+    def export(self, folder: str | PathLike, layout: str = "vllm") -> None:
+        """Write a checkpoint for another library or engine.
+
+        Args:
+            folder: The directory.
+            layout: `"vllm"`, `"sglang"`, `"official"` (SafeAILab's code), `"specforge"` or `"speculators"`.
+
+        Raises:
+            ValueError: An option of this head that the reader does not support.
+        """
+        check_layout(self.config, layout)
+        write_layout(self, Path(folder), layout)
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor], strict: bool = True, assign: bool = False) -> Any:
+        """Load tensors under this head's names, or those of a saved checkpoint, which a resuming Trainer reads."""
+        state = own_names(state_dict)
+        held = set(self.state_dict())
+        state = {name: tensor for name, tensor in state.items() if name in held or name not in ("d2t", "t2d")}
+        return super().load_state_dict(state, strict, assign)
+
+    @property
+    def learning_layers(self) -> list[int]:
+        """Hidden states of the backbone that training reads, as indices of `output_hidden_states`."""
+        wanted = self.hidden_layers
+        return [-1] if isinstance(wanted, int) else [*dict.fromkeys(wanted), -1]
+
+    def loss_counts(
         self,
-        embeddings: torch.Tensor,
-        position_ids: torch.Tensor,
-        mask: torch.Tensor | None,
-        cache: Cache | None,
-    ) -> torch.Tensor | None:
-        if mask is not None and mask.dim() == 4:
-            if self.config._attn_implementation != "eager" or mask.dtype != torch.bool:
-                return mask
-            return torch.zeros_like(mask, dtype=embeddings.dtype).masked_fill(~mask, torch.finfo(embeddings.dtype).min)
-        return create_causal_mask(
-            config=self.config,
-            inputs_embeds=embeddings,
-            attention_mask=mask,
-            past_key_values=cache,
-            position_ids=position_ids,
+        labels: torch.Tensor | None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        shift_labels: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the number of rows with a target per step, [steps] int64; arguments as for `forward`."""
+        labels = cast(torch.Tensor, _labels(labels, shift_labels))
+        batch = TrainingBatch.of(labels, labels, attention_mask, position_ids, labels)
+        return counts_per_step(batch, self._loss_options())
+
+    def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return the loss of data from sums per step, [steps] each."""
+        return pooled_loss(sums, counts, self._loss_options())
+
+    def _loss_options(self) -> ResolvedEagleOptions:
+        return self.loss_options.resolved(self.config.version)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        cached_states: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> EagleOutput:
+        """Return the training loss on the frozen backbone, and the backbone's logits of the last position.
+
+        Row t of step i has a target where token t + 2 + i exists, is not padding, and its label is not -100.
+
+        Args:
+            input_ids: [B, L] int64.
+            attention_mask: [B, L], 0 for padding.
+            position_ids: [B or 1, L]; where they restart, a packed document begins.
+            labels: [B, L] int64, shifted here, -100 ignored.
+            num_items_in_batch: Rows with targets per step over all micro-batches, [steps] or one number (from the
+                Trainer).
+            cached_states: [B, L, S, D], the states that `learning_layers` names, from an earlier run of the backbone on
+                the same tokens: it is then not run, and there are no logits.
+            **kwargs: `shift_labels` [B, L], the target of every position, replaces `labels`; `output_hidden_states`
+                returns the backbone's states that were read; the rest is ignored.
+
+        Returns:
+            `EagleOutput`; `logits` is [B, 1, V].
+
+        Raises:
+            ValueError: Labels that are not token ids, or `loss_options` that contradict the head.
+        """
+        if cached_states is not None:
+            states, logits = split_states(cached_states, self.learning_layers), None
+        else:
+            outputs = self._run_backbone(input_ids, attention_mask, position_ids)
+            states, logits = outputs.hidden_states, outputs.logits
+        labels = _labels(labels, kwargs.get("shift_labels"))
+        shown = cast(Any, states) if kwargs.get("output_hidden_states") and cached_states is None else None
+        if labels is None:
+            return EagleOutput(logits=logits, hidden_states=shown)
+        labels = check_targets(labels, self.config.vocab_size)
+        batch = TrainingBatch.of(input_ids, labels, attention_mask, position_ids, states[-1])
+        found = eagle_loss(self, self.fuse(states), batch, self._loss_options(), num_items_in_batch)
+        return EagleOutput(
+            loss=found.loss,
+            logits=logits,
+            hidden_states=shown,
+            step_losses=found.shown,
+            head_losses=found.means,
+            acceptances=found.acceptances,
         )
 
+    def _run_backbone(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+    ) -> Any:
+        if position_ids is None and attention_mask is not None:
+            position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+        with torch.no_grad():
+            return self.backbone(
+                input_ids,
+                attention_mask=attention_mask,
+                **({} if position_ids is None else {"position_ids": position_ids}),
+                use_cache=False,
+                logits_to_keep=1,
+                output_hidden_states=self.learning_layers,
+                return_dict=True,
+            )
 
-def _counted_positions(mask: torch.Tensor | None, rows: int, cache: Cache | None) -> torch.Tensor:
-    """Positions [B or 1, R] that count the real columns which each row sees."""
-    if mask is None:
-        past = 0 if cache is None else cache.get_seq_length()
-        return torch.arange(past, past + rows)[None]
-    counts = mask.long().cumsum(-1)[:, -rows:] if mask.dim() == 2 else mask[:, 0].long().sum(-1)
-    return (counts - 1).clamp(min=0)
+
+def _labels(labels: torch.Tensor | None, shift_labels: torch.Tensor | None) -> torch.Tensor | None:
+    return labels if shift_labels is None else nn.functional.pad(shift_labels, (1, -1), value=IGNORE)
+
+
+def _config_dict(name: Any, hub: dict[str, Any]) -> dict[str, Any]:
+    check_is_there(name)
+    values, _ = PreTrainedConfig.get_config_dict(name, **hub)
+    if not values:
+        raise ValueError(f"{name}: no config.json")
+    return values

@@ -1,6 +1,6 @@
 """EVA attention: the open window byte by byte, earlier windows as one learned summary per chunk (EvaByte).
 
-Knows the geometry only through `EvaBlock` and the past only through `EvaCacheLayer`.
+The geometry comes from `EvaBlock`, and the past from `EvaCacheLayer`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
 from ...configuration import EvaByteConfig
-from .block import EvaBlock
-from .cache import EvaCacheLayer
-
-States = tuple[torch.Tensor, torch.Tensor]
+from .cache import EvaCacheLayer, States
+from .geometry import EvaBlock
 
 
 class EvaAttention(nn.Module):
@@ -53,13 +51,13 @@ class EvaAttention(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, rotary: States, block: EvaBlock, cache: EvaCacheLayer | None = None
     ) -> torch.Tensor:
-        """Attends from the new tokens.
+        """Attend from the new tokens.
 
         Args:
             hidden_states: [R, M, D], every row starting in column 0.
             rotary: cos and sin, [R or 1, M, d].
             block: Geometry of this forward.
-            cache: This layer's cache, which is updated; None for a forward that keeps nothing.
+            cache: This layer's cache, which is updated; None for a forward without one.
 
         Returns:
             [R, M, D].
@@ -79,7 +77,7 @@ class EvaAttention(nn.Module):
         block: EvaBlock,
         cache: EvaCacheLayer | None,
     ) -> torch.Tensor:
-        """[R, M, H, d] from rotated queries, keys and values [R, H, M, d]."""
+        """Return [R, M, H, d] from rotated queries, keys and values [R, H, M, d]."""
         memory = (key, value)
         if cache is not None:
             stored = cache.update(key, value, block, self.summarise)
@@ -91,7 +89,7 @@ class EvaAttention(nn.Module):
         return output
 
     def summarise(self, keys: torch.Tensor, values: torch.Tensor) -> States:
-        """Chunk summaries of rotated keys and values [..., H, T, d], T a multiple of the chunk: [..., H, T / C, d]."""
+        """Return summaries [..., H, T / C, d] of rotated keys and values [..., H, T, d]; C divides T."""
         keys, values = (x.unflatten(-2, (-1, self.chunk_size)) for x in (keys, values))
         mu, phi = self.adaptive_mu_k[0], self.adaptive_phi[0]
         key_logits = (keys * mu).sum(-1).float()
@@ -102,18 +100,19 @@ class EvaAttention(nn.Module):
     def _attend_block(
         self, query: torch.Tensor, memory: States, block: EvaBlock, cache: EvaCacheLayer | None
     ) -> torch.Tensor:
-        """Dense attention over [cached summaries | raw tokens | provisional summaries]."""
-        if block.provisional:
-            provisional = self.summarise(*cache.raw(block, block.provisional * block.window))
-            memory = tuple(torch.cat(pair, dim=2) for pair in zip(memory, provisional))
-        return self._attention(query, *memory, block.mask)
+        """Return the output of dense attention over [cached summaries | raw tokens | provisional summaries]."""
+        keys, values = memory
+        if cache is not None and block.provisional:
+            more_keys, more_values = self.summarise(*cache.raw(block, block.provisional * block.window))
+            keys, values = torch.cat([keys, more_keys], dim=2), torch.cat([values, more_values], dim=2)
+        return self._attention(query, keys, values, block.mask)
 
     def _attend_windows(
         self, query: torch.Tensor, memory: States, block: EvaBlock, cache: EvaCacheLayer | None
     ) -> torch.Tensor:
-        """Window by window: each attends to itself and to summaries, so that no L x L scores are made."""
+        """Attend window by window, each to itself and to summaries, so that no L x L scores are made."""
         count, window = block.provisional + 1, block.window
-        if block.is_fresh:
+        if cache is None or block.is_fresh:
             raw = tuple(block.place(states, count * window) for states in memory)
             past = tuple(states[:, :, :0] for states in memory)
         else:
@@ -128,12 +127,13 @@ class EvaAttention(nn.Module):
     def _attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        name = self.config._attn_implementation or "eager"
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
         return function(self, query, key, value, mask, scaling=self.scaling, dropout=0.0)[0]
 
 
 def _per_window(past: torch.Tensor, new: torch.Tensor, raw: torch.Tensor, count: int) -> torch.Tensor:
-    """Keys (or values) of every window: [R * windows, H, cached + new summaries + W, d]."""
+    """Return the keys (or values) of every window: [R * windows, H, cached + new summaries + W, d]."""
     summaries = torch.cat([past, new], dim=2)[:, None].expand(-1, count, -1, -1, -1)
     windows = raw.unflatten(2, (count, -1)).transpose(1, 2)
     return torch.cat([summaries, windows], dim=3).flatten(0, 1)

@@ -1,13 +1,13 @@
 """EvaByte, native: a byte-level decoder with EVA attention and several next-byte heads (EvaByte, 2025).
 
-Parameter names and shapes are the official ones. How drafts are made and verified is not known here: `EvaByteForMTPC`
-mixes that in.
+Parameter names and shapes are the official ones. `EvaByteForMTPC` adds how
+drafts are made and verified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,12 +24,14 @@ from ...configuration import EvaByteConfig
 from ..heads.registry import init_head
 from ..loading import StrictLoadingMixin
 from .attention import EvaAttention, States
-from .block import EvaBlock
 from .cache import EvaByteCache, EvaCacheLayer, EvaRows
-from .rows import Rows
+from .geometry import EvaBlock, Rows
 
 Layer = Callable[..., torch.Tensor]
 """Called as `EvaByteDecoderLayer` is."""
+KeptStates = tuple[torch.Tensor | None, ...]
+"""Hidden states by layer; None where they were not requested."""
+Run = Callable[..., tuple[torch.Tensor, KeptStates | None]]
 
 
 class EvaByteRMSNorm(nn.Module):
@@ -41,7 +43,7 @@ class EvaByteRMSNorm(nn.Module):
         self.eps, self.unit_offset = eps, unit_offset
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[..., D] to [..., D], same dtype."""
+        """Map [..., D] to [..., D], same dtype."""
         gain = 1 + self.weight if self.unit_offset else self.weight
         normed = nn.functional.rms_norm(hidden_states.float(), (hidden_states.shape[-1],), None, self.eps)
         return (gain * normed).to(hidden_states.dtype)
@@ -58,7 +60,7 @@ class EvaByteMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[..., D] to [..., D]."""
+        """Map [..., D] to [..., D]."""
         return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
@@ -75,15 +77,16 @@ class EvaByteDecoderLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden_states: torch.Tensor, rotary: States, block: EvaBlock, cache: EvaCacheLayer | None
     ) -> torch.Tensor:
-        """[R, M, D] to [R, M, D]; `cache` is this layer's and is updated."""
+        """Map [R, M, D] to [R, M, D]; `cache` is this layer's and is updated."""
         attended = self.self_attn(self.input_layernorm(hidden_states), rotary, block, cache)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 class EvaBytePreTrainedModel(PreTrainedModel):
-    """What EvaByte models share: config class, initialisation, what the library may do with them."""
+    """Config class, initialisation and capabilities of all EvaByte models."""
 
+    config: EvaByteConfig
     config_class = EvaByteConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -133,7 +136,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         output_hidden_states: bool | int | list[int] | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Runs the layers.
+        """Run the layers.
 
         Args:
             input_ids: [B, L] int64.
@@ -145,7 +148,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
             output_hidden_states: True for all layers, or the indices to return (-1: after the final norm).
 
         Returns:
-            `last_hidden_state` [B, L, D] after the final norm, the cache and the hidden states asked for.
+            `last_hidden_state` [B, L, D] after the final norm, the cache and the requested hidden states.
 
         Raises:
             ValueError: Neither or both of `input_ids` and `inputs_embeds`, or a cache of another kind.
@@ -154,29 +157,31 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
-        # the geometry of a cache changes with every token: traced, it would be compiled anew each time
-        run = self._run if cache is None else torch.compiler.disable(self._run)
-        return run(hidden, attention_mask, position_ids, cache, output_hidden_states)
+        states, kept = self._runner(cache)(hidden, attention_mask, position_ids, cache, output_hidden_states)
+        return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=cache, hidden_states=kept)
 
     def continue_from(
         self,
         hidden: torch.Tensor,
-        layers: Sequence[Layer],
+        layers: Iterable[Layer],
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         cache: EvaByteCache | None = None,
     ) -> torch.Tensor:
-        """Last hidden states [B, L, D], after the final norm, of other `layers` on their input `hidden` [B, L, D].
+        """Return the last hidden states [B, L, D], after the final norm, of other `layers` on `hidden` [B, L, D].
 
         Args:
-            hidden: What the first of the layers reads.
-            layers: Called as the backbone's own are.
+            hidden: Input of the first of the layers.
+            layers: Called like the backbone's own.
             attention_mask: See `forward`.
             position_ids: See `forward`.
             cache: Keys and values of these layers alone; extended.
         """
-        run = self._run if cache is None else torch.compiler.disable(self._run)
-        return run(hidden, attention_mask, position_ids, cache, False, layers).last_hidden_state
+        return self._runner(cache)(hidden, attention_mask, position_ids, cache, False, layers)[0]
+
+    def _runner(self, cache: EvaByteCache | None) -> Run:
+        """Return `_run`, uncompiled with a cache: its geometry changes with every token, and would recompile it."""
+        return self._run if cache is None else cast(Run, torch.compiler.disable(self._run))
 
     def _run(
         self,
@@ -185,9 +190,9 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         position_ids: torch.Tensor | None,
         cache: EvaByteCache | None,
         output_hidden_states: bool | int | list[int] | None,
-        layers: Sequence[Layer] | None = None,
-    ) -> BaseModelOutputWithPast:
-        """The forward from embeddings [B, L, D] on."""
+        layers: Iterable[Layer] | None = None,
+    ) -> tuple[torch.Tensor, KeptStates | None]:
+        """Return the last states of the forward from embeddings [B, L, D] on, and those that were requested."""
         rows = _rows(hidden, attention_mask, position_ids if cache is None else None)
         hidden = hidden if rows is None else rows.gather(hidden)
         counts = _counts(hidden, rows if cache is not None else None)
@@ -197,14 +202,10 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         keep = _Keep(self.config, output_hidden_states, rows)
         hidden = self._run_layers(hidden, block, cache, keep, self.layers if layers is None else layers)
         plan.finish(block, counts)
-        return BaseModelOutputWithPast(
-            last_hidden_state=hidden if rows is None else rows.restore(hidden),
-            past_key_values=cache,
-            hidden_states=keep.result(),
-        )
+        return hidden if rows is None else rows.restore(hidden), keep.result()
 
     def _run_layers(
-        self, hidden: torch.Tensor, block: EvaBlock, cache: EvaByteCache | None, keep: _Keep, layers: Sequence[Layer]
+        self, hidden: torch.Tensor, block: EvaBlock, cache: EvaByteCache | None, keep: _Keep, layers: Iterable[Layer]
     ) -> torch.Tensor:
         rotary = self.rotary_emb(hidden, block.positions())
         for index, layer in enumerate(layers):
@@ -226,21 +227,25 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
 
 
 class _Keep:
-    """Collects the hidden states that were asked for, back in the batch's columns."""
+    """Collects the requested hidden states, back in the batch's columns."""
 
     def __init__(self, config: EvaByteConfig, wanted: bool | int | list[int] | None, rows: Rows | None) -> None:
         wanted = config.output_hidden_states if wanted is None else wanted
         total = config.num_hidden_layers + 1
-        chosen = range(total) if wanted is True else [wanted] if isinstance(wanted, int) else wanted
-        self.chosen = set() if wanted is False else {index % total for index in chosen}
-        self.rows, self.states = rows, []
+        if isinstance(wanted, bool) or wanted is None:
+            chosen = range(total if wanted else 0)
+        else:
+            chosen = [wanted] if isinstance(wanted, int) else wanted
+        self.chosen = {index % total for index in chosen}
+        self.rows = rows
+        self.states: list[torch.Tensor | None] = []
 
     def __call__(self, hidden: torch.Tensor) -> None:
         selected = len(self.states) in self.chosen
         restored = hidden if self.rows is None or not selected else self.rows.restore(hidden)
         self.states.append(restored if selected else None)
 
-    def result(self) -> tuple[torch.Tensor | None, ...] | None:
+    def result(self) -> KeptStates | None:
         return tuple(self.states) if self.chosen else None
 
 
@@ -249,7 +254,7 @@ def _norm(config: EvaByteConfig) -> EvaByteRMSNorm:
 
 
 def _rows(hidden: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.Tensor | None) -> Rows | None:
-    """How the batch maps to rows; None where every row already starts in column 0 and is full."""
+    """Return how the batch maps to rows; None where every row already starts in column 0 and is full."""
     batch, length = hidden.shape[:2]
     real = None if mask is None else mask[:, -length:].bool()
     if position_ids is not None and bool((position_ids[:, 1:] == 0).any()):

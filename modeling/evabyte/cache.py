@@ -2,7 +2,7 @@
 
 A row of a layer's buffer is laid out as [summaries | raw tokens], the raw part starting with the first token of a
 window, so that attention reads one slice. Windows are summarised ("folded") lazily, by the next forward: until then a
-rollback is a change of length. The cache does not know how summaries are computed; the attention layer passes that in.
+rollback is a change of length. The attention layer passes in how summaries are computed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...configuration import EvaByteConfig
 from ...generation.call.sequences import NewTokens
-from .block import EvaBlock
+from .geometry import EvaBlock
 
-Summarise = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+States = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values, or what else comes in pairs."""
+Summarise = Callable[[torch.Tensor, torch.Tensor], States]
 _CAPACITY_STEP = 64
 
 
@@ -24,12 +26,12 @@ class EvaRows:
     """Per-row lengths of a cache, shared by its layers; plain integers, so that no layer waits for the device.
 
     While rows differ, lengths and starts are mirrored on the device and follow what forwards and rollbacks do there, so
-    that a cycle of decoding copies nothing but the counts that it keeps.
+    that a cycle of decoding copies only the counts of its new tokens.
 
     Attributes:
         lengths: True tokens per row.
         starts: Position of each row's first raw token, a multiple of the window.
-        gaps: Columns fed that held no token (padding), per row.
+        gaps: Columns of padding, per row.
         settled: Tokens per row that no later `crop` will remove, while past recording is on.
     """
 
@@ -38,19 +40,20 @@ class EvaRows:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all rows."""
+        """Forget all rows."""
         self.lengths, self.starts, self.gaps, self.settled = [], [], [], []
-        self._mirror: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._mirror: States | None = None
 
     def _on_device(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Offsets and summaries [R] of the next block."""
+        """Return the offsets and summaries [R] of the next block."""
         if self._mirror is None:
-            self._mirror = tuple(torch.tensor([self.lengths, self.starts], device=device))
+            both = torch.tensor([self.lengths, self.starts], device=device)
+            self._mirror = both[0], both[1]
         lengths, starts = self._mirror
         return lengths - starts, starts // self.chunk
 
     def begin(self, counts: list[int], length: int, device: torch.device) -> EvaBlock:
-        """Plans a forward that appends `counts[r]` tokens to row r, in `length` columns."""
+        """Plan a forward that appends `counts[r]` tokens to row r, in `length` columns."""
         if not self.lengths:
             self.lengths, self.starts, self.gaps, self.settled = ([0] * len(counts) for _ in range(4))
         if len(counts) != len(self.lengths):
@@ -76,7 +79,7 @@ class EvaRows:
         )
 
     def finish(self, block: EvaBlock, counts: list[int]) -> None:
-        """Records the tokens of a forward that all layers have seen."""
+        """Record the tokens of a forward that all layers have seen."""
         self.lengths = [n + count for n, count in zip(self.lengths, counts)]
         if self._mirror is not None:
             even = len(set(counts)) == 1 and not any(block.settle)
@@ -85,14 +88,14 @@ class EvaRows:
         self.starts = [start + fold * self.window for start, fold in zip(self.starts, block.settle)]
 
     def keep_last(self, fed: int, kept: NewTokens) -> None:
-        """Leaves the first `kept.counts[r]` of the last `fed` tokens in row r."""
+        """Keep the first `kept.counts[r]` of the last `fed` tokens of row r."""
         mirror = self._mirror
         self.crop([fed - count for count in kept.counts])
         if mirror is not None and len(set(self.lengths)) > 1:
             self._mirror = mirror[0] + (kept.on_device - fed), mirror[1]
 
     def crop(self, removed: list[int]) -> None:
-        """Rolls back `removed[r]` tokens of row r.
+        """Roll back `removed[r]` tokens of row r.
 
         Raises:
             ValueError: A negative count, more tokens than the row has, or tokens whose raw keys were folded away.
@@ -110,7 +113,7 @@ class EvaRows:
         self.settled = list(self.lengths)
 
     def select(self, indices: list[int]) -> None:
-        """Makes row `indices[r]` the new row r."""
+        """Make row `indices[r]` the new row r."""
         for name in ("lengths", "starts", "gaps", "settled"):
             setattr(self, name, [getattr(self, name)[index] for index in indices])
         self._mirror = None
@@ -123,6 +126,8 @@ class EvaRows:
 class EvaCacheLayer(CacheLayerMixin):
     """Buffers of one layer: `keys` and `values` [R, H, capacity, d]."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
     is_compileable = False
     is_croppable = True
     supports_early_init = False
@@ -132,7 +137,7 @@ class EvaCacheLayer(CacheLayerMixin):
         self.rows = rows
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocates empty buffers of the dtype and on the device of the first states."""
+        """Allocate empty buffers of the dtype and on the device of the first states."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = key_states[:, :, :0].detach(), value_states[:, :, :0].detach()
         self.is_initialized = True
@@ -140,7 +145,7 @@ class EvaCacheLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, block: EvaBlock, summarise: Summarise
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Folds what the block allows, writes its keys and values [R, H, M, d] and returns all that it may read."""
+        """Fold what the block allows, write its keys and values [R, H, M, d], and return all that it may read."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.keys.is_inference() and not torch.is_inference_mode_enabled():  # it could not be written to in place
@@ -155,7 +160,7 @@ class EvaCacheLayer(CacheLayerMixin):
         return self.keys[:, :, : block.used], self.values[:, :, : block.used]
 
     def raw(self, block: EvaBlock, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Raw slots 0 .. total - 1 of every row, [R, H, total, d]; slots never written hold zeros or old values."""
+        """Return raw slots 0 .. total - 1 of every row, [R, H, total, d]; unwritten ones hold zeros or old values."""
         self._reserve(max(block.summaries) + total)
         if block.is_uniform:
             start = block.summaries[0]
@@ -164,7 +169,7 @@ class EvaCacheLayer(CacheLayerMixin):
         return self.keys.gather(2, slots), self.values.gather(2, slots)
 
     def settle(self, block: EvaBlock, summarise: Summarise) -> None:
-        """Folds the windows that a long forward leaves behind, and gives their memory back."""
+        """Fold the windows before the last one of a long forward, and free their memory."""
         if not any(block.settle):
             return
         raw = [offset + block.length for offset in block.offsets]
@@ -174,24 +179,24 @@ class EvaCacheLayer(CacheLayerMixin):
         self.keys, self.values = self.keys[:, :, :needed].clone(), self.values[:, :, :needed].clone()
 
     def get_seq_length(self) -> int:
-        """Columns that the cache stands for: tokens plus padding of the longest row."""
+        """Return the number of columns in the cache: tokens plus padding of the longest row."""
         return max((n + gap for n, gap in zip(self.rows.lengths, self.rows.gaps)), default=0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of a plain mask over all columns (EVA builds its own)."""
+        """Return the length and offset of a plain mask over all columns (EVA builds its own)."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: the cache grows with the text."""
+        """Return -1: the cache grows with the sequence."""
         return -1
 
     def reset(self) -> None:
-        """Drops the buffers."""
-        self.keys = self.values = None
+        """Drop the buffers."""
+        self.keys = self.values = torch.empty(0)
         self.is_initialized = False
 
     def select(self, indices: torch.Tensor) -> None:
-        """Makes row `indices[r]` of the buffers the new row r."""
+        """Make row `indices[r]` of the buffers the new row r."""
         if self.is_initialized:
             self.keys, self.values = (b.index_select(0, indices.to(b.device)) for b in (self.keys, self.values))
 
@@ -220,7 +225,7 @@ class EvaByteCache(Cache):
     """Cache of an EvaByte model: per row the open window raw, earlier windows as one summary per chunk.
 
     Rows may have different lengths. `crop` rolls back any number of tokens of the last forward (of its last window,
-    where it was longer); `activate_past_recording` keeps tokens that were fed since the last `crop`, up to a window.
+    where it was longer); `activate_past_recording` keeps tokens added since the last `crop`, up to a window.
 
     Memory: with W the window and C the chunk, at most 2 W raw tokens plus the block, and one summary per C tokens.
 
@@ -232,6 +237,8 @@ class EvaByteCache(Cache):
         >>> out = model(ids, past_key_values=cache)
         >>> cache.crop(-2)  # or a tensor with one number per row
     """
+
+    layers: list[EvaCacheLayer]
 
     def __init__(self, config: EvaByteConfig) -> None:
         self.rows = EvaRows(config.window_size, config.chunk_size)
@@ -248,7 +255,7 @@ class EvaByteCache(Cache):
         return len(self.rows.lengths) or -1
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
-        """Rolls back the last tokens.
+        """Roll back the last tokens.
 
         Args:
             tokens_to_remove: 0 or a negative int for all rows, or a [B] tensor of such numbers.
@@ -263,17 +270,17 @@ class EvaByteCache(Cache):
         self.rows.crop([-count for count in removed])
 
     def keep_last(self, fed: int, kept: NewTokens) -> None:
-        """Leaves the first `kept.counts[r]` of the last `fed` tokens in row r."""
+        """Keep the first `kept.counts[r]` of the last `fed` tokens of row r."""
         self.rows.keep_last(fed, kept)
 
     def drop_padding(self, mask: torch.Tensor) -> None:
-        """Rolls back what plain decoding fed to rows that had ended: the last tokens that a mask calls padding.
+        """Roll back the tokens that plain decoding added to finished rows, which the mask marks as padding.
 
         Args:
             mask: [B, columns], 0 for padding; its first columns are those of the cache.
 
         Raises:
-            ValueError: Padding whose raw keys were folded away.
+            ValueError: Padding whose raw keys were summarised.
         """
         rows = self.rows
         real = mask[:, : self.get_seq_length()].sum(1).tolist()
@@ -289,20 +296,20 @@ class EvaByteCache(Cache):
             rows.gaps = [gap + extra for gap, extra in zip(rows.gaps, surplus)]
 
     def activate_past_recording(self) -> None:
-        """Keeps raw keys since the last `crop`, up to a window, so that several forwards can be rolled back."""
+        """Keep raw keys since the last `crop`, up to a window, so that several forwards can be rolled back."""
         self.rows.settled, self.rows.record_past = list(self.rows.lengths), True
 
     def reset(self) -> None:
-        """Empties the cache."""
+        """Empty the cache."""
         super().reset()
         self.rows.clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Makes row `beam_idx[r]` the new row r."""
+        """Make row `beam_idx[r]` the new row r."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the rows `indices`, in that order; a boolean mask works too."""
+        """Keep the rows `indices`, in that order; a boolean mask works too."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
         self.rows.select(indices.tolist())
@@ -310,13 +317,13 @@ class EvaByteCache(Cache):
             layer.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats every row `repeats` times."""
+        """Repeat every row `repeats` times."""
         rows = torch.arange(len(self.rows.lengths)).repeat_interleave(repeats)
         self.batch_select_indices(rows)
 
 
 def _write(buffer: torch.Tensor, states: torch.Tensor, block: EvaBlock) -> None:
-    """Writes states [R, H, M, d] behind each row's past, in place."""
+    """Write states [R, H, M, d] after each row's past, in place."""
     if block.is_uniform:
         start = block.summaries[0] + block.offsets[0]
         buffer[:, :, start : start + block.length] = states

@@ -10,6 +10,7 @@ import torch
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
 from ..heads.draft_layers import LayerAdapters
+from ..heads.ff import FFHead
 from ..heads.registry import init_head
 from ..heads.window_distribution import WindowDistribution
 from .backbone import EvaByteDecoderLayer, EvaByteModel
@@ -34,30 +35,35 @@ class EvaDraftLayers(LayerAdapters):
         super().__init__(shells, config.mtp_head)
 
     def bind(self, body: EvaByteModel) -> Callable[..., torch.Tensor]:
-        """The layers as they stand now: `EvaByteModel.continue_from` with them, for a step or a call of `generate`.
+        """Return `EvaByteModel.continue_from` with the current weights, for a step or a call of `generate`.
 
         Raises:
             ValueError: See `LayerAdapters.weights`.
         """
-        weights = self.weights(body.layers[-len(self.adapters) :])
+        weights = self.weights(list(body.layers)[-len(self.adapters) :])
         return partial(body.continue_from, layers=[partial(self.run, slot, own) for slot, own in enumerate(weights)])
 
 
 class DraftLayersMixin:
-    """What `EvaByteForMTPC` has to do with draft layers.
+    """The draft layers of `EvaByteForMTPC`.
 
     Attributes:
         draft_layers: None where there are none.
     """
 
+    config: EvaByteConfig
+    model: EvaByteModel
+    lm_head: FFHead
     draft_layers: EvaDraftLayers | None
+    train_only: Callable[[str], None]
+    distribution_of_features: Callable[[torch.Tensor], WindowDistribution]
 
     def add_draft_layers(self, count: int, rank: int = 8, alpha: float | None = None) -> Any:
-        """Puts draft layers below the head (MtPC's stage 2); they start as the backbone's, which is frozen from now on.
+        """Put draft layers below the head (MtPC's stage 2); they start as the backbone's, which is frozen.
 
         Args:
-            count: k, so many of the backbone's last layers; 0 takes them away, and the backbone stays frozen until
-                `train_only` says otherwise.
+            count: k, so many of the backbone's last layers; 0 removes them, and the backbone remains frozen until
+                `train_only` is called.
             rank: Of their adapters.
             alpha: Scale times rank; None: twice the rank.
 
@@ -76,7 +82,7 @@ class DraftLayersMixin:
         return self
 
     def _layers(self, old: MTPHeadConfig) -> EvaDraftLayers | None:
-        """The draft layers that the config asks for: those that are there, where nothing about them changes."""
+        """Return the draft layers of the config: the existing ones where their options are unchanged."""
         if not self.config.mtp_head.draft_layers:
             return None
         if self.draft_layers is not None and old.draft_options() == self.config.mtp_head.draft_options():
@@ -88,7 +94,7 @@ class DraftLayersMixin:
 
     @property
     def hidden_layers(self) -> list[int]:
-        """The states that the head, or its draft layers, read, as `output_hidden_states` counts them, and the last."""
+        """Indices, as in `output_hidden_states`, of what the head (or draft layers) reads, and of the last."""
         return [-1] if self.draft_layers is None else [-1 - self.config.mtp_head.draft_layers, -1]
 
     def features(
@@ -97,19 +103,20 @@ class DraftLayersMixin:
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What the distribution of every position is made from, [B, L, D]: the last states, or those of the draft
-        layers.
+        """Return the states [B, L, D] that distributions read: the last ones, or those of the draft layers.
 
         Args:
             hidden_states: The backbone's, of which `hidden_layers` are read.
             attention_mask: [B, L], 0 for padding.
             position_ids: [B or 1, L]; only to mark packed documents.
         """
+        states = hidden_states[self.hidden_layers[0]]
+        if states is None:
+            raise ValueError(f"hidden_states: layers {self.hidden_layers} are needed, and not all of them are given")
         if self.draft_layers is None:
-            return hidden_states[-1]
+            return states
         run = self.draft_layers.bind(self.model)
-        states = hidden_states[self.hidden_layers[0]].detach()
-        return run(states, attention_mask=attention_mask, position_ids=position_ids)
+        return run(states.detach(), attention_mask=attention_mask, position_ids=position_ids)
 
     def distribution(
         self,
@@ -117,7 +124,7 @@ class DraftLayersMixin:
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> WindowDistribution:
-        """Distributions of the next `window` tokens behind every position of a text: runs the backbone.
+        """Run the backbone and return the distributions of the next `window` tokens after every position.
 
         Args:
             input_ids: [B, L] int64.
@@ -133,7 +140,7 @@ class DraftLayersMixin:
 
 
 def with_layer(layer: int, wanted: bool | int | list[int] | None) -> bool | list[int]:
-    """What is asked of the backbone's states, and one of them besides."""
+    """Return the requested hidden states of the backbone, with those of `layer` added."""
     if wanted is True:
         return True
     return [layer, *([] if wanted is None or wanted is False else [wanted] if isinstance(wanted, int) else wanted)]

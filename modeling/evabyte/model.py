@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
-from ...configuration.options import check_options
+from ...configuration.fields import check_options
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import DraftOptions
 from ...generation.drafters.heads import DraftLayersSession, HeadSession
@@ -28,7 +28,7 @@ from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
 from .draft_layers import DraftLayersMixin, EvaDraftLayers, with_layer
 
-_APART = ("hidden_size", "vocab_size", "base_model_name_or_path")  # fields of heads that have no owner
+_APART = ("hidden_size", "vocab_size", "base_model_name_or_path")  # fields of attached heads only
 
 
 class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel):
@@ -43,7 +43,7 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
     """
 
     mtp_loss_weight: float = 1.0
-    """lambda: what the drafter's depths weigh beside the next-byte head's."""
+    """lambda: the weight of the drafter's depths relative to the next-byte head's."""
     remote_classes = {"AutoModel": "EvaByteModel", "AutoModelForCausalLM": "EvaByteForMTPC"}
 
     def __init__(self, config: EvaByteConfig) -> None:
@@ -61,9 +61,9 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
-        """Loads a directory or a Hub repository.
+        """Load a directory or a Hub repository.
 
-        `mtp_head={...}` asks for another head than the stored one: a smaller window of FF heads uses the first, a
+        `mtp_head={...}` selects another head than the stored one: a smaller window of FF heads uses the first, a
         larger one appends new ones, and a circuit starts from stored FF heads (`set_head`).
 
         Raises:
@@ -73,19 +73,16 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         """
         if isinstance(kwargs.get("mtp_head"), dict):
             check_options(kwargs["mtp_head"], MTPHeadConfig, "mtp_head", _APART)
-        name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
+        name = pretrained_model_name_or_path
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         dtypes = {key: kwargs.pop(key) for key in ("dtype", "torch_dtype") if key in kwargs}  # a config would keep them
-        cls.check_model_type(name, config, **hub)
-        if isinstance(config, PreTrainedConfig) and not isinstance(config, EvaByteConfig):
-            config = EvaByteConfig.from_dict(config.to_dict())  # of code that travelled with another directory
-        elif not isinstance(config, EvaByteConfig):
-            config, kwargs = EvaByteConfig.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
+        cls.check_model_type(name, kwargs.get("config"), **hub)
+        config, kwargs = _config_and_options(name, **kwargs)
         wanted = config.mtp_head
         stored = wanted if name is None else EvaByteConfig.from_pretrained(name, **hub).mtp_head
         if not wanted.same_parameters(stored) and not stored.family.rows_of_lm_head:
             raise ValueError(
-                f"{name}: the checkpoint holds mtp_head={stored.options()}, not {wanted.options()}; load it as it is, "
+                f"{name}: the checkpoint holds mtp_head={stored.options()}, not {wanted.options()}; load that, "
                 "or start a new head from its FF heads with set_head(...)"
             )
         in_rows = wanted.family.rows_of_lm_head
@@ -115,14 +112,14 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         return self.lm_head if self.mtp_head is None else self.mtp_head
 
     def set_head(self, **options: Any) -> None:
-        """Chooses another head; what it needs beyond the FF heads is made from them.
+        """Replace the head; the new one is initialised from the FF heads.
 
-        FF heads are appended (drawn like fresh weights) where the window asks for more; a circuit starts with every
+        FF heads are appended (drawn like fresh weights) where the window needs more; a circuit starts with every
         state of position i equal to FF head i, so that its distribution is that of the FF heads, and with random sum
         weights.
 
         Args:
-            **options: Fields of `MTPHeadConfig`; the window and draft layers stay as they are unless given.
+            **options: Fields of `MTPHeadConfig`; the window and draft layers are unchanged unless given.
 
         Raises:
             TypeError: An option that is no field of `MTPHeadConfig`.
@@ -157,7 +154,7 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         return build_head(config, self.config.hidden_size, self.config.vocab_size)
 
     def backbone_parts(self) -> BackboneParts:
-        """The next-byte head and the embedding, as heads borrow them: without a gradient for either."""
+        """Return the next-byte head and the embedding, as heads borrow them, without gradients for their weights."""
         return BackboneParts(
             unembed=lambda states: frozen(self.lm_head, states.to(self.lm_head.weight.dtype), 1)[..., 0, :],
             embed=lambda tokens: frozen(self.model.embed_tokens, tokens),
@@ -165,57 +162,59 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         )
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resizes embeddings and all heads; every head keeps its own rows.
+        """Resize embeddings and all heads; every head keeps its own rows.
 
         Raises:
             ValueError: A head that cannot follow; nothing is changed.
         """
-        if self.mtp_head is not None and not hasattr(self.mtp_head, "resize"):
+        if self.mtp_head is not None and not callable(getattr(self.mtp_head, "resize", None)):
             raise ValueError(f"heads of head_type={self.config.mtp_head.head_type!r} cannot be resized")
         return super().resize_token_embeddings(*args, **kwargs)
 
     def _get_resized_lm_head(
         self, old_lm_head: FFHead, new_num_tokens: int | None = None, mean_resizing: bool = True, **kwargs: Any
     ) -> FFHead:
-        """What transformers asks for beside new embeddings: heads whose new rows are means, or drawn."""
+        """Resize all heads with the embeddings; new rows are means, or drawn."""
         for head in (old_lm_head, self.mtp_head):
             if head is not None and new_num_tokens is not None:
                 head.resize(new_num_tokens, None if mean_resizing else self.config.initializer_range)
         return old_lm_head
 
     def train_only(self, part: str) -> None:
-        """Chooses what is trained: `"all"`, or `"drafter"` (also `"heads"`) with backbone and next-byte head frozen.
+        """Choose what is trained: `"all"`, or `"drafter"` (also `"heads"`) with backbone and next-byte head frozen.
 
         FF heads share a tensor with the next-byte head; its rows get no gradient, and `MTPTrainer` no weight decay.
 
         Raises:
-            ValueError: An unknown part, or all of a model with draft layers, which take the backbone as it is.
+            ValueError: An unknown part, or all of a model with draft layers, which need a frozen backbone.
         """
         if part not in ("all", "drafter", "heads"):
             raise ValueError(f"train_only({part!r}): choose 'all' or 'drafter'")
         if part == "all" and self.draft_layers is not None:
-            raise ValueError("train_only('all'): draft layers leave the backbone as it is; choose 'drafter'")
+            raise ValueError("train_only('all'): draft layers need a frozen backbone; choose 'drafter'")
         self.model.requires_grad_(part == "all")
         self.lm_head.requires_grad_(part == "all" or self.mtp_head is None)
         self.lm_head.target_frozen = part != "all" and self.mtp_head is None
 
     def distribution_of_features(self, features: torch.Tensor) -> WindowDistribution:
-        """Distribution of the next `window` tokens given `features` [..., D]."""
+        """Return the distribution of the next `window` tokens given `features` [..., D]."""
         return window_distribution(self.head, self.config.mtp_head, features, self.backbone_parts())
 
     def distribution_after(self, features: torch.Tensor, last: torch.Tensor, length: int) -> WindowDistribution:
-        """Distribution of the next `length` tokens given `features` [..., F] and the token [...] behind them."""
+        """Return the distribution of the next `length` tokens given `features` [..., F] and the next token [...]."""
         return distribution_after(self.head, self.config.mtp_head, features, last, length, self.backbone_parts())
 
     def window_distribution(self, hidden_states: torch.Tensor) -> WindowDistribution:
-        """Distribution of the next `window` tokens given last hidden states [..., D].
+        """Return the distribution of the next `window` tokens given last hidden states [..., D].
 
         Raises:
             ValueError: A model with draft layers, whose distribution reads other states; use `features` and
                 `distribution_of_features`.
         """
         if self.draft_layers is not None:
-            raise ValueError("window_law of last states: draft layers read others; use law_of_features(features(...))")
+            raise ValueError(
+                "window_distribution: draft layers read other states; use distribution_of_features(features(...))"
+            )
         return self.distribution_of_features(hidden_states)
 
     @can_return_tuple
@@ -233,7 +232,7 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Any,
     ) -> MTPOutput:
-        """Next-byte logits and, with labels, the discounted loss over all depths of the window.
+        """Return next-byte logits and, with labels, the discounted loss over all depths of the window.
 
         Args:
             input_ids: [B, L] int64.
@@ -293,7 +292,7 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         counts: torch.Tensor | int | None,
         balance: torch.Tensor | None,
     ) -> dict[str, torch.Tensor | None]:
-        """Loss of the head and its means; a circuit that trains with its backbone adds the next-byte head's own."""
+        """Return the loss of the head and its means; a circuit that trains with its backbone adds the next byte's."""
         tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
         parts, config = self.backbone_parts(), self.config.mtp_head
         found = head_loss(
@@ -308,14 +307,14 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         return shown | dict(loss=found.loss + own, head_losses=found.means, backbone_loss=mean[0])
 
     def _loss_scale(self, like: torch.Tensor) -> torch.Tensor:
-        """What the depths are multiplied with besides their weights, [n]; depth 1 of FF heads is the next-byte head."""
+        """Return factors of the depths besides their weights, [n]; depth 1 of FF heads is the next-byte head."""
         scale = torch.full((self.window,), float(self.mtp_loss_weight), device=like.device)
         if self.mtp_head is None:
             scale[0] = 1.0
         return scale
 
     def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """The loss of the head on data of which only sums per depth are known.
+        """Return the loss of the head from sums per depth.
 
         Args:
             sums: [n], summed terms in nats.
@@ -328,7 +327,7 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         return (sums * scale * depth_weights(self.config.mtp_head, counts.to(sums))).sum()
 
     def start(self, options: DraftOptions) -> HeadSession:
-        """Drafts of the head, for one call of `generate`."""
+        """Return the draft session of one call of `generate`."""
         if self.draft_layers is None:
             return HeadSession(self.distribution_after, options)
         run, layer = self.draft_layers.bind(self.model), self.hidden_layers[0]
@@ -339,5 +338,23 @@ class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, E
         return self._new_cache
 
     def _new_cache(self) -> EvaByteCache:
-        """The cache that `generate` starts with."""
+        """Return the cache that `generate` starts with."""
         return EvaByteCache(self.config)
+
+
+def _config_and_options(
+    name: str | PathLike | None, config: Any = None, **options: Any
+) -> tuple[EvaByteConfig, dict[str, Any]]:
+    """Return the configuration to load, and the options that are no fields of it.
+
+    Args:
+        name: Directory or repository.
+        config: A configuration, also of code that was loaded with another directory, or where to read one.
+        **options: Of `from_pretrained`.
+    """
+    if isinstance(config, EvaByteConfig):
+        return config, options
+    if isinstance(config, PreTrainedConfig):
+        return EvaByteConfig.from_dict(config.to_dict()), options
+    found, unused = EvaByteConfig.from_pretrained(config or name, return_unused_kwargs=True, **options)
+    return cast(EvaByteConfig, found), cast(dict[str, Any], unused)

@@ -1,17 +1,16 @@
 """EvaByte's tokenizer: 64 literal special tokens (ids 0 to 63) and the 256 bytes of UTF-8 (id = byte + 64).
 
-Knows text, ids and the chat format. Does *not* know models, images, or how many rows an embedding has: size embeddings
-by the model's config, because `vocab_size` follows the transformers custom of leaving the 64 specials out.
+Size embeddings by the model's config, not by `vocab_size`, which leaves out the 64 specials, as in transformers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 from transformers import AddedToken, BatchEncoding, PreTrainedTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -138,7 +137,7 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         return len(_BYTE_TOKENS)
 
     def get_vocab(self) -> dict[str, int]:
-        """Token strings and their ids, in the order of ids."""
+        """Return the token strings and their ids, in the order of ids."""
         vocabulary = {**_BYTE_TOKENS, **self.added_tokens_encoder}
         return dict(sorted(vocabulary.items(), key=lambda item: item[1]))
 
@@ -147,13 +146,14 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         super()._update_total_vocab_size()
         self._id_of = self.get_vocab()
         self._token_of = {index: token for token, index in self._id_of.items()}
-        self._bytes_of = {token: token.encode() for token in self._added_tokens_encoder}
+        added = self.added_tokens_encoder
+        self._bytes_of = {token: token.encode() for token in added}
         self._bytes_of |= {token: token.encode("latin-1") for token in _BYTE_TOKENS}
-        longest_first = sorted(self._added_tokens_encoder, key=len, reverse=True)
+        longest_first = sorted(added, key=len, reverse=True)
         self._literals = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     def tokenize(self, text: str, **kwargs: Any) -> list[str]:
-        """Cuts text into token strings, without `<bos>`.
+        """Cut text into token strings, without `<bos>`.
 
         Args:
             text: Any text that UTF-8 can encode.
@@ -177,13 +177,13 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         return list(text.encode("utf-8").decode("latin-1"))
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | None | list[int | None]:
-        """Ids of token strings; None for a string that is no token (`<unk>` is never produced)."""
+        """Return the ids of token strings; None for a string that is no token (`<unk>` is never produced)."""
         if isinstance(tokens, str):
             return self._id_of.get(tokens)
         return list(map(self._id_of.get, tokens))
 
     def convert_ids_to_tokens(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> str | list[str]:
-        """Token strings of ids.
+        """Return the token strings of ids.
 
         Args:
             ids: One id, or several.
@@ -208,10 +208,10 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         return tokens[0] if single else tokens
 
     def _convert_id_to_token(self, index: int) -> str:
-        return self.convert_ids_to_tokens(index)  # stop strings in `generate` ask for single ids this way
+        return cast(str, self.convert_ids_to_tokens(index))  # stop strings in `generate` ask for single ids this way
 
     def convert_tokens_to_string(self, tokens: Iterable[str]) -> str:
-        """Text of token strings; bytes that are not UTF-8, an unfinished character included, vanish.
+        """Return the text of token strings; bytes that are not UTF-8, an unfinished character included, vanish.
 
         Raises:
             ValueError: A string that is no token.
@@ -230,7 +230,7 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         return_assistant_tokens_mask: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Renders a conversation in the chat format and, by default, encodes it (with no second `<bos>`).
+        """Render a conversation in the chat format and, by default, encode it (with no second `<bos>`).
 
         Args:
             conversation: Messages with `role` and `content`, or a batch of such lists. Only the first may be a system
@@ -293,20 +293,20 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         return BatchEncoding(encoded, tensor_type=return_tensors)
 
     def _ids_and_marks(self, text: str, spans: list[tuple[int, int]], **options: Any) -> tuple[list[int], list[int]]:
-        """Ids of a rendered chat and, for each, `_ASSISTANT` or `_OTHERS`; spans are the assistant's characters."""
+        """Return the ids of a rendered chat and, for each, `_ASSISTANT` or `_OTHERS`; spans are the assistant's."""
         _refuse_surrogates(text)  # here, so that the position is that in the whole chat
         cuts = [0, *(cut for span in spans for cut in span), len(text)]
         ids: list[int] = []
         marks: list[int] = []
         for index, (start, end) in enumerate(pairwise(cuts)):
-            piece = self.convert_tokens_to_ids(self.tokenize(text[start:end], **options))
+            piece = [self._id_of[token] for token in self.tokenize(text[start:end], **options)]
             ids.extend(piece)
             marks.extend([_ASSISTANT if index % 2 else _OTHERS] * len(piece))
         return ids, marks
 
 
 def _complete_added_tokens(given: dict[int, AddedToken]) -> dict[int, AddedToken]:
-    """All tokens that are not bytes: the 64 specials with their true flags, and what `given` adds from id 320 on."""
+    """Return all tokens that are not bytes: the 64 specials with true flags, and those of `given` from id 320 on."""
     added = {index: AddedToken(literal, special=True, normalized=False) for index, literal in enumerate(SPECIAL_TOKENS)}
     for index, token in given.items():
         if index < len(_BASE_TOKENS) and str(token) != _BASE_TOKENS[index]:
@@ -318,7 +318,7 @@ def _complete_added_tokens(given: dict[int, AddedToken]) -> dict[int, AddedToken
     return added
 
 
-def _check_named_tokens(named: dict[str, str | AddedToken | None], known: set[str]) -> None:
+def _check_named_tokens(named: Mapping[str, str | AddedToken | None], known: set[str]) -> None:
     for name, token in named.items():
         if token is not None and str(token) not in known:
             raise ValueError(
@@ -328,7 +328,7 @@ def _check_named_tokens(named: dict[str, str | AddedToken | None], known: set[st
 
 
 def _marked_template(template: str | dict[str, str] | list[dict[str, str]] | None) -> Any:
-    """Our template where none or the official unmarked one is given, else what is given."""
+    """Return our template in place of none or of the official unmarked one, else `template`."""
     if template is None:
         return CHAT_TEMPLATE
     if isinstance(template, str) and hashlib.sha256(template.strip().encode()).hexdigest() == _UNMARKED_TEMPLATE_SHA256:
@@ -337,7 +337,7 @@ def _marked_template(template: str | dict[str, str] | list[dict[str, str]] | Non
 
 
 def _as_batch(conversation: Any) -> tuple[list[Any], bool]:
-    """A list of conversations and whether it was one; keys whose value is None are left out, as transformers does."""
+    """Return a list of conversations and whether it was one; keys whose value is None are left out."""
     if len(conversation) == 0:
         raise ValueError("conversation is empty: give at least one message")
     is_batched = isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")

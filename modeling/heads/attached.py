@@ -14,13 +14,13 @@ from torch import nn
 from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from ...configuration import MTPHeadConfig
+from ...configuration.fields import check_options
 from ...configuration.head_families import HEAD_FAMILIES, takers
-from ...configuration.options import check_options
 from ...generation.attach import AttachableDrafter, adopt_special_ids
 from ...generation.call.options import DraftOptions
 from ...generation.drafters.heads import AttendingHeadSession, HeadSession
 from ..loading import StrictLoadingMixin
-from ..unwrapping import unwrap
+from ..wrapped_models import unwrap
 from .backbone_parts import BackboneParts, backbone_parts, compute_device
 from .conversion import OfficialLayoutsMixin
 from .draft_layers import BoundLayers, DraftLayers
@@ -98,7 +98,7 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
             window=window,
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
-            base_model_name_or_path=backbone.config._name_or_path or None,
+            base_model_name_or_path=backbone.config.name_or_path or None,
             **({} if leaf is None else {"leaf": leaf}),
             **options,
         )

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..decoder_layers import final_norm
-from ..sharding import call_frozen, is_unit
+from ..wrapped_models import call_frozen, is_unit
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..sharding import gather
+from ..wrapped_models import gather
 
 LOGITS_PER_CHUNK = 2**24
 """Logits that exist at a time: 64 MiB of float32 (and a few copies on the way back)."""

@@ -10,7 +10,7 @@ from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import BTREE, CP, HMM, HeadFamilyFacts
-from ..sharding import call
+from ..wrapped_models import call
 from .backbone_parts import BackboneParts
 from .circuits import ChainDistribution, MixtureDistribution
 from .family import FAMILIES, Circuit, HeadFamily, exact, register

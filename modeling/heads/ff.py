@@ -12,8 +12,8 @@ from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import FF
-from ..sharding import call
 from ..tensor_files import Tensors
+from ..wrapped_models import call
 from .backbone_parts import BackboneParts, required
 from .chunks import SummedLinear, WeightTotal
 from .family import Circuit, Directory, HeadFamily, HeadLayout, exact, register

@@ -12,8 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
-from ..deepseek.losses import ModuleLossOptions, chain_loss
-from ..deepseek.readout import Readout
+from ..deepseek.losses import chain_loss
+from ..deepseek.modules import Readout
+from ..loss_options import ModuleLossOptions
 from ..outputs import MTPOutput
 from ..tensor_files import below
 from .attached import MTPHeads

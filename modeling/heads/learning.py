@@ -9,7 +9,7 @@ import torch
 from transformers.utils.generic import can_return_tuple
 
 from ..outputs import MTPOutput
-from ..sharding import is_unit
+from ..wrapped_models import is_unit
 from .losses import IGNORE, check_targets, counts_of_update, depth_targets, depth_weights, head_loss
 from .registry import family_of
 

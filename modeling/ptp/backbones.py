@@ -1,4 +1,4 @@
-"""Which models can carry rows behind their tokens: full attention with dense masks, and positions that are chosen."""
+"""Checks that a model can carry auxiliary rows: full attention with dense masks, and explicit positions."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from inspect import signature
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...configuration.fields import field
+
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Refuses a model by its configuration.
+    """Refuse a model by its configuration.
 
     Raises:
         ValueError: Sliding windows, or layers of other kinds than full attention.
     """
-    kinds = set(getattr(config, "layer_types", None) or [])
-    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    if sliding and kinds != {"full_attention"}:
+    kinds, window = set(field(config, "layer_types") or []), field(config, "sliding_window")
+    if window and field(config, "use_sliding_window") is not False and kinds != {"full_attention"}:
         raise ValueError(
-            f"{config.model_type}: sliding_window={config.sliding_window}; auxiliary rows need a backbone with full "
+            f"{config.model_type}: sliding_window={window}; auxiliary rows need a backbone with full "
             "attention in every layer"
         )
     if kinds - {"full_attention"}:
@@ -25,18 +26,18 @@ def check_config(config: PreTrainedConfig) -> None:
 
 
 def check_logits(config: PreTrainedConfig) -> None:
-    """Refuses a model whose logits are not its head's own.
+    """Refuse a model whose logits are not those of its head.
 
     Raises:
         ValueError: Logits that are scaled or capped.
     """
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, name, None) not in (None, 1.0):
-            raise ValueError(f"{config.model_type}: {name}={getattr(config, name)}; logits must be lm_head's own")
+        if (value := field(config, name)) not in (None, 1.0):
+            raise ValueError(f"{config.model_type}: {name}={value}; logits must be lm_head's own")
 
 
 def check_model(backbone: PreTrainedModel) -> None:
-    """Refuses a model by what it is.
+    """Refuse a model by its class.
 
     Raises:
         ValueError: A recurrent state, positions that cannot be chosen, attention without dense masks.
@@ -44,7 +45,7 @@ def check_model(backbone: PreTrainedModel) -> None:
     name = backbone.config.model_type
     if hasattr(backbone, "_new_cache"):
         raise ValueError(f"{name}: its attention has a cache of its own and takes no dense masks, which rows need")
-    if getattr(backbone, "_is_stateful", False):
+    if backbone._is_stateful:
         raise ValueError(f"{name}: a recurrent state cannot be cropped; only full attention can be verified")
     if "position_ids" not in signature(backbone.get_decoder().forward).parameters:
         raise ValueError(f"{name}: its forward takes no position_ids, and auxiliary rows need their own positions")
@@ -52,11 +53,11 @@ def check_model(backbone: PreTrainedModel) -> None:
 
 
 def check_attention(config: PreTrainedConfig, rows: str) -> None:
-    """Refuses an implementation of attention that takes no masks of any shape.
+    """Refuse an implementation of attention that takes no dense masks.
 
     Args:
         config: Of the model.
-        rows: What needs them, in the user's words.
+        rows: What needs them, for the message.
 
     Raises:
         ValueError: It is neither eager nor sdpa.

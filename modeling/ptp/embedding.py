@@ -1,7 +1,4 @@
-"""What a slot reads: the embedding of its uniform, of the wish for the most likely token, and of the last state.
-
-Or a mask, and which parts of a model make slots.
-"""
+"""Inputs of slots: embeddings of uniforms, of requests for the most likely token and of the last state, or masks."""
 
 from __future__ import annotations
 
@@ -9,17 +6,16 @@ import torch
 from torch import nn
 
 from ...configuration.ptp import PTPConfig
-from .features import uniform_features
-from .sampler import Sampler
+from ..uniforms import uniform_features
 
 SLOT_PARTS = ("uniform_embedding", "mask_embedding", "sampler")
-"""Names of the modules beside the adapters; each variant has some of them."""
+"""Names of the modules other than the adapters; each variant has some of them."""
 GREEDY = -1.0
-"""In place of a uniform: the slot is asked for the most likely token."""
+"""A value in place of a uniform that requests the most likely token."""
 
 
 class _WideLinear(nn.Linear):
-    """A linear layer that computes in float32 at least: in bfloat16, features would say too little."""
+    """A linear layer that computes in float32 at least: in bfloat16, features would lose their digits."""
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
@@ -27,14 +23,14 @@ class _WideLinear(nn.Linear):
         return nn.functional.linear(features.to(dtype), self.weight.to(dtype), bias).to(self.weight.dtype)
 
 
-class _Wish(nn.Embedding):
-    """The one embedding of the wish for the most likely token.
+class _GreedyEmbedding(nn.Embedding):
+    """The one embedding that requests the most likely token.
 
     Its own forward reads the row: where weights are offloaded, they arrive with the call of the module that has them.
     """
 
     def forward(self, uniforms: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
-        """`embeds` [B, A, H], and the wish in their place where uniforms [B, A] are `GREEDY`."""
+        """Return `embeds` [B, A, H], replaced by the request where uniforms [B, A] are `GREEDY`."""
         return torch.where((uniforms < 0)[..., None], self.weight[0], embeds)
 
 
@@ -56,19 +52,19 @@ class UniformEmbedding(nn.Module):
             self.projection = nn.Sequential(
                 _WideLinear(self.dim, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
             )
-        self.greedy = _Wish(1, hidden_size) if config.greedy else None
+        self.greedy = _GreedyEmbedding(1, hidden_size) if config.greedy else None
         self.state = _WideLinear(hidden_size, hidden_size, bias=False) if config.reads_state else None
         self.gap = nn.Embedding(config.num_slots + 2, hidden_size) if config.reads_state else None
 
     def forward(
         self, uniforms: torch.Tensor, states: torch.Tensor | None = None, gaps: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Embeds the slots of a batch.
+        """Embed the slots of a batch.
 
         Args:
-            uniforms: [B, A], which stay float32 until they are features; `GREEDY` asks for the most likely token.
+            uniforms: [B, A], which stay float32 until they are features; `GREEDY` requests the most likely token.
             states: [B, A or 1, H], the last verified hidden states, where the slots read them.
-            gaps: [A] or [B, A] int64, how many tokens stand between the state's own and the slots' completion; 0: the
+            gaps: [A] or [B, A] int64, the number of tokens between the state's own and the slots' completion; 0: the
                 state is not known, and is not read.
 
         Returns:
@@ -78,16 +74,51 @@ class UniformEmbedding(nn.Module):
             embeds = self.projection(uniform_features(uniforms, self.kind, self.dim))
             if self.greedy is not None:
                 embeds = self.greedy(uniforms, embeds)
-            if self.state is not None:
+            if self.state is not None and self.gap is not None and gaps is not None:
                 gaps = gaps.clamp(0, self.gap.num_embeddings - 1)
                 embeds = embeds + torch.where((gaps > 0)[..., None], self.state(states), 0.0) + self.gap(gaps)
         return embeds
 
 
 def slot_parts(config: PTPConfig, hidden_size: int) -> dict[str, nn.Module | None]:
-    """New modules by the names of `SLOT_PARTS`; None where a variant has none."""
+    """Return new modules by the names of `SLOT_PARTS`; None where a variant has none."""
     return {
         "uniform_embedding": UniformEmbedding(config, hidden_size) if config.reads_uniforms else None,
         "mask_embedding": None if config.reads_uniforms else nn.Embedding(config.num_slots, hidden_size),
         "sampler": Sampler(hidden_size) if config.has_sampler else None,
     }
+
+
+class Sampler(nn.Sequential):
+    """MLP([e(x_{i-1}); z_i]): two times Linear, SiLU, LayerNorm, the first from 2 d to d.
+
+    The unembedding of what it gives is the distribution of x_i, so that the distributions of a group of slots are
+    sequential.
+
+    Args:
+        hidden_size: d.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        blocks = [
+            (nn.Linear(width, hidden_size), nn.SiLU(), nn.LayerNorm(hidden_size)) for width in _widths(hidden_size)
+        ]
+        super().__init__(*(layer for block in blocks for layer in block))
+
+    def forward(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Return the states that the unembedding reads.
+
+        Args:
+            states: [..., d] of the slots, after the final norm.
+            before: [..., d] embeddings of the tokens before those that the slots predict; broadcast.
+
+        Returns:
+            [..., d] in the dtype of the states; computed in that of the weights.
+        """
+        both = torch.broadcast_tensors(before, states)
+        read = torch.cat([part.to(self[0].weight.dtype) for part in both], dim=-1)
+        return super().forward(read).to(states.dtype)
+
+
+def _widths(hidden_size: int) -> tuple[int, int]:
+    return 2 * hidden_size, hidden_size

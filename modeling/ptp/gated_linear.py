@@ -1,7 +1,4 @@
-"""peft's adapter of a linear layer, behind a gate. Apart from `gated_lora`, so that peft is imported only where used.
-
-At the top of a module, so that models can be pickled.
-"""
+"""peft's adapter of a linear layer with a gate, apart from `gated_lora`, so that peft is imported only where used."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import Linear
 
-from .gated_lora import Siblings, with_adapter
-from .gates import current_gate
+from .gated_lora import Siblings, current_gate, with_adapter
 
 
 class GatedLinear(Linear):
@@ -24,12 +20,12 @@ class GatedLinear(Linear):
     siblings: Siblings | None = None
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """[..., in] to [..., out]."""
+        """Map [..., in] to [..., out]."""
         result, gate = self.base_layer(x), current_gate()
         return result if gate is None else with_adapter(self, gate, x, result)
 
     def train(self, mode: bool = True) -> GatedLinear:
-        """As of any module; what decoding packed is packed anew."""
+        """Set the mode, as of any module; packed weights are made again."""
         self._forget()
         return super().train(mode)
 
@@ -42,7 +38,7 @@ class GatedLinear(Linear):
             self.siblings.forget()
 
     def update_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Makes the adapter, once.
+        """Make the adapter, once.
 
         Raises:
             ValueError: Another adapter, which could not be told from this one.

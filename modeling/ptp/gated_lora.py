@@ -3,21 +3,109 @@
 The rows of ordinary tokens are computed by the untouched base layers alone, so one checkpoint is exactly the base model
 and the student at once. peft makes, initialises and names the adapters, which are float32 at least: in bfloat16 the
 steps of an optimizer would be lost in rounding. Adapters that read the same input (q, k and v; gate and up) share one
-product.
-"""
+product. A gate says which rows are auxiliary, per call and thread."""
 
 from __future__ import annotations
 
+import operator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from .gates import Gate
-
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+_ROUTED = "gated adapters need all rows, and do not fit this backbone"
+
+
+@dataclass
+class Gate:
+    """Which rows of one forward are auxiliary: those from `start` on.
+
+    Attributes:
+        start: Number of ordinary tokens before them.
+        length: Rows in all, to find them where a layer sees the rows of all sequences in one axis.
+        shared: Last products of adapters that read the same input: that input, their owner, the products.
+    """
+
+    start: int
+    length: int
+    shared: tuple[torch.Tensor, Any, Any] | None = None
+
+    def found(self, x: torch.Tensor, owner: Any) -> Any:
+        """Return the products that `owner` computed of x, if they were the last; None otherwise."""
+        shared = self.shared
+        return shared[2] if shared is not None and shared[0] is x and shared[1] is owner else None
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a view of x, [B, Q, d] or [B Q, d], with an axis of rows: [B, Q, d].
+
+        Raises:
+            ValueError: A layer that sees only some rows (those that were routed to an expert, say).
+        """
+        if x.dim() == 3 and x.shape[1] == self.length:
+            return x
+        if x.dim() != 2 or x.shape[0] % self.length:
+            raise ValueError(f"a layer sees rows {tuple(x.shape)}, not all {self.length} of every sequence: {_ROUTED}")
+        return x.unflatten(0, (-1, self.length))
+
+
+_OF_THREAD = threading.local()  # no ContextVar: torch.compile cannot read one
+
+
+def current_gate() -> Gate | None:
+    """Return the gate of the forward that is running in this thread; None where it is closed."""
+    return getattr(_OF_THREAD, "gate", None)
+
+
+@contextmanager
+def opened(gate: Gate | None) -> Iterator[None]:
+    """Open a gate, or close it (None), for the layers that are called inside."""
+    before = current_gate()
+    _OF_THREAD.gate = gate
+    try:
+        yield
+    finally:
+        _OF_THREAD.gate = before
+
+
+class KeepsGate:
+    """A checkpointing function whose layers find the gate of their forward again in the backward pass.
+
+    That pass runs layers anew after the forward is over, and on an accelerator in another thread.
+
+    Args:
+        checkpoint: The function that transformers was given.
+    """
+
+    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+        self.checkpoint = checkpoint
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call `function` under the gate that is open now, and again under it."""
+        gate = current_gate()
+
+        def gated(*inputs: Any) -> Any:
+            with opened(None if gate is None else Gate(gate.start, gate.length)):
+                return function(*inputs)
+
+        return self.checkpoint(gated, *args)
+
+
+def keep_gates(model: nn.Module) -> None:
+    """Let all checkpointing layers of a model find their gates again; idempotent."""
+    for module in model.modules():
+        own = vars(module)
+        function = own.get("_gradient_checkpointing_func")
+        if function is not None and not isinstance(function, KeepsGate):
+            own["_gradient_checkpointing_func"] = KeepsGate(function)
+
 
 ADAPTER = "default"
 """Name of the adapter, as in peft's parameter names."""
@@ -37,14 +125,14 @@ class Siblings:
         self._packed: tuple[tuple, list[torch.Tensor], torch.Tensor, list[torch.Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles pack their own."""
+        """Leave packed weights out of copies and pickles."""
         return {"layers": self.layers, "_packed": None}
 
     def low(self, layer: Any, gate: Gate, x: torch.Tensor) -> torch.Tensor:
-        """A x of one adapter on auxiliary rows, with gradients.
+        """Return A x of one adapter on auxiliary rows, with gradients.
 
         Args:
-            layer: Whose; the first computes those of all, if the others are called with the same tensor.
+            layer: One of the adapters; the first computes those of all, if the others are called with the same tensor.
             gate: Of the call.
             x: [B, Q, in] or [B Q, in], as the layer got it.
 
@@ -64,10 +152,10 @@ class Siblings:
         return parts[self.layers.index(layer)]
 
     def add(self, layer: Any, gate: Gate, x: torch.Tensor, result: torch.Tensor) -> bool:
-        """Adds s B A x to the auxiliary rows of `result` in place, without gradients and in few kernels.
+        """Add s B A x to the auxiliary rows of `result` in place, without gradients and in few kernels.
 
         Returns:
-            Whether it could: weights that are offloaded, or whose changes nobody counts, are not packed.
+            Whether it could: weights that are offloaded, or whose changes are not counted, are not packed.
         """
         parts, base = gate.found(x, self), gate.rows(result)
         if parts is None:
@@ -89,32 +177,31 @@ class Siblings:
         return True
 
     def together(self) -> torch.Tensor:
-        """The A's of all, [n r, in], with gradients."""
+        """Return the A's of all, [n r, in], with gradients."""
         downs = [layer.lora_A[ADAPTER].weight for layer in self.layers]
         return downs[0] if len(downs) == 1 else torch.cat(downs)
 
     def packed(self, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
-        """What decoding multiplies by: the A's of all [n r, in], and each s B, transposed: [r, out].
+        """Return the factors of decoding: the A's of all [n r, in], and each s B, transposed: [r, out].
 
-        NewTokens until a weight changes; `forget` where that does not show (weights that are set through `.data`). None
-        where weights are offloaded, or their changes not counted.
+        Cached until a weight changes; call `forget` where that does not show (weights that are set through `.data`).
+        None where weights are offloaded, or their changes not counted.
         """
         halves = self.halves
         if any(half.is_meta or half.is_inference() for half in halves):
             return None
         marks = (dtype, halves[0].dtype, halves[0].device, *(half._version for half in halves))
-        known, same = self._packed, False
-        if known is not None and known[0] == marks:  # it holds the weights, so that no other can be taken for one
-            same = all(mine is half for mine, half in zip(known[1], halves))
-        if not same:
-            down = torch.cat(halves[::2]).to(dtype)
-            scales = (layer.scaling[ADAPTER] for layer in self.layers)
-            ups = [(up * scale).to(dtype).t().contiguous() for up, scale in zip(halves[1::2], scales)]
-            self._packed = marks, halves, down, ups
-        return self._packed[2:]
+        known = self._packed
+        if known is not None and known[0] == marks and all(map(operator.is_, known[1], halves)):
+            return known[2], known[3]
+        down = torch.cat(halves[::2]).to(dtype)
+        scales = (layer.scaling[ADAPTER] for layer in self.layers)
+        ups = [(up * scale).to(dtype).t().contiguous() for up, scale in zip(halves[1::2], scales)]
+        self._packed = marks, halves, down, ups  # it holds the weights, so that no other can be taken for one of them
+        return down, ups
 
     def forget(self) -> None:
-        """Packs anew in the next call."""
+        """Pack anew in the next call."""
         self._packed = None
 
     @property
@@ -125,7 +212,7 @@ class Siblings:
 
 
 def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | None = None) -> None:
-    """Gives every linear layer of a model a gated adapter of float32 (float64 for layers of float64).
+    """Give every linear layer of a model a gated adapter of float32 (float64 for layers of float64).
 
     Args:
         model: Changed in place: its linear layers get peft's `lora_A`, `lora_B` and `base_layer`.
@@ -150,14 +237,14 @@ def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | No
     inject_adapter_in_model(config, model, ADAPTER)
     for layer in model.modules():
         if isinstance(layer, GatedLinear):
-            dtype = torch.promote_types(layer.base_layer.weight.dtype, torch.float32)
+            dtype = torch.promote_types(layer.weight.dtype, torch.float32)
             layer.lora_A.to(dtype), layer.lora_B.to(dtype)
     for module in list(model.modules()):
         _join(module, GatedLinear)
 
 
 def _join(parent: nn.Module, kind: type) -> None:
-    """Tells the adapted layers of one module which of them read the same input."""
+    """Tell the adapted layers of one module which of them read the same input."""
     layers = {name: layer for name, layer in parent.named_children() if isinstance(layer, kind)}
     for names in _TOGETHER:
         found = [layers[name] for name in names if name in layers]
@@ -179,7 +266,7 @@ def _tell(layers: list[Any]) -> None:
 
 
 def with_adapter(layer: Any, gate: Gate, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """`result` = W x with s B (A x) added on auxiliary rows; the others are passed on as they are."""
+    """Return `result` = W x with s B (A x) added on auxiliary rows; the others are unchanged."""
     siblings, start = layer.siblings, gate.start
     is_learning = torch.is_grad_enabled() or torch.compiler.is_compiling()
     if not is_learning and siblings.add(layer, gate, x, result):

@@ -1,4 +1,8 @@
-"""What is refused of the rows that a forward is given. Knows no network."""
+"""Masks and positions of completions packed after their sequences, and checks of what a forward is given.
+
+A row of a batch reads [tokens 0..T-1 | completion 0, slots 0..L-1 | completion 1, ...]. `documents` [B, T] says which
+tokens belong together: 0 for padding, else the number of a document, which may be an ordinary attention mask.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,97 @@ from ...configuration.ptp import PTPConfig
 from .embedding import GREEDY
 
 
+def packed_mask(documents: torch.Tensor, starts: torch.Tensor, slots: int) -> torch.Tensor:
+    """Return the visibility between tokens and auxiliary rows, with several completions per sequence.
+
+    Tokens see the tokens of their document up to themselves. Slot k of a completion that starts at column s sees the
+    tokens of the same document before s, and the slots 0..k of its own completion.
+
+    Args:
+        documents: [B, T] int64.
+        starts: [B, C] int64, the columns that completions start at.
+        slots: L, slots per completion.
+
+    Returns:
+        [B, 1, T + C L, T + C L] bool.
+    """
+    batch, tokens = len(documents), token_mask(documents)[:, 0]
+    own = torch.ones(slots, slots, dtype=torch.bool, device=documents.device).tril()
+    blocks = torch.block_diag(*[own] * starts.shape[1]).expand(batch, -1, -1)
+    context = context_mask(documents, starts).repeat_interleave(slots, dim=1)
+    upper = torch.nn.functional.pad(tokens, (0, blocks.shape[2]), value=False)
+    return torch.cat([upper, torch.cat([context, blocks], dim=2)], dim=1)[:, None]
+
+
+def token_mask(documents: torch.Tensor) -> torch.Tensor:
+    """Return the causal mask within documents, [B, 1, T, T] bool."""
+    order = torch.arange(documents.shape[1], device=documents.device)
+    same = (documents[:, :, None] == documents[:, None]) & (documents[:, None] > 0)
+    return ((order[:, None] >= order) & same)[:, None]
+
+
+def context_mask(documents: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Return the columns that completions continue: those of the same document before each start, [B, C, T] bool."""
+    order = torch.arange(documents.shape[1], device=documents.device)
+    own = documents.gather(1, starts)[..., None]
+    return (order < starts[..., None]) & (documents[:, None] == own) & (own > 0)
+
+
+def stepwise_mask(documents: torch.Tensor, starts: torch.Tensor, step: int) -> torch.Tensor:
+    """Return the mask of slot `step` of all completions, after a cache of [tokens | slots 0 | slots 1 | ...].
+
+    Args:
+        documents: [B, T] int64.
+        starts: [B, C] int64.
+        step: k; slots 0..k - 1 are in the cache.
+
+    Returns:
+        [B, 1, C, T + (k + 1) C] bool.
+    """
+    own = torch.eye(starts.shape[1], dtype=torch.bool, device=starts.device).repeat(1, step + 1)
+    own = own.expand(len(starts), -1, -1)
+    return torch.cat([context_mask(documents, starts), own], dim=2)[:, None]
+
+
+def token_positions(documents: torch.Tensor) -> torch.Tensor:
+    """Return the position of every token in its document, [B, T] int64; 0 for padding."""
+    return (token_mask(documents)[:, 0].sum(-1) - 1).clamp(min=0)
+
+
+def packed_positions(
+    documents: torch.Tensor,
+    starts: torch.Tensor,
+    slots: int,
+    offset: int | torch.Tensor,
+    own: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the positions that go with `packed_mask`.
+
+    Args:
+        documents: [B, T] int64.
+        starts: [B, C] int64.
+        slots: L.
+        offset: Position of slot 0, less that of the token at the start: -1 for one-hot slots, at the position where the
+            backbone would predict their token, and 0 for categorical ones, at that of the token itself; or one for
+            each sequence, [B, 1, 1].
+        own: [B, T] int64, positions of the tokens; None: those in their documents.
+
+    Returns:
+        [B, T + C L] int64.
+    """
+    own = token_positions(documents) if own is None else own
+    order = torch.arange(slots, device=documents.device) + offset
+    behind = (own.gather(1, starts)[..., None] + order).flatten(1)
+    return torch.cat([own, behind], dim=1).clamp(min=0)
+
+
+def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a bool mask as the finite values that attention adds: rows that see nothing stay finite."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
 def check_positions(config: PTPConfig, position_ids: torch.Tensor) -> None:
-    """Learned positions end with their table."""
+    """Refuse positions beyond a table of learned ones."""
     limit = config.learned_positions
     if limit is not None and position_ids.numel() and int(position_ids.max()) >= limit:
         raise ValueError(
@@ -19,7 +112,7 @@ def check_positions(config: PTPConfig, position_ids: torch.Tensor) -> None:
 
 
 def has_slots(config: PTPConfig, uniforms: torch.Tensor | None, masks: torch.Tensor | None) -> bool:
-    """Whether rows stand behind the tokens; refuses those of another variant."""
+    """Return whether a forward has slots; refuse inputs of another variant."""
     name, given, other = ("uniforms", uniforms, masks) if config.reads_uniforms else ("masks", masks, uniforms)
     if other is not None:
         raise ValueError(f"variant={config.variant!r}: slots are given as {name}=, and nothing else")
@@ -27,9 +120,9 @@ def has_slots(config: PTPConfig, uniforms: torch.Tensor | None, masks: torch.Ten
 
 
 def check_uniforms(uniforms: torch.Tensor, may_be_greedy: bool) -> None:
-    """Refuses numbers outside [0, 1), and dtypes of few bits."""
+    """Refuse numbers outside [0, 1), and dtypes of few bits."""
     if not uniforms.is_floating_point() or uniforms.dtype in (torch.float16, torch.bfloat16):
-        raise ValueError(f"uniforms have dtype {uniforms.dtype}; give float32 or float64, fewer bits say too little")
+        raise ValueError(f"uniforms have dtype {uniforms.dtype}; give float32 or float64, fewer bits are too coarse")
     if uniforms.device.type != "cpu":
         return  # to look at their values the host would wait for an accelerator in every forward
     valid = (uniforms >= 0) & (uniforms < 1)
@@ -39,9 +132,9 @@ def check_uniforms(uniforms: torch.Tensor, may_be_greedy: bool) -> None:
 
 
 def check_masks(masks: torch.Tensor, count: int) -> None:
-    """Refuses masks that there are not."""
+    """Refuse indices of masks that do not exist."""
     if masks.device.type != "cpu" or not masks.numel():
         return
     low, high = int(masks.min()), int(masks.max())
     if not 0 <= low <= high < count:
-        raise ValueError(f"masks lie between {low} and {high}, but there are num_slots={count} of them, from 0 on")
+        raise ValueError(f"masks lie between {low} and {high}, but must be at least 0 and less than num_slots={count}")

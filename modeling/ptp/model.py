@@ -1,33 +1,29 @@
-"""PTPForCausalLM: parallel token prediction, where auxiliary rows made of uniforms predict several tokens at once."""
+"""PTPForCausalLM: parallel token prediction, whose auxiliary rows predict several tokens from uniforms."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
-from ...configuration.options import check_options
+from ...configuration.fields import check_options
 from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.parallel import ParallelGenerationMixin
-from ..checkpointing import caches_kept
-from ..copies import PicklableMixin
 from ..heads.losses import check_targets, depth_targets
 from ..heads.window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
-from ..merging import merged_copy
 from ..outputs import PTPOutput, states_asked_for
+from ..wrapped_models import PicklableMixin, caches_kept, checkpoints_activations, merged_copy
 from .backbones import check_config, check_logits, check_model
-from .embedding import SLOT_PARTS, slot_parts
-from .gated_lora import ADAPTER, gate_linears
-from .gates import Gate, keep_gates, opened
-from .inputs import check_masks, check_positions, check_uniforms, has_slots
-from .masks import additive_mask
+from .embedding import SLOT_PARTS, Sampler, UniformEmbedding, slot_parts
+from .gated_lora import ADAPTER, Gate, gate_linears, keep_gates, opened
+from .inputs import additive_mask, check_masks, check_positions, check_uniforms, has_slots
 
 _EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative", "greedy", "reads_state"}
 _RECOMMENDED = {"lora_rank": 64, "lora_alpha": 64}
@@ -37,8 +33,8 @@ _OF_UNIFORMS = {"features": "arithmetic", "projection": "mlp"}
 class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin, PreTrainedModel):
     """A causal language model that also predicts blocks of tokens from uniforms (PTP), or from mask tokens.
 
-    Behind the tokens of a forward may stand auxiliary rows, one uniform (or mask) each. Gated adapters act on them
-    alone: on ordinary tokens the model is the backbone, bit for bit. `variant="one_hot"` (O-PTP): slot k, behind a
+    A forward may have auxiliary rows after its tokens, one per uniform (or mask). Gated adapters act on them
+    alone: on ordinary tokens the model is the backbone, bit for bit. `variant="one_hot"` (O-PTP): slot k, after a
     context of s tokens, reads u_{s+k} and predicts the token that this uniform picks, at position s + k - 1.
     `"categorical"` (C-PTP): slot k reads u_{s+k} in place of token s + k and predicts the distribution of token s + k +
     1, at position s + k. `"mask"` (masked prediction, Samragh et al. 2025): as `"categorical"`, but slot k reads the
@@ -54,10 +50,14 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
 
     Example:
         >>> model = PTPForCausalLM.from_backbone(base, num_slots=8)
-        >>> out = model.generate(**inputs, do_sample=True, seed=7)  # the same text for the same seed
+        >>> out = model.generate(**inputs, do_sample=True, seed=7)  # the same output for the same seed
     """
 
+    config: PTPConfig
     config_class = PTPConfig
+    uniform_embedding: UniformEmbedding | None
+    mask_embedding: nn.Embedding | None
+    sampler: Sampler | None
     remote_classes = {"AutoModelForCausalLM": "PTPForCausalLM"}
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
@@ -84,7 +84,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
-        """Loads a model as `PreTrainedModel.from_pretrained` does, and nothing but what the checkpoint was trained as.
+        """Load a model as `PreTrainedModel.from_pretrained` does, and nothing but what the checkpoint was trained as.
 
         Raises:
             ValueError: A directory of another architecture, another embedding of uniforms than the checkpoint has,
@@ -92,9 +92,9 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         """
         asked = {name: kwargs.pop(name) for name in (_EMBEDDING | {"sampler"}) & kwargs.keys()}
         if asked:  # the same shapes would not tell
-            place = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
-            cls.check_model_type(pretrained_model_name_or_path, **place)
-            saved = cls.config_class.from_pretrained(pretrained_model_name_or_path, **place)
+            hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+            cls.check_model_type(pretrained_model_name_or_path, **hub)
+            saved = PTPConfig.from_pretrained(pretrained_model_name_or_path, **hub)
             for name, value in asked.items():
                 if value != getattr(saved, name):
                     raise ValueError(
@@ -107,15 +107,15 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
     def from_backbone(
         cls, model_or_path: PreTrainedModel | str | PathLike, variant: str = "one_hot", **options: Any
     ) -> PTPForCausalLM:
-        """Adds gated adapters and an embedding of uniforms (or masks) to a model; they alone are trained.
+        """Add gated adapters and an embedding of uniforms (or masks) to a model; they alone are trained.
 
-        The given model stays as it is: `backbone` is a copy of it that shares its tensors, so that only training the
+        The given model is unchanged: `backbone` is a copy of it that shares its tensors, so that only training the
         backbone (`train_only("all")`) would show in it. Adapters of peft that it carries are merged into the copy.
 
         Args:
             model_or_path: A causal language model of transformers, a PeftModel, or where to load one.
             variant: `"one_hot"`, `"categorical"` or `"mask"`.
-            **options: Further fields of `PTPConfig`. What is left out is what learns fast: `features="arithmetic"`,
+            **options: Further fields of `PTPConfig`. Defaults are what learns fast: `features="arithmetic"`,
                 `projection="mlp"`, `lora_rank=64`, `greedy=True`; `sampling` is by default what the model's generation
                 config sets.
 
@@ -140,13 +140,13 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
 
     @classmethod
     def from_official(cls, folder: str | PathLike) -> PTPForCausalLM:
-        """Reads a directory of the public PTP code: `config.json` and its weights (`.npz`, or pickles read safely).
+        """Read a directory of the public PTP code: `config.json` and its weights (`.npz`, or pickles read safely).
 
         Raises:
             ValueError: An embedding of uniforms that this library does not have, or missing tensors.
             FileNotFoundError: No weights.
         """
-        from .official import read_official
+        from .conversion import read_official
 
         config, weights = read_official(folder)
         model = cls(config)
@@ -156,7 +156,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         return model.eval()
 
     def train_only(self, part: str) -> None:
-        """Chooses what is trained: `"all"`, or `"drafter"` (also `"student"`): adapters, and what makes slots.
+        """Choose what is trained: `"all"`, or `"drafter"` (also `"student"`): adapters and slot embeddings.
 
         Raises:
             ValueError: An unknown part.
@@ -165,15 +165,16 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
             raise ValueError(f"train_only({part!r}): choose 'all' or 'drafter'")
         for name, parameter in self.backbone.named_parameters():
             parameter.requires_grad_(part == "all" or f".{ADAPTER}." in name)
-        for part in self.slot_parts():
-            part.requires_grad_(True)
+        for module in self.slot_parts():
+            module.requires_grad_(True)
 
     def slot_parts(self) -> list[nn.Module]:
-        """What makes slots, beside the adapters: the embedding of uniforms; or masks, and their sampler head."""
-        return [part for name in SLOT_PARTS if (part := getattr(self, name)) is not None]
+        """Return the modules other than the adapters: the embedding of uniforms; or masks, and their sampler head."""
+        parts = (self.uniform_embedding, self.mask_embedding, self.sampler)
+        return [part for part in parts if part is not None]
 
     def slot_distribution(self, states: torch.Tensor, before: torch.Tensor) -> WindowDistribution:
-        """The distribution of the tokens that a group of slots predicts.
+        """Return the distribution of the tokens that a group of slots predicts.
 
         Args:
             states: [..., L, D] of the slots, after the final norm.
@@ -182,31 +183,31 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         Returns:
             A distribution of L tokens: sequential where there is a sampler head, else independent.
         """
-        head, embed = self.get_output_embeddings(), self.get_input_embeddings()
-        if not self.config.has_sampler:
+        head, embed, sampler = self.get_output_embeddings(), self.get_input_embeddings(), self.sampler
+        if sampler is None:
             return FactorisedDistribution(head(states)[..., None, :])
 
         def next_logits(known: torch.Tensor) -> torch.Tensor:
-            return head(self.sampler(states[..., known.shape[-2] - 1, :], known[..., -1, :]))
+            return head(sampler(states[..., known.shape[-2] - 1, :], known[..., -1, :]))
 
         return SequentialDistribution(next_logits, embed, states.shape[-2], embed(before)[..., None, :])
 
     @property
     def trains_backbone(self) -> bool:
-        """Whether anything but the student's own parts is trained."""
+        """Return whether anything but the student's own parts is trained."""
         parameters = self.backbone.named_parameters()
         return any(parameter.requires_grad for name, parameter in parameters if f".{ADAPTER}." not in name)
 
     def get_input_embeddings(self) -> nn.Module:
-        """The backbone's."""
+        """Return the backbone's embedding."""
         return self.backbone.get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module:
-        """The backbone's head."""
-        return self.backbone.get_output_embeddings()
+        """Return the backbone's head."""
+        return cast(nn.Module, self.backbone.get_output_embeddings())
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resizes the backbone's embeddings and its head; uniforms know no vocabulary."""
+        """Resize the backbone's embeddings and its head; nothing else depends on the vocabulary."""
         embeddings = self.backbone.resize_token_embeddings(*args, **kwargs)
         self.config.backbone_config.vocab_size = self.backbone.config.vocab_size
         return embeddings
@@ -230,14 +231,14 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         masks: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> PTPOutput:
-        """Logits of the tokens (the backbone's own) and of the auxiliary rows behind them.
+        """Return logits of the tokens (the backbone's own) and of the auxiliary rows after them.
 
         Args:
             input_ids: [B, T] int64.
             attention_mask: [B, past + T], 0 for padding; or [B, 1, T + A, past + T + A] bool, what each row sees.
             position_ids: [B or 1, T + A]. By default the auxiliary rows follow the last token, as one completion.
             past_key_values: Cache to continue and to extend (with the auxiliary rows, too: crop them).
-            uniforms: [B, A] float32 in [0, 1), one per auxiliary row; `GREEDY` (-1) asks for the most likely token.
+            uniforms: [B, A] float32 in [0, 1), one per auxiliary row; `GREEDY` (-1) requests the most likely token.
             labels: [B, T] for the backbone's own loss (shifted here, -100 ignored).
             use_cache: Return a cache.
             output_hidden_states: True for all layers, or indices of those to return (-1: after the final norm). None:
@@ -246,7 +247,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
             inputs_embeds: [B, T, D], in place of `input_ids`.
             slot_states: [B, A or 1, D], last verified hidden states of the backbone; with `config.reads_state`.
             slot_gaps: [A] or [B, A] int64, see `UniformEmbedding`.
-            read: In place of logits: what to make of the last hidden states [B, T + A, D] and the head. Losses over
+            read: Applied to the last hidden states [B, T + A, D] and the head in place of logits. Losses over
                 large vocabularies are made in pieces there, inside of what distribution wraps around this forward.
             masks: [B or 1, A] int64 in [0, num_slots), the mask that each auxiliary row reads, in place of `uniforms`;
                 with `variant="mask"`.
@@ -257,9 +258,9 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
             `logits` [B, T + A, V]; or `read`, what the function of that name gave.
 
         Raises:
-            ValueError: Both or none of ids and embeddings, uniforms outside [0, 1), masks that there are not, uniforms
-                for masks or the other way round, positions beyond a table of
-                learned ones, labels that are no token ids or without logits of all tokens.
+            ValueError: Both or none of ids and embeddings, uniforms outside [0, 1), masks that do not exist, uniforms
+                for masks or the other way round, positions beyond a table of learned ones, labels that are no token ids
+                or without logits of all tokens.
         """
         loss_options = {name: kwargs.pop(name, None) for name in ("shift_labels", "num_items_in_batch")}
         if (input_ids is None) == (inputs_embeds is None):
@@ -273,7 +274,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         if position_ids is None:
             position_ids = self._positions(embeds, tokens, attention_mask, past_key_values)
         check_positions(self.config, position_ids)
-        if self.is_activation_checkpointing:
+        if checkpoints_activations(self.backbone):
             keep_gates(self.backbone)
         with caches_kept(self), opened(Gate(tokens, embeds.shape[1]) if is_slotted else None):
             outputs = self.backbone.get_decoder()(
@@ -288,7 +289,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         hidden, head = outputs.last_hidden_state, self.get_output_embeddings()
         logits = None if read else head(selected_positions(hidden, logits_to_keep))
         return PTPOutput(
-            loss=None if read else self._loss(logits[:, :tokens], labels, **loss_options),
+            loss=None if logits is None else self._loss(logits[:, :tokens], labels, **loss_options),
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
@@ -303,10 +304,12 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         states: torch.Tensor | None,
         gaps: torch.Tensor | None,
     ) -> torch.Tensor:
-        """What auxiliary rows read, [B or 1, A, D]."""
-        if masks is not None:
+        """Return the embeddings of the auxiliary rows, [B or 1, A, D]."""
+        if masks is not None and self.mask_embedding is not None:
             check_masks(masks, self.config.num_slots)
             return self.mask_embedding(masks)
+        if uniforms is None or self.uniform_embedding is None:
+            raise ValueError(f"variant={self.config.variant!r}: slots have neither uniforms nor masks to read")
         check_uniforms(uniforms, self.config.greedy)
         if not self.config.informative:
             uniforms = torch.full_like(uniforms, 0.5)
@@ -321,7 +324,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         shift_labels: torch.Tensor | None,
         num_items_in_batch: torch.Tensor | int | None,
     ) -> torch.Tensor | None:
-        """The backbone's own loss, from logits of all tokens."""
+        """Return the backbone's own loss, from logits of all tokens."""
         if labels is None and shift_labels is None:
             return None
         given = depth_targets(labels, 1, shift_labels=shift_labels)[..., 0]
@@ -334,7 +337,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
     def prepare_inputs_for_generation(
         self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """The backbone's; transformers looks for the word `inputs_embeds` in its signature."""
+        """Return the backbone's inputs; transformers looks for `inputs_embeds` in this signature."""
         return self.backbone.prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
 
     def _positions(
@@ -354,7 +357,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
 
 
 def _recommended(options: dict[str, Any]) -> dict[str, Any]:
-    """What a new student has where nothing is said; an alpha goes with its rank."""
+    """Return the options of a new student with their defaults; alpha defaults to the rank."""
     chosen = _RECOMMENDED | options
     if options["variant"] != "mask":
         chosen = _OF_UNIFORMS | {"greedy": options.get("informative", True)} | chosen
@@ -366,7 +369,7 @@ def _recommended(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_mask(mask: torch.Tensor | None, embeds: torch.Tensor) -> torch.Tensor | None:
-    """A finished mask as the sum that attention adds; other masks as they are."""
+    """Return a 4d mask in the additive form; others unchanged."""
     if mask is None or mask.dim() != 4:
         return mask
     return mask.to(embeds.dtype) if mask.is_floating_point() else additive_mask(mask.bool(), embeds.dtype)

@@ -1,10 +1,10 @@
-"""A causal language model that reads registers behind its tokens while it learns (MuToR, arXiv 2505.10518)."""
+"""A causal language model that is trained with registers after its tokens (MuToR, arXiv 2505.10518)."""
 
 from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,18 +13,18 @@ from transformers import PreTrainedModel
 
 from ..heads.joint import load_trained
 from ..tensor_files import below
-from ..unwrapping import unwrap
+from ..wrapped_models import unwrap
 from .backbones import check_config, check_model
-from .masks import additive_mask, packed_mask, packed_positions
+from .inputs import additive_mask, packed_mask, packed_positions
 
 REGISTER = "register.safetensors"
-"""File of the register, beside the model's own."""
+"""File of the register, in the model's directory."""
 
 
 class RegisterModel(PreTrainedModel):
-    """A model and the one embedding that all its registers have; the model itself stays plain.
+    """A model and the one embedding that all its registers have; the model itself is unchanged.
 
-    A register behind token t sees the tokens up to t and itself. Its position, t + d - 1, is what tells it to predict
+    A register after token t sees the tokens up to t and itself. Its position, t + d - 1, says that it predicts
     token t + d. Tokens never see registers: their logits are the model's own.
 
     `save_pretrained(folder)` writes the plain model (or its adapters alone, where it has any), and
@@ -34,11 +34,12 @@ class RegisterModel(PreTrainedModel):
         backbone: A causal language model of transformers, or a PeftModel.
 
     Raises:
-        ValueError: A model that owns a drafter, or that cannot carry rows behind its tokens (sliding windows, recurrent
+        ValueError: A model that owns a drafter, or that cannot carry rows after its tokens (sliding windows, recurrent
             states, positions that cannot be chosen, attention without dense masks).
     """
 
     config_class = None
+    backbone: PreTrainedModel
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -48,7 +49,7 @@ class RegisterModel(PreTrainedModel):
         plain, attention = unwrap(backbone), backbone.config._attn_implementation
         if hasattr(plain, "train_only"):
             raise ValueError(
-                f"a {type(plain).__name__} owns a drafter, which would stay behind while the model learns with "
+                f"a {type(plain).__name__} owns a drafter, which would not be trained while the model learns with "
                 "registers; take a plain model of transformers"
             )
         check_config(backbone.config)
@@ -68,15 +69,15 @@ class RegisterModel(PreTrainedModel):
 
     @generation_config.setter
     def generation_config(self, value: Any) -> None:
-        """Ignored."""
+        """Ignore the value."""
 
     def get_input_embeddings(self) -> nn.Module:
-        """The backbone's."""
+        """Return the backbone's."""
         return self.backbone.get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module:
-        """The backbone's."""
-        return self.backbone.get_output_embeddings()
+        """Return the backbone's."""
+        return cast(nn.Module, self.backbone.get_output_embeddings())
 
     def forward(
         self,
@@ -86,13 +87,13 @@ class RegisterModel(PreTrainedModel):
         starts: torch.Tensor,
         offsets: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits of tokens and of the registers behind them.
+        """Return the logits of tokens and of the registers after them.
 
         Args:
             input_ids: [B, T] int64.
             attention_mask: [B, T] int64, 0 for padding, else the number of a document.
             position_ids: [B, T] int64.
-            starts: [B, R] int64, the columns behind those that registers stand behind: t + 1.
+            starts: [B, R] int64, the columns after the tokens that have registers: t + 1.
             offsets: [B] int64, d of every sequence.
 
         Returns:
@@ -116,7 +117,7 @@ class RegisterModel(PreTrainedModel):
         state_dict: dict[str, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Writes the plain model and, beside it, the register; `state_dict` holds tensors that had to be gathered."""
+        """Write the plain model and the register; `state_dict` holds tensors that had to be gathered."""
         state = self.state_dict() if state_dict is None else state_dict
         own = below(state, "backbone.")
         self.backbone.save_pretrained(save_directory, is_main_process=is_main_process, state_dict=own, **kwargs)
@@ -124,7 +125,7 @@ class RegisterModel(PreTrainedModel):
             save_file({"register": state["register"].detach().cpu()}, Path(save_directory) / REGISTER)
 
     def load_checkpoint(self, folder: str | PathLike) -> None:
-        """Takes over what `save_pretrained` wrote, into this very model.
+        """Load what `save_pretrained` wrote into this model.
 
         Raises:
             ValueError: A directory of another model.

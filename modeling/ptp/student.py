@@ -1,4 +1,4 @@
-"""PTPStudent: what a backbone needs for parallel token prediction, apart from it, in a directory of megabytes."""
+"""PTPStudent: the parts that add parallel token prediction to a backbone, saved without it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from ...configuration.fields import field
 from ...configuration.ptp import PTPConfig, PTPStudentConfig
 from ...generation.attach import AttachableDrafter, adopt_special_ids
 from ...generation.parallel import ParallelDrafter
 from ..heads.window_distribution import WindowDistribution
 from ..loading import StrictLoadingMixin
-from ..merging import adapter_marks
-from ..unwrapping import unwrap
+from ..wrapped_models import adapted_layers, adapter_marks, unwrap
 from .embedding import SLOT_PARTS, slot_parts
 from .gated_lora import ADAPTER
 from .model import PTPForCausalLM
@@ -23,11 +24,11 @@ _SAME = ("model_type", "hidden_size", "vocab_size", "num_hidden_layers")
 
 
 class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrainedModel):
-    """Gated adapters and an embedding of uniforms, or masks, for a backbone that stays as it is.
+    """Gated adapters and an embedding of uniforms, or masks, for a backbone that is unchanged.
 
-    An attached student passes as `assistant_model`: `backbone.generate(..., assistant_model=student)` writes the
-    backbone's own text, with the options of `ParallelGenerationMixin`. Behind it stands a `PTPForCausalLM` over the
-    backbone's own tensors, `student.whole`, which trainers take: what it learns is the student's.
+    An attached student passes as `assistant_model`: `backbone.generate(..., assistant_model=student)` produces the
+    backbone's own output, with the options of `ParallelGenerationMixin`. `student.whole` is a `PTPForCausalLM` over the
+    backbone's own tensors, which trainers take: what it learns is the student's.
 
     Args:
         config: Configuration, with the backbone's inside.
@@ -43,6 +44,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         >>> out = backbone.generate(**inputs, assistant_model=student, do_sample=True, seed=7)
     """
 
+    config: PTPStudentConfig
     config_class = PTPStudentConfig
     remote_classes = {"AutoModel": "PTPStudent"}
     travels_when_pushed = False
@@ -65,7 +67,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
 
     @classmethod
     def from_backbone(cls, backbone: PreTrainedModel, variant: str = "one_hot", **options: Any) -> PTPStudent:
-        """A new student for `backbone`, attached.
+        """Return a new student for `backbone`, attached.
 
         Args:
             backbone: A causal language model of transformers; of a PeftModel, the model within.
@@ -76,15 +78,16 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
 
     @classmethod
     def from_model(cls, model: PTPForCausalLM) -> PTPStudent:
-        """The student of a whole model: its parts are those of the model, and it is attached to nothing."""
+        """Return the student of a whole model: it shares the parts of the model, and is not attached."""
         config = PTPStudentConfig(
             backbone_config=_copy(model.config.backbone_config),
-            base_model_name_or_path=model.backbone.config._name_or_path or None,
+            base_model_name_or_path=model.backbone.config.name_or_path or None,
             **{name: getattr(model.config, name) for name in PTPStudentConfig().options},
         )
         student = cls(config)
+        adapted = dict(_layers(model.backbone))
         for name, own in _layers(student.adapters):
-            layer = model.backbone.get_submodule(name)
+            layer = adapted[name]
             own.lora_A[ADAPTER], own.lora_B[ADAPTER] = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
         for name in SLOT_PARTS:
             setattr(student, name, getattr(model, name))
@@ -104,7 +107,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         return self._models[1]
 
     def runner(self, backbone: PreTrainedModel) -> PTPForCausalLM:
-        """What runs forwards with slots in them: on tokens it is the backbone."""
+        """Return the model that runs forwards with slots; on tokens it equals the backbone."""
         return self.whole
 
     def slot_distribution(self, states: torch.Tensor, before: torch.Tensor) -> WindowDistribution:
@@ -113,8 +116,9 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
 
     def _joined(self, backbone: PreTrainedModel) -> PTPForCausalLM:
         model = PTPForCausalLM.from_backbone(backbone, **self.config.options)
+        adapted = dict(_layers(model.backbone))
         for name, own in _layers(self.adapters):
-            layer = model.backbone.get_submodule(name)
+            layer = adapted[name]
             layer.lora_A[ADAPTER], layer.lora_B[ADAPTER] = own.lora_A[ADAPTER], own.lora_B[ADAPTER]
         for name in SLOT_PARTS:
             setattr(model, name, getattr(self, name))
@@ -126,20 +130,22 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         return {}
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuses a backbone that the student was not made for.
+        """Refuse a backbone that the student was not made for.
 
         Raises:
             ValueError: Another kind of model, or another size.
         """
         for name in _SAME:
-            own, theirs = (getattr(config, name, None) for config in (self.config.backbone_config, backbone.config))
+            own, theirs = (field(config, name) for config in (self.config.backbone_config, backbone.config))
             if own != theirs:
                 raise ValueError(
                     f"{name}: the student was made for {own!r}, but {type(backbone).__name__} has {theirs!r}"
                 )
+        layers = dict(backbone.named_modules())
+        layers |= {name: layer.get_base_layer() for name, layer in adapted_layers(backbone)}
         for name, own in _layers(self.adapters):
             sizes = own.lora_A[ADAPTER].in_features, own.lora_B[ADAPTER].out_features
-            theirs = _sizes(backbone, name)
+            theirs = _sizes(layers.get(name))
             if sizes != theirs:
                 raise ValueError(
                     f"{name}: the student was made for a layer of sizes {sizes}, but {type(backbone).__name__} has "
@@ -147,13 +153,13 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
                 )
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
-        """Follows the backbone's device; its own parts have float32 at least, whatever the backbone's dtype."""
+        """Follow the backbone's device; its own parts have float32 at least, whatever the backbone's dtype."""
         self.to(device=backbone.device, dtype=torch.promote_types(backbone.dtype, torch.float32))
         adopt_special_ids(self.config, backbone)
         self._models = [_marks_of(backbone), self._joined(backbone)]
 
     def on_detach(self) -> None:
-        """Lets go of the model around the backbone's tensors."""
+        """Drop the model around the backbone's tensors."""
         self._models = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +168,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """The backbone's: trainers align special tokens with it, and `generate` of another model asks for it."""
+        """The backbone's: trainers align special tokens with it, and `generate` of another model reads it."""
         return self.backbone.generation_config
 
     @generation_config.setter
@@ -170,7 +176,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         """Ignored: a student has none of its own."""
 
     def _supports_logits_to_keep(self) -> bool:
-        """Asked by transformers where it would run the student itself."""
+        """Refuse to be run by transformers itself."""
         raise RuntimeError("PTPStudent cannot assist this model: call student.attach(backbone) first")
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> None:
@@ -182,14 +188,15 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         raise ValueError("a PTPStudent has no embeddings of tokens: resize the backbone's, and make a new student")
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle holds: everything but the backbone and what was made of it."""
+        """Return the state of a copy or a pickle, without the backbone and the model made of it."""
         return super().__getstate__() | {"_models": []}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, _Up):
-            nn.init.zeros_(module[ADAPTER].weight)
+            for up in module.parameters():
+                nn.init.zeros_(up)
 
 
 class _Up(nn.ModuleDict):
@@ -197,45 +204,40 @@ class _Up(nn.ModuleDict):
 
 
 def _adapters_like(backbone: nn.Module) -> nn.Module:
-    """New A's and B's under the names of the adapted layers of a model."""
+    """Return new A's and B's under the names of the adapted layers of a model."""
     root = nn.Module()
     for name, layer in _layers(backbone):
-        place = root
+        parent = root
         for part in name.split("."):
-            if not hasattr(place, part):
-                place.add_module(part, nn.Module())
-            place = getattr(place, part)
-        for kind, made in (("lora_A", nn.ModuleDict), ("lora_B", _Up)):
-            weight = getattr(layer, kind)[ADAPTER].weight
+            if part not in dict(parent.named_children()):
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        for kind, made, part in (("lora_A", nn.ModuleDict, layer.lora_A), ("lora_B", _Up, layer.lora_B)):
+            weight = part[ADAPTER].weight
             linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-            place.add_module(kind, made({ADAPTER: linear}))
+            parent.add_module(kind, made({ADAPTER: linear}))
     return root
 
 
-def _sizes(backbone: nn.Module, name: str) -> tuple[int, int] | None:
-    """Features that a layer reads and writes; None where there is no such layer."""
-    try:
-        layer = backbone.get_submodule(name)
-    except AttributeError:
-        return None
-    layer = getattr(layer, "base_layer", layer)
-    if hasattr(layer, "in_features"):
+def _sizes(layer: nn.Module | None) -> tuple[int, int] | None:
+    """Return the features that a linear layer reads and writes; None of another or missing one."""
+    if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
-    return tuple(layer.weight.shape)  # the Conv1D of GPT-2
+    return (layer.weight.shape[0], layer.weight.shape[1]) if isinstance(layer, Conv1D) else None
 
 
 def _copy(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A configuration of its own, which another model may change."""
+    """Return a copy of a configuration, which another model may change."""
     return type(config).from_dict(config.to_dict())
 
 
 def _layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """Names and modules with gated adapters."""
+    """Return the names and modules of gated adapters."""
     return [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
 
 
 def _marks_of(backbone: PreTrainedModel) -> tuple[Any, ...]:
-    """What changes when the tensors of a backbone are replaced: moved, cast, resized, adapted."""
+    """Return marks that change when the tensors of a backbone are moved, cast, resized or adapted."""
     backbone = unwrap(backbone)
     tensors = tuple((p.data_ptr(), p.dtype) for name, p in backbone.named_parameters() if "lora_" not in name)
     return tensors, backbone.config._attn_implementation, adapter_marks(backbone)

@@ -69,7 +69,7 @@ def test_resuming_from_several_files_gives_the_same_model(name, tmp_path, monkey
     trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
     for (key, a), b in zip(whole.named_parameters(), fresh.parameters()):
         torch.testing.assert_close(a, b, msg=key)
-    assert not hasattr(fresh, "_files_so_far")
+    assert fresh._loaded_so_far is None
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mixtral"])

@@ -1,6 +1,6 @@
 """`tokenahead analyze`: what a backbone already knows of tokens further ahead, beside what its drafter has learned.
 
-At places in held-out text, for every depth j, in nats per token of the text:
+At positions in held-out text, for every depth j, in nats per token of the text:
 
 - `marginal`: the distribution of token j that the backbone implies, with everything between summed out (Mehra et al.
   2025, Eq. 6): the best that can be done without knowing the tokens between;
@@ -14,19 +14,22 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ...modeling import EvaByteForMTPC, MTPHeads
 from ...modeling.heads.losses import IGNORE, depth_targets
 from ..analysis import layer_divergences, marginal_log_probs, next_token_spread
 from ..evaluation import environment
 from ..evaluation.distributions import drafted_probs, has_probs
 from ..files import replace_picture, replace_text
-from .analysis_figure import analysis_figure
 from .evaluate import drafter_and_data, named
+from .figures import analysis_figure
 from .models import Trainee
 from .settings import AnalysisArguments, Settings, read_settings
 
@@ -35,15 +38,7 @@ PICTURE = "analysis.png"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; 0.
-
-    Args:
-        argv: `CONFIG.yaml` of a training, or `MODEL DATA`, and flags.
-
-    Raises:
-        ValueError: Settings, a model or data that cannot be analysed.
-        OSError: A file or a name that is not there.
-    """
+    """Run the command; return 0."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     settings = read_settings(named(argv), "analyze", AnalysisArguments)
@@ -54,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def analyze(settings: Settings) -> dict[str, Any]:
-    """Compares marginals of the backbone with the distributions of its drafter, and writes what was found.
+    """Compare marginals of the backbone with the distributions of its drafter, and write what was found.
 
     Args:
         settings: Of the run, with `AnalysisArguments` as `extra`.
@@ -71,152 +66,114 @@ def analyze(settings: Settings) -> dict[str, Any]:
         raise ValueError(f"a {type(trainee.model).__name__} drafts without distributions that are known beforehand")
     trainee.model.eval()
     trainee.backbone.eval()
-    places = Places(asked.depth)
-    for row in trainer.eval_dataset:
-        places.add(row, asked.positions)
-        if len(places) >= asked.positions:
-            break
-    if not len(places):
+    found_in_rows = (_position(row, asked.depth, trainee.backbone.device) for row in trainer.eval_dataset)
+    positions = list(islice(filter(None, found_in_rows), asked.positions))
+    if not positions:
         raise ValueError(f"no held-out row reaches depth={asked.depth}: lower it, or give longer rows")
     found = {
         "model": settings.model.model_name_or_path,
         "adapters": settings.adapters,
-        "places": len(places),
-        "depths": _depths(trainee, places, asked),
-        "layers": _layers(trainee, places),
-        "spread": _spread(trainee, places),
+        "places": len(positions),
+        "depths": _depths(trainee, positions, asked),
+        "layers": _layers(trainee, positions),
+        "spread": _spread(trainee, positions),
         "environment": environment(),
     }
-    folder = Path(settings.training.output_dir)
+    folder = settings.output
     replace_text(folder / FIGURES, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     replace_picture(folder / PICTURE, analysis_figure(found))
     return found
 
 
-class Places:
-    """Places in rows: a prefix, and the tokens behind it.
+@dataclass(frozen=True)
+class _Position:
+    """A prefix of a held-out row, [1, T] int64, and the tokens after it, [depth]."""
 
-    Args:
-        depth: Tokens behind a place.
-    """
+    prefix: torch.Tensor
+    ahead: torch.Tensor
 
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self.rows: list[torch.Tensor] = []
-        self.columns: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def add(self, row: dict[str, Any], wanted: int) -> None:
-        """Adds the middle of a row, if all tokens behind it are targets of one document."""
-        ids = torch.as_tensor(row["input_ids"])
-        if "seq_lengths" in row:  # packed: the first document
-            ids = ids[: row["seq_lengths"][0]]
-        labels = torch.as_tensor(row.get("labels", row["input_ids"]))[: len(ids)]
-        whole = (depth_targets(labels[None], self.depth)[0] != IGNORE).all(-1).nonzero()[:, 0]
-        if len(whole) and len(self) < wanted:
-            column = int(whole[len(whole) // 2])
-            self.rows.append(ids[: column + 1 + self.depth])
-            self.columns.append(column)
-
-    def prefix(self, index: int) -> torch.Tensor:
-        """[1, T] int64."""
-        return self.rows[index][None, : self.columns[index] + 1]
-
-    def ahead(self, index: int) -> torch.Tensor:
-        """The tokens behind, [depth] int64."""
-        return self.rows[index][self.columns[index] + 1 :]
+def _position(row: dict[str, Any], depth: int, device: torch.device) -> _Position | None:
+    """Return the middle of a row, if all tokens after it are targets of one document."""
+    ids = torch.as_tensor(row["input_ids"])
+    if "seq_lengths" in row:  # packed: the first document
+        ids = ids[: row["seq_lengths"][0]]
+    labels = torch.as_tensor(row.get("labels", row["input_ids"]))[: len(ids)]
+    whole = (depth_targets(labels[None], depth)[0] != IGNORE).all(-1).nonzero()[:, 0]
+    if not len(whole):
+        return None
+    end = int(whole[len(whole) // 2]) + 1
+    return _Position(ids[None, :end].to(device), ids[end : end + depth].to(device))
 
 
 @torch.no_grad()
-def _depths(trainee: Trainee, places: Places, asked: AnalysisArguments) -> list[dict[str, float]]:
-    sums: dict[str, torch.Tensor] = {}
-    names: dict[str, str] = {}
-    for index in range(len(places)):
-        for name, values in _of_place(trainee, places, index, asked, names).items():
-            known = sums.setdefault(name, torch.zeros(asked.depth, dtype=torch.float64) * torch.nan)
-            sums[name] = torch.where(known.isnan(), 0.0, known) + _padded(values, asked.depth)
-    means = {name: (values / len(places)).tolist() for name, values in sums.items()}
+def _depths(trainee: Trainee, positions: list[_Position], asked: AnalysisArguments) -> list[dict[str, float]]:
+    """Return the mean of every figure by depth; a depth of which a drafter says nothing lacks it."""
+    found = [_at_position(trainee, position, asked) for position in positions]
+    means = {name: torch.stack([each[name] for each in found]).double().mean(0).tolist() for name in found[0]}
     rows = []
-    for depth in range(1, asked.depth + 1):
-        row = {name: values[depth - 1] for name, values in means.items() if values[depth - 1] == values[depth - 1]}
-        rows.append({"depth": depth, **row})
+    for depth in range(asked.depth):
+        values = {name: mean[depth] for name, mean in means.items() if depth < len(mean)}
+        rows.append({"depth": depth + 1, **{name: value for name, value in values.items() if value == value}})
     return rows
 
 
-def _padded(values: torch.Tensor, length: int) -> torch.Tensor:
-    """A vector with NaN where a drafter says nothing."""
-    missing = values.new_full((length - min(len(values), length),), torch.nan)
-    return torch.cat([values[:length], missing]).double().cpu()
-
-
-def _of_place(
-    trainee: Trainee, places: Places, index: int, asked: AnalysisArguments, names: dict[str, str]
-) -> dict[str, torch.Tensor]:
-    device = trainee.backbone.device
-    prefix, ahead = places.prefix(index).to(device), places.ahead(index).to(device)
+def _at_position(trainee: Trainee, position: _Position, asked: AnalysisArguments) -> dict[str, torch.Tensor]:
+    """Return losses by depth; NaN where there is none."""
+    prefix, ahead = position.prefix, position.ahead
     whole = torch.cat([prefix, ahead[None]], dim=1)
-    column = prefix.shape[1] - 1
-    logits = trainee.backbone(whole, use_cache=False).logits[0, column : column + asked.depth].float()
+    start = prefix.shape[1]
+    logits = trainee.backbone(whole, use_cache=False).logits[0, start - 1 : start - 1 + asked.depth].float()
     found = {"backbone_given": -logits.log_softmax(-1).gather(-1, ahead[:, None])[:, 0]}
-    if not hasattr(trainee.backbone, "_new_cache") and not getattr(trainee.backbone, "_is_stateful", False):
+    if not (isinstance(trainee.backbone, EvaByteForMTPC) or trainee.backbone._is_stateful):
         options = {"mass": asked.mass, "max_branches": asked.max_branches}
         marginals = marginal_log_probs(trainee.backbone, prefix, asked.depth, **options)
         found["marginal"] = -marginals.log_probs[0, 0].gather(-1, ahead[:, None])[:, 0]
         found["missing_mass"] = marginals.missing[0, 0]
-    return found | _of_drafter(trainee.model, whole, column, ahead)
-
-
-def _of_drafter(model: Any, whole: torch.Tensor, column: int, ahead: torch.Tensor) -> dict[str, torch.Tensor]:
     labels = torch.full_like(whole, IGNORE)
-    labels[:, column + 1 :] = whole[:, column + 1 :]
-    probs = next(drafted_probs(model, {"input_ids": whole, "labels": labels}), None)
-    found = {}
-    if probs is not None:  # the first position that is scored throughout is the place itself
+    labels[:, start:] = whole[:, start:]
+    probs = next(drafted_probs(trainee.model, {"input_ids": whole, "labels": labels}), None)
+    if probs is not None:  # the first position that is scored throughout is the one analysed
         known = min(probs.draft.shape[1], len(ahead) - 1)
         given = -probs.draft[0, :known].gather(-1, ahead[1 : known + 1, None])[:, 0]
         found["head_given"] = torch.cat([given.new_full((1,), torch.nan), given])
-    summed_out = _summed_out(model, whole[:, : column + 1], ahead)
+    summed_out = _summed_out(trainee.model, prefix, ahead)
     return found if summed_out is None else found | {"head": summed_out}
 
 
-def _summed_out(model: Any, prefix: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor | None:
-    """The drafter's losses of tokens 1, 2, .. with the ones between unknown; None where it cannot sum them out."""
-    head = getattr(model.config, "mtp_head", model.config)
-    if not hasattr(model, "distribution") or head.family.sequential:
+def _summed_out(model: PreTrainedModel, prefix: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor | None:
+    """Return the drafter's losses of tokens 1, 2, .. with those between unknown; None where it cannot marginalise."""
+    if not isinstance(model, EvaByteForMTPC | MTPHeads):
+        return None
+    head = model.config.mtp_head if isinstance(model, EvaByteForMTPC) else model.config
+    if head.family.sequential:
         return None
     distribution = model.distribution(prefix)
     count = min(model.window, len(ahead))
     tokens = torch.nn.functional.pad(ahead[:count], (0, model.window - count))
+    shape = (1, prefix.shape[1], model.window)
     losses = []
     for depth in range(count):
         unknown = torch.arange(model.window, device=tokens.device) != depth
-        shape = (1, prefix.shape[1], model.window)
-        log_prob = distribution.prefix_log_prob(tokens.expand(shape), unknown.expand(shape))[0, -1, depth]
-        losses.append(-log_prob)
+        losses.append(-distribution.prefix_log_prob(tokens.expand(shape), unknown.expand(shape))[0, -1, depth])
     return torch.stack(losses)
 
 
 @torch.no_grad()
-def _layers(trainee: Trainee, places: Places) -> list[float]:
-    """Logit lens: divergence of every layer's distribution from the last one's, mean over places; none for EVA's own
-    cache."""
-    if hasattr(trainee.backbone, "_new_cache"):
+def _layers(trainee: Trainee, positions: list[_Position]) -> list[float]:
+    """Return the logit lens: every layer's mean divergence from the last one; empty for a cache of EVA's own."""
+    if isinstance(trainee.backbone, EvaByteForMTPC):
         return []
-    rows = [
-        layer_divergences(trainee.backbone, places.prefix(index).to(trainee.backbone.device))[:, 0, -1]
-        for index in range(len(places))
-    ]
+    rows = [layer_divergences(trainee.backbone, each.prefix)[:, 0, -1] for each in positions]
     return torch.stack(rows).double().mean(0).tolist()
 
 
 @torch.no_grad()
-def _spread(trainee: Trainee, places: Places) -> dict[str, float]:
-    """Entropy of the next token, and how many tokens 90 and 99 % of its distribution need; means over places."""
+def _spread(trainee: Trainee, positions: list[_Position]) -> dict[str, float]:
+    """Return the mean entropy of the next token, and how many tokens hold 90 and 99 % of its distribution."""
     entropies, counts = [], []
-    for index in range(len(places)):
-        entropy, sizes = next_token_spread(trainee.backbone, places.prefix(index).to(trainee.backbone.device))
+    for each in positions:
+        entropy, sizes = next_token_spread(trainee.backbone, each.prefix)
         entropies.append(entropy[0, -1])
         counts.append(torch.stack([size[0, -1] for size in sizes.values()]))
     few, many = torch.stack(counts).double().mean(0).tolist()
@@ -224,8 +181,8 @@ def _spread(trainee: Trainee, places: Places) -> dict[str, float]:
 
 
 def summary(found: dict[str, Any]) -> str:
-    """A few lines for a person."""
-    lines = [f"{found['places']} places; next-token entropy {found['spread']['entropy']:.3f} nats"]
+    """Return a few lines for a person."""
+    lines = [f"{found['places']} positions; next-token entropy {found['spread']['entropy']:.3f} nats"]
     for row in found["depths"]:
         parts = [f"{name} {value:.3f}" for name, value in row.items() if name != "depth"]
         lines.append(f"depth {row['depth']}: " + ", ".join(parts))

@@ -11,24 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PrinterCallback, set_seed
+from transformers import PrinterCallback, set_seed
 from transformers.utils import logging
 
 from ... import __version__
 from ...generation.attach import AttachableDrafter
 from ..byte_text import is_byte_level
-from ..completion import load_config
+from ..completion import AttachedDecoder, load_config
 from ..evaluation import GREEDY, Comparison, Measurement, environment, hardware, sampled
 from ..evaluation.distributions import has_probs
 from ..evaluation.drafts import DraftMeasures, measure_drafts
+from ..extras import needs_extra
 from ..files import replace_picture, replace_text
-from ..parts import adapters_for, base_of, has_adapters, holds_model, trained_backbone
+from ..parts import base_of, has_adapters, holds_model, trained_backbone
 from ..results import MeasuredResults
-from .evaluation_figure import evaluation_figure
-from .models import Trainee, build
-from .moved_backbone import with_moved_backbone
+from .figures import evaluation_figure
+from .models import Trainee, build, with_moved_backbone
 from .settings import EvaluationArguments, Settings, read_settings
 from .train import make_trainer
+
+with needs_extra("train", "tokenahead evaluate"):
+    from datasets import Dataset, IterableDataset
 
 FIGURES = "evaluation.json"
 """Everything that was measured."""
@@ -37,18 +40,11 @@ RESULTS = "results.json"
 PICTURE = "evaluation.png"
 _MEASURED = {FIGURES, RESULTS, PICTURE, "analysis.json", "analysis.png"}
 _OUT_OF_TRAINING = {"save_strategy": "no", "eval_strategy": "steps", "eval_steps": 1000, "max_steps": 1}
+_WITHOUT_TRAINING: dict[str, Any] = {"acceptance": False, "strategy": None}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; 0 where greedy texts are those of plain decoding.
-
-    Args:
-        argv: `MODEL DATA` or `CONFIG.yaml`, and flags.
-
-    Raises:
-        ValueError: Settings or data that cannot be used.
-        OSError: A file or a name that is not there.
-    """
+    """Run the command; return 0 where greedy texts are those of plain decoding."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     settings = read_settings(named(argv), "evaluate", EvaluationArguments)
@@ -59,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def named(argv: Sequence[str]) -> list[str]:
-    """Flags in the place of `MODEL DATA`; a YAML file stays where it is."""
+    """Return the arguments with flags in place of `MODEL DATA`; a YAML file is left in its place."""
     words = list(argv)
     names = []
     while words and not words[0].startswith("-") and len(names) < 2:
@@ -71,7 +67,7 @@ def named(argv: Sequence[str]) -> list[str]:
 
 
 def evaluate(settings: Settings) -> dict[str, Any]:
-    """Measures a drafter, and writes what was found.
+    """Measure a drafter, and write what was found.
 
     Args:
         settings: Of the run, with `EvaluationArguments` as `extra`.
@@ -103,22 +99,12 @@ def evaluate(settings: Settings) -> dict[str, Any]:
         ],
         "environment": environment(),
     }
-    _write(Path(settings.training.output_dir), figures, _results(settings, trainee, comparisons, measures, asked))
+    _write(settings.output, figures, _results(settings, trainee, comparisons, measures, asked))
     return figures
 
 
 def drafter_and_data(settings: Settings) -> tuple[Settings, Trainee, Any]:
-    """What a command that measures begins with.
-
-    Args:
-        settings: Of the run.
-
-    Returns:
-        The settings with the drafter that is meant (`settings_of_drafter`), that drafter, and its `evaluator`.
-
-    Raises:
-        ValueError: Settings or data that cannot be used.
-    """
+    """Return what a measuring command starts from."""
     settings = settings_of_drafter(settings)
     set_seed(settings.training.seed)
     trainee = build(settings)
@@ -126,16 +112,12 @@ def drafter_and_data(settings: Settings) -> tuple[Settings, Trainee, Any]:
 
 
 def settings_of_drafter(settings: Settings) -> Settings:
-    """The same settings with the drafter that is meant.
+    """Return the settings with the drafter that is meant.
 
     A file for training means what that training has left in its `output_dir`; and where `model_name_or_path` names
     heads, an EAGLE head or adapters of PEFT, their directory names the backbone.
-
-    Raises:
-        ValueError: A drafter that does not say which backbone it was trained for, or a directory in which a training
-            began and left no model.
     """
-    trained, settings = Path(settings.training.output_dir), with_moved_backbone(settings)
+    trained, settings = settings.output, with_moved_backbone(settings)
     if "file" in settings.given and _holds_training(trained):
         return _with_drafter(settings, str(trained))
     source = settings.model.model_name_or_path
@@ -148,9 +130,7 @@ def settings_of_drafter(settings: Settings) -> Settings:
     config = load_config(source, "model_name_or_path")
     kind = {"mtp_heads": "heads", "eagle_head": "eagle"}.get(config.model_type)
     if kind is None:
-        drafter = settings.drafter.drafter_name_or_path
-        adapters = drafter and adapters_for(drafter, source, "model_name_or_path")
-        return replace(settings, adapters=str(adapters)) if adapters else settings
+        return settings
     if not config.base_model_name_or_path:
         raise ValueError(f"{source} does not say for which model it was trained: pass that model, and this as "
                          f"--drafter {kind} --drafter_name_or_path")  # fmt: skip
@@ -159,7 +139,7 @@ def settings_of_drafter(settings: Settings) -> Settings:
 
 
 def _holds_training(folder: Path) -> bool:
-    """Whether a training has left a model in its directory; what a training that did not end has left is refused."""
+    """Return whether a training has left a model in its directory; an unfinished training is refused."""
     if holds_model(folder) or has_adapters(folder):
         return True
     names = {entry.name for entry in folder.iterdir()} - _MEASURED if folder.is_dir() else set()
@@ -173,7 +153,7 @@ def _holds_training(folder: Path) -> bool:
 
 
 def _with_drafter(settings: Settings, folder: str) -> Settings:
-    """The drafter that a directory holds, or the model that brings its own."""
+    """Return the settings with the drafter of a directory, or with the model that brings its own."""
     if has_adapters(folder):
         return _with_adapters(settings, folder)
     if settings.drafter.drafter in ("heads", "eagle"):
@@ -184,7 +164,7 @@ def _with_drafter(settings: Settings, folder: str) -> Settings:
 
 
 def _with_trained_backbone(settings: Settings, heads: str) -> Settings:
-    """The backbone that learned together with heads, if it did: its directory, or its adapters on what was named."""
+    """Return the settings with the backbone that learned with heads: its directory, or adapters for the named one."""
     folder = trained_backbone(heads)
     if folder is None:
         return settings
@@ -194,18 +174,18 @@ def _with_trained_backbone(settings: Settings, heads: str) -> Settings:
 
 
 def _with_adapters(settings: Settings, folder: str) -> Settings:
-    """The model that a training with PEFT began with, and the adapters that it left."""
+    """Return the settings with the model that a training with PEFT began with, and the adapters that it left."""
     if settings.drafter.drafter in ("heads", "eagle"):
         raise ValueError(f"{folder} holds adapters of PEFT for drafter={settings.drafter.drafter!r}, which cannot be "
-                         "measured: train with `strategy: {train: lora}` in the place of use_peft")  # fmt: skip
+                         "measured: train with `strategy: {train: lora}` in place of use_peft")  # fmt: skip
     return replace(settings, model=replace(settings.model, use_peft=False), adapters=folder)
 
 
 def evaluator(settings: Settings, trainee: Trainee) -> Any:
-    """A trainer that is never asked to train: it prepares the data as training does, and evaluates."""
+    """Return a trainer for evaluation alone, which prepares the data as training does."""
     for name, value in _OUT_OF_TRAINING.items():
         setattr(settings.training, name, value)
-    settings.drafter.acceptance, settings.drafter.strategy = False, None
+    settings = replace(settings, drafter=replace(settings.drafter, **_WITHOUT_TRAINING))
     if settings.mixture.test_split_size is None:
         settings.data.dataset_test_split = _held_out(settings)
     trainer = make_trainer(settings, trainee)
@@ -214,54 +194,38 @@ def evaluator(settings: Settings, trainee: Trainee) -> Any:
 
 
 def _held_out(settings: Settings) -> str:
-    """The split that was named; in a file, which has one split, that one."""
+    """Return the name of the split to evaluate on; a file has one split."""
     is_file = settings.data.dataset_name is not None and Path(settings.data.dataset_name).is_file()
     return settings.data.dataset_train_split if is_file else settings.data.dataset_test_split
 
 
-def first_rows(data: Any, count: int) -> Any:
-    """The first rows of a dataset or a stream."""
-    return data.select(range(min(count, len(data)))) if hasattr(data, "__len__") else data.take(count)
+def first_rows(data: Dataset | IterableDataset, count: int) -> Dataset | IterableDataset:
+    """Return the first rows of a dataset or a stream."""
+    return data.select(range(min(count, len(data)))) if isinstance(data, Dataset) else data.take(count)
 
 
 def prompts(trainer: Any, trainee: Trainee, asked: EvaluationArguments) -> list[str]:
-    """Beginnings of held-out rows."""
+    """Return the beginnings of held-out rows."""
     rows = list(first_rows(trainer.eval_dataset, asked.prompts))
-    return [trainee.tokenizer.decode(row["input_ids"][: asked.prompt_tokens], skip_special_tokens=True) for row in rows]
-
-
-class AttachedDecoder:
-    """A backbone and the drafter that is attached to it, called like a model that drafts for itself.
-
-    Args:
-        backbone: The backbone.
-        drafter: What is attached to it.
-    """
-
-    def __init__(self, backbone: PreTrainedModel, drafter: AttachableDrafter) -> None:
-        self.backbone, self.drafter = backbone, drafter
-        self.device, self.generation_config = backbone.device, backbone.generation_config
-
-    def generate(self, *args: Any, use_mtp: bool | None = None, **kwargs: Any) -> Any:
-        """`backbone.generate`, with the drafter unless `use_mtp` is False."""
-        drafting = {} if use_mtp is False else {"assistant_model": self.drafter}
-        return self.backbone.generate(*args, **drafting, **kwargs)
+    return [
+        str(trainee.tokenizer.decode(row["input_ids"][: asked.prompt_tokens], skip_special_tokens=True)) for row in rows
+    ]
 
 
 @torch.no_grad()
 def decode(trainee: Trainee, texts: list[str], asked: EvaluationArguments, seed: int) -> list[Comparison]:
-    """Decodes plainly and with drafts, by turns: greedily, and sampled at the temperatures asked for."""
-    model: Any = trainee.model.eval()
+    """Decode plainly and with drafts, by turns: greedily, and sampled at the requested temperatures."""
     trainee.backbone.eval()
+    model: Any = trainee.model.eval()
     if isinstance(model, AttachableDrafter):
-        model = AttachedDecoder(trainee.backbone, model)
+        model = AttachedDecoder(trainee.backbone, trainee.model)
     modes = [GREEDY if temperature == 0 else sampled(temperature) for temperature in asked.temperatures]
     measurement = Measurement(texts, asked.new_tokens, seed=seed, seconds=asked.seconds)
     return measurement.compare({"it": model}, trainee.tokenizer, modes)["it"]
 
 
 def by_depth(measures: DraftMeasures) -> dict[str, Any]:
-    """Rows by depth (2 is the first drafted token), and sums over a draft."""
+    """Return rows by depth (2 is the first drafted token), and sums over a draft."""
     means = measures.means()
     rows = [dict(zip(means, values), depth=depth) for depth, values in enumerate(zip(*means.values()), 2)]
     rules = ("block", "token", "greedy")
@@ -270,12 +234,12 @@ def by_depth(measures: DraftMeasures) -> dict[str, Any]:
 
 
 def summary(figures: dict[str, Any]) -> str:
-    """A few lines for a person."""
+    """Return a few lines for a person."""
     lines = [f"held-out loss {figures['losses'].get('eval_loss', math.nan):.3f} nats"]
     for row in figures["depths"]:
         lines.append(
             f"depth {row['depth']}: loss {row['loss']:.3f}, top-1 {row['top_1']:.3f}, top-5 {row['top_5']:.3f}, "
-            f"kept up to here {row['accepted_block']:.3f}"
+            f"accepted up to here {row['accepted_block']:.3f}"
         )
     if figures["expected_accepted"]:
         lines.append("expected accepted drafts: " + ", ".join(

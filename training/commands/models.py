@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from dataclasses import fields as fields_of
-from typing import Any, get_type_hints
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ...configuration import MTPHeadConfig, PTPConfig, PTPStudentConfig
 from ...configuration.eagle import EagleHeadConfig
-from ...configuration.mtp_families import FAMILIES, count_modules
 from ...generation.attach import AttachableDrafter
 from ...modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, EvaByteTokenizer, MTPHeads, PTPForCausalLM
-from ...modeling.deepseek.losses import ModuleLossOptions
-from ...modeling.eagle.loss_options import EagleLossOptions
-from ..completion import load_config
-from ..parts import has_adapters, put_adapters, tokenizer_source
+from ...modeling.loss_options import EagleLossOptions, ModuleLossOptions
+from ..completion import causal_class, load_config
+from ..parts import base_of, has_adapters, named_base, put_adapters, tokenizer_source, trained_backbone
 from ..ptp.options import PTPOptions
-from .sections import converted
 from .settings import DrafterArguments, Settings
+from .typed import typed_options
 
 _NEW = {"heads": MTPHeads, "eagle": EagleHead, "modules": DeepSeekMTP, "parallel": PTPForCausalLM}
 _CONFIGS = {"own": MTPHeadConfig, "heads": MTPHeadConfig, "eagle": EagleHeadConfig, "parallel": PTPConfig}
-_LOSSES = {EagleHead: EagleLossOptions, DeepSeekMTP: ModuleLossOptions, PTPForCausalLM: PTPOptions}
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,12 @@ class Trainee:
     tokenizer: PreTrainedTokenizerBase
 
     def call_options(self) -> dict[str, Any]:
-        """Options of `backbone.generate` that let the drafter draft."""
+        """Return options of `backbone.generate` that let the drafter draft."""
         return {"assistant_model": self.model} if isinstance(self.model, AttachableDrafter) else {}
 
 
 def build(settings: Settings) -> Trainee:
-    """Loads the backbone, and loads or makes what drafts for it.
+    """Load the backbone, and load or make what drafts for it.
 
     Args:
         settings: Of the run.
@@ -80,7 +84,6 @@ def build(settings: Settings) -> Trainee:
     try:
         model = _drafter(arguments, backbone)
         _apply_loss_options(model, arguments)
-        _choose_parts(model, arguments)
     except TypeError as error:  # an option that from_backbone does not know
         raise ValueError(f"drafter_options: {error}") from None
     trainee = Trainee(model, model.backbone if isinstance(model, AttachableDrafter) else model, tokenizer)
@@ -89,19 +92,15 @@ def build(settings: Settings) -> Trainee:
     return trainee
 
 
-def _backbone(settings: Settings, source: str, config: Any) -> PreTrainedModel:
-    model, kind = settings.model, AutoModelForCausalLM
-    options: dict[str, Any] = {
-        "revision": model.model_revision,
-        "dtype": getattr(torch, model.dtype or "float32", "auto"),
-    }
+def _backbone(settings: Settings, source: str, config: PreTrainedConfig) -> PreTrainedModel:
+    model = settings.model
+    brings_modules = settings.drafter.drafter in ("own", "modules")
+    options: dict[str, Any] = {"revision": model.model_revision, "dtype": model.dtype or "float32"}
     if model.attn_implementation is not None:
         options["attn_implementation"] = model.attn_implementation
     if settings.training.trust_remote_code:
         options["trust_remote_code"] = True
-    if config.model_type in FAMILIES and count_modules(config) and settings.drafter.drafter in ("own", "modules"):
-        kind = DeepSeekMTP
-    return kind.from_pretrained(source, **options)
+    return (causal_class(config) if brings_modules else AutoModelForCausalLM).from_pretrained(source, **options)
 
 
 def _tokenizer(source: str, backbone: PreTrainedModel) -> PreTrainedTokenizerBase:
@@ -120,7 +119,7 @@ def _tokenizer(source: str, backbone: PreTrainedModel) -> PreTrainedTokenizerBas
 
 
 def _drafter(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTrainedModel:
-    """The model to train."""
+    """Return the model to train."""
     options = _drafter_options(arguments)
     brings_its_own = isinstance(backbone, (EvaByteForMTPC, DeepSeekMTP, PTPForCausalLM))
     if arguments.drafter_name_or_path is not None:
@@ -137,12 +136,10 @@ def _drafter(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTrain
 
 
 def _drafter_options(arguments: DrafterArguments) -> dict[str, Any]:
-    """The options of a new drafter, by the types of its config and of what makes it."""
-    makers = _CONFIGS.get(arguments.drafter), getattr(_NEW.get(arguments.drafter), "from_backbone", None)
-    hints = [get_type_hints(maker, localns={"torch": torch}) for maker in makers if maker is not None]
-    return converted(
-        "drafter_options", arguments.drafter_options or {}, {k: v for each in hints for k, v in each.items()}
-    )
+    """Return the options of a new drafter, by the types of its config and of what makes it."""
+    configs = [_CONFIGS[arguments.drafter]] if arguments.drafter in _CONFIGS else []
+    makers = [_NEW[arguments.drafter].from_backbone] if arguments.drafter in _NEW else []
+    return typed_options("drafter_options", arguments.options("drafter_options"), *configs, *makers, closed=False)
 
 
 def _own(model: PreTrainedModel, options: dict[str, Any]) -> PreTrainedModel:
@@ -155,7 +152,7 @@ def _own(model: PreTrainedModel, options: dict[str, Any]) -> PreTrainedModel:
 
 
 def _stored(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTrainedModel:
-    name = arguments.drafter_name_or_path
+    name = str(arguments.drafter_name_or_path)
     if arguments.drafter_options:
         raise ValueError(f"drafter_options are for a new drafter, and {name} is one already: leave one of them out")
     config = load_config(name, "drafter_name_or_path")
@@ -168,43 +165,74 @@ def _stored(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTraine
 
 
 def _apply_loss_options(model: PreTrainedModel, arguments: DrafterArguments) -> None:
-    given = arguments.loss_options
-    kind = next((options for cls, options in _LOSSES.items() if isinstance(model, cls)), None)
-    if given and kind is None:
+    """Set the loss options of a drafter; of a PTP model, choose what learns: the backbone if `base_weight` lets it."""
+    given = arguments.options("loss_options")
+    if isinstance(model, PTPForCausalLM):
+        model.train_only("all" if ptp_options(arguments).base_weight else "drafter")
+    elif given and isinstance(model, EagleHead):
+        model.loss_options = EagleLossOptions(**typed_options("loss_options", given, EagleLossOptions))
+        model.loss_options.resolved(model.config.version)
+    elif given and isinstance(model, DeepSeekMTP):
+        model.loss_options = ModuleLossOptions(**typed_options("loss_options", given, ModuleLossOptions))
+    elif given:
         raise ValueError(
             f"loss_options={given}: the loss of a {type(model).__name__} follows its drafter_options (gamma, "
             "loss_weights, ...) and the strategy"
         )
-    if not given or isinstance(model, PTPForCausalLM):
-        return
-    model.loss_options = _loss_options(kind, given)
-    if isinstance(model, EagleHead):
-        model.loss_options.resolved(model.config.version)
-
-
-def _choose_parts(model: PreTrainedModel, arguments: DrafterArguments) -> None:
-    """Freezes the backbone of a PTP model, unless `base_weight` lets it learn; of others the strategy says."""
-    if isinstance(model, PTPForCausalLM):
-        model.train_only("all" if ptp_options(arguments).base_weight else "drafter")
-
-
-def _loss_options(kind: type, given: dict[str, Any]) -> Any:
-    known = [entry.name for entry in fields_of(kind)]
-    for name in given:
-        if name not in known:
-            raise ValueError(f"loss_options have no {name!r}; {kind.__name__} has {', '.join(known)}")
-    return kind(**converted("loss_options", given, get_type_hints(kind)))
 
 
 def ptp_options(arguments: DrafterArguments) -> PTPOptions:
-    """Options of `PTPTrainer`.
+    """Return the options of `PTPTrainer`."""
+    return PTPOptions(**typed_options("loss_options", arguments.options("loss_options"), PTPOptions))
 
-    Raises:
-        ValueError: An unknown option, or a value of another type or out of range.
+
+def is_parallel(model: PreTrainedModel) -> bool:
+    """Return whether `PTPTrainer` trains it."""
+    return isinstance(model, PTPForCausalLM) or isinstance(model.config, PTPConfig)
+
+
+def with_moved_backbone(settings: Settings) -> Settings:
+    """Return the settings with the backbone that learned together with the heads of `drafter_name_or_path`, if any.
+
+    `model_name_or_path` may name that backbone, or the one that it was before, or nothing. Adapters go on any backbone
+    that is named, for a directory may have been moved.
     """
-    return _loss_options(PTPOptions, arguments.loss_options or {})
+    heads, named = settings.drafter.drafter_name_or_path, settings.model.model_name_or_path
+    folder = trained_backbone(heads) if heads else None
+    if heads is None or folder is None:
+        return settings
+    named = None if _is_same(named, folder) else named
+    if has_adapters(folder):
+        if named is not None and not _is_same(named, before := named_base(folder)):
+            warnings.warn(f"the adapters of {folder} were trained for {before}, and are put on {named}", stacklevel=2)
+        return _on(settings, named or base_of(folder), adapters=str(folder))
+    if named is not None and not _is_same(named, load_config(heads, "drafter_name_or_path").base_model_name_or_path):
+        raise ValueError(
+            f"model_name_or_path={named}: the backbone of {heads} learned with these heads; name {folder}, or leave "
+            "model_name_or_path out"
+        )
+    return _on(settings, str(folder))
 
 
-def is_parallel(model: Any) -> bool:
-    """Whether `PTPTrainer` trains it."""
-    return isinstance(model, PTPForCausalLM) or isinstance(getattr(model, "config", None), PTPConfig)
+def note_backbone(trainee: Trainee, asked: Settings, settings: Settings) -> None:
+    """Record in a drafter that continues which backbone it is for now, as a new one does."""
+    if not isinstance(trainee.model, AttachableDrafter) or settings.drafter.drafter_name_or_path is None:
+        return
+    is_frozen = settings.drafter.training_strategy().train == "drafter"
+    if is_frozen and settings.adapters is not None:
+        raise ValueError(
+            f"drafter_name_or_path={settings.drafter.drafter_name_or_path}: these heads learned with the adapters of "
+            f"{settings.adapters}, which heads alone would not save; set strategy: {{train: lora}}, or merge them into "
+            "the backbone, and name the merged one"
+        )
+    # a backbone that learns lies beside the heads, and comes from the one that was asked for
+    name = (settings if is_frozen else asked).model.model_name_or_path
+    trainee.model.config.base_model_name_or_path = name or trainee.model.config.base_model_name_or_path
+
+
+def _on(settings: Settings, backbone: str, adapters: str | None = None) -> Settings:
+    return replace(settings, model=replace(settings.model, model_name_or_path=backbone), adapters=adapters)
+
+
+def _is_same(name: str | None, other: str | Path | None) -> bool:
+    return name is not None and other is not None and Path(name).resolve() == Path(other).resolve()

@@ -40,7 +40,7 @@ class RunProgress(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Starts the clock, and the bar where there is a terminal."""
+        """Start the clock, and the bar where there is a terminal."""
         self._started, self._first_step, self._last_line = time.perf_counter(), state.global_step, 0.0
         if not state.is_world_process_zero or not self.console.is_terminal:
             return
@@ -57,7 +57,7 @@ class RunProgress(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Notes figures and speed."""
+        """Note figures and speed."""
         logs = logs or {}
         self.figures |= {name: logs[name] for name in _SHOWN if name in logs}
         if "num_tokens" in logs and "loss" in logs:
@@ -70,7 +70,7 @@ class RunProgress(TrainerCallback):
                 self._speed = (logs["num_tokens"] - self._tokens_at_start) / passed
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Moves the bar."""
+        """Move the bar."""
         if not state.is_world_process_zero:
             return
         if self.progress is not None:
@@ -85,16 +85,12 @@ class RunProgress(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leaves the bar as it is."""
-        self.close()
-
-    def close(self) -> None:
-        """Leaves the bar as it is; to be called where training was interrupted."""
+        """Stop the bar."""
         if self.progress is not None:
             self.progress.stop()
 
     def line(self, state: TrainerState) -> str:
-        """Figures, speed and time left."""
+        """Return figures, speed and time left."""
         done = state.global_step - self._first_step
         left = (time.perf_counter() - self._started) / max(done, 1) * (state.max_steps - state.global_step)
         parts = [f"{_SHOWN[name]} {value:.3f}" for name, value in self.figures.items()]

@@ -4,119 +4,95 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, get_type_hints
+from typing import Any, ClassVar, NoReturn
 
 import torch
+from transformers import HfArgumentParser, get_scheduler
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from ..extras import needs_extra
 from ..strategy import TrainingStrategy
-from .contradictions import check_settings
-from .file_values import check_values
-from .sections import converted
+from .typed import typed_fields, typed_options
 
 with needs_extra("train", "tokenahead train"):
     import yaml
-    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
 _GROUP = "settings of tokenahead"
 """Title in `--help` of the settings that TRL does not have."""
 DRAFTERS = ("own", "heads", "eagle", "modules", "parallel")
 """What can be trained, see `DrafterArguments.drafter`."""
-_SECTIONS = ("drafter_options", "loss_options", "strategy", "regenerate", "acceptance")
+_SECTIONS = ("drafter_options", "loss_options", "strategy", "regenerate")
+_DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+def _setting(default: Any, help_text: str, **metadata: Any) -> Any:
+    """Return a field of a dataclass with a help text for the parser."""
+    metadata = {"help": help_text, **metadata}
+    if isinstance(default, list):
+        return field(default_factory=lambda: [*default], metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass
 class DrafterArguments:
-    """What is trained for the model of `model_name_or_path`, and how.
-
-    Args:
-        drafter: What drafts.
-        drafter_name_or_path: Where to begin, instead of with a new drafter.
-        drafter_options: Options of a new drafter.
-        loss_options: Options of its loss.
-        strategy: How the parts learn (`TrainingStrategy`).
-        acceptance: Options of `AcceptanceCallback`; `false` leaves it out.
-        early_stopping_patience: Evaluations without a better `metric_for_best_model` before training ends.
-    """
+    """What is trained for the model of `model_name_or_path`, and how; the help of every field says what it is."""
 
     _argument_group_name: ClassVar[str] = _GROUP
 
-    drafter: str = field(
-        default="own",
-        metadata={
-            "help": "own: the heads, modules or slots that the model brings (EvaByte, DeepSeekMTP, PTP). New ones for "
-            "any other causal language model: heads (MTPHeads), eagle (EagleHead), modules (DeepSeekMTP), parallel "
-            "(PTP)",
-            "choices": list(DRAFTERS),
-        },
+    drafter: str = _setting(
+        "own",
+        "own: the heads, modules or slots that the model brings (EvaByte, DeepSeekMTP, PTP). New ones for any other "
+        "causal language model: heads (MTPHeads), eagle (EagleHead), modules (DeepSeekMTP), parallel (PTP)",
+        choices=list(DRAFTERS),
     )
-    drafter_name_or_path: str | None = field(
-        default=None, metadata={"help": "Directory, or name on the Hub, of heads or an EAGLE head to go on from."}
+    drafter_name_or_path: str | None = _setting(
+        None, "Directory, or name on the Hub, of heads or an EAGLE head to continue from."
     )
-    drafter_options: dict | str | None = field(
-        default=None,
-        metadata={"help": "Options of a new drafter, as its from_backbone (EvaByte: set_head) takes them; JSON."},
+    drafter_options: dict | str | None = _setting(
+        None, "Options of a new drafter, as its from_backbone (EvaByte: set_head) takes them; JSON."
     )
-    loss_options: dict | str | None = field(
-        default=None, metadata={"help": "Options of an EAGLE head's, of modules' or of PTP's loss; JSON."}
+    loss_options: dict | str | None = _setting(None, "Options of an EAGLE head's, of modules' or of PTP's loss; JSON.")
+    strategy: dict | str | None = _setting(None, "Fields of TrainingStrategy; JSON.")
+    regenerate: dict | str | None = _setting(
+        None,
+        "Learn from what the backbone writes after the beginnings of the data: folder, prompt_tokens, and options of "
+        "training.regeneration.regenerate (max_new_tokens, batch_size, do_sample, ...); JSON.",
     )
-    strategy: dict | str | None = field(default=None, metadata={"help": "Fields of TrainingStrategy; JSON."})
-    regenerate: dict | str | None = field(
-        default=None,
-        metadata={
-            "help": "Learn from what the backbone writes after the beginnings of the data: folder, prompt_tokens, and "
-            "options of training.regeneration.regenerate (max_new_tokens, batch_size, do_sample, ...); JSON."
-        },
+    features: str | None = _setting(
+        None,
+        "Directory for the frozen backbone's states, for heads or an EAGLE head: every epoch then goes without its "
+        "forward, and a further run finds them there.",
     )
-    features: str | None = field(
-        default=None,
-        metadata={
-            "help": "Directory that the frozen backbone's states are kept in, for heads or an EAGLE head: every epoch "
-            "then goes without its forward, and a further run finds them there."
-        },
-    )
-    acceptance: dict | str | None = field(
-        default=None, metadata={"help": "Options of AcceptanceCallback, JSON; false leaves it out."}
-    )
-    early_stopping_patience: int | None = field(
-        default=None, metadata={"help": "Evaluations without a better metric_for_best_model before training ends."}
+    acceptance: dict | str | None = _setting(None, "Options of AcceptanceCallback, JSON; false leaves it out.")
+    early_stopping_patience: int | None = _setting(
+        None, "Evaluations without a better metric_for_best_model before training ends."
     )
 
     def __post_init__(self) -> None:
-        if self.drafter not in DRAFTERS:  # argparse looks at flags only
-            raise ValueError(f"drafter={self.drafter!r} is unknown; choose one of {', '.join(DRAFTERS)}")
-        for name in _SECTIONS:
-            value = getattr(self, name)
+        for name, value in {**vars(self)}.items():
+            if name not in (*_SECTIONS, "acceptance"):
+                continue
             if isinstance(value, str):
-                setattr(self, name, _json(name, value))
-        for name in _SECTIONS[:4]:
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, dict):
+                value = _from_json(name, value)
+                setattr(self, name, value)
+            if not (value is None or isinstance(value, dict) or (name == "acceptance" and isinstance(value, bool))):
                 raise ValueError(f"{name}={value!r} must be a mapping of options")
-        if self.acceptance is True:
-            self.acceptance = None
-        if not (self.acceptance in (None, False) or isinstance(self.acceptance, dict)):
-            raise ValueError(f"acceptance={self.acceptance!r} must be a mapping of options, or false")
-        if self.early_stopping_patience is not None and self.early_stopping_patience < 1:
-            raise ValueError(f"early_stopping_patience={self.early_stopping_patience} must be at least 1")
+        _check_least(self, 1, "early_stopping_patience")
+
+    def options(self, section: str) -> dict[str, Any]:
+        """Return a copy of the options of a section; empty where it is not set."""
+        value = vars(self)[section]
+        return dict(value) if isinstance(value, dict) else {}
 
     def training_strategy(self) -> TrainingStrategy:
-        """The strategy, checked.
-
-        Raises:
-            ValueError: A name that is no field, or a value of another type or out of range.
-        """
-        try:
-            hints = get_type_hints(TrainingStrategy)
-            return TrainingStrategy.from_dict(converted("strategy", self.strategy or {}, hints))
-        except TypeError as error:
-            raise ValueError(f"strategy: {error}") from None
+        """Return the strategy, checked."""
+        return TrainingStrategy(**typed_options("strategy", self.options("strategy"), TrainingStrategy))
 
 
 @dataclass
@@ -126,25 +102,26 @@ class TrainConfig(SFTConfig):
     Activation checkpointing is off by default: a frozen backbone keeps no activations.
     """
 
-    report_to: None | str | list[str] = field(default="none", metadata={"help": "Services to report to."})
-    gradient_checkpointing: bool | None = field(
-        default=None, metadata={"help": "The older name of activation_checkpointing, for backbones that learn."}
+    report_to: None | str | list[str] = _setting("none", "Services to report to.")
+    gradient_checkpointing: bool | None = _setting(
+        None, "The older name of activation_checkpointing, for backbones that learn."
     )
-    disable_tqdm: bool | None = field(default=True, metadata={"help": "tokenahead draws a bar of its own."})
+    disable_tqdm: bool | None = _setting(True, "tokenahead draws a bar of its own.")
 
     def __post_init__(self) -> None:
-        if self.deepspeed and find_spec("deepspeed") is None:
+        if self.deepspeed and find_spec("deepspeed") is None:  # transformers would keep half of its configuration
             raise ValueError(
                 f"deepspeed={self.deepspeed!r} needs the package DeepSpeed, which no extra of tokenahead brings: pip "
                 "install deepspeed, or shard with FSDP2 (examples/accelerate/fsdp2.yaml)"
             )
         if self.bf16 is None and not self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
             self.bf16 = False
-        if isinstance(self.pad_to_multiple_of, str) and not re.fullmatch(r"auto|\d+", self.pad_to_multiple_of):
-            raise ValueError(f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a whole number, or 'auto'")
-        for name in ("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"):
-            if (getattr(self, name) or 0) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        padding = str(self.pad_to_multiple_of or "auto")
+        if not (padding == "auto" or padding.isdecimal()):
+            raise ValueError(f"pad_to_multiple_of={padding!r} must be a whole number, or 'auto'")
+        _check_least(
+            self, 1, "gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"
+        )
         if self.max_steps == 0:
             raise ValueError("max_steps=0 must be at least 1, or -1 for num_train_epochs")
         if self.max_steps < 0 and self.num_train_epochs <= 0:
@@ -156,61 +133,40 @@ class TrainConfig(SFTConfig):
 
 @dataclass
 class EvaluationArguments:
-    """What `tokenahead evaluate` measures.
+    """What `tokenahead evaluate` measures; the help of every field says what it is."""
 
-    Args:
-        rows: Held-out rows whose drafts are verified along the text.
-        prompts: Held-out rows that are continued.
-        prompt_tokens: Tokens of each that are given.
-        new_tokens: Tokens to write.
-        temperatures: Of the texts that are written; 0 is greedy.
-        seconds: Time after which no further prompt is begun.
-    """
-
-    rows: int = field(default=256, metadata={"help": "Held-out rows whose drafts are verified along the text."})
-    prompts: int = field(default=8, metadata={"help": "Held-out rows that are continued."})
-    prompt_tokens: int = field(default=64, metadata={"help": "Tokens of each that are given."})
-    new_tokens: int = field(default=128, metadata={"help": "Tokens to write."})
-    temperatures: list[float] = field(
-        default_factory=lambda: [0.0, 1.0], metadata={"help": "Of the texts that are written; 0 is greedy."}
-    )
-    seconds: float | None = field(default=None, metadata={"help": "Time after which no further prompt is begun."})
+    rows: int = _setting(256, "Held-out rows whose drafts are verified along the text.")
+    prompts: int = _setting(8, "Held-out rows that are continued.")
+    prompt_tokens: int = _setting(64, "Tokens of each that are given.")
+    new_tokens: int = _setting(128, "Tokens to write.")
+    temperatures: list[float] = _setting([0.0, 1.0], "Of the texts that are written; 0 is greedy.")
+    seconds: float | None = _setting(None, "Time after which no further prompt is begun.")
 
     def __post_init__(self) -> None:
-        for name in ("rows", "prompts", "prompt_tokens", "new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        _check_least(self, 1, "rows", "prompts", "prompt_tokens", "new_tokens")
         if not self.temperatures or min(self.temperatures) < 0:
             raise ValueError(f"temperatures={self.temperatures} must be numbers of at least 0")
 
 
 @dataclass
 class AnalysisArguments:
-    """What `tokenahead analyze` looks at.
+    """What `tokenahead analyze` looks at; the help of every field says what it is."""
 
-    Args:
-        positions: Places in held-out rows.
-        depth: Tokens ahead.
-        mass: Share of the continuations that is followed at each step; 1 enumerates all.
-        max_branches: Continuations that are followed at most.
-    """
-
-    positions: int = field(default=32, metadata={"help": "Places in held-out rows."})
-    depth: int = field(default=4, metadata={"help": "Tokens ahead."})
-    mass: float = field(default=0.9, metadata={"help": "Share of the continuations that is followed; 1: all."})
-    max_branches: int | None = field(default=64, metadata={"help": "Continuations that are followed at most."})
+    positions: int = _setting(32, "Positions in held-out rows.")
+    depth: int = _setting(4, "Tokens ahead.")
+    mass: float = _setting(0.9, "Share of the continuations that is followed at each step; 1 enumerates all.")
+    max_branches: int | None = _setting(64, "Continuations that are followed at most.")
 
     def __post_init__(self) -> None:
-        for name, least in {"positions": 1, "depth": 2}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        _check_least(self, 1, "positions")
+        _check_least(self, 2, "depth")
         if not 0 < self.mass <= 1:
             raise ValueError(f"mass={self.mass} must lie in (0, 1]")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that a run was asked for.
+    """All settings of a run.
 
     Attributes:
         data: `dataset_name` and splits, as in TRL.
@@ -218,7 +174,7 @@ class Settings:
         training: Arguments of the trainer.
         model: The backbone, and adapters of PEFT.
         drafter: What is trained.
-        given: The YAML file and the flags, as they were given.
+        given: The YAML file and the flags, as the user wrote them.
         extra: Settings of this command alone.
         adapters: Directory of adapters of PEFT that are put on the backbone, for what is measured.
     """
@@ -232,30 +188,37 @@ class Settings:
     extra: Any = None
     adapters: str | None = None
 
+    @property
+    def output(self) -> Path:
+        """The directory of the run."""
+        return Path(str(self.training.output_dir))
+
 
 _KINDS = (ScriptArguments, DatasetMixtureConfig, TrainConfig, ModelConfig, DrafterArguments)
+_OF_COMMANDS = (EvaluationArguments, AnalysisArguments)
 _TYPES: dict[str, Any] = {
-    "dtype": Any,  # has a list of names of ours
-    "acceptance": Any,  # may be false
+    "acceptance": dict | str | bool | None,
+    "dtype": Any,  # `_check_model` has a list of its own
     "resume_from_checkpoint": str | bool | None,
     "accelerator_config": AcceleratorConfig | str | None,
     "debug": str | list[str],
     "fsdp": str | bool | list[str] | None,
     "trackio_static_space_id": str | bool | None,
+    "parallelism_config": type(None),  # an object of accelerate, which no file holds
 }
-"""Types of fields that say less, or more, than is meant."""
+"""Types that replace annotations of TRL that say less, or more, than a file may hold."""
 _USAGE = {
     "train": "tokenahead train [CONFIG.yaml] [--FIELD VALUE ...]",
-    "evaluate": "tokenahead evaluate MODEL DATA [--FIELD VALUE ...], or CONFIG.yaml in the place of both",
+    "evaluate": "tokenahead evaluate MODEL DATA [--FIELD VALUE ...], or CONFIG.yaml in place of both",
     "analyze": "tokenahead analyze [CONFIG.yaml] [--FIELD VALUE ...]",
 }
 
 
-class _Parser(TrlParser):
+class _Parser(HfArgumentParser):
     """Says what is wrong in one line, as the other commands do, and lists our own settings before those of others."""
 
     def format_help(self) -> str:
-        """Help with the group of this library's settings first."""
+        """Return the help with the group of this library's settings first."""
         self._action_groups.sort(key=lambda group: group.title != _GROUP)
         return super().format_help()
 
@@ -264,7 +227,7 @@ class _Parser(TrlParser):
 
 
 def read_settings(argv: Sequence[str], command: str, extra: type | None = None) -> Settings:
-    """Reads `CONFIG.yaml` and the flags behind it, which count more.
+    """Read `CONFIG.yaml` and the flags after it, which override it.
 
     Args:
         argv: Arguments of the command.
@@ -277,29 +240,25 @@ def read_settings(argv: Sequence[str], command: str, extra: type | None = None) 
         OSError: No such file.
         SystemExit: After `--help`.
     """
-    argv = list(argv)
-    kinds = [*_KINDS, *([extra] if extra else [])]
-    parser = _Parser(
-        kinds,
-        prog=f"tokenahead {command}",
-        usage=_USAGE[command],
-        allow_abbrev=False,
-    )
-    given: dict[str, Any] = {"flags": argv}
-    if argv and not argv[0].startswith("-"):
-        given["file"] = _mapping(argv[0])
-        _check_keys(argv[0], given["file"])
-        argv = ["--config", *argv]
+    flags, kinds = list(argv), [*_KINDS, *([extra] if extra else [])]
+    parser = _Parser(kinds, prog=f"tokenahead {command}", usage=_USAGE[command], allow_abbrev=False)
+    given: dict[str, Any] = {"flags": flags}
+    if flags[:1] == ["--config"]:  # as TRL has it
+        flags = flags[1:]
+    if flags and not flags[0].startswith("-"):
+        path, flags = flags[0], flags[1:]
+        given["file"] = _mapping(path)
+        parser.set_defaults(**_values(path, given["file"], kinds))
     try:
-        *parts, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
-    except (TypeError, AttributeError, KeyError) as error:  # of what a flag holds: values of a file were looked at
+        *parts, rest = parser.parse_args_into_dataclasses(
+            flags, return_remaining_strings=True, look_for_args_file=False
+        )
+    except (TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{' '.join(argv)}: a setting holds what its field cannot: {error}") from error
-    known = {f"--{entry.name}" for kind in (EvaluationArguments, AnalysisArguments) for entry in fields(kind)}
-    unknown = [word for word in rest if word.startswith("--") and (word not in known or word in argv)]
-    if unknown or (rest and not rest[0].startswith("--")):
-        raise ValueError(f"there is no setting {' '.join(unknown or rest)}; see tokenahead {command} --help")
+    if rest:
+        raise ValueError(f"there is no setting {' '.join(rest)}; see tokenahead {command} --help")
     settings = Settings(*parts[: len(_KINDS)], given=given, extra=parts[len(_KINDS)] if extra else None)
-    check_settings(settings)
+    _check_settings(settings)
     return settings
 
 
@@ -315,22 +274,83 @@ def _mapping(path: str) -> dict[str, Any]:
     return values
 
 
-def _check_keys(path: str, values: dict[str, Any]) -> None:
-    kinds = (*_KINDS, EvaluationArguments, AnalysisArguments)  # one file serves all commands
-    known = {entry.name for kind in kinds for entry in fields(kind) if entry.init} | {"env"}
-    for name in values:
+def _values(path: str, given: dict[str, Any], kinds: Sequence[type]) -> dict[str, Any]:
+    """Return the typed values of a file for one command; one file may serve all commands."""
+    every = (*_KINDS, *_OF_COMMANDS)
+    known = {entry.name for kind in every for entry in fields(kind) if entry.init} | {"env"}
+    for name in given:
         if name not in known:
             near = difflib.get_close_matches(str(name), sorted(known), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "; see --help"
             raise ValueError(f"{path}: there is no setting {name!r}{hint}")
-    if not isinstance(values.get("env", {}), dict):
-        raise ValueError(f"{path}: env={values['env']!r} must be a mapping of variables of the environment")
-    for kind in kinds:
-        check_values(path, values, kind, _TYPES)
+    environment = given.get("env", {})
+    if not isinstance(environment, dict):
+        raise ValueError(f"{path}: env={environment!r} must be a mapping of environment variables")
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    values = {kind: typed_fields(path, given, kind, _TYPES) for kind in every}
+    return {name: value for kind in kinds for name, value in values[kind].items()}
 
 
-def _json(name: str, text: str) -> Any:
+def _from_json(name: str, text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
         raise ValueError(f'{name}={text!r} must be JSON, such as \'{{"head_type": "cp"}}\'') from None
+
+
+def _check_least(arguments: object, least: int, *names: str) -> None:
+    for name, value in vars(arguments).items():
+        if name in names and value is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+
+
+def _check_settings(settings: Settings) -> None:
+    """Refuse settings that would be ignored, or that fail after the model is loaded."""
+    _check_model(settings.model, settings.drafter)
+    _check_schedule(settings.training)
+    template = settings.training.chat_template_path
+    if template and template.startswith((".", "/", "~")) and not Path(template).exists():
+        raise FileNotFoundError(f"chat_template_path={template}: no such file or directory")
+    if settings.mixture.datasets and settings.data.dataset_name:
+        raise ValueError(
+            f"dataset_name={settings.data.dataset_name} beside `datasets`: either one text or a mixture is read; leave "
+            "one of them out"
+        )
+
+
+def _check_schedule(training: SFTConfig) -> None:
+    """Refuse options that another schedule of learning rates has."""
+    options = training.lr_scheduler_kwargs
+    if not isinstance(options, dict):
+        return
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=training.learning_rate)
+    try:
+        get_scheduler(training.lr_scheduler_type, optimizer, 1, 10, options)
+    except TypeError as error:
+        raise ValueError(
+            f"lr_scheduler_kwargs={options} do not fit lr_scheduler_type={training.lr_scheduler_type}: {error}"
+        ) from None
+
+
+def _check_model(model: ModelConfig, drafter: DrafterArguments) -> None:
+    """Refuse settings of the model that this library does not follow."""
+    if model.load_in_4bit or model.load_in_8bit:
+        name = "load_in_4bit" if model.load_in_4bit else "load_in_8bit"
+        raise ValueError(f"{name}=True: backbones are not quantised here; leave it out, or set dtype: bfloat16")
+    if model.dtype not in (None, *_DTYPES):
+        raise ValueError(f"dtype={model.dtype!r} is unknown; choose one of {', '.join(_DTYPES)}")
+    hint = "leave use_peft out, and set strategy: {train: lora}"
+    if model.use_peft and drafter.drafter in ("heads", "eagle"):
+        raise ValueError(
+            f"use_peft=True with drafter={drafter.drafter!r} would put adapters on the drafter, not on its backbone; "
+            + (hint if drafter.drafter == "heads" else "leave it out: an EAGLE head learns on a frozen backbone")
+        )
+    if model.use_peft and drafter.strategy:
+        raise ValueError(
+            f"strategy={drafter.strategy} beside use_peft=True: PEFT alone says then what learns; leave strategy out, "
+            f"or {hint}"
+        )
+    defaults = {entry.name: entry.default for entry in fields(model)}
+    for name, value in vars(model).items():
+        if name.startswith("lora_") and not model.use_peft and value != defaults[name]:
+            raise ValueError(f"{name}={value!r} is of use_peft=True; set it, or the fields of strategy: instead")

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from inspect import signature
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainerState, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
+from ...configuration import EvaByteConfig, MTPHeadConfig
 from ..acceptance_callback import AcceptanceCallback
 from ..byte_text import is_byte_level
 from ..checkpoints import best_or_last, is_finished
 from ..extras import needs_extra
+from ..next_token import NAMES
+from ..running_means import RunningMeansMixin
 from ..sft import MTPSFTTrainer, PTPSFTTrainer
-from .best_metric import check_best_metric
-from .curves import draw_learning
+from .backbone_data import check_features, keep_features, with_own_text
 from .data import load_data
-from .kept_features import check_features, keep_features
-from .models import Trainee, build, is_parallel, ptp_options
-from .moved_backbone import note_backbone, with_moved_backbone
+from .figures import draw_learning
+from .models import Trainee, build, is_parallel, note_backbone, ptp_options, with_moved_backbone
 from .progress import RunProgress
-from .regenerating import with_own_text
-from .run_folder import (
+from .run_directory import (
     RunWriter,
     check_nothing_is_lost,
     check_own_folder,
@@ -36,25 +35,18 @@ from .run_folder import (
     write_metrics,
     write_run,
 )
-from .sections import converted
 from .settings import Settings, read_settings
+from .typed import typed_options
 
 with needs_extra("train", "tokenahead train"):
     from trl import get_peft_config
 
 _STATES_OF_ADAM = 2
+_OF_TIME = ("runtime", "samples_per_second", "steps_per_second")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; 0 when the training came to its end.
-
-    Args:
-        argv: `CONFIG.yaml` and flags.
-
-    Raises:
-        ValueError: Settings, data, or a run directory that cannot be used; before the first step.
-        OSError: A file or a name that is not there, or a disk that is too small.
-    """
+    """Run the command; return 0 when the training is complete."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     settings = read_settings(argv, "train")
@@ -68,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
-    """Trains what the settings ask for, and leaves model, log, figure and the facts of the run in `output_dir`.
+    """Train what the settings say, and write model, log, figure and the facts of the run to `output_dir`.
 
     Args:
         settings: Of the run.
@@ -81,7 +73,7 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
         ValueError: See `main`.
         OSError: See `main`.
     """
-    folder = Path(settings.training.output_dir)
+    folder = settings.output
     check_own_folder(folder, settings)
     set_seed(settings.training.seed)
     with nothing_left_of_a_refusal(folder):
@@ -104,10 +96,10 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
     check_space(folder, checkpoint_bytes(trainer), _kept(settings, trainer))
     pushes = settings.training.push_to_hub
     if pushes:  # what no card may show is said before the first step
-        trainer.create_model_card(dataset_name=asked.data.dataset_name)
+        trainer.create_model_card(dataset=asked.data.dataset_name)
     try:
         if is_finished(resumed, settings.training.max_steps):
-            _take_over(trainer, resumed)
+            _take_over(trainer, str(resumed))
             if trainer.is_world_process_zero():
                 write_run(folder, asked, facts)
         else:
@@ -125,18 +117,14 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
 
 
 def _check_before_text(settings: Settings, trainee: Trainee) -> None:
-    """Refuses what needs no data to be seen, before the backbone writes any."""
+    """Refuse settings that need no data to be checked, before the backbone writes any."""
     settings.drafter.training_strategy()
     check_features(settings, trainee.model)
     _callbacks(settings, trainee, settings.training.eval_strategy != "no")
 
 
 def _take_over(trainer: Trainer, checkpoint: str) -> None:
-    """Puts a trainer where its training ended: the machine may have failed between that and the saving of the model.
-
-    Raises:
-        ValueError: Shards, which are gathered while a model is trained.
-    """
+    """Restore the end of a training: the machine may have failed between it and the saving of the model."""
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise ValueError(f"resume_from_checkpoint={checkpoint}: all steps of max_steps are made, raise max_steps")
     trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
@@ -145,7 +133,7 @@ def _take_over(trainer: Trainer, checkpoint: str) -> None:
 
 @contextmanager
 def _no_push(settings: Settings) -> Iterator[None]:
-    """Has `save_model` save alone: the push comes once, with the log and its figure."""
+    """Let `save_model` save alone: the push comes once, with the log and its figure."""
     training = settings.training
     asked, training.push_to_hub = training.push_to_hub, False
     try:
@@ -155,16 +143,7 @@ def _no_push(settings: Settings) -> Iterator[None]:
 
 
 def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
-    """The trainer of a run, with its data and callbacks.
-
-    Args:
-        settings: Of the run.
-        trainee: What is trained.
-        callbacks: Further callbacks.
-
-    Raises:
-        ValueError: Data or settings that this model cannot be trained with.
-    """
+    """Return the trainer of a run, with its data and callbacks."""
     training = settings.training
     with_evaluation = training.eval_strategy != "no"
     vocab_size = trainee.backbone.config.get_text_config().vocab_size
@@ -185,12 +164,12 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
 
 
 def _callbacks(settings: Settings, trainee: Trainee, with_evaluation: bool) -> list[TrainerCallback]:
-    unit = "byte" if is_byte_level(trainee.tokenizer) else "token"
-    chosen: list[TrainerCallback] = [RunProgress(unit)]
+    chosen: list[TrainerCallback] = [RunProgress("byte" if is_byte_level(trainee.tokenizer) else "token")]
     drafter = settings.drafter
-    measures = _acceptance(drafter.acceptance or {})  # a misspelt option is said also where nothing is evaluated
+    # a misspelt option is refused also where nothing is evaluated
+    options = typed_options("acceptance", drafter.options("acceptance"), AcceptanceCallback)
     if with_evaluation and drafter.acceptance is not False:
-        chosen.append(measures)
+        chosen.append(AcceptanceCallback(**options))
     if drafter.early_stopping_patience is not None:
         if not (with_evaluation and settings.training.metric_for_best_model):
             raise ValueError("early_stopping_patience needs eval_strategy and metric_for_best_model")
@@ -198,37 +177,25 @@ def _callbacks(settings: Settings, trainee: Trainee, with_evaluation: bool) -> l
     return chosen
 
 
-def _acceptance(given: dict[str, Any]) -> AcceptanceCallback:
-    options = list(signature(AcceptanceCallback).parameters)
-    if unknown := sorted(map(str, {*given} - {*options})):
-        raise ValueError(f"acceptance has no option {unknown[0]!r}; it has {', '.join(options)}")
-    return AcceptanceCallback(**converted("acceptance", given, get_type_hints(AcceptanceCallback.__init__)))
-
-
 def facts_of(trainee: Trainee, settings: Settings) -> dict[str, Any]:
-    """What a run that is resumed must agree with.
-
-    Args:
-        trainee: What is trained.
-        settings: Of the run.
-    """
+    """Return what a run that is resumed must agree with."""
     model = trainee.model
-    head = getattr(model.config, "mtp_head", model.config)
-    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    config = model.config
+    head = config.mtp_head if isinstance(config, EvaByteConfig) else config
     return {
         "class": type(model).__name__,
         "backbone": type(trainee.backbone).__name__,
         "model_name_or_path": settings.model.model_name_or_path,
         "adapters": settings.adapters,
-        "head_type": getattr(head, "head_type", None),
+        "head_type": head.head_type if isinstance(head, MTPHeadConfig) else None,
         "window": getattr(model, "window", None),
-        "trained_parameters": sum(torch.Size(shape).numel() for shape in shapes.values()),
+        "trained_parameters": sum(each.numel() for each in model.parameters() if each.requires_grad),
         "parameters": model.num_parameters(),
     }
 
 
 def checkpoint_bytes(trainer: Trainer) -> int:
-    """Bytes of one checkpoint, about: the saved tensors, and two numbers of Adam's for every one that learns."""
+    """Return about how many bytes a checkpoint has: the saved tensors, and two numbers of Adam per trained one."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     sizes = [(p.numel(), p.element_size(), p.requires_grad) for p in model.parameters()]
     saved = sum(count * size for count, size, _ in sizes)
@@ -237,8 +204,22 @@ def checkpoint_bytes(trainer: Trainer) -> int:
 
 
 def _kept(settings: Settings, trainer: Trainer) -> int:
-    """Checkpoints that lie on the disk at a time, with the one that is being written, and the model at the end."""
+    """Return how many checkpoints lie on the disk at a time, with the one being written and the final model."""
     if settings.training.save_strategy == "no":
         return 1
     limit = settings.training.save_total_limit
     return 2 if limit is None else limit + 2
+
+
+def check_best_metric(trainer: Trainer) -> None:
+    """Refuse a `metric_for_best_model` that no evaluation has; `Trainer` refuses it after the first one."""
+    asked = trainer.args.metric_for_best_model
+    if asked is None or trainer.args.eval_strategy == "no":
+        return
+    known = ["loss", *(trainer._mean_names() if isinstance(trainer, RunningMeansMixin) else ())]
+    if isinstance(trainer, MTPSFTTrainer) and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        known += NAMES
+    for callback in trainer.callback_handler.callbacks:
+        known += callback.metric_names(trainer) if hasattr(callback, "metric_names") else ()
+    if asked.removeprefix("eval_") not in (*known, *_OF_TIME):
+        raise ValueError(f"metric_for_best_model={asked!r} is in no evaluation of this run; choose {', '.join(known)}")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from ...modeling.heads.losses import IGNORE
-from ...modeling.ptp.features import place_between
-from ...modeling.ptp.masks import token_positions
+from ...modeling.ptp.inputs import token_positions
 from ...modeling.sampling import interval
+from ...modeling.uniforms import place_between
 from .columns import at_columns
 from .losses import target_probs
 from .scores import Scores

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ...modeling.ptp.features import beta_shares
+from ...modeling.uniforms import beta_shares
 
 _GOLDEN = 0.6180339887498949
 _SILVER = 0.7548776662466927  # the plastic number's inverse: a second sequence, independent of the first

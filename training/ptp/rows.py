@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...modeling.ptp.features import place
-from ...modeling.ptp.masks import packed_mask, packed_positions, stepwise_mask, token_mask
+from ...modeling.ptp.inputs import packed_mask, packed_positions, stepwise_mask, token_mask
+from ...modeling.uniforms import place
 from .columns import at_columns
 from .completions import Sequences
 from .scores import Scores

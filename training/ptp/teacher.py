@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from ...configuration.ptp import PTPConfig
-from ...modeling.ptp.masks import additive_mask, packed_mask, packed_positions, token_mask
+from ...modeling.ptp.inputs import additive_mask, packed_mask, packed_positions, token_mask
 from ...modeling.sampling import pick
 from .columns import at_columns
 from .completions import Completions, Sequences, before_eos, completion_tokens, draw_starts, token_intervals

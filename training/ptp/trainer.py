@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 
 from ...configuration.ptp import SAMPLING
 from ...modeling import PTPForCausalLM, PTPStudent
+from ...modeling.wrapped_models import checkpoints_activations
 from .mask_slots import MaskReader
 from .options import PTPOptions
 from .refusals import check_noise
@@ -106,7 +107,7 @@ class PTPTrainer(UpdateTrainer):
     def _learns_in_one_pass(self) -> bool:
         """Whether tokens and slots share a forward: where the backbone learns, or activations are not kept."""
         owner = self._owner
-        return owner.trains_backbone or owner.is_activation_checkpointing or self.options.base_weight > 0
+        return owner.trains_backbone or checkpoints_activations(owner) or self.options.base_weight > 0
 
     def _task(self, model: nn.Module, inputs: Inputs, is_training: bool) -> Task:
         """What the slots are to learn in this batch."""

@@ -261,7 +261,7 @@ def test_unknown_families_are_refused_by_name():
 def test_variants_of_files_are_found(saved):
     (saved / "model.safetensors").rename(saved / "model.fp16.safetensors")
     assert DeepSeekMTP.from_pretrained(saved, variant="fp16").num_modules == 2
-    with pytest.raises(ValueError, match="model.bf16.safetensors.*model.safetensors.index.bf16.json"):
+    with pytest.raises(ValueError, match="model.bf16.safetensors"):
         DeepSeekMTP.from_pretrained(saved, variant="bf16")
 
 

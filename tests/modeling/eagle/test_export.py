@@ -127,7 +127,7 @@ def test_new_heads_for_backbones_whose_layers_differ():
         **sizes, **per_layer, intermediate_size=48, global_head_dim=16, num_kv_shared_layers=0,
         layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
-    with pytest.raises(ValueError, match="layers.*2"):
+    with pytest.raises(ValueError, match="altup_num_inputs=2"):
         EagleHead.from_backbone(AutoModelForCausalLM.from_config(gemma3n))
     backbone, prompt = AutoModelForCausalLM.from_config(gemma4).eval(), torch.tensor([[5, 6, 7]])
     want = backbone.generate(prompt, max_new_tokens=6, do_sample=False, use_mtp=False)

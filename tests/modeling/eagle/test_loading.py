@@ -127,24 +127,24 @@ def test_further_layers_of_sglang_have_their_own_names(tmp_path):
 
 VOCABULARY = torch.zeros(96, dtype=torch.bool)
 REFUSED = [
-    ({}, {"midlayer.bottleneck.weight": torch.zeros(2)}, r"1 tensors are not known.*layers\.0\.bottleneck\.weight"),
+    ({}, {"midlayer.bottleneck.weight": torch.zeros(2)}, r"layers\.0\.bottleneck\.weight"),
     ({}, {"norm.weight": None}, r"lacks 1 tensors of EagleHead: norm\.weight"),
     ({}, {"d2t": None, "t2d": None}, "lacks 1 tensors of EagleHead: d2t"),
     ({}, {"lm_head.weight": torch.zeros(50, 32)}, "shapes"),
     ({"hidden_size": 64}, {}, "columns|shapes"),
     ({"fc_norm": True}, {}, r"lacks 3 tensors of EagleHead: fc_norm\.0\.weight"),
-    ({"draft_vocab_size": 47}, {}, r"d2t has shape \(48,\), but draft_vocab_size=47"),
+    ({"draft_vocab_size": 47}, {}, r"d2t .*\(48,\).*draft_vocab_size=47"),
     ({}, {"d2t": torch.full((48,), 60)}, r"d2t maps draft ids to 60\.\.107, outside the vocabulary 0\.\.95"),
     ({}, {"d2t": torch.full((48,), -1)}, "outside the vocabulary"),
     ({}, {"d2t": -torch.arange(48)}, "one to one"),
     ({}, {"d2t": torch.arange(48.0)}, r"d2t has dtype torch\.float32"),
-    ({"hidden_size": None}, {}, "config.json says no hidden_size"),
+    ({"hidden_size": None}, {}, "hidden_size"),
     ({}, {"t2d": VOCABULARY}, "t2d and d2t do not name the same tokens"),
-    ({AUX: [2, 4]}, {}, r"fc\.weight reads 96 columns, which are not 2 hidden states of 32: aux_layers=\[2, 4\]"),
+    ({AUX: [2, 4]}, {}, r"fc\.weight .*96.*aux_layers=\[2, 4\]"),
     ({AUX: [2, 4, 5], "eagle_config": {AUX: [2, 3, 4]}}, {}, r"means \[2, 3, 4\] in eagle_config; pass aux_layers="),
     ({"target_hidden_size": 48}, {}, "columns"),
     ({"speculators_model_type": "eagle"}, {}, "speculators_model_type='eagle' is not supported"),
-    ({}, {"midlayer.hidden_norm.weight": None}, "holds no EAGLE head"),
+    ({}, {"midlayer.hidden_norm.weight": None}, "EAGLE head"),
 ]
 
 
@@ -158,7 +158,7 @@ def test_bad_folders_are_refused_by_name(config, tensors, message, tmp_path):
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [
-        (torch.full((48,), 60), "2.*60.*107.*maps"),
+        (torch.full((48,), 60), "d2t .*60.*107"),
         (-torch.arange(48), "one to one"),
     ],
     ids=["out of range", "twice"],
@@ -204,7 +204,7 @@ def test_pickles_with_code_and_damaged_files_are_refused(tmp_path):
 
 def test_another_familys_folder_is_refused(tmp_path):
     tiny_backbone().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="holds no EAGLE head"):
+    with pytest.raises(ValueError, match="EAGLE head"):
         EagleHead.from_pretrained(tmp_path)
 
 

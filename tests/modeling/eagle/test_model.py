@@ -190,7 +190,7 @@ def test_a_copy_of_the_embeddings_is_used_and_frozen():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 65}, "vocab_size.*64.*LlamaForCausalLM.*65"),
+        ({"vocab_size": 65}, "vocab_size=65.*LlamaForCausalLM.*64"),
         ({"hidden_size": 64}, "hidden_size.*32"),
         ({"num_hidden_layers": 4}, "aux_layers=.*2.*4.*5.*4"),
     ],
@@ -260,7 +260,7 @@ def test_a_head_of_another_kind_of_backbone_warns_and_drafts(layout, said, tmp_p
     head = EagleHead.from_pretrained(tmp_path).attach(other)
     assert said == [
         "This EAGLE head was made for a backbone of model_type 'llama', and is attached to a MistralForCausalLM of "
-        "model_type 'mistral': texts stay exact, but few of its drafts may be accepted."
+        "model_type 'mistral': output remains exact, but few drafts may be accepted."
     ]
     plain = other.generate(IDS, max_new_tokens=8, do_sample=False)
     assert torch.equal(other.generate(IDS, max_new_tokens=8, do_sample=False, assistant_model=head), plain)

@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from tokenahead.training.card import TrainerCardMixin
 from tokenahead.training.commands import train as commands
 from tokenahead.training.commands.settings import read_settings
+from tokenahead.training.pushing import TrainerPushMixin
 
 
 class Killer(TrainerCallback):
@@ -35,7 +35,7 @@ class Killer(TrainerCallback):
 def leave_out_pictures_and_cards(replace: Any) -> None:
     """They are half of the time of a run so short, and nothing of a run that goes on."""
     replace(commands, "draw_learning", lambda *given: None)
-    replace(TrainerCardMixin, "create_model_card", lambda self, *args, **given: None)
+    replace(TrainerPushMixin, "create_model_card", lambda self, *args, **given: None)
 
 
 def main() -> None:

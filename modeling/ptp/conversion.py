@@ -1,4 +1,4 @@
-"""Directories of the public PTP code, as this library's configuration and tensor names. Knows no network."""
+"""Conversion of checkpoints of the public PTP code: configuration and tensor names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PREFIXES = re.compile(r"^(module\.|base_model\.model\.|student\.|backbone\.)+")
 
 
 def read_official(folder: str | PathLike) -> tuple[PTPConfig, dict[str, torch.Tensor]]:
-    """Configuration and tensors, in this library's names.
+    """Return the configuration and the tensors, in this library's names.
 
     Raises:
         ValueError: An embedding of uniforms that this library does not have, or a pickle of more than tensors.
@@ -57,7 +57,7 @@ def _config(folder: Path, values: dict[str, Any]) -> PTPConfig:
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a directory; pickles are read with `weights_only=True`."""
+    """Return all tensors of a directory; pickles are read with `weights_only=True`."""
     for file in sorted(folder.glob("*.safetensors")):
         return load_file(file)
     if (folder / "weights.npz").is_file():

@@ -1,11 +1,11 @@
-"""The geometry of one EVA forward: which keys each new token sees. Knows neither weights nor buffers.
+"""The geometry of one EVA forward: which keys each new token sees. Uses neither weights nor buffers.
 
 A cache row holds `summaries` chunk summaries followed by raw keys, the first of which starts a window. The new tokens
-stand at raw slots `offset .. offset + length - 1`. A query at slot t sees (spec: EVA attention)
+have the raw slots `offset .. offset + length - 1`. A query at slot t sees (spec: EVA attention)
 
 - raw slot s where s // W == t // W and s <= t,
 - every summary of an earlier window: those in the cache, and those of raw windows before its own, which the layer
-  computes on the fly ("provisional": they may contain speculative tokens and are not kept).
+  computes on the fly ("provisional": they may contain speculative tokens and are not stored).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..indices import cached_arange, cached_range
 
 @dataclass
 class EvaBlock:
-    """What one forward of `length` new tokens per row means to every layer.
+    """Geometry of one forward of `length` new tokens per row, for every layer.
 
     Attributes:
         length: New tokens per row, M.
@@ -31,7 +31,7 @@ class EvaBlock:
         summaries: Chunk summaries in the cache before the raw tokens, per row.
         fold: Whole windows that each row's cache must summarise before the block is written.
         settle: Whole windows that each row's cache must summarise after the block was attended to.
-        on_device: `offsets` and `summaries` as [R] int64 on the device; asked for only where rows differ.
+        on_device: `offsets` and `summaries` as [R] int64 on the device; computed only where rows differ.
         mask: Additive mask for the attention function, or None where plain causal attention is right.
     """
 
@@ -48,22 +48,22 @@ class EvaBlock:
 
     @cached_property
     def is_fresh(self) -> bool:
-        """Whether no row has a past, so that the block attends to nothing but itself."""
+        """Return whether no row has a past, so that the block attends to nothing but itself."""
         return not any(self.offsets) and not any(self.summaries)
 
     @property
     def is_long(self) -> bool:
-        """Whether attention runs window by window rather than over one dense mask."""
+        """Return whether attention runs window by window rather than over one dense mask."""
         return self.length > self.window
 
     @cached_property
     def is_uniform(self) -> bool:
-        """Whether all rows have the same geometry, so that slices do for gathers."""
+        """Return whether all rows have the same geometry, so that slices do for gathers."""
         return len(set(self.offsets)) == 1 and len(set(self.summaries)) == 1
 
     @cached_property
     def provisional(self) -> int:
-        """Raw windows that some row of the block leaves behind."""
+        """Number of raw windows before the last one of the longest row."""
         return (max(self.offsets) + self.length - 1) // self.window
 
     @cached_property
@@ -76,7 +76,7 @@ class EvaBlock:
         return self.on_device()
 
     def count_from(self, summaries: int, offsets: int, length: int) -> torch.Tensor:
-        """s, s + 1, ... per row, where s adds up so many times its summaries and its offset.
+        """Return s, s + 1, ... per row, with s = `summaries` * (summaries of the row) + `offsets` * (its raw tokens).
 
         Args:
             summaries: Factor of the row's summaries.
@@ -99,11 +99,11 @@ class EvaBlock:
         return self.count_from(1, 1, self.length)
 
     def positions(self) -> torch.Tensor:
-        """True positions of the new tokens, [R, M] or [1, M]."""
+        """Return the true positions of the new tokens, [R, M] or [1, M]."""
         return self.count_from(self.chunk, 1, self.length)
 
     def place(self, states: torch.Tensor, total: int) -> torch.Tensor:
-        """Puts per-token states [R, H, M, d] at their raw slots: [R, H, total, d], zero elsewhere."""
+        """Put per-token states [R, H, M, d] at their raw slots: [R, H, total, d], zero elsewhere."""
         placed = states.new_zeros(*states.shape[:2], total, states.shape[3])
         if self.is_uniform:
             placed[:, :, self.offsets[0] : self.offsets[0] + self.length] = states
@@ -111,14 +111,14 @@ class EvaBlock:
         return placed.scatter(2, self._slots()[:, None, :, None].expand_as(states), states)
 
     def take(self, placed: torch.Tensor) -> torch.Tensor:
-        """The inverse of `place`, for outputs [R, total, ...]: [R, M, ...]."""
+        """Return the inverse of `place`, for outputs [R, total, ...]: [R, M, ...]."""
         if self.is_uniform:
             return placed[:, self.offsets[0] : self.offsets[0] + self.length]
         slots = self._slots()[:, :, None, None].expand(-1, -1, *placed.shape[2:])
         return placed.gather(1, slots)
 
     def with_mask(self, dtype: torch.dtype, explicit: bool) -> EvaBlock:
-        """Builds the mask; `explicit` asks for one even where `is_causal` would do (eager attention)."""
+        """Build the mask; `explicit` requires one even where `is_causal` would do (eager attention)."""
         if self.is_long:
             self.mask = _additive(self._visible_by_window(), dtype)
         elif (explicit or not self.is_fresh) and (self.length > 1 or not self.is_uniform or self.provisional):
@@ -129,7 +129,7 @@ class EvaBlock:
         return self.count_from(0, 1, self.length)
 
     def _visible(self) -> torch.Tensor:
-        """[R or 1, M, used + provisional summaries], True where a query may look."""
+        """Return visibility [R or 1, M, used + provisional summaries]."""
         query = self._slots()[:, :, None]
         key = self.count_from(-1, 0, self.used)[:, None, :]
         if not self.provisional:
@@ -140,7 +140,7 @@ class EvaBlock:
         return torch.cat([(key < 0) | same_window, earlier], dim=-1)
 
     def _visible_by_window(self) -> torch.Tensor:
-        """[R * windows, 1, W, cached + new summaries + W], the window-by-window form of the same rule."""
+        """Return visibility window by window, [R * windows, 1, W, cached + new summaries + W]."""
         per_window = self.window // self.chunk
         windows = torch.arange(self.provisional + 1, device=self.device)
         past = self.count_from(-1, 0, max(self.summaries)) < 0
@@ -153,4 +153,53 @@ class EvaBlock:
 
 
 def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return visible.to(dtype).log_()  # 0 where it may look, -inf elsewhere
+    return visible.to(dtype).log_()  # 0 where visible, -inf elsewhere
+
+
+@dataclass
+class Rows:
+    """A map between the columns of a batch [B, L] and the cells of rows [R, M].
+
+    Attributes:
+        source: [R, M] int64, flat index into B * L of each cell; unused cells point at any column.
+        target: [B, L] int64, flat index into R * M of each column; padding points at any cell.
+        counts: [R] int64, real tokens per row.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+    counts: torch.Tensor
+
+    @classmethod
+    def from_mask(cls, mask: torch.Tensor) -> Rows:
+        """Return one row per sequence of `mask` [B, L] (True: a real token; padding may be anywhere)."""
+        batch, length = mask.shape
+        order = (~mask).long().argsort(dim=1, stable=True)
+        first = torch.arange(batch, device=mask.device)[:, None] * length
+        return cls(source=order + first, target=order.argsort(dim=1) + first, counts=mask.sum(1))
+
+    @classmethod
+    def from_documents(cls, mask: torch.Tensor, position_ids: torch.Tensor) -> Rows:
+        """Return one row per packed document, which starts with a sequence or where `position_ids` [B, L] is 0."""
+        batch, length = mask.shape
+        starts = mask & ((position_ids.expand(batch, length) == 0) | (mask.cumsum(1) == 1))
+        real = mask.flatten().nonzero()[:, 0]
+        if len(real) == 0:
+            return cls.from_mask(mask)
+        document = starts.flatten()[real].cumsum(0) - 1
+        first = starts.flatten()[real].nonzero()[:, 0]
+        column = torch.arange(len(real), device=mask.device) - first[document]
+        counts = torch.bincount(document)
+        source = real.new_zeros(len(counts), int(counts.max()))
+        source[document, column] = real
+        target = real.new_zeros(batch * length)
+        target[real] = document * source.shape[1] + column
+        return cls(source=source, target=target.view(batch, length), counts=counts)
+
+    def gather(self, batch: torch.Tensor) -> torch.Tensor:
+        """Map [B, L, ...] to [R, M, ...]."""
+        return batch.flatten(0, 1)[self.source]
+
+    def restore(self, rows: torch.Tensor) -> torch.Tensor:
+        """Map [R, M, ...] to [B, L, ...]; padding columns hold arbitrary finite values."""
+        return rows.flatten(0, 1)[self.target]

@@ -1,0 +1,57 @@
+"""Fields of configurations: reading those that only some models have, positions, unknown options. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from inspect import get_annotations
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+
+def field(config: PreTrainedConfig | None, name: str, default: Any = None) -> Any:
+    """Return a field of a configuration that not every model has; `default` where it is missing."""
+    return getattr(config, name, default)
+
+
+def check_options(
+    given: Iterable[str], config_class: type[PreTrainedConfig], owner: str, without: Iterable[str] = ()
+) -> None:
+    """Refuse unknown options: a configuration would store a misspelt one without any effect.
+
+    Args:
+        given: Names of the options.
+        config_class: The class whose own fields are the options.
+        owner: Name of the method that takes them, for the message.
+        without: Fields that the method sets itself.
+
+    Raises:
+        TypeError: An unknown option.
+    """
+    known = [name for name in get_annotations(config_class) if name not in set(without)]
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{owner} has no option {name!r}; it takes {', '.join(known)}")
+
+
+def learned_positions(config: PreTrainedConfig | None) -> int | None:
+    """Return the size of a backbone's position table; None where positions are computed, without a limit."""
+    if field(config, "rope_parameters") is not None:
+        return None
+    return field(config, "max_position_embeddings")
+
+
+def rotary_border(config: PreTrainedConfig | None) -> tuple[str, int] | None:
+    """Return the rope type of a backbone whose frequencies depend on the sequence length, and up to which length not.
+
+    Two of transformers' types take them from the longest position of a forward: `"dynamic"` and `"longrope"` (Phi-3).
+    None: positions have the same frequencies in every sequence.
+    """
+    rope = field(config, "rope_parameters") or {}
+    layers = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    kinds = [part for part in layers if part.get("rope_type") in ("dynamic", "longrope")]
+    if not kinds:
+        return None
+    length = field(config, "max_position_embeddings") or 0
+    borders = [part.get("original_max_position_embeddings") or length for part in kinds]
+    return kinds[0]["rope_type"], min(borders)

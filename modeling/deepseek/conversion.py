@@ -1,0 +1,317 @@
+"""Building and loading a main model with its modules from one ordinary checkpoint.
+
+A checkpoint holds module k as layer L + k of the main model. So the main model's own class, extended by these layers
+and the few parts that a plain layer lacks, loads everything at once, with all that transformers knows about fused
+experts, quantised weights, shards, dtypes and devices. Afterwards the extra layers are taken out again (`split`).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from contextlib import suppress
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+)
+
+from ...configuration.fields import field
+from ...configuration.mtp_families import MiMoConfig, MTPFamily, count_modules, family_of, num_layers, set_modules
+from ..decoder_layers import layer_kind
+from ..loading import StrictLoadingMixin
+from ..tensor_files import weight_files
+from .checkpoint_files import dequantized_tensors
+from .modules import MTPModule, MTPModules
+
+PER_LAYER = ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers")
+"""Fields of configurations that hold one entry for each layer."""
+
+
+class MiMoForCausalLM(Qwen2ForCausalLM):
+    """The main model of MiMo-7B: Qwen2's network under the name that its checkpoints, vLLM and SGLang use.
+
+    Args:
+        config: The model's configuration.
+    """
+
+    config: MiMoConfig
+    config_class = MiMoConfig
+    _keys_to_ignore_on_load_unexpected = [r"^model\.mtp_layers\."]
+
+
+_OWN_CLASSES = {MiMoConfig.model_type: MiMoForCausalLM}  # bundled code registers nothing with the Auto classes
+
+
+class StackBody(nn.Module):
+    """Several layers of the model in sequence (Nemotron-H: attention, then experts).
+
+    Args:
+        layers: The layers.
+    """
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(layers)
+
+    def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Map [B, R, H] to [B, R, H]; the options are keyword arguments of a layer."""
+        for layer in self.parts:
+            hidden_states = layer(hidden_states, **options)
+        return hidden_states
+
+
+class LatentBody(nn.Module):
+    """One latent attention and one dense MLP with their norms; LongCat's own layers hold two of each.
+
+    Args:
+        layer: A layer of the model; the parts are new objects of its classes.
+        config: The model's configuration.
+    """
+
+    def __init__(self, layer: Any, config: PreTrainedConfig) -> None:
+        super().__init__()
+        norm, size, eps = type(layer.input_layernorm[0]), config.hidden_size, config.rms_norm_eps
+        self.self_attn: nn.Module = type(layer.self_attn[0])(config=config, layer_idx=0)
+        self.mlp: nn.Module = type(layer.mlps[0])(config)
+        self.input_layernorm: nn.Module = norm(size, eps=eps)
+        self.post_attention_layernorm: nn.Module = norm(size, eps=eps)
+
+    def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Map [B, R, H] to [B, R, H]; the options are keyword arguments of a decoder layer."""
+        attended, *_ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **options)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+def new_body(layers: nn.ModuleList, config: PreTrainedConfig) -> nn.Module:
+    """Return a module's body with new weights, made of the classes of the model's layers.
+
+    Args:
+        layers: The model's layers.
+        config: Its configuration; `family_of(config).body` is not `"layer"`.
+    """
+    if family_of(config).body == "latent":
+        return LatentBody(layers[-1], config)
+    own = copy.deepcopy(config)
+    own.layers_block_type = config.mtp_layers_block_type
+    make: Any = type(layers[-1])
+    parts = [make(own, layer_idx=index) for index in range(len(own.layers_block_type))]
+    for module in (module for part in parts for module in part.modules()):
+        if vars(module).get("config") is own:
+            vars(module)["config"] = config  # which holds the attention implementation, now and when it is changed
+    return StackBody(parts)
+
+
+def main_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return transformers' class for a configuration, or ours for a family that transformers does not know."""
+    return _OWN_CLASSES.get(config.model_type) or cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the nested configuration of the language model where transformers' text class takes no other."""
+    nested = config.sub_configs.get("text_config")
+    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    is_text_only = type(config) in mapping and mapping[type(config)].config_class is nested
+    return config.get_text_config() if nested is not None and is_text_only else config
+
+
+def module_kinds(config: PreTrainedConfig, name: str, count: int) -> list[str]:
+    """Return the values of the per-layer field `name` of a configuration for `count` modules."""
+    of_family = dict(family_of(config).block)
+    own = field(config, f"mtp_{name}") or [of_family[name] if name in of_family else field(config, name)[-1]]
+    return [*own, *own[-1:] * count][:count]
+
+
+def extended_config(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
+    """Return a copy of the configuration with `count` more layers of the modules' kind."""
+    config = copy.deepcopy(config)
+    if family_of(config).body != "layer":
+        return config
+    for name in PER_LAYER:
+        if values := field(config, name):
+            setattr(config, name, [*values, *module_kinds(config, name, count)])
+    config.num_hidden_layers += count
+    return config
+
+
+def extended_class(config: PreTrainedConfig, count: int, ignored: list[str]) -> type[PreTrainedModel]:
+    """Return a subclass of the main model's class whose last `count` layers also have the parts of a module.
+
+    Args:
+        config: The main model's configuration, not extended.
+        count: Number of modules; 0 for the main model alone.
+        ignored: Patterns of further tensors that a checkpoint may hold.
+    """
+    original: Any = main_class(config)
+    family = family_of(config)
+
+    class Extended(StrictLoadingMixin, original):
+        _keys_to_ignore_on_load_unexpected = ignored
+
+        def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            layers = decoder_layers(self)
+            if family.body != "layer":
+                layers.extend([new_body(layers, config) for _ in range(count)])
+            for layer in layers[len(layers) - count :]:
+                _attach_parts(layer, final_norm(self), config.hidden_size, family.norm_before_head)
+            if count:
+                self.init_weights()  # initialises the added parts only
+
+    # transformers looks up conversions by class and module name
+    Extended.__name__, Extended.__module__ = original.__name__, original.__module__
+    Extended.__qualname__ = original.__qualname__
+    return Extended
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the decoder layers of a main model."""
+    return cast(nn.ModuleList, model.get_decoder().get_submodule("layers"))
+
+
+def rotary_embedding(model: PreTrainedModel) -> nn.Module | None:
+    """Return the rotary embedding of a main model; None where it has none."""
+    return dict(model.get_decoder().named_children()).get("rotary_emb")
+
+
+def final_norm(model: PreTrainedModel) -> nn.Module:
+    """Return the norm after the main model's last layer."""
+    parts = dict(model.get_decoder().named_children())
+    return parts["norm"] if "norm" in parts else parts["norm_f"]
+
+
+def _attach_parts(layer: nn.Module, norm: nn.Module, hidden_size: int, norm_before_head: bool) -> None:
+    """Give a decoder layer the parts of a module, under DeepSeek-V3's names."""
+    layer.enorm, layer.hnorm = _fresh(norm), _fresh(norm)
+    layer.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+    if norm_before_head:
+        layer.shared_head = nn.ModuleDict({"norm": _fresh(norm)})
+
+
+def _fresh(norm: nn.Module) -> nn.Module:
+    """Return a copy of a norm that `init_weights` will initialise."""
+    norm = copy.deepcopy(norm)
+    for owner in (norm, *norm.parameters()):
+        vars(owner).pop("_is_hf_initialized", None)
+    return norm
+
+
+def split(model: PreTrainedModel, count: int) -> tuple[PreTrainedModel, MTPModules]:
+    """Take the last `count` layers out of an extended model, which becomes a plain one of transformers' class.
+
+    Returns:
+        The main model, and the modules.
+    """
+    config, layers, plain_class = model.config, decoder_layers(model), main_class(model.config)
+    family, size = family_of(config), len(layers) - count
+    modules = [_module_of(layer, family) for layer in layers[size:]]
+    kinds = [layer_kind(config, size + k) if family.body == "layer" else "full_attention" for k in range(count)]
+    del layers[size:]
+    if family.body == "layer":
+        for name in PER_LAYER:
+            if values := field(config, name):
+                setattr(config, name, values[:size])
+        config.num_hidden_layers = size
+    set_modules(config, count)
+    model.__class__ = plain_class
+    vars(model).pop("_weight_conversions", None)  # of this file, perhaps quantised; saving uses those of the class
+    model._keys_to_ignore_on_load_unexpected = set(type(model)._keys_to_ignore_on_load_unexpected or [])
+    return model, MTPModules(modules, config, rotary_embedding(model), kinds)
+
+
+def _module_of(layer: nn.Module, family: MTPFamily) -> MTPModule:
+    parts: dict[str, Any] = {name: layer.get_submodule(name) for name in ("enorm", "hnorm", "eh_proj")}
+    norm = layer.get_submodule("shared_head.norm") if family.norm_before_head else nn.Identity()
+    for name in (*parts, "shared_head") if family.norm_before_head else parts:
+        delattr(layer, name)
+    return MTPModule(**parts, block=layer, norm=norm, embedding_first=family.embedding_first)
+
+
+def build(config: PreTrainedConfig) -> tuple[PreTrainedModel, MTPModules]:
+    """Return a main model and modules with new weights."""
+    count = count_modules(config)
+    model = extended_class(config, count, [])(extended_config(config, count))
+    return split(model, count)
+
+
+def load(
+    name: Any, config: PreTrainedConfig, inference_only: bool, **options: Any
+) -> tuple[PreTrainedModel, MTPModules, dict[str, Any]]:
+    """Return a main model and its modules from a checkpoint.
+
+    Args:
+        name: Directory or Hub repository, or None with `state_dict` among the options.
+        config: Its configuration.
+        inference_only: Leave the modules out.
+        options: As for `PreTrainedModel.from_pretrained`.
+
+    Returns:
+        The main model, the modules (none with `inference_only`), and transformers' loading report.
+
+    Raises:
+        ValueError: Missing tensors, wrong shapes, a damaged file.
+    """
+    family, layers, stored = family_of(config), num_layers(config), count_modules(config)
+    count = 0 if inference_only else stored
+    patterns = _ignored(config, stored, inference_only)
+    model, report = cast(Any, extended_class(config, count, patterns)).from_pretrained(
+        name,
+        config=extended_config(config, count),
+        key_mapping=family.renames(layers, count) or None,
+        output_loading_info=True,
+        **options,
+    )
+    _align(model)
+    return *split(model, count), report
+
+
+def _align(model: PreTrainedModel, bytes_: int = 64, largest: int = 2**18) -> None:
+    """Copy small unaligned weights of a mapped file: kernels round by alignment, so two files would differ."""
+    for weight in model.parameters():
+        if weight.device.type == "cpu" and weight.data_ptr() % bytes_ and weight.numel() < largest:
+            weight.data = weight.data.clone()
+
+
+def _ignored(config: PreTrainedConfig, stored: int, inference_only: bool) -> list[str]:
+    """Return patterns of tensors that are not loaded: copies, other towers and, with `inference_only`, all modules."""
+    family, layers = family_of(config), num_layers(config)
+    theirs = [prefix for k in range(max(stored, 1)) for prefix in family.prefixes(layers, k)]
+    own = cast(Any, main_class(config))._keys_to_ignore_on_load_unexpected or []
+    others = [pattern for pattern in own if not any(re.search(pattern, prefix) for prefix in theirs)]
+    if inference_only:
+        return others + ["^" + re.escape(prefix) for prefix in theirs]
+    copies = "|".join(re.escape(name) for name in family.copies)
+    return others + ([rf"^model\.layers\.\d+\.({copies})$"] if copies else [])
+
+
+def load_dequantized(
+    name: Any, config: PreTrainedConfig, inference_only: bool, hub: dict[str, Any], **options: Any
+) -> tuple[PreTrainedModel, MTPModules, dict[str, Any]]:
+    """Load as `load` does, from float8 weights that are multiplied by their scales first.
+
+    Args:
+        name: Directory or Hub repository.
+        config: Its configuration.
+        inference_only: Leave the modules out.
+        hub: `revision`, `token`, ...
+        options: As for `PreTrainedModel.from_pretrained`.
+    """
+    wanted = options.pop("dtype", None)
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    dtype = wanted if isinstance(wanted, torch.dtype) else vars(torch).get(str(wanted), stored)
+    tensors = dequantized_tensors(weight_files(name, options.pop("variant", None), **hub), config, dtype)
+    config = copy.deepcopy(config)
+    del vars(config)["quantization_config"]
+    options = {key: value for key, value in options.items() if key not in {*hub, "quantization_config"}}
+    main, modules, report = load(None, config, inference_only, state_dict=tensors, dtype=dtype, **options)
+    main.config.name_or_path = str(name)
+    with suppress(OSError):
+        main.generation_config = GenerationConfig.from_pretrained(name, **hub)
+    return main, modules, report

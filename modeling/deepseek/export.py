@@ -1,0 +1,209 @@
+"""Saving a main model and its modules as one ordinary checkpoint under DeepSeek's names, and the names' conversion."""
+
+from __future__ import annotations
+
+import re
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ...configuration.fields import field
+from ...configuration.mtp_families import count_modules, family_of, num_layers, set_modules
+from ..loss_options import ModuleLossOptions
+from ..saving import SavingMixin
+from .checkpoint_files import COPIES
+from .conversion import load
+from .draft_vocabulary import FILE, DraftVocabulary
+from .modules import MTPModules
+
+_PARTS = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
+_OURS = "keys_to_ignore_at_inference"  # describes the outputs of this class, and is not saved
+
+
+class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
+    """A main model and its modules, saved and restored in the official layout. See `DeepSeekMTP` for attributes."""
+
+    main: PreTrainedModel
+    mtp: MTPModules
+    loss_options: ModuleLossOptions
+    shared_copies: bool
+    draft_vocabulary: DraftVocabulary | None = None
+    _loaded_so_far: dict[str, torch.Tensor] | None = None
+
+    def set_draft_vocabulary(self, ids: Any) -> None:
+        """Restrict drafts of the modules to some tokens; drafting then computes only their logits.
+
+        Output does not change, because the main model uses its whole vocabulary. The ids are saved with the weights.
+
+        Args:
+            ids: [U] distinct token ids, see `frequent_tokens`; None: all tokens again.
+
+        Raises:
+            ValueError: No ids, ids out of range, or a repeated id.
+        """
+        self.draft_vocabulary = None if ids is None else DraftVocabulary(ids, self.config.vocab_size)
+
+    def save_pretrained(
+        self,
+        save_directory: str | PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save as `SavingMixin.save_pretrained` does; the draft vocabulary of an earlier save is removed."""
+        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+        if is_main_process and self.draft_vocabulary is None:
+            (Path(save_directory) / FILE).unlink(missing_ok=True)
+
+    def _write_folder(
+        self, folder: Path, is_main_process: bool, state_dict: dict[str, torch.Tensor] | None, **kwargs: Any
+    ) -> None:
+        """Write one ordinary checkpoint that transformers, vLLM and SGLang read.
+
+        It has the main model's `model_type` and `architectures`, and holds module k as `model.layers.{L + k}.*`,
+        experts one by one, with copies of embeddings and head where the model was loaded with them.
+
+        Raises:
+            ValueError: A quantised main model.
+        """
+        if vars(self.main).get("hf_quantizer") is not None:
+            raise ValueError(
+                "save_pretrained: the main model is quantised; load it in full precision (float8: "
+                "quantization_config=FineGrainedFP8Config(dequantize=True)), or save adapters"
+            )
+        state = self._official_tensors(self.state_dict() if state_dict is None else state_dict)
+        self._save_main(folder, state, is_main_process, **kwargs)
+        if is_main_process and self.draft_vocabulary is not None:
+            self.draft_vocabulary.save(folder)
+
+    def _official_tensors(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        layers, family = num_layers(self.config), family_of(self.config)
+        state = official_names(state, layers)
+        if self.shared_copies:
+            embeddings: Any = self.main.get_input_embeddings()
+            head: Any = self.main.get_output_embeddings()
+            for index in range(self.mtp.count):
+                for name in family.copies:
+                    source = embeddings.weight if name == "embed_tokens.weight" else head.weight
+                    state[f"model.layers.{layers + index}.{name}"] = source.detach().clone()
+        return {family.file_name(name, layers, self.mtp.count): tensor for name, tensor in state.items()}
+
+    def _save_main(self, folder: Path, state: dict[str, torch.Tensor], is_main_process: bool, **kwargs: Any) -> None:
+        """Let the main model save all tensors as its own; changes of the configuration are undone afterwards."""
+        config, options = self.main.config, self.loss_options.changed()
+        before = {name: field(config, name) for name in ("dtype", "architectures", _OURS)}
+        vars(config).pop(_OURS, None)
+        set_modules(config, self.mtp.count)
+        if options:
+            config.mtp_loss = options
+        else:
+            vars(config).pop("mtp_loss", None)
+        try:
+            self.main.save_pretrained(folder, is_main_process=is_main_process, state_dict=state, **kwargs)
+        finally:
+            for name, value in before.items():
+                setattr(config, name, value)
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor], strict: bool = True, assign: bool = False) -> Any:
+        """Load this model's own names, or those of a saved checkpoint, which a resuming Trainer reads file by file.
+
+        Experts may be spread over several files. With `strict=False` they are collected until all are there.
+
+        Raises:
+            ValueError: An incomplete checkpoint.
+        """
+        if all(name.startswith(("main.", "mtp.")) and not _is_official(name) for name in state_dict):
+            return super().load_state_dict(state_dict, strict, assign)
+        config = self.main.config
+        state_dict, self._loaded_so_far = (self._loaded_so_far or {}) | dict(state_dict), None
+        if not strict and _size(state_dict) < self._size_in_files():
+            self._loaded_so_far = state_dict
+            return super().load_state_dict({}, strict=False)
+        main, modules, _ = load(None, config, False, state_dict=state_dict, dtype=self.main.dtype)
+        official = official_names({f"main.{n}": t for n, t in main.state_dict().items()}, num_layers(config))
+        loaded = own_names(official, num_layers(config))
+        loaded |= {f"mtp.{name}": tensor for name, tensor in modules.state_dict().items()}
+        return super().load_state_dict(loaded, strict, assign)
+
+    def _size_in_files(self) -> int:
+        """Return the number of weights in a saved checkpoint of this model, without copies."""
+        return _size({str(tensor.data_ptr()): tensor for tensor in self.state_dict().values()})
+
+
+def _is_official(name: str) -> bool:
+    """Return whether a name is a family's (`mtp.fc.weight`) and not ours (`mtp.0.eh_proj.weight`)."""
+    return name.startswith("mtp.") and not name.split(".")[1].isdigit()
+
+
+def _is_copy(name: str) -> bool:
+    """Return whether a tensor is a module's copy of embeddings or head."""
+    return name.endswith(COPIES) and name.count(".") > 3
+
+
+def _size(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(
+        tensor.numel() for name, tensor in tensors.items() if not (name.endswith(COPIES) and name.count(".") > 2)
+    )
+
+
+def official_names(state: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:
+    """Rename the tensors of a `DeepSeekMTP` to DeepSeek-V3's names, L = `num_layers`."""
+    return {_official_name(name, num_layers): tensor for name, tensor in state.items()}
+
+
+def own_names(state: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:
+    """Revert `official_names`; copies of embeddings and head are dropped."""
+    return {_own_name(name, num_layers): tensor for name, tensor in state.items() if not _is_copy(name)}
+
+
+def own_device_map(devices: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """Rename the device map of an extended main model to the names of a `DeepSeekMTP`."""
+    return {_own_name(f"{name}.", num_layers).strip(".") if name else "": devices[name] for name in devices}
+
+
+def official_device_map(devices: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+    """Revert `own_device_map`; entries that have the checkpoint's names already are unchanged.
+
+    Args:
+        devices: Devices by prefixes of names, as accelerate infers them from a `DeepSeekMTP`, or as in
+            `hf_device_map`. `"main"` and `"mtp"` stand for all parts without an entry of their own.
+        config: The main model's configuration.
+    """
+    layers, found = num_layers(config), {}
+    modules = [f"model.layers.{layers + k}" for k in range(count_modules(config))]
+    for name, device in devices.items():
+        part, _, rest = name.partition(".")
+        index, _, inner = rest.partition(".")
+        if part == "mtp" and not rest:
+            found |= dict.fromkeys(modules, device)
+        elif part == "mtp" and index.isdigit():
+            found[f"{modules[int(index)]}.{_inner_name(inner)}".rstrip(".")] = device
+        elif part != "mtp":
+            found[rest if part == "main" else name] = device
+    return found
+
+
+def _inner_name(inner: str) -> str:
+    part, _, rest = inner.partition(".")
+    return rest if part == "block" else ".".join(filter(None, (_PARTS.get(part, part), rest)))
+
+
+def _official_name(name: str, num_layers: int) -> str:
+    if name.startswith("main."):
+        return name.removeprefix("main.")
+    _, index, part, rest = name.split(".", 3)
+    part = "" if part == "block" else _PARTS[part] + "."
+    return f"model.layers.{num_layers + int(index)}.{part}{rest}"
+
+
+def _own_name(name: str, num_layers: int) -> str:
+    match = re.match(r"model\.layers\.(\d+)\.(.*)", name)
+    if match is None or int(match[1]) < num_layers:
+        return f"main.{name}"
+    for part, official in _PARTS.items():
+        if match[2].startswith(official + "."):
+            return f"mtp.{int(match[1]) - num_layers}.{part}{match[2].removeprefix(official)}"
+    return f"mtp.{int(match[1]) - num_layers}.block.{match[2]}"

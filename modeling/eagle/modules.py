@@ -1,0 +1,292 @@
+"""The network of an EAGLE head: transformers' Llama layers, of which the first one differs by version.
+
+Version 1 (EAGLE-1, EAGLE-2, HASS) merges embedding and feature before a layer without input norm. In version 3 the
+first layer's attention reads both, normed. The embedding comes first in either.
+
+Row t takes the backbone's feature f_t and the embedding of token x_{t+1}, at position t, and predicts x_{t+2}; its
+output is the feature of the next row while drafting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import Cache, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from ...configuration import EagleHeadConfig
+from ...generation.attach import AttachableDrafter
+from ..heads.backbone_parts import backbone_parts, dtype_of, frozen
+from .retrofit import resolved_aux_layers
+
+States = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
+"""Hidden states of the backbone: L + 1 entries [B, T, D], of which unused ones may be None, or those by index."""
+
+
+def build_layers(config: EagleHeadConfig) -> nn.ModuleList:
+    """Return all layers of a head; only the first one is special."""
+    first = FusingLayer(config) if config.version == 3 else MergedLayer(config)
+    return nn.ModuleList([first, *(EagleLayer(config, index) for index in range(1, config.num_hidden_layers))])
+
+
+def build_attention(config: EagleHeadConfig, index: int, width: int) -> nn.Module:
+    """Return Llama's or (with `qk_norm`) Qwen3's attention over states [.., width]; its output has no bias."""
+    attention = Qwen3Attention(cast(Any, config), index) if config.qk_norm else LlamaAttention(config, index)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        rows = getattr(attention, name).out_features
+        setattr(attention, name, nn.Linear(width, rows, bias=config.attention_bias))
+    attention.o_proj = nn.Linear(attention.o_proj.in_features, config.hidden_size, bias=False)
+    return attention
+
+
+class EagleLayer(LlamaDecoderLayer):
+    """A Llama layer with the head's attention.
+
+    Args:
+        config: The head's.
+        index: Of the layer, in the cache too.
+        width: Of the attention's input; None: d.
+    """
+
+    def __init__(self, config: EagleHeadConfig, index: int, width: int | None = None) -> None:
+        super().__init__(config, index)
+        self.self_attn = build_attention(config, index, width or config.hidden_size)
+
+
+class MergedLayer(EagleLayer):
+    """The first layer of version 1: its attention reads fc [e(x_{t+1}); f_t] without a norm."""
+
+    def __init__(self, config: EagleHeadConfig) -> None:
+        super().__init__(config, 0)
+        self.input_layernorm = nn.Identity()
+
+
+class FusingLayer(EagleLayer):
+    """The first layer of version 3: its attention reads [norm(e(x_{t+1})); norm(g_t)], 2 d wide."""
+
+    def __init__(self, config: EagleHeadConfig) -> None:
+        super().__init__(config, 0, 2 * config.hidden_size)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm_before_residual = config.norm_before_residual
+
+    def forward(self, features: torch.Tensor, embeddings: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Map g [B, R, d] and e [B, R, d] to [B, R, d]; `options` are keyword arguments of the attention."""
+        normed = self.hidden_norm(features)
+        both = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        hidden = (normed if self.norm_before_residual else features) + self.self_attn(both, **options)[0]
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class EagleNetwork(AttachableDrafter, PreTrainedModel):
+    """The parameters of an EAGLE head, and its forward for rows, which drafting and training share.
+
+    The embeddings (and, in version 1, the unembedding) are the backbone's, looked up when needed, and always frozen.
+
+    Args:
+        config: See `EagleHeadConfig`.
+    """
+
+    config: EagleHeadConfig
+    config_class = EagleHeadConfig
+
+    def __init__(self, config: EagleHeadConfig) -> None:
+        super().__init__(config)
+        self.loss_type = "ForCausalLM"
+        self._backbones = []
+        width, self.draft_size = config.hidden_size, config.draft_vocab_size or config.vocab_size
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)
+        self.layers = build_layers(config)
+        self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers})
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        if config.version == 1:
+            self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
+        else:
+            self._add_parts_of_version_3(config)
+        self.post_init()
+
+    def _add_parts_of_version_3(self, config: EagleHeadConfig) -> None:
+        width, eps = config.hidden_size, config.rms_norm_eps
+        target_width = config.target_hidden_size or width
+        states = config.num_aux * target_width
+        if states:
+            self.fc = nn.Linear(states, width, bias=config.fc_bias)
+        if config.norm_before_fc:
+            self.input_norm = LlamaRMSNorm(states, eps=eps)
+        if config.fc_norm:
+            norms = [LlamaRMSNorm(target_width, eps=eps) for _ in range(config.num_aux)]
+            self.fc_norm = nn.ModuleList(norms)
+        self.norm = LlamaRMSNorm(width, eps=eps)
+        self.lm_head = nn.Linear(width, self.draft_size, bias=False)
+        if self.draft_size < config.vocab_size:  # offsets, as in every layout
+            self.register_buffer("d2t", torch.zeros(self.draft_size, dtype=torch.long))
+
+    @property
+    def hidden_layers(self) -> int | list[int]:
+        """Indices of the backbone's `hidden_states` that `fuse` reads; -1: the last one."""
+        if not self.config.num_aux:
+            return -1
+        return resolved_aux_layers(self.config, self.backbone.config.get_text_config().num_hidden_layers)
+
+    @property
+    def draft_ids(self) -> torch.Tensor:
+        """Token ids that are drafted, [Vd] int64, on the head's device."""
+        ids = torch.arange(self.draft_size, device=self.device)
+        return ids if self.offsets is None else ids + self.offsets
+
+    @property
+    def offsets(self) -> torch.Tensor | None:
+        """`d2t`, [Vd] int64: token id - draft id; None where all tokens are drafted."""
+        return dict(self.named_buffers(recurse=False)).get("d2t")
+
+    def set_draft_ids(self, draft_ids: torch.Tensor) -> None:
+        """Set which tokens are drafted.
+
+        Args:
+            draft_ids: [Vd] int64, distinct.
+
+        Raises:
+            ValueError: Another number of ids, repeated ids, or ids out of range.
+        """
+        size, vocab = self.draft_size, self.config.vocab_size
+        inside = bool(((draft_ids >= 0) & (draft_ids < vocab)).all())
+        if len(draft_ids) != size or len(draft_ids.unique()) != size or not inside:
+            raise ValueError(f"draft_ids must be draft_vocab_size={size} distinct ids in 0..{vocab - 1}")
+        if self.offsets is not None:
+            self.offsets.copy_(draft_ids.to(self.offsets.device) - torch.arange(size, device=self.offsets.device))
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        """Return the head's own embeddings, or None where it reads the backbone's."""
+        return self.embed_tokens if self.config.own_embeddings else None
+
+    def fuse(self, hidden_states: States) -> torch.Tensor:
+        """Return the features that `step` reads.
+
+        Args:
+            hidden_states: The backbone's; those that `hidden_layers` names are read.
+
+        Returns:
+            [B, T, d], on the head's device and in its dtype.
+        """
+        if not self.config.num_aux:
+            return cast(torch.Tensor, hidden_states[-1]).to(self.device, self.dtype)
+        is_mapping = isinstance(hidden_states, Mapping)
+        layers = self.backbone.config.get_text_config().num_hidden_layers if is_mapping else len(hidden_states) - 1
+        chosen = resolved_aux_layers(self.config, layers)
+        states = [cast(torch.Tensor, hidden_states[index]).to(self.device, self.dtype) for index in chosen]
+        if self.config.fc_norm:
+            states = [norm(state) for norm, state in zip(self.fc_norm, states)]
+        fused = torch.cat(states, dim=-1)
+        return self.fc(self.input_norm(fused) if self.config.norm_before_fc else fused)
+
+    def step(
+        self,
+        features: torch.Tensor,
+        next_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        logits_to_keep: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run rows of the head and return their logits.
+
+        Args:
+            features: [B, R, d], from `fuse` for known tokens, or the output of earlier rows.
+            next_ids: [B, R] int64; row t is the pair of feature t and the token after it.
+            position_ids: [B or 1, R]; None: the number of real columns of the mask before each row.
+            attention_mask: [B, past + R], 0 for padding, or boolean [B, 1, R, past + R].
+            past_key_values: The head's own cache, which is extended.
+            logits_to_keep: Number of last rows whose logits are returned; 0: all.
+
+        Returns:
+            The features of the next rows, [B, R, d], and logits [B, R, V] of the token after each pair, -inf for tokens
+            that are not drafted.
+        """
+        features = self.rows(features, next_ids, position_ids, attention_mask, past_key_values)
+        logits = self.draft_logits(features[:, -logits_to_keep:])
+        if logits.shape[-1] == self.config.vocab_size:
+            return features, logits
+        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        return features, full.index_copy_(-1, self.draft_ids, logits)
+
+    def rows(
+        self,
+        features: torch.Tensor,
+        next_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
+        """Run rows as `step` does, and return the features of the next rows, [B, R, d]."""
+        embeddings = self._embed(next_ids).to(features)
+        if position_ids is None:
+            position_ids = _counted_positions(attention_mask, next_ids.shape[1], past_key_values).to(features.device)
+        options = {
+            "attention_mask": self._mask(embeddings, position_ids, attention_mask, past_key_values),
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "position_embeddings": self.rotary_emb(features, position_ids),
+        }
+        if self.config.version == 1:
+            hidden = self.layers[0](self.fc(torch.cat([embeddings, features], dim=-1)), **options)
+        else:
+            hidden = self.layers[0](features, embeddings, **options)
+        for layer in self.layers[1:]:
+            hidden = layer(hidden, **options)
+        return self.norm(hidden) if self.config.norm_output else hidden
+
+    def draft_logits(self, features: torch.Tensor) -> torch.Tensor:
+        """Return logits [.., Vd] over the draft vocabulary from the output of rows [.., d]."""
+        if self.config.version == 1:  # the unembedding alone, without the backbone's further changes to its logits
+            unembedding = cast(nn.Module, self.backbone.get_output_embeddings())
+            return frozen(unembedding, features.to(dtype_of(unembedding, features)))
+        return self.lm_head(features if self.config.norm_output else self.norm(features))
+
+    def backbone_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the backbone's logits [.., V] of its last hidden states [.., D]; its parameters get no gradient."""
+        return backbone_parts(self.backbone).unembed(states)
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows of the embedding table without a family's scale, with which heads are not trained."""
+        table = self.embed_tokens if self.config.own_embeddings else self.backbone.get_input_embeddings()
+        if type(table) is nn.Embedding:
+            return frozen(table, ids)
+        return nn.functional.embedding(ids, cast(Any, table).weight.detach())
+
+    def _mask(
+        self,
+        embeddings: torch.Tensor,
+        position_ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: Cache | None,
+    ) -> torch.Tensor | None:
+        if mask is not None and mask.dim() == 4:
+            if self.config._attn_implementation != "eager" or mask.dtype != torch.bool:
+                return mask
+            return torch.zeros_like(mask, dtype=embeddings.dtype).masked_fill(~mask, torch.finfo(embeddings.dtype).min)
+        return create_causal_mask(
+            config=self.config,
+            inputs_embeds=embeddings,
+            attention_mask=mask,
+            past_key_values=cache,
+            position_ids=position_ids,
+        )
+
+
+def _counted_positions(mask: torch.Tensor | None, rows: int, cache: Cache | None) -> torch.Tensor:
+    """Return positions [B or 1, R], the number of real columns before each row."""
+    if mask is None:
+        past = 0 if cache is None else cache.get_seq_length()
+        return torch.arange(past, past + rows)[None]
+    counts = mask.long().cumsum(-1)[:, -rows:] if mask.dim() == 2 else mask[:, 0].long().sum(-1)
+    return (counts - 1).clamp(min=0)

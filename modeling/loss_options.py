@@ -1,0 +1,152 @@
+"""Options of the training losses of sequential modules and of EAGLE heads. Imports no network."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+
+from .heads.teacher import DIVERGENCES
+
+OBJECTIVES = {1: ("eagle1", "hass"), 3: ("ttt",)}
+"""Objectives of each version of EAGLE, the default first."""
+Options = TypeVar("Options", bound="LossOptions")
+_STEPS = {"eagle1": 1, "hass": 3, "ttt": 7}
+
+
+@dataclass(kw_only=True)
+class LossOptions:
+    """Options that all drafters share, and how they are saved in config.json.
+
+    Attributes:
+        divergence: Distance of the drafter's distribution from the target model's: `"cross_entropy"` (the papers'),
+            `"kl"`, `"reverse_kl"`, `"tv"`, or the acceptance itself, `"lk"` and `"lk_kl"` (see `heads.teacher`).
+        label_weight: Share of the labels' negative log-likelihood that is mixed into that distance, 0 to 1.
+    """
+
+    divergence: str = "cross_entropy"
+    label_weight: float = 0.0
+
+    @classmethod
+    def from_dict(cls: type[Options], values: dict[str, Any] | None) -> Options:
+        """Return options from the fields of a config.json; unknown fields are ignored."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in (values or {}).items() if name in known})
+
+    def changed(self) -> dict[str, Any]:
+        """Return the options that differ from the defaults."""
+        defaults = asdict(type(self)())
+        return {name: value for name, value in asdict(self).items() if value != defaults[name]}
+
+    def check(self) -> None:
+        """Validate the shared options.
+
+        Raises:
+            ValueError: A value out of range.
+        """
+        _check_choice("divergence", self.divergence, DIVERGENCES)
+        if not 0 <= self.label_weight <= 1:
+            raise ValueError(f"label_weight={self.label_weight} must lie between 0 and 1")
+
+
+@dataclass(kw_only=True)
+class ModuleLossOptions(LossOptions):
+    """How the losses of sequential modules are computed and weighted.
+
+    Attributes:
+        weight: lambda; the loss is main + lambda / D * the sum over depths.
+        normalization: `"mean"`: every depth is divided by its own number of targets; `"paper"`: every depth is divided
+            by the main model's number of targets (DeepSeek-V3's report divides all by T).
+        unroll_steps: Depths to train; beyond D the last module continues from its own output, as in longer drafts.
+            None: D.
+        decay: Depth k has the weight decay^(k-1), scaled so that all depths together have the weight lambda. Below 1,
+            near tokens count more, because a draft ends with its first wrong token (FastMTP).
+        detach_trunk: The modules' losses do not train the main model's layers.
+        detach_head: They do not train the head.
+        detach_embedding: They do not train the embeddings.
+        target: What modules learn: `"labels"`, or the distribution of the `"teacher"`, the main model on the true
+            tokens.
+        top_k: Number of the teacher's likeliest tokens that are compared one by one, the rest as one token; None: all.
+
+    Raises:
+        ValueError: A value out of range.
+    """
+
+    weight: float = 0.3
+    normalization: str = "mean"
+    unroll_steps: int | None = None
+    decay: float = 1.0
+    detach_trunk: bool = False
+    detach_head: bool = False
+    detach_embedding: bool = False
+    target: str = "labels"
+    top_k: int | None = None
+
+    def __post_init__(self) -> None:
+        self.check()
+        _check_choice("target", self.target, ("labels", "teacher"))
+        _check_choice("normalization", self.normalization, ("mean", "paper"))
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1, or None for all tokens")
+        if self.weight < 0:
+            raise ValueError(f"weight={self.weight} of the modules' losses must be at least 0")
+        if self.unroll_steps is not None and self.unroll_steps < 1:
+            raise ValueError(f"unroll_steps={self.unroll_steps} must be at least 1, or None for one step per module")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay={self.decay} of the depths' weights must lie in (0, 1]")
+
+
+@dataclass(kw_only=True)
+class EagleLossOptions(LossOptions):
+    """How the loss of an EAGLE head is computed.
+
+    Attributes:
+        objective: Version 3: `"ttt"`, training-time test. Version 1: `"eagle1"`, or `"hass"`. None: the first of these.
+        steps: Drafting steps that are trained; None: 7 for `"ttt"`, 3 for `"hass"`, 1 for `"eagle1"`.
+        decay: `"ttt"`: step i has the weight decay^i. `"hass"` sums its steps.
+        topk: `"hass"`: this number of the backbone's likeliest tokens counts a second time ...
+        topk_weight: ... with this weight.
+        noise: Version 1, in training: features get uniform noise of this width, times 512 / the length of their
+            document (official: 0.2).
+    """
+
+    objective: str | None = None
+    steps: int | None = None
+    decay: float = 0.8
+    topk: int = 10
+    topk_weight: float = 1.0
+    noise: float = 0.0
+
+    def resolved(self, version: int) -> ResolvedEagleOptions:
+        """Return the same options with the defaults of a version filled in.
+
+        Raises:
+            ValueError: A value out of range, or an objective of the other version.
+        """
+        objective = self.objective or OBJECTIVES[version][0]
+        if objective not in OBJECTIVES[version]:
+            allowed = " or ".join(map(repr, OBJECTIVES[version]))
+            raise ValueError(f"objective={objective!r}: a head of version {version} is trained with {allowed}")
+        steps = _STEPS[objective] if self.steps is None else self.steps
+        if steps < 1 or (objective == "eagle1" and steps > 1):
+            allowed = "1" if objective == "eagle1" else "at least 1"
+            raise ValueError(f"steps={steps} must be {allowed} for {objective!r}")
+        for name, value in {"decay": self.decay, "topk_weight": self.topk_weight, "noise": self.noise}.items():
+            if value < 0:
+                raise ValueError(f"{name}={value} must be at least 0")
+        self.check()
+        if self.topk < 1:
+            raise ValueError(f"topk={self.topk} must be at least 1")
+        return ResolvedEagleOptions(**(asdict(self) | {"objective": objective, "steps": steps}))
+
+
+@dataclass(kw_only=True)
+class ResolvedEagleOptions(EagleLossOptions):
+    """`EagleLossOptions` without open fields."""
+
+    objective: str = "ttt"
+    steps: int = 7
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")

@@ -1,0 +1,234 @@
+"""Models that are compiled, sharded (FSDP2), checkpointing or adapted by peft: unwrapping, copies, merging."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+
+def uncompiled(model: Any) -> Any:
+    """Return the model that `torch.compile` has wrapped, or the model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def unwrap(model: Any) -> PreTrainedModel:
+    """Return the model within a PeftModel, within a compiled one, or the model itself.
+
+    Raises:
+        TypeError: There is none: no module with a configuration.
+    """
+    within = uncompiled(model)
+    if hasattr(within, "peft_config") and callable(getattr(within, "get_base_model", None)):
+        within = uncompiled(within.get_base_model())
+    if isinstance(within, nn.Module) and hasattr(within, "config"):
+        return cast(PreTrainedModel, within)
+    raise TypeError(
+        f"a {type(within).__name__} is no model of transformers that could be drafted for; give a PreTrainedModel, or "
+        "a PeftModel around one"
+    )
+
+
+def checkpoints_activations(model: nn.Module) -> bool:
+    """Return whether some layer inside `model` checkpoints its activations."""
+    return any(vars(module).get("gradient_checkpointing") for module in model.modules())
+
+
+@contextmanager
+def caches_kept(model: nn.Module) -> Iterator[None]:
+    """Pause activation checkpointing inside `model` where there are no gradients.
+
+    Layers of transformers drop their cache while they checkpoint, whether or not there will be a backward pass: a model
+    that is left in train mode would decode every token without its past.
+    """
+    idle = model.training and not torch.is_grad_enabled()
+    attributes = [vars(module) for module in model.modules()] if idle else []
+    paused = [own for own in attributes if own.get("gradient_checkpointing")]
+    try:
+        for own in paused:
+            own["gradient_checkpointing"] = False
+        yield
+    finally:
+        for own in paused:
+            own["gradient_checkpointing"] = True
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Return whether FSDP2 gathers and shards this module on its own."""
+    return isinstance(module, FSDPModule)
+
+
+def gather(modules: Iterable[nn.Module]) -> None:
+    """Gather the parameters of FSDP2 units; they are sharded again in backward."""
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.unshard()
+
+
+def call(module: nn.Module, *args: Any) -> Any:
+    """Return `module(*args)`; of an FSDP2 unit without its hooks.
+
+    A loss in chunks goes backward through the unembedding while the model's forward is still running. The hooks of such
+    a unit would take that for the end of its own backward, give its weight back and leave the gradient that comes later
+    unreduced. So the unit is gathered first, and then its `forward` is called, which has no hooks.
+    """
+    if not is_unit(module):
+        return module(*args)
+    gather([module])
+    return module.forward(*args)
+
+
+def call_frozen(unit: nn.Module, *args: Any) -> torch.Tensor:
+    """Return `call` of a unit; gradients reach the arguments but no parameter."""
+    gather([unit])
+    learning = [parameter for parameter in unit.parameters() if parameter.requires_grad]
+    for parameter in learning:
+        parameter.requires_grad_(False)
+    try:
+        return unit.forward(*args)
+    finally:
+        for parameter in learning:
+            parameter.requires_grad_(True)
+
+
+def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTrainedModel:
+    """Return a copy of a model that shares all tensors with the original.
+
+    Modules, configurations and parameters are the copy's own, so that layers may be replaced, options set and
+    parameters frozen or moved; only numbers written into a tensor (by training it, say) show in both.
+
+    Args:
+        model: The original.
+        ignore_adapters: Copy a model with adapters of peft, too (`merged_copy` removes them).
+
+    Raises:
+        ValueError: A model that peft has wrapped, or whose weights are offloaded: new parts are made from its tensors.
+    """
+    if hasattr(model, "peft_config") and not ignore_adapters:
+        raise ValueError(
+            f"{type(model).__name__} carries adapters of peft; give it with them merged in (merge_and_unload()), or "
+            "without them"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            f"weights of {type(model).__name__} are offloaded; load it whole, and load what is saved of the new model "
+            "with a device_map"
+        )
+    # a copy of a parameter that is not deep is a parameter of its own over the same tensor, whatever its class
+    tensors = {id(parameter): copy.copy(parameter) for parameter in model.parameters()}
+    return copy.deepcopy(model, tensors | {id(buffer): buffer for buffer in model.buffers()})
+
+
+def drop_collectors(model: nn.Module) -> None:
+    """Remove the local functions that transformers leaves on a model's layers, which cannot be pickled.
+
+    They collect hidden states, and are added again by the next call that requests some.
+    """
+    for module in model.modules():
+        hooks = module._forward_hooks
+        for key in [key for key, hook in hooks.items() if "output_capturing_hook" in getattr(hook, "__name__", "")]:
+            del hooks[key]
+        vars(module).pop("_output_capturing_hooks_installed", None)
+
+
+class PicklableMixin(nn.Module):
+    """A model around one of transformers that can be pickled after hidden states were collected."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all attributes, after those functions are removed."""
+        drop_collectors(self)
+        return vars(self)
+
+
+def carries_adapters(model: nn.Module) -> bool:
+    """Return whether peft has wrapped a model or put adapters into it."""
+    return hasattr(model, "peft_config") or bool(adapted_layers(model))
+
+
+def adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the layers that peft has adapted (each a `BaseTunerLayer`), with their names."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")  # where it was never imported, nobody can have adapted any
+    if tuners is None:
+        return []
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, tuners.BaseTunerLayer)]
+
+
+def merged_copy(model: Any) -> PreTrainedModel:
+    """Return a copy that computes what a model with its active adapters does, without adapters.
+
+    It shares all tensors with the model but those that adapters change. The model is unchanged: its weights
+    and its names.
+
+    Args:
+        model: A model of transformers, with adapters in it or not, or a PeftModel; they may be compiled.
+
+    Raises:
+        TypeError: No model of transformers.
+        ValueError: Adapters that cannot be merged: learned prompts, copies of whole modules, quantised layers.
+    """
+    wrapped, within = uncompiled(model), unwrap(model)
+    if not carries_adapters(wrapped):
+        return sharing_copy(within)
+    if wrapped is not within:
+        _check_prompts(wrapped)
+    _check_layers(within)
+    copy = sharing_copy(within, ignore_adapters=True)
+    for name, layer in adapted_layers(copy):
+        parent, _, own = name.rpartition(".")
+        setattr(copy.get_submodule(parent), own, _merged(layer))
+    for name in ("peft_config", "_hf_peft_config_loaded"):
+        vars(copy).pop(name, None)
+    return copy
+
+
+def adapter_marks(model: nn.Module) -> tuple[Any, ...]:
+    """Return marks that change when the adapters of a model are trained, switched, merged or removed."""
+    return tuple(
+        (tuple(layer.active_adapters), layer.disable_adapters, layer.merged)
+        + tuple((p.data_ptr(), p._version) for name, p in layer.named_parameters() if "base_layer" not in name)
+        for _, layer in adapted_layers(model)
+    )
+
+
+def _check_prompts(model: Any) -> None:
+    """Refuse a PeftModel with learned prompts, which are no part of the model within."""
+    if any(config.is_prompt_learning for config in model.peft_config.values()):
+        raise ValueError(f"{type(model).__name__} has learned prompts, which cannot be merged; give the model within")
+
+
+def _check_layers(model: nn.Module) -> None:
+    """Refuse adapters that cannot be merged."""
+    for name, layer in model.named_modules():
+        if name.endswith(".modules_to_save"):
+            raise ValueError(
+                f"{name.removesuffix('.modules_to_save')} is trained as a whole by peft (modules_to_save): "
+                "merge_and_unload() the PeftModel first"
+            )
+        if type(layer).__name__ == "GatedLinear":
+            raise ValueError(f"{name} has gated adapters of a PTPForCausalLM: give the model that it was made from")
+    for name, layer in adapted_layers(model):
+        base, weight = layer.get_base_layer(), layer.weight
+        if not weight.is_floating_point():
+            raise ValueError(
+                f"{name} is quantised ({type(base).__name__}, {weight.dtype}), and its adapters cannot be merged; load "
+                "the backbone in full precision"
+            )
+
+
+@torch.no_grad()
+def _merged(layer: Any) -> nn.Module:
+    """Return the base layer with the active adapters merged into copies of its weights."""
+    base = layer.get_base_layer()
+    if layer.disable_adapters or layer.merged:
+        return base
+    for name, parameter in list(base.named_parameters(recurse=False)):
+        setattr(base, name, nn.Parameter(parameter.clone(), requires_grad=parameter.requires_grad))
+    layer.merge(safe_merge=True)
+    return layer.get_base_layer()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary
 
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -300,7 +300,8 @@ class Route:
     version = __version__
 
     def __init__(self, backbone: PreTrainedModel) -> None:
-        self.backbone, self.drafters = backbone, []
+        self.backbone, self.drafters = backbone, list[AttachableDrafter]()
+        self.vocab_size = backbone.config.get_text_config().vocab_size
 
     @classmethod
     def of(cls, backbone: PreTrainedModel) -> Route:
@@ -313,9 +314,11 @@ class Route:
                 f"{type(backbone).__name__} has drafters of tokenahead {version}, and this one is of {cls.version}: "
                 "detach() those first"
             )
-        if version is None:
-            route = cls(backbone)
-            backbone.generate, backbone.__getstate__ = route, route.state  # pickle and copy ask the instance, too
+        if version is not None:
+            return cast(Route, route)
+        route = cls(backbone)
+        # pickle and copy ask the instance, too
+        vars(backbone).update(generate=route, __getstate__=route.state)
         return route
 
     def remove(self, drafter: AttachableDrafter) -> None:
@@ -353,7 +356,8 @@ class Route:
                 f"this {type(assistant).__name__} is not attached to this {type(self.backbone).__name__} (copies are "
                 "not): call attach(backbone) first"
             )
-        assistant.check_backbone(self.backbone)  # whose vocabulary may have been resized since
+        if self.backbone.config.get_text_config().vocab_size != self.vocab_size:  # resized since
+            assistant.check_backbone(self.backbone)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Route:
         return Route(memo.get(id(self.backbone), self.backbone))

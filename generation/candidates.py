@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,11 +19,21 @@ from .target.target import TargetOutput
 from .trees.contract import VerificationResult
 
 
+class _View:
+    """What a session may read of the cache of transformers' own loop, whose one sequence is never moved."""
+
+    has_columns, shifts = True, None
+    mask: torch.Tensor
+    counts: torch.Tensor
+    is_padded: bool
+    new_tokens: NewTokens
+
+
 class CandidateAdapter(CandidateGenerator):
     """Hands a drafter's chains to transformers' assisted loop.
 
     Args:
-        drafter: Drafts chains.
+        session: Drafts chains.
         options: Of the call.
         mask: [1, L], 0 for padding of the prompt; None where there is none.
     """
@@ -34,7 +43,7 @@ class CandidateAdapter(CandidateGenerator):
     def __init__(self, session: DraftSession, options: DraftOptions, mask: torch.Tensor | None = None) -> None:
         self.session, self.options, self.mask = session, options, mask
         self.drafted = -1  # the prefill drafts nothing
-        self.view = SimpleNamespace(shifts=None)
+        self.view = _View()
         wanted = session.hidden_layers
         self.model_kwargs_overrides = {} if wanted is None else {"output_hidden_states": wanted}
 

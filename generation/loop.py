@@ -15,7 +15,7 @@ decides (rows end at eos, at stop strings, at the length limit) goes back in one
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
@@ -27,8 +27,15 @@ from .call.outputs import GenerateSpeculativeOutput, Records, Speculation
 from .call.schedule import DraftSchedule
 from .call.sequences import NewTokens, Sequences, Stopping
 from .protocols import DraftSession, SpeculativeCache
-from .target.cache import is_repackable
-from .target.target import EvenTarget, HiddenLayers, RepackedTarget, RowLengthTarget, Target, TargetOutput
+from .target.target import (
+    EvenTarget,
+    HiddenLayers,
+    RepackedTarget,
+    RowLengthTarget,
+    Target,
+    TargetOutput,
+    is_repackable,
+)
 from .trees.contract import DraftTree, VerificationResult
 from .verification.verifiers import Verifier
 
@@ -75,10 +82,11 @@ class SpeculativeLoop:
         self.hidden_layers: HiddenLayers = True if config.output_hidden_states else session.hidden_layers
         self.tokens, self.streamed = Sequences(prompt), prompt.shape[1]
         self.done = [False] * len(prompt)
-        self.records = Records.wanted_by(config, len(prompt))
+        is_recorded = config.output_scores or config.output_logits or config.output_hidden_states
+        self.records = Records(config, len(prompt)) if config.return_dict_in_generate and is_recorded else None
         self.stopping = Stopping(criteria, self.processing.pad, self.records and self.records.scores_of)
         self.pad = options.pad
-        self.statistics = Speculation(*([[] for _ in prompt] for _ in range(2)), rows_depths=[[] for _ in prompt])
+        self.statistics = Speculation([[] for _ in prompt], [[] for _ in prompt], rows_depths=[[] for _ in prompt])
         self.table = learned_positions(backbone.config.get_text_config())
         self.starts: list[int] | None = None
 
@@ -94,7 +102,25 @@ class SpeculativeLoop:
         self._prefill()
         device = self.tokens.ids.device
         while self.backbone._has_unfinished_sequences(all(self.done), synced_gpus, device=device):
-            self._cycle()
+            started = time.perf_counter()
+            length = self._length()
+            tree = self.session.propose(self.tokens, length)
+            drafted = time.perf_counter()
+            block = torch.cat([self.tokens.last()[:, None], tree.tokens], dim=1)
+            outputs = self.target.forward(block, tree, self.hidden_layers)
+            called = time.perf_counter()
+            outputs.logits = outputs.logits.to(block.device, torch.float32)
+            scores = self.processing(self.tokens, outputs.logits, tree, self.done)
+            result = self.verifier.verify(tree, scores)
+            accepted, new_tokens = self._settle(tree, result, outputs, scores)
+            self.target.keep(new_tokens, result, tree)
+            self.session.advance(outputs.along(result, tree), result)
+            ended = time.perf_counter()
+            if self.schedule is not None:
+                self.schedule.update(tree.depth, accepted, ended - started, length)
+            self.statistics.backbone_calls += 1
+            self.statistics.draft_seconds += drafted - started
+            self.statistics.verify_seconds += ended - called
         if self.streamer is not None:
             self.streamer.end()
         return self._output()
@@ -122,27 +148,6 @@ class SpeculativeLoop:
             return RowLengthTarget(self.runner, cache, mask)
         kind = RepackedTarget if is_repackable(cache) else EvenTarget
         return kind(self.runner, cache, self.tokens.ends, mask, self.model_kwargs)
-
-    def _cycle(self) -> None:
-        started = time.perf_counter()
-        length = self._length()
-        tree = self.session.propose(self.tokens, length)
-        drafted = time.perf_counter()
-        block = torch.cat([self.tokens.last()[:, None], tree.tokens], dim=1)
-        outputs = self.target.forward(block, tree, self.hidden_layers)
-        self.statistics.backbone_calls += 1
-        called = time.perf_counter()
-        outputs.logits = outputs.logits.to(block.device, torch.float32)
-        scores = self.processing(self.tokens, outputs.logits, tree, self.done)
-        result = self.verifier.verify(tree, scores)
-        accepted, new_tokens = self._settle(tree, result, outputs, scores)
-        self.target.keep(new_tokens, result, tree)
-        self.session.advance(outputs.along(result, tree), result)
-        ended = time.perf_counter()
-        if self.schedule is not None:
-            self.schedule.update(tree.depth, accepted, ended - started, length)
-        self.statistics.draft_seconds += drafted - started
-        self.statistics.verify_seconds += ended - called
 
     def _length(self) -> int:
         """Return the longest path to draft now: verification adds one more token, and nothing goes beyond the end."""
@@ -257,7 +262,7 @@ class SpeculativeLoop:
         if self.records is not None:
             scores, logits, hidden_states = self.records.per_token(generated, self.pad)
         return GenerateSpeculativeOutput(
-            sequences=sequences,
+            sequences=cast(torch.LongTensor, sequences),
             scores=scores,
             logits=logits,
             hidden_states=hidden_states,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -44,8 +44,9 @@ class ParallelDrafter(BaseDrafter):
 
     def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
         """Temperature, top-k and top-p that the drafts were learned for, where a call samples and sets none of them."""
-        is_set = any(first_set(name, sources) is not None for name in self.config.sampling)
-        return {} if is_set or not first_set("do_sample", sources) else dict(self.config.sampling)
+        learned = self.config.sampling or {}
+        is_set = any(first_set(name, sources) is not None for name in learned)
+        return {} if is_set or not first_set("do_sample", sources) else dict(learned)
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """Validate the options of parallel token prediction, and choose the rule.
@@ -71,7 +72,7 @@ class ParallelDrafter(BaseDrafter):
         extra = {"slot_budget": 3 * self.config.num_slots} | extra
         return replace(options, extra=extra, needs_our_loop=is_given)
 
-    def start(self, options: DraftOptions) -> DraftSession:
+    def start(self, options: DraftOptions) -> ParallelSession:
         """Slots behind every possible number of accepted drafts."""
         self.warn_of_mismatch(options)
         many, uniforms = options.extra.get("best_of", 1) if options.drafts else 1, make_uniforms(options)
@@ -79,17 +80,18 @@ class ParallelDrafter(BaseDrafter):
             return BestOfSession(self.config, options, uniforms, many=many)
         return ParallelSession(self.config, options, uniforms, distribution=self.slot_distribution)
 
-    def make_verifier(self, options: DraftOptions, drafter: DraftSession) -> Verifier:
-        """Greedy, coupled, or a speculative rule with uniforms of its own."""
+    def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
+        """Return a greedy verifier, a coupled one, or one of a speculative rule with uniforms of its own."""
         if not options.do_sample:
             return GreedyVerifier()
+        session = cast(ParallelSession, session)
         if options.verification != "coupled":
-            return SampledVerifier(options.verification, drafter.uniforms)
-        return CoupledVerifier(drafter.uniforms) if drafter.many == 1 else CentralVerifier(drafter)
+            return SampledVerifier(options.verification, session.uniforms)
+        return CentralVerifier(session) if isinstance(session, BestOfSession) else CoupledVerifier(session.uniforms)
 
     def warn_of_mismatch(self, options: DraftOptions) -> None:
         """Warns of a target that the drafts were not learned for."""
-        learned, asked = self.config.sampling, options.sampling
+        learned, asked = self.config.sampling or {}, options.sampling
         fits = all((asked[name] or SAMPLING[name]) == learned[name] for name in SAMPLING)
         if fits or not (options.drafts and options.do_sample):
             return

@@ -29,14 +29,17 @@ class CacheView(Protocol):
     """The part of the backbone's cache that sessions may read, after each cycle's rollback.
 
     Attributes:
-        mask: [B, W] bool, the real tokens among the columns of the cache; None: all are.
+        has_columns: Whether all sequences share the columns of the cache, as in transformers' own; elsewhere there is
+            a mask of the prompt alone, or None, and neither counts nor shifts.
+        mask: [B, W] bool, the real tokens among the columns of the cache.
         counts: [B] int64, real tokens per sequence.
         is_padded: Whether any column is no real token.
         shifts: [B] int64, by how many columns the last rollback moved each sequence to the right; None: none moved.
         new_tokens: How many tokens each sequence got in the last cycle, known to the host.
     """
 
-    mask: torch.Tensor | None
+    has_columns: bool
+    mask: torch.Tensor
     counts: torch.Tensor
     is_padded: bool
     shifts: torch.Tensor | None

@@ -75,10 +75,7 @@ _NAMES = {
     ),
     "tokenahead.generation.call.outputs": ("Records",),
     "tokenahead.generation.call.processing": ("Processing",),
-    "tokenahead.generation.call.schedule": (
-        "AdaptiveSchedule",
-        "ConstantSchedule",
-    ),
+    "tokenahead.generation.call.schedule": ("AdaptiveSchedule",),
     "tokenahead.generation.call.sequences": (
         "NewTokens",
         "Sequences",
@@ -101,7 +98,6 @@ _NAMES = {
     "tokenahead.generation.loop": ("SpeculativeLoop",),
     "tokenahead.generation.target.cache": (
         "compact",
-        "is_recurrent",
         "shift_cache",
     ),
     "tokenahead.generation.target.inputs": (
@@ -112,6 +108,7 @@ _NAMES = {
     "tokenahead.generation.target.target": (
         "RepackedTarget",
         "TargetOutput",
+        "is_recurrent",
     ),
     "tokenahead.generation.trees.building": (
         "choices_from_accuracies",

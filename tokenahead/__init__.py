@@ -14,6 +14,7 @@ if not (_ROOT / "modeling").is_dir() and (_ROOT.parent / "modeling").is_dir():
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from . import deprecated
 from .configuration import EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPConfig, PTPStudentConfig
 from .configuration.mtp_families import MiMoConfig
 from .configuration.transformers_names import CORE, check_names
@@ -49,6 +50,8 @@ AutoModelForCausalLM.register(EvaByteConfig, EvaByteForMTPC)
 AutoModelForCausalLM.register(PTPConfig, PTPForCausalLM)
 AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
 AutoTokenizer.register(EvaByteConfig, slow_tokenizer_class=EvaByteTokenizer)
+
+deprecated.install(__name__)
 
 __all__ = [
     "AssistantDrafter",

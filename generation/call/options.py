@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
@@ -278,11 +278,11 @@ class DraftOptions:
             backbone=backbone,
             drafts=options.speculates,
             do_sample=bool(config.do_sample),
-            num_tokens=options.num_assistant_tokens,
+            num_tokens=options.num_assistant_tokens or 0,
             verification=options.verification,
             threshold=options.threshold,
             schedule=options.schedule,
-            draft_tree=options.draft_tree,
+            draft_tree=cast("dict[str, Any] | None", options.draft_tree),  # complete by now
             processing=Processing(processors, pad if 0 <= pad < vocabulary else 0),
             max_length=config.max_length,
             prompt=prompt,
@@ -316,7 +316,9 @@ class DraftOptions:
 
         Asked of tokens that are drafted in any case, so that the drafts kept still follow their distributions.
         """
-        return self.threshold > 0 and bool((distribution.gather(-1, token[:, None]) < self.threshold).all())
+        if distribution is None or self.threshold <= 0:
+            return False
+        return bool((distribution.gather(-1, token[:, None]) < self.threshold).all())
 
     def sure_length(self, draft: torch.Tensor, probs: torch.Tensor) -> int:
         """How many tokens of whole drafts [B, m] to verify: the first of which no row was sure is the last.
@@ -351,7 +353,7 @@ def draft_probs(
     """
     distribution = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
     is_part = draft_ids is not None and distribution.shape[-1] < vocab_size
-    if is_part:
+    if is_part and draft_ids is not None:
         distribution = distribution.new_zeros(*distribution.shape[:-1], vocab_size).index_copy_(
             -1, draft_ids, distribution
         )

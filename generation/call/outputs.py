@@ -99,16 +99,7 @@ class Records:
             "hidden": returned and bool(config.output_hidden_states),
         }
         self.rows: dict[str, list[list[torch.Tensor]]] = {name: [[] for _ in range(batch)] for name in self.wanted}
-        self.prompt: tuple[torch.Tensor, ...] | None = None
-
-    @classmethod
-    def wanted_by(cls, config: GenerationConfig, batch: int) -> Records | None:
-        """Return the records of a call; None where its config asks for none."""
-        if not config.return_dict_in_generate:
-            return None
-        return (
-            cls(config, batch) if config.output_scores or config.output_logits or config.output_hidden_states else None
-        )
+        self.prompt: tuple[torch.Tensor | None, ...] | None = None
 
     def add(self, fed: TargetOutput, scores: torch.Tensor, counts: list[int], is_prefill: bool = False) -> None:
         """Takes the first `counts[b]` steps of row b.
@@ -123,7 +114,7 @@ class Records:
         if self.wanted["hidden"] and is_prefill:
             self.prompt = fed.hidden_states
         elif self.wanted["hidden"]:
-            values["hidden"] = torch.stack(fed.hidden_states, dim=2)
+            values["hidden"] = torch.stack([state for state in fed.hidden_states or () if state is not None], dim=2)
         for name, value in values.items():
             if self.wanted[name]:
                 for row, steps in zip(self.rows[name], [v[:c] for v, c in zip(value, counts)]):

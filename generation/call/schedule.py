@@ -39,6 +39,7 @@ class DraftSchedule(Protocol):
 
     def length(self) -> int:
         """Tokens to draft in the next cycle."""
+        ...
 
     def update(self, drafted: int, accepted: list[int], seconds: float, asked: int | None = None) -> None:
         """Takes in a finished cycle: draft length, accepted drafts per open row, wall time, and the length asked for.
@@ -46,24 +47,6 @@ class DraftSchedule(Protocol):
         Where the forward that verifies a draft also makes the next one (`lookahead`), a cycle pays for what was asked
         in it, whether or not there was a draft to verify yet; elsewhere for what it drafted.
         """
-
-
-class ConstantSchedule:
-    """Always the same length.
-
-    Args:
-        longest: Tokens to draft.
-    """
-
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
-
-    def length(self) -> int:
-        """The length."""
-        return self.longest
-
-    def update(self, drafted: int, accepted: list[int], seconds: float, asked: int | None = None) -> None:
-        """Nothing to learn."""
 
 
 class AcceptanceRates:

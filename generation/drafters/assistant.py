@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import learned_positions
 from ...modeling.gemma4 import borrows_states, load_assistant
@@ -31,9 +31,9 @@ from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
 from ..protocols import CacheView, DraftSession
 from ..target.backbones import takes_dense_masks
-from ..target.cache import held_columns, hold, is_recurrent
+from ..target.cache import held_columns, hold
 from ..target.inputs import added_to_scores, tree_mask
-from ..target.target import RepackedTarget, TargetOutput
+from ..target.target import RepackedTarget, TargetOutput, is_recurrent
 from ..trees.contract import DraftTree, VerificationResult
 
 
@@ -139,8 +139,6 @@ class AssistantSession(DraftSession):
 
     def __init__(self, model: PreTrainedModel, options: DraftOptions) -> None:
         self.model, self.options, self.num_tokens = model, options, options.num_tokens
-        self.target: RepackedTarget | None = None
-        self.view: CacheView | None = None
         self.lag = 0  # tokens that cycles without drafts left out
         self.takes_dense_masks = takes_dense_masks(model)
         self.table = learned_positions(model.config.get_text_config()) or 2**31  # beyond it the backbone goes on alone
@@ -268,9 +266,6 @@ class Gemma4Chain(DraftSession):
     def __init__(self, model: PreTrainedModel, options: DraftOptions) -> None:
         self.model, self.options, self.num_tokens = model, options, options.num_tokens
         self.layers = lending_layers(options.backbone.config.get_text_config())
-        self.cache: Cache | None = None
-        self.view: CacheView | None = None
-        self.state: torch.Tensor | None = None
 
     def begin(self, outputs: Any, view: CacheView) -> None:
         """Keeps the state before the first new token, [B, 1, D], and the cache, which it only reads."""
@@ -279,7 +274,7 @@ class Gemma4Chain(DraftSession):
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Keeps the state before each row's last token; a row that has ended keeps any."""
-        states = outputs.hidden_states[-1]
+        states = outputs.state()
         self.state = states[cached_arange(len(states), states.device), result.num_accepted.to(states.device)][:, None]
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:

@@ -23,7 +23,7 @@ from ...modeling.indices import cached_arange
 from ..call.options import DraftOptions
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
-from ..target.cache import shift_cache
+from ..target.cache import crop, shift_cache
 from ..target.target import HiddenLayers, TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
 from ..trees.growth import Ancestry, grow, taken
@@ -60,16 +60,14 @@ class EagleSession(DraftSession):
         self.head, self.options, self.num_tokens = head, options, options.num_tokens
         self.hidden_layers: HiddenLayers = head.hidden_layers
         self.draft_ids, self.vocab_size = head.draft_ids, head.config.vocab_size
-        self.cache, self.pairs = DynamicCache(), []
-        self.view: CacheView | None = None
-        self.is_padded = False
-        self.prompt = self.mask = self.counts = self.features = None
+        self.cache, self.pairs = DynamicCache(), list[_Pairs]()
 
     def begin(self, outputs: Any, view: CacheView) -> None:
         """Takes the prompt's features; what an earlier call left in the backbone's cache is not looked at."""
         self.view, self.is_padded = view, view.is_padded
-        self.prompt = self.head.fuse(outputs.hidden_states)
-        rows = self.prompt.shape[1]
+        prompt: torch.Tensor = self.head.fuse(outputs.hidden_states)
+        self.prompt: torch.Tensor | None = prompt
+        rows = prompt.shape[1]
         self.mask, self.counts = view.mask[:, :0], view.counts - rows
         self.real = view.mask[:, -rows:]
 
@@ -77,7 +75,7 @@ class EagleSession(DraftSession):
         """Pairs the features of the kept path with the tokens behind them."""
         longest = self.view.new_tokens.longest
         if longest:
-            states = tuple(None if state is None else state[:, :longest] for state in outputs.hidden_states)
+            states = outputs.first(longest)
             ids = result.tokens[:, :longest]
             real = torch.ones_like(ids, dtype=torch.bool)
             self.pairs.append(_Pairs(self.head.fuse(states), ids, real, self.view.shifts))
@@ -92,11 +90,9 @@ class EagleSession(DraftSession):
         for pairs in self.pairs:
             self._settle(pairs)
         self.pairs = []
-        settled = self.mask.shape[1]
         is_chain = self.options.draft_tree is None
         tree = self._chain(length) if is_chain else grow(_Growth(self), self.options, length)
-        for layer in self.cache.layers:
-            layer.crop(settled - layer.get_seq_length())
+        crop(self.cache, self.mask.shape[1] - self.cache.get_seq_length())
         return tree
 
     def _settle(self, pairs: _Pairs) -> None:

@@ -21,7 +21,7 @@ import torch
 from transformers import DynamicCache
 
 from ...modeling.heads.window_distribution import WindowDistribution
-from ...modeling.indices import cached_arange, to_device
+from ...modeling.indices import cached_arange
 from ...modeling.sampling import draw
 from ..call.options import DraftOptions
 from ..call.sequences import Sequences
@@ -58,9 +58,8 @@ class HeadSession(DraftSession):
         read: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         self.distribution, self.options, self.hidden_layers = distribution, options, hidden_layers
-        self.read = read or _last
+        self.read: Callable[..., torch.Tensor] = read or _last
         self.num_tokens = options.num_tokens
-        self.hidden: torch.Tensor | None = None
         self._unchecked = True
 
     def begin(self, outputs: Any, view: CacheView) -> None:
@@ -75,7 +74,7 @@ class HeadSession(DraftSession):
         """
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
-        last, is_tree = to_device(tokens.last(), self.hidden.device), self.options.draft_tree is not None
+        last, is_tree = tokens.last().to(self.hidden.device), self.options.draft_tree is not None
         hidden = self.hidden
         if is_tree:
             hidden, last = hidden[:, None], last[:, None]
@@ -105,8 +104,8 @@ class HeadSession(DraftSession):
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Keeps the state before each row's last token; a row that has ended keeps any."""
-        states = self.read(outputs.hidden_states)
-        self.hidden = states[cached_arange(len(states), states.device), to_device(result.num_accepted, states.device)]
+        states = self.read(outputs.hidden_states or ())
+        self.hidden = states[cached_arange(len(states), states.device), result.num_accepted.to(states.device)]
 
     def _choose(self, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q = self.options.processing.warp(probs)
@@ -123,7 +122,8 @@ class WindowGrowth:
         last: [B, 1] int64, b.
     """
 
-    draft_ids, vocab_size = None, 0
+    draft_ids: torch.Tensor | None = None
+    vocab_size: int = 0
 
     def __init__(self, distribution: WindowDistribution, last: torch.Tensor) -> None:
         self.distribution, self.paths = distribution, last[..., None][..., :0]
@@ -142,7 +142,7 @@ def _likeliest(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return probs.argmax(-1), probs
 
 
-def _last(hidden_states: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
+def _last(hidden_states: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return hidden_states[-1]
 
 
@@ -167,9 +167,6 @@ class AttendingHeadSession(HeadSession):
     def __init__(self, heads: Any, options: DraftOptions, read: Callable[..., torch.Tensor] | None = None) -> None:
         super().__init__(heads.distribution_after, options, heads.hidden_layers, read or heads.features)
         self.cache = DynamicCache()
-        self.view: CacheView | None = None
-        self.mask = self.counts = None
-        self.is_padded = False
 
     def begin(self, outputs: Any, view: CacheView) -> None:
         """Runs over the prompt; what an earlier call left in the backbone's cache is not looked at.
@@ -177,7 +174,7 @@ class AttendingHeadSession(HeadSession):
         Raises:
             ValueError: A backbone whose cache shows no columns.
         """
-        if not hasattr(view, "shifts"):
+        if not view.has_columns:
             raise ValueError("heads that attend need a backbone on transformers' own caches; use heads that do not")
         rows = outputs.hidden_states[-1].shape[1]
         self.view, self.is_padded, self.mask = view, view.is_padded, view.mask[:, :0]
@@ -190,8 +187,7 @@ class AttendingHeadSession(HeadSession):
         shifts, longest = self.view.shifts, self.view.new_tokens.longest
         if longest == 0:
             return
-        states = tuple(None if state is None else state[:, :longest] for state in outputs.hidden_states)
-        features = self._run(states, torch.ones_like(self.mask[:, :1]).expand(-1, longest))
+        features = self._run(outputs.first(longest), torch.ones_like(self.mask[:, :1]).expand(-1, longest))
         last = result.num_accepted.clamp(max=longest - 1).to(features.device)  # a row that has ended keeps any
         self.hidden, self.counts = features[cached_arange(len(features), features.device), last], self.view.counts
         if shifts is not None:
@@ -225,7 +221,6 @@ class DraftLayersSession(HeadSession):
     ) -> None:
         super().__init__(distribution, options, [layer])
         self.layer, self.run, self.cache = layer, run, cache
-        self.view: CacheView | None = None
 
     def begin(self, outputs: Any, view: CacheView) -> None:
         """Runs over the prompt; what an earlier call left in the backbone's cache is not looked at."""
@@ -238,7 +233,7 @@ class DraftLayersSession(HeadSession):
         kept = self.view.new_tokens
         if kept.longest == 0:
             return
-        features = self.run(outputs.hidden_states[self.layer][:, : kept.longest], cache=self.cache)
+        features = self.run(outputs.state(self.layer)[:, : kept.longest], cache=self.cache)
         self.cache.keep_last(kept.longest, kept)
         last = result.num_accepted.clamp(max=kept.longest - 1).to(features.device)  # a row that has ended keeps any
         self.hidden = features[cached_arange(len(features), features.device), last]

@@ -71,8 +71,6 @@ class ModuleSession(DraftSession):
         # nodes of a tree stand side by side, and would push columns out of a window that are still within it
         self.cache, self.cached = model.mtp.new_cache(forgets=options.draft_tree is None), 0
         hold(self.cache)
-        self.states = self.mask = self.view = None
-        self.is_padded = False
         others = set(model.mtp.kinds) - set(_TREE_KINDS)
         if options.draft_tree is not None and others:
             raise ValueError(
@@ -89,7 +87,7 @@ class ModuleSession(DraftSession):
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Appends the newest states of every row, right-aligned, and moves the modules' cache as the backbone's."""
         shifts, longest = self.view.shifts, self.view.new_tokens.longest
-        self.states = torch.cat([self.states, outputs.hidden_states[-1][:, :longest]], dim=1)
+        self.states = torch.cat([self.states, outputs.state()[:, :longest]], dim=1)
         self.mask = nn.functional.pad(self.mask, (0, longest), value=True)
         if shifts is not None:
             self.is_padded = True

@@ -96,7 +96,6 @@ class ParallelSession(DraftSession):
         self.some_lack_drafts = self.is_deterministic or many > 1
         self.layout: SlotLayout | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        self.view: CacheView | None = None
         self.hidden_layers = -1 if config.reads_state or self.distribution is not None else None
         self.state: torch.Tensor | None = None
 
@@ -169,28 +168,29 @@ class ParallelSession(DraftSession):
         """Drafts from the group behind the tokens that each row kept."""
         self.pending = None
         self._keep_state(outputs, result)
-        if self.layout is None:
+        layout = self.layout
+        if layout is None or outputs.auxiliary is None:
             return
         self._learn(result)
-        index, exists = self.layout.of_group(result.num_accepted)
+        index, exists = layout.of_group(result.num_accepted)
         index, first = index[:, 0], int(self.is_one_hot)  # a one-hot slot 0 predicts what the target picks itself
         index, exists = index[:, first:], exists[:, first:]
-        if index.shape[1] == 0 or not self._found_drafts():
+        if index.shape[1] == 0 or not self._found_drafts(layout):
             return
         rows = cached_arange(len(index), index.device)[:, None]
         start = result.num_accepted[:, None] + 1  # the target picks the token before
         uniforms = self.uniforms.current.gather(1, start + cached_arange(index.shape[1], index.device))
         slots = outputs.auxiliary
         if self.distribution is not None:
-            slots = to_device(outputs.auxiliary_states[-1], index.device)
+            slots = to_device((outputs.auxiliary_states or ())[-1], index.device)
         self.pending = self._drafts(slots[rows, index], uniforms, exists, result.added)
 
-    def _found_drafts(self) -> bool:
+    def _found_drafts(self, layout: SlotLayout) -> bool:
         """Whether any open row stands at a group that has slots; notes whether some row does not.
 
         A run with a seed goes on as if some did: a draft is verified by its length, which other rows must not tell.
         """
-        sizes, kept = self.layout.sizes, self.view.new_tokens.counts
+        sizes, kept = layout.sizes, self.view.new_tokens.counts
         found = [sizes[min(count, len(sizes)) - 1] > self.is_one_hot for count in kept if count]
         self.some_lack_drafts = self.is_deterministic or not all(found)
         return self.is_deterministic or any(found)
@@ -199,7 +199,7 @@ class ParallelSession(DraftSession):
         """The state of the last token that was kept, [B, 1, D]: the next b stands behind it."""
         if self.config.reads_state:
             rows = cached_arange(len(result.num_accepted), result.num_accepted.device)
-            self.state = outputs.hidden_states[-1][rows, result.num_accepted][:, None]
+            self.state = outputs.state()[rows, result.num_accepted][:, None]
 
     def _learn(self, result: VerificationResult) -> None:
         if self.is_deterministic:
@@ -249,9 +249,13 @@ class BestOfSession(ParallelSession):
         kept_branch: [B] int64.
     """
 
+    vectors: torch.Tensor
+    fresh: torch.Tensor
+    kept_branch: torch.Tensor
+
     def __init__(self, *args: Any, many: int) -> None:
         super().__init__(*args, many=many)
-        self.branches = self.vectors = self.fresh = self.kept_branch = None
+        self.branches: torch.Tensor | None = None
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """All branches, one behind the other, of at most `length` tokens each."""
@@ -283,7 +287,7 @@ class BestOfSession(ParallelSession):
         """Drafts from the groups behind the tokens that each row kept."""
         self.branches, layout = None, self.layout
         self._keep_state(outputs, result)
-        if layout is None:
+        if layout is None or outputs.auxiliary is None:
             return
         self._learn(result)
         index, exists = layout.of_group(result.num_accepted, self.kept_branch)

@@ -17,14 +17,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel, cache_utils
+from transformers import Cache
 from transformers.cache_utils import (
-    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
 )
 
 from ...modeling.indices import cached_arange
@@ -106,48 +103,6 @@ def shift_mask(mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return mask.gather(1, source.clamp(0, source.shape[1] - 1)) & (source >= 0)
 
 
-_EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
-
-
-_KINDS = (
-    DynamicLayer,
-    DynamicIndexedLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    _EMPTY,
-)
-
-
-_FORGETFUL = ("jamba", "zamba")
-"""Kinds whose mixers read a block of several tokens as if no state stood before it."""
-
-
-def is_repackable(cache: Cache | None) -> bool:
-    """Whether rows of this cache may keep different numbers of tokens: its layers can go back."""
-    return cache is None or all(type(layer) in _KINDS for layer in cache.layers)
-
-
-def can_roll_back(model: PreTrainedModel) -> bool:
-    """Whether a model's states can go back behind a rejected draft: columns are cropped, recurrent layers replayed.
-
-    Columns are needed to tell how long a cache is, and a class that keeps states in another way than transformers'
-    caches do cannot be helped.
-    """
-    if not type(model)._is_stateful:
-        return True
-    if model.config.model_type in _FORGETFUL:
-        return False
-    cache = DynamicCache(config=model.config)
-    has_columns = any(isinstance(layer, DynamicLayer) for layer in cache.layers)
-    return has_columns and is_recurrent(cache) and is_repackable(cache)
-
-
-def is_recurrent(cache: Cache) -> bool:
-    """Whether any layer keeps a recurrent state."""
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
-
-
 def window_layers(cache: Cache) -> list[DynamicSlidingWindowLayer]:
     """The layers that forget columns, those apart that share another layer's keys and hold none."""
     return [layer for layer in cache.layers if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized]
@@ -163,6 +118,8 @@ def hold(cache: Cache) -> None:
 def restrict(cache: Cache, spare: int = 0) -> None:
     """Leaves the last W - 1 columns, and so many to spare."""
     for layer in window_layers(cache):
+        if layer.keys is None or layer.values is None:
+            continue
         first = max(layer.keys.shape[-2] - (layer.sliding_window - 1) - spare, 0)
         layer.keys, layer.values = layer.keys[..., first:, :], layer.values[..., first:, :]
 

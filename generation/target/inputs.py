@@ -113,7 +113,9 @@ def last_position_of_trials(config: PreTrainedConfig, length: int, reach: int) -
         reach: How far beyond the text's end a draft may go.
     """
     last, border = getattr(config, "max_position_embeddings", None), rotary_border(config)
-    return last if border is None or length > border[1] else min(last, border[1] - reach)
+    if border is None or length > border[1]:
+        return last
+    return border[1] - reach if last is None else min(last, border[1] - reach)
 
 
 def tree_mask(cached: torch.Tensor, tree: DraftTree, model: PreTrainedModel, held: int | None = None) -> Any:
@@ -129,7 +131,7 @@ def tree_mask(cached: torch.Tensor, tree: DraftTree, model: PreTrainedModel, hel
     Returns:
         [B, 1, F, W + F] in the backbone's dtype, as `dense_mask`; by kind of layer where there are several.
     """
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    kinds: set[str] = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     full, near = dense_mask(cached, tree.mask(), model), _near(model.config.get_text_config(), kinds, cached, tree)
     if near is None:
         return full
@@ -146,7 +148,7 @@ def _near(config: Any, kinds: set[str], cached: torch.Tensor, tree: DraftTree) -
     if not is_chunked and (window is None or kinds == {"full_attention"}):
         return None
     columns = torch.cat([cached_arange(width, cached.device).expand(len(cached), -1), width + tree.positions()], dim=1)
-    if not is_chunked:
+    if window is not None and not is_chunked:
         return columns[:, width:, None] - columns[:, None] < window
     chunks = (columns - (cached.cumsum(1) == 0).sum(1)[:, None]) // config.attention_chunk_size  # from the first token
     return chunks[:, width:, None] == chunks[:, None]

@@ -16,18 +16,28 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, cache_utils
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from ..call.sequences import NewTokens
+from ..protocols import CacheView, SpeculativeCache
 from ..trees.contract import DraftTree, VerificationResult
-from .cache import compact, crop, drop_first, held_columns, hold, is_recurrent, release, shift_cache
+from .cache import compact, crop, drop_first, held_columns, hold, release, shift_cache
 from .inputs import Continuation, dense_mask, tree_mask
 from .replay import Replay
 
 HiddenLayers = int | list[int] | bool | None
+States = tuple[torch.Tensor | None, ...]
 
 
 @dataclass
@@ -46,6 +56,17 @@ class TargetOutput:
     auxiliary: torch.Tensor | None = None
     auxiliary_states: tuple[torch.Tensor | None, ...] | None = None
 
+    def state(self, layer: int = -1) -> torch.Tensor:
+        """Return the hidden states [B, F, D] of a layer that the session asked for."""
+        found = None if self.hidden_states is None else self.hidden_states[layer]
+        if found is None:
+            raise ValueError(f"hidden_layers: the states of layer {layer} were not asked for")
+        return found
+
+    def first(self, count: int) -> States:
+        """Return the hidden states of the first `count` positions, None for layers that were not asked for."""
+        return tuple(None if state is None else state[:, :count] for state in self.hidden_states or ())
+
     def along(self, result: VerificationResult, tree: DraftTree) -> TargetOutput:
         """The same along the kept path only, [B, k + 1, ...]; a chain's path is its beginning."""
         if tree.is_chain:
@@ -63,7 +84,7 @@ class TargetOutput:
         )
 
 
-class Target(Protocol):
+class Target(CacheView, Protocol):
     """What the loop needs of a model with a filled cache.
 
     Attributes:
@@ -73,18 +94,22 @@ class Target(Protocol):
 
     cache: Cache
     supports_rollback: bool
+    last_position: int | None
 
     def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
         """One backbone call on block [B, m + 1], b and the nodes, behind every row's prefix."""
+        ...
 
     def keep(self, kept: NewTokens, result: VerificationResult, tree: DraftTree) -> None:
         """Leaves b and the kept path of the last block in the cache, `kept.counts[b]` tokens in row b."""
+        ...
 
     def align(self, columns: int) -> None:
         """Ends the call: lays the cache out as the first `columns` columns of the sequences that are returned."""
+        ...
 
 
-class RowLengthTarget:
+class RowLengthTarget(Target):
     """A model whose cache has a length per row: `crop` takes a number per row, and no mask is needed.
 
     Args:
@@ -97,11 +122,12 @@ class RowLengthTarget:
         new_tokens: What the last `keep` left.
     """
 
-    supports_rollback = True
+    supports_rollback, has_columns = True, False
+    last_position = None
 
     def __init__(self, model: PreTrainedModel, cache: Cache, mask: torch.Tensor | None = None) -> None:
-        self.model, self.cache, self.mask = model, cache, mask
-        self.new_tokens: NewTokens | None = None
+        self.model, self.cache = model, cache
+        self.mask = cast(torch.Tensor, mask)  # None without padding; only sessions of such caches read it
 
     def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
         """See `Target`.
@@ -119,13 +145,13 @@ class RowLengthTarget:
     def keep(self, kept: NewTokens, result: VerificationResult, tree: DraftTree) -> None:
         """See `Target`."""
         self.new_tokens = kept
-        self.cache.keep_last(tree.tokens.shape[1] + 1, kept)
+        cast(SpeculativeCache, self.cache).keep_last(tree.tokens.shape[1] + 1, kept)
 
     def align(self, columns: int) -> None:
         """Nothing to do: every row starts where it ends."""
 
 
-class RepackedTarget:
+class RepackedTarget(Target):
     """A model on transformers' caches.
 
     Args:
@@ -144,8 +170,8 @@ class RepackedTarget:
         last_position: Where the positions of rows that have ended stop; None: nowhere.
     """
 
-    supports_rollback = True
-    last_position: int | None = None
+    supports_rollback, has_columns = True, True
+    last_position = None
 
     def __init__(
         self,
@@ -164,7 +190,7 @@ class RepackedTarget:
         self.is_padded = mask is not None and not bool(self.mask.all())
         self.shifts: torch.Tensor | None = None
         self.moved: torch.Tensor | None = None
-        self.new_tokens: NewTokens | None = None
+        self.is_plain = all(type(layer) is DynamicLayer for layer in cache.layers)
         self.replay = Replay(model.get_decoder(), cache) if is_recurrent(cache) else None
 
     def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
@@ -187,7 +213,8 @@ class RepackedTarget:
         places = tree.positions() if auxiliary is None else auxiliary.positions
         last = self.last_position if auxiliary is None or auxiliary.last_position is None else auxiliary.last_position
         inputs |= self.continuation.inputs(self.counts[:, None] + places, last)
-        hold(self.cache)
+        if not self.is_plain:
+            hold(self.cache)
         outputs = self.model(
             block,
             past_key_values=self.cache,
@@ -199,7 +226,7 @@ class RepackedTarget:
         )
         if auxiliary is None:
             return TargetOutput(outputs.logits, outputs.hidden_states)
-        crop(self.cache, fed - places.shape[-1])
+        self._crop(fed - places.shape[-1])
         layers = outputs.hidden_states
         states, behind = (
             layers and tuple(None if state is None else state[:, part] for state in layers)
@@ -228,7 +255,7 @@ class RepackedTarget:
         if not tree.is_chain:
             compact(self.cache, result.path[:, : kept.longest], fed)
             fed = min(fed, kept.longest)
-        crop(self.cache, kept.longest - fed)
+        self._crop(kept.longest - fed)
         self.mask = torch.nn.functional.pad(self.mask, (0, kept.longest), value=True)
         self.counts, self.shifts = self.counts + (kept.longest if kept.is_even else kept.on_device), None
         if not kept.is_even:
@@ -236,7 +263,16 @@ class RepackedTarget:
             self.moved = self.shifts if self.moved is None else self.moved + self.shifts
             self.is_padded = True
             self.mask = shift_cache(self.cache, self.shifts, self.mask)
-        release(self.cache)
+        if not self.is_plain:
+            release(self.cache)
+
+    def _crop(self, columns: int) -> None:
+        """Take the last `-columns` columns from the cache."""
+        if not self.is_plain:
+            crop(self.cache, columns)
+        elif columns:
+            for layer in self.cache.layers:
+                layer.crop(columns)
 
     def align(self, columns: int) -> None:
         """See `Target`; columns behind a row's end hold arbitrary values, as padding does.
@@ -266,3 +302,45 @@ class EvenTarget(RepackedTarget):
 
     def align(self, columns: int) -> None:
         """Nothing was moved."""
+
+
+_EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
+
+
+_KINDS = (
+    DynamicLayer,
+    DynamicIndexedLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    _EMPTY,
+)
+
+
+_FORGETFUL = ("jamba", "zamba")
+"""Kinds whose mixers read a block of several tokens as if no state stood before it."""
+
+
+def is_repackable(cache: Cache | None) -> bool:
+    """Whether rows of this cache may keep different numbers of tokens: its layers can go back."""
+    return cache is None or all(type(layer) in _KINDS for layer in cache.layers)
+
+
+def can_roll_back(model: PreTrainedModel) -> bool:
+    """Whether a model's states can go back behind a rejected draft: columns are cropped, recurrent layers replayed.
+
+    Columns are needed to tell how long a cache is, and a class that keeps states in another way than transformers'
+    caches do cannot be helped.
+    """
+    if not type(model)._is_stateful:
+        return True
+    if model.config.model_type in _FORGETFUL:
+        return False
+    cache = DynamicCache(config=model.config)
+    has_columns = any(isinstance(layer, DynamicLayer) for layer in cache.layers)
+    return has_columns and is_recurrent(cache) and is_repackable(cache)
+
+
+def is_recurrent(cache: Cache) -> bool:
+    """Whether any layer keeps a recurrent state."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)

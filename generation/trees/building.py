@@ -53,7 +53,8 @@ def dynamic_tree(log_probs: torch.Tensor, expand: Expand, *, depth: int, top_k: 
         parents.append((best + start)[..., None].expand(token.shape).flatten(1))
         start += tokens[-1].shape[1]
         tokens.append(token.flatten(1))
-    return _prune(*(torch.cat(part, dim=1) for part in (values, tokens, parents)), depth + 1, total_tokens - 1)
+    candidates = torch.cat(values, 1), torch.cat(tokens, 1), torch.cat(parents, 1)
+    return _prune(*candidates, depth + 1, total_tokens - 1)
 
 
 def _prune(values: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, depth: int, size: int) -> DraftTree:
@@ -222,7 +223,8 @@ class _Level(NamedTuple):
 def _plan(choices: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[torch.Tensor, list[_Level]]:
     """Parents [m] and levels of a shape, made once: a tensor from a list is a copy that the device waits for."""
     parents, _ = static_tree(choices)
-    paths, levels, frontier = _sorted_paths(choices), [], {(): 0}
+    paths, levels = _sorted_paths(choices), list[_Level]()
+    frontier: dict[tuple[int, ...], int] = {(): 0}
     inside = {path[:-1] for path in paths}
     with torch.inference_mode(False):
         for length in range(1, len(paths[-1]) + 1):

@@ -15,6 +15,7 @@ A chain is the tree whose nodes have one child each. Nothing here makes the host
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -35,7 +36,7 @@ class DraftTree:
             children are never read, and a chain leaves the last one out. None: the tokens are certain given what is
             before them (argmax, top-k, n-grams).
         replacement: Siblings were drawn independently; otherwise without replacement, in the order of their nodes.
-        depth: The longest path that the tree could have, fixed before drafting; None: m.
+        depth: The longest path that the tree could have, fixed before drafting; at most m.
         num_nodes: [B] real nodes of every row, if not all of them; the others are never accepted.
         auxiliary: Rows that ride along in the block behind the nodes; only their drafter reads them.
         is_chain: Whether node i is the parent of node i + 1 everywhere, as `chain` makes it.
@@ -45,14 +46,13 @@ class DraftTree:
     parents: torch.Tensor
     probs: torch.Tensor | None = None
     replacement: bool = False
-    depth: int | None = None
+    depth: int = sys.maxsize
     num_nodes: torch.Tensor | None = None
     auxiliary: Any = None
     is_chain: bool = False
 
     def __post_init__(self) -> None:
-        length = self.tokens.shape[1]
-        self.depth = length if self.depth is None else min(self.depth, length)
+        self.depth = min(self.depth, self.tokens.shape[1])
 
     @classmethod
     def chain(
@@ -187,7 +187,8 @@ def follow(tree: DraftTree, picks: torch.Tensor) -> VerificationResult:
 
 
 def _of_real(tree: DraftTree, wanted: torch.Tensor) -> torch.Tensor:
-    return wanted if tree.num_nodes is None else wanted & tree.real()
+    real = tree.real()
+    return wanted if real is None else wanted & real
 
 
 def elder_siblings(tree: DraftTree) -> torch.Tensor:

@@ -30,14 +30,16 @@ class Growth(Protocol):
 
     def first(self) -> torch.Tensor:
         """Logits [B, v] of what follows b."""
+        ...
 
     def after(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
         """Logits [B, k, v] of what follows the nodes of the next frontier.
 
         Args:
             tokens: [B, k] int64 token ids of the nodes.
-            parents: [B, k] int64, the places of their parents in the frontier before; -1 at first.
+            parents: [B, k] int64, the indices of their parents in the frontier before; -1 at first.
         """
+        ...
 
 
 def grow(growth: Growth, options: DraftOptions, length: int) -> DraftTree:
@@ -50,7 +52,7 @@ def grow(growth: Growth, options: DraftOptions, length: int) -> DraftTree:
         options: Of the call; `draft_tree` is complete (`tree_options`).
         length: At least 1.
     """
-    tree, logits = dict(options.draft_tree), growth.first()
+    tree, logits = dict(options.draft_tree or {}), growth.first()
     if "choices" in tree:
         choices = [path for path in tree["choices"] if len(path) <= length]
         found = ranked_tree(choices, logits, lambda tokens, parents: growth.after(_ids(growth, tokens), parents))

@@ -155,6 +155,8 @@ def _verify(
         return draft.new_zeros(len(draft)), *_add(p[:, 0], None if uniforms is None else uniforms[:, 0], generator)
     if tests is None:
         tests = torch.rand(draft.shape, dtype=p.dtype, device=p.device, generator=generator)
+    if q is None:
+        raise ValueError("q is None: a draft that is not empty needs the probabilities that it was drawn from")
     batch = cached_arange(len(draft), p.device)
     if rule == "token":
         accepted = (tests < _ratios(draft, q, p)).long().cumprod(1).sum(1)

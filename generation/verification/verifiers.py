@@ -11,7 +11,7 @@ draw from torch's own generator: a draw of theirs may need a number for every to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -26,9 +26,11 @@ class Verifier(Protocol):
 
     def first(self, scores: torch.Tensor, tokens: Sequences) -> torch.Tensor:
         """The token after the prompt, [B], from processed scores [B, v]."""
+        ...
 
     def verify(self, tree: DraftTree, scores: torch.Tensor) -> VerificationResult:
         """What is kept of a draft, and the token that is added, from processed scores [B, m + 1, v]."""
+        ...
 
     def invalid(self, result: VerificationResult) -> torch.Tensor | None:
         """Rows [B] whose last verification result rests on scores that are no distribution (NaN, or all -inf); None
@@ -62,7 +64,6 @@ class SampledVerifier:
 
     def __init__(self, rule: str | None = None, uniforms: Uniforms | None = None) -> None:
         self.rule, self.uniforms = rule or "block", uniforms
-        self.distribution: torch.Tensor | None = None
 
     def first(self, scores: torch.Tensor, tokens: Sequences) -> torch.Tensor:
         """See `Verifier`."""
@@ -96,7 +97,6 @@ class CoupledVerifier:
 
     def __init__(self, uniforms: Uniforms) -> None:
         self.uniforms = uniforms
-        self.distribution: torch.Tensor | None = None
 
     def first(self, scores: torch.Tensor, tokens: Sequences) -> torch.Tensor:
         """See `Verifier`."""
@@ -156,6 +156,8 @@ class Uniforms:
         current: [B, n], of the positions from the next one on, as `draw` gave them last.
     """
 
+    current: torch.Tensor
+
     def __init__(
         self,
         rows: int,
@@ -169,7 +171,6 @@ class Uniforms:
         self.positions = _Stream(streams, _POSITIONS, device, table)
         self.others = _Stream(streams, _FRESH, device)
         self.used = 0
-        self.current: torch.Tensor | None = None
 
     def draw(self, tokens: Sequences, count: int) -> torch.Tensor:
         """u of the next `count` output positions of every row, [B, count]."""
@@ -227,14 +228,15 @@ def seed_streams(seed: int | Sequence[int] | None, rows: int) -> torch.Tensor:
     """
     if seed is None:
         seed = int(torch.randint(2**62, ()))
-    seeds = seed.tolist() if hasattr(seed, "tolist") else seed  # tensors, and the numbers and arrays of numpy
+    found: Any = seed
+    seeds = found.tolist() if hasattr(found, "tolist") else found  # tensors, and the numbers and arrays of numpy
     is_one = not isinstance(seeds, (list, tuple))
     numbers = [seeds] if is_one else list(seeds)
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int) or number not in _SEEDS:
             raise ValueError(f"seed={seed!r} must be a whole number of 64 bits, or a list of one per row")
     if is_one:
-        return torch.tensor([[_signed(seeds), row] for row in range(rows)])
+        return torch.tensor([[_signed(numbers[0]), row] for row in range(rows)])
     if len(numbers) != rows:
         raise ValueError(f"seed has {len(numbers)} numbers, but there are {rows} rows: give one int, or one per row")
     return torch.tensor([[_signed(number), 0] for number in numbers])

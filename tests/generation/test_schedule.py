@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from tests.internals import AdaptiveSchedule, ConstantSchedule
+from tests.internals import AdaptiveSchedule
 
 
 def run(schedule, chance, seconds, cycles, seed=0, rows=1):
@@ -98,12 +98,6 @@ def test_a_slow_hiccup_does_not_change_the_mind():
     run(schedule, 0.9, seconds, 100)
     schedule.update(7, [7], 500.0)
     assert schedule.length() >= 4
-
-
-def test_constant():
-    schedule = ConstantSchedule(5)
-    schedule.update(5, [0], 1.0)
-    assert schedule.length() == 5
 
 
 def test_generate_adapts_and_stays_lossless(trained):

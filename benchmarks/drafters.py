@@ -39,8 +39,8 @@ from tokenahead import (
 )
 from tokenahead.training.data import ByteWindows, Corpus, load_corpus
 from tokenahead.training.features import cache_features
-from tokenahead.training.files import replace_text
 from tokenahead.training.strategy import TrainingStrategy
+from tokenahead.training.utils import replace_text
 
 
 def heads(kind: str, **options: Any) -> Callable[[PreTrainedModel, argparse.Namespace], Any]:
@@ -171,7 +171,7 @@ def distil(model: PTPForCausalLM, data: Any, seconds: float, rate: float) -> Any
     from torch.optim.lr_scheduler import LambdaLR
     from transformers import PrinterCallback, TrainingArguments
 
-    from tokenahead.training.ptp.options import PTPOptions
+    from tokenahead.training.ptp.losses import PTPOptions
     from tokenahead.training.ptp.trainer import PTPTrainer
 
     budget = TimeBudget(seconds, clock=time.process_time)

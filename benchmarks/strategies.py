@@ -38,9 +38,9 @@ from tokenahead import EvaByteTokenizer, MTPHeads
 from tokenahead.training.data import ByteWindows, Corpus, SourceText, code_prompts, load_corpus
 from tokenahead.training.evaluation import TeacherForced, sampled
 from tokenahead.training.features import FeatureDataset, cache_features
-from tokenahead.training.files import replace_text
 from tokenahead.training.strategy import TrainingStrategy
 from tokenahead.training.trainer import MTPTrainer
+from tokenahead.training.utils import replace_text
 
 LENGTH, ROWS = 256, 4
 PLACES = torch.arange(32, LENGTH - 16, 4)

@@ -34,8 +34,8 @@ from tokenahead.generation.verification.drawn_trees import tree_acceptance
 from tokenahead.generation.verification.verifiers import SampledVerifier
 from tokenahead.training.data import ByteWindows, Corpus, code_prompts, load_corpus
 from tokenahead.training.features import cache_features
-from tokenahead.training.files import replace_text
 from tokenahead.training.strategy import TrainingStrategy
+from tokenahead.training.utils import replace_text
 
 
 def expected(tree: DraftTree, p: torch.Tensor, rule: str) -> torch.Tensor:

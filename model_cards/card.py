@@ -17,8 +17,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..modeling.remote_code import check_choice
-from ..training.files import replace_text
 from ..training.results import DecodingResult, MeasuredResults
+from ..training.utils import replace_text
 from .facts import ModelFacts, describe
 
 TAGS = ("tokenahead", "multi-token-prediction", "speculative-decoding")

@@ -20,7 +20,7 @@ from transformers.utils import CONFIG_NAME, logging
 
 from ..configuration import EagleHeadConfig
 from ..modeling.eagle.export import folder_config
-from ..training.files import replace_text
+from ..training.utils import replace_text
 from .card import check_no_local_path
 from .facts import hub_id
 

@@ -12,7 +12,7 @@ from huggingface_hub import CommitInfo, HfApi, ModelCard
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling.remote_code import TravellingMixin
-from ..training.files import replace_text
+from ..training.utils import replace_text
 from .card import local_pictures, render_card, write_card
 from .facts import hub_id
 from .hub import check_same_model, check_token, hide_local_names, public_copy, reachable

@@ -28,7 +28,7 @@ from ..configuration.mtp_families import FAMILIES, count_modules
 from ..generation import Speculation
 from ..modeling import DeepSeekMTP
 from .byte_text import decode, encode, escaped, is_byte_level, streamer_for
-from .parts import adapters_for, base_of, has_adapters, is_hub_name, put_adapters, tokenizer_source
+from .checkpoints import adapters_for, base_of, has_adapters, is_hub_name, put_adapters, tokenizer_source
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from ..modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads
 from ..modeling.heads.joint import JointMTPModel
 from ..modeling.loss_options import EagleLossOptions, ModuleLossOptions
 from ..modeling.wrapped_models import carries_adapters
-from .schedules import HeadWarmup, MTPLossWeightSchedule
-from .strategy import TrainingStrategy
+from .strategy import HeadWarmup, MTPLossWeightSchedule, TrainingStrategy
 from .trainer_base import draft_layers_of, drafter_of, head_config, without_peft
 
 _QUERIES = ("q_proj", "k_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn")

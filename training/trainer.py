@@ -18,8 +18,7 @@ from ..modeling.trainable import TrainableDrafter
 from .batches import Inputs, check_data, check_depths, check_ids, check_lengths
 from .checkpoints import check_checkpoint
 from .preparation import callbacks_of, prepare
-from .schedules import LossBalance
-from .strategy import TrainingStrategy
+from .strategy import LossBalance, TrainingStrategy
 from .trainer_base import (
     BaseTrainer,
     check_shards,

@@ -26,8 +26,8 @@ from ...modeling import EvaByteForMTPC, MTPHeads
 from ...modeling.heads.losses import IGNORE, depth_targets
 from ..analysis import layer_divergences, marginal_log_probs, next_token_spread
 from ..evaluation import environment
-from ..evaluation.distributions import drafted_probs, has_probs
-from ..files import replace_picture, replace_text
+from ..evaluation.drafts import drafted_probs, has_probs
+from ..utils import replace_picture, replace_text
 from .evaluate import drafter_and_data, named
 from .figures import analysis_figure
 from .models import Trainee

@@ -17,14 +17,12 @@ from transformers.utils import logging
 from ... import __version__
 from ...generation.attach import AttachableDrafter
 from ..byte_text import is_byte_level
+from ..checkpoints import base_of, has_adapters, holds_model, trained_backbone
 from ..completion import AttachedDecoder, load_config
 from ..evaluation import GREEDY, Comparison, Measurement, environment, hardware, sampled
-from ..evaluation.distributions import has_probs
-from ..evaluation.drafts import DraftMeasures, measure_drafts
-from ..extras import needs_extra
-from ..files import replace_picture, replace_text
-from ..parts import base_of, has_adapters, holds_model, trained_backbone
+from ..evaluation.drafts import DraftMeasures, has_probs, measure_drafts
 from ..results import MeasuredResults
+from ..utils import needs_extra, replace_picture, replace_text
 from .figures import evaluation_figure
 from .models import Trainee, build, with_moved_backbone
 from .settings import EvaluationArguments, Settings, read_settings

@@ -1,6 +1,6 @@
 """Measurements for the demo, cards, benchmarks and commands. Names are loaded when they are used."""
 
-from ..extras import lazy_names
+from ..utils import lazy_names
 
 _HOMES = {
     "Comparison": "decoding",

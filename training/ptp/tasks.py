@@ -21,8 +21,7 @@ from .completions import (
     draw_starts,
 )
 from .forwards import PackedRows, SlotContext, SlotInputs, Teacher, student_drafts
-from .losses import slot_weights
-from .options import PTPOptions
+from .losses import PTPOptions, slot_weights
 
 
 @dataclass

@@ -14,8 +14,7 @@ from ...modeling import PTPForCausalLM, PTPStudent
 from ...modeling.wrapped_models import checkpoints_activations
 from ..batches import Collator, Inputs
 from .forwards import Teacher
-from .losses import MaskReader, SlotReader
-from .options import PTPOptions
+from .losses import MaskReader, PTPOptions, SlotReader
 from .tasks import Task, TaskMaker
 from .updates import UpdateTrainer, at_rest, check_noise, next_tokens
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from byte_llama import CONFIG
 from byte_llama import train as train_model
+from corpus import ByteWindows, Corpus, load_corpus
 from counting import per_cycle
 from strategies import LENGTH, ROWS, beginnings, train
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -37,7 +38,6 @@ from tokenahead import (
     NgramDrafter,
     PTPForCausalLM,
 )
-from tokenahead.training.data import ByteWindows, Corpus, load_corpus
 from tokenahead.training.features import cache_features
 from tokenahead.training.strategy import TrainingStrategy
 from tokenahead.training.utils import replace_text

@@ -279,6 +279,7 @@ _NAMES = {
         "Excerpt",
         "box_folder",
         "check_box",
+        "code_prompts",
         "excerpt_prompts",
         "excerpt_windows",
         "load_box",
@@ -316,13 +317,6 @@ _NAMES = {
         "Request",
         "complete",
     ),
-    "tokenahead.training.data": (
-        "ByteWindows",
-        "SourceText",
-        "code_prompts",
-        "load_corpus",
-        "source_files",
-    ),
     "tokenahead.training.demo": (
         "MARK",
         "check_output",
@@ -341,7 +335,6 @@ _NAMES = {
         "sampled",
     ),
     "tokenahead.training.evaluation.drafts": (
-        "bits_per_byte",
         "measure_drafts",
         "rank_accuracies",
         "drafted_probs",

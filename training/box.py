@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from transformers import PreTrainedTokenizerBase
 from .. import __version__
 from ..modeling import EvaByteForMTPC, EvaByteTokenizer
 from ..modeling.evabyte.tokenizer import BYTE_OFFSET
-from .data import BOS_ID, SourceText, code_prompts
 from .evaluation import (
     MODES,
     Comparison,
@@ -36,6 +36,8 @@ from .evaluation import (
 from .evaluation.drafts import window_bits
 from .results import DecodingResult, MeasuredResults
 
+BOS_ID = 1
+_LINE_OF_CODE = re.compile(rb"^[ ]*(?:def|class) \w+.*:\n", re.MULTILINE)
 HEADS = ("ff", "cp", "hmm", "btree")
 """Heads of a box, in the order in which they are shown."""
 WEIGHTS = "model.safetensors"
@@ -178,10 +180,41 @@ def excerpt_windows(excerpts: list[Excerpt]) -> torch.Tensor:
 
 def excerpt_prompts(excerpts: list[Excerpt], count: int, seed: int = 0, length: int = 320) -> list[str]:
     """Return beginnings of code to complete, see `code_prompts`; packages take turns as excerpts do."""
-    contents = [excerpt.text.encode("ascii") for excerpt in excerpts]
-    data = torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8)
-    text = SourceText(tuple(map(str, range(len(contents)))), data, (0, *accumulate(map(len, contents))))
-    return code_prompts(text, count, seed, length)
+    return code_prompts([excerpt.text.encode("ascii") for excerpt in excerpts], count, seed, length)
+
+
+def code_prompts(contents: Sequence[bytes], count: int, seed: int = 0, length: int = 320) -> list[str]:
+    """Return beginnings of code: up to `length` bytes of whole lines that end in the head of a function or class.
+
+    Args:
+        contents: Files; every prompt is from another one while there are enough.
+        count: Number of prompts.
+        seed: Seed of the choice.
+        length: Bytes per prompt, at most; a prompt has at least half as many.
+
+    Raises:
+        ValueError: No file with such a beginning.
+    """
+    chooser = random.Random(seed)
+    found = [(content, heads) for content in contents if (heads := _heads(content, length))]
+    if not found:
+        raise ValueError(f"no file has a function or class after {length // 2} bytes of ASCII text to make a prompt of")
+    chooser.shuffle(found)
+    turns = (found[turn % len(found)] for turn in range(count))
+    return [_prompt(content, chooser.choice(heads), length) for content, heads in turns]
+
+
+def _heads(content: bytes, length: int) -> list[int]:
+    """Return the ends of the heads of functions and classes that have enough ASCII text before them."""
+    ends = (match.end() for match in _LINE_OF_CODE.finditer(content))
+    return [end for end in ends if end >= length and content[end - length : end].isascii()]
+
+
+def _prompt(content: bytes, end: int, length: int) -> str:
+    """Return whole lines before `end`, or half a line if lines are longer than half a prompt."""
+    piece = content[end - length : end]
+    cut = piece.find(b"\n", 0, length // 2) + 1
+    return piece[cut:].decode("ascii")
 
 
 _EXPECTED_SHARE = 0.25  # of the time

@@ -12,7 +12,6 @@ _HOMES = {
     "MODES": "decoding",
     "Measurement": "decoding",
     "TeacherForced": "expected",
-    "bits_per_byte": "drafts",
     "compare_decoding": "decoding",
     "drafted_flags": "decoding",
     "environment": "reports",

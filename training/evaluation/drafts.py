@@ -8,14 +8,14 @@ it for every depth. The drafter's is conditioned on the true tokens before it. N
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from ...modeling.deepseek.model import DeepSeekMTP
 from ...modeling.eagle.losses import TrainingBatch
@@ -330,28 +330,6 @@ def rank_accuracies(model: Any, batches: Iterable[Batch], ranks: int = 10, tempe
     if not hits.dim():
         raise ValueError("rank_accuracies: no position of the batches is a target; give labels that are not all -100")
     return hits / counts.clamp(min=1)[:, None]
-
-
-@torch.inference_mode()
-def bits_per_byte(model: PreTrainedModel, windows: Sequence[Any], limit: int, batch_size: int = 16) -> list[float]:
-    """Return the cross-entropy of every head on windows spread evenly over a text.
-
-    Args:
-        model: A model with `head_losses`.
-        windows: The text (`ByteWindows`): entries with `input_ids` [L].
-        limit: Number of windows, at most.
-        batch_size: Windows per forward.
-
-    Returns:
-        Bits per byte of head 1, 2, ... (head j predicts the byte j ahead).
-    """
-    chosen = range(0, len(windows), -(-len(windows) // limit))
-    total = torch.zeros(())
-    for batch in torch.tensor(chosen).split(batch_size):
-        ids = torch.stack([windows[int(index)]["input_ids"] for index in batch]).to(model.device)
-        losses = model(ids, labels=ids, use_cache=False, logits_to_keep=1).head_losses
-        total = total.to(losses) + losses * len(batch)
-    return (total / len(chosen) / math.log(2)).tolist()
 
 
 @torch.no_grad()

@@ -54,9 +54,6 @@ def make_card(request: CardRequest) -> Path:
     What a card there says of data, recipe, licence and languages is kept, and figures of an earlier run are used
     where nothing is measured.
 
-    Args:
-        request: What to do.
-
     Returns:
         The path of README.md.
 

@@ -279,9 +279,6 @@ class BoxMeasurement:
     def measure(self, box: Box) -> tuple[list[HeadReport], dict[str, list[Comparison]]]:
         """Measure every head of a box.
 
-        Args:
-            box: The box.
-
         Returns:
             Reports, and for every head the comparisons at batch 1, which hold the texts.
         """

@@ -126,10 +126,6 @@ class Completed:
 def complete(request: Request, write: Callable[[bytes], None]) -> Completed:
     """Complete a prompt and hand the bytes to `write` as they come.
 
-    Args:
-        request: What to complete.
-        write: Takes the bytes of every piece.
-
     Raises:
         FileNotFoundError: No such directory.
         OSError: A directory without a config, weights or tokenizer, or a name that the Hub cannot give.

@@ -188,11 +188,6 @@ def _learn_by_adapters(backbone: PreTrainedModel, strategy: TrainingStrategy) ->
 def check_no_adapters(model: nn.Module, what: str, strategy: TrainingStrategy) -> None:
     """Refuse a model with adapters where all weights learn, or where it gets adapters.
 
-    Args:
-        model: The model.
-        what: Its name in messages.
-        strategy: The recipe.
-
     Raises:
         ValueError: It carries adapters.
     """

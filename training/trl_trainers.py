@@ -25,11 +25,10 @@ from ..modeling.heads.backbone_parts import backbone_parts
 from ..modeling.heads.chunks import LOGITS_PER_CHUNK
 from ..modeling.heads.joint import JointMTPModel
 from ..modeling.heads.losses import IGNORE, depth_targets
-from .batches import Inputs
 from .features import STATES
 from .ptp.trainer import PTPTrainer
 from .trainer import MTPTrainer
-from .trainer_base import RunningMeans, without_peft
+from .trainer_base import Inputs, RunningMeans, without_peft
 from .utils import needs_extra
 
 with needs_extra("train", "a trainer of TRL"):

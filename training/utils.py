@@ -21,10 +21,6 @@ class MissingExtraError(ModuleNotFoundError):
 def needs_extra(extra: str, what: str) -> Iterator[None]:
     """Wrap imports of packages that an extra installs.
 
-    Args:
-        extra: Name of the extra.
-        what: What needs it.
-
     Raises:
         MissingExtraError: A package was not found; the message says what to install.
     """

@@ -66,9 +66,6 @@ class Trainee:
 def build(settings: Settings) -> Trainee:
     """Load the backbone, and load or make what drafts for it.
 
-    Args:
-        settings: Of the run.
-
     Raises:
         ValueError: No model, a drafter or adapters that do not fit the model, or an option that is none.
         OSError: A directory or a name that holds no model.

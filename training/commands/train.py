@@ -84,10 +84,6 @@ def main(argv: Sequence[str]) -> int:
 def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
     """Train what the settings say, and write model, log, figure and the facts of the run to `output_dir`.
 
-    Args:
-        settings: Of the run.
-        callbacks: Further callbacks of the trainer.
-
     Returns:
         The trainer, after its training.
 

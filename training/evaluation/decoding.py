@@ -342,12 +342,7 @@ def _difference(
 
 
 def acceptance_by_position(accepted: Sequence[int], drafted: Sequence[int]) -> list[float]:
-    """Return, for draft positions 1, 2, ..., the share of verifications with so long a draft that accepted up to there.
-
-    Args:
-        accepted: Accepted drafts of each verification.
-        drafted: Length of each draft.
-    """
+    """Return, for draft positions 1, 2, ..., the share of drafts at least so long that were accepted up to there."""
     pairs = list(zip(accepted, drafted, strict=True))
     shares = []
     for position in range(1, max(drafted, default=0) + 1):

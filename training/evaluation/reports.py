@@ -56,13 +56,7 @@ class HeadReport:
 
 
 def write_reports(path: Path, reports: Sequence[HeadReport], **more: object) -> Path:
-    """Write reports as JSON, by family.
-
-    Args:
-        path: The file to write or replace.
-        reports: Reports of the heads.
-        more: Further facts, by name.
-    """
+    """Write reports as JSON, by family."""
     figures = {"heads": {report.head_type: asdict(report) for report in reports}} | more
     return replace_text(path, json.dumps(figures, indent=1, allow_nan=False) + "\n")
 

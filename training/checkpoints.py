@@ -205,11 +205,6 @@ def _trained_on_hub(name: str) -> Path | None:
 def adapters_for(heads: str | PathLike, model: str, option: str) -> Path | None:
     """Return the adapters that turn a named backbone into the one that heads were trained with.
 
-    Args:
-        heads: Directory of the heads, or their name on the Hub.
-        model: The named backbone.
-        option: The name of the setting with this name.
-
     Raises:
         ValueError: Heads whose whole backbone was trained with them, and another one is named.
     """

@@ -183,10 +183,6 @@ def pieces(ids: list[int], drafted: list[bool]) -> Iterator[tuple[str, bool]]:
     A character of several bytes has the origin of its last one. Bytes that are no UTF-8 and characters that would move
     the cursor become U+FFFD; special tokens become their literals.
 
-    Args:
-        ids: Token ids.
-        drafted: For each, whether it was drafted and accepted.
-
     Yields:
         Text and origin, neighbours with different origins.
     """

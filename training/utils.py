@@ -37,10 +37,6 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a package's `__getattr__` that imports the module of a name at its first use.
 
-    Args:
-        package: The package's `__name__`.
-        homes: By name, the submodule that defines it.
-
     Returns:
         The function; it raises AttributeError for unknown names.
     """

@@ -51,9 +51,6 @@ def main(argv: Sequence[str]) -> int:
 def analyze(settings: Settings) -> dict[str, Any]:
     """Compare marginals of the backbone with the distributions of its drafter, and write what was found.
 
-    Args:
-        settings: Of the run, with `AnalysisArguments` as `extra`.
-
     Returns:
         What is written to `analysis.json`.
 

@@ -232,10 +232,6 @@ def drafted_flags(accepted: list[int], count: int) -> list[bool]:
     The prefill adds one token; each verification then gives its accepted drafts and one token of the verifier's own.
     The last verification may have been cut short.
 
-    Args:
-        accepted: Accepted drafts of each verification (`Speculation.accepted` of one row).
-        count: New tokens.
-
     Example:
         >>> drafted_flags([2, 0], 5)
         [False, True, True, False, False]

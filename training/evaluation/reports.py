@@ -122,10 +122,6 @@ def threads_as_before() -> Iterator[None]:
 def use_fastest_threads(work: Callable[[], object], most: int) -> int:
     """Set the number of threads with which `work` is fastest, trying 1, 2, 4, ... while each is faster.
 
-    Args:
-        work: What to do; it is called a few times.
-        most: Threads to use, at most.
-
     Returns:
         The number of threads.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,10 +48,15 @@ def backbone_parts(model: PreTrainedModel) -> BackboneParts:
         return own()
     unembedding, text = model.get_output_embeddings(), model.config.get_text_config()
     return BackboneParts(
-        unembed=lambda states: _finish(frozen(unembedding, states.to(dtype_of(unembedding, states))), text),
-        embed=lambda tokens: frozen(model.get_input_embeddings(), tokens),
+        unembed=partial(_unembed, unembedding, text),
+        embed=partial(frozen, model.get_input_embeddings()),
         norm=lambda states: frozen(final_norm(model.get_decoder()), states),
     )
+
+
+def _unembed(unembedding: nn.Module, config: PreTrainedConfig, states: torch.Tensor) -> torch.Tensor:
+    states = states.to(dtype_of(unembedding, states))
+    return _finish(frozen(unembedding, states) if torch.is_grad_enabled() else unembedding(states), config)
 
 
 def _finish(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:

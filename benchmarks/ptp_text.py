@@ -37,7 +37,7 @@ from tokenahead import EvaByteTokenizer, PTPForCausalLM, __version__
 from tokenahead.model_cards import DecodingResult, MeasuredResults, render_card, write_card
 from tokenahead.training.data import ByteWindows, Corpus, code_prompts, load_corpus
 from tokenahead.training.evaluation import GREEDY, DecodingMode, compare_decoding, sampled
-from tokenahead.training.ptp.data import write_texts
+from tokenahead.training.ptp.distil import write_texts
 from tokenahead.training.ptp.options import PTPOptions
 from tokenahead.training.ptp.trainer import PTPTrainer
 

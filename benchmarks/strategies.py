@@ -36,8 +36,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel, PrinterCallback, Tra
 
 from tokenahead import EvaByteTokenizer, MTPHeads
 from tokenahead.training.data import ByteWindows, Corpus, SourceText, code_prompts, load_corpus
-from tokenahead.training.evaluation.expected import TeacherForced
-from tokenahead.training.evaluation.modes import sampled
+from tokenahead.training.evaluation import TeacherForced, sampled
 from tokenahead.training.features import FeatureDataset, cache_features
 from tokenahead.training.files import replace_text
 from tokenahead.training.strategy import TrainingStrategy

@@ -45,7 +45,7 @@ class HeadFamilyFacts:
         description: A phrase for cards; fields of `MTPHeadConfig` in braces are filled in.
         citation: The paper that describes it, as cards name it.
         borrows_first: From a config to whether position 1 of the distribution is the backbone's own, so that a backbone
-            which learns beside the head is charged for it once.
+            which learns together with the head is charged once.
         paper: Its BibTeX entry, or the key of one in `model_cards/templates/citations.bib`.
         options: Fields of `MTPHeadConfig` that it takes beyond `COMMON_OPTIONS`, with `"rank"` and `"leaf"` if it has a
             choice there.

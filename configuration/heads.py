@@ -1,6 +1,7 @@
 """What a multi-token prediction head is: its family, window and rank. Knows no torch and no backbone."""
 
 # no `from __future__ import annotations`: @strict checks field types only where annotations are real types
+from collections.abc import Iterable
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -149,19 +150,18 @@ class MTPHeadConfig(PreTrainedConfig):
         super().__post_init__(**(dict(family.defaults) if family else {}) | kwargs)
 
     def validate_architecture(self) -> None:
-        """Refuses contradictory values; the message names the field and what would be right."""
+        """Refuse contradictory values; the message names the field and what would be right."""
         if self.head_type not in HEAD_FAMILIES:
             raise ValueError(
                 f"head_type={self.head_type!r} is unknown; choose one of {', '.join(HEAD_FAMILIES)}, or first import "
                 "the module that registers the family"
             )
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}")
-        for name, least in AT_LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
+        for name, value in self._values(CHOICES).items():
+            if value not in CHOICES[name]:
+                raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(CHOICES[name])}")
+        for name, value in self._values(AT_LEAST).items():
+            if value is not None and value < AT_LEAST[name]:
+                raise ValueError(f"{name}={value} must be at least {AT_LEAST[name]}")
         if not 0.0 <= self.loss_label_weight <= 1.0:
             raise ValueError(f"loss_label_weight={self.loss_label_weight} must lie between 0 and 1")
         if not 0.0 < self.gamma <= 1.0:
@@ -181,9 +181,12 @@ class MTPHeadConfig(PreTrainedConfig):
                 "summed out; choose 'observe'"
             )
 
+    def _values(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
+
     def _refuse_options_of_others(self) -> None:
-        for name in SHAPING_OPTIONS:
-            value, default = getattr(self, name), getattr(type(self), name)
+        for name, value in self._values(SHAPING_OPTIONS).items():
+            default = vars(MTPHeadConfig)[name]
             if value != default and name not in self.family.options:
                 raise ValueError(
                     f"{name}={value}: head_type={self.head_type!r} takes only {name}={default}; "
@@ -217,19 +220,19 @@ class MTPHeadConfig(PreTrainedConfig):
         return self.family.borrows_first(self)
 
     def options(self) -> dict[str, Any]:
-        """The fields that describe the distribution, for a model's own `config.json`."""
-        return {name: getattr(self, name) for name in self.family.written()} | self.draft_options()
+        """Return the fields that describe the distribution, for a model's own `config.json`."""
+        return self._values(self.family.written()) | self.draft_options()
 
     def draft_options(self) -> dict[str, Any]:
-        """The fields of draft layers; empty where there are none."""
+        """Return the fields of draft layers; empty where there are none."""
         names = ("draft_layers", "draft_lora_rank", "draft_lora_alpha")
-        return {name: getattr(self, name) for name in names} if self.draft_layers else {}
+        return self._values(names) if self.draft_layers else {}
 
     def same_parameters(self, other: "MTPHeadConfig") -> bool:
         """Whether a checkpoint of `other` holds the parameters of this head, which for `"ff"` any window does."""
         names = ["head_type", *self.family.shaping()]
-        return all(getattr(self, name) == getattr(other, name) for name in names)
+        return self._values(names) == other._values(names)
 
     def describe(self) -> str:
-        """What the head is, as a phrase for people to read."""
-        return self.family.description.format(**{name: getattr(self, name) for name in self.family.written()})
+        """Return what the head is, as a phrase for people to read."""
+        return self.family.description.format(**self._values(self.family.written()))

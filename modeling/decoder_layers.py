@@ -72,9 +72,8 @@ class LayerSource:
 
     def norm(self) -> nn.Module:
         """Return a new norm like the model's final one."""
-        config = self.config
-        eps = getattr(config, "rms_norm_eps", getattr(config, "layer_norm_eps", 1e-6))
-        return type(final_norm(self._body))(config.hidden_size, eps=eps)
+        eps = config_field(self.config, "rms_norm_eps", "layer_norm_eps", default=1e-6)
+        return type(final_norm(self._body))(self.config.hidden_size, eps=eps)
 
 
 def layer_options(
@@ -120,9 +119,9 @@ def layer_options(
 
 def layer_kind(config: PreTrainedConfig, index: int) -> str:
     """Return how a layer attends, as `layer_types` calls it."""
-    if layer_types := getattr(config, "layer_types", None):
+    if layer_types := config_field(config, "layer_types"):
         return layer_types[index]
-    return "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    return "full_attention" if config_field(config, "sliding_window") is None else "sliding_attention"
 
 
 @cache
@@ -139,8 +138,20 @@ def set_cache_slots(layers: Iterable[nn.Module]) -> None:
                 module.layer_idx = slot
 
 
-def read_config(values: dict[str, Any]) -> PreTrainedConfig:
-    """Return the config of a model from the fields of its `config.json`."""
+def config_field(config: PreTrainedConfig, *names: str, default: Any = None) -> Any:
+    """Return the first of some fields that a config has and that is not None."""
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if value is not None), default)
+
+
+def read_config(values: dict[str, Any] | None) -> PreTrainedConfig:
+    """Return the config of a model from the fields of its `config.json`.
+
+    Raises:
+        ValueError: There are none.
+    """
+    if values is None:
+        raise ValueError("backbone_config is missing: MTPHeads.from_backbone fills it")
     values = dict(values)
     return AutoConfig.for_model(values.pop("model_type"), **values)
 

@@ -41,7 +41,7 @@ It needs torch and transformers {TRANSFORMERS}, and peft where it imports that. 
 
 
 def check_choice(remote_code: str | None) -> None:
-    """Refuses what `remote_code` cannot be.
+    """Refuse what `remote_code` cannot be.
 
     Raises:
         ValueError: It is named.
@@ -70,7 +70,7 @@ def resolved_choice(kind: type, remote_code: str | None) -> str | None:
 
 
 def code_of(kind: type, names: Mapping[str, str], choice: str) -> tuple[dict[str, str], dict[str, str]]:
-    """The code that loads a class.
+    """Return the code that loads a class.
 
     Args:
         kind: The class, one of this library.
@@ -90,7 +90,7 @@ def code_of(kind: type, names: Mapping[str, str], choice: str) -> tuple[dict[str
 
 @cache
 def _files(kind: type, names: tuple[str, ...], choice: str) -> tuple[str, dict[str, str]]:
-    """Entry module and files of the code for a class."""
+    """Return entry module and files of the code for a class."""
     if TRAVELS and choice == "package":
         raise ValueError("remote_code='package': tokenahead is not installed here; choose 'bundle'")
     if TRAVELS:
@@ -106,7 +106,7 @@ def _files(kind: type, names: tuple[str, ...], choice: str) -> tuple[str, dict[s
 
 
 def _is_ours(kind: type) -> bool:
-    """Whether a class is part of this library, or of the code that it was loaded from."""
+    """Return whether a class is part of this library, or of the code that it was loaded from."""
     return kind.__module__.startswith(f"{_root()}.")
 
 
@@ -116,7 +116,7 @@ def _root() -> str:
 
 @contextmanager
 def auto_map_set(config: Any, auto_map: dict[str, str] | None) -> Iterator[None]:
-    """Has a configuration say where its code lies, for the time of writing it.
+    """Have a configuration say where its code lies, for the time of writing it.
 
     Auto classes mark a class that came with a directory; transformers would copy its code once more, by its own rule.
     """
@@ -170,7 +170,7 @@ class TravellingMixin:
             write_code(folder, files | {path.name: json.dumps(fields, indent=2, ensure_ascii=False) + "\n"})
 
     def _written_map(self, auto_map: dict[str, str]) -> dict[str, Any]:
-        """The `auto_map` as the directory's config holds it."""
+        """Return the `auto_map` as the directory's config holds it."""
         return auto_map
 
     def code_for(self, remote_code: str | None) -> tuple[dict[str, str], dict[str, str]]:
@@ -205,7 +205,7 @@ class TravellingTokenizerMixin(TravellingMixin):
         remote_code: str | None = "auto",
         **kwargs: Any,
     ) -> tuple[str, ...]:
-        """Saves as every tokenizer of transformers does.
+        """Save as every tokenizer of transformers does.
 
         Args:
             save_directory: The directory; that of the model, as a rule.

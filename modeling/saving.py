@@ -36,7 +36,7 @@ class SavingMixin(TravellingMixin):
         remote_code: str | None = "auto",
         **kwargs: Any,
     ) -> None:
-        """Saves as `PreTrainedModel.save_pretrained` does, whole or not at all.
+        """Save as `PreTrainedModel.save_pretrained` does, whole or not at all.
 
         Files are written beside their place and moved there when all of them are whole; weights of an earlier save
         that are not replaced are removed. config.json also names this library and its version.
@@ -75,11 +75,11 @@ class SavingMixin(TravellingMixin):
     def _write_folder(
         self, folder: Path, is_main_process: bool, state_dict: dict[str, torch.Tensor] | None, **kwargs: Any
     ) -> None:
-        """Writes everything but code into a directory."""
+        """Write everything but code into a directory."""
         super().save_pretrained(folder, is_main_process, state_dict, **kwargs)
 
     def push_to_hub(self, repo_id: str, *, remote_code: str | None = "auto", **kwargs: Any) -> Any:
-        """Uploads what `save_pretrained` writes, with a card; a card that is on the Hub already is kept.
+        """Upload what `save_pretrained` writes, with a card; a card that is on the Hub already is kept.
 
         Args:
             repo_id: `"user/name"`; created if it does not exist.

@@ -17,8 +17,8 @@ from transformers.utils import (
     SAFE_WEIGHTS_NAME,
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
-    cached_file,
 )
+from transformers.utils.hub import cached_file
 
 Tensors = dict[str, torch.Tensor]
 """Tensors by name."""

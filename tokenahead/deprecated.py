@@ -26,7 +26,7 @@ _ATTRIBUTES: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("generation.attach", "MTPGenerationMixin"): _DRAFTERS,
     ("generation.trees", "DraftTree"): (("laws", "probs"), ("counts", "num_nodes"), ("riders", "auxiliary")),
     ("generation.trees", "VerificationResult"): (
-        ("accepted", "num_accepted"), ("columns", "tree_path"), ("places", "path"), ("faults", "invalid"),
+        ("accepted", "num_accepted"), ("columns", "path"), ("places", "tree_path"), ("faults", "invalid"),
     ),
     ("modeling", "EvaByteForMTPC"): _WINDOWS,
     ("modeling", "MTPHeads"): _WINDOWS,

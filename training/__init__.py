@@ -1,11 +1,11 @@
-"""Trainers, losses, data, evaluation, the demo and the command line. What is named here is loaded when it is used."""
+"""Trainers, losses, data, evaluation, the demo and the command line. Names are loaded when they are used."""
 
-from .lazy import lazy_names
+from .extras import lazy_names
 
 _HOMES = {
     "AcceptanceCallback": "acceptance_callback",
     "MTPDPOTrainer": "dpo",
-    "MTPLossWeightSchedule": "loss_weight",
+    "MTPLossWeightSchedule": "schedules",
     "MTPSFTTrainer": "sft",
     "MTPTrainer": "trainer",
     "MuToROptions": "ptp.mutor",
@@ -18,7 +18,7 @@ _HOMES = {
     "regenerate": "regeneration",
 }
 __all__ = list(_HOMES)
-# trainers are imported only when they are asked for: TRL's needs an extra
+# trainers are imported on demand: TRL's need an extra
 __getattr__ = lazy_names(__name__, _HOMES)
 
 

@@ -1,7 +1,4 @@
-"""Acceptance while a drafter trains: expected along held-out text at every evaluation, generated now and then.
-
-Knows trainers and models; how acceptance is computed is written in `evaluation.expected`.
-"""
+"""Acceptance while a drafter trains: expected along held-out text at every evaluation, and of generated text."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from ..generation.attach import AttachableDrafter
 from ..modeling.heads.joint import JointMTPModel
 from .evaluation.distributions import has_probs, verified_drafts
 from .evaluation.drafts import DraftMeasures, measure_drafts
+from .trainer_base import BaseTrainer, without_peft
 
 logger = logging.get_logger(__name__)
 _GENERATED = ("generated_accepted", "generated_tokens_per_call")
@@ -25,24 +23,24 @@ _GENERATED = ("generated_accepted", "generated_tokens_per_call")
 class AcceptanceCallback(TrainerCallback):
     """Adds acceptance to the metrics of every evaluation, for the log, the best checkpoint and early stopping.
 
-    - `eval_expected_accepted`: drafts that one block verification is expected to keep at T = 1, along the evaluation
-      data (an expectation, not a sample; `evaluation.expected` says how), and `eval_accepted_1`, `eval_accepted_2`,
-      ...: the share of drafts of which so many tokens are kept. Equal for any batch size and number of processes.
-      Models of PTP have no distributions that are known without their uniforms: they log `eval_num_correct` instead.
+    - `eval_expected_accepted`: drafts that one block verification is expected to accept at T = 1, along the evaluation
+      data (an expectation, not a sample: see `evaluation.expected`), and `eval_accepted_1`, `eval_accepted_2`, ...: the
+      share of drafts of which at least so many tokens are accepted. Equal for any batch size and number of processes.
+      PTP models have no distributions that are known without their uniforms: they log `eval_num_correct` instead.
     - `eval_generated_accepted` and `eval_generated_tokens_per_call`: mean accepted drafts per verification, and new
-      tokens per call of the backbone, of texts sampled at T = 1 from beginnings of held-out rows.
+      tokens per call of the backbone, of continuations of held-out rows sampled at T = 1.
 
-    `MTPTrainer` and `PTPTrainer` ask for them before they log; with another `Trainer` call `bind(trainer)`, and they
-    are added to the metrics behind its own log. The random numbers of training stay untouched. Left out, with a
+    `MTPTrainer` and `PTPTrainer` compute them before they log; with another `Trainer` call `bind(trainer)`, and they
+    are added to the metrics after its own log. The random numbers of training are not advanced. Left out, with a
     warning, under FSDP and DeepSpeed, where parts of a model cannot be called on their own.
 
     Args:
-        rows: Rows of the evaluation data to look at; None: all.
-        generate_every: Generate at every so many-th evaluation; 0: never.
-        prompts: Held-out rows that are continued.
-        prompt_tokens: Tokens of each that are given.
-        new_tokens: Tokens to write.
-        seed: Of the samples.
+        rows: Number of rows of the evaluation data to measure on; None: all.
+        generate_every: Generate at every n-th evaluation; 0: never.
+        prompts: Number of held-out rows that are continued.
+        prompt_tokens: Length of the prompts.
+        new_tokens: Tokens to generate.
+        seed: Seed of the samples.
 
     Raises:
         ValueError: A number below its least value.
@@ -74,22 +72,18 @@ class AcceptanceCallback(TrainerCallback):
         self._trainer: Trainer | None = None
 
     def bind(self, trainer: Trainer) -> AcceptanceCallback:
-        """Lets the callback measure for a plain `Trainer`, which asks no callback for metrics. Returns itself."""
+        """Measure for a plain `Trainer`, which does not call `evaluation_metrics`. Returns itself."""
         self._trainer = trainer
         trainer.add_callback(self)
         return self
 
     def metric_names(self, trainer: Trainer) -> list[str]:
-        """What every evaluation has, and may choose checkpoints by: names without `eval_`.
-
-        Args:
-            trainer: Whose model is meant.
-        """
+        """Return the metrics of every evaluation, which may select checkpoints: names without `eval_`."""
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             return []
         model = _model_of(trainer)
-        places = range(1, verified_drafts(model) + 1) if has_probs(model) else ()
-        expected = ["expected_accepted", *(f"accepted_{place}" for place in places)] if places else []
+        counts = range(1, verified_drafts(model) + 1) if has_probs(model) else ()
+        expected = ["expected_accepted", *(f"accepted_{count}" for count in counts)] if counts else []
         return expected + (list(_GENERATED) if self.generate_every == 1 else [])
 
     def on_evaluate(
@@ -100,7 +94,7 @@ class AcceptanceCallback(TrainerCallback):
         metrics: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Adds the metrics where the trainer did not ask for them."""
+        """Add the metrics, if the trainer is a plain one."""
         if self._trainer is None or metrics is None or "eval_expected_accepted" in metrics:
             return
         found = self.evaluation_metrics(self._trainer, "eval")
@@ -109,11 +103,11 @@ class AcceptanceCallback(TrainerCallback):
             state.log_history[-1].update(found)
 
     def evaluation_metrics(self, trainer: Trainer, prefix: str) -> dict[str, float]:
-        """What is added to the metrics of an evaluation; called by every process.
+        """Return what is added to the metrics of an evaluation; called by every process.
 
         Args:
-            trainer: Whose evaluation data and model are meant.
-            prefix: Of the names.
+            trainer: The trainer, whose evaluation data and model are used.
+            prefix: Prefix of the names.
         """
         data = trainer.eval_dataset
         data = next(iter(data.values())) if isinstance(data, dict) else data
@@ -138,15 +132,15 @@ class AcceptanceCallback(TrainerCallback):
         measures = DraftMeasures()
         for batch in trainer.get_eval_dataloader(_first(data, self.rows)):
             batch = trainer._prepare_inputs(batch)
-            without_repeated = getattr(trainer, "_without_repeated_rows", None)
-            measures = measure_drafts(model, without_repeated(batch) if without_repeated else batch, measures)
+            batch = trainer.without_repeated_rows(batch) if isinstance(trainer, BaseTrainer) else batch
+            measures = measure_drafts(model, batch, measures)
         measures = measures.reduced(trainer.accelerator)
         shares = measures.means().get("accepted_block", [])
-        by_place = {f"accepted_{place}": share for place, share in enumerate(shares, 1)}
-        return ({"expected_accepted": sum(shares)} if shares else {}) | by_place
+        by_count = {f"accepted_{count}": share for count, share in enumerate(shares, 1)}
+        return ({"expected_accepted": sum(shares)} if shares else {}) | by_count
 
     def _generated(self, trainer: Trainer, model: Any, data: Any) -> dict[str, float]:
-        """The same on every process: each samples the same texts, so that none waits for another."""
+        """Generate on every process: each samples the same texts, so that none waits for another."""
         ids = [torch.as_tensor(row["input_ids"])[: self.prompt_tokens] for row in _rows(data, self.prompts)]
         accepted, written, calls = [], 0, 0
         for prompt in ids:
@@ -160,7 +154,7 @@ class AcceptanceCallback(TrainerCallback):
 
 @torch.no_grad()
 def sampled_speculation(model: Any, prompt: torch.Tensor, new_tokens: int) -> Any:
-    """What speculation did in one text sampled at T = 1 from the whole distribution, with no early end.
+    """Return the statistics of a text sampled at T = 1 from the whole distribution, with no early end.
 
     Args:
         model: A model that drafts for itself, or a drafter that is attached to one.
@@ -192,14 +186,13 @@ def sampled_speculation(model: Any, prompt: torch.Tensor, new_tokens: int) -> An
 
 
 def _model_of(trainer: Trainer) -> Any:
-    """What drafts, without what distribution, peft and joint training wrap around it."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    model = model.get_base_model() if hasattr(model, "peft_config") else model
+    """Return the drafter without what distribution, peft and joint training wrap around it."""
+    model = without_peft(trainer.accelerator.unwrap_model(trainer.model))
     return model.heads if isinstance(model, JointMTPModel) else model
 
 
 def _first(data: Any, count: int | None) -> Any:
-    """The first rows of a dataset of any kind."""
+    """Return the first rows of a dataset of any kind."""
     if count is None:
         return data
     if isinstance(data, IterableDataset):

@@ -2,7 +2,7 @@
 distribution.
 
 Marginals (Mehra et al. 2025, Eq. 6): p_k(x | X) = sum over s of p(s | X) p(x | X, s) over all continuations s of k - 1
-tokens. They are the best that heads without access to the tokens between can predict, exactly or with a bound.
+tokens. Heads that do not see the tokens between cannot predict better. They are exact, or have a known bound.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..generation.target.inputs import tree_mask
 from ..generation.trees.contract import DraftTree
+from ..modeling import EvaByteForMTPC
 from ..modeling.heads.backbone_parts import backbone_parts
 
 MOST_BRANCHES = 10**6
@@ -50,19 +51,19 @@ def marginal_log_probs(
     max_branches: int | None = None,
     batch_size: int = 64,
 ) -> Marginals:
-    """Marginals of the next k tokens by enumerating what may stand between.
+    """Return the marginals of the next k tokens by enumerating the tokens between.
 
     At every step the smallest set of tokens whose probability reaches `mass` is followed. The continuations of one
-    position are fed together behind one copy of its prefix, as branches of a tree.
+    position are computed together after one copy of its prefix, as branches of a tree.
 
     Args:
         model: A causal language model with a cache that holds the whole past.
         input_ids: [B, T] int64.
         k: Tokens ahead.
         attention_mask: [B, T], 0 for padding.
-        positions: Columns whose next k tokens are meant; None: the last real one of every row.
+        positions: Columns whose next k tokens are predicted; None: the last one before padding.
         mass: In (0, 1]; 1 enumerates everything.
-        max_branches: Follow at most so many continuations per step, the likeliest.
+        max_branches: Continuations to follow per step, at most; the likeliest are taken.
         batch_size: Continuations per model call.
 
     Raises:
@@ -92,10 +93,10 @@ def marginal_log_probs(
 def _of_prefix(
     model: PreTrainedModel, prefix: torch.Tensor, k: int, mass: float, max_branches: int | None, batch_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Marginals [k, V], missing mass [k] and branches [k] behind one prefix [T]."""
+    """Return marginals [k, V], missing mass [k] and branches [k] after a prefix [T]."""
     branches = _Branches(model, prefix)
     paths, weights = prefix.new_zeros(1, 0), torch.ones(1, dtype=torch.float64, device=prefix.device)
-    draft_probs, missing, counts = [], [], []
+    log_probs, missing, counts = [], [], []
     for step in range(k):
         total, children = 0.0, []
         for start in range(0, len(paths), batch_size):
@@ -104,34 +105,34 @@ def _of_prefix(
             total = total + weight @ distribution
             if step + 1 < k:
                 children.append(_children(part, weight, distribution, mass))
-        kept = weights.sum()
-        draft_probs.append((total / kept).log())
-        missing.append((1 - kept).clamp(min=0))
+        mass_left = weights.sum()
+        log_probs.append((total / mass_left).log())
+        missing.append((1 - mass_left).clamp(min=0))
         counts.append(torch.tensor(len(paths), device=prefix.device))
         if children:
             paths, weights = (torch.cat(field) for field in zip(*children))
             if max_branches is not None and len(paths) > max_branches:
                 best = weights.topk(max_branches).indices
                 paths, weights = paths[best], weights[best]
-    return torch.stack(draft_probs), torch.stack(missing), torch.stack(counts)
+    return torch.stack(log_probs), torch.stack(missing), torch.stack(counts)
 
 
 def _children(
-    paths: torch.Tensor, weights: torch.Tensor, draft_probs: torch.Tensor, mass: float
+    paths: torch.Tensor, weights: torch.Tensor, distribution: torch.Tensor, mass: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest continuations of paths [N, j] by one token: paths [M, j + 1] and their weights [M]."""
-    probs, tokens = draft_probs.sort(-1, descending=True)
+    """Return the likeliest continuations of paths [N, j] by a token: paths [M, j + 1] and their weights [M]."""
+    probs, tokens = distribution.sort(-1, descending=True)
     before = probs.cumsum(-1) - probs
     node, rank = ((before < mass) if mass < 1 else torch.ones_like(before, dtype=torch.bool)).nonzero(as_tuple=True)
     return torch.cat([paths[node], tokens[node, rank, None]], 1), weights[node] * probs[node, rank]
 
 
 class _Branches:
-    """A model behind one prefix, of which many continuations are asked."""
+    """A model with the cache of a prefix, for many continuations."""
 
     def __init__(self, model: PreTrainedModel, prefix: torch.Tensor) -> None:
         self.model, self.last = model, prefix[None, -1:]
-        if getattr(model, "_is_stateful", False) or hasattr(model, "_new_cache"):
+        if getattr(model, "_is_stateful", False) or isinstance(model, EvaByteForMTPC):
             raise ValueError(f"{type(model).__name__} has a cache that cannot branch")
         self.cache = DynamicCache()
         self.past = torch.ones(1, len(prefix) - 1, dtype=torch.bool, device=prefix.device)
@@ -139,8 +140,7 @@ class _Branches:
             model(prefix[None, :-1], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
 
     def probs(self, paths: torch.Tensor) -> torch.Tensor:
-        """Next-token distributions [N, V] float64 behind paths [N, j]: branches of one tree, each with nodes of its
-        own."""
+        """Return the next-token distributions [N, V] float64 after paths [N, j], which are branches of one tree."""
         count, length = paths.shape
         if length == 0:
             tree = DraftTree.chain(paths.new_zeros(1, 0))
@@ -165,7 +165,7 @@ class _Branches:
 def layer_divergences(
     model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Logit lens: KL(p_l || p) of what norm and unembedding make of the output of layer l, in nats.
+    """Return KL(p_l || p) in nats (logit lens), with p_l the norm and unembedding of the output of layer l.
 
     Args:
         model: A causal language model.
@@ -192,7 +192,7 @@ def next_token_spread(
     attention_mask: torch.Tensor | None = None,
     masses: Sequence[float] = (0.9, 0.99),
 ) -> tuple[torch.Tensor, dict[float, torch.Tensor]]:
-    """How far the next-token distribution is spread.
+    """Return how far the next-token distribution is spread.
 
     Args:
         model: A causal language model.

@@ -1,24 +1,32 @@
-"""The checkpoints in the directory of a run: which of them is whole, and whether its training has come to its end."""
+"""The checkpoints of a run: which of them is complete, whether training is finished, and which model they are of."""
 
 from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..configuration import MTPHeadConfig
+
 _STATE = "trainer_state.json"
 _OF_UPDATES = ("optimizer.pt", "scheduler.pt")
+_OF_BACKBONES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_nextn_predict_layers")
+_OF_DRAFTERS = ("version", "draft_vocab_size", "variant", "sampler", "features", "num_slots", "lora_rank")
 
 
 def last_whole_checkpoint(folder: str | PathLike) -> str | None:
-    """The checkpoint that a run can go on from; None where there is none.
+    """Return the latest checkpoint that a run can resume from; None if there is none.
 
-    Warns of later ones that are not whole, because the machine failed while they were written.
+    Warns of later ones that are incomplete, because the machine failed while they were written.
     """
-    found = [each for each in Path(folder).glob("checkpoint-*") if each.is_dir() and _number(each) is not None]
-    for checkpoint in sorted(found, key=_number, reverse=True):
+    numbers = {each: _number(each) for each in Path(folder).glob("checkpoint-*") if each.is_dir()}
+    found = sorted((number, each) for each, number in numbers.items() if number is not None)
+    for _, checkpoint in reversed(found):
         lacking = missing_of(checkpoint)
         if lacking is None:
             return str(checkpoint)
@@ -29,7 +37,7 @@ def last_whole_checkpoint(folder: str | PathLike) -> str | None:
 
 
 def missing_of(checkpoint: Path) -> str | None:
-    """The file that a checkpoint lacks, compared with those beside it; None where it is whole."""
+    """Return the file that a checkpoint lacks, compared with the others of its run; None if it is complete."""
     if not _state(checkpoint):  # written last of all
         return _STATE
     for name in _OF_UPDATES:
@@ -39,15 +47,15 @@ def missing_of(checkpoint: Path) -> str | None:
 
 
 def is_finished(checkpoint: str | PathLike | None, max_steps: int) -> bool:
-    """Whether all steps are made; warns then. `Trainer` would make one more each time that it is started again."""
+    """Return whether all steps are done, with a warning. `Trainer` would do one more each time that it is resumed."""
     if checkpoint is None or max_steps < 1 or _state(Path(checkpoint)).get("global_step", 0) < max_steps:
         return False
-    warnings.warn(f"{checkpoint} has made all of max_steps={max_steps}: nothing is left to train", stacklevel=2)
+    warnings.warn(f"{checkpoint} has done all of max_steps={max_steps}: nothing is left to train", stacklevel=2)
     return True
 
 
 def best_or_last(checkpoint: str | PathLike, wants_best: bool) -> str:
-    """The checkpoint whose weights a finished training ends with."""
+    """Return the checkpoint whose weights a finished training ends with."""
     best = _state(Path(checkpoint)).get("best_model_checkpoint") if wants_best else None
     return best if best and Path(best).is_dir() else str(checkpoint)
 
@@ -58,8 +66,46 @@ def _number(checkpoint: Path) -> int | None:
 
 
 def _state(checkpoint: Path) -> dict[str, Any]:
-    """What `Trainer` wrote of its state; nothing where the file is not there, or is not whole."""
+    """Return the state that `Trainer` wrote; empty if the file is missing or incomplete."""
     try:
         return json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+
+
+def check_checkpoint(folder: str | Path, model: PreTrainedModel) -> None:
+    """Refuse a checkpoint of another model or head, of which `Trainer` would load what happens to fit.
+
+    Args:
+        folder: The checkpoint. One without a config, of adapters or shards, is left to its loader.
+        model: The model to resume, without what distribution wraps around it.
+
+    Raises:
+        ValueError: Another kind of model or head, or other sizes.
+    """
+    file, config = Path(folder) / "config.json", model.config
+    if not file.is_file() or hasattr(model, "peft_config"):
+        return
+    model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+    if model_type != config.model_type:
+        raise ValueError(_differs(folder, "model_type", model_type, config.model_type))
+    for name, theirs, ours in _shapes(type(config).from_pretrained(folder), config):
+        if theirs != ours:
+            raise ValueError(_differs(folder, name, theirs, ours))
+
+
+def _shapes(earlier: PreTrainedConfig, config: PreTrainedConfig) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what decides which parameters there are: names, and the values of both."""
+    before, now = (getattr(each, "mtp_head", each) for each in (earlier, config))
+    if isinstance(before, MTPHeadConfig) and isinstance(now, MTPHeadConfig):
+        for name in ("head_type", "leaf", "window", *now.family.shaping(), "draft_layers"):
+            yield name, getattr(before, name, None), getattr(now, name, None)
+    texts = earlier.get_text_config(), config.get_text_config()
+    for names, (before, now) in ((_OF_BACKBONES, texts), (_OF_DRAFTERS, (earlier, config))):
+        for name in names:
+            if hasattr(before, name) and hasattr(now, name):
+                yield name, getattr(before, name), getattr(now, name)
+
+
+def _differs(folder: str | Path, name: str, theirs: Any, ours: Any) -> str:
+    return f"the checkpoint {folder} has {name}={theirs!r}, and this model {name}={ours!r}: choose one of this model"

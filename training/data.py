@@ -1,6 +1,6 @@
-"""The text that every machine has: the Python standard library's own source, as windows of byte ids.
+"""A text that every machine has: the source of the Python standard library, as windows of byte ids.
 
-Knows files and bytes; of models only that byte b has the id b + 64 and that every text begins with `<bos>`.
+Byte b has the id b + 64, and every window begins with `<bos>`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from ..modeling.evabyte.tokenizer import BYTE_OFFSET
 
 BOS_ID = 1
-# Not every machine has the tests, because Linux distributions package them apart; the last two hold tables, not code.
+# Not every machine has the tests, which Linux distributions package separately; the last two hold tables, not code.
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
 _LINE_OF_CODE = re.compile(rb"^[ ]*(?:def|class) \w+.*:\n", re.MULTILINE)
 
@@ -39,7 +39,7 @@ class SourceText:
 
     @classmethod
     def read(cls, root: Path, files: list[Path]) -> SourceText:
-        """Reads files below `root`, in the order given."""
+        """Read files below `root`, in the given order."""
         contents = [file.read_bytes() for file in files]
         return cls(
             files=tuple(file.relative_to(root).as_posix() for file in files),
@@ -51,7 +51,7 @@ class SourceText:
         return len(self.data)
 
     def content(self, index: int) -> bytes:
-        """Bytes of the file number `index`."""
+        """Return the bytes of the file at `index`."""
         return self.data[self.starts[index] : self.starts[index + 1]].numpy().tobytes()
 
 
@@ -60,9 +60,9 @@ class Corpus:
     """The standard library's source in two parts that share no file.
 
     Attributes:
-        root: The directory that the files come from.
-        train: What is learned from.
-        held_out: What is measured on.
+        root: The directory of the files.
+        train: The part to train on.
+        held_out: The part to measure on.
     """
 
     root: Path
@@ -71,10 +71,10 @@ class Corpus:
 
 
 def load_corpus(root: str | Path | None = None, seed: int = 0, held_out: float = 0.05) -> Corpus:
-    """Reads the source and splits it by file.
+    """Read the source and split it by file.
 
     Args:
-        root: The directory to read; None asks `sysconfig` where the standard library is.
+        root: The directory to read; None: that of the standard library.
         seed: Chooses the held-out files; the same files and seed give the same split.
         held_out: Share of the bytes to hold out, at least one file.
 
@@ -100,7 +100,7 @@ def load_corpus(root: str | Path | None = None, seed: int = 0, held_out: float =
 
 
 def source_files(root: Path) -> list[Path]:
-    """Python files below `root` that hold code, sorted by path; tests, tables and installed packages are left out."""
+    """Return the Python files below `root`, sorted by path, without tests, tables and installed packages."""
     paths = (path for path in root.rglob("*.py") if not _LEFT_OUT.intersection(path.relative_to(root).parts[:-1]))
     return sorted(path for path in paths if path.is_file())
 
@@ -109,7 +109,7 @@ class ByteWindows(Dataset):
     """Windows of ids: `<bos>` and `length - 1` bytes of one file. No byte is in two windows; the labels are the ids.
 
     Args:
-        text: Where the bytes come from.
+        text: The bytes.
         length: Ids per window.
 
     Raises:
@@ -146,34 +146,34 @@ class ByteWindows(Dataset):
 
 
 def code_prompts(text: SourceText, count: int, seed: int = 0, length: int = 320) -> list[str]:
-    """Beginnings of code to complete: up to `length` bytes of whole lines that end in the head of a function or class.
+    """Return beginnings of code: up to `length` bytes of whole lines that end in the head of a function or class.
 
     Args:
-        text: Where the prompts come from, one file each while there are enough files.
-        count: How many.
-        seed: Chooses the places.
+        text: The text; every prompt is from another file while there are enough files.
+        count: Number of prompts.
+        seed: Seed of the choice.
         length: Bytes per prompt, at most; a prompt has at least half as many.
 
     Raises:
-        ValueError: No such place in the text.
+        ValueError: A text without such a beginning.
     """
     chooser = random.Random(seed)
-    places = [(index, heads) for index in range(len(text.files)) if (heads := _heads(text.content(index), length))]
-    if not places:
+    found = [(index, heads) for index in range(len(text.files)) if (heads := _heads(text.content(index), length))]
+    if not found:
         raise ValueError(f"no file has a function or class after {length // 2} bytes of ASCII text to make a prompt of")
-    chooser.shuffle(places)
-    turns = (places[turn % len(places)] for turn in range(count))
+    chooser.shuffle(found)
+    turns = (found[turn % len(found)] for turn in range(count))
     return [_prompt(text.content(index), chooser.choice(heads), length) for index, heads in turns]
 
 
 def _heads(content: bytes, length: int) -> list[int]:
-    """Ends of those heads of functions and classes that have enough ASCII text before them."""
+    """Return the ends of the heads of functions and classes that have enough ASCII text before them."""
     ends = (match.end() for match in _LINE_OF_CODE.finditer(content))
     return [end for end in ends if end >= length and content[end - length : end].isascii()]
 
 
 def _prompt(content: bytes, end: int, length: int) -> str:
-    """Whole lines before `end`, or half a line where lines are longer than half a prompt."""
+    """Return whole lines before `end`, or half a line if lines are longer than half a prompt."""
     piece = content[end - length : end]
     cut = piece.find(b"\n", 0, length // 2) + 1
     return piece[cut:].decode("ascii")

@@ -1,7 +1,7 @@
-"""TRL's preference optimisation (DPO) of a model that drafts for itself, whose drafter keeps up. Needs `train`.
+"""TRL's preference optimisation (DPO) of a model that drafts for itself, and of its drafter. Needs the extra `train`.
 
-DPO moves the backbone, and heads that stay behind would draft for a model that is no more. So the model's own loss on
-the chosen completions, drafter included, is an auxiliary term.
+DPO changes the backbone, and heads that are not trained with it would draft for the model as it was. So the model's own
+loss on the chosen completions, drafter included, is an auxiliary term.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ import math
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
-from transformers.modeling_outputs import ModelOutput
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
-from ..generation.attach import AttachableDrafter
+from ..modeling import DeepSeekMTP, EvaByteForMTPC
+from .batches import Inputs
 from .extras import needs_extra
+from .trainer_base import without_peft
 
 with needs_extra("train", "MTPDPOTrainer"):
-    from trl import DPOTrainer
-
-Inputs = dict[str, Any]
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
 
 
 class MTPDPOTrainer(DPOTrainer):
@@ -32,37 +35,43 @@ class MTPDPOTrainer(DPOTrainer):
 
     Args:
         model: The model.
-        ref_model: As for `DPOTrainer`: a copy of the model, or None with a `peft_config`, whose adapters are left out
-            for reference.
+        ref_model: As for `DPOTrainer`: a copy of the model, or None with a `peft_config`, whose adapters are switched
+            off for reference.
         args: As for `DPOTrainer`.
-        drafter_weight: Weight of the auxiliary term; 0 leaves the drafter behind.
+        drafter_weight: Weight of the auxiliary term; 0: the drafter is not trained.
         kwargs: As for `DPOTrainer`.
 
     Raises:
-        TypeError: Heads apart from their backbone, or a model that does not draft for itself.
-        ValueError: A weight below 0 or that is no number, or `precompute_ref_log_probs`.
+        TypeError: Attached heads, or a model that does not draft for itself.
+        ValueError: A weight below 0 or not finite, or `precompute_ref_log_probs`.
 
     Example:
         >>> MTPDPOTrainer(model, reference, DPOConfig("out"), train_dataset=pairs, processing_class=tokenizer).train()
     """
 
     def __init__(
-        self, model: nn.Module, ref_model: Any = None, args: Any = None, *, drafter_weight: float = 0.1, **kwargs: Any
+        self,
+        model: PreTrainedModel | PeftModel,
+        ref_model: Any = None,
+        args: Any = None,
+        *,
+        drafter_weight: float = 0.1,
+        **kwargs: Any,
     ) -> None:
-        if isinstance(model, AttachableDrafter) or not hasattr(model, "pooled_loss"):
+        if not isinstance(without_peft(model), (DeepSeekMTP, EvaByteForMTPC)):
             raise TypeError(
                 f"MTPDPOTrainer trains a model that drafts for itself (EvaByteForMTPC, DeepSeekMTP), not a "
                 f"{type(model).__name__}; attached heads are trained after the preferences, with MTPSFTTrainer"
             )
         if not 0 <= drafter_weight < math.inf:
             raise ValueError(f"drafter_weight={drafter_weight} must be a number of at least 0")
-        if getattr(args, "precompute_ref_log_probs", False):
-            raise ValueError("precompute_ref_log_probs=True reads rows of other heads as tokens; leave it at False")
+        if isinstance(args, DPOConfig) and args.precompute_ref_log_probs:
+            raise ValueError("precompute_ref_log_probs=True takes rows of other heads for tokens; leave it at False")
         self.drafter_weight = drafter_weight
         super().__init__(model, ref_model, args, **kwargs)
         for each in (self.accelerator.unwrap_model(self.model), self.ref_model):
             if each is not None:
-                _score_own_distribution(each.get_base_model() if hasattr(each, "peft_config") else each)
+                _score_own_distribution(without_peft(each))
 
     def compute_loss(
         self,
@@ -71,7 +80,7 @@ class MTPDPOTrainer(DPOTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """TRL's loss, and the model's own on the chosen half of the batch."""
+        """Return TRL's loss plus the model's own on the chosen half of the batch."""
         found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if not self.drafter_weight:
             return found
@@ -80,13 +89,13 @@ class MTPDPOTrainer(DPOTrainer):
         ids, mask = inputs["input_ids"][:chosen], inputs["attention_mask"][:chosen]
         labels = ids.masked_fill(inputs["completion_mask"][:chosen] == 0, -100)
         own = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
-        self._metrics["train" if self.model.training else "eval"]["drafter_loss"].append(own.detach().item())
+        self._metrics["train" if model.training else "eval"]["drafter_loss"].append(own.detach().item())
         loss = loss + self.drafter_weight * own
         return (loss, *rest) if return_outputs else loss
 
 
-def _score_own_distribution(model: nn.Module) -> None:
-    """Answers TRL's question for log-probabilities from the model's next-token logits.
+def _score_own_distribution(model: PreTrainedModel) -> None:
+    """Compute the log-probabilities that TRL asks for from the model's next-token logits.
 
     TRL would multiply states with all rows of `lm_head.weight`, which in EvaByte are those of all heads.
     """
@@ -109,7 +118,7 @@ def _score_own_distribution(model: nn.Module) -> None:
             mean_logits=mean.detach(),
             is_top1=(distribution.argmax(-1) == targets) & scored,
             label_mask=scored,
-            aux_loss=getattr(outputs, "aux_loss", None),
+            aux_loss=outputs.get("aux_loss"),
         )
 
     model.forward = forward

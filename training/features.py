@@ -1,9 +1,9 @@
 """Hidden states of a frozen backbone on disk, so that drafters are trained without running it again.
 
-Rows of a data set go through the backbone once, in order; what a drafter reads of them is written in shards of whole
-rows. A shard and the index that names it each appear at once, so a process that is killed loses the shard it was
-writing and nothing else: called again, `cache_features` goes on behind the last whole one. The reader gives the rows of
-the data set in their order, and so a Trainer makes the same batches of them as of the data set itself.
+Rows of a data set go through the backbone once, in order; the states that a drafter reads are written in shards of
+whole rows. Shards and index are written atomically, so a process that is killed loses the shard it was writing and
+nothing else: called again, `cache_features` continues after the last complete one. The reader keeps the order of the
+data set, and so a Trainer makes the same batches of it as of the data set itself.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ Row = Mapping[str, Any]
 
 @dataclass
 class FeatureIndex:
-    """What a directory of features holds.
+    """The contents of a directory of features.
 
     Attributes:
-        backbone: Its name, or its directory's; what counts is `weights`.
+        backbone: Name of the backbone, or of its directory; `weights` identifies it.
         weights: Checksum of a sample of every weight of the backbone.
         layers: Indices of the states, as `output_hidden_states` counts them.
         width: d.
-        dtype: Of the states.
+        dtype: Dtype of the states.
         data: Checksum of all token ids and labels.
-        lengths: Tokens of every row, padding left out.
-        shards: Per shard its file, its rows and a checksum of the file.
+        lengths: Tokens of every row, without padding.
+        shards: File, number of rows and checksum of every shard.
     """
 
     backbone: str
@@ -61,27 +61,27 @@ class FeatureIndex:
 
     @property
     def rows(self) -> int:
-        """Rows that are written."""
+        """Number of rows that are written."""
         return sum(shard["rows"] for shard in self.shards)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all rows are."""
+        """Whether all rows are written."""
         return self.rows == len(self.lengths)
 
     @property
     def num_bytes(self) -> int:
-        """Size of all rows on disk, but for some bytes per shard."""
+        """Size of all rows on disk, except for a few bytes per shard."""
         states = len(self.layers) * self.width * _DTYPES[self.dtype].itemsize
         return sum(self.lengths) * (states + 8 * len(_IDS))
 
     def num_bytes_left(self) -> int:
-        """Size of the rows that are not written."""
+        """Return the size of the rows that are not written yet."""
         return self.num_bytes * sum(self.lengths[self.rows :]) // max(1, sum(self.lengths))
 
     @classmethod
     def read(cls, folder: str | Path) -> FeatureIndex:
-        """The index of a directory.
+        """Return the index of a directory.
 
         Raises:
             FileNotFoundError: The directory holds no features.
@@ -92,7 +92,7 @@ class FeatureIndex:
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def write(self, folder: Path) -> None:
-        """Replaces the index of a directory."""
+        """Replace the index of a directory."""
         replace_text(folder / INDEX, json.dumps(asdict(self)))
 
 
@@ -105,23 +105,23 @@ def cache_features(
     tokens_per_batch: int = 2**13,
     say: Callable[[str], None] = print,
 ) -> FeatureDataset:
-    """Writes the states that a drafter learns from, or the part of them that is missing.
+    """Write the states that a drafter learns from, or those of them that are missing.
 
     Args:
         drafter: Attached `MTPHeads` or `EagleHead`; its `learning_layers` and its backbone are used.
-        data: Rows with `input_ids`, and perhaps `labels`, `attention_mask` (padding is left out) and `position_ids`.
-        folder: Where; made if missing.
+        data: Rows with `input_ids` and, optionally, `labels`, `attention_mask` (padding is dropped) and `position_ids`.
+        folder: Output directory; created if missing.
         dtype: `"float32"`, `"bfloat16"` or `"float16"`; None: the backbone's.
-        tokens_per_shard: A shard ends with the row that reaches so many.
-        tokens_per_batch: Rows of the same length go through the backbone together, up to so many tokens.
-        say: Told the size before anything is written.
+        tokens_per_shard: A shard ends with the row that reaches this number of tokens.
+        tokens_per_batch: Rows of the same length go through the backbone together, up to this number of tokens.
+        say: Called with the size before anything is written.
 
     Returns:
         The rows, to train with.
 
     Raises:
         ValueError: A data set without rows, or a directory with features of another backbone, data set or layers.
-        OSError: Less room on the disk than the states need; nothing is written.
+        OSError: Not enough disk space for the states; nothing is written.
     """
     folder, backbone = Path(folder), drafter.backbone
     dtype = str(backbone.dtype).removeprefix("torch.") if dtype is None else dtype
@@ -148,15 +148,15 @@ def cache_features(
 
 
 class FeatureDataset(Dataset):
-    """Rows of features: ids, labels and states, in the order of the data set that they were made from.
+    """Rows of features: ids, labels and states, in the order of the data set.
 
     Args:
         folder: What `cache_features` wrote.
-        check: Compare checksums of the shards first, which reads all of them.
+        check: Whether to compare the checksums of all shards first, which reads them.
 
     Raises:
         FileNotFoundError: A directory without features.
-        ValueError: Features that are not whole, or a damaged shard.
+        ValueError: Incomplete features, or a damaged shard.
 
     Example:
         >>> rows = cache_features(heads, data, "features")
@@ -167,11 +167,11 @@ class FeatureDataset(Dataset):
         self.folder, self.index = Path(folder), FeatureIndex.read(folder)
         if not self.index.is_complete:
             raise ValueError(
-                f"{folder} holds {self.index.rows} of {len(self.index.lengths)} rows: cache_features goes on with them"
+                f"{folder} holds {self.index.rows} of {len(self.index.lengths)} rows: complete them with cache_features"
             )
         for shard in self.index.shards if check else ():
             if hashlib.sha256((self.folder / shard["file"]).read_bytes()).hexdigest() != shard["sha256"]:
-                raise ValueError(f"{self.folder / shard['file']} is damaged: its checksum is not the index's")
+                raise ValueError(f"{self.folder / shard['file']} is damaged: its checksum is not that of the index")
         self._ends = list(accumulate(shard["rows"] for shard in self.index.shards))
         self._starts = [0, *accumulate(self.index.lengths)]
         self._open: dict[int, Any] = {}
@@ -196,12 +196,12 @@ class FeatureDataset(Dataset):
         return self._open[number]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For worker processes, which open the shards themselves."""
+        """Return the state for worker processes, which open the shards themselves."""
         return vars(self) | {"_open": {}}
 
     @staticmethod
     def collate(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """A batch of rows, padded on the right; with `attention_mask` where their lengths differ."""
+        """Return a batch of rows, padded on the right; with `attention_mask` if their lengths differ."""
         lengths = [len(row["input_ids"]) for row in rows]
         fills = {"labels": -100}
         batch = {
@@ -216,7 +216,7 @@ class FeatureDataset(Dataset):
 
 def _index(drafter: Any, data: Sequence[Row], dtype: str) -> FeatureIndex:
     if not len(data):
-        raise ValueError("the data set has no rows to make features of")
+        raise ValueError("data has no rows; give at least one")
     if dtype not in _DTYPES:
         raise ValueError(f"dtype={dtype!r} is unknown; choose one of {', '.join(_DTYPES)}")
     backbone, digest, lengths = drafter.backbone, hashlib.sha256(), []
@@ -238,7 +238,7 @@ def _index(drafter: Any, data: Sequence[Row], dtype: str) -> FeatureIndex:
 
 
 def checksum(model: nn.Module, skip: str = "\0") -> str:
-    """Tells weights apart by a sample of each parameter; those with `skip` in their names do not count."""
+    """Return a checksum of a sample of each parameter; those with `skip` in their names do not count."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if skip in name:
@@ -285,7 +285,7 @@ def _end_of_shard(index: FeatureIndex, tokens: int) -> int:
 
 
 def _stripped(row: Row) -> dict[str, torch.Tensor]:
-    """The columns of a row without padding."""
+    """Return the columns of a row without padding."""
     columns = {name: torch.as_tensor(row[name]) for name in _IDS if name in row}
     columns.setdefault("labels", columns["input_ids"])
     if "attention_mask" in row:
@@ -298,7 +298,7 @@ def _stripped(row: Row) -> dict[str, torch.Tensor]:
 def _states(
     backbone: PreTrainedModel, rows: list[dict[str, torch.Tensor]], index: FeatureIndex, tokens: int
 ) -> list[torch.Tensor]:
-    """Per row [T, S, d]; rows of one length and without positions of their own go together."""
+    """Return the states [T, S, d] of every row; rows of one length are computed together."""
     found: list[torch.Tensor] = []
     for group in _groups(rows, tokens):
         ids = torch.stack([row["input_ids"] for row in group]).to(backbone.device)

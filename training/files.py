@@ -1,4 +1,4 @@
-"""Writing a file so that a reader never sees half of it. Knows nothing of cards or results."""
+"""Atomic writing of files: a reader never sees half of one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 def replace_text(path: str | Path, text: str) -> Path:
-    """Writes `text` to a temporary name beside `path` and renames it; an interruption leaves the old file whole.
+    """Write `text` to a temporary file in the same directory and rename it; an interruption keeps the old file.
 
     Args:
         path: The file to write or replace. Its directory is created if missing.
-        text: The whole new content, written as UTF-8 with the line ends that it has.
+        text: The whole new content, written as UTF-8 with its own line ends.
 
     Returns:
         `path` as a `Path`.
@@ -33,7 +33,7 @@ def replace_text(path: str | Path, text: str) -> Path:
 
 
 def replace_picture(path: Path, figure: Figure) -> Path:
-    """Writes a figure as PNG under a temporary name first; returns `path`."""
+    """Write a figure as PNG under a temporary name first; return `path`."""
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, format="png", dpi=120)
     return temporary.replace(path)

@@ -1,4 +1,4 @@
-"""The losses of multi-token prediction, where a trainer looks for them; they live beside the models."""
+"""The losses of multi-token prediction, which are defined with the models."""
 
 from ..modeling.heads.losses import IGNORE, depth_means, discounted_mtp_loss, window_targets
 

@@ -1,27 +1,40 @@
-"""Applies a `TrainingStrategy` to a model: which parameters learn, what the loss is, what changes as steps go by."""
+"""Applies a `TrainingStrategy` to a model: which parameters learn, by which adapters, and from what."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback
 
+from ..configuration import MTPHeadConfig
+from ..generation.attach import AttachableDrafter
+from ..modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads
 from ..modeling.heads.joint import JointMTPModel
-from .adapters import check_no_adapters, learn_by_adapters, lora_config
-from .loss_weight import MTPLossWeightSchedule
+from ..modeling.loss_options import EagleLossOptions, ModuleLossOptions
+from ..modeling.wrapped_models import carries_adapters
+from .schedules import HeadWarmup, MTPLossWeightSchedule
 from .strategy import TrainingStrategy
+from .trainer_base import draft_layers_of, drafter_of, head_config, without_peft
 
-_LOSS_FIELDS = {
+_QUERIES = ("q_proj", "k_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn")
+_RANK, _DROPOUT = 8, 0.0
+_LOSS_OPTIONS = {
     "loss_target": "target",
     "loss_divergence": "divergence",
     "loss_label_weight": "label_weight",
     "loss_top_k": "top_k",
+    "loss_balance": "balance",
+    "gamma": "decay",
 }
+"""The option of `LossOptions` that each field of a strategy sets; heads have the fields in their config."""
 
 
 def prepare(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
-    """Chooses what learns, and from what.
+    """Choose what learns, and from what.
 
     Args:
         model: Attached `MTPHeads` or `EagleHead`, or a model that owns its drafter; changed in place.
@@ -32,23 +45,29 @@ def prepare(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
         the model within peft's.
 
     Raises:
+        TypeError: A model without a drafter that learns by a strategy.
         ValueError: A part of the recipe that this model cannot follow; the message names the field.
     """
-    _set_losses(model, strategy)
-    _set_draft_layers(model, strategy)
-    _check_warmup(model, strategy)
-    if hasattr(model, "on_attach"):
+    owner = without_peft(model)
+    if not isinstance(owner, (AttachableDrafter, DeepSeekMTP, EvaByteForMTPC)):
+        raise TypeError(f"strategy= is for heads, modules and EvaByteForMTPC, not for a {type(owner).__name__}")
+    _set_losses(owner, strategy)
+    _set_draft_layers(owner, strategy)
+    _check_warmup(owner, strategy)
+    if isinstance(owner, AttachableDrafter):
         return model if strategy.train == "drafter" else _joined(model, strategy)
     if strategy.train != "drafter":
-        check_no_adapters(model, type(model).__name__, strategy)
+        check_no_adapters(model, type(owner).__name__, strategy)
     if strategy.train != "lora":
-        model.train_only(strategy.train)
+        owner.train_only(strategy.train)
         return model
-    return _adapted(model, strategy)
+    drafter = drafter_of(model)
+    name = next(name for name, module in model.named_modules() if module is drafter)
+    return get_peft_model(model, lora_config(model, strategy, name))
 
 
-def callbacks_of(model: nn.Module, strategy: TrainingStrategy) -> list[TrainerCallback]:
-    """What has to happen while a prepared model is trained."""
+def callbacks_of(strategy: TrainingStrategy) -> list[TrainerCallback]:
+    """Return what has to happen while a prepared model is trained."""
     found: list[TrainerCallback] = []
     if strategy.head_warmup:
         found.append(HeadWarmup(strategy))
@@ -59,156 +78,201 @@ def callbacks_of(model: nn.Module, strategy: TrainingStrategy) -> list[TrainerCa
     return found
 
 
-def drafter_of(model: nn.Module) -> nn.Module:
-    """The module that drafts, within a model that a trainer trains."""
-    owner = model.get_base_model() if hasattr(model, "peft_config") else model
-    for name in ("heads", "mtp"):
-        if hasattr(owner, name):
-            return getattr(owner, name)
-    return owner if hasattr(owner, "on_attach") else owner.head
-
-
-def head_of(model: nn.Module) -> nn.Module:
-    """The part of the drafter that learns during a warm-up: all of it but draft layers."""
-    drafter = drafter_of(model)
-    return drafter.head if getattr(drafter, "draft_layers", None) is not None else drafter
-
-
-class HeadWarmup(TrainerCallback):
-    """Lets the drafter's head learn alone at first. It follows from the step alone, so a resumed training is the same.
-
-    Args:
-        strategy: Its `head_warmup` is read.
-    """
-
-    def __init__(self, strategy: TrainingStrategy) -> None:
-        self.strategy = strategy
-        self.waiting: list[nn.Parameter] | None = None
-
-    def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Says for the step that begins whether everything learns."""
-        model = getattr(model, "module", model)
-        if self.waiting is None:
-            head = {id(p) for p in head_of(model).parameters()}
-            self.waiting = [p for p in model.parameters() if p.requires_grad and id(p) not in head]
-        is_over = state.global_step >= self.strategy.warmup_steps(state.max_steps)
-        for parameter in self.waiting:
-            parameter.requires_grad_(is_over)
-        for module in model.modules():
-            if self.strategy.train == "all" and hasattr(module, "target_frozen"):
-                module.target_frozen = not is_over  # the next-token head, which shares a tensor with FF heads
-
-
-def _set_losses(model: nn.Module, strategy: TrainingStrategy) -> None:
-    """Writes the fields of a loss where a model of this kind keeps them."""
-    heads = getattr(model, "config", None)
-    heads = getattr(heads, "mtp_head", heads)
-    options = getattr(model, "loss_options", None)
-    for name, short in _LOSS_FIELDS.items():
-        value = getattr(strategy, name)
-        if value is None:
-            continue
-        if options is not None and hasattr(options, short):
-            setattr(options, short, value)
-        elif options is None and hasattr(heads, name):
-            setattr(heads, name, value)
-        elif not (name == "loss_target" and value == "teacher"):  # EAGLE heads know no other
-            raise ValueError(f"{name}={value!r} means nothing for a {type(model).__name__}")
-    _check_teacher(model, strategy, heads if options is None else options)
-    for name in ("gamma", "loss_balance"):
-        value = getattr(strategy, name)
-        if value is None:
-            continue
-        if name == "gamma" and hasattr(options, "decay"):
-            options.decay = value
-        elif options is None and hasattr(heads, name):
-            setattr(heads, name, value)
-            if name == "gamma":
-                heads.loss_weights = _discounted(heads, value)
-        else:
-            raise ValueError(f"{name}={value!r} means nothing for a {type(model).__name__}")
-    if hasattr(heads, "validate"):
-        heads.validate()
-    if strategy.loss_weight is not None and not hasattr(model, "mtp_loss_weight"):
-        raise ValueError(
-            f"loss_weight={strategy.loss_weight}: a {type(model).__name__} learns on a frozen backbone, and its loss "
-            "stands alone; leave loss_weight out"
-        )
-
-
-def _check_teacher(model: nn.Module, strategy: TrainingStrategy, options: Any) -> None:
-    """Refuses how a teacher's distribution is to be compared, where none is; EAGLE heads learn no labels alone."""
-    target = getattr(options, "loss_target", getattr(options, "target", "teacher"))
+def _set_losses(model: Any, strategy: TrainingStrategy) -> None:
+    """Set the strategy's options of the loss in the config of heads, or in the `loss_options` of other drafters."""
+    given = {name: value for name, value in vars(strategy).items() if name in _LOSS_OPTIONS and value is not None}
+    config = head_config(model)
+    options: EagleLossOptions | ModuleLossOptions | None = (
+        model.loss_options if isinstance(model, (DeepSeekMTP, EagleHead)) else None
+    )
+    target = options.target if isinstance(options, ModuleLossOptions) else "teacher"
+    for name, value in given.items():
+        option = _LOSS_OPTIONS[name]
+        if config is not None:
+            setattr(config, name, value)
+        elif options is not None and option in vars(options):
+            setattr(options, option, value)
+        elif (option, value) != ("target", target):
+            raise ValueError(f"{name}={value!r} is not supported by a {type(model).__name__}; leave it out")
+    target = options.target if isinstance(options, ModuleLossOptions) else config.loss_target if config else "teacher"
     for name in ("loss_divergence", "loss_label_weight", "loss_top_k"):
-        value = getattr(strategy, name)
-        if value is not None and target != "teacher":
+        if name in given and target == "labels":
             raise ValueError(
-                f"{name}={value!r} is a divergence from the backbone's distribution, and this {type(model).__name__} "
-                f"learns the {target}: set loss_target='teacher', or leave {name} out"
+                f"{name}={given[name]!r} is an option of loss_target='teacher', and this {type(model).__name__} learns "
+                f"the labels: set loss_target='teacher', or leave {name} out"
             )
+    if config is not None:
+        if "gamma" in given:
+            config.loss_weights = _discounted(config, given["gamma"])
+        config.validate()
+    if strategy.loss_weight is not None and isinstance(model, EagleHead):
+        raise ValueError(
+            f"loss_weight={strategy.loss_weight}: an EagleHead learns on a frozen backbone, and its loss is the only "
+            "one; leave loss_weight out"
+        )
 
 
-def _discounted(config: Any, gamma: float) -> list[float] | None:
-    """Weights of a family that has a recipe of its own, with another discount; depth 1 weighs what it says."""
+def _discounted(config: MTPHeadConfig, gamma: float) -> list[float] | None:
+    """Return the weights of a family with a recipe of its own, with another discount; depth 1 keeps its weight."""
     recipe = config.family.loss_weights
-    return None if recipe is None else [recipe(config.window)[0], *(gamma**k for k in range(1, config.window))]
+    if recipe is None:
+        return None
+    weights = recipe(int(config.window or 0))
+    return [weights[0], *(gamma**k for k in range(1, len(weights)))]
 
 
-def _set_draft_layers(model: nn.Module, strategy: TrainingStrategy) -> None:
-    if strategy.draft_layers is None:
-        if strategy.train == "lora" and getattr(model, "draft_layers", None) is not None:
-            raise ValueError("train='lora' changes the backbone, and draft layers take it as it is; choose 'drafter'")
+def _set_draft_layers(model: Any, strategy: TrainingStrategy) -> None:
+    count, rank = strategy.draft_layers, strategy.draft_lora_rank
+    if count is None:
+        if strategy.train == "lora" and draft_layers_of(model) is not None:
+            raise ValueError(
+                "train='lora' changes the backbone, and draft layers were adapted to it as it is; choose 'drafter'"
+            )
         return
-    if not hasattr(model, "add_draft_layers"):
-        raise ValueError(f"draft_layers={strategy.draft_layers}: heads have them, a {type(model).__name__} has not")
-    if strategy.draft_layers and strategy.train != "drafter":
+    config = head_config(model)
+    if config is None or not isinstance(model, (MTPHeads, EvaByteForMTPC)):
+        raise ValueError(f"draft_layers={count} is for heads, not for a {type(model).__name__}; leave it out")
+    if count and strategy.train != "drafter":
         raise ValueError(
-            f"draft_layers={strategy.draft_layers} leaves the backbone as it is, train={strategy.train!r} does not; "
-            "choose train='drafter'"
+            f"draft_layers={count} freezes the backbone, train={strategy.train!r} trains it; choose train='drafter'"
         )
-    config = getattr(model.config, "mtp_head", model.config)
-    rank = strategy.draft_lora_rank
-    if strategy.draft_layers != config.draft_layers:
-        model.add_draft_layers(strategy.draft_layers, rank or 8)
-    elif strategy.draft_layers and rank not in (None, config.draft_lora_rank):
+    if count != config.draft_layers:
+        model.add_draft_layers(count, rank or _RANK)
+    elif count and rank not in (None, config.draft_lora_rank):
         raise ValueError(
-            f"draft_lora_rank={rank}: the draft layers that are there have rank {config.draft_lora_rank}; leave it out"
+            f"draft_lora_rank={rank}: the model has draft layers of rank {config.draft_lora_rank}; leave it out"
         )
 
 
-def _check_warmup(model: nn.Module, strategy: TrainingStrategy) -> None:
-    """Refuses a warm-up of the head where nothing else learns afterwards."""
-    if strategy.head_warmup and strategy.train == "drafter" and getattr(model, "draft_layers", None) is None:
+def _check_warmup(model: Any, strategy: TrainingStrategy) -> None:
+    """Refuse a warm-up of the head where nothing else learns afterwards."""
+    if strategy.head_warmup and strategy.train == "drafter" and draft_layers_of(model) is None:
         raise ValueError(
-            f"head_warmup={strategy.head_warmup} lets the head learn alone at first, and nothing waits for its end "
-            "with train='drafter' and no draft layers; leave it out, or set train='all', train='lora' or draft_layers"
+            f"head_warmup={strategy.head_warmup} trains the head alone at first, and nothing waits for its end with "
+            "train='drafter' and no draft layers; leave it out, or set train='all', train='lora' or draft_layers"
         )
 
 
-def _joined(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
-    if not hasattr(model, "learn"):
+def _joined(model: nn.Module, strategy: TrainingStrategy) -> JointMTPModel:
+    if not isinstance(model, MTPHeads):
         raise ValueError(
-            f"train={strategy.train!r}: a {type(model).__name__} is trained on a frozen backbone; choose "
-            "train='drafter'"
+            f"train={strategy.train!r}: {type(model).__name__} is trained on a frozen backbone; choose train='drafter'"
         )
     if strategy.train == "all":
         check_no_adapters(model.backbone, "backbone", strategy)
         model.backbone.requires_grad_(True)
     else:
-        learn_by_adapters(model.backbone, strategy)
+        _learn_by_adapters(model.backbone, strategy)
     return JointMTPModel(model)
 
 
-def _adapted(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
-    from peft import get_peft_model
+def _learn_by_adapters(backbone: PreTrainedModel, strategy: TrainingStrategy) -> None:
+    """Train a backbone by adapters: new ones, or those that it carries.
 
-    drafter = drafter_of(model)
-    name = next(name for name, module in model.named_modules() if module is drafter)
-    return get_peft_model(model, lora_config(model, strategy, name))
+    Raises:
+        ValueError: Adapters that cannot be trained further, or that differ from the strategy's.
+    """
+    if not carries_adapters(backbone):
+        backbone.add_adapter(lora_config(backbone, strategy))
+        return
+    if not backbone._hf_peft_config_loaded:
+        raise ValueError(
+            "train='lora': the backbone carries adapters in a wrapper of peft, and a second pair would be put over "
+            "them; merge_and_unload() them, or put them on the plain backbone with backbone.load_adapter(directory)"
+        )
+    names = backbone.active_adapters()
+    for name in names:
+        _check_same(backbone, vars(backbone.peft_config[name]), strategy)
+    backbone.set_adapter(names)  # which unfreezes those that were loaded for inference
+
+
+def check_no_adapters(model: nn.Module, what: str, strategy: TrainingStrategy) -> None:
+    """Refuse a model with adapters where all weights learn, or where it gets adapters.
+
+    Args:
+        model: The model.
+        what: Its name in messages.
+        strategy: The recipe.
+
+    Raises:
+        ValueError: It carries adapters.
+    """
+    if carries_adapters(model):
+        why = "only they would be saved" if strategy.train == "all" else "further ones would be put over them"
+        raise ValueError(
+            f"train={strategy.train!r}: the {what} carries adapters of peft, and {why}; merge_and_unload() them first"
+        )
+
+
+def lora_config(model: nn.Module, strategy: TrainingStrategy, drafter: str | None = None) -> LoraConfig:
+    """Return the config of the backbone's adapters; the drafter has none, and learns as a whole.
+
+    Args:
+        model: The backbone, or the model that holds it.
+        strategy: Its `lora_` fields are read.
+        drafter: The drafter's name in the model, if it is a part of it.
+
+    Raises:
+        ValueError: `lora_targets` that the model does not have.
+    """
+    names = _linear(model)
+    targets = strategy.lora_targets or [name for name in _QUERIES if name in names] or "all-linear"
+    missing = [name for name in targets if isinstance(targets, list) and _last(name) not in names]
+    if missing:
+        raise ValueError(f"lora_targets holds {missing[0]!r}, but the linear modules are {', '.join(sorted(names))}")
+    rank = strategy.lora_rank or _RANK
+    return LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if strategy.lora_alpha is None else strategy.lora_alpha,
+        lora_dropout=_DROPOUT if strategy.lora_dropout is None else strategy.lora_dropout,
+        target_modules=targets,
+        exclude_modules=None if drafter is None else rf"(.*\.)?{drafter}(\..*)?",
+        modules_to_save=None if drafter is None else [drafter],
+    )
+
+
+def _check_same(backbone: PreTrainedModel, there: dict[str, Any], strategy: TrainingStrategy) -> None:
+    """Refuse fields of a strategy that differ from the backbone's adapters, and would be ignored."""
+    adapted = {_last(name) for name, module in backbone.named_modules() if isinstance(module, BaseTunerLayer)}
+    asked = {
+        "lora_rank": (strategy.lora_rank, there.get("r")),
+        "lora_alpha": (strategy.lora_alpha, there.get("lora_alpha")),
+        "lora_dropout": (strategy.lora_dropout, there.get("lora_dropout")),
+        "lora_targets": (_asked_for(backbone, strategy.lora_targets), adapted),
+    }
+    for name, (wanted, found) in asked.items():
+        if wanted is not None and wanted != found:
+            shown = ", ".join(sorted(found)) if isinstance(found, set) else found
+            raise ValueError(
+                f"{name}={getattr(strategy, name)!r}: the adapters that the backbone carries have {shown}, and are "
+                f"trained further; leave {name} out"
+            )
+
+
+def _asked_for(backbone: PreTrainedModel, targets: list[str] | str | None) -> set[str] | None:
+    """Return the last names of what targets of peft mean: a list of names, `"all-linear"`, or a pattern."""
+    if targets == "all-linear":
+        return _linear(backbone) - _unembedding(backbone)
+    if isinstance(targets, str):
+        names = [name for name, _ in backbone.named_modules() if ".lora_" not in name and ".base_layer" not in name]
+        return {_last(name) for name in names if re.fullmatch(targets, name)}
+    return {*map(_last, targets)} if targets else None
+
+
+def _linear(model: nn.Module) -> set[str]:
+    """Return the last names of the linear modules of a model, with adapters on them or not."""
+    layers = dict(model.named_modules())
+    adapted = {name for name, module in layers.items() if isinstance(module, BaseTunerLayer)}
+    found = {name for name, module in layers.items() if isinstance(module, nn.Linear)}
+    plain = {name for name in found if not any(name.startswith(f"{each}.") for each in adapted)}
+    return {*map(_last, adapted | plain)}
+
+
+def _unembedding(backbone: PreTrainedModel) -> set[str]:
+    """Return the last names of what peft leaves out of `"all-linear"`."""
+    head = backbone.get_output_embeddings()
+    return {_last(name) for name, module in backbone.named_modules() if module is head}
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

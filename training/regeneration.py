@@ -1,8 +1,8 @@
-"""Text that the backbone itself writes, to train its drafter on: what it will be asked to draft is what it says.
+"""Text that the backbone itself writes, to train its drafter on, because that is the text that it will draft.
 
 EAGLE-3, Medusa and MtPC's successors replace the answers of a data set by the backbone's own. Rows are written in
-order, one line each; a process that is killed loses the batch it was writing, and called again it goes on with the same
-text, because the seed of every row is its number.
+order, one line each; a process that is killed loses the batch it was writing, and called again it continues with the
+same text, because the seed of every batch is its number.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch.utils.data import Dataset
 from transformers import GenerationConfig, PreTrainedModel, set_seed
 from transformers.utils import logging
 
+from ..modeling import PTPForCausalLM
+from ..modeling.ptp.gated_lora import ADAPTER
 from .features import checksum
 from .files import replace_text
 
@@ -33,7 +35,7 @@ class RegeneratedText(Dataset):
 
     Raises:
         FileNotFoundError: A directory without text.
-        ValueError: Text that is not whole.
+        ValueError: Incomplete text.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -43,7 +45,7 @@ class RegeneratedText(Dataset):
         plan = json.loads((folder / _PLAN).read_text(encoding="utf-8"))
         self.rows = _lines(folder / _TEXT)
         if len(self.rows) != plan["rows"]:
-            raise ValueError(f"{folder} holds {len(self.rows)} of {plan['rows']} rows: regenerate goes on with them")
+            raise ValueError(f"{folder} holds {len(self.rows)} of {plan['rows']} rows: complete them with regenerate")
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -56,7 +58,7 @@ class RegeneratedText(Dataset):
 
 
 def holds_text(folder: str | Path) -> bool:
-    """Whether `regenerate` wrote a directory."""
+    """Return whether a directory was written by `regenerate`."""
     return (Path(folder) / _PLAN).is_file() and (Path(folder) / _TEXT).is_file()
 
 
@@ -69,16 +71,16 @@ def regenerate(
     seed: int = 0,
     **options: Any,
 ) -> RegeneratedText:
-    """Lets a backbone write the completions of prompts, or those that are missing.
+    """Let a backbone write the completions of prompts, or those that are missing.
 
     Args:
         backbone: Any causal language model.
         prompts: Token ids.
-        folder: Where; made if missing.
-        max_new_tokens: Of every completion.
-        batch_size: Prompts that are completed together, padded on the left; part of what the text depends on.
-        seed: Of the samples.
-        **options: Of `generate`, such as `do_sample=True`, `temperature`, or an `assistant_model` that drafts.
+        folder: Output directory; created if missing.
+        max_new_tokens: Length of every completion, at most.
+        batch_size: Prompts that are completed together, padded on the left; the samples depend on it.
+        seed: Seed of the samples.
+        **options: Options of `generate`, such as `do_sample=True`, `temperature`, or an `assistant_model` that drafts.
 
     Returns:
         The rows, to train with.
@@ -91,17 +93,17 @@ def regenerate(
             raise ValueError(f"{name}={value} must be at least 1")
     folder, ids = Path(folder), [torch.as_tensor(prompt, dtype=torch.int64).flatten() for prompt in prompts]
     if not ids:
-        raise ValueError("there are no prompts to complete")
+        raise ValueError("there are no prompts: give at least one")
     if empty := [number for number, prompt in enumerate(ids) if not len(prompt)]:
         raise ValueError(f"prompt {empty[0]} is empty: give it at least one token, such as <bos>")
     plan = {
-        "backbone": checksum(backbone),
+        "backbone": _identity(backbone),
         "rows": len(ids),
         "prompts": hash_of(ids),
         "max_new_tokens": max_new_tokens,
         "batch_size": batch_size,
         "seed": seed,
-        "options": {name: _told(value) for name, value in options.items()},
+        "options": {name: _as_json(value) for name, value in options.items()},
     }
     _check_plan(folder, plan)
     folder.mkdir(parents=True, exist_ok=True)
@@ -117,13 +119,20 @@ def regenerate(
     return RegeneratedText(folder)
 
 
+def _identity(backbone: PreTrainedModel) -> str:
+    """Return a checksum of the weights that write text; the adapters of a `PTPForCausalLM` write none."""
+    if isinstance(backbone, PTPForCausalLM):
+        return checksum(backbone.backbone, skip=f".{ADAPTER}.")
+    return checksum(backbone)
+
+
 def hash_of(ids: Sequence[torch.Tensor]) -> str:
-    """A checksum of token ids."""
+    """Return a checksum of token ids."""
     return hashlib.sha256(b"|".join(prompt.numpy().tobytes() for prompt in ids)).hexdigest()
 
 
-def _told(value: Any) -> Any:
-    """An option as JSON reads it back; of what JSON does not know, such as a drafter, the kind alone."""
+def _as_json(value: Any) -> Any:
+    """Return an option as JSON reads it back; of other objects, such as a drafter, the name of the class."""
     if isinstance(value, GenerationConfig):
         value = value.to_diff_dict()
     try:
@@ -152,7 +161,7 @@ def _completed(
     ends = {ends} if isinstance(ends, int) else set(ends or ())
     rows = []
     for prompt, new in zip(prompts, output[:, longest:].tolist()):
-        stop = next((place + 1 for place, token in enumerate(new) if token in ends), len(new))
+        stop = next((index + 1 for index, token in enumerate(new) if token in ends), len(new))
         rows.append({"ids": [*prompt.tolist(), *new[:stop]], "prompt": len(prompt)})
     return rows
 
@@ -170,7 +179,7 @@ def _check_plan(folder: Path, plan: dict[str, Any]) -> None:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file whose last line may have been cut off."""
+    """Return the rows of a file whose last line may have been cut off."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")

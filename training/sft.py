@@ -6,60 +6,79 @@ without a warning.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import Trainer
 
+from ..generation.attach import AttachableDrafter
+from ..modeling import DeepSeekMTP
+from ..modeling.heads.backbone_parts import backbone_parts
+from ..modeling.heads.chunks import LOGITS_PER_CHUNK
+from ..modeling.heads.joint import JointMTPModel
+from ..modeling.heads.losses import IGNORE, depth_targets
+from .batches import Inputs
 from .extras import needs_extra
 from .features import STATES
-from .next_token import NAMES, next_token_sums
 from .ptp.trainer import PTPTrainer
-from .running_means import RunningMeans
-from .trainer import Inputs, MTPTrainer
+from .trainer import MTPTrainer
+from .trainer_base import RunningMeans
 
 with needs_extra("train", "MTPSFTTrainer"):
-    from trl import SFTConfig, SFTTrainer
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
+NAMES = ("mean_token_accuracy", "entropy")
+"""TRL's names of what is measured of the next-token distribution; entropy in nats."""
 
 
-class _SFTHabits:
-    """What TRL's trainer does beside its loss: settings that it must not take here, and its count of tokens.
+class _SFTBehaviour(Trainer):
+    """What TRL's trainer does besides its loss: settings that do not apply here are refused, and tokens are counted.
 
-    Not derived from `SFTTrainer`, which would then come before our trainers' own habits, the card among them.
+    Not derived from `SFTTrainer`, whose methods would then come before those of our trainers, the card among them.
     """
+
+    _total_train_tokens: int
+    _metrics: defaultdict[str, defaultdict[str, list[float]]]
 
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
         _check_settings(args)
         super().__init__(model, args, *rest, **kwargs)
 
     def compute_loss(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Any:
-        """The loss of the trainer behind this one, and TRL's count of tokens seen."""
-        if self.model.training:
+        """Return the loss of the next trainer among the bases, and count tokens as TRL does."""
+        is_training = model.training
+        if is_training:
             self._total_train_tokens += self._tokens_in(inputs)
-        self._metrics["train" if self.model.training else "eval"]["num_tokens"] = [self._total_train_tokens]
+        self._metrics["train" if is_training else "eval"]["num_tokens"] = [self._total_train_tokens]
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _tokens_in(self, inputs: Inputs) -> int:
         real = inputs.get("attention_mask")
         count = torch.tensor(inputs["input_ids"].numel()) if real is None else real.sum()
-        return int(self.accelerator.gather_for_metrics(count.to(self.accelerator.device)).sum())
+        counts = self.accelerator.gather_for_metrics(count.to(self.accelerator.device))
+        assert isinstance(counts, torch.Tensor)
+        return int(counts.sum())
 
 
-class MTPSFTTrainer(_SFTHabits, MTPTrainer, SFTTrainer):
+class MTPSFTTrainer(_SFTBehaviour, MTPTrainer, SFTTrainer):
     """`trl.SFTTrainer` that trains with the model's own loss, so that the heads learn.
 
-    Everything else is TRL's: chat templates, `assistant_only_loss`, packing, LoRA through `peft_config`. From
-    `MTPTrainer` come exact gradient accumulation per depth, `loss_head_1`, ... in the log, and packed borders that no
-    window crosses. Pass a model, not a path.
+    Everything else is TRL's: chat templates, `assistant_only_loss`, packing, LoRA through `peft_config`. `MTPTrainer`
+    adds exact gradient accumulation per depth, `loss_head_1`, ... in the log, and windows that end where a packed
+    document does. Pass a model, not a path.
 
     `mean_token_accuracy` and `entropy` are those of the backbone's own next-token distribution, over all targets: in
-    evaluation of all data; in training of the last update before a log entry, because its logits are made for them
-    alone. They are left out under FSDP and DeepSpeed, whose shards are gathered inside the model's forward only, and in
-    training on kept features, which has no forward of the backbone.
+    evaluation of all data; in training of the last update before a log entry, because its logits are computed for them
+    alone. They are left out under FSDP and DeepSpeed, which gather shards inside the model's forward only, and in
+    training on cached features, which does not run the backbone.
 
     Raises:
-        ValueError: Settings of TRL that would have no effect or a wrong one: `loss_type="dft"`, which is a loss of
-            TRL's own, and `packing_strategy="wrapped"`, which joins documents without a trace of where they end.
+        ValueError: Settings of TRL that would have no effect or a wrong one: `loss_type="dft"`, a loss of TRL's own,
+            and `packing_strategy="wrapped"`, which does not say where documents end.
 
     Example:
         >>> model.train_only("drafter")
@@ -77,13 +96,13 @@ class MTPSFTTrainer(_SFTHabits, MTPTrainer, SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """The model's own loss; TRL's figures of the next-token distribution are noted beside it."""
+        """Return the model's own loss, and measure the next-token distribution as TRL does."""
         is_measured = self._measures_next_token(model.training) and STATES not in inputs
         given = {"output_hidden_states": [-1]} | inputs if is_measured else inputs
         loss, outputs = super().compute_loss(model, given, True, num_items_in_batch)
-        states = getattr(outputs, "hidden_states", None) if is_measured else None
+        states = outputs.get("hidden_states") if is_measured else None
         if states is not None:
-            self._next_token[model.training].add(*next_token_sums(self._owner, states[-1].detach(), inputs))
+            self._next_token[model.training].add(*next_token_sums(self._drafter, states[-1].detach(), inputs))
         return (loss, outputs) if return_outputs else loss
 
     def _measures_next_token(self, is_training: bool) -> bool:
@@ -96,22 +115,18 @@ class MTPSFTTrainer(_SFTHabits, MTPTrainer, SFTTrainer):
         """As in `MTPTrainer`, with TRL's figures among the metrics."""
         self._next_token[False] = RunningMeans()
         output = super().evaluation_loop(*args, **kwargs)
-        output.metrics.update(self._next_token_means(False, f"{kwargs.get('metric_key_prefix', 'eval')}_"))
-        return output
+        prefix = f"{kwargs.get('metric_key_prefix', 'eval')}_"
+        found = self._next_token[False].named(self.accelerator, NAMES, prefix)
+        return output._replace(metrics={**(output.metrics or {}), **found})
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs what `MTPTrainer` and TRL log, and the figures of training beside its `loss`."""
+        """Log what `MTPTrainer` and TRL log, and the measurements of training with its `loss`."""
         if "loss" in logs:
-            logs |= self._next_token_means(True)
+            logs |= self._next_token[True].named(self.accelerator, NAMES)
         super().log(logs, start_time)
 
-    def _next_token_means(self, is_training: bool, prefix: str = "") -> dict[str, float]:
-        totals = self._next_token[is_training].take(self.accelerator)
-        pairs = () if totals is None else zip(NAMES, *totals.tolist())
-        return {prefix + name: total / count for name, total, count in pairs if count}
 
-
-class PTPSFTTrainer(_SFTHabits, PTPTrainer, SFTTrainer):
+class PTPSFTTrainer(_SFTBehaviour, PTPTrainer, SFTTrainer):
     """`PTPTrainer` with TRL's preparation of data: chat templates, `assistant_only_loss`, packing.
 
     Raises:
@@ -126,17 +141,44 @@ class PTPSFTTrainer(_SFTHabits, PTPTrainer, SFTTrainer):
 
 
 def _check_settings(args: Any) -> None:
-    """Refuses what TRL would take and nobody here would follow."""
+    """Refuse settings that TRL accepts and these trainers do not follow."""
     if not isinstance(args, SFTConfig):
         return
     if args.loss_type != "nll":
         raise ValueError(
-            f"loss_type={args.loss_type!r} is a loss of TRL's own, which would leave the heads out; the model's own "
-            "loss is trained: leave it at 'nll'"
+            f"loss_type={args.loss_type!r} is a loss of TRL's own, from which the heads would learn nothing: leave it "
+            "at 'nll', for which the model's own loss is taken"
         )
     packs = args.packing or args.eval_packing
     if packs and args.packing_strategy == "wrapped":
         raise ValueError(
-            "packing_strategy='wrapped' joins documents without a trace of where one ends: windows would reach into "
-            "the next one; choose 'bfd' or 'bfd_split'"
+            "packing_strategy='wrapped' does not say where a document ends, and windows would reach into the next one; "
+            "choose 'bfd' or 'bfd_split'"
         )
+
+
+@torch.no_grad()
+def next_token_sums(model: Any, states: torch.Tensor, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return accuracy and entropy of the backbone's next-token distribution, summed over targets in small chunks.
+
+    Args:
+        model: A model with a next-token head, or a drafter that is attached to one.
+        states: The backbone's last hidden states, [B, L, d].
+        inputs: `labels` or `shift_labels`, and, if present, `attention_mask` and `position_ids`.
+
+    Returns:
+        Sums [2] of `NAMES`, and counts [2].
+    """
+    names = ("labels", "attention_mask", "position_ids", "shift_labels")
+    labels, mask, positions, shifted = (inputs.get(name) for name in names)
+    targets = depth_targets(labels, 1, mask, positions, shifted)[..., 0]
+    scored = targets != IGNORE
+    sums = states.new_zeros(2, dtype=torch.float32)
+    owner = model.backbone if isinstance(model, (AttachableDrafter, JointMTPModel)) else model
+    unembed = owner.readout if isinstance(owner, DeepSeekMTP) else backbone_parts(owner).unembed
+    size = max(1, LOGITS_PER_CHUNK // model.config.get_text_config().vocab_size)
+    for part, target in zip(states[scored].split(size), targets[scored].split(size)):
+        log_distribution = unembed(part).float().log_softmax(-1)
+        sums[0] += (log_distribution.argmax(-1) == target).sum()
+        sums[1] -= (log_distribution.exp() * log_distribution).nan_to_num(nan=0.0).sum()
+    return sums, scored.sum().expand(2)

@@ -1,7 +1,6 @@
 """How the parts of a model learn: which of them, when, how fast, and from what. A dataclass that a YAML file can fill.
 
-Knows the contract of a model (`train_only`, `mtp_loss_weight`, `head`, `mtp`, loss options), not what kind of model it
-is beyond that. `MTPTrainer(model, args, strategy=...)` applies it.
+`MTPTrainer(model, args, strategy=...)` applies it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ BALANCES = ("none", "rms")
 
 @dataclass
 class TrainingStrategy:
-    """A recipe of training; what is None stays as the model has it.
+    """A recipe of training; fields that are None leave the model's own values.
 
     Recipes of the papers:
 
@@ -29,20 +28,20 @@ class TrainingStrategy:
     - Medusa-2: `train="lora"`, `head_warmup`, `drafter_lr_multiplier=4`, `loss_weight=0.2`, or a ramp:
       `loss_weight=0`, `loss_weight_last=0.2`, `loss_weight_shape="sine"`;
     - Mehra et al.: `train="lora"`, `lora_rank=8`, `head_warmup`, `drafter_lr_multiplier=4`, `loss_balance="rms"`;
-    - MtPC's stage 2: `draft_layers=2` on heads that were trained before; `head_warmup=0.5` makes both stages one run;
+    - MtPC's stage 2: `draft_layers=2` on heads that are trained already; `head_warmup=0.5` makes both stages one run;
     - Hydra++: `loss_target="teacher"`; LK losses: `loss_target="teacher"`, `loss_divergence="lk"`;
     - DeepSeek-V3: `train="all"`, `loss_weight=0.3`, `loss_weight_last=0.1`, `loss_weight_until=0.68`.
 
     Attributes:
-        train: `"drafter"`: the backbone stays as it is. `"all"`: everything learns jointly, the backbone from its own
-            next-token loss and the drafter's. `"lora"`: the same, the backbone by adapters alone.
-        head_warmup: So long the drafter's head learns alone; backbone, adapters and draft layers wait. A number of
-            steps, or, below 1, a share of all steps.
+        train: `"drafter"`: the backbone is frozen. `"all"`: everything learns jointly, the backbone from its own
+            next-token loss and the drafter's. `"lora"`: the same, with adapters on a frozen backbone.
+        head_warmup: Steps, or below 1 a share of all steps, in which the drafter's head learns alone, without backbone,
+            adapters and draft layers.
         drafter_lr_multiplier: The drafter's learning rate, as a multiple of `learning_rate`, which is the backbone's.
-        lora_rank: Of the backbone's adapters (`train="lora"`); None: 8. A backbone that carries adapters goes on with
-            these: None is then what they have, and another value is refused; so it is for all `lora_` fields.
+        lora_rank: Rank of the backbone's adapters (`train="lora"`); None: 8. If the backbone carries adapters already,
+            these are trained, and other values of the `lora_` fields than theirs are refused.
         lora_alpha: Scale of the adapters times their rank; None: twice the rank.
-        lora_dropout: Of the adapters; None: 0.
+        lora_dropout: Dropout of the adapters; None: 0.
         lora_targets: Names of modules, or `"all-linear"`; None: queries, keys and values, or all linear modules.
         draft_layers: MtPC's draft LoRA: the drafter runs the backbone's last k layers with adapters of its own
             (`MTPHeads`, EvaByte); None: as the heads have it.
@@ -54,7 +53,7 @@ class TrainingStrategy:
             is in the log and bounds the error. None: at all tokens.
         loss_balance: `"rms"` scales every depth to the spread of the first.
         gamma: Discount of depths, 0 to 1.
-        loss_weight: lambda, what the drafter's loss weighs beside the backbone's.
+        loss_weight: lambda, the weight of the drafter's loss relative to the backbone's.
         loss_weight_last: Its value at the end of a schedule.
         loss_weight_until: Share of all steps over which it changes.
         loss_weight_shape: `"switch"` there at once, `"linear"` up to there, or `"sine"`, Medusa's ramp.
@@ -114,16 +113,16 @@ class TrainingStrategy:
         if not 0 < self.drafter_lr_multiplier < math.inf:
             raise ValueError(f"drafter_lr_multiplier={self.drafter_lr_multiplier} must be above 0")
         if self.loss_weight_last is not None and self.loss_weight is None:
-            raise ValueError(f"loss_weight_last={self.loss_weight_last} ends a schedule that loss_weight must begin")
+            raise ValueError(f"loss_weight_last={self.loss_weight_last} is the end of a schedule: set loss_weight, too")
         self._check_belongings()
 
     def _check_belongings(self) -> None:
-        """Refuses a field that was set without what it is a part of: nothing would read it."""
-        adapters = "is of the backbone's adapters, which only train='lora' has"
-        schedule = "shapes a schedule from loss_weight to loss_weight_last: set both"
+        """Refuse a field that was set without the option that it belongs to: it would be ignored."""
+        adapters = "is an option of the backbone's adapters, which only train='lora' has"
+        schedule = "is an option of a schedule from loss_weight to loss_weight_last: set both"
         parts = {
             "lora_": (self.train == "lora", adapters),
-            "draft_lora_rank": (bool(self.draft_layers), "is of draft layers: set draft_layers, too"),
+            "draft_lora_rank": (bool(self.draft_layers), "is an option of draft layers: set draft_layers, too"),
             "loss_weight_until": (self.loss_weight_last is not None, schedule),
             "loss_weight_shape": (self.loss_weight_last is not None, schedule),
         }
@@ -135,7 +134,7 @@ class TrainingStrategy:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainingStrategy:
-        """A strategy from a mapping, such as a section of a YAML file.
+        """Return a strategy from a mapping, such as a section of a YAML file.
 
         Raises:
             TypeError: A name that is no field.
@@ -147,5 +146,5 @@ class TrainingStrategy:
         return cls(**values)
 
     def warmup_steps(self, max_steps: int) -> int:
-        """Steps in which the head learns alone, of `max_steps`."""
+        """Return how many of `max_steps` the head learns alone."""
         return round(self.head_warmup * max_steps) if self.head_warmup < 1 else int(self.head_warmup)

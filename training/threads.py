@@ -1,4 +1,4 @@
-"""How many threads a piece of work should use: measured, because on a busy machine more can be ten times slower.
+"""The number of threads for a piece of work: measured, because on a busy machine more can be ten times slower.
 
 Threads meet at the end of every small matrix product; where another program holds one of the processors, all wait.
 """
@@ -17,7 +17,7 @@ _WORTHWHILE = 0.95  # more threads must take less than this share of the time th
 
 @contextmanager
 def threads_as_before() -> Iterator[None]:
-    """Restores the number of threads at the end."""
+    """Restore the number of threads at the end."""
     before = torch.get_num_threads()
     try:
         yield
@@ -26,7 +26,7 @@ def threads_as_before() -> Iterator[None]:
 
 
 def use_fastest_threads(work: Callable[[], object], most: int) -> int:
-    """Sets the number of threads with which `work` is done soonest, trying 1, 2, 4, ... while each is faster.
+    """Set the number of threads with which `work` is fastest, trying 1, 2, 4, ... while each is faster.
 
     Args:
         work: What to do; it is called a few times.
@@ -50,7 +50,7 @@ def use_fastest_threads(work: Callable[[], object], most: int) -> int:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """The shorter time of two calls."""
+    """Return the shorter time of two calls."""
     times = []
     for _ in range(2):
         started = time.perf_counter()
@@ -60,6 +60,6 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def describe_threads() -> str:
-    """The number of threads in use, in words."""
+    """Return the number of threads in use, in words."""
     count = torch.get_num_threads()
     return f"{count} thread{'s' * (count > 1)}"

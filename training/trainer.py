@@ -1,7 +1,6 @@
-"""A Trainer for models and heads that predict several tokens: exact gradient accumulation, and losses head by head.
+"""A Trainer for models and heads that predict several tokens: exact gradient accumulation, and losses per depth.
 
-Knows the contract of a model (`window`, `labels`, `num_items_in_batch`, `head_losses`, `pooled_loss`), not what kind of
-model it is.
+Knows what a trainer needs of a drafter (`TrainableDrafter`), not what kind of model it is.
 """
 
 from __future__ import annotations
@@ -11,22 +10,31 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import PreTrainedConfig, PreTrainedModel, Trainer
 
-from ..modeling.heads.losses import IGNORE, depth_targets
-from .balance import LossBalance
-from .beginning import check_checkpoint, check_data, check_depths, check_ids, check_lengths
-from .preparation import callbacks_of, drafter_of, prepare
-from .running_means import RunningMeansMixin
-from .sharding import WholeModelMixin, check_shards
+from ..modeling import PTPForCausalLM
+from ..modeling.heads.ff import FFHead
+from ..modeling.trainable import TrainableDrafter
+from .batches import Inputs, check_data, check_depths, check_ids, check_lengths
+from .checkpoints import check_checkpoint
+from .preparation import callbacks_of, prepare
+from .schedules import LossBalance
 from .strategy import TrainingStrategy
+from .trainer_base import (
+    BaseTrainer,
+    check_shards,
+    draft_layers_of,
+    drafter_of,
+    head_config,
+    summed_over_processes,
+    without_peft,
+)
 
-Inputs = dict[str, Any]
 _ABSENT = object()
 
 
-class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
-    """transformers' Trainer for a model with multi-token heads, or for heads apart from their backbone.
+class MTPTrainer(BaseTrainer):
+    """transformers' Trainer for a model with multi-token heads, or for heads that are attached to a backbone.
 
     What differs from `Trainer`:
 
@@ -34,11 +42,11 @@ class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
       rules for padding and packed documents, and the loss of depth j is divided by count j;
     - the log carries `loss_head_1` to `loss_head_n` (evaluation: `eval_loss_head_1`, ...): the plain mean in nats per
       target of each depth since the last log, whatever the discount and the number of micro-batches; and
-      `loss_backbone`, where the backbone's own head learns beside a head that has another distribution of the next
+      `loss_backbone`, if the backbone's own head learns, too, and the drafter has another distribution of the next
       token;
     - `eval_loss` is that of all data, made from sums and counts per depth, whatever the size of the batches;
     - where the backbone's distribution is what the drafter learns, the log carries `acceptance_head_2`, ...: the
-      probability that a drafted token is kept, given the true tokens before it; of EAGLE heads `loss_step_1`,
+      probability that a drafted token is accepted, given the true tokens before it; of EAGLE heads `loss_step_1`,
       `acceptance_step_1`, ..., of each step of drafting;
     - `strategy` says which parts learn, when, how fast and from what;
     - where the next-token head is frozen (`model.train_only("drafter")`), its rows stay bit-equal: they share a tensor
@@ -73,61 +81,65 @@ class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
         strategy: TrainingStrategy | None = None,
         **kwargs: Any,
     ) -> None:
-        config = getattr(model, "config", None)
-        use_cache = vars(config).get("use_cache", _ABSENT) if config is not None else _ABSENT
         if model is not None:
             _check_model(model)
+        config: Any = None if model is None else model.config
+        use_cache = vars(config).get("use_cache", _ABSENT) if config is not None else _ABSENT
         check_data(kwargs)
         if strategy is not None:
             if model is None:
                 raise ValueError("strategy is applied to a model: pass model=, not model_init=")
             model = prepare(model, strategy)
-        self.strategy, self.balance = strategy, None
-        self._unwrapped: tuple[nn.Module, nn.Module] | None = None
+        self.strategy = strategy
+        self.balance: LossBalance | None = None
+        self._unwrapped: tuple[Any, Any] = None, None
         super().__init__(model, *args, **kwargs)
-        for callback in [] if strategy is None else callbacks_of(self.model, strategy):
+        for callback in [] if strategy is None else callbacks_of(strategy):
             self.add_callback(callback)
-        if getattr(_head_config(self._owner), "loss_balance", "none") == "rms":
+        heads = head_config(self._owner)
+        if heads is not None and heads.loss_balance == "rms":
             self.balance = LossBalance()
             self.add_callback(self.balance)
         if strategy is not None and strategy.head_warmup and self.args.ddp_find_unused_parameters is None:
             self.args.ddp_find_unused_parameters = True  # what waits gets no gradient
-        _put_back(config, "use_cache", use_cache)
+        if config is not None:
+            _restore(config, "use_cache", use_cache)
         _check_model(self.model)  # `model_init` may have made it
         check_data(vars(self))
         if self.get_cp_size() > 1 or self.get_sp_size() > 1:
             raise ValueError(
-                "context and sequence parallelism cut sequences, and a window cannot reach into the next piece; "
-                "set cp_size and sp_size to 1"
+                f"cp_size={self.get_cp_size()} and sp_size={self.get_sp_size()} cut sequences, and a window cannot "
+                "reach into the next piece; set both to 1"
             )
         check_shards(self)
         if self.label_smoother is not None:
             raise ValueError(
-                f"label_smoothing_factor={self.args.label_smoothing_factor} would replace the model's own loss, "
-                "and no head but the first would learn; set it to 0"
+                f"label_smoothing_factor={self.args.label_smoothing_factor} replaces the model's own loss, and only "
+                "the first head would learn; set it to 0"
             )
         if self.args.neftune_noise_alpha is not None and self._owner.get_input_embeddings() is None:
             raise ValueError(
                 f"neftune_noise_alpha={self.args.neftune_noise_alpha} is noise on embeddings, and a "
-                f"{type(self._owner).__name__} reads those of its backbone, which stays as it is; leave it out"
+                f"{type(self._owner).__name__} reads those of its backbone, which is frozen; leave it out"
             )
 
     @property
-    def _owner(self) -> nn.Module:
-        """The model itself, without what distribution wraps around it; looked for once, which takes a millisecond."""
-        if self._unwrapped is None or self._unwrapped[0] is not self.model:
+    def _owner(self) -> Any:
+        """The model without what distribution wraps around it; cached, because unwrapping takes a millisecond."""
+        if self._unwrapped[0] is not self.model:
             self._unwrapped = self.model, self.accelerator.unwrap_model(self.model)
         return self._unwrapped[1]
 
+    @property
+    def _drafter(self) -> TrainableDrafter:
+        """The model without what distribution and peft wrap around it."""
+        return without_peft(self._owner)
+
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Names of the parameters that decay; a tensor with frozen rows is none of them."""
+        """Return the names of the parameters that decay; tensors with frozen rows do not."""
         warms_up = self.strategy is not None and bool(self.strategy.head_warmup)
-        shared = {
-            id(parameter)
-            for module in model.modules()
-            if getattr(module, "target_frozen", False) or (warms_up and hasattr(module, "target_frozen"))
-            for parameter in module.parameters()
-        }
+        heads = [module for module in model.modules() if isinstance(module, FFHead)]
+        shared = {id(p) for head in heads if head.target_frozen or warms_up for p in head.parameters()}
         frozen = {name for name, parameter in model.named_parameters() if id(parameter) in shared}
         return [name for name in super().get_decay_parameter_names(model) if name not in frozen]
 
@@ -138,21 +150,21 @@ class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """The model's own loss; its parts are noted for the log.
+        """Return the model's own loss, and add its parts to the means for the log.
 
         Args:
             model: The model, perhaps wrapped.
             inputs: Keyword arguments of its forward.
-            return_outputs: Return the model's output too.
+            return_outputs: Whether to return the model's output, too.
             num_items_in_batch: Targets per depth over the whole update, [n].
 
         Returns:
-            The loss, and the output where asked for.
+            The loss, and with `return_outputs` the output.
         """
-        # nobody reads the logits of a training step, and a cache would only cost memory
-        defaults = {"use_cache": False} | ({"logits_to_keep": 1} if model.training else {})
+        # no one reads the logits of a training step, and a cache would only cost memory
+        defaults: Inputs = {"use_cache": False} | ({"logits_to_keep": 1} if model.training else {})
         if model.training and self.balance is not None:
-            defaults["balance"] = self.balance.for_update(self._num_depths)
+            defaults["balance"] = self.balance.for_update(self._drafter.num_losses)
         loss, outputs = Trainer.compute_loss(  # not super(): TRL's would leave the model's own loss, and the heads, out
             self, model, defaults | inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
@@ -160,12 +172,9 @@ class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _note(self, outputs: Any, counts: torch.Tensor, training: bool) -> None:
-        """Adds the sums of one micro-batch to the running means, in the order of `_mean_names`."""
+        """Add the sums of one micro-batch to the running means, in the order of `_mean_names`."""
         depths = len(counts)
-        rows = [
-            (getattr(outputs, name, None), counts if size == depths else counts[:1])
-            for name, size in self._noted(depths)
-        ]
+        rows = [(outputs.get(name), counts if size == depths else counts[:1]) for name, size in self._noted(depths)]
         means = [
             torch.full_like(count, torch.nan, dtype=torch.float32)
             if mean is None
@@ -178,8 +187,8 @@ class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
         if training and self.balance is not None and outputs.head_squares is not None:
             self.balance.add(outputs.head_squares.reshape(-1, depths).nanmean(0), counts[:depths])
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """As in `Trainer`; heads and their backbone are read from their two directories, and balanced depths go on."""
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
+        """As in `Trainer`; heads and their backbone are read from two directories, and the balance of depths, too."""
         check_checkpoint(resume_from_checkpoint, self._owner)
         if self.balance is not None:
             self.balance.load(resume_from_checkpoint)
@@ -187,78 +196,69 @@ class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
 
     @staticmethod
     def _noted(depths: int) -> list[tuple[str, int]]:
-        """What of an output is logged, and how many numbers it has."""
+        """Return which fields of an output are logged, and how many numbers each has."""
         return [("head_losses", depths), ("backbone_loss", 1), ("acceptances", depths), ("missing_mass", 1)]
 
     def _pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> float:
-        depths = self._num_depths
-        loss = self._owner.pooled_loss(sums[:depths], counts[:depths])
+        depths = self._drafter.num_losses
+        loss = self._drafter.pooled_loss(sums[:depths], counts[:depths])
         if counts[depths]:
             loss = loss + sums[depths] / counts[depths]
         return float(loss) if counts[:depths].any() else float("nan")
 
-    @property
-    def _num_depths(self) -> int:
-        """Entries of the model's `head_losses`."""
-        if not hasattr(self._owner, "loss_counts"):
-            return self._owner.window
-        return len(self._owner.loss_counts(torch.zeros(1, 1, dtype=torch.long, device=self.args.device)))
-
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """As in `Trainer`, with a rate of its own for the drafter, if the strategy says so."""
+        """As in `Trainer`, with the strategy's learning rate for the drafter."""
         made = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)
         factor = 1.0 if self.strategy is None else self.strategy.drafter_lr_multiplier
         if made and factor != 1.0:
-            owner = self._owner  # whose draft layers may lie beside its head
-            parts = [drafter_of(owner), *filter(None, [getattr(owner, "draft_layers", None)])]
-            drafter = {id(parameter) for part in parts for parameter in part.parameters()}
+            parts = drafter_of(self._owner), draft_layers_of(self._owner)
+            drafter = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
             _split_groups(optimizer, drafter, factor)
         return optimizer
 
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """As in `Trainer`; where the loss alone is asked for, next to no logits are made."""
+        """As in `Trainer`; if only the loss is wanted, logits of the last position alone are computed."""
         if prediction_loss_only:
             inputs = {"logits_to_keep": 1} | inputs
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def _depth_counts(self, inputs: Inputs) -> torch.Tensor:
-        """Targets per depth in one micro-batch, [n] int64."""
+        """Return the targets per depth of one micro-batch, [n] int64."""
         names = ("labels", "attention_mask", "position_ids", "shift_labels")
-        labels, *rest = (inputs.get(name) for name in names)
-        if hasattr(self._owner, "loss_counts"):
-            return self._owner.loss_counts(labels, *rest)
-        return (depth_targets(labels, self._owner.window, *rest) != IGNORE).sum((0, 1))
+        return self._drafter.loss_counts(*(inputs.get(name) for name in names))
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Inputs], torch.Tensor | None]:
-        """The micro-batches of an update and their targets per depth.
+        """Return the micro-batches of an update and their targets per depth.
 
         Warns, before the first step, of depths that no row reaches.
 
         Raises:
-            ValueError: Before the first step, where no row of the training data has a target, or ids are none.
+            ValueError: Before the first step, if no row of the training data has a target, or ids are invalid.
         """
-        batches, counts = super().get_batch_samples(*args, **kwargs)
+        batches, found = super().get_batch_samples(*args, **kwargs)
+        counts = found if isinstance(found, torch.Tensor) else None
         if self.balance is not None:
             self.balance.close(self.accelerator)
         if self.state.global_step == self._initial_global_step:
-            check_ids(batches, self._owner.config.get_text_config().vocab_size)
+            check_ids(batches, self._drafter.config.get_text_config().vocab_size)
             if counts is not None:
-                check_depths(counts.view(-1, self._num_depths)[0], self._depth_counts, self.get_train_dataloader)
+                depths = counts.view(-1, self._drafter.num_losses)[0]
+                check_depths(depths, self._depth_counts, self.get_train_dataloader)
         return batches, counts
 
     def _get_num_items_in_batch(self, batch_samples: list[Inputs], device: torch.device) -> torch.Tensor | None:
-        """Targets per depth in all micro-batches of an update and, where ranks share it, on all of them."""
+        """Return the targets per depth in all micro-batches of an update and, if processes share it, on all of them."""
         has_labels = batch_samples and {"labels", "shift_labels"} & batch_samples[0].keys()
         if not has_labels or not self.model_accepts_loss_kwargs:
             return None
         for batch in batch_samples:
             check_lengths(batch)
-        counts = sum(self._depth_counts(batch) for batch in batch_samples).to(device)
+        counts = torch.stack([self._depth_counts(batch) for batch in batch_samples]).sum(0).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
-            counts = self.accelerator.gather(counts[None]).sum(0)
+            counts = summed_over_processes(self.accelerator, counts)
         elif not self.args.average_tokens_across_devices and self.args.n_gpu > 1:
             counts = counts / self.args.n_gpu
         if self.args.n_gpu > 1:  # DataParallel cuts tensors along their first axis: a copy for each replica
@@ -266,19 +266,13 @@ class MTPTrainer(WholeModelMixin, RunningMeansMixin, Trainer):
         return counts / self.get_tp_size()
 
     def _mean_names(self) -> list[str]:
-        unit, depths = getattr(self._owner, "loss_unit", "head"), range(1, self._num_depths + 1)
-        losses, kept = ([f"{name}_{unit}_{depth}" for depth in depths] for name in ("loss", "acceptance"))
-        return [*losses, "loss_backbone", *kept, "missing_mass"]
-
-
-def _head_config(model: nn.Module) -> Any:
-    """The options of a model's heads."""
-    config = getattr(model, "config", None)
-    return getattr(config, "mtp_head", config)
+        unit, depths = self._drafter.loss_unit, range(1, self._drafter.num_losses + 1)
+        losses, accepted = ([f"{name}_{unit}_{depth}" for depth in depths] for name in ("loss", "acceptance"))
+        return [*losses, "loss_backbone", *accepted, "missing_mass"]
 
 
 def _split_groups(optimizer: torch.optim.Optimizer, chosen: set[int], factor: float) -> None:
-    """Gives some parameters `factor` times the rate of their group."""
+    """Give some parameters `factor` times the learning rate of their group."""
     for group in list(optimizer.param_groups):
         others = [p for p in group["params"] if id(p) not in chosen]
         faster = [p for p in group["params"] if id(p) in chosen]
@@ -293,21 +287,22 @@ def _split_groups(optimizer: torch.optim.Optimizer, chosen: set[int], factor: fl
 
 
 def _check_model(model: Any) -> None:
-    """Refuses what cannot be trained here; the message says what would do."""
+    """Refuse what cannot be trained here; the message says what to do instead."""
     if isinstance(model, (str, PathLike)):
         raise TypeError(f"MTPTrainer needs a model, not the path {str(model)!r}: load it with from_pretrained first")
-    if hasattr(model, "uniform_embedding"):
-        raise TypeError(f"MTPTrainer does not train a {type(model).__name__}: use PTPTrainer")
-    if not hasattr(model, "pooled_loss"):
+    owner = without_peft(model)
+    if isinstance(owner, PTPForCausalLM):
+        raise TypeError(f"MTPTrainer does not train a {type(owner).__name__}: use PTPTrainer")
+    if not isinstance(owner, TrainableDrafter):
         raise TypeError(
-            f"MTPTrainer needs a model that predicts several tokens, not a {type(model).__name__}: give it heads with "
+            f"MTPTrainer needs a model that predicts several tokens, not a {type(owner).__name__}: give it heads with "
             "MTPHeads.from_backbone(model), or modules with DeepSeekMTP.from_backbone(model)"
         )
 
 
-def _put_back(owner: Any, name: str, value: Any) -> None:
-    """Undoes an assignment to an attribute that had `value`, or that did not exist."""
+def _restore(config: PreTrainedConfig, name: str, value: Any) -> None:
+    """Undo an assignment to an attribute that had `value`, or that did not exist."""
     if value is not _ABSENT:
-        setattr(owner, name, value)
-    elif owner is not None:
-        vars(owner).pop(name, None)
+        setattr(config, name, value)
+    else:
+        vars(config).pop(name, None)

@@ -35,7 +35,7 @@ from tokenahead.training.demo.figures import save_figures
 from tokenahead.training.demo.measure import Box, BoxMeasurement
 from tokenahead.training.demo.run import RESULTS
 from tokenahead.training.evaluation import write_reports
-from tokenahead.training.evaluation.bits import window_bits
+from tokenahead.training.evaluation.drafts import window_bits
 
 DRAFTED = 5
 """Bytes that a head of the box drafts unless its release or the user chose otherwise; figures are in `docs/box.md`."""

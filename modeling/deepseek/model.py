@@ -19,6 +19,7 @@ from ..indices import selected_positions
 from ..loading import HUB_OPTIONS
 from ..loss_options import ModuleLossOptions
 from ..outputs import DeepSeekMTPOutput, states_asked_for
+from ..trainable import DepthCountsMixin
 from ..wrapped_models import PicklableMixin, caches_kept
 from .checkpoint_files import check_checkpoint, is_to_be_dequantized
 from .conversion import build, load, load_dequantized, text_config
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 _NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits", "acceptances", "missing_mass"]
 
 
-class DeepSeekMTP(OfficialCheckpointModel, PicklableMixin, MTPGenerationMixin, PreTrainedModel):
+class DeepSeekMTP(DepthCountsMixin, OfficialCheckpointModel, PicklableMixin, MTPGenerationMixin, PreTrainedModel):
     """A causal language model and its D sequential modules (DeepSeek-V3), which draft tokens that the model verifies.
 
     Checkpoints have the layout that DeepSeek and GLM publish: plain transformers, vLLM and SGLang read them too.

@@ -256,6 +256,11 @@ class EagleHead(StrictLoadingMixin, NoGenerationMixin, EagleNetwork):
         wanted = self.hidden_layers
         return [-1] if isinstance(wanted, int) else [*dict.fromkeys(wanted), -1]
 
+    @property
+    def num_losses(self) -> int:
+        """Drafting steps that are trained."""
+        return self._loss_options().steps
+
     def loss_counts(
         self,
         labels: torch.Tensor | None,

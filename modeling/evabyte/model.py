@@ -24,6 +24,7 @@ from ..heads.window_distribution import WindowDistribution
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..outputs import MTPOutput
+from ..trainable import DepthCountsMixin
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
 from .draft_layers import DraftLayersMixin, EvaDraftLayers, with_layer
@@ -31,7 +32,9 @@ from .draft_layers import DraftLayersMixin, EvaDraftLayers, with_layer
 _APART = ("hidden_size", "vocab_size", "base_model_name_or_path")  # fields of attached heads only
 
 
-class EvaByteForMTPC(DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel):
+class EvaByteForMTPC(
+    DepthCountsMixin, DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel
+):
     """EvaByte that predicts several bytes per call and emits exactly what one byte at a time would give.
 
     Official checkpoints load unchanged. `generate` speculates by default; `use_mtp=False` decodes byte by byte.

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...configuration import MTPHeadConfig
 from ...configuration.fields import check_options
@@ -23,7 +24,7 @@ from ..loading import StrictLoadingMixin
 from ..wrapped_models import unwrap
 from .backbone_parts import BackboneParts, backbone_parts, compute_device
 from .conversion import OfficialLayoutsMixin
-from .draft_layers import BoundLayers, DraftLayers
+from .draft_layers import BoundLayers, DraftLayers, LayerAdapters
 from .family import HeadFamily, last_state
 from .learning import LearningMixin, counted_positions
 from .registry import build_head, distribution_after, family_of, head_features, init_head, window_distribution
@@ -33,7 +34,7 @@ _FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
 
 
 class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, AttachableDrafter, PreTrainedModel):
-    """Multi-token heads for a backbone that stays as it is.
+    """Multi-token heads for a backbone that is unchanged.
 
     Attached heads pass as `assistant_model`: `backbone.generate(..., assistant_model=heads)` speculates losslessly, any
     batch size, greedy and sampled, with the options of `MTPGenerationMixin`. `Trainer(model=heads)` trains them on the
@@ -62,11 +63,11 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
 
     def __init__(self, config: MTPHeadConfig) -> None:
         super().__init__(config)
-        missing = [name for name in ("window", "hidden_size", "vocab_size") if getattr(config, name) is None]
-        if missing:
+        sizes = {"window": config.window, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+        if missing := [name for name, value in sizes.items() if value is None]:
             raise ValueError(f"the config of MTPHeads lacks {', '.join(missing)}")
         self.loss_type = "ForCausalLM"
-        self.head = build_head(config, config.hidden_size, config.vocab_size)
+        self.head = build_head(config, cast(int, config.hidden_size), cast(int, config.vocab_size))
         self.draft_layers = DraftLayers(config) if config.draft_layers else None
         self._backbones = []
         self.post_init()
@@ -112,10 +113,10 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
     @property
     def window(self) -> int:
         """n: tokens that the distribution covers; a draft has n - 1."""
-        return self.config.window
+        return self.config.num_depths
 
     def _parts(self) -> BackboneParts | None:
-        """What the heads borrow of the backbone for one call."""
+        """Return what the heads borrow of the backbone for one call."""
         return backbone_parts(self.backbone) if self.is_attached else None
 
     @property
@@ -128,12 +129,12 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         """Ignored: heads have none of their own."""
 
     def _supports_logits_to_keep(self) -> bool:
-        """Asked by transformers where it would run the heads itself: they assist a model that they do not know."""
+        """Refuse to be run by transformers itself, with a model that the heads are not attached to."""
         raise RuntimeError("MTPHeads cannot assist this model: call heads.attach(backbone) first")
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         """Layers of a head keep no activations; most heads have none, and their loss is chunked anyway."""
-        if any(hasattr(module, "gradient_checkpointing") for module in self.modules()):
+        if any(isinstance(module, GradientCheckpointingLayer | LayerAdapters) for module in self.modules()):
             super()._set_gradient_checkpointing(enable, *args, **kwargs)
 
     def get_input_embeddings(self) -> None:
@@ -161,22 +162,20 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         return super().code_for(remote_code)
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuses a backbone that the heads were not made for.
+        """Refuse a backbone that the heads were not made for.
 
         Raises:
             ValueError: Another hidden size or vocabulary.
         """
         text = backbone.config.get_text_config()
-        for name in ("hidden_size", "vocab_size"):
-            if getattr(text, name) != getattr(self.config, name):
-                raise ValueError(
-                    f"{name}: the heads were made for {getattr(self.config, name)}, but {type(backbone).__name__} has "
-                    f"{getattr(text, name)}"
-                )
+        made, found = (self.config.hidden_size, self.config.vocab_size), (text.hidden_size, text.vocab_size)
+        for name, wanted, has in zip(("hidden_size", "vocab_size"), made, found):
+            if wanted != has:
+                raise ValueError(f"{name}: the heads were made for {wanted}, but {type(backbone).__name__} has {has}")
         self.check_embedding(backbone)
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
-        """Follows the backbone's dtype and device, and takes over its special ids."""
+        """Follow the backbone's dtype and device, and takes over its special ids."""
         self.to(device=compute_device(backbone), dtype=backbone.dtype if backbone.dtype.is_floating_point else None)
         adopt_special_ids(self.config, backbone)
         self._expected_embedding = None
@@ -209,7 +208,7 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         return self.family.hidden_layers(self.config)
 
     def add_draft_layers(self, count: int, rank: int = 8, alpha: float | None = None) -> MTPHeads:
-        """Puts draft layers below heads that were trained without (MtPC's stage 2); they start as the backbone's.
+        """Put draft layers below heads that were trained without (MtPC's stage 2); they start as the backbone's.
 
         Args:
             count: k, so many of the backbone's last layers.
@@ -231,14 +230,14 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         described = (
             self.config.to_dict() | changes | {"backbone_config": self.backbone.config.get_text_config().to_dict()}
         )
-        config = MTPHeadConfig.from_dict(described)
+        config = MTPHeadConfig.from_dict(described)  # which is validated
         layers = DraftLayers(config)
         for module in layers.modules():
             init_head(module, config.initializer_range)
         own = next(self.head.parameters())
-        self.draft_layers, self.config = layers.to(device=own.device, dtype=own.dtype), config
-        if hasattr(self.head, "config"):
-            self.head.config = config
+        self.draft_layers = layers.to(device=own.device, dtype=own.dtype)
+        for name in (*changes, "backbone_config"):
+            setattr(self.config, name, described[name])
         return self
 
     def features_of_call(self) -> Callable[..., torch.Tensor]:
@@ -255,7 +254,7 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         cache: Cache | None = None,
         layers: BoundLayers | None = None,
     ) -> torch.Tensor:
-        """What the distribution of every position is made from, [B, T, F].
+        """Return what the distribution of every position is made from, [B, T, F].
 
         Args:
             hidden_states: The backbone's output of that name, with those that `hidden_layers` names (or a mapping).
@@ -280,7 +279,7 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> WindowDistribution:
-        """Distributions of the next `window` tokens behind every position of a text: runs the backbone.
+        """Return the distributions of the next `window` tokens after every position; runs the backbone.
 
         Args:
             input_ids: [B, T] int64.
@@ -297,15 +296,15 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
         return self.distribution_of_features(features)
 
     def distribution_of_features(self, features: torch.Tensor) -> WindowDistribution:
-        """Distribution of the next `window` tokens given `features` [..., F]."""
+        """Return the distribution of the next `window` tokens given `features` [..., F]."""
         return window_distribution(self.head, self.config, features, self._parts())
 
     def distribution_after(self, features: torch.Tensor, last: torch.Tensor, length: int) -> WindowDistribution:
-        """Distribution of the next `length` tokens given `features` [..., F] and the token [...] behind them."""
+        """Return the distribution of `length` tokens given `features` [..., F] and the token [...] that follows."""
         return distribution_after(self.head, self.config, features, last, length, self._parts())
 
     def window_distribution(self, hidden_states: torch.Tensor) -> WindowDistribution:
-        """Distribution of the next `window` tokens given the backbone's last hidden states [..., D].
+        """Return the distribution of the next `window` tokens given the backbone's last hidden states [..., D].
 
         Raises:
             ValueError: Heads that read more than one state; use `distribution`.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
 from torch.func import functional_call
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..decoder_layers import final_norm
+from ..decoder_layers import config_field, final_norm
 from ..wrapped_models import call_frozen, is_unit
 
 
@@ -42,11 +42,32 @@ def required(backbone: BackboneParts | None) -> BackboneParts:
     return backbone
 
 
+@runtime_checkable
+class HasBackboneParts(Protocol):
+    """A model that says itself what heads borrow of it."""
+
+    def backbone_parts(self) -> BackboneParts:
+        """Return the parts."""
+        ...
+
+
+def output_embeddings(model: PreTrainedModel) -> nn.Linear:
+    """Return the unembedding of a causal language model: a linear map, or a quantised one that is called alike.
+
+    Raises:
+        ValueError: It has none.
+    """
+    unembedding = model.get_output_embeddings()
+    if unembedding is None:
+        raise ValueError(f"{type(model).__name__} has no output embeddings")
+    return cast(nn.Linear, unembedding)
+
+
 def backbone_parts(model: PreTrainedModel) -> BackboneParts:
-    """The parts of a causal language model, which may have a `backbone_parts` of its own."""
-    if own := getattr(model, "backbone_parts", None):
-        return own()
-    unembedding, text = model.get_output_embeddings(), model.config.get_text_config()
+    """Return the parts of a causal language model, which may have a `backbone_parts` of its own."""
+    if isinstance(model, HasBackboneParts):
+        return model.backbone_parts()
+    unembedding, text = output_embeddings(model), model.config.get_text_config()
     return BackboneParts(
         unembed=partial(_unembed, unembedding, text),
         embed=partial(frozen, model.get_input_embeddings()),
@@ -60,9 +81,9 @@ def _unembed(unembedding: nn.Module, config: PreTrainedConfig, states: torch.Ten
 
 
 def _finish(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
-    """What some families do to the logits that leave their unembedding."""
-    logits = logits * (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-    cap = getattr(config, "final_logit_softcapping", None)
+    """Return what some families do to the logits that leave their unembedding."""
+    logits = logits * (config_field(config, "logit_scale") or 1.0) / (config_field(config, "logits_scaling") or 1.0)
+    cap = config_field(config, "final_logit_softcapping")
     return logits if cap is None else cap * (logits / cap).tanh()
 
 
@@ -83,13 +104,13 @@ def frozen(module: nn.Module, *args: Any) -> Any:
 
 
 def dtype_of(module: nn.Module, states: torch.Tensor) -> torch.dtype:
-    """The floating dtype that a module computes in; that of the states where its weights are integers."""
+    """Return the floating dtype that a module computes in; that of the states where its weights are integers."""
     weight = next(module.parameters(), states)
     return weight.dtype if weight.is_floating_point() else states.dtype
 
 
 def compute_device(model: PreTrainedModel) -> torch.device:
-    """Where a model computes, which is not where its weights lie while they are offloaded."""
-    hooks = (module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook"))
-    devices = [hook.execution_device for hook in hooks if getattr(hook, "execution_device", None) is not None]
+    """Return where a model computes, which is not where its weights lie while they are offloaded."""
+    hooks = (vars(module)["_hf_hook"] for module in model.modules() if "_hf_hook" in vars(module))
+    devices = [device for hook in hooks if (device := vars(hook).get("execution_device")) is not None]
     return torch.device(devices[0]) if devices and model.device.type == "meta" else model.device

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -81,21 +83,21 @@ class FeedForwardBlock(nn.Module):
 
 
 class Repeated(nn.ModuleList):
-    """Blocks one after the other; where there is only one for several places, it is used again (tied weights).
+    """Blocks one after the other; a single one is used repeatedly (tied weights).
 
     Args:
         blocks: The blocks that exist.
-        places: How often a block is applied.
+        count: How often a block is applied.
     """
 
-    def __init__(self, blocks: list[nn.Module], places: int) -> None:
+    def __init__(self, blocks: list[nn.Module], count: int) -> None:
         super().__init__(blocks)
-        self.places = places
+        self.count = count
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """[..., d] to [..., d]."""
-        for place in range(self.places):
-            states = self[min(place, len(self) - 1)](states)
+        for index in range(self.count):
+            states = self[min(index, len(self) - 1)](states)
         return states
 
 
@@ -120,24 +122,24 @@ class OwnUnembeddings(nn.Module):
         self.bias = nn.Parameter(torch.zeros(count, vocab_size)) if bias else None
 
     def forward(self, states: torch.Tensor, index: int, backbone: BackboneParts | None = None) -> torch.Tensor:
-        """Logits [..., V] of head `index` (from 0) at states [..., d]; the backbone is not needed."""
+        """Return the logits [..., V] of head `index` (from 0) at states [..., d]; the backbone is not needed."""
         logits = self.heads[index](states)[..., 0, :]
         return logits if self.bias is None else logits + self.bias[index]
 
     @torch.no_grad()
     def start_from(self, backbone: BackboneParts) -> None:
-        """Copies the backbone's unembedding, whatever form it has: what it makes of the unit vectors."""
-        weight = self.heads[0].weight
-        unit = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
-        for head in self.heads:
-            head.weight.copy_(backbone.unembed(unit).T)
+        """Copy the backbone's unembedding, whatever form it has: what it makes of the unit vectors."""
+        for head in self.heads.children():
+            weight = cast(torch.Tensor, head.weight)
+            unit = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+            weight.copy_(backbone.unembed(unit).T)
 
 
 class SharedUnembedding(nn.Module):
     """The backbone's unembedding for every head: no parameters."""
 
     def forward(self, states: torch.Tensor, index: int, backbone: BackboneParts | None = None) -> torch.Tensor:
-        """Return logits [..., V] at states [..., d]."""
+        """Return the logits [..., V] at states [..., d]."""
         return required(backbone).unembed(states)
 
     def start_from(self, backbone: BackboneParts) -> None:
@@ -163,7 +165,7 @@ def next_token_logits(hidden_states: torch.Tensor, backbone: BackboneParts | Non
 
 
 def untied(tensors: Tensors, heads: int, blocks: int) -> tuple[bool, Tensors]:
-    """Whether the blocks of every head are copies of one, and the tensors without the copies.
+    """Return whether the blocks of every head are copies of one, and the tensors without the copies.
 
     Args:
         tensors: Among them `blocks.{k}.{j}.linear.{weight, bias}`.

@@ -8,9 +8,10 @@ circuit, no chain and no loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ _ROWS_ON_PROCESSOR = 32
 Terms = Callable[..., torch.Tensor]
 """From hidden states [N, D] and a part's arguments to terms [N, n], 0 where nothing is scored."""
 _GRADIENTS_PER_BLOCK = 2**20
+Chunk = tuple[torch.Tensor, list[torch.Tensor | None]]
+"""Hidden states [rows, D] of some positions, and their arguments, [rows, n] each."""
 
 
 @dataclass
@@ -45,12 +48,12 @@ class Part:
     weights: torch.Tensor
     trains_module: bool = True
 
-    def chunks(self, rows: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    def chunks(self, rows: int) -> Iterator[Chunk]:
         """Hidden states [rows, D] and arguments [rows, n] on the same device, one chunk after the other."""
         hidden = self.hidden_states.flatten(0, -2).split(rows)
         pieces = (_split(argument, rows, len(hidden)) for argument in self.arguments)
         for states, *arguments in zip(hidden, *pieces):
-            yield states, *(None if argument is None else argument.to(states.device) for argument in arguments)
+            yield states, [None if argument is None else argument.to(states.device) for argument in arguments]
 
 
 @dataclass
@@ -66,6 +69,18 @@ class WeightTotal:
     anchor: torch.Tensor
 
 
+class SummingModule(nn.Module):
+    """A module with one weight, whose gradient goes to `weight_total` while that is set.
+
+    Attributes:
+        weight: [R, D].
+        weight_total: Where its gradient is summed up; None: autograd keeps it.
+    """
+
+    weight: nn.Parameter
+    weight_total: WeightTotal | None = None
+
+
 class SummedLinear(torch.autograd.Function):
     """x W^T whose gradient for W is added to a tensor in place, block by block."""
 
@@ -73,7 +88,7 @@ class SummedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, total: torch.Tensor, anchor: torch.Tensor, skip: int
     ) -> torch.Tensor:
-        """Multiplies.
+        """Multiply.
 
         Args:
             ctx: Of autograd.
@@ -92,7 +107,7 @@ class SummedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Returns the gradient of the inputs, where one is wanted, and 0 for the anchor."""
+        """Return the gradient of the inputs, where one is wanted, and 0 for the anchor."""
         inputs, weight = ctx.saved_tensors
         flat, rows = gradient.flatten(0, -2), inputs.flatten(0, -2).to(gradient.dtype)
         step = max(1, _GRADIENTS_PER_BLOCK // rows.shape[-1])
@@ -107,7 +122,7 @@ class SummedLinear(torch.autograd.Function):
 def chunked_sums(
     terms: Terms, module: nn.Module, parts: Sequence[Part], logits_per_position: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Sums of the terms of all positions, part by part, and their weighted total.
+    """Return the sums of the terms of all positions, part by part, and their weighted total.
 
     Gradients are made together with the sums, unless they are off, and wait for backward: it can go through once.
 
@@ -130,7 +145,7 @@ def chunked_sums(
 
 
 def _rows(logits: int, on_processor: bool) -> int:
-    """Positions of a chunk, of so many logits each."""
+    """Return the number of positions of a chunk."""
     most = max(1, LOGITS_PER_CHUNK // logits)
     return min(most, max(_ROWS_ON_PROCESSOR, _LOGITS_ON_PROCESSOR // logits)) if on_processor else most
 
@@ -158,7 +173,7 @@ class _ChunkedSums(torch.autograd.Function):
         ctx.gradients = [*into_states, *(total.to(p.dtype) for p, total in totals.items())]
         ctx.mark_non_differentiable(*sums)
         weighted = (summed * part.weights.to(summed) for summed, part in zip(sums, task.parts))
-        return sum(part.sum().to(device) for part in weighted), *sums
+        return reduce(torch.add, [part.sum().to(device) for part in weighted]), *sums
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -170,9 +185,9 @@ class _ChunkedSums(torch.autograd.Function):
 
 
 def _pass(
-    task: _Task, part: Part, totals: dict[nn.Parameter, torch.Tensor], scale: torch.Tensor, wanted: bool
+    task: _Task, part: Part, totals: dict[torch.Tensor, torch.Tensor], scale: torch.Tensor, wanted: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The gradient of a part's hidden states, where it is wanted, and its sums [n]; adds to the totals."""
+    """Return the gradient of a part's hidden states, where it is wanted, and its sums [n]; adds to the totals."""
     shares = part.weights / scale.clamp(min=torch.finfo(scale.dtype).tiny)
     sums, into_states = [], []
     with _summed(task.module, totals if part.trains_module else {}) as others:
@@ -188,10 +203,14 @@ def _pass(
 
 
 def _chunk(
-    terms: Terms, chunk: tuple[torch.Tensor, ...], shares: torch.Tensor, wanted: bool, others: list[torch.Tensor]
+    terms: Terms,
+    chunk: Chunk,
+    shares: torch.Tensor,
+    wanted: bool,
+    others: list[torch.Tensor],
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Sums of one chunk, [n], and gradients of their weighted sum: of the hidden states, if wanted, then `others`."""
-    states, *arguments = chunk
+    states, arguments = chunk
     with torch.set_grad_enabled(wanted or bool(others)):
         states = states.detach().requires_grad_(wanted)
         sums = terms(states, *arguments).sum(0)
@@ -203,9 +222,9 @@ def _chunk(
 
 
 @contextmanager
-def _summed(module: nn.Module, totals: dict[nn.Parameter, torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Makes the leaves of a module sum up their own gradients; gives the tensors whose gradients must be asked for."""
-    leaves = [inner for inner in module.modules() if hasattr(inner, "weight_total") and inner.weight in totals]
+def _summed(module: nn.Module, totals: dict[torch.Tensor, torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Make the leaves of a module sum up their own gradients; yield the tensors that autograd is left with."""
+    leaves = [inner for inner in module.modules() if isinstance(inner, SummingModule) and inner.weight in totals]
     anchors = [torch.zeros((), device=leaf.weight.device, requires_grad=True) for leaf in leaves]
     try:
         for leaf, anchor in zip(leaves, anchors):
@@ -226,14 +245,14 @@ HeadStates = Callable[[int, torch.Tensor], torch.Tensor]
 
 def sums_one_by_one(
     run: HeadStates,
-    layers: nn.ModuleList,
+    layers: Iterable[nn.Module],
     z: torch.Tensor,
     targets: torch.Tensor,
     weights: torch.Tensor,
     unembed: Callable[[torch.Tensor], torch.Tensor],
     vocab_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted sum of the cross-entropies of all heads, whose gradients are made at once and wait for backward.
+    """Return the weighted sum of the cross-entropies of all heads; gradients are made at once and wait for backward.
 
     Args:
         run: A head.
@@ -260,21 +279,21 @@ class _OneByOne(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         run, parameters, targets, weights, unembed, vocab_size, learns = task
         wanted = learns and ctx.needs_input_grad[1]
-        into_z = torch.zeros_like(z) if wanted else None
+        into_z = torch.zeros_like(z)
         found, losses, sums = [], [], []
         for k, own in enumerate(parameters):
             with torch.set_grad_enabled(learns):
                 inputs = z.detach().requires_grad_(wanted)
                 part = Part(run(k, inputs), (targets[..., k : k + 1],), weights[k : k + 1])
                 loss, (summed,) = chunked_sums(_terms(unembed), nn.Module(), [part], vocab_size)
-                asked = [*([inputs] if wanted else []), *(own if learns else [])]
-                gradients = list(torch.autograd.grad(loss, asked, allow_unused=True)) if asked else []
+                wanted_of = [*([inputs] if wanted else []), *(own if learns else [])]
+                gradients = list(torch.autograd.grad(loss, wanted_of, allow_unused=True)) if wanted_of else []
             if wanted:
                 into_z += gradients.pop(0)
             found += gradients if learns else [None] * len(own)
             losses.append(loss.detach())
             sums.append(summed)
-        ctx.gradients = [into_z, *found]
+        ctx.gradients = [into_z if wanted else None, *found]
         total, sums = torch.stack(losses).sum(), torch.cat(sums)
         ctx.mark_non_differentiable(sums)
         return total, sums

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import cast
 
 import torch
 from torch import nn
@@ -52,20 +53,20 @@ class CircuitHead(nn.Module):
 
     @property
     def num_sum_matrices(self) -> int:
-        """[r, r] sums beside the root: transitions of an HMM, inner nodes of a BTree."""
+        """[r, r] sums besides the root: transitions of an HMM, inner nodes of a BTree."""
         counts = self.circuit.sum_counts(self.config.num_depths)
         return counts[-1] if self.config.homogeneous else counts[0]
 
     def forward(
-        self, hidden_states: torch.Tensor, backbone: BackboneParts | None = None, places: int | None = None
+        self, hidden_states: torch.Tensor, backbone: BackboneParts | None = None, stop: int | None = None
     ) -> dict[str, torch.Tensor]:
-        """Parameters of the distribution given hidden states [..., d].
+        """Return the parameters of the distribution given hidden states [..., d].
 
         Args:
             hidden_states: [..., d].
             backbone: Whose unembedding the leaves share; not needed with `leaf="full"`.
-            places: Only the leaves of so many first positions are computed, and the others are uniform, which no
-                distribution of the tokens before them notices; None: all.
+            stop: Only the leaves of so many first positions are computed, and the others are uniform, on which no
+                distribution of earlier tokens depends; None: all.
 
         Returns:
             `leaf_logits` [..., n, r, V], `root_logits` [..., r] and what else the family has (`circuit_from_logits`).
@@ -74,10 +75,11 @@ class CircuitHead(nn.Module):
         sums = self.sum_bias.expand(*hidden_states.shape[:-1], -1)
         if self.sum_weight is not None:
             sums = nn.functional.linear(hidden_states, self.sum_weight, self.sum_bias)
-        places = self.config.window if places is None else places
-        leaves = self.leaf(hidden_states, places * rank, backbone).unflatten(-2, (places, rank))
-        if places < self.config.window:
-            leaves = nn.functional.pad(leaves, (0, 0, 0, 0, 0, self.config.window - places))
+        window = self.config.num_depths
+        count = window if stop is None else stop
+        leaves = self.leaf(hidden_states, count * rank, backbone).unflatten(-2, (count, rank))
+        if count < window:
+            leaves = nn.functional.pad(leaves, (0, 0, 0, 0, 0, window - count))
         parameters = {"leaf_logits": leaves, "root_logits": sums[..., :rank]}
         if self.num_sum_matrices:
             name = self.circuit.parameters[1]
@@ -99,17 +101,17 @@ class CircuitHead(nn.Module):
         init.copy_(self.sum_bias, bias)
 
     def resize(self, vocab_size: int, std: float | None) -> None:
-        """Changes the number of token ids, see `FFHead.resize`."""
+        """Change the number of token ids, see `FFHead.resize`."""
         self.leaf.resize(vocab_size, std)
         self.vocab_size = vocab_size
 
     @torch.no_grad()
     def copy_leaves(self, heads: FFHead) -> None:
-        """Gives all states of position i the weights of FF head i (of the last head, beyond it): then q is FF's
+        """Give all states of position i the weights of FF head i (of the last head, beyond it): then q is FF's
         distribution."""
         rows = heads.weight.unflatten(0, (heads.num_heads, heads.vocab_size))
-        source = [min(i, heads.num_heads - 1) for i in range(self.config.window) for _ in range(self.config.rank)]
-        self.leaf.weight.copy_(rows[source].flatten(0, 1))
+        source = [min(i, heads.num_heads - 1) for i in range(self.config.num_depths) for _ in range(self.config.rank)]
+        cast(FFHead, self.leaf).weight.copy_(rows[source].flatten(0, 1))
 
 
 def _check_memory(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
@@ -132,7 +134,7 @@ def circuit_from_logits(
     node_logits: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> WindowDistribution:
-    """Builds the distribution of a head family from unnormalised parameters; layouts in the docstring of `circuits`.
+    """Build the distribution of a head family from unnormalised parameters; layouts in the docstring of `circuits`.
 
     Args:
         head_type: `"ff"` (leaves only, r = 1), `"cp"` (and root), `"hmm"` (root, trans) or `"btree"` (root, node).

@@ -54,11 +54,11 @@ class LatentDistribution(WindowDistribution):
 
     @abstractmethod
     def sample_owners(self, generator: torch.Generator | None = None) -> torch.Tensor:
-        """States of every position's owner, [..., n]."""
+        """Return states of every position's owner, [..., n]."""
 
     @abstractmethod
     def _walk(self, unit: Scale) -> Walk:
-        """Yields the weights [..., r] of each owner in turn, which `unit` scales; is sent the chosen token's leaves."""
+        """Yield the weights [..., r] of each owner in turn, which `unit` scales; is sent the chosen token's leaves."""
 
     def evidence(self, tokens: torch.Tensor) -> torch.Tensor:
         """log leaf_i[z, x_i] for tokens [..., n]: [..., n, r]."""
@@ -75,14 +75,14 @@ class LatentDistribution(WindowDistribution):
         return logsumexp(self.owner_weights(evidence) + evidence, -1)
 
     def conditional_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The posterior of each owner applied to its leaf."""
+        """Return the posterior of each owner applied to its leaf."""
         weights, (leaves, norm) = self.owner_weights(self.evidence(tokens)), self._leaves
         mixed = logsumexp(leaves + (weights - norm)[..., None], -2)
         total = logsumexp(weights, -1)[..., None]
         return mixed - torch.where(total.isfinite(), total, torch.zeros_like(total))
 
     def next_log_probs(self, prefix: torch.Tensor) -> torch.Tensor:
-        """One mixture of leaves: what comes behind the prefix is looked at by none of the weights that are needed."""
+        """One mixture of leaves: the weights do not depend on what follows the prefix."""
         position = prefix.shape[-1]
         tokens = torch.nn.functional.pad(prefix, (0, self.window - position))
         weights = finite_weights(self.owner_weights(self.evidence(tokens))[..., position, :]).softmax(-1)
@@ -90,7 +90,7 @@ class LatentDistribution(WindowDistribution):
         return (weights[..., None, :] @ leaf)[..., 0, :].log()
 
     def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
-        """States first, then all tokens at once."""
+        """Draw states first, then all tokens at once."""
         states = self.sample_owners(generator)[..., None, None]
         rows = self.leaf_logits.gather(-2, states.expand(*states.shape[:-1], self.leaf_logits.shape[-1]))
         return draw(rows[..., 0, :].softmax(-1), generator)
@@ -150,7 +150,7 @@ class MixtureDistribution(LatentDistribution):
         self.root = normalised_logits(root_logits)
 
     def owner_weights(self, evidence: torch.Tensor) -> torch.Tensor:
-        """The root plus all evidence before i; one cumulative sum."""
+        """Return the root plus all evidence before i; one cumulative sum."""
         before = torch.cat([self.root[..., None, :].expand_as(evidence[..., :1, :]), evidence[..., :-1, :]], dim=-2)
         return before.cumsum(-2)
 
@@ -189,7 +189,7 @@ class ChainDistribution(LatentDistribution):
         return self.transitions[..., position if self.transitions.shape[-3] > 1 else 0, :, :]
 
     def owner_weights(self, evidence: torch.Tensor) -> torch.Tensor:
-        """The forward filter, whose every step is a prefix marginal."""
+        """Return the forward filter, whose every step is a prefix marginal."""
         weights = [self.root.expand_as(evidence[..., 0, :])]
         for position in range(self.window - 1):
             joint = weights[-1] + evidence[..., position, :]
@@ -197,7 +197,7 @@ class ChainDistribution(LatentDistribution):
         return torch.stack(weights, -2)
 
     def sample_owners(self, generator: torch.Generator | None = None) -> torch.Tensor:
-        """A next state for every state of every step, composed by doubling: log2(n) gathers."""
+        """Return a next state for every state of every step, composed by doubling: log2(n) gathers."""
         first = draw(self.root.exp(), generator)[..., None]
         if self.window == 1:
             return first
@@ -227,7 +227,7 @@ class ChainDistribution(LatentDistribution):
 
 
 def _unit(weights: torch.Tensor) -> torch.Tensor:
-    """Weights divided by their sum; zeros stay zeros."""
+    """Return the weights divided by their sum; zeros stay zeros."""
     return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
 
 

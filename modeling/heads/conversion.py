@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -28,7 +28,7 @@ class OfficialLayoutsMixin:
 
     @classmethod
     def from_official(cls, folder: str | PathLike, **options: Any) -> Any:
-        """Heads from a directory of their authors: Medusa (version 1, 2, merged, vLLM's), Hydra, Gloeckle et al.
+        """Load heads from a directory of their authors: Medusa (version 1, 2, merged, vLLM's), Hydra, Gloeckle et al.
 
         Args:
             folder: A local directory; its layout is found by its files.
@@ -58,7 +58,7 @@ class OfficialLayoutsMixin:
 
     @classmethod
     def backbone_from_official(cls, folder: str | PathLike) -> PreTrainedModel:
-        """The backbone in a directory that holds it beside its heads (merged Medusa-2, Gloeckle et al.).
+        """Return the backbone in a directory that holds it with its heads (merged Medusa-2, Gloeckle et al.).
 
         Raises:
             ValueError: A directory of heads alone.
@@ -67,7 +67,7 @@ class OfficialLayoutsMixin:
         if (folder / PARAMS).is_file():
             config, tensors = read_backbone(folder)
             config.dtype = next(iter(tensors.values())).dtype
-            model = LlamaForCausalLM(config).to(config.dtype)
+            model = LlamaForCausalLM(config).to(dtype=config.dtype)
             model.load_state_dict(tensors)
             return model.eval()
         if "architectures" not in read_json(folder / "config.json") or list(folder.glob("medusa_lm_head.*")):
@@ -75,7 +75,7 @@ class OfficialLayoutsMixin:
         return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 
     def export(self, folder: str | PathLike, layout: str) -> None:
-        """Writes the heads as their authors' tools, or an engine, will read them.
+        """Write the heads as their authors' tools, or an engine, will read them.
 
         Args:
             folder: Made if it is not there.
@@ -111,7 +111,8 @@ class OfficialLayoutsMixin:
         Raises:
             ValueError: Another embedding.
         """
-        expected, weight = self._expected_embedding, backbone.get_input_embeddings().weight
+        expected = self._expected_embedding
+        weight = cast(torch.Tensor, backbone.get_input_embeddings().weight)
         if expected is None or weight.is_meta:
             return
         if expected.shape != weight.shape or not torch.allclose(expected.to(weight), weight, atol=1e-3):

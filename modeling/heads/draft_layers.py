@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -44,12 +44,12 @@ class Adapter(nn.Module):
         self.lora_B = nn.Parameter(torch.zeros(shape[0], rank))
 
     def added_to(self, weight: torch.Tensor) -> torch.Tensor:
-        """The changed weight, [out, in], in the weight's dtype; no gradient reaches the weight itself."""
+        """Return the changed weight, [out, in], in the weight's dtype; no gradient reaches the weight itself."""
         return weight.detach() + (self.scale * self.lora_B @ self.lora_A).to(weight)
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Draws A as peft does, whatever `std` is; B is 0, so that the layers start as the backbone's."""
+        """Draw A as peft does, whatever `std` is; B is 0, so that the layers start as the backbone's."""
         bound = 1 / math.sqrt(self.lora_A.shape[1])
         init.uniform_(self.lora_A, -bound, bound)
         init.zeros_(self.lora_B)
@@ -73,17 +73,25 @@ class LayerAdapters(nn.Module):
             for shell in shells
         )
 
+    @property
+    def _adapters(self) -> list[dict[str, Adapter]]:
+        """By layer, the adapters by name."""
+        return [
+            {name: adapter for name, adapter in part.named_children() if isinstance(adapter, Adapter)}
+            for part in self.adapters
+        ]
+
     def weights(self, layers: Sequence[nn.Module]) -> list[Weights]:
-        """By layer, the weights of the backbone's `layers` with what the adapters add at the moment.
+        """Return, by layer, the weights of the backbone's `layers` with what the adapters add at the moment.
 
         Raises:
             ValueError: Weights that are no plain matrices (quantised, offloaded, wrapped by peft).
         """
-        return [self._weights(*pair) for pair in zip(layers, self.adapters)]
+        return [self._weights(layer, slot) for slot, layer in enumerate(layers)]
 
-    def _weights(self, layer: nn.Module, adapters: nn.ModuleDict) -> Weights:
+    def _weights(self, layer: nn.Module, slot: int) -> Weights:
         weights = {name: p.detach() for name, p in (*layer.named_parameters(), *layer.named_buffers())}
-        for key, adapter in adapters.items():
+        for key, adapter in self._adapters[slot].items():
             name = key.replace("-", ".") + ".weight"
             shape = (adapter.lora_B.shape[0], adapter.lora_A.shape[1])
             weight = weights.get(name)
@@ -119,8 +127,6 @@ class DraftLayers(LayerAdapters):
     """
 
     def __init__(self, config: MTPHeadConfig) -> None:
-        if config.backbone_config is None:
-            raise ValueError("draft_layers: backbone_config is missing; MTPHeads.from_backbone fills it")
         count, source = config.draft_layers, LayerSource(read_config(config.backbone_config))
         if count > len(source.layers):
             raise ValueError(f"draft_layers={count}: the backbone has {len(source.layers)} layers")
@@ -130,12 +136,12 @@ class DraftLayers(LayerAdapters):
         self.rotary = source.rotary()
 
     def bind(self, backbone: PreTrainedModel) -> BoundLayers:
-        """The layers as they stand now, for a step of training or a call of `generate`.
+        """Return the layers as they stand now, for a step of training or a call of `generate`.
 
         Raises:
             ValueError: A backbone whose weights are no plain matrices (quantised, offloaded, wrapped by peft).
         """
-        layers = backbone.get_decoder().layers[-len(self.adapters) :]
+        layers = list(cast(nn.ModuleList, backbone.get_decoder().layers))[-len(self.adapters) :]
         return BoundLayers(self, self.weights(layers), backbone)
 
 
@@ -158,7 +164,7 @@ class BoundLayers:
         position_ids: torch.Tensor,
         cache: Cache | None = None,
     ) -> torch.Tensor:
-        """Runs over rows of z.
+        """Run over rows of z.
 
         Args:
             states: z, [B, T, d], the input of the first of these layers.
@@ -188,10 +194,11 @@ class BoundLayers:
         return self.norm(states)
 
 
-def _linears(layer: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, module) for name, module in layer.named_modules() if type(module) is nn.Linear]
+def _linears(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
+    modules = ((name, module) for name, module in layer.named_modules() if isinstance(module, nn.Linear))
+    return [(name, module) for name, module in modules if type(module) is nn.Linear]
 
 
 def _key(name: str) -> str:
-    """A name that a ModuleDict takes: those of layers hold no hyphen."""
+    """Return a name that a ModuleDict takes; names of layers hold no hyphen."""
     return name.replace(".", "-")

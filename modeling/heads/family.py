@@ -47,6 +47,7 @@ class DistributionOf(Protocol):
                 independent positions are those from here on.
             stop: The position after the last one that is read; None: n.
         """
+        ...
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class HeadFamily:
 
     Args:
         facts: What a config and a card say of it.
-        build: From the config, the width d and the number of token ids V to the module.
+        build: From the config, the width d and the number of token ids V to the module, which has `vocab_size`.
         distribution: Of the module, at features.
         features: From the module, the states that `hidden_layers` names, attention mask, position ids, backbone and
             cache to features [B, T, F]; the last state by default.
@@ -170,5 +171,5 @@ def register(family: HeadFamily) -> HeadFamily:
 
 
 def exact(logits: torch.Tensor) -> torch.Tensor:
-    """Return logits in float32 (float64 stays)."""
+    """Return the logits in float32 (float64 stays)."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -15,13 +15,13 @@ from ...configuration import MTPHeadConfig
 from ...configuration.head_families import FF
 from ..tensor_files import Tensors
 from ..wrapped_models import call
-from .backbone_parts import BackboneParts, required
-from .chunks import SummedLinear, WeightTotal
+from .backbone_parts import BackboneParts, output_embeddings, required
+from .chunks import SummedLinear, SummingModule
 from .family import Circuit, Directory, HeadFamily, HeadLayout, exact, register
 from .window_distribution import FactorisedDistribution, WindowDistribution
 
 
-class FFHead(nn.Module):
+class FFHead(SummingModule):
     """Independent linear heads in the released EvaByte parametrisation: one matrix, head-major.
 
     Rows h V .. (h + 1) V - 1 of `weight` [N V, D] belong to head h, which predicts x_{t+1+h}.
@@ -36,10 +36,9 @@ class FFHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_heads * vocab_size, hidden_size))
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as in `nn.Linear`, which peft would adapt in the wrong shape
-        self.bias = None  # asked for by those who take the unembedding of a model for a linear layer, TRL for one
+        self.bias = None  # read by libraries that take an unembedding for a linear layer, such as TRL
         self.vocab_size, self.num_heads = vocab_size, num_heads
         self.target_frozen = False
-        self.weight_total: WeightTotal | None = None
 
     def forward(
         self,
@@ -48,7 +47,7 @@ class FFHead(nn.Module):
         backbone: BackboneParts | None = None,
         start: int = 0,
     ) -> torch.Tensor:
-        """Logits of the first `num_heads` heads (all by default).
+        """Return the logits of the first `num_heads` heads (all by default).
 
         Args:
             hidden_states: [..., D].
@@ -70,7 +69,7 @@ class FFHead(nn.Module):
         return nn.functional.linear(hidden_states, weight).unflatten(-1, (count - start, self.vocab_size))
 
     def extend(self, num_heads: int, std: float) -> None:
-        """Appends heads, drawn from N(0, std^2), until there are `num_heads`; the old ones stay as they are."""
+        """Append heads, drawn from N(0, std^2), until there are `num_heads`; the old ones stay as they are."""
         missing = num_heads - self.num_heads
         if missing <= 0:
             return
@@ -80,7 +79,7 @@ class FFHead(nn.Module):
 
     @torch.no_grad()
     def resize(self, vocab_size: int, std: float | None) -> None:
-        """Changes the number of token ids; every head keeps its rows.
+        """Change the number of token ids; every head keeps its rows.
 
         Args:
             vocab_size: V from now on; rows beyond it are dropped.
@@ -94,7 +93,7 @@ class FFHead(nn.Module):
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Draws the weights from N(0, std^2)."""
+        """Draw the weights from N(0, std^2)."""
         init.normal_(self.weight, std=std)
 
 
@@ -121,7 +120,7 @@ class SharedHead(nn.Module):
         backbone: BackboneParts | None = None,
         start: int = 0,
     ) -> torch.Tensor:
-        """Logits [..., num_heads - start, V] of hidden states [..., d]; see `FFHead.forward`.
+        """Return the logits [..., num_heads - start, V] of hidden states [..., d]; see `FFHead.forward`.
 
         Raises:
             RuntimeError: No backbone was given whose unembedding could be used.
@@ -130,12 +129,12 @@ class SharedHead(nn.Module):
         return required(backbone).unembed(torch.einsum("...d,nde->...ne", hidden_states.to(maps.dtype), maps))
 
     def resize(self, vocab_size: int, std: float | None) -> None:
-        """Changes the number of token ids, with the backbone's unembedding; maps know none."""
+        """Change the number of token ids, with the backbone's unembedding; maps know none."""
         self.vocab_size = vocab_size
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Makes every map the identity, whatever `std` is: then every head is the backbone's own."""
+        """Make every map the identity, whatever `std` is: then every head is the backbone's own."""
         init.copy_(self.maps, torch.eye(self.maps.shape[-1]).expand_as(self.maps))
 
 
@@ -160,7 +159,7 @@ def check_vllm_unembedding(backbone: PreTrainedModel) -> torch.Tensor:
     Raises:
         ValueError: It has a bias.
     """
-    unembedding = backbone.get_output_embeddings()
+    unembedding = output_embeddings(backbone)
     if unembedding.bias is not None:
         raise ValueError(
             f"layout='vllm': the unembedding of {type(backbone).__name__} has a bias, which vLLM's heads lack"
@@ -169,9 +168,9 @@ def check_vllm_unembedding(backbone: PreTrainedModel) -> torch.Tensor:
 
 
 def _write_vllm(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
-    """A matrix [V, d] per head from the second token on: the rows of a full leaf, or W A_h of a shared one."""
+    """Return a matrix [V, d] per head from the second token on: the rows of a full leaf, or W A_h of a shared one."""
     if config.leaf == "full":
-        matrices = tensors["weight"].unflatten(0, (-1, config.vocab_size))
+        matrices = tensors["weight"].unflatten(0, (config.num_depths, -1))
     else:
         unembedding = check_vllm_unembedding(backbone)
         matrices = torch.stack([unembedding @ matrix.T.to(unembedding) for matrix in tensors["maps"]])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from transformers import Cache, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import HYDRA
-from ..decoder_layers import LayerSource, read_config
+from ..decoder_layers import LayerSource, config_field, read_config
 from ..tensor_files import Tensors, below, read_json, read_tensors, refuse_unknown
 from .backbone_parts import BackboneParts, backbone_parts, required
 from .blocks import ConcatBlock, ResidualBlock, next_token_logits, repeated, unembeddings, untied
@@ -71,7 +71,7 @@ class HydraHead(nn.Module):
         return torch.cat([states[-1].to(state.dtype), state], -1)
 
     def first(self, features: torch.Tensor, backbone: BackboneParts | None) -> torch.Tensor:
-        """Logits [..., V] of position 1, the backbone's, at features [..., 2 d]; at [..., d], s is h."""
+        """Return the logits [..., V] of position 1, the backbone's, at features [..., 2 d]; at [..., d], s is h."""
         return next_token_logits(features[..., : self._width(features)], backbone)
 
     def state(self, features: torch.Tensor) -> torch.Tensor:
@@ -79,11 +79,14 @@ class HydraHead(nn.Module):
         return features[..., -self._width(features) :]
 
     def _width(self, features: torch.Tensor) -> int:
-        return self.firsts[0].linear.out_features if len(self.firsts) else features.shape[-1]
+        return self._first(0).linear.out_features if len(self.firsts) else features.shape[-1]
+
+    def _first(self, k: int) -> ConcatBlock | ResidualBlock:
+        return cast(ConcatBlock | ResidualBlock, self.firsts[k])
 
     def logits(self, k: int, state: torch.Tensor, known: torch.Tensor, backbone: BackboneParts | None) -> torch.Tensor:
         """Logits [..., V] of head k (from 0) given s [..., d] and the embeddings of k + 1 tokens [..., k + 1, d]."""
-        block = self.firsts[k]
+        block = self._first(k)
         inputs = (
             torch.cat([state.expand(*known.shape[:-2], -1), known.flatten(-2)], -1) if self.config.grounded else state
         )
@@ -120,22 +123,22 @@ class PrefixLayer(nn.Module):
 
 
 def _hidden_layers(config: MTPHeadConfig) -> list[int]:
-    """The states that Hydra heads read: one, and the last."""
+    """Return the states that Hydra heads read: one, and the last."""
     return [-1 - config.state_offset, -1]
 
 
 def _layer_config(config: MTPHeadConfig, text: PreTrainedConfig) -> dict[str, Any] | None:
-    """Config of that layer, of the backbone's sizes."""
+    """Return the config of that layer, of the backbone's sizes."""
     if not HYDRA.attends(config):
         return None
     heads = text.num_attention_heads
-    keys = getattr(text, "num_key_value_heads", None) or heads
-    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    return _prefix_config(text.hidden_size, inner, heads, keys, getattr(text, "rms_norm_eps", 1e-6))
+    keys = config_field(text, "num_key_value_heads", default=heads)
+    inner = config_field(text, "intermediate_size", default=4 * text.hidden_size)
+    return _prefix_config(text.hidden_size, inner, heads, keys, config_field(text, "rms_norm_eps", default=1e-6))
 
 
 def _prefix_config(hidden_size: int, intermediate_size: int, heads: int, key_heads: int, eps: float) -> dict[str, Any]:
-    """Config of a one-layer Llama; its rope base is 10000 for every backbone."""
+    """Return the config of a one-layer Llama; its rope base is 10000 for every backbone."""
     config = LlamaConfig(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -173,7 +176,7 @@ def _distribution(
 
 
 def _read(folder: Path) -> Directory:
-    """Options of the heads and their tensors; the backbone's embedding is among them under its own name.
+    """Return the options of the heads and their tensors; the backbone's embedding is among them under its own name.
 
     Raises:
         ValueError: An architecture without released weights, or unknown tensors.
@@ -182,11 +185,11 @@ def _read(folder: Path) -> Directory:
     arch = values.get("hydra_head_arch", "mlp")
     if arch not in ("mlp", "prefix-mlp"):
         raise ValueError(f"{folder}: hydra_head_arch={arch!r} is not supported; 'mlp' and 'prefix-mlp' are")
-    places = sorted({int(match[2]) for match in map(_BLOCK.match, tensors) if match})
+    blocks = sorted({int(match[2]) for match in map(_BLOCK.match, tensors) if match})
     ours, rows = {}, {}
     for name, tensor in tensors.items():
         if match := _BLOCK.match(name):
-            ours[_our_block(match, places.index(int(match[2])))] = tensor
+            ours[_our_block(match, blocks.index(int(match[2])))] = tensor
         elif match := _UNEMBEDDING.match(name):
             rows[(int(match[1]), match[2])] = tensor
         elif name.startswith(_PREFIX) and name not in _UNUSED:
@@ -196,12 +199,12 @@ def _read(folder: Path) -> Directory:
     heads = 1 + max(k for k, _ in rows)
     ours |= {f"unembeddings.heads.{k}.weight": rows[k, "weight"] for k in range(heads)}
     ours["unembeddings.bias"] = torch.stack([rows[k, "bias"] for k in range(heads)])
-    tied, ours = untied(ours, heads, len(places) - 1)
+    tied, ours = untied(ours, heads, len(blocks) - 1)
     vocab_size, width = rows[0, "weight"].shape
     options = {
         "head_type": "hydra",
         "window": heads + 1,
-        "num_blocks": len(places),
+        "num_blocks": len(blocks),
         "tied_blocks": tied,
         "unembed": "own",
         "arch": arch,
@@ -217,20 +220,20 @@ def _read(folder: Path) -> Directory:
 
 
 def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
-    """Fields of config.json and tensors of `hydra_lm_head.pt`."""
-    prefix, embedding = config.arch == "prefix-mlp", backbone.get_input_embeddings().weight
+    """Return the fields of config.json and tensors of `hydra_lm_head.pt`."""
+    prefix, embedding = config.arch == "prefix-mlp", cast(torch.Tensor, backbone.get_input_embeddings().weight)
     named = {EMBEDDING: embedding}
     for k in range(config.num_drafts):
         last = "1." if prefix else ""
         named[f"hydra_lm_head.{k}.{last}weight"] = tensors[f"unembeddings.heads.{k}.weight"]
         named[f"hydra_lm_head.{k}.{last}bias"] = tensors["unembeddings.bias"][k]
-        for place in range(config.num_blocks):
-            written = 2 * place + 1 if prefix else place  # dropouts stand between the blocks
-            ours = f"firsts.{k}." if place == 0 else f"blocks.{k}.{0 if config.tied_blocks else place - 1}."
+        for block in range(config.num_blocks):
+            written = 2 * block + 1 if prefix else block  # dropouts stand between the blocks
+            ours = f"firsts.{k}." if block == 0 else f"blocks.{k}.{0 if config.tied_blocks else block - 1}."
             named |= {f"hydra_mlp.{k}.{written}.{part}": tensor for part, tensor in below(tensors, ours).items()}
     named |= {_PREFIX + name: tensor for name, tensor in below(tensors, "prefix.").items()}
     if prefix:  # their loader is strict about what it does not use
-        named |= {_UNUSED[0]: embedding, _UNUSED[1]: _frequencies(config.backbone_config["head_dim"])}
+        named |= {_UNUSED[0]: embedding, _UNUSED[1]: _frequencies(cast(dict, config.backbone_config)["head_dim"])}
     fields = {
         "hydra_num_heads": config.num_drafts,
         "hydra_num_layers": config.num_blocks,
@@ -246,8 +249,8 @@ def _frequencies(head_dim: int) -> torch.Tensor:
 
 
 def _our_block(match: re.Match[str], rank: int) -> str:
-    place = f"firsts.{match[1]}" if rank == 0 else f"blocks.{match[1]}.{rank - 1}"
-    return f"{place}.{match[3]}.{match[4]}"
+    block = f"firsts.{match[1]}" if rank == 0 else f"blocks.{match[1]}.{rank - 1}"
+    return f"{block}.{match[3]}.{match[4]}"
 
 
 def _stored_layer_config(folder: Path, tensors: Tensors, vocab_size: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file
@@ -17,14 +17,16 @@ from ..deepseek.modules import Readout
 from ..loss_options import ModuleLossOptions
 from ..outputs import MTPOutput
 from ..tensor_files import below
+from ..trainable import DepthCountsMixin
 from .attached import MTPHeads
+from .backbone_parts import output_embeddings
 from .losses import IGNORE, counts_of_update, depth_targets
 
 BACKBONE = "backbone"
 """Directory of the backbone, or of its adapters, within that of the heads."""
 
 
-class JointMTPModel(PreTrainedModel):
+class JointMTPModel(DepthCountsMixin, PreTrainedModel):
     """Heads and the backbone that they are attached to, for training both.
 
     The loss is the backbone's own next-token loss, and lambda (`heads.mtp_loss_weight`) times that of the heads, whose
@@ -70,7 +72,7 @@ class JointMTPModel(PreTrainedModel):
 
     @property
     def mtp_loss_weight(self) -> float:
-        """lambda, what the heads' loss weighs beside the backbone's."""
+        """lambda, the weight of the heads' loss; the backbone's own weighs 1."""
         return self.heads.mtp_loss_weight
 
     @mtp_loss_weight.setter
@@ -82,12 +84,12 @@ class JointMTPModel(PreTrainedModel):
         return 0.0 if self.heads.config.borrows_first else 1.0
 
     def get_input_embeddings(self) -> nn.Module:
-        """The backbone's."""
+        """Return the backbone's."""
         return self.backbone.get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module:
-        """The backbone's."""
-        return self.backbone.get_output_embeddings()
+        """Return the backbone's."""
+        return output_embeddings(self.backbone)
 
     @can_return_tuple
     def forward(
@@ -100,7 +102,7 @@ class JointMTPModel(PreTrainedModel):
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Any,
     ) -> MTPOutput:
-        """The joint loss; arguments as in `MTPHeads.forward`.
+        """Return the joint loss; arguments as in `MTPHeads.forward`.
 
         Returns:
             `MTPOutput`; `backbone_loss` is the mean of the backbone's own loss.
@@ -127,7 +129,8 @@ class JointMTPModel(PreTrainedModel):
         loss, mean, *_ = chain_loss(
             Readout(self.backbone), [states[-1]], [targets[..., 0]], self.config.vocab_size, ModuleLossOptions(), counts
         )
-        found.loss, found.backbone_loss = found.loss + loss.to(found.loss), mean[0]
+        heads_loss = cast(torch.Tensor, found.loss)
+        found.loss, found.backbone_loss = heads_loss + loss.to(heads_loss), mean[0]
         found.hidden_states = states if kwargs.get("output_hidden_states") else None
         return found
 
@@ -142,14 +145,18 @@ class JointMTPModel(PreTrainedModel):
         state_dict: dict[str, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Writes the heads' directory and, in it, the backbone's; `state_dict` holds tensors that had to be
+        """Write the heads' directory and, in it, the backbone's; `state_dict` holds tensors that had to be
         gathered."""
         state = self.state_dict() if state_dict is None else state_dict
-        for name, folder in (("heads", Path(save_directory)), ("backbone", Path(save_directory) / BACKBONE)):
-            getattr(self, name).save_pretrained(folder, is_main_process, below(state, f"{name}."), **kwargs)
+        parts = {
+            "heads": (self.heads, Path(save_directory)),
+            "backbone": (self.backbone, Path(save_directory) / BACKBONE),
+        }
+        for name, (part, place) in parts.items():
+            part.save_pretrained(place, is_main_process, below(state, f"{name}."), **kwargs)
 
     def load_checkpoint(self, folder: str | PathLike) -> None:
-        """Takes over what `save_pretrained` wrote, into this very model.
+        """Take over what `save_pretrained` wrote, into this very model.
 
         Raises:
             ValueError: A directory of other heads, or of another backbone.
@@ -159,12 +166,12 @@ class JointMTPModel(PreTrainedModel):
 
 
 def load_trained(model: PreTrainedModel, folder: Path, what: str) -> None:
-    """Takes over what the `save_pretrained` of a model, or of one that carries adapters of peft, wrote.
+    """Take over what the `save_pretrained` of a model, or of one that carries adapters of peft, wrote.
 
     Raises:
         ValueError: A directory of another model; `what` it should be is said.
     """
-    for name in getattr(model, "peft_config", {}):
+    for name in vars(model).get("peft_config", {}):
         # peft writes the adapter "default" into the directory itself, and every other one into a directory of its name
         adapters = (folder if name == "default" else folder / name) / "adapter_model.safetensors"
         if adapters.exists():
@@ -176,7 +183,7 @@ def load_trained(model: PreTrainedModel, folder: Path, what: str) -> None:
         name: tensor for file in sorted(folder.glob("model*.safetensors")) for name, tensor in load_file(file).items()
     }
     found = model.load_state_dict(state, strict=False)
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    tied = set(model.all_tied_weights_keys or ())
     missing = [name for name in found.missing_keys if name not in tied]
     if missing or found.unexpected_keys or not state:
         raise ValueError(f"{folder} holds other {what}: missing {missing[:3]}, unexpected {found.unexpected_keys[:3]}")

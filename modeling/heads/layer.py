@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from ...configuration import MTPHeadConfig
 from ...configuration.head_families import LAYER
 from ..decoder_layers import LayerSource, layer_kind, layer_options, read_config
 from ..tensor_files import Tensors, read_json, read_tensors, refuse_unknown
-from .backbone_parts import BackboneParts
+from .backbone_parts import BackboneParts, required
 from .chunks import sums_one_by_one
 from .family import Directory, HeadFamily, HeadLayout, register
 from .ff import factorised_distribution
@@ -98,7 +98,7 @@ class LayerHead(nn.Module):
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
-        count = config.window - (config.first == "backbone")
+        count = config.num_depths - (config.first == "backbone")
         source = LayerSource(read_config(config.backbone_config))
         self.layers, self.rotary = DecoderLayers(source, count), source.rotary()
         mixed = len(_hidden_layers(config)) - 1
@@ -112,7 +112,7 @@ class LayerHead(nn.Module):
         backbone: BackboneParts,
         cache: Cache | None = None,
     ) -> torch.Tensor:
-        """What the unembedding reads for every position of the window, [B, T, n d].
+        """Return what the unembedding reads for every position of the window, [B, T, n d].
 
         Args:
             states: Those that `hidden_layers` names, [B, T, d] each.
@@ -135,7 +135,7 @@ class LayerHead(nn.Module):
         targets: torch.Tensor,
         weights: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of all heads with the memory of one (`sums_one_by_one`), where they read the same states.
+        """Return the loss of all heads with the memory of one (`sums_one_by_one`), where they read the same states.
 
         Args:
             states: By index, those below the last layer, and the last, [B, T, d].
@@ -175,13 +175,13 @@ class LayerHead(nn.Module):
     def forward(
         self, features: torch.Tensor, backbone: BackboneParts | None = None, start: int = 0, stop: int | None = None
     ) -> dict[str, torch.Tensor]:
-        """`leaf_logits` [..., n, 1, V] from features [..., n d], or those of the places start .. stop - 1."""
-        states = features.unflatten(-1, (self.config.window, -1))[..., start:stop, :]
-        return {"leaf_logits": backbone.unembed(states).unsqueeze(-2)}
+        """`leaf_logits` [..., n, 1, V] from features [..., n d], or those of the positions start .. stop - 1."""
+        states = features.unflatten(-1, (self.config.num_depths, -1))[..., start:stop, :]
+        return {"leaf_logits": required(backbone).unembed(states).unsqueeze(-2)}
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Starts the means, whatever `std` is."""
+        """Start the means, whatever `std` is."""
         if self.mix is None:
             return
         uniform = self.config.mix_init == "uniform"
@@ -191,14 +191,26 @@ class LayerHead(nn.Module):
 
     def start_from(self, backbone: PreTrainedModel) -> None:
         """Every layer starts as the backbone's last one, as its adapters, if it has any, make it."""
-        weights = _merged(backbone.get_decoder().layers[-1])
-        for layer in self.layers:
+        weights = _merged(cast(nn.ModuleList, backbone.get_decoder().layers)[-1])
+        for layer in self.layers.children():
             layer.load_state_dict(weights)
 
 
+@runtime_checkable
+class _Adapted(Protocol):
+    """A linear map of peft, which is no dependency of code that travels with heads."""
+
+    disable_adapters: bool
+    active_adapters: Sequence[str]
+
+    def get_base_layer(self) -> nn.Module: ...
+
+    def get_delta_weight(self, adapter: str) -> torch.Tensor: ...
+
+
 def _merged(layer: nn.Module) -> dict[str, torch.Tensor]:
-    """A layer's weights, by the names that they have without adapters of peft."""
-    adapted = {name: module for name, module in layer.named_modules() if hasattr(module, "get_base_layer")}
+    """Return a layer's weights, by the names that they have without adapters of peft."""
+    adapted = {name: module for name, module in layer.named_modules() if isinstance(module, _Adapted)}
     weights = {
         name.replace(".base_layer.", "."): value
         for name, value in layer.state_dict().items()
@@ -212,7 +224,7 @@ def _merged(layer: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _hidden_layers(config: MTPHeadConfig) -> list[int]:
-    """The states that layer heads read: below the last layer, and the last."""
+    """Return the states that layer heads read: below the last layer, and the last."""
     if config.mix == "none":
         return [-2, -1]
     layers = read_config(config.backbone_config).get_text_config().num_hidden_layers
@@ -220,7 +232,7 @@ def _hidden_layers(config: MTPHeadConfig) -> list[int]:
 
 
 def _read(folder: Path) -> Directory:
-    """Options of the heads and their tensors.
+    """Return the options of the heads and their tensors.
 
     Raises:
         ValueError: A model without further heads.
@@ -242,13 +254,13 @@ def _read(folder: Path) -> Directory:
 
 
 def read_backbone(folder: Path) -> tuple[LlamaConfig, Tensors]:
-    """The Llama whose last layer is head 1."""
+    """Return the Llama whose last layer is head 1."""
     config, tensors, _ = _read_model(folder)
     return config, {name: tensor for name, tensor in tensors.items() if not name.startswith("extra_heads")}
 
 
 def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
-    """Fields of params.json and tensors of `consolidated.pth`, which holds the backbone too."""
+    """Return the fields of params.json and tensors of `consolidated.pth`, which holds the backbone too."""
     values, named = config.backbone_config or {}, {}
     heads = values["num_attention_heads"]
     back = {ours: theirs for theirs, ours in _ELSE.items()}
@@ -307,7 +319,9 @@ def _renamed(folder: Path, tensors: Tensors, config: LlamaConfig) -> Tensors:
         match, stem = _NAME.match(name), name.removesuffix(".weight")
         if match and match[3] in _LAYER:
             part = _LAYER[match[3]]
-            ours[f"{_PLACES[match[1]]}.{match[2]}.{part}.weight"] = _half_split(part, tensor, config.head_dim)
+            ours[f"{_PLACES[match[1]]}.{match[2]}.{part}.weight"] = _half_split(
+                part, tensor, cast(int, config.head_dim)
+            )
         elif stem in _ELSE:
             ours[_ELSE[stem] + ".weight"] = tensor
         else:
@@ -323,21 +337,21 @@ def _refusal(config: MTPHeadConfig) -> str | None:
     return None if kind == "llama" else f"it holds Llama layers, not model_type={kind!r}"
 
 
-def _layer_tensor(place: str, part: str, tensor: torch.Tensor, values: dict[str, Any]) -> Tensors:
+def _layer_tensor(prefix: str, part: str, tensor: torch.Tensor, values: dict[str, Any]) -> Tensors:
     theirs = next(theirs for theirs, ours in _LAYER.items() if ours == part)
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-    return {f"{place}.{theirs}.weight": _interleaved(part, tensor, head_dim)}
+    return {f"{prefix}.{theirs}.weight": _interleaved(part, tensor, head_dim)}
 
 
 def _half_split(part: str, weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Rows of queries and keys from rope pairs (0, 1), (2, 3), .. to pairs (i, i + D / 2)."""
+    """Reorder rows of queries and keys from rope pairs (0, 1), (2, 3), .. to pairs (i, i + D / 2)."""
     if part not in ("self_attn.q_proj", "self_attn.k_proj"):
         return weight
     return weight.view(-1, head_dim // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def _interleaved(part: str, weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """The inverse of `_half_split`."""
+    """Return the inverse of `_half_split`."""
     if part not in ("self_attn.q_proj", "self_attn.k_proj"):
         return weight
     return weight.view(-1, 2, head_dim // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)

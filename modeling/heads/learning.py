@@ -1,22 +1,44 @@
-"""How heads apart from their backbone learn: on a frozen backbone, on states kept of it, or beside it (joint.py)."""
+"""How heads apart from their backbone learn: on a frozen backbone, on stored states of it, or jointly (joint.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
+from ...configuration import MTPHeadConfig
 from ..outputs import MTPOutput
+from ..trainable import DepthCountsMixin
 from ..wrapped_models import is_unit
+from .backbone_parts import BackboneParts
+from .draft_layers import DraftLayers
 from .losses import IGNORE, check_targets, counts_of_update, depth_targets, depth_weights, head_loss
 from .registry import family_of
 
 States = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
 
 
-class LearningMixin:
+class OneByOne(Protocol):
+    """A head that can learn one depth after the other (`HeadFamily.one_by_one`)."""
+
+    def one_by_one(
+        self,
+        states: States,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        backbone: BackboneParts | None,
+        targets: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss, and detached sums per depth, [n]."""
+        ...
+
+
+class LearningMixin(DepthCountsMixin):
     """The training forward of `MTPHeads`.
 
     Attributes:
@@ -24,6 +46,15 @@ class LearningMixin:
     """
 
     mtp_loss_weight: float = 1.0
+    config: MTPHeadConfig
+    head: nn.Module
+    draft_layers: DraftLayers | None
+    backbone: PreTrainedModel
+    hidden_layers: list[int]
+    features: Callable[..., torch.Tensor]
+    _parts: Callable[[], BackboneParts | None]
+    training: bool
+    device: torch.device
 
     @property
     def learning_layers(self) -> list[int]:
@@ -39,7 +70,7 @@ class LearningMixin:
         position_ids: torch.Tensor | None,
         logits_to_keep: int | torch.Tensor = 1,
     ) -> Any:
-        """The backbone's outputs, with the states that the heads read."""
+        """Return the backbone's outputs, with the states that the heads read."""
         with torch.no_grad():
             return self.backbone(
                 input_ids,
@@ -63,7 +94,7 @@ class LearningMixin:
         cached_states: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> MTPOutput:
-        """The discounted loss of the heads on the frozen backbone, and the backbone's own logits.
+        """Return the discounted loss of the heads on the frozen backbone, and the backbone's own logits.
 
         Args:
             input_ids: [B, L] int64.
@@ -94,7 +125,7 @@ class LearningMixin:
         given = input_ids, attention_mask, position_ids, labels, num_items_in_batch
         found = self.learn(states, logits, *given, **kwargs)
         if kwargs.get("output_hidden_states") and cached_states is None:
-            found.hidden_states = states
+            found.hidden_states = cast(tuple, states)
         return found
 
     def learn(
@@ -111,7 +142,7 @@ class LearningMixin:
         first: float = 1.0,
         **kwargs: Any,
     ) -> MTPOutput:
-        """The loss on states of the backbone; see `forward`.
+        """Return the loss on states of the backbone; see `forward`.
 
         Args:
             states: By index, those that `learning_layers` names, [B, L, d] each.
@@ -128,14 +159,20 @@ class LearningMixin:
         """
         if labels is None and shift_labels is None:
             return MTPOutput(logits=logits)
-        targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
+        targets = depth_targets(labels, self.config.num_depths, attention_mask, position_ids, shift_labels)
         teaches = self.config.loss_target == "teacher"
         if self._goes_one_by_one():
-            check_targets(targets, self.config.vocab_size)
+            check_targets(targets, cast(int, self.config.vocab_size))
             own = (targets != IGNORE).sum((0, 1))
             weights = depth_weights(self.config, counts_of_update(own, counts).float()) * self.loss_scale(first)
-            position_ids = counted_positions(states[-2], attention_mask) if position_ids is None else position_ids
-            loss, sums = self.head.one_by_one(states, attention_mask, position_ids, self._parts(), targets, weights)
+            position_ids = (
+                counted_positions(cast(torch.Tensor, states[-2]), attention_mask)
+                if position_ids is None
+                else position_ids
+            )
+            loss, sums = cast(OneByOne, self.head).one_by_one(
+                states, attention_mask, position_ids, self._parts(), targets, weights
+            )
             return MTPOutput(loss=loss, logits=logits, head_losses=sums / own)
         found = head_loss(
             self.head,
@@ -159,7 +196,7 @@ class LearningMixin:
         )
 
     def _goes_one_by_one(self) -> bool:
-        """Whether heads can learn one after the other: layers that read the same states, from labels."""
+        """Return whether heads can learn one after the other: layers that read the same states, from labels."""
         config = self.config
         plain = config.loss_target == "labels" and config.loss_balance == "none"
         plain = plain and not any(map(is_unit, self.head.modules()))
@@ -167,12 +204,12 @@ class LearningMixin:
 
     def loss_scale(self, first: float = 1.0) -> torch.Tensor:
         """What the depths of the loss are multiplied with besides weights, [n]: lambda, and `first` at depth 1."""
-        scale = torch.full((self.window,), float(self.mtp_loss_weight), device=self.device)
+        scale = torch.full((self.config.num_depths,), float(self.mtp_loss_weight), device=self.device)
         scale[0] *= first
         return scale
 
     def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor, first: float = 1.0) -> torch.Tensor:
-        """The loss on data of which only sums per depth are known.
+        """Return the loss on data of which only sums per depth are known.
 
         Args:
             sums: [n], summed terms in nats.
@@ -187,7 +224,7 @@ class LearningMixin:
 
 
 def split_states(cached: torch.Tensor, layers: list[int]) -> dict[int, torch.Tensor]:
-    """Cached states [B, L, S, d] by the indices of their layers.
+    """Return cached states [B, L, S, d] by the indices of their layers.
 
     Raises:
         ValueError: Another number of layers.
@@ -201,7 +238,7 @@ def split_states(cached: torch.Tensor, layers: list[int]) -> dict[int, torch.Ten
 
 
 def counted_positions(states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """Position ids [B or 1, T] of states [B, T, d]; padding has 0."""
+    """Return the position ids [B or 1, T] of states [B, T, d]; padding has 0."""
     if attention_mask is None:
         return torch.arange(states.shape[1], device=states.device)[None]
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -states.shape[1] :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ def depth_targets(
     position_ids: torch.Tensor | None = None,
     shift_labels: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Targets of every depth from labels in any form that models take.
+    """Return the targets of every depth from labels in any form that models take.
 
     Args:
         labels: [B, L] int64, ordinary Hugging Face labels, or [B, L, n] with the target of every depth spelled out.
@@ -38,10 +38,12 @@ def depth_targets(
         [B, L, n] int64, -100 where there is no target.
 
     Raises:
-        ValueError: Labels of another number of depths.
+        ValueError: Labels of another number of depths, or neither labels nor shift_labels.
     """
     if shift_labels is not None:
         return _targets_of_shifted(shift_labels, window, attention_mask, position_ids)
+    if labels is None:
+        raise ValueError("labels=None: give labels or shift_labels")
     if labels.dim() == 2:
         return window_targets(labels, window, attention_mask, position_ids)
     if labels.shape[2] != window:
@@ -65,7 +67,7 @@ def _targets_of_shifted(
 
 
 def check_targets(targets: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The targets, if every one is a token id or -100.
+    """Return the targets, if every one is a token id or -100.
 
     On an accelerator they are not read, which would stop the program until the device is done; there, the kernel that
     looks up the logits of targets asserts the same.
@@ -93,7 +95,7 @@ def window_targets(
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Targets of overlapping windows: the label j tokens ahead, for depths j = 1..n.
+    """Return the targets of overlapping windows: the label j tokens ahead, for depths j = 1..n.
 
     Args:
         labels: [B, L] int64, ordinary Hugging Face labels (not shifted; -100 is ignored).
@@ -115,7 +117,7 @@ def window_targets(
 
 
 def tokens_ahead(tokens: torch.Tensor, window: int, fill: int) -> torch.Tensor:
-    """The next `window` entries after every position of tokens [B, L]: [B, L, n], `fill` beyond the end."""
+    """Return the next `window` entries after every position of tokens [B, L]: [B, L, n], `fill` beyond the end."""
     padded = torch.nn.functional.pad(tokens, (0, window), value=fill)
     return padded.unfold(1, tokens.shape[1], 1)[:, 1:].transpose(1, 2)
 
@@ -127,7 +129,7 @@ def discounted_mtp_loss(
     normalization: str = "paper",
     counts: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
-    """Composite likelihood of overlapping windows, discounted by depth (MtPC paper, section 3, Eq. 4).
+    """Return the composite likelihood of overlapping windows, discounted by depth (MtPC paper, section 3, Eq. 4).
 
     With L_ij the sum of the valid terms of sequence i at depth j and c_ij their number:
     `"paper"`: sum_j gamma^(j-1) (1/N) sum_i L_ij / c_ij;
@@ -178,7 +180,7 @@ def _discounts(like: torch.Tensor, gamma: float) -> torch.Tensor:
 
 
 def counts_of_update(own: torch.Tensor, given: torch.Tensor | int | None) -> torch.Tensor:
-    """Targets per depth of a whole update, of which a micro-batch has `own`.
+    """Return the targets per depth of a whole update, of which a micro-batch has `own`.
 
     Args:
         own: [n] int64, targets per depth in this micro-batch.
@@ -202,7 +204,7 @@ def counts_of_update(own: torch.Tensor, given: torch.Tensor | int | None) -> tor
 
 
 def depth_means(terms: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Detached mean of the valid terms per depth, [n] in nats; NaN where a depth has no target."""
+    """Return the detached mean of the valid terms per depth, [n] in nats; NaN where a depth has no target."""
     terms = torch.where(valid.bool(), terms.detach(), torch.zeros_like(terms))
     return terms.sum((0, 1)) / valid.sum((0, 1))
 
@@ -237,7 +239,7 @@ def head_loss(
     scale: torch.Tensor | float = 1.0,
     balance: torch.Tensor | None = None,
 ) -> HeadLoss:
-    """The loss of a head over all windows of a batch, in chunks.
+    """Return the loss of a head over all windows of a batch, in chunks.
 
     A term is -log q(x_{t+j} | x_{t+1..t+j-1}), where x is the label if that is scored, and else the token observed; or,
     from depth 2 on, how far that distribution is from the backbone's own (`loss_target="teacher"`, see `divergences`),
@@ -261,7 +263,8 @@ def head_loss(
     Raises:
         ValueError: A target that is no token id, or a teacher where there is no backbone to teach.
     """
-    window, scored = targets.shape[-1], check_targets(targets, head.vocab_size) != IGNORE
+    vocab_size = cast(int, head.vocab_size)
+    window, scored = targets.shape[-1], check_targets(targets, vocab_size) != IGNORE
     own, tokens, unknown = scored.sum((0, 1)), targets.clamp(min=0), None
     if input_ids is not None and config.masked_tokens == "observe":
         tokens = torch.where(scored, targets, tokens_ahead(input_ids, window, 0))
@@ -290,7 +293,7 @@ def head_loss(
     weights = depth_weights(config, counts_of_update(own, counts).to(dtype)) * scale
     arguments = (tokens, scored, unknown, *(() if teacher is None else teacher.arguments))
     part = Part(features, arguments, weights)
-    size = window * config.rank * head.vocab_size * (1 if teacher is None else 2)
+    size = window * config.rank * vocab_size * (1 if teacher is None else 2)
     if balanced:
         factors = _rms_balance(terms, head, part, size, own) if balance is None else balance.to(weights)
         weights = weights * factors
@@ -310,7 +313,7 @@ def head_loss(
 
 
 def depth_weights(config: MTPHeadConfig, counts: torch.Tensor) -> torch.Tensor:
-    """What the summed terms of each depth are multiplied with.
+    """Return what the summed terms of each depth are multiplied with.
 
     Args:
         config: Options of the head: `loss_weights`, or the family's own, are divided by the counts; where there are
@@ -339,5 +342,5 @@ def _rms_balance(
 
 
 def balance_factors(squares: torch.Tensor) -> torch.Tensor:
-    """Root of the mean squared term of depth 1 over that of each depth, [n], from mean squared terms [n]."""
+    """Return the root of the mean squared term of depth 1 over that of each depth, [n], from mean squared terms [n]."""
     return (squares[:1] / squares.clamp(min=torch.finfo(squares.dtype).tiny)).sqrt()

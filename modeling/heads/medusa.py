@@ -84,7 +84,7 @@ _VLLM = {
 
 
 def _read_official(folder: Path) -> Directory:
-    """Options of the heads and their tensors, from `medusa_lm_head.*` or the files of a merged model."""
+    """Return the options of the heads and their tensors, from `medusa_lm_head.*` or the files of a merged model."""
     values = read_json(folder / "config.json")
     if files := sorted(folder.glob("medusa_lm_head.*")):
         tensors = read_tensors(files[-1:])  # safetensors rather than a pickle
@@ -94,7 +94,7 @@ def _read_official(folder: Path) -> Directory:
 
 
 def _read_vllm(folder: Path) -> Directory:
-    """Options of the heads and their tensors, from a directory that vLLM serves."""
+    """Return the options of the heads and their tensors, from a directory that vLLM serves."""
     values = read_json(folder / "config.json")
     tensors = read_tensors(sorted(folder.glob("*.safetensors")))
     tensors = {name.removeprefix("medusa_heads."): tensor for name, tensor in tensors.items()}
@@ -110,7 +110,7 @@ def _read_vllm(folder: Path) -> Directory:
 
 
 def _write_official(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
-    """Fields and tensors of a version 1 directory, or of version 2 where the unembedding is the backbone's."""
+    """Return the fields and tensors of version 1, or of version 2 where the unembedding is the backbone's."""
     fields: dict[str, Any] = {"medusa_num_heads": config.num_drafts, "medusa_num_layers": config.num_blocks}
     if config.unembed == "shared":
         fields["version"] = "2"
@@ -163,16 +163,16 @@ def _renamed(folder: Path, tensors: Tensors, patterns: dict[re.Pattern[str], str
 
 
 def _options(folder: Path, values: dict[str, Any], ours: Tensors) -> Directory:
-    """The weights decide on all counts: released configs say 2 heads where there are 5."""
-    places = [tuple(map(int, name.split(".")[1:3])) for name in ours if name.endswith("linear.weight")]
-    if not places:
+    """Return the options, by the weights alone: released configs say 2 heads where there are 5."""
+    indices = [tuple(map(int, name.split(".")[1:3])) for name in ours if name.endswith("linear.weight")]
+    if not indices:
         if "unembeddings.heads.0.weight" in ours:
             raise ValueError(
                 f"{folder}: heads without blocks are independent ('ff') heads written for vLLM, which lack the first "
                 "one; load the directory that they were written from"
             )
         raise ValueError(f"{folder}: no Medusa heads among its tensors")
-    heads, blocks = (1 + max(numbers) for numbers in zip(*places))
+    heads, blocks = (1 + max(numbers) for numbers in zip(*indices))
     unembedding = ours.get("unembeddings.heads.0.weight")
     width = next(tensor.shape[1] for name, tensor in ours.items() if name.endswith("linear.weight"))
     tied, ours = untied(ours, heads, blocks)

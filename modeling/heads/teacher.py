@@ -49,7 +49,7 @@ class Teacher:
         last_states: torch.Tensor | None,
         scored: torch.Tensor,
     ) -> Teacher:
-        """A teacher for a batch.
+        """Return a teacher for a batch.
 
         Args:
             config: The head's options.
@@ -74,7 +74,7 @@ class Teacher:
     def terms(
         self, distribution: WindowDistribution, tokens: torch.Tensor, taught: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Terms of some positions and the acceptances there, [N, n] each; at depth 1 of the tokens, and 0.
+        """Return the terms of some positions and the acceptances there, [N, n] each; at depth 1 of the tokens, and 0.
 
         Args:
             distribution: Of the head.
@@ -109,17 +109,17 @@ def likeliest(backbone: BackboneParts, states: torch.Tensor, k: int) -> tuple[to
 
 
 def _ahead(values: torch.Tensor, window: int) -> torch.Tensor:
-    """For every position the values [B, L, (n - 1) c] of the n - 1 positions behind it; 0 beyond the end."""
+    """For every position the values [B, L, (n - 1) c] of the n - 1 following positions; 0 beyond the end."""
     padded = nn.functional.pad(values, (0, 0, 0, window - 1))
     return torch.cat([padded[:, k : k + values.shape[1]] for k in range(1, window)], -1)
 
 
 def divergence(kind: str, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """How far q is from p, in nats (total variation: a probability).
+    """Return how far q is from p, in nats (total variation: a probability).
 
     Args:
-        kind: One of `DIVERGENCES`. `"lk_kl"` is -log alpha + exp(-3 alpha) KL(p || q), with alpha of the same place and
-            detached: KL leads where q is still far from p.
+        kind: One of `DIVERGENCES`. `"lk_kl"` is -log alpha + exp(-3 alpha) KL(p || q), with alpha of the same
+            position and detached: KL leads where q is still far from p.
         log_p: [..., v], normalised.
         log_q: [..., v], normalised; may be -inf where p is 0.
 
@@ -154,7 +154,7 @@ def log_acceptance(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 
 
 def head_and_rest(log_p: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k likeliest tokens of a distribution, and all others as one.
+    """Return the k likeliest tokens of a distribution, and all others as one.
 
     Lumping tokens together never makes two distributions look further apart: every KL is a lower bound of the true one,
     and with m the mass of the rest under p, TV - m <= TV of the lumped distributions <= TV.
@@ -171,7 +171,7 @@ def head_and_rest(log_p: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def lumped(log_q: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """A distribution [..., V] at the tokens `ids` [..., k], and all others as one: [..., k + 1]."""
+    """Return a distribution [..., V] at the tokens `ids` [..., k], and all others as one: [..., k + 1]."""
     chosen = log_q.gather(-1, ids)
     return torch.cat([chosen, _log_rest(chosen)], -1)
 

@@ -74,7 +74,7 @@ class TreeStructure:
         return tuple(tuple(n for n in range(self.num_nodes) if depth[n] == d) for d in range(max(depth) + 1))
 
     def path_to_root(self, position: int) -> list[int]:
-        """Nodes from a position's owner up to the root."""
+        """Return nodes from a position's owner up to the root."""
         path = [self.owner[position]]
         while path[-1] != 0:
             path.append(self.parent[path[-1]])
@@ -82,7 +82,7 @@ class TreeStructure:
 
     @lru_cache(maxsize=256)  # noqa: B019 - structures are few, small and shared
     def without_first(self) -> TreeStructure:
-        """The structure over positions 1..n-1, renumbered from 0."""
+        """Return the structure over positions 1..n-1, renumbered from 0."""
 
         def shift(child: Unit | None) -> Unit | None:
             if child is None or not child.is_leaf:
@@ -94,7 +94,7 @@ class TreeStructure:
 
 @lru_cache(maxsize=256)
 def balanced(window: int) -> TreeStructure:
-    """The BTree of the MtPC paper over `window` positions.
+    """Return the BTree of the MtPC paper over `window` positions.
 
     Example:
         >>> balanced(4).owner
@@ -136,13 +136,15 @@ class TreeDistribution(LatentDistribution):
         super().__init__(leaf_logits)
         self.structure = structure or balanced(self.window)
         self.root = normalised_logits(root_logits)
-        self.nodes = None if node_logits is None else normalised_logits(node_logits)
+        if node_logits is None:  # a window of one or two positions
+            node_logits = self.root.new_zeros(*self.root.shape[:-1], 0, self.rank, self.rank)
+        self.nodes = normalised_logits(node_logits)
 
     def _weights_of(self, nodes: tuple[int, ...]) -> torch.Tensor:
         return _select(self.nodes, [node - 1 for node in nodes], -3)
 
     def owner_weights(self, evidence: torch.Tensor) -> torch.Tensor:
-        """Messages up (what a whole span says of its parent's state), then weights down."""
+        """Return the messages up (what a whole span says of its parent's state), then weights down."""
         messages, slots = self._upward(evidence)
         tree, weights = self.structure, [self.root.expand_as(evidence[..., 0, :])[..., None, :]]
         order = {0: 0}
@@ -163,23 +165,23 @@ class TreeDistribution(LatentDistribution):
         slots: dict[Unit | None, int] = {Unit(True, i): i for i in range(tree.window)} | {None: tree.window}
         messages = torch.cat([evidence, torch.zeros_like(evidence[..., :1, :])], -2)
         for level in reversed(tree.levels[1:]):
-            children = ([slots[side[node]] for node in level] for side in (tree.left, tree.right))
-            inside = sum(_select(messages, child, -2) for child in children)
+            left, right = ([slots[side[node]] for node in level] for side in (tree.left, tree.right))
+            inside = _select(messages, left, -2) + _select(messages, right, -2)
             upward = logsumexp(self._weights_of(level) + inside[..., None, :], -1)
             slots |= {Unit(False, node): messages.shape[-2] + i for i, node in enumerate(level)}
             messages = torch.cat([messages, upward], -2)
         return messages, slots
 
     def _left_of(self, unit: Unit, parent: int, slots: dict[Unit | None, int]) -> int:
-        """Slot of what a prefix that reaches `unit` has seen below its parent: the left sibling, or nothing."""
+        """Return the slot of what a prefix that reaches `unit` has seen below its parent: its left sibling."""
         return slots[self.structure.left[parent]] if self.structure.right[parent] == unit else slots[None]
 
     def sample_owners(self, generator: torch.Generator | None = None) -> torch.Tensor:
-        """A state for every state of the parent, followed down the levels: one gather per level."""
+        """Return a state for every state of the parent, followed down the levels: one gather per level."""
         tree = self.structure
         states = [draw(self.root.exp(), generator)[..., None]]
         order = {0: 0}
-        maps = None if self.nodes is None else draw(self.nodes.exp(), generator)
+        maps = draw(self.nodes.exp(), generator)
         for level in tree.levels[1:]:
             parents = _select(torch.cat(states, -1), [order[tree.parent[node]] for node in level], -1)
             states.append(_select(maps, [node - 1 for node in level], -2).gather(-1, parents[..., None])[..., 0])
@@ -187,7 +189,7 @@ class TreeDistribution(LatentDistribution):
         return _select(torch.cat(states, -1), [order[owner] for owner in tree.owner], -1)
 
     def condition(self, first: torch.Tensor) -> TreeDistribution:
-        """Reweights the path from the first position's owner to the root: log n nodes."""
+        """Reweight the path from the first position's owner to the root: log n nodes."""
         message, nodes, root = self._first_evidence(first), self.nodes, self.root
         for node in self.structure.path_to_root(0):
             if node == 0:
@@ -199,11 +201,10 @@ class TreeDistribution(LatentDistribution):
         return TreeDistribution(root, nodes, self._leaves_after_first(), self.structure.without_first())
 
     def _walk(self, unit: Scale) -> Walk:
-        nodes = None if self.nodes is None else self.nodes.exp()
-        return (yield from self._visit(0, self.root.exp(), nodes, unit))
+        return (yield from self._visit(0, self.root.exp(), self.nodes.exp(), unit))
 
-    def _visit(self, node: int, weights: torch.Tensor, nodes: torch.Tensor | None, unit: Scale) -> Walk:
-        """Walks the span of `node`; returns what the span says of the node's own state."""
+    def _visit(self, node: int, weights: torch.Tensor, nodes: torch.Tensor, unit: Scale) -> Walk:
+        """Walk the span of `node`; returns what the span says of the node's own state."""
         children = [child for child in (self.structure.left[node], self.structure.right[node]) if child is not None]
         seen = None
         for child in children:
@@ -213,12 +214,12 @@ class TreeDistribution(LatentDistribution):
                 step = nodes[..., child.index - 1, :, :]
                 below = yield from self._visit(child.index, (weights[..., None, :] @ step)[..., 0, :], nodes, unit)
                 message = (step @ below[..., None])[..., 0]
-            if child is not children[-1]:  # nobody asks for the weights behind the last child
+            if child is not children[-1]:  # the weights after the last child are not needed
                 weights = unit(weights * message)
             seen = message if seen is None else unit(seen * message)
         return torch.ones_like(weights) if seen is None else seen
 
 
-def _select(values: torch.Tensor, places: Iterable[int], dim: int) -> torch.Tensor:
-    """Some places of one axis."""
-    return values.index_select(dim, numbers(tuple(places), values.device))
+def _select(values: torch.Tensor, indices: Iterable[int], dim: int) -> torch.Tensor:
+    """Return some entries of one axis."""
+    return values.index_select(dim, numbers(tuple(indices), values.device))

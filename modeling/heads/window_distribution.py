@@ -46,7 +46,7 @@ class WindowDistribution(ABC):
 
     @abstractmethod
     def condition(self, first: torch.Tensor) -> WindowDistribution:
-        """The distribution of x_2..x_n given x_1 = `first` [...], in the same family."""
+        """Return the distribution of x_2..x_n given x_1 = `first` [...], in the same family."""
 
     @abstractmethod
     def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -54,7 +54,7 @@ class WindowDistribution(ABC):
 
     @abstractmethod
     def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Lets `choose` pick from each exact conditional in turn.
+        """Let `choose` pick from each exact conditional in turn.
 
         Args:
             choose: Picks tokens and states the distribution that it picked from.
@@ -80,7 +80,7 @@ class WindowDistribution(ABC):
         return self.prefix_log_prob(tokens)[..., -1]
 
     def greedy(self, length: int | None = None) -> torch.Tensor:
-        """Argmax of each exact conditional in turn, [..., n] or the first `length` of them."""
+        """Return the argmax of each exact conditional in turn, [..., n] or the first `length` of them."""
         return self.draft(lambda probs: (probs.argmax(-1), probs), length)[0]
 
     def sample_with_probs(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,7 +106,7 @@ class FactorisedDistribution(WindowDistribution):
         return normalised_logits(self.leaf_logits[..., 0, :])
 
     def token_log_probs(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
-        """The leaves at the tokens."""
+        """Return the leaves at the tokens."""
         chosen = self.conditional_log_probs(tokens).gather(-1, tokens[..., None])[..., 0]
         return chosen if unknown is None else chosen.masked_fill(unknown, 0)
 
@@ -119,7 +119,7 @@ class FactorisedDistribution(WindowDistribution):
         return self.log_leaves.expand(*tokens.shape, -1)
 
     def next_log_probs(self, prefix: torch.Tensor) -> torch.Tensor:
-        """The logits of leaf_{j+1}, whatever the prefix."""
+        """Return the logits of leaf_{j+1}, whatever the prefix."""
         leaf = self.leaf_logits[..., prefix.shape[-1], 0, :]
         return leaf.expand(*torch.broadcast_shapes(prefix.shape[:-1], leaf.shape[:-1]), -1)
 
@@ -128,19 +128,19 @@ class FactorisedDistribution(WindowDistribution):
         return FactorisedDistribution(self.leaf_logits[..., 1:, :, :])
 
     def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Every position at once."""
+        """Return every position at once."""
         return draw(self.log_leaves.exp(), generator)
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Every position at once."""
+        """Return every position at once."""
         return choose(self.leaf_logits[..., :length, 0, :].softmax(-1))
 
     def greedy(self, length: int | None = None) -> torch.Tensor:
-        """Argmax of every leaf; no normalisation needed."""
+        """Return the argmax of every leaf; no normalisation needed."""
         return self.leaf_logits[..., :length, 0, :].argmax(-1)
 
     def sample_with_probs(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Every position at once; the distributions are computed once."""
+        """Return every position at once; the distributions are computed once."""
         return self.draft(lambda probs: (draw(probs), probs), length)
 
 
@@ -180,14 +180,14 @@ class SequentialDistribution(WindowDistribution):
         return normalised_logits(torch.stack(torch.broadcast_tensors(*steps), -2))
 
     def next_log_probs(self, prefix: torch.Tensor) -> torch.Tensor:
-        """The logits of the next conditional."""
+        """Return the logits of the next conditional."""
         return self._logits(self._extended(prefix))
 
     def token_log_probs(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
-        """The conditionals at the tokens.
+        """Return the conditionals at the tokens.
 
         Raises:
-            ValueError: An unknown token with a known one behind it: it would have to be summed out.
+            ValueError: An unknown token that a known one follows: it would have to be summed out.
         """
         chosen = self.conditional_log_probs(tokens).gather(-1, tokens[..., None])[..., 0]
         if unknown is None:
@@ -201,7 +201,7 @@ class SequentialDistribution(WindowDistribution):
         return self.token_log_probs(tokens, unknown).cumsum(-1)
 
     def condition(self, first: torch.Tensor) -> SequentialDistribution:
-        """Binds the embedding of `first`."""
+        """Bind the embedding of `first`."""
         return SequentialDistribution(self.next_logits, self.embed, self.window - 1, self._extended(first[..., None]))
 
     def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:

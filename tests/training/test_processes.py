@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.internals import JointMTPModel
-from tests.internals import sharding_module as sharding
+from tests.internals import JointMTPModel, trainer_base
 from tests.training import process_client
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 
@@ -107,7 +106,7 @@ def test_shards_do_what_one_process_does(name, two, alone):
 def test_a_sharding_that_heads_cannot_follow_is_refused(tmp_path, monkeypatch):
     """What DeepSpeed is asked for is known before it does anything; here nobody asks for it really."""
     plugin = SimpleNamespace(zero_stage=3)
-    monkeypatch.setattr(sharding, "plugin_of_deepspeed", lambda trainer: plugin)
+    monkeypatch.setattr(trainer_base, "plugin_of_deepspeed", lambda trainer: plugin)
     with pytest.raises(ValueError, match="zero_stage=.*3.*DeepSpeed"):
         trainer_for(small_model(), tmp_path, ragged_rows())
     plugin.zero_stage = 2

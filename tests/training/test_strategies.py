@@ -6,7 +6,7 @@ from peft import PeftModel
 from transformers import LlamaForCausalLM, TrainerCallback
 
 from tests.families import family_model
-from tests.internals import JointMTPModel
+from tests.internals import JointMTPModel, TrainableDrafter
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tests.training.test_evaluation_loss import llama
 from tokenahead import EagleHead, MTPHeads
@@ -179,6 +179,14 @@ def test_a_frozen_backbone_stays_as_it_is_and_a_teacher_shows_acceptances(tmp_pa
 def test_what_a_model_cannot_follow_is_refused_by_name(make, fields, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         trainer_for(make(), tmp_path, ragged_rows(), strategy=TrainingStrategy(**fields))
+
+
+def test_every_drafter_is_what_a_trainer_needs():
+    labels = torch.tensor([[70, 71, 72, -100, 74, 75]])
+    for drafter in (heads(), JointMTPModel(heads()), modules(), circuit(), small_model(), eagle(1), eagle(steps=2)):
+        assert isinstance(drafter, TrainableDrafter)
+        assert drafter.loss_counts(labels).shape == (drafter.num_losses,)
+    assert not isinstance(heads().backbone, TrainableDrafter)
 
 
 def test_heads_that_have_a_teacher_need_not_be_told(tmp_path):

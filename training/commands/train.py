@@ -17,9 +17,8 @@ from ..acceptance_callback import AcceptanceCallback
 from ..byte_text import is_byte_level
 from ..checkpoints import best_or_last, is_finished
 from ..extras import needs_extra
-from ..next_token import NAMES
-from ..running_means import RunningMeansMixin
-from ..sft import MTPSFTTrainer, PTPSFTTrainer
+from ..sft import NAMES, MTPSFTTrainer, PTPSFTTrainer
+from ..trainer_base import BaseTrainer
 from .backbone_data import check_features, keep_features, with_own_text
 from .data import load_data
 from .figures import draw_learning
@@ -216,7 +215,7 @@ def check_best_metric(trainer: Trainer) -> None:
     asked = trainer.args.metric_for_best_model
     if asked is None or trainer.args.eval_strategy == "no":
         return
-    known = ["loss", *(trainer._mean_names() if isinstance(trainer, RunningMeansMixin) else ())]
+    known = ["loss", *(trainer._mean_names() if isinstance(trainer, BaseTrainer) else ())]
     if isinstance(trainer, MTPSFTTrainer) and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         known += NAMES
     for callback in trainer.callback_handler.callbacks:

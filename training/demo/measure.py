@@ -24,7 +24,7 @@ from ..evaluation import (
     environment,
     hardware,
 )
-from ..evaluation.bits import window_bits
+from ..evaluation.drafts import window_bits
 from ..results import DecodingResult, MeasuredResults
 
 _EXPECTED_SHARE = 0.25  # of the time

@@ -1,31 +1,30 @@
-"""Everything that is measured, in one place: for the demo, cards, benchmarks, the box. Names load when used."""
+"""Measurements for the demo, cards, benchmarks and commands. Names are loaded when they are used."""
 
-from ..lazy import lazy_names
+from ..extras import lazy_names
 
 _HOMES = {
     "Comparison": "decoding",
     "Completion": "decoding",
-    "DecodingMode": "modes",
+    "DecodingMode": "decoding",
     "ExpectedAcceptance": "expected",
-    "GREEDY": "modes",
+    "GREEDY": "decoding",
     "HeadReport": "reports",
-    "MODES": "modes",
+    "MODES": "decoding",
     "Measurement": "decoding",
     "TeacherForced": "expected",
-    "bits_per_byte": "bits",
+    "bits_per_byte": "drafts",
     "compare_decoding": "decoding",
     "drafted_flags": "decoding",
-    "environment": "machine",
-    "hardware": "machine",
-    "load_metric": "metrics",
-    "rank_accuracies": "ranks",
+    "environment": "reports",
+    "hardware": "reports",
+    "rank_accuracies": "drafts",
     "read_reports": "reports",
-    "repeated_share": "figures",
-    "sampled": "modes",
+    "repeated_share": "decoding",
+    "sampled": "decoding",
+    "window_bits": "drafts",
     "write_reports": "reports",
 }
 __all__ = list(_HOMES)
-# imported only when asked for: the metrics need `evaluate`, the other figures do not
 __getattr__ = lazy_names(__name__, _HOMES)
 
 

@@ -1,7 +1,4 @@
-"""Decoding with and without drafts, side by side: the same prompts, by turns, for as long as there is time.
-
-Knows models, tokenizers and prompts; does not know how the figures are shown.
-"""
+"""Decoding with and without drafts, compared on the same prompts, in turn, within a time limit."""
 
 from __future__ import annotations
 
@@ -15,21 +12,56 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..results import DecodingResult
-from .figures import acceptance_by_position, repeated_share
-from .modes import GREEDY, DecodingMode
 
+REPEATED_GRAM = 16
+"""Ids of a passage that counts as repeated if it stands in a text twice."""
 _WARM_UP = 8  # tokens of a first call that is not measured, because it also sets things up
 
 
 @dataclass(frozen=True)
+class DecodingMode:
+    """A way of decoding.
+
+    Attributes:
+        name: What the table calls it.
+        options: Keyword arguments of `generate`.
+    """
+
+    name: str
+    options: dict[str, Any]
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether tokens are sampled; two runs then have the same distribution, not the same tokens."""
+        return bool(self.options.get("do_sample"))
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of the samples; 0 for greedy decoding."""
+        return float(self.options.get("temperature", 1.0)) if self.is_sampled else 0.0
+
+
+def sampled(temperature: float) -> DecodingMode:
+    """Return sampling from the whole distribution: transformers' default `top_k=50` is switched off."""
+    options = {"do_sample": True, "temperature": float(temperature), "top_k": 0}
+    return DecodingMode(f"sampled, T={temperature:g}", options)
+
+
+GREEDY = DecodingMode("greedy", {"do_sample": False})
+"""The most probable token at every position."""
+MODES = (GREEDY, sampled(0.7), sampled(1.0))
+"""The ways of decoding in every report."""
+
+
+@dataclass(frozen=True)
 class Completion:
-    """What a model wrote after a prompt.
+    """The text that a model wrote after a prompt.
 
     Attributes:
         prompt: The prompt.
         ids: New ids.
         drafted: For each new id, whether it was drafted and accepted; else the verifier added it.
-        difference: Where speculative and plain greedy ids part, in words; None where they do not or were not compared.
+        difference: Where speculative and plain greedy ids differ, in words; None if they do not, or were not compared.
     """
 
     prompt: str
@@ -57,15 +89,15 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is decoded, and for how long.
+    """Prompts to decode, and limits.
 
     Attributes:
         prompts: Texts to complete.
         new_tokens: Tokens per completion, at most.
         batch_size: Prompts per call.
-        seconds: Stop before a further round of prompts would end later than so many seconds after the start; the first
-            round is always taken. None: all prompts.
-        seed: Of the sampled runs.
+        seconds: Time limit: no round of prompts is started that would end later; the first round is always run. None:
+            all prompts.
+        seed: Seed of the sampled runs.
     """
 
     prompts: Sequence[str]
@@ -81,16 +113,16 @@ class Measurement:
         modes: Sequence[DecodingMode],
         on_round: Callable[[int], None] = lambda done: None,
     ) -> dict[str, list[Comparison]]:
-        """Decodes plainly and with every drafter, in turn, so that a busy machine slows all alike.
+        """Decode plainly and with every drafter, in turn, so that a busy machine slows all of them alike.
 
-        A round takes the next `batch_size` prompts through all ways of decoding; so every way has seen the same
-        prompts, wherever the time ends.
+        A round decodes the next `batch_size` prompts in all ways, so that every way has the same prompts when the time
+        is over.
 
         Args:
             drafters: Models with one backbone, by name; the first also decodes plainly.
             tokenizer: Their tokenizer.
             modes: Ways of decoding.
-            on_round: Called after every round with the number of prompts that are done.
+            on_round: Called after every round with the number of finished prompts.
 
         Returns:
             For every drafter, a comparison per way of decoding.
@@ -99,7 +131,7 @@ class Measurement:
             ValueError: No prompts or no drafters.
         """
         if not drafters or not self.prompts:
-            raise ValueError(f"{len(drafters)} drafters and {len(self.prompts)} prompts: one of each is needed")
+            raise ValueError(f"{len(drafters)} drafters and {len(self.prompts)} prompts: give at least one of each")
         plain = {mode.name: _Runs() for mode in modes}
         drafted = {(name, mode.name): _Runs() for name in drafters for mode in modes}
         first, started, longest = next(iter(drafters.values())), time.monotonic(), 0.0
@@ -178,15 +210,15 @@ def compare_decoding(
     new_tokens: int,
     seed: int = 0,
 ) -> Comparison:
-    """Completes every prompt plainly and speculatively, in turn: `Measurement.compare` of one model and one way.
+    """Complete every prompt plainly and speculatively, in turn: `Measurement.compare` of one model and one way.
 
     Args:
         model: The model.
         tokenizer: Its tokenizer.
         prompts: Texts to complete.
-        mode: How.
+        mode: Way of decoding.
         new_tokens: Tokens per completion, at most.
-        seed: Of the sampled runs.
+        seed: Seed of the sampled runs.
 
     Returns:
         Counts, times and texts.
@@ -195,7 +227,7 @@ def compare_decoding(
 
 
 def drafted_flags(accepted: list[int], count: int) -> list[bool]:
-    """Which of `count` new tokens were drafted and accepted.
+    """Return which of `count` new tokens were drafted and accepted.
 
     The prefill adds one token; each verification then gives its accepted drafts and one token of the verifier's own.
     The last verification may have been cut short.
@@ -216,7 +248,7 @@ def drafted_flags(accepted: list[int], count: int) -> list[bool]:
 
 @dataclass(frozen=True)
 class _Row:
-    """What one call of `generate` did for one prompt."""
+    """The result of a call of `generate` for one prompt."""
 
     ids: list[int]
     accepted: list[int] = field(default_factory=list)
@@ -226,7 +258,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Run:
-    """One call of `generate`, and its times."""
+    """A call of `generate`, and its times."""
 
     rows: list[_Row]
     seconds: float
@@ -234,7 +266,7 @@ class _Run:
 
 
 class _Runs:
-    """All calls of one way of decoding."""
+    """All calls of a way of decoding."""
 
     def __init__(self) -> None:
         self.rows: list[_Row] = []
@@ -276,11 +308,11 @@ def _rows(texts: list[list[int]], speculation: Any) -> list[_Row]:
         accepted, drafts = speculation.rows_accepted[0], speculation.rows_drafts[0]
         return [_Row(texts[0], list(accepted), list(map(len, drafts)), speculation.backbone_calls)]
     pairs = zip(texts, speculation.rows_accepted, speculation.rows_drafts)
-    return [_Row(ids, list(kept), list(map(len, drafts)), 1 + len(kept)) for ids, kept, drafts in pairs]
+    return [_Row(ids, list(accepted), list(map(len, drafts)), 1 + len(accepted)) for ids, accepted, drafts in pairs]
 
 
 def _until_end(ids: list[int], model: PreTrainedModel) -> list[int]:
-    """A row's new ids without the padding that follows its end."""
+    """Return a sequence's new ids without the padding after its end."""
     ends = model.generation_config.eos_token_id
     ends = set(ends if isinstance(ends, list) else [ends])
     return ids[: next((index + 1 for index, token in enumerate(ids) if token in ends), len(ids))]
@@ -289,13 +321,13 @@ def _until_end(ids: list[int], model: PreTrainedModel) -> list[int]:
 def _difference(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, expected: list[int], got: list[int]
 ) -> str | None:
-    """Where two greedy runs part, and how nearly the two tokens were tied there; None where they are the same."""
+    """Return where two greedy runs differ, and the gap of the two logits there; None if they are equal."""
     if expected == got:
         return None
     pairs = enumerate(zip(expected, got))
     index = next((i for i, (one, other) in pairs if one != other), min(len(expected), len(got)))
     if index >= min(len(expected), len(got)):
-        return f"one ended after {index} tokens, the other went on"
+        return f"one ended after {index} tokens, the other continued"
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     scores = model.generate(
         **inputs,
@@ -307,3 +339,27 @@ def _difference(
     ).logits[index][0]
     gap = float(scores[expected[index]] - scores[got[index]])
     return f"token {index + 1} is {got[index]} and not {expected[index]}, whose logit is higher by {gap:.2g}"
+
+
+def acceptance_by_position(accepted: Sequence[int], drafted: Sequence[int]) -> list[float]:
+    """Return, for draft positions 1, 2, ..., the share of verifications with so long a draft that accepted up to there.
+
+    Args:
+        accepted: Accepted drafts of each verification.
+        drafted: Length of each draft.
+    """
+    pairs = list(zip(accepted, drafted, strict=True))
+    shares = []
+    for position in range(1, max(drafted, default=0) + 1):
+        reached = [count >= position for count, length in pairs if length >= position]
+        shares.append(sum(reached) / len(reached))
+    return shares
+
+
+def repeated_share(ids: Sequence[int], gram: int = REPEATED_GRAM) -> float:
+    """Return the share of a text that is covered by passages of `gram` ids that occur in it more than once."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for start in range(len(ids) - gram + 1):
+        found.setdefault(tuple(ids[start : start + gram]), []).append(start)
+    covered = {start + i for starts in found.values() if len(starts) > 1 for start in starts for i in range(gram)}
+    return len(covered) / max(1, len(ids))

@@ -1,8 +1,7 @@
-"""The distributions of drafts and of the backbone along known text, for every drafter that has distributions. Knows no
-trainer.
+"""The distributions of drafts and of the backbone along known text, for every drafter that has distributions.
 
 The verifier's distribution of the token at depth j is the backbone's own, j - 1 positions further on: one forward gives
-it for every depth. The drafter's is its conditional, given the true tokens before it.
+it for every depth. The drafter's is conditioned on the true tokens before it.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from ...modeling.heads.losses import IGNORE, depth_targets, tokens_ahead
 Batch = Mapping[str, torch.Tensor]
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
 _EAGLE_STEPS = 5
-"""Drafted tokens of an EAGLE head that are looked at; it can draft any number."""
+"""Drafted tokens of an EAGLE head that are measured; it can draft any number."""
 
 
 @dataclass(frozen=True)
 class DraftedProbs:
-    """Some positions of a text, and the distributions of what is drafted behind them.
+    """Some positions of a text, and the distributions of the tokens that are drafted after them.
 
     Attributes:
-        draft: [N, m, v] log-probabilities of the drafter for drafts 1 to m, given the true tokens before each.
-        target: [N, m, v] the backbone's logits for the same tokens.
+        draft: [N, m, v], log-probabilities of the drafter for drafts 1 to m, given the true tokens before each.
+        target: [N, m, v], the backbone's logits for the same tokens.
         tokens: [N, m] int64, the tokens that follow.
         scored: [N, m] bool, True where that token and all before it in the draft are targets.
     """
@@ -48,30 +47,25 @@ class DraftedProbs:
 
 
 def has_probs(model: nn.Module) -> bool:
-    """Whether `drafted_probs` knows this model; PTP's slots have no distribution that is known without their
-    uniforms."""
+    """Return whether `drafted_probs` supports a model; PTP's slots have no distribution without their uniforms."""
     return isinstance(model, (EvaByteForMTPC, MTPHeads, DeepSeekMTP, EagleHead))
 
 
 def verified_drafts(model: Any) -> int:
-    """Tokens of a draft that `drafted_probs` has distributions of.
-
-    Args:
-        model: One that `has_probs`.
-    """
+    """Return how many tokens of a draft `drafted_probs` has distributions of."""
     if isinstance(model, EagleHead):
         return _EAGLE_STEPS
     return max(model.num_modules, model.num_depths) if isinstance(model, DeepSeekMTP) else model.window - 1
 
 
 def drafted_probs(model: Any, batch: Batch) -> Iterator[DraftedProbs]:
-    """Distributions of all drafts along a batch of texts, some positions at a time.
+    """Yield the distributions of all drafts along a batch of texts, some positions at a time.
 
-    The first drafted token stands two tokens ahead of a position: the next one is the verifier's own.
+    The first drafted token is two tokens ahead of a position: the next one is the verifier's own.
 
     Args:
         model: An `EvaByteForMTPC`, `MTPHeads`, `EagleHead` (attached) or `DeepSeekMTP`, not wrapped.
-        batch: `input_ids` and `labels` [B, L], and where there are `attention_mask` and `position_ids`.
+        batch: `input_ids` and `labels` [B, L] and, optionally, `attention_mask` and `position_ids`.
 
     Raises:
         TypeError: Another model.
@@ -83,7 +77,7 @@ def drafted_probs(model: Any, batch: Batch) -> Iterator[DraftedProbs]:
     if has_probs(model):
         return _of_heads(model, batch)
     raise TypeError(
-        f"{type(model).__name__} drafts without distributions that are known beforehand; measure what it generates"
+        f"a {type(model).__name__} has no distributions of drafts before they are drawn; measure what it generates"
     )
 
 
@@ -126,12 +120,12 @@ def _chunks(
     tokens: torch.Tensor,
     vocab_size: int,
 ) -> Iterator[DraftedProbs]:
-    """Positions with a target at depth 2, so many at a time that their logits stay small.
+    """Yield the positions with a target at depth 2, in chunks whose logits are small.
 
     Args:
         probs: From indices of rows and columns [N] to the drafter's log-probabilities [N, m, v].
         unembed: From the backbone's last states to its logits.
-        states: These states, [B, L, d].
+        states: [B, L, d], the backbone's last states.
         targets: [B, L, m + 1], -100 where nothing is scored.
         tokens: [B, L, m + 1], the tokens that follow.
         vocab_size: v.
@@ -170,11 +164,11 @@ def _of_modules(model: DeepSeekMTP, batch: Batch) -> Iterator[DraftedProbs]:
 
 
 def _of_eagle(head: EagleHead, batch: Batch, steps: int = _EAGLE_STEPS) -> Iterator[DraftedProbs]:
-    """Row t of step i - 1 drafts token t + 1 + i; steps go on from the head's own outputs, as drafting does."""
+    """Yield for an EAGLE head: row t of step i - 1 drafts token t + 1 + i, from the head's outputs as in decoding."""
     given = _given(batch)
-    wanted = head.hidden_layers
-    wanted = [-1] if wanted == -1 else [*wanted, -1]
-    outputs = head.backbone(**given, use_cache=False, logits_to_keep=1, output_hidden_states=wanted, return_dict=True)
+    outputs = head.backbone(
+        **given, use_cache=False, logits_to_keep=1, output_hidden_states=head.learning_layers, return_dict=True
+    )
     states, features = outputs.hidden_states[-1], head.fuse(outputs.hidden_states)
     mask = given.get("attention_mask")
     whole = TrainingBatch.of(given["input_ids"], batch["labels"], mask, given.get("position_ids"), states)
@@ -197,7 +191,7 @@ def _of_eagle(head: EagleHead, batch: Batch, steps: int = _EAGLE_STEPS) -> Itera
 
 
 def _unrolled(head: EagleHead, features: torch.Tensor, batch: TrainingBatch, steps: int) -> list[torch.Tensor]:
-    """What the rows of steps 0, 1, .. return, [B, R, d] each; every row sees step 0 up to its column, and itself."""
+    """Return the outputs of steps 0, 1, ..., [B, R, d] each; a row attends to step 0 up to its column, and itself."""
     rows, cache, states = batch.num_rows, DynamicCache(), []
     if not rows:
         return [features[:, :0]] * steps

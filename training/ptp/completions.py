@@ -1,19 +1,89 @@
-"""Completions: pieces of sequences that slots learn to predict, with the uniforms that pick them. Knows no model."""
+"""Completions: pieces of sequences that slots learn to predict, with the uniforms that pick their tokens.
+
+Training draws starts and positions in intervals anew in every step. Evaluation takes points of a low-discrepancy
+sequence that depend on nothing but a token's position in its sequence: the same loss every time, whatever the batches,
+and no generator is advanced.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
+from ...modeling.heads.chunks import LOGITS_PER_CHUNK
 from ...modeling.heads.losses import IGNORE
 from ...modeling.ptp.inputs import token_positions
 from ...modeling.sampling import interval
-from ...modeling.uniforms import place_between
-from .columns import at_columns
+from ...modeling.uniforms import beta_shares, place_between
 from .losses import target_probs
-from .scores import Scores
+
+_GOLDEN = 0.6180339887498949
+_SILVER = 0.7548776662466927  # the plastic number's inverse: a second sequence, independent of the first
+
+
+def at_columns(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return `values[b, columns[b]]` for values [B, T, ...] and columns [B, ...]."""
+    rows = torch.arange(len(values), device=values.device).view(-1, *[1] * (columns.dim() - 1))
+    return values[rows, columns]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Logits that are computed when they are used, a few rows at a time: a large vocabulary never takes memory at once.
+
+    Attributes:
+        states: [B, ..., D], what the head reads; the logits themselves if there is no head.
+        head: A module from [..., D] to [..., v], or None.
+        size: v.
+    """
+
+    states: torch.Tensor
+    head: nn.Module | None
+    size: int
+
+    @classmethod
+    def of_logits(cls, logits: torch.Tensor) -> Scores:
+        """Return scores of logits that exist already."""
+        return cls(logits, None, logits.shape[-1])
+
+    def at(self, columns: torch.Tensor) -> Scores:
+        """Return the rows of columns [B, ...] of scores [B, T]."""
+        return Scores(at_columns(self.states, columns), self.head, self.size)
+
+    def __getitem__(self, index: Any) -> Scores:
+        """Return the rows of an index that does not touch the last axis."""
+        return Scores(self.states[index], self.head, self.size)
+
+    def replaced(self, indices: torch.Tensor, other: Scores) -> Scores:
+        """Return a copy with another's rows at indices [G] of axis 1; as logits, if the heads differ."""
+        if self.head is other.head:
+            return Scores(self.states.index_copy(1, indices, other.states), self.head, self.size)
+        mine, others = (part.logits(part.states) for part in (self, other))
+        return Scores.of_logits(mine.index_copy(1, indices, others.to(mine.dtype)))
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the logits [..., v] of some states."""
+        return states if self.head is None else self.head(states)
+
+    @torch.no_grad()
+    def mapped(self, function: Callable[..., tuple[torch.Tensor, ...]], *given: torch.Tensor) -> list[torch.Tensor]:
+        """Return what a function computes of all rows, piece by piece.
+
+        Args:
+            function: From logits [n, v] and pieces [n] of `given` to several tensors [n, ...].
+            *given: [B, ...] each, one number per row.
+
+        Returns:
+            [B, ...] each.
+        """
+        shape, rows = self.states.shape[:-1], max(1, LOGITS_PER_CHUNK // self.size)
+        pieces = zip(self.states.flatten(0, -2).split(rows), *(part.flatten().split(rows) for part in given))
+        found = [function(self.logits(states), *parts) for states, *parts in pieces]
+        return [torch.cat(parts).unflatten(0, shape) for parts in zip(*found)]
 
 
 @dataclass(frozen=True)
@@ -24,7 +94,7 @@ class Sequences:
         tokens: [B, T] int64.
         documents: [B, T] int64, 0 for padding, else the number of the document that a token belongs to.
         scored: [B, T] bool, tokens that may be targets.
-        given: [B, T] int64, their positions; None: their places in their documents.
+        given: [B, T] int64, their position ids; None: counted within their documents.
     """
 
     tokens: torch.Tensor
@@ -34,17 +104,17 @@ class Sequences:
 
     @classmethod
     def of(cls, inputs: Mapping[str, torch.Tensor]) -> Sequences:
-        """Reads `input_ids`, and where given `attention_mask`, `labels` (-100: no target) and `position_ids`.
+        """Read `input_ids` and, if given, `attention_mask`, `labels` (-100: no target) and `position_ids`.
 
-        Packed documents are told apart by position ids that do not go on by one, or by numbers in the attention mask;
-        a document may begin at any position.
+        A packed document begins where position ids do not grow by one, or where the number in the attention mask
+        changes; it may begin at any position.
 
         Raises:
             ValueError: Sequences of one token, which have nothing to complete.
         """
         tokens = inputs["input_ids"]
         if tokens.shape[1] < 2:
-            raise ValueError(f"input_ids has {tokens.shape[1]} column; completions need a context and a target, so 2")
+            raise ValueError(f"input_ids has {tokens.shape[1]} column; give at least 2: a context and a target")
         documents = inputs.get("attention_mask")
         documents = torch.ones_like(tokens) if documents is None else documents.long()
         given = inputs.get("position_ids")
@@ -57,7 +127,7 @@ class Sequences:
 
     @property
     def positions(self) -> torch.Tensor:
-        """Of every token, [B, T] int64."""
+        """Position ids of the tokens, [B, T] int64."""
         return token_positions(self.documents) if self.given is None else self.given.clamp(min=0)
 
     @property
@@ -68,7 +138,7 @@ class Sequences:
 
 
 def _documents_of(positions: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Numbers of documents [B, T], 0 for padding: one begins where positions do not go on by one, or behind padding."""
+    """Return the numbers of documents [B, T], 0 for padding; they begin after padding, or where positions jump."""
     goes_on = (positions[:, 1:] == positions[:, :-1] + 1) & real[:, :-1]
     begins = torch.nn.functional.pad(~goes_on, (1, 0), value=True) & real
     return begins.long().cumsum(1) * real
@@ -86,7 +156,7 @@ class Completions:
         low: [B, C, K] float64, and
         high: the same, the interval of every token under the verified distribution; empty where the distribution
             excludes it.
-        scores: [B, C, K], what the verified distribution of each token is made of, where a loss needs it.
+        scores: [B, C, K], from which the verified distribution of each token is computed, if a loss needs it.
     """
 
     starts: torch.Tensor
@@ -98,21 +168,21 @@ class Completions:
     scores: Scores | None = None
 
     def place(self, shares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Uniforms that pick the tokens, and how far they reach.
+        """Return uniforms that pick the tokens, and how far they reach.
 
         Args:
-            shares: [B, C, K], where in the intervals.
+            shares: [B, C, K], positions in the intervals.
 
         Returns:
             u [B, C, K] float32, and reached [B, C, K] bool: False from the first token on that does not exist or that
-            no uniform picks, because uniforms behind it would belong to another text.
+            no uniform picks, because later uniforms would belong to another sequence.
         """
         u, valid = place_between(self.low, self.high, shares)
         return u, (valid & self.known).long().cumprod(-1).bool()
 
 
 def draw_starts(startable: torch.Tensor, count: int, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Starts with the largest keys, without repetition.
+    """Return the starts with the largest keys, without repetition.
 
     Args:
         startable: [B, T] bool, columns to choose from.
@@ -120,7 +190,7 @@ def draw_starts(startable: torch.Tensor, count: int, keys: torch.Tensor) -> tupl
         keys: [B, T] in [0, 1).
 
     Returns:
-        starts [B, min(C, T)] int64, and exists, bool: False where a sequence has no further column to start at.
+        starts [B, min(C, T)] int64, and exists, bool: False if a sequence has no further column to start at.
     """
     keys = keys.masked_fill(~startable, -1.0)
     values, starts = keys.topk(min(count, startable.shape[1]), dim=1)
@@ -131,7 +201,7 @@ def draw_starts(startable: torch.Tensor, count: int, keys: torch.Tensor) -> tupl
 def completion_tokens(
     sequences: Sequences, starts: torch.Tensor, exists: torch.Tensor, length: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The pieces of sequences from `starts` on.
+    """Return the pieces of sequences from `starts` on.
 
     Args:
         sequences: The batch.
@@ -151,7 +221,7 @@ def completion_tokens(
 
 
 def token_intervals(scores: Scores, tokens: torch.Tensor, sampling: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Intervals of tokens under the verified distribution.
+    """Return the intervals of tokens under the verified distribution.
 
     Args:
         scores: [B, ...], what predicts each token.
@@ -166,6 +236,54 @@ def token_intervals(scores: Scores, tokens: torch.Tensor, sampling: dict) -> tup
 
 
 def before_eos(tokens: torch.Tensor, eos: list[int]) -> torch.Tensor:
-    """Which tokens [..., K] of a drafted text belong to it: those up to the first end-of-text token, with it."""
+    """Return which tokens [..., K] of a drafted text come no later than the first end-of-text token, [..., K] bool."""
     ended = torch.isin(tokens, torch.tensor(eos, device=tokens.device, dtype=tokens.dtype)).long().cumsum(-1)
     return torch.nn.functional.pad(ended[..., :-1], (1, 0)) == 0
+
+
+class RandomDraws:
+    """Draws from torch's global generator.
+
+    Args:
+        concentration: b of the shares z ~ Beta(b, b).
+    """
+
+    def __init__(self, concentration: float) -> None:
+        self.concentration = concentration
+
+    def keys(self, documents: torch.Tensor) -> torch.Tensor:
+        """Return sort keys of columns, [B, T] in [0, 1)."""
+        return torch.rand(documents.shape, device=documents.device)
+
+    def shares(self, starts: torch.Tensor, length: int) -> torch.Tensor:
+        """Return positions in intervals, as shares of them, [B, C, length] float64."""
+        return beta_shares(starts[..., None].expand(*starts.shape, length), self.concentration)
+
+    def gaps(self, starts: torch.Tensor, most: int) -> torch.Tensor:
+        """Return whole numbers in 1..most, [B, C]."""
+        return torch.randint(1, most + 1, starts.shape, device=starts.device)
+
+
+class FixedDraws:
+    """Draws that depend on a token's position in its sequence alone; shares are uniform.
+
+    Args:
+        documents: [B, T] int64, 0 for padding.
+    """
+
+    def __init__(self, documents: torch.Tensor) -> None:
+        self.order = (documents > 0).long().cumsum(1)
+
+    def keys(self, documents: torch.Tensor) -> torch.Tensor:
+        """See `RandomDraws`."""
+        return (self.order.double() * _GOLDEN).frac()
+
+    def shares(self, starts: torch.Tensor, length: int) -> torch.Tensor:
+        """See `RandomDraws`."""
+        steps = torch.arange(1, length + 1, device=starts.device)
+        first = self.order.gather(1, starts).double()[..., None] * _GOLDEN
+        return (first + steps * _SILVER).frac()
+
+    def gaps(self, starts: torch.Tensor, most: int) -> torch.Tensor:
+        """See `RandomDraws`."""
+        return 1 + self.order.gather(1, starts) % most

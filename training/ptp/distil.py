@@ -2,8 +2,8 @@
 
     python -m tokenahead.training.ptp.distil --backbone FOLDER --text prompts.txt --output student
 
-A run that was cut off and is started again goes on where it stopped: with the next shard of texts, or with the last
-checkpoint. Teacher text is what slots will be asked to draft; with text of others they learn less (PTP paper, Table 4).
+A run that was cut off resumes where it stopped: with the next batch of texts, or with the last checkpoint. Slots draft
+text of the backbone, and learn less from other text (PTP paper, Table 4).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments
 
-from ...configuration.ptp import VARIANTS
+from ...configuration.ptp import SAMPLING, VARIANTS
 from ...modeling.ptp.model import PTPForCausalLM
 from ..checkpoints import best_or_last, is_finished, last_whole_checkpoint
-from .data import write_texts
+from ..regeneration import RegeneratedText, regenerate
+from .forwards import verified_sampling
 from .options import PTPOptions
 from .trainer import PTPTrainer
 
@@ -35,23 +36,23 @@ def distil(
     arguments: TrainingArguments | None = None,
     **texts: Any,
 ) -> PTPForCausalLM:
-    """Writes texts with a backbone, and trains a student of it on them; both go on where they were cut off.
+    """Write texts with a backbone, and train a student of it on them; both resume where they were cut off.
 
     Args:
-        backbone: Stays as it is.
+        backbone: The backbone; unchanged.
         prompts: Ids that the texts begin with; none may be empty.
-        folder: Gets `texts/`, `checkpoints/` and `student/`.
+        folder: Output directory, with `texts/`, `checkpoints/` and `student/`.
         student: Arguments of `PTPForCausalLM.from_backbone`.
-        options: Of `PTPTrainer`; None: `"kl"` for slots that predict distributions, `"ce"` for those that predict
-            tokens.
-        arguments: Of the training; None: one epoch, a checkpoint every 500 steps. Their directory is not used.
-        **texts: Of `write_texts`: `max_new_tokens`, `per_prompt`, `batch_size`, `shard_size`, `seed`.
+        options: Options of `PTPTrainer`; None: `"kl"` for slots that predict distributions, `"ce"` for those that
+            predict tokens.
+        arguments: Training arguments; None: one epoch, a checkpoint every 500 steps. Their directory is not used.
+        **texts: Arguments of `write_texts`: `max_new_tokens`, `per_prompt`, `batch_size`, `seed`.
 
     Returns:
-        The student, as it lies in `folder/student`.
+        The student, which is saved in `folder/student`.
 
     Raises:
-        ValueError: A directory that was begun with other settings.
+        ValueError: A directory with texts of other settings.
     """
     folder = Path(folder)
     model = PTPForCausalLM.from_backbone(backbone, **(student or {}))
@@ -64,7 +65,7 @@ def distil(
     options = options or PTPOptions(loss="ce" if model.config.predicts_tokens else "kl")
     trainer = PTPTrainer(model, arguments, options=options, train_dataset=written)
     last = last_whole_checkpoint(checkpoints)
-    if is_finished(last, arguments.max_steps):
+    if last is not None and is_finished(last, arguments.max_steps):
         trainer._load_from_checkpoint(best_or_last(last, arguments.load_best_model_at_end))
     else:
         trainer.train(resume_from_checkpoint=last)
@@ -72,16 +73,52 @@ def distil(
     return model.eval()
 
 
+def write_texts(
+    teacher: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    folder: str | os.PathLike,
+    *,
+    max_new_tokens: int = 256,
+    per_prompt: int = 1,
+    batch_size: int = 8,
+    seed: int = 0,
+    sampling: dict[str, Any] | None = None,
+) -> RegeneratedText:
+    """Let a teacher continue prompts, as `regenerate` does: a run that was cut off ends with the same texts.
+
+    Args:
+        teacher: A causal language model of transformers, or a `PTPForCausalLM`.
+        prompts: Ids of the prompts; none may be empty.
+        folder: Directory of the texts.
+        max_new_tokens: Tokens per text, at most.
+        per_prompt: Texts per prompt.
+        batch_size: Texts per call; part of what the samples depend on.
+        seed: Of all texts.
+        sampling: `temperature`, `top_k` and `top_p`; None: the distribution that a `PTPForCausalLM` verifies, else the
+            whole distribution.
+
+    Returns:
+        The texts, with `input_ids` and `labels` (-100 on prompts).
+
+    Raises:
+        ValueError: An empty prompt, or a directory with texts of other settings, other prompts or another teacher.
+    """
+    own = teacher.config.sampling if isinstance(teacher, PTPForCausalLM) else None
+    how = verified_sampling(teacher, SAMPLING | (sampling or own or {}), max_new_tokens)
+    repeated = [prompt for prompt in prompts for _ in range(per_prompt)]
+    return regenerate(teacher, repeated, Path(folder), max_new_tokens, batch_size, seed, generation_config=how)
+
+
 def main(words: Sequence[str] | None = None) -> None:
-    """The command; see the module."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Run the command; see the module."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--backbone", required=True, help="directory or name of a causal language model")
     parser.add_argument("--text", type=Path, required=True, help="a file; its pieces are prompts")
     parser.add_argument("--output", type=Path, required=True, help="directory of texts, checkpoints and student")
     parser.add_argument("--variant", choices=VARIANTS, default="categorical")
     parser.add_argument("--slots", type=_positive, default=8, help="N")
     parser.add_argument("--prompt-tokens", type=_positive, default=32, help="length of a prompt")
-    parser.add_argument("--new-tokens", type=_positive, default=256, help="that the backbone writes behind each")
+    parser.add_argument("--new-tokens", type=_positive, default=256, help="that the backbone writes after each")
     parser.add_argument("--max-prompts", type=_positive, default=4096)
     parser.add_argument("--max-steps", type=int, default=-1, help="of training; by default one epoch")
     parser.add_argument("--batch-size", type=_positive, default=8)

@@ -1,19 +1,29 @@
-"""Losses of parallel token prediction: the distribution that is verified, and slots compared with it. Knows no
-model."""
+"""The losses of slots, and whether their drafts are right: computed from hidden states, a few rows at a time."""
 
 from __future__ import annotations
 
-import torch
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from .options import LOSSES
+import torch
+from torch import nn
+
+from ...configuration.ptp import PTPConfig
+from ...modeling import PTPForCausalLM
+from ...modeling.heads.chunks import Part, chunked_sums
+from ...modeling.heads.losses import IGNORE
+from ...modeling.sampling import pick
+from .options import LOSSES, PTPOptions
+
+if TYPE_CHECKING:
+    from .tasks import Task
 
 _FLOOR = 1e-6
 _CANDIDATES = 64
 
 
 def target_probs(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
-    """The distribution that decoding verifies: what transformers' warpers leave, in their order, without sorting a
-    vocabulary.
+    """Return the distribution that decoding verifies: that of transformers' warpers, without sorting the vocabulary.
 
     Args:
         logits: [..., v].
@@ -33,8 +43,7 @@ def target_probs(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0,
 
 
 def _nucleus(distribution: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The most likely tokens of a distribution [..., v] that hold a mass of `top_p`, the last one crossing it, made a
-    distribution."""
+    """Return a distribution [..., v] cut to its likeliest tokens that reach a mass of `top_p`, renormalised."""
     count = min(_CANDIDATES, distribution.shape[-1])
     while True:
         values, tokens = distribution.topk(count, dim=-1)
@@ -49,12 +58,12 @@ def _nucleus(distribution: torch.Tensor, top_p: float) -> torch.Tensor:
 def slot_losses(
     logits: torch.Tensor, tokens: torch.Tensor, distribution: torch.Tensor | None = None, kind: str = "ce"
 ) -> torch.Tensor:
-    """The loss of every slot; each kind has its minimum where the slot's distribution q equals the target p.
+    """Return the loss of every slot; each kind has its minimum where the slot's distribution q equals the target p.
 
     Args:
         logits: [..., v] of the slots.
         tokens: [...] int64, the token that each slot should predict.
-        distribution: [..., v], the target p; None where it is certain of the token.
+        distribution: [..., v], the target p; None if it is certain of the token.
         kind: `"ce"`: -log q(token), whatever p; `"kl"`: KL(p | q); `"reverse_kl"`: KL(q | p), with p floored at 1e-6,
             because folded distributions have zeros; `"bce"`: binary cross-entropy of every token's probability,
             -sum_v p log q + (1 - p) log(1 - q).
@@ -80,10 +89,151 @@ def slot_losses(
 
 
 def slot_weights(valid: torch.Tensor, gamma: float = 1.0) -> torch.Tensor:
-    """What slots weigh in a loss: gamma^k where valid [..., L], else 0."""
+    """Return the weights of slots in a loss: gamma^k where valid [..., L], else 0."""
     return torch.where(valid, gamma ** torch.arange(valid.shape[-1], device=valid.device), 0.0)
 
 
 def _log_complement(log_q: torch.Tensor) -> torch.Tensor:
-    """log(1 - q), kept off q = 1, where it and its gradient are infinite."""
+    """Return log(1 - q), bounded near q = 1, where it and its gradient are infinite."""
     return torch.log(-torch.expm1(log_q.clamp(max=-_FLOOR)))
+
+
+class SlotReader:
+    """Computes the losses of `PTPTrainer` from the last hidden states of tokens and slots.
+
+    Args:
+        task: The task of the batch.
+        options: What is learned.
+        config: The student's configuration.
+        totals: [2], what the sums of slots and of the backbone's own targets are divided by.
+        next_tokens: [B, T - 1] targets of the backbone's own loss, -100 for none; None if it does not learn.
+    """
+
+    def __init__(
+        self, task: Task, options: PTPOptions, config: PTPConfig, totals: torch.Tensor, next_tokens: torch.Tensor | None
+    ) -> None:
+        self.task, self.options, self.config = task, options, config
+        self.totals, self.next_tokens = totals, next_tokens
+        self._hits: list[torch.Tensor] = []
+
+    def __call__(self, hidden: torch.Tensor, head: nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the loss; sums of the losses of slots and of the backbone [2]; hits [B, C, L] bool.
+
+        Args:
+            hidden: [B, T + C L, D], or without the tokens.
+            head: From hidden states to logits.
+        """
+        self._hits = []
+        task, totals = self.task, self.totals.clamp(min=torch.finfo(torch.float32).tiny).float()
+        slots = hidden[:, hidden.shape[1] - task.tokens[0].numel() :].unflatten(1, task.tokens.shape[1:])
+        loss, slot_sum = self._of_slots(head, slots, totals[:1])
+        base_sum = torch.zeros_like(slot_sum)
+        if self.next_tokens is not None:
+            before = hidden[:, : self.next_tokens.shape[1]]
+            part = Part(before, [self.next_tokens[..., None]], self.options.base_weight / totals[1:])
+
+            def own(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+                return _next_token_losses(head(states), targets[:, 0])[:, None]
+
+            base, (base_sum,) = chunked_sums(own, head, [part], self.config.vocab_size)
+            loss = loss + base
+        hits = torch.cat(self._hits).view(task.tokens.shape)
+        return loss, torch.cat([slot_sum, base_sum]), hits
+
+    def _of_slots(self, head: nn.Module, slots: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of slots [B, C, L, D], and its sum [1], which `total` [1] divides."""
+        return self._compared(head, slots, total, drafts=True)
+
+    def _compared(
+        self, head: nn.Module, states: torch.Tensor, total: torch.Tensor, drafts: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of rows [B, C, L, D] that predict the slots' tokens, and its sum [1].
+
+        Args:
+            head: From states to logits.
+            states: [B, C, L, D].
+            total: [1], divides the sum.
+            drafts: Whether these rows draft, so that hits are counted.
+        """
+        task = self.task
+        weights, scores = slot_weights(task.valid, self.options.gamma), task.scores
+        given = [task.tokens[..., None], weights[..., None], task.uniforms[..., None], scores and scores.states]
+        terms = partial(self._terms, head=head, drafts=drafts)
+        loss, (summed,) = chunked_sums(terms, head, [Part(states, given, 1 / total)], self.config.vocab_size)
+        return loss, summed
+
+    def _terms(
+        self,
+        states: torch.Tensor,
+        tokens: torch.Tensor,
+        weights: torch.Tensor,
+        uniforms: torch.Tensor,
+        teacher: torch.Tensor | None,
+        head: nn.Module,
+        drafts: bool,
+    ) -> torch.Tensor:
+        """Return the weighted losses of slots, [n, 1]."""
+        tokens, weights = tokens[:, 0], weights[:, 0]
+        logits, distribution, scores = head(states), None, self.task.completions.scores
+        if teacher is not None and scores is not None:
+            with torch.no_grad():
+                distribution = target_probs(scores.logits(teacher), **self.config.sampling or {})
+        if drafts:
+            with torch.no_grad():
+                self._hits.append(self._drafts(logits.detach(), uniforms[:, 0]) == tokens)
+        losses = slot_losses(logits, tokens, distribution, self.options.loss)
+        return (losses.masked_fill(weights == 0, 0.0) * weights)[:, None]
+
+    def _drafts(self, logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+        """Return what slots with logits [n, v] draft; categorical ones pick with the uniforms of their targets."""
+        likely = logits.argmax(-1)
+        if self.config.predicts_tokens:
+            return likely
+        return torch.where(uniforms < 0, likely, pick(uniforms.clamp(min=0), logits.double().softmax(-1)))
+
+
+def _next_token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="none")
+
+
+class MaskReader(SlotReader):
+    """The loss of mask slots (Samragh et al. 2025, arXiv 2507.11851): backbone's head, sampler head, and LCM.
+
+    The sampler head learns from ordinary rows, too: those that predict the same tokens as the masks. Latent consistency
+    matching (LCM) is the mean of |z_mask - z_token|^2 over masks, z_token being the detached state of such a row.
+
+    Args:
+        model: The `PTPForCausalLM`, whose sampler head and embeddings are read.
+        *args: As for `SlotReader`.
+    """
+
+    def __init__(self, model: PTPForCausalLM, *args: Any) -> None:
+        super().__init__(*args)
+        self.model = model
+
+    def _of_slots(self, head: nn.Module, slots: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        anchors = self.task.anchors
+        assert anchors is not None
+        # the sampler's rows are computed first: a loss in chunks goes backward at once, and then frees gathered shards
+        sampled = self._sampled(slots, anchors.to(slots))
+        parts = [self._compared(head, slots, total, drafts=not sampled), self._matched(slots, anchors, total)]
+        parts += [self._compared(head, states, total, drafts=index == 0) for index, states in enumerate(sampled)]
+        losses, sums = zip(*parts)
+        return torch.stack(losses).sum(0), torch.stack(sums).sum(0)
+
+    def _sampled(self, slots: torch.Tensor, anchors: torch.Tensor) -> list[torch.Tensor]:
+        """Return the sampler head's states for masks and for ordinary rows; none without such a head."""
+        if self.model.sampler is None:
+            return []
+        before = self.model.get_input_embeddings()(self.task.before)
+        return [self.model.sampler(states, before) for states in (slots, anchors)]
+
+    def _matched(
+        self, slots: torch.Tensor, anchors: torch.Tensor, total: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of latent consistency matching, and its sum [1]."""
+        weights = slot_weights(self.task.valid, self.options.gamma).to(slots.device)
+        wide = torch.promote_types(slots.dtype, torch.float32)
+        distances = (slots.to(wide) - anchors.to(slots.device, wide)).square().sum(-1)
+        summed = self.config.lcm_weight * (distances.masked_fill(weights == 0, 0.0) * weights).sum()[None]
+        return (summed / total.to(summed)).sum(), summed.detach()

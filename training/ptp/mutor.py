@@ -1,6 +1,6 @@
-"""MuToR (Gerontopoulos et al. 2025, arXiv 2505.10518): registers between tokens let a model look further ahead.
+"""MuToR (Gerontopoulos et al. 2025, arXiv 2505.10518): registers between tokens train a model to look further ahead.
 
-They are thrown away when the training is over: what is left is a plain model, of the same size and speed.
+They are dropped after training: what is left is a plain model of the same size and speed.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ...modeling.heads.losses import IGNORE
 from ...modeling.ptp.registers import RegisterModel
-from ..beginning import check_checkpoint
-from .columns import at_columns
-from .completions import Sequences, draw_starts
-from .draws import FixedDraws, RandomDraws
-from .updates import Collator, Inputs, UpdateTrainer, next_tokens
+from ..batches import Collator, Inputs
+from ..checkpoints import check_checkpoint
+from .completions import FixedDraws, RandomDraws, Sequences, at_columns, draw_starts
+from .updates import UpdateTrainer, next_tokens
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class MuToROptions:
     """Options of `MuToRTrainer`.
 
     Args:
-        max_offset: d_max; the registers of a sequence all look d tokens ahead, d being drawn from 1..d_max.
-        weight: a, of the registers' loss; that of the tokens weighs 1 - a.
+        max_offset: d_max; the registers of a sequence all predict d tokens ahead, with d drawn from 1..d_max.
+        weight: a, the weight of the registers' loss; that of the tokens is 1 - a.
 
     Raises:
         ValueError: A value out of range.
@@ -48,9 +48,9 @@ class Registers:
 
     Attributes:
         sequences: The batch.
-        offsets: [B] int64, how far the registers of each sequence look ahead.
-        starts: [B, R] int64, the columns behind those that they stand behind.
-        targets: [B, R] int64, the tokens that they predict; -100 where a row has fewer registers.
+        offsets: [B] int64, how many tokens ahead the registers of each sequence predict.
+        starts: [B, R] int64, the column after each register.
+        targets: [B, R] int64, the tokens that they predict; -100 where a sequence has fewer registers.
     """
 
     sequences: Sequences
@@ -59,8 +59,8 @@ class Registers:
     targets: torch.Tensor
 
     @classmethod
-    def behind(cls, sequences: Sequences, offsets: torch.Tensor) -> Registers:
-        """One register before every target that has a target d - 1 tokens further in its document.
+    def of(cls, sequences: Sequences, offsets: torch.Tensor) -> Registers:
+        """Put a register before every target that has a target d - 1 tokens further in its document.
 
         Args:
             sequences: The batch.
@@ -78,22 +78,22 @@ class Registers:
         return cls(sequences, offsets, starts, at_columns(tokens, ahead).masked_fill(~exists, IGNORE))
 
     def release(self) -> None:
-        """Nothing is kept."""
+        """Free nothing: there is no cache."""
 
 
 class MuToRTrainer(UpdateTrainer):
     """transformers' Trainer with registers: the loss is (1 - a) that of the next tokens and a that of the registers.
 
-    A register stands behind every token before a target (labels of -100 get none), and predicts the token d ahead of
-    its own place, d being drawn for every sequence. Tokens never see registers, so that their loss is the plain one.
-    The model stays a plain model of transformers, or a PeftModel, and is trained in place: checkpoints and
-    `save_model` write it as ever, with `register.safetensors` beside it, which only a resumed training reads.
+    A register follows every token before a target (labels of -100 get none), and predicts the token d ahead of its
+    position, with d drawn for every sequence. Tokens do not attend to registers, so that their loss is the plain one.
+    The model is a plain model of transformers, or a PeftModel, and is trained in place: checkpoints and `save_model`
+    write it as usual, with a file `register.safetensors`, which only a resumed training reads.
 
-    The data are as for `PTPTrainer`; packed documents are told apart. The log carries `next_token_loss` and
-    `register_loss`. In evaluation d follows from the length of a row.
+    The data are as for `PTPTrainer`; packed documents are separated. The log carries `next_token_loss` and
+    `register_loss`. In evaluation d is a function of the length of a sequence.
 
     Args:
-        model: A causal language model with full attention; what of it learns is what requires gradients.
+        model: A causal language model with full attention; parameters that require gradients are trained.
         args: `TrainingArguments`.
         options: Offsets and weight.
         **kwargs: For `Trainer`.
@@ -107,7 +107,7 @@ class MuToRTrainer(UpdateTrainer):
     """
 
     def __init__(
-        self, model: nn.Module, args: Any = None, *, options: MuToROptions | None = None, **kwargs: Any
+        self, model: PreTrainedModel, args: Any = None, *, options: MuToROptions | None = None, **kwargs: Any
     ) -> None:
         self.options, self._owner = options or MuToROptions(), RegisterModel(model)
         if kwargs.get("data_collator") is None:
@@ -115,24 +115,24 @@ class MuToRTrainer(UpdateTrainer):
         super().__init__(self._owner, args, **kwargs)
 
     def _set_signature_columns_if_needed(self) -> None:
-        """The columns of data, which are not the arguments of `RegisterModel.forward`."""
+        """Set the columns of the data, which are not the arguments of `RegisterModel.forward`."""
         self._signature_columns = ["input_ids", "attention_mask", "position_ids", "labels"]
 
     def _task(self, model: nn.Module, inputs: Inputs, is_training: bool) -> Registers:
         sequences = Sequences.of(inputs)
         draws = RandomDraws(1.0) if is_training else FixedDraws(sequences.documents)
         last = torch.full_like(sequences.tokens[:, :1], sequences.tokens.shape[1] - 1)
-        return Registers.behind(sequences, draws.gaps(last, self.options.max_offset)[:, 0])
+        return Registers.of(sequences, draws.gaps(last, self.options.max_offset)[:, 0])
 
     def _counts(self, task: Registers) -> torch.Tensor:
-        """Targets of tokens and of registers, [2]."""
+        """Return the number of targets of tokens and of registers, [2]."""
         found = next_tokens(task.sequences), task.targets
         return torch.stack([(targets != IGNORE).sum().double() for targets in found])
 
     def _learn(
         self, model: nn.Module, task: Registers, totals: torch.Tensor, counts: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """See `UpdateTrainer`; the outputs are the `logits` of tokens and of registers behind them."""
+        """See `UpdateTrainer`; the outputs are the `logits` of tokens and then of registers."""
         sequences, a = task.sequences, self.options.weight
         logits = model(sequences.tokens, sequences.documents, sequences.positions, task.starts, task.offsets)
         length, following = sequences.tokens.shape[1], next_tokens(sequences)
@@ -149,13 +149,13 @@ class MuToRTrainer(UpdateTrainer):
         tokens, registers = (sums / counts.clamp(min=1)).tolist()
         return (1 - self.options.weight) * tokens + self.options.weight * registers
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Takes over the model and its register."""
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
+        """Load the model and its register."""
         check_checkpoint(resume_from_checkpoint, self._owner.backbone)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
 
 def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of logits [B, n, v], summed over targets [B, n]."""
+    """Return the cross-entropy of logits [B, n, v], summed over targets [B, n]."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
     return nn.functional.cross_entropy(wide, targets.flatten(), ignore_index=IGNORE, reduction="sum")

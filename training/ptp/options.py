@@ -1,4 +1,4 @@
-"""What `PTPTrainer` is asked to do. Knows no torch."""
+"""Options of `PTPTrainer`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class PTPOptions:
             target is certain; categorical ones have the teacher's distribution as target, or its sample with `"ce"`.
         sequences: `"dataset"`: completions are pieces of the data; `"teacher"`: the teacher continues a random
             beginning of every sequence; `"student"`: the student writes every completion itself. Use `"student"` only
-            after other training, because a student that ignores its uniforms would learn to go on ignoring them.
+            after other training, because a student that ignores its uniforms would keep ignoring them.
         completions: C, completions per sequence, each from a random start of its own.
-        concentration: In training, a uniform lies at the place z ~ Beta(b, b) of the interval that picks its token, and
-            this is b. 1 makes all places equally likely, as they are in decoding, and evaluation always takes 1. The
+        concentration: In training, a uniform lies at z ~ Beta(b, b) in the interval that picks its token, and this is
+            b. 1 makes all positions equally likely, as they are in decoding, and evaluation always takes 1. The
             public code trains with 0.3, which prefers the ends of intervals; on the benchmark's chain 1 is better.
         gamma: Slot k weighs gamma^k.
         greedy_share: How many of the completions are the teacher's most likely continuations, which slots are asked for
@@ -70,7 +70,7 @@ class PTPOptions:
             self._check_inverse()
 
     def _check_inverse(self) -> None:
-        """Algorithm 3 learns from data alone, by likelihood."""
+        """Refuse other losses and sequences: Algorithm 3 learns from data alone, by likelihood."""
         wanted = {"loss": "ce", "sequences": "dataset"}
         for name, value in wanted.items():
             if getattr(self, name) != value:

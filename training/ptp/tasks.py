@@ -10,28 +10,33 @@ from torch import nn
 
 from ...configuration.ptp import PTPConfig
 from ...modeling.ptp.embedding import GREEDY
-from .columns import at_columns
-from .completions import Completions, Sequences, completion_tokens, draw_starts
-from .draws import FixedDraws, RandomDraws
+from .completions import (
+    Completions,
+    FixedDraws,
+    RandomDraws,
+    Scores,
+    Sequences,
+    at_columns,
+    completion_tokens,
+    draw_starts,
+)
+from .forwards import PackedRows, SlotContext, SlotInputs, Teacher, student_drafts
 from .losses import slot_weights
 from .options import PTPOptions
-from .rows import PackedRows, SlotInputs
-from .scores import Scores
-from .teacher import Teacher, student_drafts
 
 
 @dataclass
 class Task:
-    """One batch, ready for the forward that learns.
+    """A batch, ready for the forward that learns.
 
     Attributes:
         sequences: The batch.
-        rows: In the model; its cache may be gone.
+        rows: The batch in the model; its cache may be freed.
         inputs: What the slots read.
         completions: Of K tokens.
-        u: [B, C, K], what picks these tokens; `GREEDY` where they are the most likely ones.
-        reached: [B, C, K] bool, tokens that uniforms say something of.
-        first: The token of a completion that slot 0 predicts: its own (0), or the one behind it.
+        u: [B, C, K], the uniforms that pick these tokens; `GREEDY` where they are the most likely ones.
+        reached: [B, C, K] bool, tokens that uniforms determine.
+        first: The token of a completion that slot 0 predicts: its own (0), or the one after it.
         with_distribution: Whether targets are distributions; else they are certain.
         anchors: [B, C, L, D], the backbone's states of the ordinary rows that predict the same tokens as the slots; for
             masks.
@@ -48,22 +53,22 @@ class Task:
     anchors: torch.Tensor | None = None
 
     def release(self) -> None:
-        """Lets go of the cache, where it may not wait: one at a time, and the context is read again."""
+        """Free the cache, so that only one exists at a time; the context is read again."""
         self.rows.cache = None
 
     @property
     def before(self) -> torch.Tensor:
-        """The tokens before those that slots should predict, [B, C, L] int64, where there are such."""
+        """The tokens before those that slots should predict, [B, C, L] int64."""
         return self.completions.tokens[..., : -self.first]
 
     @property
     def tokens(self) -> torch.Tensor:
-        """What slots should predict, [B, C, L] int64."""
+        """The tokens that slots should predict, [B, C, L] int64."""
         return self.completions.tokens[..., self.first :]
 
     @property
     def uniforms(self) -> torch.Tensor:
-        """What picks these tokens, [B, C, L]."""
+        """The uniforms that pick these tokens, [B, C, L]."""
         return self.u[..., self.first :]
 
     @property
@@ -73,24 +78,25 @@ class Task:
 
     @property
     def scores(self) -> Scores | None:
-        """What the target distributions are made of, [B, C, L]; None where targets are certain."""
-        return self.completions.scores[:, :, self.first :] if self.with_distribution else None
+        """The scores of the target distributions, [B, C, L]; None if targets are certain."""
+        scores = self.completions.scores
+        return scores[:, :, self.first :] if self.with_distribution and scores is not None else None
 
     def counts(self, gamma: float, next_tokens: torch.Tensor | None) -> torch.Tensor:
-        """Weight of all slots, and targets of the backbone's own loss, [2] float64."""
+        """Return the weight of all slots, and the number of targets of the backbone's own loss, [2] float64."""
         slots = slot_weights(self.valid, gamma).double().sum()
         others = torch.zeros_like(slots) if next_tokens is None else (next_tokens >= 0).sum().double()
         return torch.stack([slots, others])
 
 
 class TaskMaker:
-    """Makes tasks of batches.
+    """Makes tasks from batches.
 
     Args:
-        config: The student's.
+        config: The student's configuration.
         options: What to learn.
-        teacher: Whose distribution slots learn.
-        is_own: Whether that is the student's own backbone.
+        teacher: The teacher, whose distribution slots learn.
+        is_own: Whether the teacher is the student's own backbone.
     """
 
     def __init__(self, config: PTPConfig, options: PTPOptions, teacher: Teacher, is_own: bool) -> None:
@@ -100,12 +106,12 @@ class TaskMaker:
 
     @torch.no_grad()
     def task(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], is_training: bool, reads: bool) -> Task:
-        """A task.
+        """Return the task of a batch.
 
         Args:
-            model: The student, perhaps wrapped, and at rest.
+            model: The student, perhaps wrapped, in evaluation mode.
             inputs: A batch.
-            is_training: Draws at random; else evenly.
+            is_training: Whether to draw at random; else evenly.
             reads: Whether the forward that learns needs the cache.
         """
         options, sequences = self.options, Sequences.of(inputs)
@@ -119,28 +125,28 @@ class TaskMaker:
         needs_states = needs_states or not self.config.reads_uniforms
         own = rows.read() if self.is_own or reads or needs_states else None
         shares = draws.shares(starts, self.length)
-        beside = self._beside(sequences, own, starts, draws)
-        if options.method == "inverse":
-            completions, (u, reached) = _inverse(rows, sequences, own, exists, shares, beside)
+        context = self._context(sequences, own, starts, draws)
+        if options.method == "inverse" and own is not None:
+            completions, (u, reached) = _inverse(rows, sequences, own, exists, shares, context)
         else:
-            completions = self._completions(rows, own, exists, beside)
+            completions = self._completions(rows, own, exists, context)
             u, reached = completions.place(shares)
             completions, u, reached = self._with_greedy(rows, own, exists, completions, u, reached)
-        task = self._put(sequences, rows, completions, u, reached, beside)
-        if not self.config.reads_uniforms:
+        task = self._put(sequences, rows, completions, u, reached, context)
+        if not self.config.reads_uniforms and own is not None:
             columns = starts[..., None] + torch.arange(self.config.num_slots, device=starts.device)
             task.anchors = at_columns(own.states, columns.clamp(max=sequences.tokens.shape[1] - 1))
         return task
 
     def _completions(
-        self, rows: PackedRows, own: Scores | None, exists: torch.Tensor, beside: dict[str, torch.Tensor]
+        self, rows: PackedRows, own: Scores | None, exists: torch.Tensor, context: SlotContext
     ) -> Completions:
         sequences, starts = rows.sequences, rows.starts
-        if self.options.sequences == "student":
+        if self.options.sequences == "student" and own is not None:
             noise = torch.rand(*starts.shape, self.config.num_slots + 1, device=starts.device)
-            written = student_drafts(rows, own, self.config, SlotInputs(noise, **beside))
+            written = student_drafts(rows, own, self.config, SlotInputs(noise, *context))
             return self.teacher.drafts(sequences, starts, exists, written)
-        scores = own if self.is_own else self.teacher.of_sequences(sequences)
+        scores = own if self.is_own and own is not None else self.teacher.of_sequences(sequences)
         return self.teacher.pieces(sequences, scores, starts, exists, self.length)
 
     def _with_greedy(
@@ -152,12 +158,12 @@ class TaskMaker:
         u: torch.Tensor,
         reached: torch.Tensor,
     ) -> tuple[Completions, torch.Tensor, torch.Tensor]:
-        """Puts the most likely continuations in the place of some completions."""
-        chosen = self._greedy_places(rows.starts)
+        """Replace some completions by the most likely continuations."""
+        chosen = self._greedy_indices(rows.starts)
         if chosen is None:
             return completions, u, reached
         starts = rows.starts[:, chosen]
-        if self.is_own:
+        if self.is_own and own is not None:
             tokens, scores = rows.most_likely(own.at(starts - 1), starts, self.length)
         else:
             tokens, scores = self.teacher.most_likely(rows.sequences, starts, self.length)
@@ -166,31 +172,31 @@ class TaskMaker:
             completions,
             tokens=completions.tokens.index_copy(1, chosen, tokens),
             scored=completions.scored.index_copy(1, chosen, known),
-            scores=completions.scores.replaced(chosen, scores),
+            scores=None if completions.scores is None else completions.scores.replaced(chosen, scores),
         )
         return joined, u.index_fill(1, chosen, GREEDY), reached.index_copy(1, chosen, known)
 
-    def _greedy_places(self, starts: torch.Tensor) -> torch.Tensor | None:
-        """Which completions are greedy, [G] int64: evenly spread, so that it does not depend on how many there are."""
+    def _greedy_indices(self, starts: torch.Tensor) -> torch.Tensor | None:
+        """Return the indices of greedy completions, [G] int64: evenly spread, whatever their number."""
         share = self.options.greedy_share if self.config.greedy else 0.0
-        places = [place for place in range(starts.shape[1]) if int((place + 1) * share) > int(place * share)]
-        return torch.tensor(places, device=starts.device) if places else None
+        chosen = [index for index in range(starts.shape[1]) if int((index + 1) * share) > int(index * share)]
+        return torch.tensor(chosen, device=starts.device) if chosen else None
 
-    def _beside(
+    def _context(
         self, sequences: Sequences, own: Scores | None, starts: torch.Tensor, draws: RandomDraws | FixedDraws
-    ) -> dict[str, torch.Tensor]:
-        """What slots read beside their uniforms, by the names of `SlotInputs`.
+    ) -> SlotContext:
+        """Return what slots read besides their uniforms.
 
-        Last verified states [B, C, D], which stand before the token that was verified last, and gaps [B, C].
+        Last verified states [B, C, D], those before the token that was verified last, and gaps [B, C].
         """
-        if not self.config.reads_state:
-            return {}
+        if not self.config.reads_state or own is None:
+            return None, None
         gaps = draws.gaps(starts, self.config.num_slots + 1)
         columns = (starts - 1 - gaps).clamp(min=0)
         documents = sequences.documents
         same = at_columns(documents, columns) == at_columns(documents, starts)
         gaps = gaps * (same & (starts - 1 - gaps >= 0))
-        return {"states": at_columns(own.states, columns), "gaps": gaps}
+        return at_columns(own.states, columns), gaps
 
     def _put(
         self,
@@ -199,11 +205,11 @@ class TaskMaker:
         completions: Completions,
         u: torch.Tensor,
         reached: torch.Tensor,
-        beside: dict[str, torch.Tensor],
+        context: SlotContext,
     ) -> Task:
-        """A categorical slot predicts the token behind its own; a one-hot one its own, for certain."""
+        """Return the task: a categorical slot predicts the token after its own; a one-hot one its own, for certain."""
         with_distribution = self.options.loss != "ce" and not self.config.predicts_tokens
-        inputs = SlotInputs(u[..., : self.config.num_slots], **beside, are_masks=not self.config.reads_uniforms)
+        inputs = SlotInputs(u[..., : self.config.num_slots], *context, are_masks=not self.config.reads_uniforms)
         return Task(sequences, rows, inputs, completions, u, reached, int(not self.is_one_hot), with_distribution)
 
 
@@ -213,9 +219,9 @@ def _inverse(
     own: Scores,
     exists: torch.Tensor,
     shares: torch.Tensor,
-    beside: dict[str, torch.Tensor],
+    context: SlotContext,
 ) -> tuple[Completions, tuple[torch.Tensor, torch.Tensor]]:
     _, tokens, known, scored = completion_tokens(sequences, rows.starts, exists, shares.shape[-1])
-    placed = rows.invert(own.at(rows.starts - 1), tokens, known, shares, beside)
+    placed = rows.invert(own.at(rows.starts - 1), tokens, known, shares, context)
     nowhere = torch.zeros_like(shares)
     return Completions(rows.starts, tokens, known, scored, nowhere, nowhere), placed

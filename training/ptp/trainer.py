@@ -1,4 +1,4 @@
-"""A Trainer for `PTPForCausalLM`: slots learn what uniforms pick. Knows how a batch becomes a loss; parts are pure."""
+"""A Trainer for `PTPForCausalLM`: slots learn to predict the tokens that uniforms pick."""
 
 from __future__ import annotations
 
@@ -12,44 +12,43 @@ from transformers import TrainingArguments
 from ...configuration.ptp import SAMPLING
 from ...modeling import PTPForCausalLM, PTPStudent
 from ...modeling.wrapped_models import checkpoints_activations
-from .mask_slots import MaskReader
+from ..batches import Collator, Inputs
+from .forwards import Teacher
+from .losses import MaskReader, SlotReader
 from .options import PTPOptions
-from .refusals import check_noise
-from .slots import SlotReader
 from .tasks import Task, TaskMaker
-from .teacher import Teacher
-from .updates import Collator, Inputs, UpdateTrainer, at_rest, next_tokens
+from .updates import UpdateTrainer, at_rest, check_noise, next_tokens
 
 LEARNING_RATE = 2e-3
-"""Of `PTPTrainer`, where `TrainingArguments` has its default: at 5e-5 a student hardly learns."""
+"""The default of `PTPTrainer`: at transformers' default of 5e-5 a student hardly learns."""
 
 
 class PTPTrainer(UpdateTrainer):
     """transformers' Trainer for parallel token prediction.
 
-    Every step draws random starts in the sequences, finds uniforms that pick the tokens behind them under the
-    distribution that decoding verifies (`model.config.sampling`), and teaches the slots to predict the tokens from the
-    uniforms. Slots of masks (`variant="mask"`) read no uniforms; beside their tokens they learn the backbone's states
+    Every step draws random starts in the sequences, finds uniforms that pick the next tokens under the
+    distribution that decoding verifies (`model.config.sampling`), and trains the slots to predict the tokens from the
+    uniforms. Slots of masks (`variant="mask"`) read no uniforms; they learn their tokens and the backbone's states
     (`MaskReader`).
 
-    The data are dictionaries with `input_ids` and, where wanted, `attention_mask`, `labels` (-100: never a target) and
-    `position_ids` (packed documents start anew at 0). The log carries `num_correct`: how many
-    slots of a completion are right before the first wrong one, on average (PTP paper, Eq. 16); and
-    `num_correct_greedy`, the same of the completions that are most likely.
+    The data are dictionaries with `input_ids` and, optionally, `attention_mask`, `labels` (-100: never a target) and
+    `position_ids` (packed documents start at 0 again). The log carries `num_correct`: the mean number of slots of a
+    completion before the first wrong one (PTP paper, Eq. 16); and `num_correct_greedy`, the same for the most likely
+    completions.
 
-    Gradients, evaluation and resumed runs are exact, see `UpdateTrainer`. Where `TrainingArguments` has its default
-    learning rate, it is 2e-3 here.
+    Gradients, evaluation and resumed runs are exact, see `UpdateTrainer`. The learning rate of `TrainingArguments` is
+    2e-3 unless it was set.
 
     Args:
         model: A `PTPForCausalLM`.
         args: `TrainingArguments`.
-        options: What to learn, from what.
-        teacher: Another teacher than the model's own backbone; of the same vocabulary.
+        options: What to learn, and from what.
+        teacher: A teacher other than the model's own backbone, with the same vocabulary.
         **kwargs: For `Trainer`.
 
     Raises:
-        TypeError: A model that is no `PTPForCausalLM`.
-        ValueError: Options that this model cannot follow.
+        TypeError: A model that is not a `PTPForCausalLM`.
+        ValueError: Options that this model does not support.
 
     Example:
         >>> model = PTPForCausalLM.from_backbone(backbone, num_slots=8)
@@ -66,23 +65,22 @@ class PTPTrainer(UpdateTrainer):
         **kwargs: Any,
     ) -> None:
         self.options = options or PTPOptions()
-        self._owner: Any = model  # the model itself, without what distribution wraps around it
-        _check(model, self.options, teacher)
+        self._owner: PTPForCausalLM = _checked(model, self.options, teacher)
         if kwargs.get("data_collator") is None:
             kwargs["data_collator"] = self._own_collator(kwargs.get("processing_class"))
         super().__init__(model, _with_rate(args), **kwargs)
         check_noise(self.args)
         if teacher is not None:
             teacher = teacher.to(self.args.device).requires_grad_(False).eval()
-        self._external = None if teacher is None else Teacher(teacher, model.config.sampling)
+        self._external = None if teacher is None else Teacher(teacher, self._owner.config.sampling or {})
 
     def _own_collator(self, tokenizer: Any) -> Any:
-        """What makes batches where no collator is given; None leaves it to `Trainer`."""
+        """Return the default collator; None leaves it to `Trainer`."""
         return Collator(tokenizer)
 
     @property
     def _maker(self) -> TaskMaker:
-        teacher = self._external or Teacher(self._owner, self._owner.config.sampling)
+        teacher = self._external or Teacher(self._owner, self._owner.config.sampling or {})
         return TaskMaker(self._owner.config, self.options, teacher, self._external is None)
 
     def _learn(
@@ -105,12 +103,12 @@ class PTPTrainer(UpdateTrainer):
 
     @property
     def _learns_in_one_pass(self) -> bool:
-        """Whether tokens and slots share a forward: where the backbone learns, or activations are not kept."""
+        """Whether tokens and slots share a forward: if the backbone learns, or activations are recomputed."""
         owner = self._owner
         return owner.trains_backbone or checkpoints_activations(owner) or self.options.base_weight > 0
 
     def _task(self, model: nn.Module, inputs: Inputs, is_training: bool) -> Task:
-        """What the slots are to learn in this batch."""
+        """Return what the slots are to learn in this batch."""
         with at_rest(model):
             return self._maker.task(model, inputs, is_training, reads=not self._learns_in_one_pass)
 
@@ -120,7 +118,7 @@ class PTPTrainer(UpdateTrainer):
     def _note(
         self, task: Task, sums: torch.Tensor, counts: torch.Tensor, hits: torch.Tensor, is_training: bool
     ) -> None:
-        """Adds sums and counts of a batch to the running ones; inverted uniforms are right by construction."""
+        """Add sums and counts of a batch to the running means; inverted uniforms are right by construction."""
         correct, whole = hits.long().cumprod(-1).sum(-1), task.valid.all(-1)
         is_greedy = task.uniforms[..., 0] < 0
         distils = self.options.method == "distil"
@@ -138,7 +136,7 @@ class PTPTrainer(UpdateTrainer):
 
 
 def _with_rate(args: Any) -> Any:
-    """Arguments with a learning rate that adapters learn at, where none was chosen."""
+    """Return arguments with a learning rate for adapters, if none was set."""
     args = TrainingArguments("tmp_trainer") if args is None else args
     if args.learning_rate != type(args).learning_rate:
         return args
@@ -147,32 +145,32 @@ def _with_rate(args: Any) -> Any:
     return args
 
 
-def _check(model: nn.Module, options: PTPOptions, teacher: nn.Module | None) -> None:
-    """Refuses what cannot be learned; the message says what would do."""
+def _checked(model: nn.Module, options: PTPOptions, teacher: Any) -> PTPForCausalLM:
+    """Return the model, or refuse what cannot be learned; the message says what to do instead."""
     if not isinstance(model, PTPForCausalLM):
         hint = "give it student.whole" if isinstance(model, PTPStudent) else "see PTPForCausalLM.from_backbone"
         raise TypeError(f"PTPTrainer trains a PTPForCausalLM, not {type(model).__name__}; {hint}")
     variant = model.config.variant
     if options.sequences == "student" and not model.config.reads_uniforms:
-        raise ValueError(
-            "sequences='student' is for slots that read uniforms; masks learn 'dataset' or 'teacher' texts"
-        )
+        raise ValueError("sequences='student' is for slots that read uniforms; choose 'dataset' or 'teacher' for masks")
     if options.method == "inverse":
         if variant != "categorical" or not model.config.informative:
             raise ValueError(f"method='inverse' needs variant='categorical', not {variant!r}, and informative uniforms")
         if teacher is not None:
-            raise ValueError("method='inverse' learns without a teacher; drop teacher=")
+            raise ValueError("teacher= is not read with method='inverse', which has no teacher; leave it out")
         if model.config.sampling != SAMPLING:
             raise ValueError(
-                f"method='inverse' learns the data's own distribution, not sampling={model.config.sampling}"
+                f"sampling={model.config.sampling} is not possible with method='inverse', which learns that of the "
+                f"data; set it to {SAMPLING}"
             )
     elif teacher is None and model.trains_backbone and options.base_weight == 0:
         raise ValueError(
-            "the backbone would be its own moving teacher: freeze it with train_only('drafter'), pass teacher=, "
-            "or let it learn from the data with base_weight"
+            "base_weight=0 and no teacher=: the backbone that is trained would be its own teacher; freeze it with "
+            "train_only('drafter'), pass teacher=, or set base_weight"
         )
     if options.base_weight and not model.trains_backbone:
-        raise ValueError(f"base_weight={options.base_weight}: the backbone is frozen; call train_only('all')")
+        raise ValueError(f"base_weight={options.base_weight} needs a backbone that is trained; call train_only('all')")
     size = getattr(getattr(teacher, "config", None), "vocab_size", model.config.vocab_size)
     if size != model.config.vocab_size:
-        raise ValueError(f"the teacher has a vocabulary of {size} tokens, the student of {model.config.vocab_size}")
+        raise ValueError(f"teacher= has a vocabulary of {size} tokens, and the student of {model.config.vocab_size}")
+    return model

@@ -1,13 +1,13 @@
-"""Texts that a teacher writes ahead: shards, going on after a cut, and what trains from them."""
+"""Texts that a teacher writes before training: their prompts, resumption, and their distribution."""
 
 import pytest
 import torch
 
-from tests.internals import load_texts, ptp_data, write_texts
+from tests.internals import write_texts
 from tests.ptp_models import backbone, ids, student
 
 PROMPTS = [ids(n, seed=n).tolist() for n in (3, 1, 4, 2, 5)]
-SIZES = {"max_new_tokens": 6, "per_prompt": 2, "batch_size": 2, "shard_size": 2}
+SIZES = {"max_new_tokens": 6, "per_prompt": 2, "batch_size": 2}
 
 
 def test_texts_continue_their_prompts(tmp_path):
@@ -15,37 +15,23 @@ def test_texts_continue_their_prompts(tmp_path):
     teacher.generation_config.eos_token_id = 4
     texts = write_texts(teacher, PROMPTS, tmp_path, **SIZES)
     assert len(texts) == 10
-    for index, row in enumerate(texts):
+    for index in range(len(texts)):
+        row = {name: column.tolist() for name, column in texts[index].items()}
         prompt = PROMPTS[index // 2]
         assert row["input_ids"][: len(prompt)] == prompt and row["labels"][: len(prompt)] == [-100] * len(prompt)
         written = row["input_ids"][len(prompt) :]
         assert row["labels"][len(prompt) :] == written and 1 <= len(written) <= 6
         assert 4 not in written[:-1] and (len(written) == 6 or written[-1] == 4)
-    assert sorted(file.name for file in tmp_path.iterdir()) == [
-        "settings.json", "texts-00000.parquet", "texts-00001.parquet", "texts-00002.parquet"
-    ]  # fmt: skip
 
 
-def test_a_run_that_was_cut_off_ends_with_the_same_texts(tmp_path, monkeypatch):
+def test_a_run_that_was_cut_off_ends_with_the_same_texts(tmp_path):
     teacher = backbone()
-    whole = write_texts(teacher, PROMPTS, tmp_path / "whole", **SIZES).to_list()
-    write, written = ptp_data._write, []
-
-    def fail_at_the_second(rows, file):
-        if written:
-            raise KeyboardInterrupt
-        write(rows, file)
-        written.append(file)
-
-    monkeypatch.setattr(ptp_data, "_write", fail_at_the_second)
-    with pytest.raises(KeyboardInterrupt):
-        write_texts(teacher, PROMPTS, tmp_path / "cut", **SIZES)
-    assert len(load_texts(tmp_path / "cut")) == 4
-    monkeypatch.setattr(ptp_data, "_write", write)
-    before = written[0].stat().st_mtime_ns
+    whole = write_texts(teacher, PROMPTS, tmp_path / "whole", **SIZES).rows
+    write_texts(teacher, PROMPTS, tmp_path / "cut", **SIZES)
+    text = tmp_path / "cut" / "text.jsonl"
+    text.write_text(text.read_text()[:150])
     torch.manual_seed(99)  # what happened in between does not matter
-    assert write_texts(teacher, PROMPTS, tmp_path / "cut", **SIZES).to_list() == whole
-    assert written[0].stat().st_mtime_ns == before
+    assert write_texts(teacher, PROMPTS, tmp_path / "cut", **SIZES).rows == whole
 
 
 def test_texts_follow_the_verified_distribution(tmp_path):
@@ -55,21 +41,21 @@ def test_texts_follow_the_verified_distribution(tmp_path):
         greedy = torch.tensor([prompt])
         for _ in range(4):
             greedy = torch.cat([greedy, model(greedy).logits[:, -1:].argmax(-1)], dim=1)
-        assert row["input_ids"] == greedy[0].tolist()
+        assert row["input_ids"].tolist() == greedy[0].tolist()
 
 
 def test_a_folder_keeps_its_settings(tmp_path):
     write_texts(backbone(), PROMPTS, tmp_path, **SIZES)
     with pytest.raises(ValueError, match="seed=0.*1"):
         write_texts(backbone(), PROMPTS, tmp_path, seed=1, **SIZES)
-    with pytest.raises(ValueError, match="prompts=5.*4"):
+    with pytest.raises(ValueError, match="rows=10.*8"):
         write_texts(backbone(), PROMPTS[:4], tmp_path, **SIZES)
     others = [[token ^ 1 for token in prompt] for prompt in PROMPTS]  # as many, and as long
     with pytest.raises(ValueError, match="other prompts"):
         write_texts(backbone(), others, tmp_path, **SIZES)
     taught = backbone()
     torch.nn.init.normal_(taught.get_output_embeddings().weight)
-    with pytest.raises(ValueError, match="another teacher"):
+    with pytest.raises(ValueError, match="another backbone"):
         write_texts(taught, PROMPTS, tmp_path, **SIZES)
     student_of = student(base=backbone())  # its adapters write nothing
     write_texts(student_of, PROMPTS, tmp_path / "student", **SIZES)
@@ -82,5 +68,3 @@ def test_a_folder_keeps_its_settings(tmp_path):
 def test_bad_input(tmp_path):
     with pytest.raises(ValueError, match="prompt.*1"):
         write_texts(backbone(), [[1], []], tmp_path)
-    with pytest.raises(FileNotFoundError, match="no texts"):
-        load_texts(tmp_path)

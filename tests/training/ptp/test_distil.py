@@ -11,7 +11,7 @@ from tests.ptp_models import VOCABULARY, backbone, ids
 from tokenahead import PTPForCausalLM
 
 PROMPTS = [ids(3, seed=n).tolist() for n in range(8)]
-SIZES = {"max_new_tokens": 6, "batch_size": 4, "shard_size": 4}
+SIZES = {"max_new_tokens": 6, "batch_size": 4}
 
 
 def arguments(**more) -> TrainingArguments:

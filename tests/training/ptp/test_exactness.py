@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.internals import heads_chunks as chunks
-from tests.internals import ptp_scores as scores
+from tests.internals import ptp_completions as scores
 from tests.ptp_models import VOCABULARY, Places, backbone, ids, student
 from tests.training.ptp.test_trainer import FOLDED, texts, trainer
 

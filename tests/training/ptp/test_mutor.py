@@ -22,7 +22,7 @@ LAYOUTS = Path(__file__).parents[2] / "data" / "ptp" / "mutor_layout.json"
 
 def registers(rows, offsets, **columns) -> Registers:
     inputs = {"input_ids": rows} | {name: torch.as_tensor(column) for name, column in columns.items()}
-    return Registers.behind(Sequences.of(inputs), torch.tensor(offsets))
+    return Registers.of(Sequences.of(inputs), torch.tensor(offsets))
 
 
 @pytest.mark.parametrize("case", json.loads(LAYOUTS.read_text()), ids=lambda case: f"d{case['d']}")

@@ -21,9 +21,9 @@ def trainer(tmp_path, data=None, compute_metrics=None, processing_class=None, **
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"compute_metrics": lambda found: {}}, "compute_metrics= would be given logits of texts"),
+        ({"compute_metrics": lambda found: {}}, "compute_metrics="),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 is for losses of labels"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 would add noise"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
     ],
 )
 def test_arguments_that_would_not_do(arguments, message, tmp_path):

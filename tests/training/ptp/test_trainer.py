@@ -258,9 +258,9 @@ def moving() -> PTPForCausalLM:
     [
         (backbone, {}, TypeError, "LlamaForCausalLM"),
         (student, {"method": "inverse"}, ValueError, "variant='categorical'.*'one_hot'"),
-        (lambda: student("categorical", sampling=FOLDED), {"method": "inverse"}, ValueError, "data's own distribution"),
-        (moving, {}, ValueError, "its own moving teacher"),
-        (student, {"base_weight": 1.0}, ValueError, "the backbone is frozen"),
+        (lambda: student("categorical", sampling=FOLDED), {"method": "inverse"}, ValueError, "sampling=.*inverse"),
+        (moving, {}, ValueError, "base_weight=0.*teacher="),
+        (student, {"base_weight": 1.0}, ValueError, "base_weight=1.0"),
     ],
 )
 def test_bad_combinations(make, options, error, message, tmp_path):
@@ -269,7 +269,7 @@ def test_bad_combinations(make, options, error, message, tmp_path):
 
 
 def test_bad_teachers_and_data(tmp_path):
-    with pytest.raises(ValueError, match="learns without a teacher"):
+    with pytest.raises(ValueError, match="teacher=.*method='inverse'"):
         trainer(student("categorical"), tmp_path, method="inverse", teacher=backbone())
     other = backbone()
     other.config.vocab_size = VOCABULARY + 1

@@ -1,0 +1,359 @@
+"""The forwards of training: slots after the tokens of a batch in a `PTPForCausalLM`, and distributions of a teacher.
+
+A teacher is the student's own backbone, any other causal language model with the same vocabulary, or any module whose
+call with `input_ids`, `attention_mask` and `position_ids` returns an object with `logits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from ...configuration.ptp import PTPConfig
+from ...modeling.ptp.inputs import additive_mask, packed_mask, packed_positions, stepwise_mask, token_mask
+from ...modeling.sampling import pick
+from ...modeling.uniforms import place
+from .completions import (
+    Completions,
+    Scores,
+    Sequences,
+    at_columns,
+    before_eos,
+    completion_tokens,
+    draw_starts,
+    token_intervals,
+)
+from .losses import target_probs
+
+Read = Callable[[torch.Tensor, nn.Module], Any]
+"""What is computed from last hidden states and the head; see `PTPForCausalLM.forward`."""
+SlotContext = tuple[torch.Tensor | None, torch.Tensor | None]
+"""The states and gaps of `SlotInputs`."""
+
+
+@dataclass(frozen=True)
+class SlotInputs:
+    """What the slots of C completions read.
+
+    Attributes:
+        uniforms: [B, C, L] float32.
+        states: [B, C, D] last verified hidden states, or None.
+        gaps: [B, C] int64, tokens between a state's own and its completion; 0 if there is none.
+        are_masks: Whether slots read the masks of their positions, and no uniforms.
+    """
+
+    uniforms: torch.Tensor
+    states: torch.Tensor | None = None
+    gaps: torch.Tensor | None = None
+    are_masks: bool = False
+
+    def flat(self) -> dict[str, torch.Tensor]:
+        """Return the arguments of `PTPForCausalLM.forward`, all slots in one sequence."""
+        completions, slots = self.uniforms.shape[1:]
+        if self.are_masks:
+            return {"masks": torch.arange(slots, device=self.uniforms.device).repeat(completions)[None]}
+        context = {"slot_states": self.states, "slot_gaps": self.gaps}
+        repeated = {name: x.repeat_interleave(slots, dim=1) for name, x in context.items() if x is not None}
+        return {"uniforms": self.uniforms.flatten(1)} | repeated
+
+
+class PackedRows:
+    """A batch in a model: its tokens are read once, then the slots of all completions in one forward.
+
+    Args:
+        model: A `PTPForCausalLM`, perhaps wrapped for distribution.
+        sequences: The batch.
+        starts: [B, C] int64.
+        is_one_hot: Whether slots are one-hot, which decides their positions.
+    """
+
+    def __init__(self, model: nn.Module, sequences: Sequences, starts: torch.Tensor, is_one_hot: bool) -> None:
+        self.model, self.sequences, self.starts = model, sequences, starts
+        self.offset = -int(is_one_hot)
+        self.cache: Any = None
+
+    @torch.no_grad()
+    def read(self) -> Scores:
+        """Return the backbone's own scores [B, T]; keys and values stay in a cache for the slots."""
+        outputs = self.model(
+            input_ids=self.sequences.tokens,
+            attention_mask=token_mask(self.sequences.documents),
+            position_ids=self.sequences.positions,
+            use_cache=True,
+            read=_states_and_head,
+        )
+        self.cache = outputs.past_key_values
+        states, head = outputs.read
+        return Scores(states, head, head.weight.shape[0])
+
+    def slots(self, inputs: SlotInputs, read: Read | None = None) -> Any:
+        """Return the logits [B, C, L, v] of slots after the cached tokens; or what a function computes from them.
+
+        Args:
+            inputs: Inputs of the slots.
+            read: Takes hidden states [B, C L, D] and the head.
+        """
+        mask, positions = self._layout(inputs.uniforms.shape[2])
+        length = self.sequences.tokens.shape[1]
+        found = self._after_cache(inputs.flat(), mask[:, :, length:], positions[:, length:], read)
+        return found if read else found.unflatten(1, inputs.uniforms.shape[1:])
+
+    def everything(self, inputs: SlotInputs, read: Read) -> Any:
+        """Run tokens and slots in one forward without a cache, for a backbone that learns too.
+
+        Args:
+            inputs: Inputs of the slots.
+            read: Takes hidden states [B, T + C L, D] and the head.
+        """
+        mask, positions = self._layout(inputs.uniforms.shape[2])
+        return self.model(
+            input_ids=self.sequences.tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=False,
+            read=read,
+            **inputs.flat(),
+        ).read
+
+    @torch.no_grad()
+    def invert(
+        self,
+        first: Scores,
+        tokens: torch.Tensor,
+        known: torch.Tensor,
+        shares: torch.Tensor,
+        context: SlotContext,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return uniforms with which the student itself writes the completions (PTP paper, Algorithm 3).
+
+        u_k lies in the interval of token k under the student's distribution given u_0..u_{k-1}: one forward per token,
+        with one new slot for every completion at once.
+
+        Args:
+            first: [B, C], of the completions' first tokens, from `read`.
+            tokens: [B, C, K] int64.
+            known: [B, C, K] bool.
+            shares: [B, C, K], positions in the intervals.
+            context: What slots read besides their uniforms.
+
+        Returns:
+            u [B, C, K] float32, and reached [B, C, K] bool, as `Completions.place`.
+        """
+
+        def placed(logits: torch.Tensor, own: torch.Tensor, share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return place(own, logits.double().softmax(-1), share)
+
+        found, scores, count = [], first, tokens.shape[2]
+        for step in range(count):
+            found.append(scores.mapped(placed, tokens[..., step], shares[..., step]))
+            if step < count - 1:
+                scores = self._next(step, self.starts, slots=SlotInputs(found[-1][0][..., None], *context))
+        self.cache.crop(-(count - 1) * self.starts.shape[1])
+        u, valid = (torch.stack(parts, dim=-1) for parts in zip(*found))
+        return u, (valid & known).long().cumprod(-1).bool()
+
+    @torch.no_grad()
+    def most_likely(self, first: Scores, starts: torch.Tensor, length: int) -> tuple[torch.Tensor, Scores]:
+        """Return the backbone's own greedy completions, computed token by token with the cache.
+
+        Args:
+            first: [B, C], of the completions' first tokens, from `read`.
+            starts: [B, C] int64.
+            length: K.
+
+        Returns:
+            tokens [B, C, K] int64, and their scores [B, C, K].
+        """
+        scores, tokens = [first], []
+        for step in range(length):
+            tokens.append(scores[-1].mapped(lambda logits: (logits.argmax(-1),))[0])
+            if step < length - 1:
+                scores.append(self._next(step, starts, tokens=tokens[-1]))
+        self.cache.crop(-(length - 1) * starts.shape[1])
+        stacked = torch.stack([part.states for part in scores], dim=2)
+        return torch.stack(tokens, dim=-1), Scores(stacked, first.head, first.size)
+
+    def _next(
+        self, step: int, starts: torch.Tensor, slots: SlotInputs | None = None, tokens: torch.Tensor | None = None
+    ) -> Scores:
+        """Return the scores [B, C] after one more slot, or token, of C completions; it stays in the cache."""
+        outputs = self.model(
+            input_ids=self.sequences.tokens[:, :0] if tokens is None else tokens,
+            attention_mask=stepwise_mask(self.sequences.documents, starts, step),
+            position_ids=at_columns(self.sequences.positions, starts) + step,
+            past_key_values=self.cache,
+            use_cache=True,
+            read=_states_and_head,
+            **({} if slots is None else slots.flat()),
+        )
+        states, head = outputs.read
+        return Scores(states, head, head.weight.shape[0])
+
+    def _layout(self, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        documents = self.sequences.documents
+        positions = packed_positions(documents, self.starts, slots, self.offset, self.sequences.positions)
+        return packed_mask(documents, self.starts, slots), positions
+
+    def _after_cache(
+        self, inputs: dict[str, torch.Tensor], mask: torch.Tensor, positions: torch.Tensor, read: Read | None
+    ) -> Any:
+        """Return the logits [B, A, v] of slots after the cached tokens; or what `read` computes from them."""
+        outputs = self.model(
+            input_ids=self.sequences.tokens[:, :0],
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            read=read,
+            **inputs,
+        )
+        self.cache.crop(-positions.shape[1])
+        return outputs.read if read else outputs.logits
+
+
+def _states_and_head(hidden: torch.Tensor, head: nn.Module) -> tuple[torch.Tensor, nn.Module]:
+    return hidden, head
+
+
+class Teacher:
+    """Distributions of a model.
+
+    Args:
+        model: The teacher.
+        sampling: `temperature`, `top_k` and `top_p` of the distribution that decoding verifies.
+    """
+
+    def __init__(self, model: Any, sampling: dict[str, Any]) -> None:
+        self.model, self.sampling = model, sampling
+
+    @torch.no_grad()
+    def logits(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the logits [B, Q, v] of tokens [B, Q] under a dense bool mask [B, 1, Q, Q]."""
+        weight = next(self.model.parameters(), None)
+        dtype = torch.float32 if weight is None else weight.dtype
+        return self.model(
+            input_ids=tokens, attention_mask=additive_mask(mask, dtype), position_ids=positions, use_cache=False
+        ).logits
+
+    def of_sequences(self, sequences: Sequences) -> Scores:
+        """Return the scores [B, T] of a batch."""
+        documents = sequences.documents
+        return Scores.of_logits(self.logits(sequences.tokens, token_mask(documents), sequences.positions))
+
+    def pieces(
+        self, sequences: Sequences, scores: Scores, starts: torch.Tensor, exists: torch.Tensor, length: int
+    ) -> Completions:
+        """Return pieces of the sequences as completions, verified by the scores [B, T] of the sequences."""
+        columns, tokens, known, scored = completion_tokens(sequences, starts, exists, length)
+        low, high = token_intervals(scores[:, :-1], sequences.tokens[:, 1:], self.sampling)
+        low, high = (at_columns(edge, columns - 1) for edge in (low, high))
+        return Completions(starts, tokens, known, scored, low, high, scores.at(columns - 1))
+
+    def drafts(
+        self, sequences: Sequences, starts: torch.Tensor, exists: torch.Tensor, tokens: torch.Tensor
+    ) -> Completions:
+        """Return given completions [B, C, K], verified in one forward with all of them packed."""
+        scores = self._of_completions(sequences, starts, tokens)
+        low, high = token_intervals(scores, tokens, self.sampling)
+        known = exists[..., None] & self.belong(tokens)
+        return Completions(starts, tokens, known, known, low, high, scores)
+
+    def belong(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return which tokens [..., K] of completions come no later than their end, [..., K] bool."""
+        return before_eos(tokens, eos_ids(self.model))
+
+    def _of_completions(self, sequences: Sequences, starts: torch.Tensor, tokens: torch.Tensor) -> Scores:
+        """Return the scores [B, C, K] of completions [B, C, K]."""
+        documents, length = sequences.documents, sequences.tokens.shape[1]
+        mask = packed_mask(documents, starts, tokens.shape[2])
+        positions = packed_positions(documents, starts, tokens.shape[2], 0, sequences.positions)
+        logits = self.logits(torch.cat([sequences.tokens, tokens.flatten(1)], dim=1), mask, positions)
+        own = logits[:, length:].unflatten(1, tokens.shape[1:])
+        return Scores.of_logits(torch.cat([at_columns(logits, starts - 1)[:, :, None], own[:, :, :-1]], dim=2))
+
+    def most_likely(self, sequences: Sequences, starts: torch.Tensor, length: int) -> tuple[torch.Tensor, Scores]:
+        """Return greedy completions [B, C, K] and their scores, a forward per token; `PackedRows` has a cache."""
+        tokens = torch.zeros(*starts.shape, length, dtype=torch.long, device=starts.device)
+        scores = self._of_completions(sequences, starts, tokens)
+        for step in range(length):
+            scores = scores if step == 0 else self._of_completions(sequences, starts, tokens)
+            tokens[..., step] = scores.states[:, :, step].argmax(-1)
+        return tokens, scores
+
+    @torch.no_grad()
+    def continued(self, sequences: Sequences, length: int) -> Sequences:
+        """Return sequences of the teacher: it continues a random beginning of every given sequence.
+
+        Args:
+            sequences: The batch; a sequence without a column to start at is all padding in the result.
+            length: Tokens to write, at least.
+
+        Raises:
+            TypeError: A teacher that cannot generate.
+        """
+        if not hasattr(self.model, "generate"):
+            raise TypeError(f"sequences='teacher' needs a teacher with generate(), not a {type(self.model).__name__}")
+        keys = torch.rand(sequences.tokens.shape, device=sequences.tokens.device)
+        starts, exists = draw_starts(sequences.startable, 1, keys)
+        width = int(starts.max())
+        columns = starts - width + torch.arange(width, device=starts.device)
+        own = at_columns(sequences.documents, starts)
+        columns, real = columns.clamp(min=0), (columns >= 0) & exists
+        real = real & (at_columns(sequences.documents, columns) == own)
+        prompt = at_columns(sequences.tokens, columns).masked_fill(~real, 0)
+        # if a sequence has no beginning, its padding is continued; the masks below leave that text out
+        text = self.model.generate(
+            prompt,
+            attention_mask=(real | ~exists).long(),
+            generation_config=verified_sampling(self.model, self.sampling, length),
+        )
+        written = before_eos(text[:, width:], eos_ids(self.model)) & exists
+        documents = torch.cat([real, written], dim=1).long()
+        scored = torch.cat([torch.zeros_like(real), written], dim=1)
+        return Sequences(text, documents, scored)
+
+
+def verified_sampling(model: Any, sampling: dict[str, Any], length: int) -> GenerationConfig:
+    """Return how a model samples `length` tokens of the distribution that decoding verifies, one at a time."""
+    eos = eos_ids(model)
+    options = {"eos_token_id": eos or None, "pad_token_id": (eos or [0])[0], **sampling}
+    return GenerationConfig(do_sample=True, use_mtp=False, max_new_tokens=length, **options)
+
+
+def eos_ids(model: Any) -> list[int]:
+    """Return the end-of-text ids of a model's generation config; none if it has none."""
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+@torch.no_grad()
+def student_drafts(rows: PackedRows, scores: Scores, config: PTPConfig, inputs: SlotInputs) -> torch.Tensor:
+    """Return the completions that the student writes from uniform noise, in one forward.
+
+    Args:
+        rows: The batch, after `read`.
+        scores: [B, T] of its tokens.
+        config: The student's. One-hot slots write L tokens; categorical ones L, after the backbone's own.
+        inputs: Inputs of the slots; the first of the uniforms [B, C, L + 1] is for the backbone's own token.
+
+    Returns:
+        [B, C, L] int64 (L + 1 for categorical slots).
+    """
+    is_one_hot, uniforms = config.variant == "one_hot", inputs.uniforms
+    drafted = Scores.of_logits(rows.slots(replace(inputs, uniforms=uniforms[..., :-1])))
+    if config.predicts_tokens:
+        return drafted.states.argmax(-1)
+
+    def picked(logits: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor]:
+        return (pick(u, logits.double().softmax(-1)),)
+
+    if is_one_hot:
+        return drafted.mapped(picked, uniforms[..., :-1])[0]
+    first = scores.at(rows.starts - 1)
+    own = first.mapped(lambda logits, u: (pick(u, target_probs(logits, **config.sampling or {})),), uniforms[..., 0])[0]
+    return torch.cat([own[..., None], drafted.mapped(picked, uniforms[..., 1:])[0]], dim=-1)

@@ -1,0 +1,207 @@
+"""What all trainers share: exact means over micro-batches and processes, whole models, and the parts of a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import EvalLoopOutput
+
+from ..configuration import MTPHeadConfig
+from ..configuration.transformers_names import TRAINER, check_names
+from ..modeling import DeepSeekMTP, EvaByteForMTPC, MTPHeads
+from ..modeling.heads.joint import JointMTPModel
+from ..modeling.heads.losses import IGNORE
+from ..modeling.ptp.registers import RegisterModel
+from .batches import Inputs
+from .pushing import TrainerPushMixin
+
+check_names(TRAINER)
+
+
+def summed_over_processes(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor over all processes; every one of them calls this."""
+    gathered = accelerator.gather(values[None])
+    assert isinstance(gathered, torch.Tensor)
+    return gathered.sum(0)
+
+
+class RunningMeans:
+    """Sums and counts of several quantities, kept on their device until they are taken."""
+
+    def __init__(self) -> None:
+        self.totals: torch.Tensor | None = None
+
+    def add(self, sums: torch.Tensor, counts: torch.Tensor) -> None:
+        """Add the sums and counts of a micro-batch, [n] each; totals are float64 where the device has it."""
+        totals = torch.stack([sums, counts])
+        totals = totals if totals.device.type == "mps" else totals.double()
+        self.totals = totals if self.totals is None else self.totals + totals
+
+    def take(self, accelerator: Accelerator) -> torch.Tensor | None:
+        """Return sums and counts over all processes, [2, n] on the CPU, and reset; None if nothing was added."""
+        totals, self.totals = self.totals, None
+        return None if totals is None else summed_over_processes(accelerator, totals).cpu()
+
+    def named(self, accelerator: Accelerator, names: list[str] | tuple[str, ...], prefix: str = "") -> dict[str, float]:
+        """Return the means by name, and reset; quantities without counts are left out."""
+        return named_means(self.take(accelerator), names, prefix)
+
+
+def named_means(totals: torch.Tensor | None, names: list[str] | tuple[str, ...], prefix: str = "") -> dict[str, float]:
+    """Return the means of totals [2, n] by name; quantities without counts are left out."""
+    pairs = () if totals is None else zip(names, *totals.tolist())
+    return {prefix + name: total / count for name, total, count in pairs if count}
+
+
+class BaseTrainer(TrainerPushMixin, Trainer):
+    """A `Trainer` that logs exact means and writes whole models where parameters are sharded.
+
+    A subclass names the quantities in `_mean_names` and adds them to `_means[model.training]`. If its evaluation loss
+    follows from them, `_pooled_loss` computes it: the mean over batches would depend on their size. `save_model`
+    always leaves a directory for `from_pretrained`.
+
+    Attributes:
+        _owner: The model without what distribution wraps around it.
+    """
+
+    _owner: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._means = {True: RunningMeans(), False: RunningMeans()}
+
+    def _mean_names(self) -> list[str]:
+        raise NotImplementedError
+
+    def _pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> float | None:
+        return None
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As in `Trainer`, with the means among the metrics, and the loss of all data as of one batch."""
+        means = self._means[False] = RunningMeans()
+        output = super().evaluation_loop(*args, **kwargs)
+        prefix, totals = kwargs.get("metric_key_prefix", "eval"), means.take(self.accelerator)
+        metrics = output.metrics if output.metrics is not None else {}
+        metrics.update(named_means(totals, self._mean_names(), f"{prefix}_"))
+        loss = None if totals is None else self._pooled_loss(totals[0], totals[1])
+        if loss is not None:
+            metrics[f"{prefix}_loss"] = loss
+        for callback in self.callback_handler.callbacks:  # so that they are logged, and decide on the best checkpoint
+            measure = getattr(callback, "evaluation_metrics", None)
+            if measure is not None:
+                metrics.update(measure(self, prefix))
+        return output
+
+    def prediction_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Any:
+        """As in `Trainer`; rows that only fill up the last batch of several processes are no targets."""
+        return super().prediction_step(model, self.without_repeated_rows(inputs), *args, **kwargs)
+
+    def without_repeated_rows(self, inputs: Inputs) -> Inputs:
+        """Return the batch with labels of -100 in rows that this process or another one has seen already.
+
+        accelerate fills the last batch up with rows of the first, so that every process has one; `Trainer` drops what
+        they predict, but their losses would count twice. Rows that are joined without padding cannot be told apart: of
+        these, only batches that are filled up from their first row on are left out.
+        """
+        state, labels = self.accelerator.gradient_state, inputs.get("labels")
+        is_last = state.end_of_dataloader and self.accelerator.num_processes > 1
+        if not is_last or state.remainder <= 0 or not isinstance(labels, torch.Tensor):
+            return inputs
+        first = self.accelerator.process_index * self.args.per_device_eval_batch_size
+        repeated = torch.arange(first, first + len(labels), device=labels.device) >= state.remainder
+        shape = [-1] + [1] * (labels.dim() - 1)
+        return {**inputs, "labels": labels.masked_fill(repeated.view(shape), IGNORE)}
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log what `Trainer` logs, and the means of training with its `loss`."""
+        if "loss" in logs:
+            logs |= self._means[True].named(self.accelerator, self._mean_names())
+        super().log(logs, start_time)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in `Trainer`; of a model that FSDP sharded, too, whatever `fsdp_state_dict_type` says of checkpoints."""
+        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
+        if plugin is None or _internal_call:
+            super().save_model(output_dir, _internal_call)
+            return
+        of_checkpoints = plugin.state_dict_type
+        plugin.set_state_dict_type("FULL_STATE_DICT")
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            plugin.set_state_dict_type(of_checkpoints)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
+        """As in `Trainer`, or by the model itself."""
+        if not self._load_several(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        """See `_load_from_checkpoint`."""
+        if not self._load_several(self.state.best_model_checkpoint):
+            super()._load_best_model()
+
+    def _load_several(self, folder: str | None) -> bool:
+        """Load a model that consists of several directories; whether it is one. Shards are read by the library."""
+        if folder is None or self.is_fsdp_enabled or not isinstance(self._owner, (JointMTPModel, RegisterModel)):
+            return False
+        self._owner.load_checkpoint(folder)
+        return True
+
+
+def plugin_of_deepspeed(trainer: Trainer) -> Any:
+    """Return DeepSpeed's settings; None where it is not used."""
+    return trainer.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
+
+
+def check_shards(trainer: Trainer) -> None:
+    """Refuse a way of sharding that heads cannot follow.
+
+    Raises:
+        ValueError: Stage 3 of DeepSpeed.
+    """
+    plugin = plugin_of_deepspeed(trainer)
+    if plugin is not None and plugin.zero_stage == 3:
+        raise ValueError(
+            "zero_stage=3 of DeepSpeed leaves no parameter whole outside its module's forward, and heads read the "
+            "backbone's unembedding there: use stage 1 or 2, or FSDP2 (examples/accelerate/fsdp2.yaml)"
+        )
+
+
+def without_peft(model: Any) -> Any:
+    """Return the model within a PeftModel, or the model itself."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def drafter_of(model: nn.Module) -> nn.Module:
+    """Return the module that drafts, within a model that a trainer trains."""
+    owner = without_peft(model)
+    if isinstance(owner, JointMTPModel):
+        return owner.heads
+    if isinstance(owner, DeepSeekMTP):
+        return owner.mtp
+    return owner.head if isinstance(owner, EvaByteForMTPC) else owner
+
+
+def head_of(model: nn.Module) -> nn.Module:
+    """Return the part of the drafter that learns in a warm-up: all of it but draft layers."""
+    drafter = drafter_of(model)
+    return drafter.head if isinstance(drafter, MTPHeads) and drafter.draft_layers is not None else drafter
+
+
+def draft_layers_of(model: Any) -> nn.Module | None:
+    """Return the adapted layers of the backbone that draft; None for models without them."""
+    owner = without_peft(model)
+    return owner.draft_layers if isinstance(owner, (MTPHeads, EvaByteForMTPC)) else None
+
+
+def head_config(model: Any) -> MTPHeadConfig | None:
+    """Return the config of a model's heads; None for models without heads."""
+    owner = without_peft(model)
+    config = owner.config.mtp_head if isinstance(owner, EvaByteForMTPC) else owner.config
+    return config if isinstance(config, MTPHeadConfig) else None

@@ -183,12 +183,13 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
     def start(self, options: DraftOptions) -> HeadSession:
         """Return the drafts of the heads for one call of `generate`."""
         after = partial(distribution_after, self.head, self.config, backbone=self._parts())
-        layers = self.hidden_layers
-        if self.draft_layers is None and self.family.features is last_state and layers == [-1]:
-            return HeadSession(after, options, layers)  # nothing is computed of the states, and there is no cache
+        family = self.family
+        reads_last = family.features is last_state and family.hidden_layers is HeadFamily.hidden_layers
+        if self.draft_layers is None and reads_last:  # nothing is computed of the states, and there is no cache
+            return HeadSession(after, options, [-1])
         if self.attends:
             return AttendingHeadSession(self, options, self.features_of_call())
-        return HeadSession(after, options, layers, self.features)
+        return HeadSession(after, options, self.hidden_layers, self.features)
 
     @property
     def family(self) -> HeadFamily:

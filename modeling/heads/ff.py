@@ -17,8 +17,8 @@ from ..tensor_files import Tensors
 from ..wrapped_models import call
 from .backbone_parts import BackboneParts, output_embeddings, required
 from .chunks import SummedLinear, SummingModule
-from .family import Circuit, Directory, HeadFamily, HeadLayout, exact, register
-from .window_distribution import FactorisedDistribution, WindowDistribution
+from .family import Circuit, Directory, HeadFamily, HeadLayout, register
+from .window_distribution import FactorisedDistribution, WindowDistribution, exact
 
 
 class FFHead(SummingModule):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
 from torch.func import functional_call
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..decoder_layers import config_field, final_norm
+from ...configuration.fields import field
+from ..decoder_layers import final_norm
 from ..wrapped_models import call_frozen, is_unit
 
 
@@ -67,17 +69,18 @@ def backbone_parts(model: PreTrainedModel) -> BackboneParts:
     if isinstance(model, HasBackboneParts):
         return model.backbone_parts()
     unembedding, text = output_embeddings(model), model.config.get_text_config()
+    scale = (field(text, "logit_scale") or 1.0) / (field(text, "logits_scaling") or 1.0)
     return BackboneParts(
-        unembed=lambda states: _finish(frozen(unembedding, states.to(dtype_of(unembedding, states))), text),
-        embed=lambda tokens: frozen(model.get_input_embeddings(), tokens),
+        unembed=partial(_unembed, unembedding, scale, field(text, "final_logit_softcapping")),
+        embed=partial(frozen, model.get_input_embeddings()),
         norm=lambda states: frozen(final_norm(model.get_decoder()), states),
     )
 
 
-def _finish(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
-    """Return what some families do to the logits that leave their unembedding."""
-    logits = logits * (config_field(config, "logit_scale") or 1.0) / (config_field(config, "logits_scaling") or 1.0)
-    cap = config_field(config, "final_logit_softcapping")
+def _unembed(unembedding: nn.Module, scale: float, cap: float | None, states: torch.Tensor) -> torch.Tensor:
+    """Return logits of states: those of the unembedding, scaled and capped as some families do."""
+    states = states.to(dtype_of(unembedding, states))
+    logits = scale * (frozen(unembedding, states) if torch.is_grad_enabled() else unembedding(states))
     return logits if cap is None else cap * (logits / cap).tanh()
 
 

@@ -58,10 +58,6 @@ class Trainee:
     backbone: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
-    def call_options(self) -> dict[str, Any]:
-        """Return options of `backbone.generate` that let the drafter draft."""
-        return {"assistant_model": self.model} if isinstance(self.model, AttachableDrafter) else {}
-
 
 def build(settings: Settings) -> Trainee:
     """Load the backbone, and load or make what drafts for it.

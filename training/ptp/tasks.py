@@ -105,7 +105,7 @@ class TaskMaker:
 
     @torch.no_grad()
     def task(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], is_training: bool, reads: bool) -> Task:
-        """Return the task of a batch: drawn at random in training, else evenly; `reads`: the learning forward needs a cache."""
+        """Return a batch's task, drawn at random in training, else evenly; `reads`: the forward needs the cache."""
         options, sequences = self.options, Sequences.of(inputs)
         if options.sequences == "teacher":
             sequences = self.teacher.continued(sequences, 2 * self.length)

@@ -74,15 +74,15 @@ class DecodingResult:
     plain_processor_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        _check(self, _is_text, _TEXT, "name")
-        _check(self, _is_bool, "True or False", "do_sample", "identical")
+        _check(self, _TEXT, "name")
+        _check(self, _BOOL, "do_sample", "identical")
         counts = ("backbone_calls", "new_tokens", "plain_new_tokens", "batch_size")
-        _check(self, _is_count, "a whole number of at least 1", *counts)
+        _check(self, _COUNT, *counts)
         times = ("seconds", "plain_seconds", "processor_seconds", "plain_processor_seconds")
-        _check(self, _is_positive, _POSITIVE, *times, "expected_tokens_per_call")
-        _check(self, _are_shares, _SHARES, "accepted_by_position", "expected_by_position")
-        _check(self, _is_share, "a share between 0 and 1", "repeated_share")
-        _check(self, _are_finite, "a list of finite numbers", "per_prompt")
+        _check(self, _POSITIVE, *times, "expected_tokens_per_call")
+        _check(self, _SHARES, "accepted_by_position", "expected_by_position")
+        _check(self, _SHARE, "repeated_share")
+        _check(self, _NUMBERS, "per_prompt")
 
     @property
     def tokens_per_call(self) -> float:
@@ -162,11 +162,11 @@ class MeasuredResults:
 
     def __post_init__(self) -> None:
         texts = ("dataset_name", "dataset_description", "hardware", "dtype", "command", "library_version", "unit")
-        _check(self, _is_text, _TEXT, *texts)
-        _check(self, _are_results, "a list of at least one DecodingResult, whose names occur once", "results")
-        _check(self, _are_shares, _SHARES, "accepted_by_position")
-        _check(self, _is_positive, _POSITIVE, "bits_per_byte")
-        _check(self, _are_facts, "a dict of names and values, each a text or a finite number", "extra", "environment")
+        _check(self, _TEXT, *texts)
+        _check(self, _RESULTS, "results")
+        _check(self, _SHARES, "accepted_by_position")
+        _check(self, _POSITIVE, "bits_per_byte")
+        _check(self, _FACTS, "extra", "environment")
 
     def to_json(self, path: str | Path) -> Path:
         """Save the measured values (not the derived ones) as JSON, under a temporary name first.
@@ -238,16 +238,11 @@ def _record(cls: type[_Record], fields: Any) -> _Record:
     return cls(**fields)
 
 
-_TEXT = "a text that is not empty"
-_POSITIVE = "a finite number above 0"
-_SHARES = "a list of shares between 0 and 1"
-
-
-def _check(record: DecodingResult | MeasuredResults, holds: Callable[[Any], bool], wanted: str, *names: str) -> None:
+def _check(record: DecodingResult | MeasuredResults, wanted: str, *names: str) -> None:
     """Refuse fields whose value is not as wanted; None is allowed where it is the default."""
     for entry in dataclasses.fields(record):
         value = vars(record)[entry.name]
-        if entry.name in names and not holds(value) and not (value is None and entry.default is None):
+        if entry.name in names and not _HOLDS[wanted](value) and not (value is None and entry.default is None):
             raise ValueError(f"{entry.name}={value!r} must be {wanted}")
 
 
@@ -255,32 +250,8 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def _is_finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_positive(value: Any) -> bool:
-    return _is_finite(value) and value > 0
-
-
-def _is_share(value: Any) -> bool:
-    return _is_finite(value) and 0 <= value <= 1
-
-
-def _are_finite(values: Any) -> bool:
-    return isinstance(values, list) and all(map(_is_finite, values))
-
-
-def _are_shares(values: Any) -> bool:
-    return isinstance(values, list) and all(map(_is_share, values))
 
 
 def _are_results(rows: Any) -> bool:
@@ -289,5 +260,24 @@ def _are_results(rows: Any) -> bool:
     return len({row.name for row in rows}) == len(rows) > 0
 
 
-def _are_facts(facts: Any) -> bool:
-    return isinstance(facts, dict) and all(_is_text(value) or _is_finite(value) for value in facts.values())
+def _is_share(value: Any) -> bool:
+    return _is_finite(value) and 0 <= value <= 1
+
+
+_TEXT, _POSITIVE = "a text that is not empty", "a finite number above 0"
+_SHARE, _SHARES = "a share between 0 and 1", "a list of shares between 0 and 1"
+_BOOL, _COUNT, _NUMBERS = "True or False", "a whole number of at least 1", "a list of finite numbers"
+_RESULTS = "a list of at least one DecodingResult, whose names occur once"
+_FACTS = "a dict of names and values, each a text or a finite number"
+_HOLDS: dict[str, Callable[[Any], bool]] = {
+    _TEXT: _is_text,
+    _BOOL: lambda value: isinstance(value, bool),
+    _COUNT: lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1,
+    _POSITIVE: lambda value: _is_finite(value) and value > 0,
+    _SHARE: _is_share,
+    _SHARES: lambda values: isinstance(values, list) and all(map(_is_share, values)),
+    _NUMBERS: lambda values: isinstance(values, list) and all(map(_is_finite, values)),
+    _RESULTS: _are_results,
+    _FACTS: lambda facts: isinstance(facts, dict) and all(_is_text(v) or _is_finite(v) for v in facts.values()),
+}
+"""What a field may hold, in words, and whether a value is that."""

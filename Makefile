@@ -1,4 +1,4 @@
-.PHONY: compatibility quality style test
+.PHONY: compatibility quality style test types
 quality:
 	ruff check .
 	ruff format --check .
@@ -7,5 +7,7 @@ style:
 	ruff format .
 test:
 	pytest
+types:
+	python .ci/check_types.py
 compatibility:
 	python .ci/compatibility.py

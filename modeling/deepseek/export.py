@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import count_modules, family_of, num_layers, set_modules
+from ..loading import SavingMixin
 from ..loss_options import ModuleLossOptions
-from ..saving import SavingMixin
 from .checkpoint_files import COPIES
 from .conversion import load
 from .draft_vocabulary import FILE, DraftVocabulary

@@ -23,8 +23,8 @@ from ..heads.registry import build_head, distribution_after, init_head, window_d
 from ..heads.window_distribution import WindowDistribution
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
+from ..loss_options import DepthCountsMixin
 from ..outputs import MTPOutput
-from ..trainable import DepthCountsMixin
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
 from .draft_layers import DraftLayersMixin, EvaDraftLayers, with_layer

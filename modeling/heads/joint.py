@@ -14,10 +14,9 @@ from transformers.utils.generic import can_return_tuple
 
 from ..deepseek.losses import chain_loss
 from ..deepseek.modules import Readout
-from ..loss_options import ModuleLossOptions
+from ..loss_options import DepthCountsMixin, ModuleLossOptions
 from ..outputs import MTPOutput
 from ..tensor_files import below
-from ..trainable import DepthCountsMixin
 from .attached import MTPHeads
 from .backbone_parts import output_embeddings
 from .losses import IGNORE, counts_of_update, depth_targets

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import MTPHeadConfig
+from ..loss_options import DepthCountsMixin
 from ..outputs import MTPOutput
-from ..trainable import DepthCountsMixin
 from ..wrapped_models import is_unit
 from .backbone_parts import BackboneParts
 from .draft_layers import DraftLayers

@@ -20,10 +20,18 @@ from ..indices import selected_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..outputs import PTPOutput, states_asked_for
 from ..wrapped_models import PicklableMixin, caches_kept, checkpoints_activations, merged_copy
-from .backbones import check_config, check_logits, check_model
 from .embedding import SLOT_PARTS, Sampler, UniformEmbedding, slot_parts
 from .gated_lora import ADAPTER, Gate, gate_linears, keep_gates, opened
-from .inputs import additive_mask, check_masks, check_positions, check_uniforms, has_slots
+from .inputs import (
+    additive_mask,
+    check_config,
+    check_logits,
+    check_masks,
+    check_model,
+    check_positions,
+    check_uniforms,
+    has_slots,
+)
 
 _EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative", "greedy", "reads_state"}
 _RECOMMENDED = {"lora_rank": 64, "lora_alpha": 64}

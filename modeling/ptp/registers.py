@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from ..heads.joint import load_trained
 from ..tensor_files import below
 from ..wrapped_models import unwrap
-from .backbones import check_config, check_model
-from .inputs import additive_mask, packed_mask, packed_positions
+from .inputs import additive_mask, check_config, check_model, packed_mask, packed_positions
 
 REGISTER = "register.safetensors"
 """File of the register, in the model's directory."""

@@ -19,7 +19,7 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, c
 
 from ..configuration.mtp_families import REFUSED
 
-_NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
+_NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "norm_f")
 
 
 class LayerSource:
@@ -181,6 +181,21 @@ def final_norm(body: nn.Module) -> nn.Module:
         if name in _NORMS:
             return module
     raise ValueError(f"{type(body).__name__} has no final norm that heads could share")
+
+
+def finished_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
+    """Return logits [..., V] with what a family does after its unembedding: cap tanh(factor W h / divisor / cap).
+
+    These changes keep the order of logits, but not losses, confidences and draft distributions.
+    """
+    divisor, factor, cap = (
+        config_field(config, name) for name in ("logits_scaling", "logit_scale", "final_logit_softcapping")
+    )
+    if divisor is not None:
+        logits = logits / float(divisor)
+    if factor is not None:
+        logits = logits * float(factor)
+    return logits if cap is None else torch.tanh(logits / float(cap)) * float(cap)
 
 
 def _refusal(config: PreTrainedConfig, reason: str) -> ValueError:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 
 def uncompiled(model: Any) -> Any:
@@ -145,6 +145,35 @@ class PicklableMixin(nn.Module):
         """Return all attributes, after those functions are removed."""
         drop_collectors(self)
         return vars(self)
+
+
+class OfBackboneMixin:
+    """The generation config of a backbone, for a drafter or wrapper that has none of its own."""
+
+    backbone: PreTrainedModel
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The backbone's, which trainers and `generate` of another model read."""
+        return self.backbone.generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: GenerationConfig | None) -> None:
+        """Ignore the value."""
+
+
+class AroundBackboneMixin:
+    """The embeddings of a backbone, for a model around it."""
+
+    backbone: PreTrainedModel
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the backbone's."""
+        return self.backbone.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the backbone's."""
+        return cast(nn.Module, self.backbone.get_output_embeddings())
 
 
 def carries_adapters(model: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from transformers import (
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MiMoConfig, MTPFamily, count_modules, family_of, num_layers, set_modules
-from ..decoder_layers import layer_kind
+from ..decoder_layers import final_norm, layer_kind
 from ..loading import StrictLoadingMixin
 from ..tensor_files import weight_files
 from .checkpoint_files import dequantized_tensors
@@ -161,7 +161,7 @@ def extended_class(config: PreTrainedConfig, count: int, ignored: list[str]) -> 
             if family.body != "layer":
                 layers.extend([new_body(layers, config) for _ in range(count)])
             for layer in layers[len(layers) - count :]:
-                _attach_parts(layer, final_norm(self), config.hidden_size, family.norm_before_head)
+                _attach_parts(layer, final_norm(self.get_decoder()), config.hidden_size, family.norm_before_head)
             if count:
                 self.init_weights()  # initialises the added parts only
 
@@ -179,12 +179,6 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 def rotary_embedding(model: PreTrainedModel) -> nn.Module | None:
     """Return the rotary embedding of a main model; None where it has none."""
     return dict(model.get_decoder().named_children()).get("rotary_emb")
-
-
-def final_norm(model: PreTrainedModel) -> nn.Module:
-    """Return the norm after the main model's last layer."""
-    parts = dict(model.get_decoder().named_children())
-    return parts["norm"] if "norm" in parts else parts["norm_f"]
 
 
 def _attach_parts(layer: nn.Module, norm: nn.Module, hidden_size: int, norm_before_head: bool) -> None:

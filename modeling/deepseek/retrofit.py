@@ -16,14 +16,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, count_modules, family_of, num_layers, set_modules
-from ..decoder_layers import layer_kind
+from ..decoder_layers import final_norm, layer_kind
 from ..wrapped_models import sharing_copy, uncompiled, unwrap
 from .conversion import (
     PER_LAYER,
     decoder_layers,
     extended_class,
     extended_config,
-    final_norm,
     main_class,
     module_kinds,
     rotary_embedding,
@@ -119,7 +118,7 @@ def _check_shapes(main: PreTrainedModel, modules: MTPModules) -> None:
 
 
 def _new_module(main: PreTrainedModel, layer: nn.Module, family: MTPFamily, shares: tuple[float, float]) -> MTPModule:
-    last, size = final_norm(main), main.config.hidden_size
+    last, size = final_norm(main.get_decoder()), main.config.hidden_size
     enorm, hnorm = _unit_norm(main, last), _unit_norm(main, last)
     eh_proj = nn.Linear(2 * size, size, bias=False, device=next(last.parameters()).device, dtype=main.dtype)
     halves = [share * torch.eye(size) for share in (shares if family.embedding_first else shares[::-1])]

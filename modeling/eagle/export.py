@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ...configuration import EagleHeadConfig
+from ..tensor_files import write_json
 from .conversion import AUX_IDS
 from .modules import EagleNetwork
 
@@ -48,8 +48,7 @@ def write_layout(head: EagleNetwork, folder: Path, layout: str, state: dict[str,
     folder.mkdir(parents=True, exist_ok=True)
     written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(written, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
-    values = folder_config(head.config, layout, head.dtype)
-    (folder / CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / CONFIG_NAME, folder_config(head.config, layout, head.dtype))
 
 
 def folder_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> dict[str, Any]:

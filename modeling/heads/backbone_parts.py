@@ -9,9 +9,9 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import nn
 from torch.func import functional_call
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..decoder_layers import config_field, final_norm
+from ..decoder_layers import final_norm, finished_logits
 from ..wrapped_models import call_frozen, is_unit
 
 
@@ -68,17 +68,10 @@ def backbone_parts(model: PreTrainedModel) -> BackboneParts:
         return model.backbone_parts()
     unembedding, text = output_embeddings(model), model.config.get_text_config()
     return BackboneParts(
-        unembed=lambda states: _finish(frozen(unembedding, states.to(dtype_of(unembedding, states))), text),
+        unembed=lambda states: finished_logits(frozen(unembedding, states.to(dtype_of(unembedding, states))), text),
         embed=lambda tokens: frozen(model.get_input_embeddings(), tokens),
         norm=lambda states: frozen(final_norm(model.get_decoder()), states),
     )
-
-
-def _finish(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
-    """Return what some families do to the logits that leave their unembedding."""
-    logits = logits * (config_field(config, "logit_scale") or 1.0) / (config_field(config, "logits_scaling") or 1.0)
-    cap = config_field(config, "final_logit_softcapping")
-    return logits if cap is None else cap * (logits / cap).tanh()
 
 
 def frozen(module: nn.Module, *args: Any) -> Any:

@@ -155,15 +155,6 @@ def unembeddings(
     return OwnUnembeddings(config.num_drafts, hidden_size, vocab_size, bias)
 
 
-def next_token_logits(hidden_states: torch.Tensor, backbone: BackboneParts | None) -> torch.Tensor:
-    """Return the backbone's own logits [..., V] at last hidden states [..., d], for position 1.
-
-    Raises:
-        RuntimeError: No backbone was given.
-    """
-    return required(backbone).unembed(hidden_states)
-
-
 def untied(tensors: Tensors, heads: int, blocks: int) -> tuple[bool, Tensors]:
     """Return whether the blocks of every head are copies of one, and the tensors without the copies.
 

@@ -19,7 +19,7 @@ from ...configuration.head_families import HYDRA
 from ..decoder_layers import LayerSource, config_field, read_config
 from ..tensor_files import Tensors, below, read_json, read_tensors, refuse_unknown
 from .backbone_parts import BackboneParts, backbone_parts, required
-from .blocks import ConcatBlock, ResidualBlock, next_token_logits, repeated, unembeddings, untied
+from .blocks import ConcatBlock, ResidualBlock, repeated, unembeddings, untied
 from .family import Directory, HeadFamily, HeadLayout, exact, register
 from .layer import DecoderLayers
 from .window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
@@ -72,7 +72,7 @@ class HydraHead(nn.Module):
 
     def first(self, features: torch.Tensor, backbone: BackboneParts | None) -> torch.Tensor:
         """Return the logits [..., V] of position 1, the backbone's, at features [..., 2 d]; at [..., d], s is h."""
-        return next_token_logits(features[..., : self._width(features)], backbone)
+        return required(backbone).unembed(features[..., : self._width(features)])
 
     def state(self, features: torch.Tensor) -> torch.Tensor:
         """s, [..., d]."""

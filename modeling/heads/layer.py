@@ -131,7 +131,7 @@ class LayerHead(nn.Module):
         states: Mapping[int, torch.Tensor] | Sequence[torch.Tensor],
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor,
-        backbone: BackboneParts,
+        backbone: BackboneParts | None,
         targets: torch.Tensor,
         weights: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,7 +148,7 @@ class LayerHead(nn.Module):
         Returns:
             The scalar, and detached sums of cross-entropies per depth, [n].
         """
-        z = states[-2].to(next(self.layers.parameters()).dtype)
+        z, backbone = states[-2].to(next(self.layers.parameters()).dtype), required(backbone)
         options = self.layers.options(z, self.rotary, attention_mask, position_ids)
 
         def run(k: int, inputs: torch.Tensor) -> torch.Tensor:

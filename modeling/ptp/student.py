@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...configuration.fields import field
@@ -15,7 +15,7 @@ from ...generation.attach import AttachableDrafter, adopt_special_ids
 from ...generation.parallel import ParallelDrafter
 from ..heads.window_distribution import WindowDistribution
 from ..loading import StrictLoadingMixin
-from ..wrapped_models import adapted_layers, adapter_marks, unwrap
+from ..wrapped_models import OfBackboneMixin, adapted_layers, adapter_marks, unwrap
 from .embedding import SLOT_PARTS, slot_parts
 from .gated_lora import ADAPTER
 from .model import PTPForCausalLM
@@ -23,7 +23,7 @@ from .model import PTPForCausalLM
 _SAME = ("model_type", "hidden_size", "vocab_size", "num_hidden_layers")
 
 
-class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrainedModel):
+class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, AttachableDrafter, PreTrainedModel):
     """Gated adapters and an embedding of uniforms, or masks, for a backbone that is unchanged.
 
     An attached student passes as `assistant_model`: `backbone.generate(..., assistant_model=student)` produces the
@@ -165,15 +165,6 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`PTPForCausalLM.forward` of the attached backbone with this student."""
         return self.whole(*args, **kwargs)
-
-    @property
-    def generation_config(self) -> GenerationConfig:
-        """The backbone's: trainers align special tokens with it, and `generate` of another model reads it."""
-        return self.backbone.generation_config
-
-    @generation_config.setter
-    def generation_config(self, value: GenerationConfig | None) -> None:
-        """Ignored: a student has none of its own."""
 
     def _supports_logits_to_keep(self) -> bool:
         """Refuse to be run by transformers itself."""

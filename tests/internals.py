@@ -23,7 +23,7 @@ _MODULES = {
     "drafters_modules": "tokenahead.generation.drafters.modules",
     "drafters_protocol": "tokenahead.generation.call.options",
     "eagle_losses": "tokenahead.modeling.eagle.losses",
-    "eagle_retrofit": "tokenahead.modeling.eagle.retrofit",
+    "eagle_retrofit": "tokenahead.modeling.eagle.conversion",
     "evaluation_decoding": "tokenahead.training.evaluation.decoding",
     "export_module": "tokenahead.model_cards.export",
     "features_module": "tokenahead.training.features",

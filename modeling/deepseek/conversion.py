@@ -24,7 +24,7 @@ from transformers import (
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MiMoConfig, MTPFamily, count_modules, family_of, num_layers, set_modules
-from ..decoder_layers import final_norm, layer_kind
+from ..heads.backbone_parts import final_norm, layer_kind
 from ..loading import StrictLoadingMixin
 from ..tensor_files import weight_files
 from .checkpoint_files import dequantized_tensors

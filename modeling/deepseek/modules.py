@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..decoder_layers import finished_logits, knows_layer_types, layer_kind, layer_options, set_cache_slots
+from ..heads.backbone_parts import finished_logits, knows_layer_types, layer_kind, layer_options, set_cache_slots
 from ..wrapped_models import caches_kept, call
 
 

@@ -24,11 +24,17 @@ from ..outputs import EagleOutput
 from ..remote_code import check_choice
 from ..tensor_files import read_tensors, refuse_unknown, weight_files
 from ..wrapped_models import OfBackboneMixin, unwrap
-from .conversion import check_vocabulary, foreign_head, own_names
+from .conversion import (
+    backbone_config,
+    check_vocabulary,
+    foreign_head,
+    own_names,
+    resolved_aux_layers,
+    warn_of_another_kind,
+)
 from .export import check_layout, write_layout
 from .losses import TrainingBatch, counts_per_step, eagle_loss, pooled_loss
 from .modules import EagleNetwork
-from .retrofit import backbone_config, resolved_aux_layers, warn_of_another_kind
 
 if TYPE_CHECKING:
     from ...generation.call.options import DraftOptions

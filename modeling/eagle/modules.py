@@ -27,7 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from ...configuration import EagleHeadConfig
 from ...generation.attach import AttachableDrafter
 from ..heads.backbone_parts import backbone_parts, dtype_of, frozen
-from .retrofit import resolved_aux_layers
+from .conversion import resolved_aux_layers
 
 States = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
 """Hidden states of the backbone: L + 1 entries [B, T, D], of which unused ones may be None, or those by index."""

@@ -22,8 +22,7 @@ from transformers import initialization as init
 from transformers.cache_utils import CacheLayerMixin
 
 from ...configuration import MTPHeadConfig
-from ..decoder_layers import LayerSource, layer_kind, layer_options, read_config
-from .backbone_parts import backbone_parts
+from .backbone_parts import LayerSource, backbone_parts, layer_kind, layer_options, read_config
 
 Weights = dict[str, torch.Tensor]
 

@@ -16,9 +16,8 @@ from transformers import Cache, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import HYDRA
-from ..decoder_layers import LayerSource, config_field, read_config
 from ..tensor_files import Tensors, below, read_json, read_tensors, refuse_unknown
-from .backbone_parts import BackboneParts, backbone_parts, required
+from .backbone_parts import BackboneParts, LayerSource, backbone_parts, config_field, read_config, required
 from .blocks import ConcatBlock, ResidualBlock, repeated, unembeddings, untied
 from .family import Directory, HeadFamily, HeadLayout, exact, register
 from .layer import DecoderLayers

@@ -19,9 +19,8 @@ from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import LAYER
-from ..decoder_layers import LayerSource, layer_kind, layer_options, read_config
 from ..tensor_files import Tensors, read_json, read_tensors, refuse_unknown
-from .backbone_parts import BackboneParts, required
+from .backbone_parts import BackboneParts, LayerSource, layer_kind, layer_options, read_config, required
 from .chunks import sums_one_by_one
 from .family import Directory, HeadFamily, HeadLayout, register
 from .ff import factorised_distribution

@@ -91,12 +91,7 @@ class LatentBody(nn.Module):
 
 
 def new_body(layers: nn.ModuleList, config: PreTrainedConfig) -> nn.Module:
-    """Return a module's body with new weights, made of the classes of the model's layers.
-
-    Args:
-        layers: The model's layers.
-        config: Its configuration; `family_of(config).body` is not `"layer"`.
-    """
+    """Return a module's body with new weights, made of the classes of the model's layers (not for `body="layer"`)."""
     if family_of(config).body == "latent":
         return LatentBody(layers[-1], config)
     own = copy.deepcopy(config)
@@ -183,13 +178,13 @@ def rotary_embedding(model: PreTrainedModel) -> nn.Module | None:
 
 def _attach_parts(layer: nn.Module, norm: nn.Module, hidden_size: int, norm_before_head: bool) -> None:
     """Give a decoder layer the parts of a module, under DeepSeek-V3's names."""
-    layer.enorm, layer.hnorm = _fresh(norm), _fresh(norm)
+    layer.enorm, layer.hnorm = fresh_norm(norm), fresh_norm(norm)
     layer.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
     if norm_before_head:
-        layer.shared_head = nn.ModuleDict({"norm": _fresh(norm)})
+        layer.shared_head = nn.ModuleDict({"norm": fresh_norm(norm)})
 
 
-def _fresh(norm: nn.Module) -> nn.Module:
+def fresh_norm(norm: nn.Module) -> nn.Module:
     """Return a copy of a norm that `init_weights` will initialise."""
     norm = copy.deepcopy(norm)
     for owner in (norm, *norm.parameters()):
@@ -238,16 +233,9 @@ def build(config: PreTrainedConfig) -> tuple[PreTrainedModel, MTPModules]:
 def load(
     name: Any, config: PreTrainedConfig, inference_only: bool, **options: Any
 ) -> tuple[PreTrainedModel, MTPModules, dict[str, Any]]:
-    """Return a main model and its modules from a checkpoint.
+    """Return a main model, its modules (none with `inference_only`) and transformers' loading report.
 
-    Args:
-        name: Directory or Hub repository, or None with `state_dict` among the options.
-        config: Its configuration.
-        inference_only: Leave the modules out.
-        options: As for `PreTrainedModel.from_pretrained`.
-
-    Returns:
-        The main model, the modules (none with `inference_only`), and transformers' loading report.
+    `name` is a directory or Hub repository, or None with `state_dict` among the options of `from_pretrained`.
 
     Raises:
         ValueError: Missing tensors, wrong shapes, a damaged file.
@@ -288,15 +276,7 @@ def _ignored(config: PreTrainedConfig, stored: int, inference_only: bool) -> lis
 def load_dequantized(
     name: Any, config: PreTrainedConfig, inference_only: bool, hub: dict[str, Any], **options: Any
 ) -> tuple[PreTrainedModel, MTPModules, dict[str, Any]]:
-    """Load as `load` does, from float8 weights that are multiplied by their scales first.
-
-    Args:
-        name: Directory or Hub repository.
-        config: Its configuration.
-        inference_only: Leave the modules out.
-        hub: `revision`, `token`, ...
-        options: As for `PreTrainedModel.from_pretrained`.
-    """
+    """Load as `load` does, from float8 weights that are multiplied by their scales first; `hub` has `revision`, ..."""
     wanted = options.pop("dtype", None)
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     dtype = wanted if isinstance(wanted, torch.dtype) else vars(torch).get(str(wanted), stored)

@@ -23,6 +23,7 @@ from .conversion import (
     decoder_layers,
     extended_class,
     extended_config,
+    fresh_norm,
     main_class,
     module_kinds,
     rotary_embedding,
@@ -36,16 +37,7 @@ _SHARES = {"embedding": (1.0, 0.0), "hidden": (0.0, 1.0), "both": (0.5, 0.5)}
 def retrofit(
     model_or_path: PreTrainedModel | str | PathLike, num_modules: int, eh_init: str, **options: Any
 ) -> tuple[PreTrainedConfig, tuple[PreTrainedModel, MTPModules]]:
-    """Return a main model and new modules for it: see `DeepSeekMTP.from_backbone`.
-
-    Args:
-        model_or_path: A causal language model of transformers, or where to load one from.
-        num_modules: D.
-        eh_init: `"embedding"`, `"hidden"` or `"both"`.
-        options: As for `from_pretrained`, with a path.
-
-    Returns:
-        The configuration, and main model and modules.
+    """Return a configuration, a main model and new modules for it: see `DeepSeekMTP.from_backbone`.
 
     Raises:
         TypeError: Options of `from_pretrained` together with a loaded model, or no model.
@@ -131,21 +123,14 @@ def _new_module(main: PreTrainedModel, layer: nn.Module, family: MTPFamily, shar
 @torch.no_grad()
 def _unit_norm(main: PreTrainedModel, norm: nn.Module) -> nn.Module:
     """Return a norm of the same class with gain 1, in that class's own form (Gemma's gain is 1 + weight)."""
-    norm = copy.deepcopy(norm)
-    for owner in (norm, *norm.parameters()):
-        vars(owner)["_is_hf_initialized"] = False
+    norm = fresh_norm(norm)
     main._init_weights(norm)
     return norm
 
 
 @torch.no_grad()
 def check_backbone(main: PreTrainedModel, modules: MTPModules, layer: nn.Module) -> None:
-    """Compare the backbone's own calls with ours, without padding and with left padding.
-
-    Args:
-        main: The backbone.
-        modules: Modules; the first block is still a copy of `layer`.
-        layer: The backbone's copied layer.
+    """Compare the backbone's own calls with ours, without and with left padding; the first block copies `layer`.
 
     Raises:
         ValueError: Logits or the layer's output differ.

@@ -26,11 +26,7 @@ _DEFAULT_LAYERS = 7
 
 
 def resolved_aux_layers(config: EagleHeadConfig, num_layers: int) -> list[int]:
-    """Return indices of the hidden states that `fc` reads; [] where it reads none.
-
-    Args:
-        config: The head's.
-        num_layers: L, the backbone's layers.
+    """Return indices of the hidden states that `fc` reads of a backbone's L layers; [] where it reads none.
 
     Raises:
         ValueError: The backbone has too few layers.
@@ -89,12 +85,7 @@ def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfi
 
 
 def warn_of_another_kind(config: EagleHeadConfig, backbone: PreTrainedModel) -> None:
-    """Warn about a backbone of another kind than the one the head was made for; output remains exact.
-
-    Args:
-        config: The head's.
-        backbone: The model that it is attached to.
-    """
+    """Warn about a backbone of another kind than the one the head was made for; output remains exact."""
     is_named = config.base_model_name_or_path is not None
     if config.base_model_type is None or (is_named and config.base_model_name_or_path == backbone.config.name_or_path):
         return
@@ -171,13 +162,9 @@ def _own_name(name: str) -> str:
 def foreign_head(
     name: Any, raw: dict[str, Any], state: dict[str, torch.Tensor], **overrides: Any
 ) -> tuple[EagleHeadConfig, dict[str, torch.Tensor]]:
-    """Return configuration and tensors of a checkpoint from another library.
+    """Return configuration and tensors of a checkpoint from another library, from its config.json and its tensors.
 
-    Args:
-        name: Name of the checkpoint, for messages.
-        raw: Its config.json.
-        state: Its tensors.
-        overrides: Fields of the configuration that replace the checkpoint's; None: not given.
+    `overrides` are fields of the configuration that replace the checkpoint's, where they are not None.
 
     Raises:
         ValueError: No EAGLE head, ambiguous auxiliary layers, an invalid draft vocabulary.
@@ -296,11 +283,6 @@ def _check_fc(name: Any, values: dict[str, Any], shapes: dict[str, tuple[int, ..
 
 def check_vocabulary(name: Any, config: EagleHeadConfig, state: dict[str, torch.Tensor]) -> None:
     """Check that `d2t` holds offsets and agrees with `t2d`; where all tokens are drafted, `d2t` is removed.
-
-    Args:
-        name: Name of the checkpoint, for messages.
-        config: Of the head.
-        state: Tensors under this library's names.
 
     Raises:
         ValueError: An invalid draft vocabulary.

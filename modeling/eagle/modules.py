@@ -33,12 +33,6 @@ States = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
 """Hidden states of the backbone: L + 1 entries [B, T, D], of which unused ones may be None, or those by index."""
 
 
-def build_layers(config: EagleHeadConfig) -> nn.ModuleList:
-    """Return all layers of a head; only the first one is special."""
-    first = FusingLayer(config) if config.version == 3 else MergedLayer(config)
-    return nn.ModuleList([first, *(EagleLayer(config, index) for index in range(1, config.num_hidden_layers))])
-
-
 def build_attention(config: EagleHeadConfig, index: int, width: int) -> nn.Module:
     """Return Llama's or (with `qk_norm`) Qwen3's attention over states [.., width]; its output has no bias."""
     attention = Qwen3Attention(cast(Any, config), index) if config.qk_norm else LlamaAttention(config, index)
@@ -106,7 +100,9 @@ class EagleNetwork(AttachableDrafter, PreTrainedModel):
         width, self.draft_size = config.hidden_size, config.draft_vocab_size or config.vocab_size
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)
-        self.layers = build_layers(config)
+        first = FusingLayer(config) if config.version == 3 else MergedLayer(config)
+        later = (EagleLayer(config, index) for index in range(1, config.num_hidden_layers))
+        self.layers = nn.ModuleList([first, *later])
         self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers})
         self.rotary_emb = LlamaRotaryEmbedding(config)
         if config.version == 1:

@@ -350,10 +350,7 @@ def _config_and_options(
 ) -> tuple[EvaByteConfig, dict[str, Any]]:
     """Return the configuration to load, and the options that are no fields of it.
 
-    Args:
-        name: Directory or repository.
-        config: A configuration, also of code that was loaded with another directory, or where to read one.
-        **options: Of `from_pretrained`.
+    `config` may be a configuration, also of code that was loaded with another directory, or where to read one.
     """
     if isinstance(config, EvaByteConfig):
         return config, options

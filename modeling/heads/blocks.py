@@ -158,10 +158,7 @@ def unembeddings(
 def untied(tensors: Tensors, heads: int, blocks: int) -> tuple[bool, Tensors]:
     """Return whether the blocks of every head are copies of one, and the tensors without the copies.
 
-    Args:
-        tensors: Among them `blocks.{k}.{j}.linear.{weight, bias}`.
-        heads: How many k.
-        blocks: How many j.
+    They are `blocks.{k}.{j}.linear.{weight, bias}`, for `heads` k and `blocks` j.
     """
     names = [(f"blocks.{k}.0.linear.{part}", f"blocks.{k}.{j}.linear.{part}")
              for k in range(heads) for j in range(1, blocks) for part in ("weight", "bias")]  # fmt: skip

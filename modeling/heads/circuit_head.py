@@ -200,14 +200,6 @@ def circuit_family(facts: HeadFamilyFacts, circuit: Circuit) -> HeadFamily:
     return HeadFamily(facts, CircuitHead, _distribution, circuit=circuit)
 
 
-def _steps(window: int) -> tuple[int, ...]:
-    return window - 1, 1
-
-
-def _inner_nodes(window: int) -> tuple[int, ...]:
-    return (max(window - 2, 0),)
-
-
 register(circuit_family(CP, Circuit(MixtureDistribution)))
-register(circuit_family(HMM, Circuit(ChainDistribution, ("root_logits", "trans_logits"), _steps, persistent=True)))
-register(circuit_family(BTREE, Circuit(TreeDistribution, ("root_logits", "node_logits"), _inner_nodes)))
+register(circuit_family(HMM, Circuit(ChainDistribution, ("root_logits", "trans_logits"), lambda n: (n - 1, 1), True)))
+register(circuit_family(BTREE, Circuit(TreeDistribution, ("root_logits", "node_logits"), lambda n: (max(n - 2, 0),))))

@@ -163,32 +163,16 @@ class BoundLayers:
         position_ids: torch.Tensor,
         cache: Cache | None = None,
     ) -> torch.Tensor:
-        """Run over rows of z.
+        """Run over z, [B, T, d], the input of the first layer: [B, T, d], after the final norm.
 
-        Args:
-            states: z, [B, T, d], the input of the first of these layers.
-            attention_mask: [B, past + T], 0 for padding.
-            position_ids: [B or 1, T].
-            cache: The drafter's own keys and values; extended.
-
-        Returns:
-            [B, T, d], after the final norm.
+        `attention_mask` is [B, past + T], `position_ids` [B or 1, T]; `cache`, the drafter's own, is extended.
         """
         own = self.layers
         dtype = next(iter(self.weights[0].values())).dtype
         states = states.detach().to(dtype)
         for slot, weights in enumerate(self.weights):
-            options = layer_options(
-                own.config,
-                own.rotary,
-                states,
-                attention_mask,
-                position_ids,
-                cache,
-                own.kinds[slot],
-                slot,
-                own.cache_name,
-            )
+            given = states, attention_mask, position_ids, cache
+            options = layer_options(own.config, own.rotary, *given, own.kinds[slot], slot, own.cache_name)
             states = own.run(slot, weights, states, **options)
         return self.norm(states)
 

@@ -232,7 +232,8 @@ def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -
             named |= {f"hydra_mlp.{k}.{written}.{part}": tensor for part, tensor in below(tensors, ours).items()}
     named |= {_PREFIX + name: tensor for name, tensor in below(tensors, "prefix.").items()}
     if prefix:  # their loader is strict about what it does not use
-        named |= {_UNUSED[0]: embedding, _UNUSED[1]: _frequencies(cast(dict, config.backbone_config)["head_dim"])}
+        head_dim = cast(dict, config.backbone_config)["head_dim"]
+        named |= {_UNUSED[0]: embedding, _UNUSED[1]: 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)}
     fields = {
         "hydra_num_heads": config.num_drafts,
         "hydra_num_layers": config.num_blocks,
@@ -241,10 +242,6 @@ def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -
         "hidden_state_offset": config.state_offset,
     }
     return fields, named
-
-
-def _frequencies(head_dim: int) -> torch.Tensor:
-    return 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
 
 
 def _our_block(match: re.Match[str], rank: int) -> str:

@@ -113,12 +113,7 @@ class LayerHead(nn.Module):
     ) -> torch.Tensor:
         """Return what the unembedding reads for every position of the window, [B, T, n d].
 
-        Args:
-            states: Those that `hidden_layers` names, [B, T, d] each.
-            attention_mask: [B, past + T], 0 for padding.
-            position_ids: [B or 1, T].
-            backbone: Whose norm is borrowed.
-            cache: Keys and values of earlier rows; extended.
+        `states` are those that `hidden_layers` names, [B, T, d] each; `cache` holds earlier positions, and is extended.
         """
         *below, last = states
         outputs = self.layers.run(self._inputs(below), self.rotary, attention_mask, position_ids, cache)

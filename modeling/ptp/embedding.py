@@ -101,24 +101,16 @@ class Sampler(nn.Sequential):
 
     def __init__(self, hidden_size: int) -> None:
         blocks = [
-            (nn.Linear(width, hidden_size), nn.SiLU(), nn.LayerNorm(hidden_size)) for width in _widths(hidden_size)
+            (nn.Linear(width, hidden_size), nn.SiLU(), nn.LayerNorm(hidden_size))
+            for width in (2 * hidden_size, hidden_size)
         ]
         super().__init__(*(layer for block in blocks for layer in block))
 
     def forward(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Return the states that the unembedding reads.
+        """Return the states [..., d] that the unembedding reads, in the dtype of `states` [..., d].
 
-        Args:
-            states: [..., d] of the slots, after the final norm.
-            before: [..., d] embeddings of the tokens before those that the slots predict; broadcast.
-
-        Returns:
-            [..., d] in the dtype of the states; computed in that of the weights.
+        `before` [..., d] are embeddings of the tokens before those that the slots predict; broadcast.
         """
         both = torch.broadcast_tensors(before, states)
         read = torch.cat([part.to(self[0].weight.dtype) for part in both], dim=-1)
         return super().forward(read).to(states.dtype)
-
-
-def _widths(hidden_size: int) -> tuple[int, int]:
-    return 2 * hidden_size, hidden_size

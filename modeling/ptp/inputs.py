@@ -60,11 +60,7 @@ def check_model(backbone: PreTrainedModel) -> None:
 
 
 def check_attention(config: PreTrainedConfig, rows: str) -> None:
-    """Refuse an implementation of attention that takes no dense masks.
-
-    Args:
-        config: Of the model.
-        rows: What needs them, for the message.
+    """Refuse an implementation of attention that takes no dense masks, which `rows` need (for the message).
 
     Raises:
         ValueError: It is neither eager nor sdpa.

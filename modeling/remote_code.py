@@ -156,15 +156,9 @@ def resolved_choice(kind: type, remote_code: str | None) -> str | None:
 
 
 def code_of(kind: type, names: Mapping[str, str], choice: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the code that loads a class.
+    """Return the `auto_map` of a config.json and source text by path, the code that loads a class.
 
-    Args:
-        kind: The class, one of this library.
-        names: By Auto class: the name that is looked for in the module of `kind`.
-        choice: `"bundle"` or `"package"`.
-
-    Returns:
-        The `auto_map` of a config.json, and source text by path in the saved directory.
+    `names` says by Auto class which name is looked for in the module of `kind`; `choice` is `"bundle"` or `"package"`.
 
     Raises:
         ValueError: `"package"`, where this library is not installed.
@@ -328,12 +322,7 @@ class TravellingTokenizerMixin(TravellingMixin):
 
 
 def write_code(folder: Path, files: Mapping[str, str]) -> None:
-    """Write code into a directory; a file with the same text stays, another one is replaced (it may be a link).
-
-    Args:
-        folder: The directory of the model.
-        files: Source text by path.
-    """
+    """Write source text by path; a file with the same text stays, another one is replaced (it may be a link)."""
     for name, text in files.items():
         path, data = folder / name, text.encode()
         if not path.is_file() or path.read_bytes() != data:

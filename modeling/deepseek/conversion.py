@@ -50,11 +50,7 @@ _OWN_CLASSES = {MiMoConfig.model_type: MiMoForCausalLM}  # bundled code register
 
 
 class StackBody(nn.Module):
-    """Several layers of the model in sequence (Nemotron-H: attention, then experts).
-
-    Args:
-        layers: The layers.
-    """
+    """Several layers of the model in sequence (Nemotron-H: attention, then experts)."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
@@ -70,9 +66,7 @@ class StackBody(nn.Module):
 class LatentBody(nn.Module):
     """One latent attention and one dense MLP with their norms; LongCat's own layers hold two of each.
 
-    Args:
-        layer: A layer of the model; the parts are new objects of its classes.
-        config: The model's configuration.
+    The parts are new objects of the classes of `layer`.
     """
 
     def __init__(self, layer: Any, config: PreTrainedConfig) -> None:

@@ -172,13 +172,7 @@ def _divisors(counts: torch.Tensor | int, steps: int, device: torch.device) -> t
 
 
 class _Unrolled:
-    """A head that continues from its own outputs over a whole batch.
-
-    Args:
-        head: The head.
-        batch: The batch.
-        options: How the loss is computed.
-    """
+    """A head that continues from its own outputs over a whole batch."""
 
     def __init__(self, head: EagleNetwork, batch: TrainingBatch, options: ResolvedEagleOptions) -> None:
         self.head, self.batch, self.options = head, batch, options

@@ -44,13 +44,7 @@ def build_attention(config: EagleHeadConfig, index: int, width: int) -> nn.Modul
 
 
 class EagleLayer(LlamaDecoderLayer):
-    """A Llama layer with the head's attention.
-
-    Args:
-        config: The head's.
-        index: Of the layer, in the cache too.
-        width: Of the attention's input; None: d.
-    """
+    """A Llama layer with the head's attention, whose input has `width` (d by default)."""
 
     def __init__(self, config: EagleHeadConfig, index: int, width: int | None = None) -> None:
         super().__init__(config, index)

@@ -155,12 +155,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
     ) -> torch.Tensor:
         """Return the last hidden states [B, L, D], after the final norm, of other `layers` on `hidden` [B, L, D].
 
-        Args:
-            hidden: Input of the first of the layers.
-            layers: Called like the backbone's own.
-            attention_mask: See `forward`.
-            position_ids: See `forward`.
-            cache: Keys and values of these layers alone; extended.
+        The layers are called like the backbone's own; `cache` holds their keys and values alone, and is extended.
         """
         return self._runner(cache)(hidden, attention_mask, position_ids, cache, False, layers)[0]
 

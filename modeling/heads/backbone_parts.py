@@ -180,18 +180,10 @@ def layer_options(
     slot: int = 0,
     cache_name: str = "past_key_values",
 ) -> dict[str, Any]:
-    """Return what a layer takes besides its states.
+    """Return what a layer takes besides its states [B, T, d], whose shape, dtype and device are read.
 
-    Args:
-        config: Of the model.
-        rotary: Its rotary positions, if it has any.
-        states: [B, T, d]; their shape, dtype and device are read.
-        attention_mask: [B, past + T], 0 for padding.
-        position_ids: [B or 1, T].
-        past_key_values: The caller's cache of earlier positions.
-        kind: How the layer attends, as `layer_types` calls it.
-        slot: Of the layer in that cache.
-        cache_name: See `LayerSource`.
+    `attention_mask` is [B, past + T], `position_ids` [B or 1, T]; `past_key_values` is the caller's cache, in which the
+    layer has a `slot`; `kind` says how the layer attends, as `layer_types` calls it; `cache_name`: see `LayerSource`.
     """
     mask = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.get(kind, create_causal_mask)(
         config=config,

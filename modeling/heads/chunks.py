@@ -88,18 +88,9 @@ class SummedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, total: torch.Tensor, anchor: torch.Tensor, skip: int
     ) -> torch.Tensor:
-        """Multiply.
+        """Return [..., R] of inputs [..., D] and a weight [R, D]; its gradient, but for `skip` rows, goes to `total`.
 
-        Args:
-            ctx: Of autograd.
-            inputs: [..., D].
-            weight: [R, D].
-            total: [at least R, D], takes the gradient of the weight.
-            anchor: See `WeightTotal`.
-            skip: So many first rows get no gradient.
-
-        Returns:
-            [..., R].
+        `anchor`: see `WeightTotal`.
         """
         ctx.save_for_backward(inputs, weight)
         ctx.total, ctx.skip = total, skip

@@ -62,11 +62,8 @@ class CircuitHead(nn.Module):
     ) -> dict[str, torch.Tensor]:
         """Return the parameters of the distribution given hidden states [..., d].
 
-        Args:
-            hidden_states: [..., d].
-            backbone: Whose unembedding the leaves share; not needed with `leaf="full"`.
-            stop: Only the leaves of so many first positions are computed, and the others are uniform, on which no
-                distribution of earlier tokens depends; None: all.
+        With `stop`, only the leaves of so many first positions are computed, and the others are uniform, on which no
+        distribution of earlier tokens depends. The backbone's unembedding is not needed with `leaf="full"`.
 
         Returns:
             `leaf_logits` [..., n, r, V], `root_logits` [..., r] and what else the family has (`circuit_from_logits`).

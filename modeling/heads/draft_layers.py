@@ -28,13 +28,7 @@ Weights = dict[str, torch.Tensor]
 
 
 class Adapter(nn.Module):
-    """Low-rank change s B A of a weight; B starts at 0.
-
-    Args:
-        shape: Of the weight, [out, in].
-        rank: r.
-        scale: s.
-    """
+    """Low-rank change s B A of a weight [out, in]; B starts at 0."""
 
     def __init__(self, shape: Sequence[int], rank: int, scale: float) -> None:
         super().__init__()
@@ -145,13 +139,7 @@ class DraftLayers(LayerAdapters):
 
 
 class BoundLayers:
-    """Draft layers with the weights that they have at the moment.
-
-    Args:
-        layers: The adapters and what they know of the architecture.
-        weights: Per layer, its weights by name.
-        backbone: Whose final norm is borrowed.
-    """
+    """Draft layers with the weights that they have at the moment, and the final norm of a backbone."""
 
     def __init__(self, layers: DraftLayers, weights: list[Weights], backbone: PreTrainedModel) -> None:
         self.layers, self.weights, self.norm = layers, weights, backbone_parts(backbone).norm

@@ -98,11 +98,7 @@ class HydraHead(nn.Module):
 
 
 class PrefixLayer(nn.Module):
-    """A decoder layer and a norm over the states of all verified tokens.
-
-    Args:
-        config: Head options; `backbone_config` is that of a model with one layer.
-    """
+    """A decoder layer and a norm over the states of all verified tokens, as `backbone_config` describes."""
 
     def __init__(self, config: MTPHeadConfig) -> None:
         super().__init__()

@@ -43,12 +43,7 @@ _NAME = re.compile(r"(layers|extra_heads)\.(\d+)\.(.+)\.weight$")
 
 
 class DecoderLayers(nn.ModuleList):
-    """New layers like a model's last one, side by side over one sequence of states.
-
-    Args:
-        source: The model's layers.
-        count: How many.
-    """
+    """New layers like a model's last one, side by side over one sequence of states."""
 
     def __init__(self, source: LayerSource, count: int) -> None:
         super().__init__(source.new_layers(count))

@@ -120,20 +120,9 @@ class LearningMixin(DepthCountsMixin):
         first: float = 1.0,
         **kwargs: Any,
     ) -> MTPOutput:
-        """Return the loss on states of the backbone; see `forward`.
+        """Return the loss on states of the backbone, those that `learning_layers` names, [B, L, d] each; see `forward`.
 
-        Args:
-            states: By index, those that `learning_layers` names, [B, L, d] each.
-            logits: Handed on.
-            input_ids: [B, L].
-            attention_mask: [B, L].
-            position_ids: [B or 1, L].
-            labels: [B, L].
-            counts: `num_items_in_batch`.
-            shift_labels: [B, L] in place of labels.
-            balance: [n].
-            first: What depth 1 weighs in the loss; 0 where the backbone learns it itself.
-            **kwargs: Not read.
+        `counts` is `num_items_in_batch`; `first` is the weight of depth 1, 0 where the backbone learns it itself.
         """
         if labels is None and shift_labels is None:
             return MTPOutput(logits=logits)

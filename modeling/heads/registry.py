@@ -60,8 +60,7 @@ def window_distribution(
 ) -> WindowDistribution:
     """Return the distribution of the next `config.window` tokens given features [..., F], in float32 (float64 stays).
 
-    For most families the features are the last hidden states [..., d] (`head_features`). The head computes in its own
-    dtype, whatever that of the features is.
+    The head computes in its own dtype, whatever that of the features is.
     """
     return family_of(config).distribution(head, config, _in_dtype(features, head), backbone)
 

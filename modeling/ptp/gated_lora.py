@@ -79,9 +79,6 @@ class KeepsGate:
     """A checkpointing function whose layers find the gate of their forward again in the backward pass.
 
     That pass runs layers anew after the forward is over, and on an accelerator in another thread.
-
-    Args:
-        checkpoint: The function that transformers was given.
     """
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
@@ -114,11 +111,7 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_p
 
 
 class Siblings:
-    """Adapters that read the same input: the rows of all their A's are multiplied at once.
-
-    Args:
-        layers: In the order in which the backbone calls them.
-    """
+    """Adapters that read the same input, in the order of their calls: all their A's are multiplied at once."""
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers

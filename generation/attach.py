@@ -294,6 +294,7 @@ class Route:
 
     Attributes:
         drafters: What is attached to it.
+        vocab_size: Of the backbone when the route was laid; None: of a copy, whose drafters attach anew.
         version: Of this code: drafters of several directories, each with its own copy of the code, share one route.
     """
 
@@ -301,7 +302,7 @@ class Route:
 
     def __init__(self, backbone: PreTrainedModel) -> None:
         self.backbone, self.drafters = backbone, list[AttachableDrafter]()
-        self.vocab_size = backbone.config.get_text_config().vocab_size
+        self.vocab_size: int | None = None
 
     @classmethod
     def of(cls, backbone: PreTrainedModel) -> Route:
@@ -317,6 +318,7 @@ class Route:
         if version is not None:
             return cast(Route, route)
         route = cls(backbone)
+        route.vocab_size = backbone.config.get_text_config().vocab_size
         # pickle and copy ask the instance, too
         vars(backbone).update(generate=route, __getstate__=route.state)
         return route

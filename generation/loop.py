@@ -126,7 +126,7 @@ class SpeculativeLoop:
         return self._output()
 
     def _prefill(self) -> None:
-        """The first pass, through transformers' own prefill; it emits one token per row."""
+        """The first pass, through transformers' own prefill; it emits one token per sequence."""
         wanted = self.model_kwargs | {"output_hidden_states": self.hidden_layers}
         prompt = self.tokens.ids[:, : self.tokens.prompt_length]
         outputs = self.backbone._prefill(prompt, self.config, wanted)
@@ -209,7 +209,7 @@ class SpeculativeLoop:
     def _on_host(
         self, tree: DraftTree, result: VerificationResult
     ) -> tuple[list[int], list[list[int]], list[list[int]]]:
-        """The cycle's one wait: accepted counts, new tokens and real drafts of every row.
+        """The cycle's one wait: accepted counts, new tokens and real drafts of every sequence.
 
         Raises:
             ValueError: A row was to be sampled from scores that are no distribution.
@@ -271,7 +271,7 @@ class SpeculativeLoop:
         )
 
     def _align_cache(self) -> None:
-        """Feeds the last token of rows that ended early, so that the next call may start at the last column."""
+        """Feeds the last token of sequences that ended early, so that the next call may start at the last column."""
         longest = max(self.tokens.lengths)
         kept = NewTokens([int(n < longest) for n in self.tokens.lengths], self.tokens.ids.device)
         if any(kept.counts) and self.target.supports_rollback:

@@ -73,7 +73,7 @@ class ParallelDrafter(BaseDrafter):
         return replace(options, extra=extra, needs_our_loop=is_given)
 
     def start(self, options: DraftOptions) -> ParallelSession:
-        """Slots behind every possible number of accepted drafts."""
+        """Slots after every possible number of accepted drafts."""
         self.warn_of_mismatch(options)
         many, uniforms = options.extra.get("best_of", 1) if options.drafts else 1, make_uniforms(options)
         if many > 1:
@@ -196,11 +196,12 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
       `variant="one_hot"`), `"block"` (the default where they predict distributions) or `"token"`;
     - `uniforms`: [B, max_new_tokens] in [0, 1), `uniforms[:, 0]` for the first new token: the tokens are those of
       sequential inverse-CDF decoding, with or without `use_mtp`;
-    - `seed`: an int, of which row i reads stream i, or one int per row. It repeats a run under every rule, and a row's
-      text depends on its seed and its prompt alone: not on the rows beside it, not on `max_new_tokens`. With
+    - `seed`: an int, of which row i reads stream i, or one int per sequence. It repeats a run under every rule, and a
+    sequence's
+      text depends on its seed and its prompt alone: not on the rows next to it, not on `max_new_tokens`. With
       `verification="coupled"` it does not depend on `use_mtp` either;
     - `slot_budget`: auxiliary slots per forward, split over the possible acceptance counts (3 N by default); or
-      `"quadratic"`: N behind every draft, so that each count leaves a whole new draft; or `"linear"`: N behind the last
+      `"quadratic"`: N after every draft, so that each count leaves a whole new draft; or `"linear"`: N after the last
       draft alone, so that a plain step follows a rejection (both of masked prediction, arXiv 2507.11851);
     - `temperature`, `top_k`, `top_p`: where none is set, those that the drafts were learned for
       (`config.sampling`), not transformers' own;

@@ -1,7 +1,6 @@
 """The contracts of speculative decoding: what the entry, the loop and the target need of drafters and caches.
 
     Drafter            what a user holds: an attached head, or a model that drafts for itself
-    TrainableDrafter   a drafter that a Trainer can train
     DraftSession       the drafts of one call of `generate`
     CacheView          what a session may read of the backbone's cache
     SpeculativeCache   a cache that knows a length per sequence
@@ -136,32 +135,6 @@ class Drafter(Protocol):
 
     def remember(self, schedule: AdaptiveSchedule, session: DraftSession, options: DraftOptions) -> None:
         """Keep what a call learned for later calls of the same kind."""
-        ...
-
-
-class TrainableDrafter(Protocol):
-    """A drafter that a Trainer can train: a module whose forward returns a loss.
-
-    Attributes:
-        training: As of a module.
-        window: Tokens that the trained distribution covers.
-        mtp_loss_weight: lambda, the weight of the drafter's loss.
-    """
-
-    training: bool
-    mtp_loss_weight: float
-
-    @property
-    def window(self) -> int:
-        """See the class."""
-        ...
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return an output with `loss`, a scalar."""
-        ...
-
-    def train_only(self, part: str) -> None:
-        """Choose what is trained: `"all"` or `"drafter"`."""
         ...
 
 

@@ -13,11 +13,12 @@ from .generation.attach import AttachableDrafter, BaseDrafter, MTPGenerationMixi
 from .generation.call.options import CallOptions, DraftOptions, draft_probs
 from .generation.call.sequences import NewTokens, Sequences
 from .generation.candidates import CandidateAdapter, candidate_generator
-from .generation.protocols import CacheView, Drafter, DraftSession, SpeculativeCache, TrainableDrafter
+from .generation.protocols import CacheView, Drafter, DraftSession, SpeculativeCache
 from .generation.target.target import TargetOutput
 from .generation.trees import DraftTree, VerificationResult, drawn_tree, dynamic_tree, static_tree
 from .generation.trees.growth import Ancestry, Growth, grow
 from .generation.verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Verifier
+from .modeling.loss_options import TrainableDrafter
 
 if TYPE_CHECKING:
     from .modeling.heads.family import HeadFamily

@@ -35,8 +35,8 @@ class CallOptions:
         verification: Name of the rule; None for the default.
         num_assistant_tokens: Tokens to draft; None for the default.
         schedule: How that number changes in the course of the call.
-        threshold: A chain ends with a token that its own distribution gave less probability in every row; 0: never.
-            Trees, n-grams and parallel token prediction do not look at it, and say so.
+        threshold: A chain ends with a token that its own distribution gave less probability in every sequence; 0:
+            never. Trees, n-grams and parallel token prediction do not look at it, and say so.
         draft_tree: Options of a tree of drafts, or its rank paths, or `"auto"`; None for a chain.
         extra: Options of one kind of drafter only: `uniforms`, `seed`, `slot_budget`, `best_of` of parallel token
             prediction, `draft_vocabulary` of sequential modules.
@@ -106,7 +106,7 @@ def prepared_options(
     call gives.
 
     Args:
-        speculator: Drafts.
+        drafter: Makes the drafts.
         backbone: The model whose tokens count.
         own: See `CallOptions.read`.
         sources: See `CallOptions.read`.
@@ -312,7 +312,7 @@ class DraftOptions:
         return (draw(distribution) if self.do_sample else distribution.argmax(-1)), distribution
 
     def is_unsure(self, token: torch.Tensor, distribution: torch.Tensor | None) -> bool:
-        """Whether all rows gave their tokens [B] less than the threshold; then a draft ends.
+        """Whether all sequences gave their tokens [B] less than the threshold; then a draft ends.
 
         Asked of tokens that are drafted in any case, so that the drafts kept still follow their distributions.
         """
@@ -321,10 +321,10 @@ class DraftOptions:
         return bool((distribution.gather(-1, token[:, None]) < self.threshold).all())
 
     def sure_length(self, draft: torch.Tensor, probs: torch.Tensor) -> int:
-        """How many tokens of whole drafts [B, m] to verify: the first of which no row was sure is the last.
+        """How many tokens of whole drafts [B, m] to verify: the first of which no sequence was sure is the last.
 
         The host waits for it, once for all tokens. What is left follows the distributions [B, m, V], for a draft ends
-        where its own tokens say so, whatever would have come behind them.
+        where its own tokens say so, whatever would have come after them.
         """
         chances = probs.gather(-1, draft[..., None])[..., 0]
         *unsure, _ = (chances < self.threshold).all(0).tolist()

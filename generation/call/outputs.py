@@ -24,7 +24,7 @@ class Speculation:
         rows_accepted: Per row, accepted drafts of each verification (the prefill verifies none).
         rows_drafts: Per row, the drafted ids of each verification.
         backbone_calls: Forward passes of the backbone, the prefill included.
-        new_tokens: Tokens generated, over all rows.
+        new_tokens: Tokens generated, over all sequences.
         draft_seconds: Time spent on drafting (on an accelerator: on launching it).
         verify_seconds: Time spent on verification and on waiting for the backbone's result.
         rows_depths: Per row, the longest path of each draft where drafts are trees; empty: all drafts are chains.
@@ -43,12 +43,12 @@ class Speculation:
 
     @property
     def accepted(self) -> list:
-        """Accepted drafts per verification: a list of ints for one row, else one list per row."""
+        """Accepted drafts per verification: a list of ints for one row, else one list per sequence."""
         return self.rows_accepted[0] if len(self.rows_accepted) == 1 else self.rows_accepted
 
     @property
     def drafts(self) -> list:
-        """Drafted ids per verification: a list of lists for one row, else one such list per row."""
+        """Drafted ids per verification: a list of lists for one row, else one such list per sequence."""
         return self.rows_drafts[0] if len(self.rows_drafts) == 1 else self.rows_drafts
 
     @property
@@ -65,7 +65,7 @@ class Speculation:
 
     @property
     def tokens_per_call(self) -> float:
-        """New tokens per row and backbone call."""
+        """New tokens per sequence and backbone call."""
         return self.new_tokens / len(self.rows_accepted) / max(1, self.backbone_calls)
 
 
@@ -102,12 +102,12 @@ class Records:
         self.prompt: tuple[torch.Tensor | None, ...] | None = None
 
     def add(self, fed: TargetOutput, scores: torch.Tensor, counts: list[int], is_prefill: bool = False) -> None:
-        """Takes the first `counts[b]` steps of row b.
+        """Takes the first `counts[b]` steps of sequence b.
 
         Args:
             fed: Raw logits [B, k, v] and hidden states per layer [B, k, D]; the prompt's [B, L, D] from the prefill.
             scores: [B, k, v] processed scores.
-            counts: Steps per row.
+            counts: Steps per sequence.
             is_prefill: Whether the hidden states are the prompt's, which make the first entry.
         """
         values = {"scores": scores, "logits": fed.logits}
@@ -121,13 +121,14 @@ class Records:
                     row.extend(steps.unbind(0))
 
     def cut(self, generated: list[int]) -> None:
-        """Drops what was verified and then not kept: row b keeps its first `generated[b]` steps."""
+        """Drops what was verified and then not kept: sequence b keeps its first `generated[b]` steps."""
         for name in self.wanted:
             for row, count in zip(self.rows[name], generated):
                 del row[max(count - (name == "hidden"), 0) :]
 
     def scores_of(self, count: int) -> Entries:
-        """Scores of the first `count` steps of every row, as stopping criteria are shown them; None if not recorded."""
+        """Scores of the first `count` steps of every sequence, as stopping criteria are shown them; None if not
+        recorded."""
         if not self.wanted["scores"]:
             return None
         rows = self.rows["scores"]
@@ -136,7 +137,8 @@ class Records:
     def per_token(self, generated: list[int], pad: int) -> tuple[Entries, Entries, tuple | None]:
         """scores and logits as tuples of [B, v], hidden states as a tuple (per token) of tuples (per layer).
 
-        A row that ended early has, from then on, the distribution that puts `pad` for certain, and hidden states of 0.
+        A sequence that ended early has, from then on, the distribution that puts `pad` for certain, and hidden states
+        of 0.
         """
         longest = max(generated)
         scores, logits = (self._entries(name, longest, pad) for name in ("scores", "logits"))

@@ -1,10 +1,10 @@
-"""Logits processors over several places of ragged rows. Knows neither drafters nor models.
+"""Logits processors over several places of ragged sequences. Knows neither drafters nor models.
 
 transformers' processors take the ids so far [B, L] and the scores of one position [B, v]. Here a row has scores for
-several places, each behind ids of its own, and rows have different lengths. The library's own processors run once over
+several places, each after ids of its own, and rows have different lengths. The library's own processors run once over
 all places. As soon as one of the list is not known here, the list runs length by length: it is shown all B rows of the
 batch in their order, so that what it knows of rows stays true, and the rows of which another length is known are shown
-their newest ids (behind padding, where they are shorter); what it says of those is dropped.
+their newest ids (after padding, where they are shorter); what it says of those is dropped.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BY_HISTORY = (
     library.SequenceBiasLogitsProcessor,
     library.NoBadWordsLogitsProcessor,
 )
-"""Processors that look at each row's own ids, and for which an id beyond the vocabulary is no token."""
+"""Processors that look at each sequence's own ids, and for which an id beyond the vocabulary is no token."""
 
 
 _BY_LENGTH = (
@@ -91,8 +91,8 @@ class Processing:
         Args:
             tokens: The rows.
             logits: [B, m + 1, v] float32; place 0 comes after the last token of its row.
-            tree: The draft behind them, m nodes.
-            done: Rows that have ended; their scores are arbitrary.
+            tree: The draft after them, m nodes.
+            done: Sequences that have ended; their scores are arbitrary.
 
         Returns:
             [B, m + 1, v] processed scores.
@@ -163,10 +163,10 @@ class Processing:
 
 
 class _Places:
-    """Every place of every row as a row of its own.
+    """Every place of every sequence as a row of its own.
 
     Attributes:
-        size: Places per row, m + 1.
+        size: Places per sequence, m + 1.
     """
 
     def __init__(self, tokens: Sequences, tree: DraftTree, fill: int) -> None:
@@ -176,7 +176,7 @@ class _Places:
 
     @property
     def ids(self) -> torch.Tensor:
-        """The ids before every place, right-aligned behind `fill`: [B, m + 1, W]."""
+        """The ids before every place, right-aligned after `fill`: [B, m + 1, W]."""
         if self._ids is None:
             tokens, tree = self.tokens, self.tree
             longest = max(tokens.lengths)
@@ -195,7 +195,7 @@ class _Places:
         return self._ids
 
     def _rows(self, longest: int) -> torch.Tensor:
-        """The rows themselves, right-aligned behind `fill`: [B, W]."""
+        """The rows themselves, right-aligned after `fill`: [B, W]."""
         tokens = self.tokens
         rows = tokens.ids[:, :longest]
         if min(tokens.lengths) == longest:
@@ -236,7 +236,7 @@ def _apply_known(processor: Any, places: _Places, flat: torch.Tensor) -> torch.T
 
 
 def _without_prompt(ids: torch.Tensor, places: _Places, ignored: int | torch.Tensor) -> torch.Tensor:
-    """Right-aligned ids [B (m + 1), W] of which the first `ignored` (per row, where a tensor) are no tokens."""
+    """Right-aligned ids [B (m + 1), W] of which the first `ignored` (per sequence, where a tensor) are no tokens."""
     if isinstance(ignored, torch.Tensor):
         ignored = ignored.to(ids.device).repeat_interleave(places.size)
     start = ids.shape[1] - places.lengths + ignored
@@ -244,7 +244,7 @@ def _without_prompt(ids: torch.Tensor, places: _Places, ignored: int | torch.Ten
 
 
 def _ask(processor: Any, asked: list[int], ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Scores of all rows after one processor; a constraint on prefixes is asked about its own rows only."""
+    """Scores of all sequences after one processor; a constraint on prefixes is asked about its own rows only."""
     if not isinstance(processor, library.PrefixConstrainedLogitsProcessor):
         return processor(ids, scores)
     allowed, rows = processor._prefix_allowed_tokens_fn, torch.tensor(asked, device=ids.device)
@@ -253,7 +253,7 @@ def _ask(processor: Any, asked: list[int], ids: torch.Tensor, scores: torch.Tens
 
 
 def _on_host(tree: DraftTree) -> tuple[list[list[int]], list[list[int]]]:
-    """Positions of the places and parents of the nodes of every row; those of a chain are known without asking."""
+    """Positions of the places and parents of the nodes of every sequence; those of a chain are known without asking."""
     batch, length = tree.tokens.shape
     if tree.is_chain:
         return [list(range(length + 1))] * batch, [list(range(-1, length - 1))] * batch
@@ -261,7 +261,8 @@ def _on_host(tree: DraftTree) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def _layers(lengths: list[int], positions: list[list[int]], done: list[bool]) -> Iterator[tuple[int, dict[int, int]]]:
-    """Lengths in rising order, with one place of that length for each of some rows; all places of open rows come."""
+    """Lengths in rising order, with one place of that length for each of some rows; all places of open sequences
+    come."""
     layers: dict[tuple[int, int], dict[int, int]] = {}
     for row, (length, own) in enumerate(zip(lengths, positions)):
         met: dict[int, int] = {}

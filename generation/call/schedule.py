@@ -61,7 +61,7 @@ class AcceptanceRates:
         self.overall = [0.5, 1.0]  # hits and trials of all positions, which fade slowly
 
     def update(self, drafted: int, accepted: list[int]) -> None:
-        """Takes in a verification of `drafted` tokens in each row."""
+        """Takes in a verification of `drafted` tokens in each sequence."""
         self.hits, self.trials = ([_KEEP * count for count in counts] for counts in (self.hits, self.trials))
         for position in range(min(drafted, len(self.hits))):
             fresh = [sum(count > position for count in accepted), sum(count >= position for count in accepted)]

@@ -17,10 +17,11 @@ _GROWTH = 256
 
 @dataclass(frozen=True)
 class NewTokens:
-    """How many tokens each row keeps of a cycle: known to the host, and copied to the device once, where asked for.
+    """How many tokens each sequence keeps of a cycle: known to the host, and copied to the device once, where asked
+    for.
 
     Attributes:
-        counts: Tokens per row; 0 for rows that had ended.
+        counts: Tokens per sequence; 0 for sequences that had ended.
         device: Where the rows live.
     """
 
@@ -29,17 +30,17 @@ class NewTokens:
 
     @cached_property
     def longest(self) -> int:
-        """The most tokens that any row keeps."""
+        """The most tokens that any sequence keeps."""
         return max(self.counts)
 
     @cached_property
     def is_even(self) -> bool:
-        """Whether all rows keep the same number."""
+        """Whether all sequences keep the same number."""
         return len(set(self.counts)) == 1
 
     @cached_property
     def on_device(self) -> torch.Tensor:
-        """[B] int64; the cycle's one copy from the host, and none where all rows agree."""
+        """[B] int64; the cycle's one copy from the host, and none where all sequences agree."""
         if self.is_even:
             return torch.full((len(self.counts),), self.counts[0], device=self.device)
         return torch.tensor(self.counts, device=self.device)
@@ -52,8 +53,9 @@ class Sequences:
         prompt: [B, L] int64, the ids that `generate` was given, padding included.
 
     Attributes:
-        ids: [B, capacity] int64; row b holds tokens in its first `lengths[b]` columns.
-        lengths: Tokens per row, padding of the prompt included, as processors and criteria of transformers count them.
+        ids: [B, capacity] int64; sequence b holds tokens in its first `lengths[b]` columns.
+        lengths: Tokens per sequence, padding of the prompt included, as processors and criteria of transformers count
+            them.
         steps: 0, 1, 2, ... on the device, [capacity] int64: index tensors are slices of it.
     """
 
@@ -73,11 +75,11 @@ class Sequences:
 
     @property
     def is_even(self) -> bool:
-        """Whether all rows have the same length, so that slices do for gathers."""
+        """Whether all sequences have the same length, so that slices do for gathers."""
         return len(set(self.lengths)) == 1
 
     def write(self, tokens: torch.Tensor) -> None:
-        """Puts tokens [B, k] behind every row without counting them; `keep` decides how many stay."""
+        """Puts tokens [B, k] after every sequence without counting them; `keep` decides how many stay."""
         end = max(self.lengths) + tokens.shape[1]
         if end > self.ids.shape[1]:
             self.ids = torch.nn.functional.pad(self.ids, (0, end - self.ids.shape[1] + _GROWTH))
@@ -88,19 +90,19 @@ class Sequences:
             self.ids.scatter_(1, self.ends[:, None] + self.steps[: tokens.shape[1]], tokens)
 
     def keep(self, kept: NewTokens) -> None:
-        """Counts the first tokens written last to every row."""
+        """Counts the first tokens written last to every sequence."""
         ends = None if self.is_even and kept.is_even else self.ends + kept.on_device
         self.lengths = [length + count for length, count in zip(self.lengths, kept.counts)]
         self._ends = ends
 
     def prefix(self, length: int, written: list[int], pad: int = 0) -> torch.Tensor:
-        """Every row as it was when it had `length` ids, [B, length]: a copy, which who is shown it may keep.
+        """Every sequence as it was when it had `length` ids, [B, length]: a copy, which who is shown it may keep.
 
-        A row that is shorter is shown whole behind `pad` on its left, as a prompt would be.
+        A row that is shorter is shown whole after `pad` on its left, as a prompt would be.
 
         Args:
             length: Ids to show.
-            written: Tokens written behind every row that belong to it, though they are not counted yet.
+            written: Tokens written after every sequence that belong to it, though they are not counted yet.
             pad: Id for what is missing.
         """
         ends = [n + new for n, new in zip(self.lengths, written)]
@@ -111,19 +113,19 @@ class Sequences:
         return self.ids.gather(1, (steps - missing).clamp(min=0)).masked_fill_(steps < missing, pad)
 
     def last(self) -> torch.Tensor:
-        """The last token of every row, [B]."""
+        """The last token of every sequence, [B]."""
         if self.is_even:
             return self.ids[:, self.lengths[0] - 1]
         return self.ids.gather(1, self.ends[:, None] - 1)[:, 0]
 
     def newest(self, count: int) -> torch.Tensor:
-        """The last `count` tokens of every row, [B, count]; arbitrary ids where a row has fewer."""
+        """The last `count` tokens of every sequence, [B, count]; arbitrary ids where a row has fewer."""
         if self.is_even and self.lengths[0] >= count:
             return self.ids[:, self.lengths[0] - count : self.lengths[0]]
         return self.ids.gather(1, (self.ends[:, None] - count + self.steps[:count]).clamp(min=0))
 
     def columns(self, start: int, stop: int, pad: int) -> torch.Tensor:
-        """Columns start .. stop - 1 of all rows, [B, stop - start], with `pad` behind a row's end."""
+        """Columns start .. stop - 1 of all sequences, [B, stop - start], with `pad` after a sequence's end."""
         chosen = self.ids[:, start:stop]
         if min(self.lengths) >= stop:
             return chosen.clone()
@@ -139,7 +141,7 @@ class Stopping:
 
     End-of-sequence ids and the length limit are compared as plain integers. Other criteria (stop strings, time, the
     user's own) are asked at every new length in turn and are shown all B rows in their order: a row of another length
-    as it was at that length, or whole behind padding where it is shorter; what they say of those is dropped.
+    as it was at that length, or whole after padding where it is shorter; what they say of those is dropped.
 
     Args:
         criteria: The list that transformers prepared for this call.
@@ -167,15 +169,15 @@ class Stopping:
         return 2**31 if self.max_length is None else self.max_length - length
 
     def cut(self, tokens: Sequences, new: list[list[int]], done: list[bool]) -> tuple[list[int], list[bool]]:
-        """Decides how many new tokens each row keeps.
+        """Decides how many new tokens each sequence keeps.
 
         Args:
-            tokens: The rows; the new tokens are written behind them.
-            new: Verified tokens per row.
-            done: Rows that had ended before; they keep none.
+            tokens: The rows; the new tokens are written after them.
+            new: Verified tokens per sequence.
+            done: Sequences that had ended before; they keep none.
 
         Returns:
-            Tokens kept per row, and whether the row has now ended.
+            Tokens kept per sequence, and whether the row has now ended.
         """
         kept = [0 if ended else min(len(ids), self.room(n)) for ids, ended, n in zip(new, done, tokens.lengths)]
         kept = [self._until_eos(ids[:count]) for ids, count in zip(new, kept)]
@@ -191,7 +193,7 @@ class Stopping:
         return next((i + 1 for i, token in enumerate(ids) if token in self.eos), len(ids))
 
     def _first_hits(self, tokens: Sequences, kept: list[int]) -> list[int | None]:
-        """For each row, how many new tokens there are when another criterion first holds."""
+        """For each sequence, how many new tokens there are when another criterion first holds."""
         hits: list[int | None] = [None] * len(kept)
         ask = StoppingCriteriaList(self.others)
         lengths = {n + count for n, most in zip(tokens.lengths, kept) for count in range(1, most + 1)}

@@ -131,8 +131,8 @@ class AssistantDrafter(AttachableDrafter):
 class AssistantSession(DraftSession):
     """The drafts of one call; see `AssistantDrafter`.
 
-    Between cycles the assistant's cache holds all tokens but the last two of every row: a row that keeps its whole
-    draft ends with one that the assistant was never fed, and so all rows are fed alike.
+    Between cycles the assistant's cache holds all tokens but the last two of every sequence: a sequence that keeps its
+    whole draft ends with one that the assistant was never fed, and so all sequences are fed alike.
     """
 
     supports_confidence_threshold = True
@@ -163,7 +163,7 @@ class AssistantSession(DraftSession):
         self.target = RepackedTarget(self.model, cache, whole[:, 0], mask)
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """A chain of up to `length` tokens behind every row; it ends with a token of which no row was sure."""
+        """A chain of up to `length` tokens after every sequence; it ends with a token of which no sequence was sure."""
         length = min(length, self.table + 1 - max(tokens.lengths))
         if length < 1:
             self.lag += 1
@@ -194,14 +194,14 @@ class AssistantSession(DraftSession):
         return DraftTree.chain(torch.stack(drafts, 1), q)
 
     def _seen(self, cached: torch.Tensor, fed: int) -> Any:
-        """The mask of tokens behind the columns `cached` [B, W]; transformers would wait to look at that of one."""
+        """The mask of tokens after the columns `cached` [B, W]; transformers would wait to look at that of one."""
         if fed > 1 or not self.takes_dense_masks:
             return torch.nn.functional.pad(cached, (0, fed), value=True)
         alone = DraftTree.chain(cached[:, :0].long())
         return tree_mask(cached, alone, self.model, held_columns(self.target.cache))
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Leaves all but the last two tokens of every row in the assistant's cache."""
+        """Leaves all but the last two tokens of every sequence in the assistant's cache."""
         drafted = result.tokens.shape[1] - 1
         if drafted == 0:
             return
@@ -273,12 +273,12 @@ class Gemma4Chain(DraftSession):
         self.state = outputs.hidden_states[-1][:, -1:]
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Keeps the state before each row's last token; a row that has ended keeps any."""
+        """Keeps the state before each sequence's last token; a sequence that has ended keeps any."""
         states = outputs.state()
         self.state = states[cached_arange(len(states), states.device), result.num_accepted.to(states.device)][:, None]
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """A chain of up to `length` tokens behind every row; it ends with a token of which no row was sure."""
+        """A chain of up to `length` tokens after every sequence; it ends with a token of which no sequence was sure."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         token, state, lent = tokens.last(), self.state, self._lent()
@@ -293,8 +293,8 @@ class Gemma4Chain(DraftSession):
     def _lent(self) -> dict[str, Any]:
         """What all steps of a draft read: the backbone's keys and values, which of them exist, and the position.
 
-        A window is cut from the columns here, so that no mask is needed where no row is padded. It holds what a layer
-        keeps between blocks, the last W - 1 verified tokens, whatever kind of cache the call was given.
+        A window is cut from the columns here, so that no mask is needed where no sequence is padded. It holds what a
+        layer keeps between blocks, the last W - 1 verified tokens, whatever kind of cache the call was given.
         """
         own, device = self.model.config.get_text_config(), self.model.device
         states, masks = {}, {}
@@ -329,7 +329,7 @@ class Gemma4Chain(DraftSession):
 def _of_its_row(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
     """Gives tokens of clusters that were not looked at the least score of their row less 1.
 
-    transformers takes the least score of the batch, so that a row's drafts would depend on the other rows.
+    transformers takes the least score of the batch, so that a sequence's drafts would depend on the other sequences.
     """
     if config.centroid_intermediate_top_k >= config.num_centroids:
         return logits

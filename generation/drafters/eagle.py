@@ -31,13 +31,13 @@ from ..trees.growth import Ancestry, grow, taken
 
 @dataclass
 class _Pairs:
-    """New rows of true features; what a row keeps comes first, and what is behind it is arbitrary.
+    """New rows of true features; what a row keeps comes first, and what is after it is arbitrary.
 
     Attributes:
         features: [B, P, d].
         ids: [B, P] int64.
         real: [B, P] bool, False for padding.
-        shifts: Columns by which each row moves to the right afterwards, [B]; None: none does.
+        shifts: Columns by which each sequence moves to the right afterwards, [B]; None: none does.
     """
 
     features: torch.Tensor
@@ -72,7 +72,7 @@ class EagleSession(DraftSession):
         self.real = view.mask[:, -rows:]
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Pairs the features of the kept path with the tokens behind them."""
+        """Pairs the features of the accepted path with the tokens after them."""
         longest = self.view.new_tokens.longest
         if longest:
             states = outputs.first(longest)
@@ -81,7 +81,7 @@ class EagleSession(DraftSession):
             self.pairs.append(_Pairs(self.head.fuse(states), ids, real, self.view.shifts))
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """A chain or a tree behind every row, with paths of at most `length` tokens."""
+        """A chain or a tree after every sequence, with paths of at most `length` tokens."""
         if self.prompt is not None:  # its last pair has the token that was added first
             self.pairs.append(_Pairs(self.prompt, tokens.newest(self.prompt.shape[1]), self.real))
             self.prompt = None
@@ -96,7 +96,8 @@ class EagleSession(DraftSession):
         return tree
 
     def _settle(self, pairs: _Pairs) -> None:
-        """Runs new pairs for good, and moves the rows that kept fewer of them as the backbone's cache moved them."""
+        """Runs new pairs for good, and moves the sequences that kept fewer of them as the backbone's cache moved
+        them."""
         size = pairs.ids.shape[1]
         self.mask = torch.cat([self.mask, pairs.real], dim=1)
         positions = (self.counts[:, None] + cached_arange(size, self.counts.device)).clamp(min=0)
@@ -104,7 +105,7 @@ class EagleSession(DraftSession):
         if pairs.shifts is None:
             self.features, self.counts = features[:, -1:], self.counts + size
             return
-        last = (size - 1 - pairs.shifts).clamp(min=0)  # a row that has ended keeps any
+        last = (size - 1 - pairs.shifts).clamp(min=0)  # a sequence that has ended keeps any
         self.features = features.gather(1, last[:, None, None].expand(-1, 1, features.shape[2]))
         self.counts, self.is_padded = self.counts + size - pairs.shifts, True
         self.mask = shift_cache(self.cache, pairs.shifts, self.mask)
@@ -116,7 +117,7 @@ class EagleSession(DraftSession):
         return self.head.rows(features, ids, positions, mask, self.cache)
 
     def _chain(self, length: int) -> DraftTree:
-        """Up to `length` tokens one after the other; it ends with a token of which no row was sure."""
+        """Up to `length` tokens one after the other; it ends with a token of which no sequence was sure."""
         features, drafts, probs = self.features, [], []
         for step in range(length):
             logits = self.head.draft_logits(features)[:, 0]

@@ -3,13 +3,13 @@
 Drafts of heads that attend: a decoder layer per head (Gloeckle et al., Mehra et al.), or one before them (Hydra++).
 
 Their own cache has the columns of the backbone's and holds verified tokens only: drafts never enter it, so that nothing
-is ever rolled back. A verified block is fed as far as the row that kept most of it; what other rows did not keep stands
-behind all that they kept, is seen by nobody, and leaves the cache where rows are right-aligned again.
+is ever rolled back. A verified block is fed as far as the row that kept most of it; what other sequences did not keep
+stands after all that they kept, is seen by nobody, and leaves the cache where rows are right-aligned again.
 
-Drafts of heads above draft layers whose cache, as the backbone's, knows how long every row is (EvaByte).
+Drafts of heads above draft layers whose cache, as the backbone's, knows how long every sequence is (EvaByte).
 
 The layers' own cache holds verified tokens only. A verified block is fed as far as the row that kept most of it, and
-what other rows did not keep leaves the cache at once.
+what other sequences did not keep leaves the cache at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HeadSession(DraftSession):
     before a token is drawn from it. The verifier is handed the distributions that the tokens were really drawn from.
 
     Args:
-        distribution: From features [..., F] of one position, the token [...] behind it and a number to the distribution
+        distribution: From features [..., F] of one position, the token [...] after it and a number to the distribution
             of the next so many tokens.
         options: Of the call.
         hidden_layers: The states that features are made from.
@@ -67,7 +67,7 @@ class HeadSession(DraftSession):
         self.hidden = self.read(outputs.hidden_states)[:, -1]
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """A chain or a tree behind every row, with paths of at most `length` tokens.
+        """A chain or a tree after every sequence, with paths of at most `length` tokens.
 
         Raises:
             ValueError: The head's logits are not numbers (looked at once per call of `generate`).
@@ -87,7 +87,7 @@ class HeadSession(DraftSession):
         return DraftTree.chain(*self._chain(distribution, length))
 
     def _chain(self, distribution: WindowDistribution, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Up to `length` tokens, and their distributions where drawn; they end with a token of which no row was
+        """Up to `length` tokens, and their distributions where drawn; they end with a token of which no sequence was
         sure."""
         options = self.options
         if not options.do_sample and not options.threshold:
@@ -103,7 +103,7 @@ class HeadSession(DraftSession):
         return draft[:, :length], probs[:, :length] if options.do_sample else None
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Keeps the state before each row's last token; a row that has ended keeps any."""
+        """Keeps the state before each sequence's last token; a sequence that has ended keeps any."""
         states = self.read(outputs.hidden_states or ())
         self.hidden = states[cached_arange(len(states), states.device), result.num_accepted.to(states.device)]
 
@@ -118,7 +118,7 @@ class WindowGrowth:
     Where positions are independent, all nodes of a level have the same children; else every path has its own.
 
     Args:
-        distribution: Of the tokens behind b, with axes [B, 1].
+        distribution: Of the tokens after b, with axes [B, 1].
         last: [B, 1] int64, b.
     """
 
@@ -188,7 +188,7 @@ class AttendingHeadSession(HeadSession):
         if longest == 0:
             return
         features = self._run(outputs.first(longest), torch.ones_like(self.mask[:, :1]).expand(-1, longest))
-        last = result.num_accepted.clamp(max=longest - 1).to(features.device)  # a row that has ended keeps any
+        last = result.num_accepted.clamp(max=longest - 1).to(features.device)  # a sequence that has ended keeps any
         self.hidden, self.counts = features[cached_arange(len(features), features.device), last], self.view.counts
         if shifts is not None:
             self.is_padded, self.mask = True, shift_cache(self.cache, shifts, self.mask)
@@ -235,5 +235,6 @@ class DraftLayersSession(HeadSession):
             return
         features = self.run(outputs.state(self.layer)[:, : kept.longest], cache=self.cache)
         self.cache.keep_last(kept.longest, kept)
-        last = result.num_accepted.clamp(max=kept.longest - 1).to(features.device)  # a row that has ended keeps any
+        # a sequence that has ended keeps any
+        last = result.num_accepted.clamp(max=kept.longest - 1).to(features.device)
         self.hidden = features[cached_arange(len(features), features.device), last]

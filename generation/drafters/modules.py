@@ -43,7 +43,7 @@ block, rows may move to the right meanwhile, so that layers with an attention wi
 
 
 _TREE_KINDS = ("full_attention", "sliding_attention")
-"""Ways to attend in which a mask says what each row sees."""
+"""Ways to attend in which a mask says what each sequence sees."""
 
 
 class ModuleSession(DraftSession):
@@ -85,7 +85,8 @@ class ModuleSession(DraftSession):
         self.is_padded = view.is_padded
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Appends the newest states of every row, right-aligned, and moves the modules' cache as the backbone's."""
+        """Appends the newest states of every sequence, right-aligned, and moves the modules' cache as the
+        backbone's."""
         shifts, longest = self.view.shifts, self.view.new_tokens.longest
         self.states = torch.cat([self.states, outputs.state()[:, :longest]], dim=1)
         self.mask = nn.functional.pad(self.mask, (0, longest), value=True)
@@ -95,12 +96,13 @@ class ModuleSession(DraftSession):
             self.mask = shift_mask(self.mask, shift_source(shifts, self.mask.shape[1]))
             if self.cached:
                 shift_cache(self.cache, shifts, self.mask[:, : self.cached])
-        # rows that fall behind while columns are pending move right: what comes in from the left must be states, too
+        # sequences that fall after while columns are pending move right: what comes in from the left must be states,
+        # too
         wanted = self.mask.shape[1] - self.cached + _LAG + self.num_tokens + 1
         self.states = self.states[:, -wanted:]
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """A chain or a tree behind every row, with paths of at most `length` tokens."""
+        """A chain or a tree after every sequence, with paths of at most `length` tokens."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         pending = self.mask.shape[1] - self.cached
@@ -148,7 +150,7 @@ class ModuleSession(DraftSession):
         }
 
     def _prepared(self, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> dict[str, Any] | None:
-        """The mask and the rotary embedding of all modules, which have the same columns before and behind them.
+        """The mask and the rotary embedding of all modules, which have the same columns before and after them.
 
         None where there is one module, or where they attend differently.
         """
@@ -166,7 +168,7 @@ class ModuleSession(DraftSession):
             k: From 1 to D.
             states: [B, R, H].
             ids: [B, R] int64.
-            distances: [n] int64, how far nodes lie behind the backbone's last column; the last R are these.
+            distances: [n] int64, how far nodes lie after the backbone's last column; the last R are these.
             seen: [B, R, n] bool.
         """
         count, settled = ids.shape[1], self.mask[:, : self.mask.shape[1] - k + 1]
@@ -209,7 +211,7 @@ class ModuleSession(DraftSession):
 
 
 class ModuleGrowth:
-    """Grows a tree behind the columns of one cycle.
+    """Grows a tree after the columns of one cycle.
 
     Args:
         drafter: The `ModuleSession` whose cache and states it starts from; at least D of its columns are not settled.
@@ -263,5 +265,5 @@ class ModuleGrowth:
         return taken(self.states[level - 1], self.above[level])
 
     def _distances(self, module: int) -> torch.Tensor:
-        """By how many columns every node lies behind the backbone's last one, [nodes] int64."""
+        """By how many columns every node lies after the backbone's last one, [nodes] int64."""
         return torch.cat([torch.zeros_like(part[0]) + (level + 2 - module) for level, part in enumerate(self.nodes)])

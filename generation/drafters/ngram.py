@@ -16,7 +16,7 @@ from ..trees.contract import DraftTree
 
 
 class NgramDrafter(AttachableDrafter):
-    """Drafts from each row's own text, for any backbone and batch, without a model.
+    """Drafts from each sequence's own text, for any backbone and batch, without a model.
 
     The longest n-gram that ends the text and stood in it before wins, and of several places the latest; their
     continuations are certain drafts, so sampling stays exact. With `branches` above 1 the best places are drafted as a

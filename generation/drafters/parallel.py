@@ -1,6 +1,6 @@
 """Parallel token prediction: one forward verifies the pending drafts and makes the next ones.
 
-Behind b and the drafts ride auxiliary slots, one uniform each: a group of them for every number of drafts that may be
+After b and the drafts ride auxiliary slots, one uniform each: a group of them for every number of drafts that may be
 accepted. The uniform of an output position belongs to that position, so where the target picks with the uniforms that
 the drafts were made from, the text is that of sequential inverse-CDF decoding, whatever the student drafts (PTP paper,
 Theorem 1 and Algorithm 1; here all accepted drafts bring one more token).
@@ -12,7 +12,7 @@ Best-of-M: several vectors of uniforms are drafted from, and the most central on
 Every cycle draws M fresh vectors for the output positions to come and drafts a branch from each; the forward that
 verifies the branches makes the M drafts after each of their ends. The branch to keep is chosen by where its uniforms
 lie in the intervals of the *target's* picks (`best_of`). On any prefix those places are uniform and independent of the
-tokens, so the choice changes no distribution, as long as no uniform behind the stop is used again; the paper's Eq. 18
+tokens, so the choice changes no distribution, as long as no uniform after the stop is used again; the paper's Eq. 18
 has the opposite sign and measures against the student. Slots cost M^2 times as much.
 """
 
@@ -41,11 +41,11 @@ from .slots import SlotLayout, split_budget
 
 @dataclass
 class AuxiliaryPositions:
-    """Rows that ride along in a forward behind b and the nodes.
+    """Rows that ride along in a forward after b and the nodes.
 
     Attributes:
         inputs: What the backbone takes beside ids: the slots' `uniforms`, or `masks`.
-        positions: [F + A] int64, how far every row of the forward stands behind b.
+        positions: [F + A] int64, how far every row of the forward stands after b.
         mask: [F + A, F + A] bool, what the rows see of each other.
         last_position: Last entry of the backbone's table of positions; None where there is none.
     """
@@ -69,7 +69,7 @@ class ParallelSession(DraftSession):
 
     Attributes:
         is_deterministic: Whether the text of a row may depend on its own seed and prompt alone: the rule verifies
-            drafts by their length, so that neither room nor what other rows accepted may change it.
+            drafts by their length, so that neither room nor what other sequences accepted may change it.
     """
 
     lookahead = 1
@@ -149,7 +149,7 @@ class ParallelSession(DraftSession):
         if not self.config.reads_uniforms:
             return {"masks": layout.place[None]}
         inputs = {"uniforms": self.asked(self._of_slots(layout))}
-        if self.state is not None:  # of the token before b; d drafts behind b stand before group d
+        if self.state is not None:  # of the token before b; d drafts after b stand before group d
             inputs |= {"slot_states": self.state, "slot_gaps": layout.group + 1}
         return inputs
 
@@ -165,7 +165,7 @@ class ParallelSession(DraftSession):
         return self.uniforms.current[:, layout.group + layout.place]
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Drafts from the group behind the tokens that each row kept."""
+        """Drafts from the group after the tokens that each sequence kept."""
         self.pending = None
         self._keep_state(outputs, result)
         layout = self.layout
@@ -188,7 +188,8 @@ class ParallelSession(DraftSession):
     def _found_drafts(self, layout: SlotLayout) -> bool:
         """Whether any open row stands at a group that has slots; notes whether some row does not.
 
-        A run with a seed goes on as if some did: a draft is verified by its length, which other rows must not tell.
+        A run with a seed goes on as if some did: a draft is verified by its length, which other sequences must not
+        tell.
         """
         sizes, kept = layout.sizes, self.view.new_tokens.counts
         found = [sizes[min(count, len(sizes)) - 1] > self.is_one_hot for count in kept if count]
@@ -196,7 +197,7 @@ class ParallelSession(DraftSession):
         return self.is_deterministic or any(found)
 
     def _keep_state(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """The state of the last token that was kept, [B, 1, D]: the next b stands behind it."""
+        """The state of the last token that was kept, [B, 1, D]: the next b stands after it."""
         if self.config.reads_state:
             rows = cached_arange(len(result.num_accepted), result.num_accepted.device)
             self.state = outputs.state()[rows, result.num_accepted][:, None]
@@ -240,11 +241,11 @@ class ParallelSession(DraftSession):
 
 
 class BestOfSession(ParallelSession):
-    """Reads M drafts off the slots behind the branch that was kept.
+    """Reads M drafts off the slots after the branch that was kept.
 
     Attributes:
         branches: [B, J, m] int64, the drafts to verify: M of them, or one empty one.
-        vectors: [B, J, m + 1 or more], the uniforms that they and the tokens behind them are picked with.
+        vectors: [B, J, m + 1 or more], the uniforms that they and the tokens after them are picked with.
         fresh: [B, M, n], the uniforms of the drafts to come.
         kept_branch: [B] int64.
     """
@@ -258,7 +259,7 @@ class BestOfSession(ParallelSession):
         self.branches: torch.Tensor | None = None
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """All branches, one behind the other, of at most `length` tokens each."""
+        """All branches, one after the other, of at most `length` tokens each."""
         asked = length
         if self.branches is not None:
             self.branches = self.branches[..., :length]
@@ -284,7 +285,7 @@ class BestOfSession(ParallelSession):
         return torch.where(layout.place == 0, picks, own)
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Drafts from the groups behind the tokens that each row kept."""
+        """Drafts from the groups after the tokens that each sequence kept."""
         self.branches, layout = None, self.layout
         self._keep_state(outputs, result)
         if layout is None or outputs.auxiliary is None:

@@ -86,7 +86,7 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
 class SeparateSession(ParallelSession):
     """The drafts of one call; see `ParallelAssistant`.
 
-    The drafting model has a cache of its own, of tokens that were kept: slots leave it at once. Rows that kept
+    The drafting model has a cache of its own, of tokens that were kept: slots leave it at once. Sequences that kept
     different numbers are fed alike: who kept fewer is fed some tokens again.
     """
 
@@ -97,7 +97,7 @@ class SeparateSession(ParallelSession):
         self.hidden_layers = None  # slots read states of their own model
         self.chain = AssistantSession(model, options)
         self.unfed: list[int] = []
-        """Tokens of every row that the drafting model has not read."""
+        """Tokens of every sequence that the drafting model has not read."""
 
     def begin(self, outputs: Any, view: CacheView) -> None:
         """Reads the prompt, all but its last token."""
@@ -107,7 +107,7 @@ class SeparateSession(ParallelSession):
             self.chain.begin(outputs, view)
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """A chain of `length` tokens behind every row, from one call."""
+        """A chain of `length` tokens after every sequence, from one call."""
         if length < 1 or not self.options.drafts:
             self.uniforms.draw(tokens, 1)
             return DraftTree.chain(tokens.ids[:, :0])
@@ -120,7 +120,7 @@ class SeparateSession(ParallelSession):
         return DraftTree.chain(*self._chosen(first, slots, drawn))
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Counts what was kept; a row that has ended goes on with the others."""
+        """Counts what was kept; a sequence that has ended goes on with the others."""
         kept = self.view.new_tokens
         self.unfed = [unfed + (count or kept.longest) for unfed, count in zip(self.unfed, kept.counts)]
 
@@ -149,7 +149,7 @@ class SeparateSession(ParallelSession):
         return torch.cat([token[:, None], tokens], dim=1), probs
 
     def _read(self, tokens: Sequences, drawn: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Feeds what is new, and slots behind it: logits [B, v] of the last token; logits or states of the slots."""
+        """Feeds what is new, and slots after it: logits [B, v] of the last token; logits or states of the slots."""
         own, model = self.chain.target, self.chain.model
         gaps = torch.tensor(self.unfed, device=drawn.device)[:, None] if self.config.reads_state else None
         fed = self._even()
@@ -199,7 +199,7 @@ class SeparateSession(ParallelSession):
         return {"slot_states": self.state, "slot_gaps": gaps}
 
     def _even(self) -> int:
-        """Drops what rows that kept fewer tokens are fed again; tokens to feed."""
+        """Drops what sequences that kept fewer tokens are fed again; tokens to feed."""
         own, kept = self.chain.target, NewTokens(self.unfed, self.chain.target.counts.device)
         if not kept.is_even:
             shifts = kept.longest - kept.on_device

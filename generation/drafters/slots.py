@@ -1,7 +1,7 @@
 """Auxiliary slots of parallel token prediction: how many follow each possible acceptance count, where, and seeing what.
 
 One forward reads [b | drafts | groups of slots]. Group d stands behind b and the first d drafts, for the case that
-exactly those are accepted; it has its own slots, one uniform each. Best-of-M has several branches of drafts behind b,
+exactly those are accepted; it has its own slots, one uniform each. Best-of-M has several branches of drafts after b,
 each with groups of its own, and in every group several vectors of uniforms, which share the group's first slot: that
 one reads the uniform of the token which the target picks. Knows no model.
 """
@@ -23,11 +23,11 @@ class SlotLayout:
 
     Attributes:
         sizes: Slots per group 0..m, for one vector.
-        branch: [A] int64, the branch that each slot stands behind.
+        branch: [A] int64, the branch that each slot stands after.
         group: [A] int64, its group.
         vector: [A] int64, its vector of uniforms; 0 for the slots that all vectors share.
         place: [A] int64, its place in its group.
-        order: [F + A] int64, how far each row of the forward stands behind b in its text; F = 1 + branches m.
+        order: [F + A] int64, how far each row of the forward stands after b in its text; F = 1 + branches m.
         new: [F + A, F + A] bool, what the rows see of each other.
         index: [branches, m + 1, vectors, longest] int64, the slots of every vector; arbitrary where there is none.
         counts: [m + 1] int64, slots per group, for one vector.
@@ -49,11 +49,11 @@ class SlotLayout:
         return _layout(tuple(sizes), torch.device(device), branches, vectors)
 
     def of_group(self, chosen: torch.Tensor, branch: torch.Tensor | int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """The slots behind `chosen[b]` drafts of a branch: indices [B, vectors, longest], and which exist [B, longest].
+        """The slots after `chosen[b]` drafts of a branch: indices [B, vectors, longest], and which exist [B, longest].
 
         Args:
-            chosen: [B] int64, a group per row of the batch.
-            branch: One for all rows, or [B] int64.
+            chosen: [B] int64, a group per sequence of the batch.
+            branch: One for all sequences, or [B] int64.
         """
         places = cached_arange(max(self.sizes), self.group.device)
         return self.index[branch, chosen], places < self.counts[chosen][:, None]
@@ -101,7 +101,7 @@ def split_budget(
         budget: Slots in all.
         drafted: m.
         longest: Most slots per group.
-        survival: S_1, S_2, ...; the last one stands for all behind it.
+        survival: S_1, S_2, ...; the last one stands for all after it.
         repeats_pick: Whether a group's first slot drafts nothing.
 
     Returns:

@@ -2,8 +2,8 @@
 
 Such a layer needs the last W - 1 columns for its next token, and forgets what is older. A block pushes columns out that
 are wanted again when its drafts are rejected; so while a block is verified the layer holds W - 1 columns and the
-block's, and nothing older. Rows that keep fewer tokens are first moved to the right, then the layer is restricted
-again: the W - 1 columns that end with a row's own last token are still there, whatever the row kept.
+block's, and nothing older. Sequences that keep fewer tokens are first moved to the right, then the layer is restricted
+again: the W - 1 columns that end with a sequence's own last token are still there, whatever the row kept.
 
     W = 4, columns held           restricted     + block of 3, kept 3 and 1      repacked         restricted
     row 0                         a b c          a b c d e f                     a b c d e f      d e f
@@ -55,7 +55,7 @@ def drop_first(cache: Cache, columns: int) -> None:
 
 
 def compact(cache: Cache, columns: torch.Tensor, fed: int) -> None:
-    """Leaves of the last `fed` columns of a cache `columns[b]` [B, k] in row b, in that order."""
+    """Leaves of the last `fed` columns of a cache `columns[b]` [B, k] in sequence b, in that order."""
     for layer, name, dim in _states_with_columns(cache):
         states = getattr(layer, name)
         start = states.shape[dim] - fed
@@ -66,7 +66,8 @@ def compact(cache: Cache, columns: torch.Tensor, fed: int) -> None:
 
 
 def shift_cache(cache: Cache, shifts: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Moves the columns of row b by `shifts[b]` [B] to the right, in every layer; returns the mask [B, W] moved."""
+    """Moves the columns of sequence b by `shifts[b]` [B] to the right, in every layer; returns the mask [B, W]
+    moved."""
     source = shift_source(shifts, mask.shape[1])
     for layer, name, dim in _states_with_columns(cache):
         states = getattr(layer, name)
@@ -86,7 +87,7 @@ def _states_with_columns(cache: Cache) -> list[tuple[Any, str, int]]:
 
 
 def shift_source(shifts: torch.Tensor, width: int) -> torch.Tensor:
-    """Where every column comes from when row b moves by `shifts[b]` [B] to the right, [B, W]; may lie outside."""
+    """Where every column comes from when sequence b moves by `shifts[b]` [B] to the right, [B, W]; may lie outside."""
     return cached_arange(width, shifts.device) - shifts[:, None]
 
 

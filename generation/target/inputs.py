@@ -1,6 +1,6 @@
-"""What the backbone is told of single tokens beside their ids, behind the prompt: as transformers' own loop goes on.
+"""What the backbone is told of single tokens beside their ids, after the prompt: as transformers' own loop goes on.
 
-Positions go on from that of the prompt's last token. Mostly that is the number of real tokens in a row; behind an image
+Positions go on from that of the prompt's last token. Mostly that is the number of real tokens in a row; after an image
 it may be lower, and a caller may give positions of its own. Token types go on with the last one.
 
 What the rows of a block see of a cache and of each other: masks of trees, of auxiliary, of attention windows.
@@ -32,11 +32,11 @@ _READ_ONCE = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())
 
 
 class Continuation:
-    """The inputs of a call's tokens behind its prompt.
+    """The inputs of a call's tokens after its prompt.
 
     Args:
         given: Prepared keyword arguments of the prefill.
-        counts: [B] int64, the real tokens of every row's prompt.
+        counts: [B] int64, the real tokens of every sequence's prompt.
 
     Attributes:
         start: What positions have beyond the number of real tokens before them, [B, 1] or [axes, B, 1]; None: nothing.
@@ -59,7 +59,7 @@ class Continuation:
 
         Args:
             places: [B, F] int64, the number of real tokens before each one that is fed.
-            last_position: Where positions end; those behind are given this one.
+            last_position: Where positions end; those after are given this one.
         """
         positions = places if self.start is None else places + self.start
         if last_position is not None:
@@ -86,7 +86,7 @@ def crosses_border(model: PreTrainedModel, model_kwargs: dict[str, Any], prompt:
     """What of a backbone's positions rules out blocks of tokens in a call: their frequencies depend on the longest one.
 
     A token that is fed beside later ones would be turned as they are, and not as it is alone. Up to the border that
-    does not happen, and behind it no more where only the border counts.
+    does not happen, and after it no more where only the border counts.
 
     Args:
         model: The backbone.
@@ -105,7 +105,7 @@ def crosses_border(model: PreTrainedModel, model_kwargs: dict[str, Any], prompt:
 
 
 def last_position_of_trials(config: PreTrainedConfig, length: int, reach: int) -> int | None:
-    """Where trials behind a prompt must end: at the last position, and `reach` below a border of `crosses_border`.
+    """Where trials after a prompt must end: at the last position, and `reach` below a border of `crosses_border`.
 
     Args:
         config: The backbone's, of its text.

@@ -1,9 +1,9 @@
-"""Recurrent layers behind rejected drafts: exact rollback by replay.
+"""Recurrent layers after rejected drafts: exact rollback by replay.
 
 The state of a recurrent layer is s_t = F(s_{t-1}, x_t), with x_t its mixer's input at token t, and cannot be cropped.
 By causality x_t depends on tokens up to t alone. So the states before a block are cloned, every mixer's inputs of the
 block are remembered and, where a row keeps only the first c tokens, its states are restored and F is applied to
-x_1 .. x_c again: the mixers run alone, rows that keep equally many together. Attention layers are cropped as ever.
+x_1 .. x_c again: the mixers run alone, sequences that keep equally many together. Attention layers are cropped as ever.
 Knows neither drafts nor distributions.
 """
 
@@ -74,7 +74,7 @@ class Replay:
 
     @torch.no_grad()
     def keep(self, counts: list[int]) -> None:
-        """Leaves every row's states behind the first `counts[b]` tokens of the recorded block."""
+        """Leaves every sequence's states after the first `counts[b]` tokens of the recorded block."""
         fed = next((inputs.shape[1] for inputs in self.inputs.values()), 0)
         for count in sorted(set(counts) - {fed}):
             rows = [row for row, kept in enumerate(counts) if kept == count]

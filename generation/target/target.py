@@ -1,9 +1,10 @@
-"""The backbone as the decoding loop sees it: a forward behind every row's own prefix, and a rollback per row.
+"""The backbone as the decoding loop sees it: a forward after every sequence's own prefix, and a rollback per sequence.
 
-Two kinds of caches: one that knows every row's length itself, and transformers' own, whose columns all rows share. In
-the latter, rows that keep different numbers of tokens are repacked after verification: every row's tokens are
-right-aligned again, and its left padding grows. No hole is left between tokens, so that distances between columns
-stay distances between tokens. Layers with an attention window rely on it; what they hold meanwhile, `windows` says.
+Two kinds of caches: one that knows every sequence's length itself, and transformers' own, whose columns all sequences
+share. In the latter, sequences that keep different numbers of tokens are repacked after verification: every sequence's
+tokens are right-aligned again, and its left padding grows. No hole is left between tokens, so that distances between
+columns stay distances between tokens. Layers with an attention window rely on it; what they hold meanwhile, `windows`
+says.
 
     columns of the cache     before           + block of 4, kept 4 and 2         repacked
     row 0                    . a b c          . a b c d e f g                    . a b c d e f g
@@ -68,7 +69,7 @@ class TargetOutput:
         return tuple(None if state is None else state[:, :count] for state in self.hidden_states or ())
 
     def along(self, result: VerificationResult, tree: DraftTree) -> TargetOutput:
-        """The same along the kept path only, [B, k + 1, ...]; a chain's path is its beginning."""
+        """The same along the accepted path only, [B, k + 1, ...]; a chain's path is its beginning."""
         if tree.is_chain:
             return self
         take = result.path[..., None]
@@ -88,8 +89,8 @@ class Target(CacheView, Protocol):
     """What the loop needs of a model with a filled cache.
 
     Attributes:
-        supports_rollback: Whether rows keep different numbers of tokens; else all rows keep b, those that have ended,
-            too.
+        supports_rollback: Whether rows keep different numbers of tokens; else all sequences keep b, those that have
+            ended, too.
     """
 
     cache: Cache
@@ -97,11 +98,11 @@ class Target(CacheView, Protocol):
     last_position: int | None
 
     def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
-        """One backbone call on block [B, m + 1], b and the nodes, behind every row's prefix."""
+        """One backbone call on block [B, m + 1], b and the nodes, after every sequence's prefix."""
         ...
 
     def keep(self, kept: NewTokens, result: VerificationResult, tree: DraftTree) -> None:
-        """Leaves b and the kept path of the last block in the cache, `kept.counts[b]` tokens in row b."""
+        """Leaves b and the accepted path of the last block in the cache, `kept.counts[b]` tokens in sequence b."""
         ...
 
     def align(self, columns: int) -> None:
@@ -110,7 +111,7 @@ class Target(CacheView, Protocol):
 
 
 class RowLengthTarget(Target):
-    """A model whose cache has a length per row: `crop` takes a number per row, and no mask is needed.
+    """A model whose cache has a length per sequence: `crop` takes a number per sequence, and no mask is needed.
 
     Args:
         model: The backbone.
@@ -148,7 +149,7 @@ class RowLengthTarget(Target):
         cast(SpeculativeCache, self.cache).keep_last(tree.tokens.shape[1] + 1, kept)
 
     def align(self, columns: int) -> None:
-        """Nothing to do: every row starts where it ends."""
+        """Nothing to do: every sequence starts where it ends."""
 
 
 class RepackedTarget(Target):
@@ -159,15 +160,15 @@ class RepackedTarget(Target):
         cache: Its cache, with the prompt in it.
         like: A tensor [B] on the device of the tokens.
         mask: [B, columns of the cache], 0 for padding; None where there is none.
-        given: Prepared keyword arguments of the prefill, of which some go on behind it.
+        given: Prepared keyword arguments of the prefill, of which some go on after it.
 
     Attributes:
         mask: [B, W] bool, the real tokens among the columns of the cache as it is laid out now.
         counts: [B] int64, real tokens.
         is_padded: Whether any column is no real token.
-        shifts: Columns by which the last `keep` moved each row to the right, [B]; None where it moved none.
+        shifts: Columns by which the last `keep` moved each sequence to the right, [B]; None where it moved none.
         new_tokens: What the last `keep` left.
-        last_position: Where the positions of rows that have ended stop; None: nowhere.
+        last_position: Where the positions of sequences that have ended stop; None: nowhere.
     """
 
     supports_rollback, has_columns = True, True
@@ -235,7 +236,7 @@ class RepackedTarget(Target):
         return TargetOutput(outputs.logits[:, :fed], states, outputs.logits[:, fed:], behind)
 
     def _mask(self, fed: int, tree: DraftTree) -> Any:
-        """None or [B, W + F] for a chain, whose order the backbone knows; else what each row sees, dense."""
+        """None or [B, W + F] for a chain, whose order the backbone knows; else what each sequence sees, dense."""
         if tree.auxiliary is not None:
             return dense_mask(self.mask, tree.auxiliary.mask, self.model)
         if not tree.is_chain:
@@ -243,7 +244,7 @@ class RepackedTarget(Target):
         return torch.nn.functional.pad(self.mask, (0, fed), value=True) if self.is_padded else None
 
     def next_positions(self) -> list[int]:
-        """The position of the token behind every row's prefix; the host waits for it."""
+        """The position of the token after every sequence's prefix; the host waits for it."""
         positions = self.continuation.inputs(self.counts[:, None])["position_ids"]
         return positions.reshape(-1, len(self.counts)).amax(0).tolist()
 
@@ -275,10 +276,10 @@ class RepackedTarget(Target):
                 layer.crop(columns)
 
     def align(self, columns: int) -> None:
-        """See `Target`; columns behind a row's end hold arbitrary values, as padding does.
+        """See `Target`; columns after a sequence's end hold arbitrary values, as padding does.
 
-        The first columns, which are padding in all rows by now, are dropped and not the last ones, so that a layer with
-        an attention window keeps as many columns as it needs.
+        The first columns, which are padding in all sequences by now, are dropped and not the last ones, so that a
+        layer with an attention window keeps as many columns as it needs.
         """
         if self.moved is not None:
             surplus = self.mask.shape[1] - columns
@@ -289,13 +290,13 @@ class RepackedTarget(Target):
 class EvenTarget(RepackedTarget):
     """A model on a cache that cannot go back, a static one say: one token at a time, and never a rollback.
 
-    Rows that have ended go on reading what stands behind them, as in transformers' own loop; nobody looks at it.
+    Sequences that have ended go on reading what stands after them, as in transformers' own loop; nobody looks at it.
     """
 
     supports_rollback = False
 
     def keep(self, kept: NewTokens, result: VerificationResult, tree: DraftTree) -> None:
-        """See `Target`; all rows keep b."""
+        """See `Target`; all sequences keep b."""
         self.new_tokens, self.counts = kept, self.counts + 1
         self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=True)
         release(self.cache)
@@ -327,7 +328,7 @@ def is_repackable(cache: Cache | None) -> bool:
 
 
 def can_roll_back(model: PreTrainedModel) -> bool:
-    """Whether a model's states can go back behind a rejected draft: columns are cropped, recurrent layers replayed.
+    """Whether a model's states can go back after a rejected draft: columns are cropped, recurrent layers replayed.
 
     Columns are needed to tell how long a cache is, and a class that keeps states in another way than transformers'
     caches do cannot be helped.

@@ -44,11 +44,11 @@ _TOKENS, _FEW_TOKENS, _FEWEST = 40, 12, 2
 
 
 _LEAST_ROOM = 8
-"""Tokens that must fit behind the prompt: less text teaches nothing, and a tree of the usual size is drafted."""
+"""Tokens that must fit after the prompt: less text teaches nothing, and a tree of the usual size is drafted."""
 
 
 Rates = Sequence[Sequence[float]]
-"""[depth][rank], how often the child of that rank is kept below a kept path."""
+"""[depth][rank], how often the child of that rank is kept below a accepted path."""
 
 
 Decode = Callable[[dict[str, int], int], "Trial"]
@@ -85,9 +85,9 @@ def choose_tree(
     def decode(tree: dict[str, int], tokens: int) -> Trial:
         watched, trial = Watched(drafter), _trial_config(config, min(tokens, room))
         out = generate(watched, prompt, common | {"generation_config": trial, "draft_tree": tree})
-        if watched.rule is None:  # something in the model's own config made it decode plainly
+        if watched.verifier is None:  # something in the model's own config made it decode plainly
             return Trial()
-        return watched.rule.trial(out.speculation.rows_accepted)
+        return watched.verifier.trial(out.speculation.rows_accepted)
 
     # peers that call together have prompts of other lengths, and would disagree on whether there is room for trials
     is_possible = may_try and room >= _LEAST_ROOM and not common.get("synced_gpus")
@@ -115,7 +115,7 @@ class Trial:
     """What cycles with one tree showed.
 
     Attributes:
-        kept: Of every verification and row, the ranks of the kept path's nodes, and whether its end had children.
+        kept: Of every verification and row, the ranks of the accepted path's nodes, and whether its end had children.
         seconds: Of every cycle but the first.
         size: Tokens of the largest block, which a small vocabulary or a short window may keep below what was asked for.
     """
@@ -215,7 +215,7 @@ def best_tree(rates: Rates, seconds: Callable[[int, int], float], depth: int, is
 
 
 def expected_tokens(rates: Rates, depth: int, top_k: int, total: int, is_drawn: bool) -> float:
-    """What a verification yields on average, as if rates were the same behind all paths of a length.
+    """What a verification yields on average, as if rates were the same after all paths of a length.
 
     A dynamic tree looks at every path, and yields more.
     """
@@ -231,24 +231,24 @@ def expected_tokens(rates: Rates, depth: int, top_k: int, total: int, is_drawn: 
 
 
 class WatchedVerifier:
-    """A rule that notes when it was asked, and what it kept.
+    """A verifier that notes when it was asked, and what it accepted.
 
     Args:
-        rule: Decides.
+        verifier: Decides.
     """
 
-    def __init__(self, rule: Verifier) -> None:
-        self.rule = rule
+    def __init__(self, verifier: Verifier) -> None:
+        self.verifier = verifier
         self.times: list[float] = []
         self.size = 0
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.rule, name)
+        return getattr(self.verifier, name)
 
     def verify(self, tree: DraftTree, scores: torch.Tensor) -> VerificationResult:
         """See `Verifier`."""
-        result = self.rule.verify(tree, scores)
+        result = self.verifier.verify(tree, scores)
         self.times.append(time.perf_counter())
         self.size = max(self.size, tree.tokens.shape[1] + 1)
         self.kept.append((tree.parents, result.nodes))
@@ -268,20 +268,20 @@ class WatchedVerifier:
 
 
 class Watched:
-    """A drafter whose rules are watched; all else is the drafter's.
+    """A drafter whose verifiers are watched; all else is the drafter's.
 
     Args:
-        speculator: Drafts.
+        drafter: Makes the drafts.
     """
 
     def __init__(self, drafter: Any) -> None:
         self.drafter = drafter
-        self.rule: WatchedVerifier | None = None
+        self.verifier: WatchedVerifier | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.drafter, name)
 
     def make_verifier(self, options: Any, session: Any) -> WatchedVerifier:
         """See `DraftSession`."""
-        self.rule = WatchedVerifier(self.drafter.make_verifier(options, session))
-        return self.rule
+        self.verifier = WatchedVerifier(self.drafter.make_verifier(options, session))
+        return self.verifier

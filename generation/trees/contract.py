@@ -27,7 +27,7 @@ from ...modeling.indices import cached_arange
 
 @dataclass(eq=False)
 class DraftTree:
-    """Drafted tokens behind b, and the distributions that they were really drawn from.
+    """Drafted tokens after b, and the distributions that they were really drawn from.
 
     Attributes:
         tokens: [B, m] int64; siblings are tried in the order of their nodes.
@@ -37,8 +37,8 @@ class DraftTree:
             before them (argmax, top-k, n-grams).
         replacement: Siblings were drawn independently; otherwise without replacement, in the order of their nodes.
         depth: The longest path that the tree could have, fixed before drafting; at most m.
-        num_nodes: [B] real nodes of every row, if not all of them; the others are never accepted.
-        auxiliary: Rows that ride along in the block behind the nodes; only their drafter reads them.
+        num_nodes: [B] real nodes of every sequence, if not all of them; the others are never accepted.
+        auxiliary: Rows that ride along in the block after the nodes; only their drafter reads them.
         is_chain: Whether node i is the parent of node i + 1 everywhere, as `chain` makes it.
     """
 
@@ -67,7 +67,7 @@ class DraftTree:
         Args:
             draft: [B, m] int64.
             q: [B, m, V] probabilities that the tokens were drawn from; None: certain tokens.
-            num_nodes: [B] real tokens of every row, if not all of them.
+            num_nodes: [B] real tokens of every sequence, if not all of them.
             auxiliary: Rows that ride along.
         """
         parents = _chain_parents(draft.shape[1], draft.device).expand(draft.shape)
@@ -84,7 +84,7 @@ class DraftTree:
         return self._ancestors
 
     def paths(self) -> torch.Tensor:
-        """The places on the way from b to every place, [B, m + 1, depth + 1]; its own place is repeated behind."""
+        """The places on the way from b to every place, [B, m + 1, depth + 1]; its own place is repeated after."""
         return path_columns(self.mask(), self.depth)
 
     def real(self) -> torch.Tensor | None:
@@ -112,9 +112,9 @@ class VerificationResult:
     """What verification keeps of a tree, and the token that it adds; k is `DraftTree.depth`.
 
     Attributes:
-        num_accepted: [B] int64 kept nodes.
-        tokens: [B, k + 1] int64; the first `num_accepted` are the kept drafts, the next is the added token, the rest is
-            arbitrary.
+        num_accepted: [B] int64 accepted nodes.
+        tokens: [B, k + 1] int64; the first `num_accepted` are the accepted drafts, the next is the added token, the
+            rest is arbitrary.
         tree_path: [B, k + 1] int64, `path` of a tree; None: the first nodes of a chain are kept.
         invalid: [B] bool, rows whose added token was drawn from scores that are no distribution; None: not looked at.
     """
@@ -126,14 +126,14 @@ class VerificationResult:
 
     @cached_property
     def path(self) -> torch.Tensor:
-        """Places of the kept path in the block, [B, k + 1] int64: b's is 0, and the last is repeated behind."""
+        """Places of the accepted path in the block, [B, k + 1] int64: b's is 0, and the last is repeated after."""
         if self.tree_path is not None:
             return self.tree_path
         return torch.minimum(cached_arange(self.tokens.shape[1], self.tokens.device), self.num_accepted[:, None])
 
     @property
     def nodes(self) -> torch.Tensor:
-        """The kept nodes in the order of their path, [B, k] int64, and -1 behind them."""
+        """The accepted nodes in the order of their path, [B, k] int64, and -1 after them."""
         behind = cached_arange(self.tokens.shape[1], self.tokens.device)[:-1] >= self.num_accepted[:, None]
         return (self.path[:, 1:] - 1).masked_fill(behind, -1)
 

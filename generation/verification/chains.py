@@ -193,7 +193,7 @@ def verify_chain(
     """`verify` for the chain `DraftTree.chain(draft, q)`.
 
     Args:
-        tree: A drawn chain of which every row has all tokens.
+        tree: A drawn chain of which every sequence has all tokens.
         p: [B, m + 1, V] the target's distribution after every place.
         rule: `"token"` or `"block"`.
         generator: Source of randomness.
@@ -235,7 +235,7 @@ def verify_tree(
     """`verify_sampled` as plain tensors.
 
     Returns:
-        nodes [B, depth] int64, the kept nodes in the order of their path and -1 behind them; num_accepted [B]; and
+        nodes [B, depth] int64, the accepted nodes in the order of their path and -1 after them; num_accepted [B]; and
         next_token [B].
     """
     result = verify_sampled(tree, p, rule, generator)

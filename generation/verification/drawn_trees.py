@@ -38,7 +38,7 @@ def tree_acceptance(tree: DraftTree, p: torch.Tensor, rule: str = "token") -> tu
         accept [B, m]: `"token"`: the probability to take node i where its parent is taken and its elder siblings are
             refused. `"block"`: the probability to keep the path to node i where all before it in post-order are
             refused. 0 for a token that the target excludes, that cannot have been drawn, or that repeats a certain one.
-        residual [B, m + 1, V]: distribution of the token that is added where the kept path ends at place j.
+        residual [B, m + 1, V]: distribution of the token that is added where the accepted path ends at place j.
 
     Raises:
         ValueError: An unknown rule.

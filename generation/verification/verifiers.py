@@ -4,7 +4,7 @@ uniforms.
 Where the uniforms of a call come from: one for every output position, and fresh ones for everything else.
 
 They are numbers of a counter-based generator: row i reads a stream of its own, so that what it reads depends on its
-seed and on how far it has come, and not on the rows beside it or on how long the texts may become. Heads and modules
+seed and on how far it has come, and not on the rows next to it or on how long the texts may become. Heads and modules
 draw from torch's own generator: a draw of theirs may need a number for every token of the vocabulary.
 """
 
@@ -119,7 +119,8 @@ def distribution_of(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _reached_faults(distribution: torch.Tensor, result: VerificationResult) -> torch.Tensor:
-    """Rows [B] bool in which a place on the kept path has no distribution; softmax makes NaN of all its entries there.
+    """Rows [B] bool in which a place on the accepted path has no distribution; softmax makes NaN of all its entries
+    there.
 
     A drawn chain keeps no draft whose distribution is none, so that its verification result knows from the draw of the
     added token.
@@ -147,7 +148,7 @@ class Uniforms:
         rows: B.
         device: Where they are needed.
         table: [B, positions] in [0, 1), given by the user.
-        seed: An int, of which row i reads stream i, or one int per row; None: drawn from torch's global generator.
+        seed: An int, of which row i reads stream i, or one int per sequence; None: drawn from torch's global generator.
         stay: The uniform of a position is the same in every cycle, whatever is drafted or rejected on the way (coupled
             verification). Otherwise every cycle draws fresh ones: a speculative rule must not use again what a
             rejected draft has used.
@@ -173,7 +174,7 @@ class Uniforms:
         self.used = 0
 
     def draw(self, tokens: Sequences, count: int) -> torch.Tensor:
-        """u of the next `count` output positions of every row, [B, count]."""
+        """u of the next `count` output positions of every sequence, [B, count]."""
         if not self.stay:
             self.current = self.fresh(count)
         elif tokens.is_even:
@@ -190,7 +191,7 @@ class Uniforms:
 
 
 class _Stream:
-    """One stream per row, made in chunks on the host, each of which is copied to the device at once."""
+    """One stream per sequence, made in chunks on the host, each of which is copied to the device at once."""
 
     def __init__(
         self, streams: torch.Tensor, purpose: int, device: torch.device, table: torch.Tensor | None = None
@@ -213,11 +214,11 @@ class _Stream:
 
 
 def seed_streams(seed: int | Sequence[int] | None, rows: int) -> torch.Tensor:
-    """The stream of every row.
+    """The stream of every sequence.
 
     Args:
-        seed: An int: row i reads stream i of it; one int per row: every row reads stream 0 of its own, so that a row
-            writes the same text in any batch; None: an int from torch's global generator.
+        seed: An int: row i reads stream i of it; one int per sequence: every sequence reads stream 0 of its own, so
+            that a row writes the same text in any batch; None: an int from torch's global generator.
         rows: B.
 
     Returns:

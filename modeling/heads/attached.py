@@ -25,7 +25,7 @@ from ..wrapped_models import OfBackboneMixin, unwrap
 from .backbone_parts import BackboneParts, backbone_parts, compute_device
 from .conversion import OfficialLayoutsMixin
 from .draft_layers import BoundLayers, DraftLayers, LayerAdapters
-from .family import HeadFamily
+from .family import HeadFamily, last_state
 from .learning import LearningMixin, counted_positions
 from .registry import build_head, distribution_after, family_of, head_features, init_head, window_distribution
 from .window_distribution import WindowDistribution
@@ -174,10 +174,15 @@ class MTPHeads(
         self._expected_embedding = None
 
     def start(self, options: DraftOptions) -> HeadSession:
-        """Return drafts of the heads, for one call of `generate`."""
+        """Return the drafts of the heads for one call of `generate`."""
+        after = partial(distribution_after, self.head, self.config, backbone=self._parts())
+        family = self.family
+        reads_last = family.features is last_state and family.hidden_layers is HeadFamily.hidden_layers
+        if self.draft_layers is None and reads_last:  # nothing is computed of the states, and there is no cache
+            return HeadSession(after, options, [-1])
         if self.attends:
             return AttendingHeadSession(self, options, self.features_of_call())
-        return HeadSession(self.distribution_after, options, self.hidden_layers, self.features)
+        return HeadSession(after, options, self.hidden_layers, self.features)
 
     @property
     def family(self) -> HeadFamily:

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -20,6 +20,7 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModel, Cache, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_causal_mask
 
+from ...configuration.fields import field
 from ...configuration.mtp_families import REFUSED
 from ..wrapped_models import call_frozen, is_unit
 
@@ -76,11 +77,19 @@ def backbone_parts(model: PreTrainedModel) -> BackboneParts:
     if isinstance(model, HasBackboneParts):
         return model.backbone_parts()
     unembedding, text = output_embeddings(model), model.config.get_text_config()
+    scale = (field(text, "logit_scale") or 1.0) / (field(text, "logits_scaling") or 1.0)
     return BackboneParts(
-        unembed=lambda states: finished_logits(frozen(unembedding, states.to(dtype_of(unembedding, states))), text),
-        embed=lambda tokens: frozen(model.get_input_embeddings(), tokens),
+        unembed=partial(_unembed, unembedding, scale, field(text, "final_logit_softcapping")),
+        embed=partial(frozen, model.get_input_embeddings()),
         norm=lambda states: frozen(final_norm(model.get_decoder()), states),
     )
+
+
+def _unembed(unembedding: nn.Module, scale: float, cap: float | None, states: torch.Tensor) -> torch.Tensor:
+    """Return logits of states: those of the unembedding, scaled and capped as some families do."""
+    states = states.to(dtype_of(unembedding, states))
+    logits = scale * (frozen(unembedding, states) if torch.is_grad_enabled() else unembedding(states))
+    return logits if cap is None else cap * (logits / cap).tanh()
 
 
 def frozen(module: nn.Module, *args: Any) -> Any:

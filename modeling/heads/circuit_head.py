@@ -14,10 +14,10 @@ from ...configuration.head_families import BTREE, CP, HMM, HeadFamilyFacts
 from ..wrapped_models import call
 from .backbone_parts import BackboneParts
 from .circuits import ChainDistribution, MixtureDistribution
-from .family import FAMILIES, Circuit, HeadFamily, exact, register
+from .family import FAMILIES, Circuit, HeadFamily, register
 from .ff import FFHead, SharedHead
 from .tree_circuit import TreeDistribution
-from .window_distribution import WindowDistribution
+from .window_distribution import WindowDistribution, exact
 
 
 class CircuitHead(nn.Module):

@@ -168,8 +168,3 @@ def register(family: HeadFamily) -> HeadFamily:
     HEAD_FAMILIES[facts.name] = facts
     FAMILIES[facts.name] = family
     return family
-
-
-def exact(logits: torch.Tensor) -> torch.Tensor:
-    """Return the logits in float32 (float64 stays)."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))

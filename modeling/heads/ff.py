@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from ..tensor_files import Tensors
 from ..wrapped_models import call
 from .backbone_parts import BackboneParts, output_embeddings, required
 from .chunks import SummedLinear, SummingModule
-from .family import Circuit, Directory, HeadFamily, HeadLayout, exact, register
-from .window_distribution import FactorisedDistribution, WindowDistribution
+from .family import Circuit, Directory, HeadFamily, HeadLayout, register
+from .window_distribution import FactorisedDistribution, WindowDistribution, exact
 
 
 class FFHead(SummingModule):
@@ -178,7 +179,8 @@ def _distribution(
     start: int = 0,
     stop: int | None = None,
 ) -> WindowDistribution:
-    logits = call(head, features, config.num_depths if stop is None else stop, backbone, start)
+    run = partial(call, head) if torch.is_grad_enabled() else head  # without gradients, hooks of units do no harm
+    logits = run(features, config.num_depths if stop is None else stop, backbone, start)
     return FactorisedDistribution(exact(logits.unsqueeze(-2)))
 
 

@@ -19,9 +19,9 @@ from ...configuration.head_families import HYDRA
 from ..tensor_files import Tensors, below, read_json, read_tensors, refuse_unknown
 from .backbone_parts import BackboneParts, LayerSource, backbone_parts, config_field, read_config, required
 from .blocks import ConcatBlock, ResidualBlock, repeated, unembeddings, untied
-from .family import Directory, HeadFamily, HeadLayout, exact, register
+from .family import Directory, HeadFamily, HeadLayout, register
 from .layer import DecoderLayers
-from .window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
+from .window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution, exact
 
 EMBEDDING = "input_embed_fn.weight"
 """The backbone's embedding, which the authors' files repeat."""

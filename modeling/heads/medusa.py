@@ -20,8 +20,9 @@ from ...configuration.head_families import MEDUSA
 from ..tensor_files import Tensors, read_json, read_tensors, refuse_unknown
 from .backbone_parts import BackboneParts, backbone_parts, required
 from .blocks import FeedForwardBlock, Repeated, repeated, unembeddings, untied
-from .family import Directory, HeadFamily, HeadLayout, exact, register
+from .family import Directory, HeadFamily, HeadLayout, register
 from .ff import check_vllm_unembedding, factorised_distribution, vllm_fields
+from .window_distribution import exact
 
 
 class MedusaHead(nn.Module):

@@ -246,3 +246,8 @@ def logsumexp(values: torch.Tensor, dim: int) -> torch.Tensor:
     total = (values - top).exp().sum(dim)
     empty = total == 0
     return torch.where(empty, float("-inf"), torch.where(empty, 1.0, total).log() + top.squeeze(dim))
+
+
+def exact(logits: torch.Tensor) -> torch.Tensor:
+    """Return the logits in float32 (float64 stays)."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -274,7 +274,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         if position_ids is None:
             position_ids = self._positions(embeds, tokens, attention_mask, past_key_values)
         check_positions(self.config, position_ids)
-        if checkpoints_activations(self.backbone):
+        if self.backbone.training and checkpoints_activations(self.backbone):
             keep_gates(self.backbone)
         with caches_kept(self), opened(Gate(tokens, embeds.shape[1]) if is_slotted else None):
             outputs = self.backbone.get_decoder()(

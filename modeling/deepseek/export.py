@@ -144,9 +144,8 @@ def _is_copy(name: str) -> bool:
 
 
 def _size(tensors: dict[str, torch.Tensor]) -> int:
-    return sum(
-        tensor.numel() for name, tensor in tensors.items() if not (name.endswith(COPIES) and name.count(".") > 2)
-    )
+    copies = {name for name in tensors if name.endswith(COPIES) and name.count(".") > 2}
+    return sum(tensor.numel() for name, tensor in tensors.items() if name not in copies)
 
 
 def official_names(state: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ of `generate`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -66,14 +66,6 @@ class LayerAdapters(nn.Module):
             for shell in shells
         )
 
-    @property
-    def _adapters(self) -> list[dict[str, Adapter]]:
-        """By layer, the adapters by name."""
-        return [
-            {name: adapter for name, adapter in part.named_children() if isinstance(adapter, Adapter)}
-            for part in self.adapters
-        ]
-
     def weights(self, layers: Sequence[nn.Module]) -> list[Weights]:
         """Return, by layer, the weights of the backbone's `layers` with what the adapters add at the moment.
 
@@ -84,7 +76,7 @@ class LayerAdapters(nn.Module):
 
     def _weights(self, layer: nn.Module, slot: int) -> Weights:
         weights = {name: p.detach() for name, p in (*layer.named_parameters(), *layer.named_buffers())}
-        for key, adapter in self._adapters[slot].items():
+        for key, adapter in cast(Mapping[str, Adapter], self.adapters[slot]).items():
             name = key.replace("-", ".") + ".weight"
             shape = (adapter.lora_B.shape[0], adapter.lora_A.shape[1])
             weight = weights.get(name)

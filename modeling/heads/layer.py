@@ -329,21 +329,15 @@ def _refusal(config: MTPHeadConfig) -> str | None:
 def _layer_tensor(prefix: str, part: str, tensor: torch.Tensor, values: dict[str, Any]) -> Tensors:
     theirs = next(theirs for theirs, ours in _LAYER.items() if ours == part)
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-    return {f"{prefix}.{theirs}.weight": _interleaved(part, tensor, head_dim)}
+    return {f"{prefix}.{theirs}.weight": _half_split(part, tensor, head_dim, back=True)}
 
 
-def _half_split(part: str, weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Reorder rows of queries and keys from rope pairs (0, 1), (2, 3), .. to pairs (i, i + D / 2)."""
+def _half_split(part: str, weight: torch.Tensor, head_dim: int, back: bool = False) -> torch.Tensor:
+    """Reorder rows of queries and keys from rope pairs (0, 1), (2, 3), .. to pairs (i, i + D / 2), or back."""
     if part not in ("self_attn.q_proj", "self_attn.k_proj"):
         return weight
-    return weight.view(-1, head_dim // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-
-
-def _interleaved(part: str, weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Return the inverse of `_half_split`."""
-    if part not in ("self_attn.q_proj", "self_attn.k_proj"):
-        return weight
-    return weight.view(-1, 2, head_dim // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+    pairs = (2, head_dim // 2) if back else (head_dim // 2, 2)
+    return weight.view(-1, *pairs, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 register(

@@ -85,12 +85,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, Attachabl
             **{name: getattr(model.config, name) for name in PTPStudentConfig().options},
         )
         student = cls(config)
-        adapted = dict(_layers(model.backbone))
-        for name, own in _layers(student.adapters):
-            layer = adapted[name]
-            own.lora_A[ADAPTER], own.lora_B[ADAPTER] = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
-        for name in SLOT_PARTS:
-            setattr(student, name, getattr(model, name))
+        _hand_over((model, model.backbone), (student, student.adapters))
         return student.train(model.training)
 
     @property
@@ -116,12 +111,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, Attachabl
 
     def _joined(self, backbone: PreTrainedModel) -> PTPForCausalLM:
         model = PTPForCausalLM.from_backbone(backbone, **self.config.options)
-        adapted = dict(_layers(model.backbone))
-        for name, own in _layers(self.adapters):
-            layer = adapted[name]
-            layer.lora_A[ADAPTER], layer.lora_B[ADAPTER] = own.lora_A[ADAPTER], own.lora_B[ADAPTER]
-        for name in SLOT_PARTS:
-            setattr(model, name, getattr(self, name))
+        _hand_over((self, self.adapters), (model, model.backbone))
         model.train_only("drafter")
         return model.train(self.training)
 
@@ -225,6 +215,16 @@ def _copy(config: PreTrainedConfig) -> PreTrainedConfig:
 def _layers(model: nn.Module) -> list[tuple[str, Any]]:
     """Return the names and modules of gated adapters."""
     return [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
+
+
+def _hand_over(giver: tuple[nn.Module, nn.Module], taker: tuple[nn.Module, nn.Module]) -> None:
+    """Share the trained parts of one model (which holds slot parts, and one that holds adapters) with another."""
+    given = dict(_layers(giver[1]))
+    for name, own in _layers(taker[1]):
+        if (layer := given.get(name)) is not None:
+            own.lora_A[ADAPTER], own.lora_B[ADAPTER] = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+    for name in SLOT_PARTS:
+        setattr(taker[0], name, getattr(giver[0], name))
 
 
 def _marks_of(backbone: PreTrainedModel) -> tuple[Any, ...]:

@@ -15,13 +15,12 @@ import argparse
 from pathlib import Path
 
 import torch
+from corpus import ByteWindows, bits_per_byte, load_corpus
 from rich.console import Console
 from rich.table import Table
 
 from tokenahead import EvaByteForMTPC
 from tokenahead.generation.verification.chains import block_acceptance, token_acceptance
-from tokenahead.training.data import ByteWindows, load_corpus
-from tokenahead.training.evaluation import bits_per_byte
 
 COLUMNS = ("head", "window NLL (nats)", "accepted, token", "accepted, block", "tokens/call, block", "alg. 2 (biased)")
 

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from corpus import ByteWindows, SourceText, load_corpus
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from tokenahead.training.data import ByteWindows, SourceText, load_corpus
 
 CONFIG = dict(
     vocab_size=320, hidden_size=128, intermediate_size=352, num_hidden_layers=6, num_attention_heads=4,

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from byte_llama import CONFIG
 from byte_llama import train as train_model
+from corpus import ByteWindows, Corpus, load_corpus
 from counting import per_cycle
 from strategies import LENGTH, ROWS, beginnings, train
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -37,10 +38,9 @@ from tokenahead import (
     NgramDrafter,
     PTPForCausalLM,
 )
-from tokenahead.training.data import ByteWindows, Corpus, load_corpus
 from tokenahead.training.features import cache_features
-from tokenahead.training.files import replace_text
 from tokenahead.training.strategy import TrainingStrategy
+from tokenahead.training.utils import replace_text
 
 
 def heads(kind: str, **options: Any) -> Callable[[PreTrainedModel, argparse.Namespace], Any]:
@@ -171,7 +171,7 @@ def distil(model: PTPForCausalLM, data: Any, seconds: float, rate: float) -> Any
     from torch.optim.lr_scheduler import LambdaLR
     from transformers import PrinterCallback, TrainingArguments
 
-    from tokenahead.training.ptp.options import PTPOptions
+    from tokenahead.training.ptp.losses import PTPOptions
     from tokenahead.training.ptp.trainer import PTPTrainer
 
     budget = TimeBudget(seconds, clock=time.process_time)

@@ -16,11 +16,11 @@ import argparse
 from pathlib import Path
 
 import torch
+from corpus import load_corpus
 from strategies import PLACES, bits, held_out_rows
 from transformers import LlamaForCausalLM
 
 from tokenahead.training.analysis import marginal_log_probs
-from tokenahead.training.data import load_corpus
 
 
 def shown(right: torch.Tensor) -> str:

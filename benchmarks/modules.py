@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from corpus import ByteWindows, load_corpus
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel, modeling_layers
 
 from tokenahead import DeepSeekMTP
-from tokenahead.training.data import ByteWindows, load_corpus
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "data" / "deepseek_mtp" / "dsv3_d2_trained"
 

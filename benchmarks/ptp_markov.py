@@ -37,7 +37,7 @@ from tokenahead.generation.verification.chains import coupled_acceptance, token_
 from tokenahead.modeling.ptp.embedding import GREEDY
 from tokenahead.modeling.sampling import interval, pick
 from tokenahead.modeling.uniforms import best_of
-from tokenahead.training.ptp.options import PTPOptions
+from tokenahead.training.ptp.losses import PTPOptions
 from tokenahead.training.ptp.trainer import PTPTrainer
 
 STATES, ALPHA, CONTEXT, LENGTH, BATCH, COMPLETIONS = 25, 0.3, 2, 12, 16, 4

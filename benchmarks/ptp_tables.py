@@ -32,7 +32,7 @@ from rich.table import Table
 from transformers import TrainingArguments
 
 from tokenahead.configuration.ptp import FEATURE_DIMS
-from tokenahead.training.ptp.options import LOSSES, PTPOptions
+from tokenahead.training.ptp.losses import LOSSES, PTPOptions
 from tokenahead.training.ptp.trainer import PTPTrainer
 
 TABLES = ("variants", "proposals", "losses", "features", "concentration", "best_of", "inverse")

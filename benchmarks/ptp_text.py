@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from byte_llama import optimizer_of
+from corpus import ByteWindows, Corpus, load_corpus
 from rich.console import Console
 from rich.table import Table
 from time_budget import TimeBudget, TimeBudgetCallback
@@ -35,10 +36,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer
 
 from tokenahead import EvaByteTokenizer, PTPForCausalLM, __version__
 from tokenahead.model_cards import DecodingResult, MeasuredResults, render_card, write_card
-from tokenahead.training.data import ByteWindows, Corpus, code_prompts, load_corpus
+from tokenahead.training.box import code_prompts
 from tokenahead.training.evaluation import GREEDY, DecodingMode, compare_decoding, sampled
 from tokenahead.training.ptp.distil import write_texts
-from tokenahead.training.ptp.options import PTPOptions
+from tokenahead.training.ptp.losses import PTPOptions
 from tokenahead.training.ptp.trainer import PTPTrainer
 
 CONFIG = dict(
@@ -152,7 +153,7 @@ def main() -> None:
         windows = ByteWindows(corpus.train, LENGTH)
         fit(Trainer, model, windows, "backbone", arguments.minutes[0], 4, (0.03, 1e-2), console)
         model.save_pretrained(backbone)
-    prompts = code_prompts(corpus.held_out, arguments.prompts, length=PROMPT)
+    prompts = code_prompts(corpus.held_out.contents(), arguments.prompts, length=PROMPT)
     table = Table(
         "student", "decoding", "tokens/call", "tokens/s", "plain tokens/s", "speed-up, processor", "identical"
     )

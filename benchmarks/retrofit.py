@@ -16,13 +16,13 @@ import argparse
 from collections.abc import Iterator
 
 import torch
+from corpus import SourceText, load_corpus
 from rich.console import Console
 from rich.table import Table
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tokenahead import DeepSeekMTP
-from tokenahead.training.data import SourceText, load_corpus
 
 STARTS = ("embedding", "hidden", "both", "random")
 LENGTH, BATCH, VOCABULARY = 128, 16, 2048

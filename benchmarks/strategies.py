@@ -30,17 +30,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from corpus import ByteWindows, Corpus, SourceText, load_corpus
 from time_budget import TimeBudget, TimeBudgetCallback
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaForCausalLM, PreTrainedModel, PrinterCallback, TrainingArguments
 
 from tokenahead import EvaByteTokenizer, MTPHeads
-from tokenahead.training.data import ByteWindows, Corpus, SourceText, code_prompts, load_corpus
+from tokenahead.training.box import code_prompts
 from tokenahead.training.evaluation import TeacherForced, sampled
 from tokenahead.training.features import FeatureDataset, cache_features
-from tokenahead.training.files import replace_text
 from tokenahead.training.strategy import TrainingStrategy
 from tokenahead.training.trainer import MTPTrainer
+from tokenahead.training.utils import replace_text
 
 LENGTH, ROWS = 256, 4
 PLACES = torch.arange(32, LENGTH - 16, 4)
@@ -161,7 +162,7 @@ def drawn_texts(backbone: PreTrainedModel, held_out: torch.Tensor) -> torch.Tens
 
 def beginnings(corpus: Corpus, arguments: argparse.Namespace) -> list[str]:
     """Held-out code to complete, so short that new tokens stay at positions that the backbone has been trained at."""
-    return code_prompts(corpus.held_out, arguments.prompts, length=LENGTH - arguments.new_tokens)
+    return code_prompts(corpus.held_out.contents(), arguments.prompts, length=LENGTH - arguments.new_tokens)
 
 
 def folder_of(arguments: argparse.Namespace, name: str, seed: int) -> Path:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from corpus import ByteWindows, Corpus, load_corpus
 from strategies import LENGTH, beginnings, train
 from transformers import LlamaForCausalLM, PreTrainedModel, StoppingCriteriaList
 
@@ -32,10 +33,10 @@ from tokenahead import EagleHead, EvaByteTokenizer
 from tokenahead.generation.trees.contract import DraftTree
 from tokenahead.generation.verification.drawn_trees import tree_acceptance
 from tokenahead.generation.verification.verifiers import SampledVerifier
-from tokenahead.training.data import ByteWindows, Corpus, code_prompts, load_corpus
+from tokenahead.training.box import code_prompts
 from tokenahead.training.features import cache_features
-from tokenahead.training.files import replace_text
 from tokenahead.training.strategy import TrainingStrategy
+from tokenahead.training.utils import replace_text
 
 
 def expected(tree: DraftTree, p: torch.Tensor, rule: str) -> torch.Tensor:
@@ -219,7 +220,10 @@ def main() -> None:
     backbone.generation_config.eos_token_id = None
     head = trained(backbone, corpus, arguments).eval()
     if arguments.expected:
-        texts = [tokenizer(text, return_tensors="pt")["input_ids"][0] for text in code_prompts(corpus.held_out, 384)]
+        texts = [
+            tokenizer(text, return_tensors="pt")["input_ids"][0]
+            for text in code_prompts(corpus.held_out.contents(), 384)
+        ]
         expectations(head, torch.stack([text[-64:] for text in texts if len(text) >= 64][:128]), arguments)
         return
     prompts = tokenizer(beginnings(corpus, arguments), return_tensors="pt", padding=True)

@@ -17,8 +17,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..modeling.remote_code import check_choice
-from ..training.files import replace_text
 from ..training.results import DecodingResult, MeasuredResults
+from ..training.utils import replace_text
 from .facts import ModelFacts, describe
 
 TAGS = ("tokenahead", "multi-token-prediction", "speculative-decoding")
@@ -149,9 +149,6 @@ def write_card(folder: str | Path, card: ModelCard, *, overwrite: bool = False) 
 def is_generated(path: str | Path) -> bool:
     """Return whether the file is a card from `render_card` that nobody has edited since, metadata included.
 
-    Args:
-        path: A Markdown file.
-
     Returns:
         True if the mark at its end agrees with the rest of the file.
     """
@@ -218,9 +215,6 @@ def _check_picture(picture: str | None, results: MeasuredResults | None) -> None
 
 def check_no_local_path(text: str) -> None:
     """Refuse a text that would tell the world the layout of this machine.
-
-    Args:
-        text: A card.
 
     Raises:
         ValueError: A path of a home directory, or one that exists here; it is named.

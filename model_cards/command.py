@@ -19,9 +19,9 @@ from .. import __version__
 from ..configuration import EagleHeadConfig, MTPHeadConfig, PTPStudentConfig
 from ..modeling.remote_code import CODE_FOLDER
 from ..training.byte_text import is_byte_level
+from ..training.checkpoints import adapters_for, has_adapters, put_adapters, tokenizer_source, trained_backbone
 from ..training.completion import AttachedDecoder, causal_class
 from ..training.evaluation import MODES, Measurement, environment, hardware
-from ..training.parts import adapters_for, has_adapters, put_adapters, tokenizer_source, trained_backbone
 from ..training.results import MeasuredResults
 from .card import render_card, write_card
 from .facts import describe, hub_id
@@ -53,9 +53,6 @@ def make_card(request: CardRequest) -> Path:
 
     What a card there says of data, recipe, licence and languages is kept, and figures of an earlier run are used
     where nothing is measured.
-
-    Args:
-        request: What to do.
 
     Returns:
         The path of README.md.

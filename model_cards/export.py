@@ -17,7 +17,7 @@ from ..configuration.mtp_families import family_of, num_layers
 from ..modeling import DeepSeekMTP, EagleHead, MTPHeads
 from ..modeling.deepseek.checkpoint_files import tensor_dtypes
 from ..modeling.deepseek.draft_vocabulary import FILE as DRAFT_VOCABULARY
-from ..training.files import replace_text
+from ..training.utils import replace_text
 from .drafter_folders import ExportReport, check_retrofit, overrides, save_retrofit, write_drafter
 
 MEASURED = {"vllm": ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3")}

@@ -123,9 +123,6 @@ class HeadProposer:
     def load_model(self, target_model: nn.Module) -> None:
         """Reads the heads, in the backbone's dtype and on its device (called by vLLM).
 
-        Args:
-            target_model: vLLM's backbone.
-
         Raises:
             ValueError: Tensors that do not make these heads.
         """

@@ -16,9 +16,9 @@ _MODULES = {
     "completion_module": "tokenahead.training.completion",
     "deepseek_readout": "tokenahead.modeling.deepseek.modules",
     "deepseek_retrofit": "tokenahead.modeling.deepseek.retrofit",
-    "demo_figures": "tokenahead.training.demo.figures",
-    "demo_report": "tokenahead.training.demo.report",
-    "demo_run": "tokenahead.training.demo.run",
+    "demo_figures": "tokenahead.training.commands.figures",
+    "demo_report": "tokenahead.training.demo",
+    "demo_run": "tokenahead.training.demo",
     "drafter_folders_module": "tokenahead.model_cards.drafter_folders",
     "drafters_modules": "tokenahead.generation.drafters.modules",
     "drafters_protocol": "tokenahead.generation.call.options",
@@ -38,7 +38,7 @@ _MODULES = {
     "ptp_distil": "tokenahead.training.ptp.distil",
     "schedule_module": "tokenahead.generation.call.schedule",
     "trainer_base": "tokenahead.training.trainer_base",
-    "threads_module": "tokenahead.training.threads",
+    "threads_module": "tokenahead.training.evaluation.reports",
     "tree_verification_module": "tokenahead.generation.verification.drawn_trees",
     "trees_module": "tokenahead.generation.trees.building",
     "verification_module": "tokenahead.generation.verification.chains",
@@ -275,11 +275,14 @@ _NAMES = {
         "Excerpt",
         "box_folder",
         "check_box",
+        "code_prompts",
         "excerpt_prompts",
         "excerpt_windows",
         "load_box",
         "load_excerpts",
         "load_heads",
+        "Box",
+        "BoxMeasurement",
     ),
     "tokenahead.training.byte_text": (
         "RawWriter",
@@ -310,18 +313,7 @@ _NAMES = {
         "Request",
         "complete",
     ),
-    "tokenahead.training.data": (
-        "ByteWindows",
-        "SourceText",
-        "code_prompts",
-        "load_corpus",
-        "source_files",
-    ),
-    "tokenahead.training.demo.measure": (
-        "Box",
-        "BoxMeasurement",
-    ),
-    "tokenahead.training.demo.run": (
+    "tokenahead.training.demo": (
         "MARK",
         "check_output",
         "run_demo",
@@ -338,19 +330,24 @@ _NAMES = {
         "repeated_share",
         "sampled",
     ),
-    "tokenahead.training.evaluation.drafts": ("bits_per_byte", "measure_drafts", "rank_accuracies"),
+    "tokenahead.training.evaluation.drafts": (
+        "measure_drafts",
+        "rank_accuracies",
+        "drafted_probs",
+    ),
     "tokenahead.training.evaluation.expected": ("TeacherForced",),
-    "tokenahead.training.evaluation.distributions": ("drafted_probs",),
     "tokenahead.training.evaluation.reports": (
         "HeadReport",
         "read_reports",
+        "threads_as_before",
+        "use_fastest_threads",
     ),
-    "tokenahead.training.extras": ("needs_extra",),
+    "tokenahead.training.utils": ("needs_extra",),
     "tokenahead.training.features": (
         "FeatureDataset",
         "FeatureIndex",
     ),
-    "tokenahead.training.parts": ("put_adapters",),
+    "tokenahead.training.checkpoints": ("put_adapters",),
     "tokenahead.training.trainer_base": ("drafter_of",),
     "tokenahead.training.ptp.completions": (
         "CompletionSequences",
@@ -368,12 +365,9 @@ _NAMES = {
         "slot_losses",
         "slot_weights",
         "target_probs",
+        "SEQUENCES",
     ),
     "tokenahead.training.ptp.mutor": ("Registers",),
-    "tokenahead.training.ptp.options": (
-        "SEQUENCES",
-        "ptp_LOSSES",
-    ),
     "tokenahead.training.ptp.forwards": (
         "PackedRows",
         "SlotInputs",
@@ -381,10 +375,6 @@ _NAMES = {
         "student_drafts",
     ),
     "tokenahead.training.regeneration": ("RegeneratedText",),
-    "tokenahead.training.threads": (
-        "threads_as_before",
-        "use_fastest_threads",
-    ),
 }
 """Internal names, by the module that defines them."""
 

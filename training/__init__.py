@@ -1,17 +1,17 @@
 """Trainers, losses, data, evaluation, the demo and the command line. Names are loaded when they are used."""
 
-from .extras import lazy_names
+from .utils import lazy_names
 
 _HOMES = {
     "AcceptanceCallback": "acceptance_callback",
-    "MTPDPOTrainer": "dpo",
-    "MTPLossWeightSchedule": "schedules",
-    "MTPSFTTrainer": "sft",
+    "MTPDPOTrainer": "trl_trainers",
+    "MTPLossWeightSchedule": "strategy",
+    "MTPSFTTrainer": "trl_trainers",
     "MTPTrainer": "trainer",
     "MuToROptions": "ptp.mutor",
     "MuToRTrainer": "ptp.mutor",
-    "PTPOptions": "ptp.options",
-    "PTPSFTTrainer": "sft",
+    "PTPOptions": "ptp.losses",
+    "PTPSFTTrainer": "trl_trainers",
     "PTPTrainer": "ptp.trainer",
     "TrainingStrategy": "strategy",
     "cache_features": "features",

@@ -12,8 +12,7 @@ from transformers.utils import logging
 
 from ..generation.attach import AttachableDrafter
 from ..modeling.heads.joint import JointMTPModel
-from .evaluation.distributions import has_probs, verified_drafts
-from .evaluation.drafts import DraftMeasures, measure_drafts
+from .evaluation.drafts import DraftMeasures, has_probs, measure_drafts, verified_drafts
 from .trainer_base import BaseTrainer, without_peft
 
 logger = logging.get_logger(__name__)

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from huggingface_hub.errors import StrictDataclassError
 
 from .. import __version__
-from .extras import MissingExtraError, needs_extra
+from .utils import MissingExtraError, needs_extra
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -185,8 +185,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _demo(arguments: argparse.Namespace) -> int:
     with needs_extra("demo", "the demo"):
-        from .demo.measure import BoxMeasurement
-        from .demo.run import run_demo
+        from .box import BoxMeasurement
+        from .demo import run_demo
 
     asked = {name: vars(arguments)[name] for name in ("seconds", "new_bytes", "batch_size", "seed")}
     reports = run_demo(BoxMeasurement(**asked), arguments.output, overwrite=arguments.overwrite)

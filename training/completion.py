@@ -28,7 +28,7 @@ from ..configuration.mtp_families import FAMILIES, count_modules
 from ..generation import Speculation
 from ..modeling import DeepSeekMTP
 from .byte_text import decode, encode, escaped, is_byte_level, streamer_for
-from .parts import adapters_for, base_of, has_adapters, is_hub_name, put_adapters, tokenizer_source
+from .checkpoints import adapters_for, base_of, has_adapters, is_hub_name, put_adapters, tokenizer_source
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,6 @@ class Completed:
 
 def complete(request: Request, write: Callable[[bytes], None]) -> Completed:
     """Complete a prompt and hand the bytes to `write` as they come.
-
-    Args:
-        request: What to complete.
-        write: Takes the bytes of every piece.
 
     Raises:
         FileNotFoundError: No such directory.

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
-from .files import replace_text
+from .utils import replace_text
 
 INDEX = "index.json"
 STATES = "cached_states"

@@ -16,8 +16,7 @@ from ..modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads
 from ..modeling.heads.joint import JointMTPModel
 from ..modeling.loss_options import EagleLossOptions, ModuleLossOptions
 from ..modeling.wrapped_models import carries_adapters
-from .schedules import HeadWarmup, MTPLossWeightSchedule
-from .strategy import TrainingStrategy
+from .strategy import HeadWarmup, MTPLossWeightSchedule, TrainingStrategy
 from .trainer_base import draft_layers_of, drafter_of, head_config, without_peft
 
 _QUERIES = ("q_proj", "k_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn")
@@ -188,11 +187,6 @@ def _learn_by_adapters(backbone: PreTrainedModel, strategy: TrainingStrategy) ->
 
 def check_no_adapters(model: nn.Module, what: str, strategy: TrainingStrategy) -> None:
     """Refuse a model with adapters where all weights learn, or where it gets adapters.
-
-    Args:
-        model: The model.
-        what: Its name in messages.
-        strategy: The recipe.
 
     Raises:
         ValueError: It carries adapters.

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ..modeling import PTPForCausalLM
 from ..modeling.ptp.gated_lora import ADAPTER
 from .features import checksum
-from .files import replace_text
+from .utils import replace_text
 
 _TEXT, _PLAN = "text.jsonl", "plan.json"
 IGNORE = -100

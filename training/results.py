@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .files import replace_text
+from .utils import replace_text
 
 _Record = TypeVar("_Record", "DecodingResult", "MeasuredResults")
 DEGENERATE_SHARE = 0.5

@@ -15,13 +15,16 @@ from transformers import PreTrainedConfig, PreTrainedModel, Trainer
 from ..modeling import PTPForCausalLM
 from ..modeling.heads.ff import FFHead
 from ..modeling.loss_options import TrainableDrafter
-from .batches import Inputs, check_data, check_depths, check_ids, check_lengths
 from .checkpoints import check_checkpoint
 from .preparation import callbacks_of, prepare
-from .schedules import LossBalance
-from .strategy import TrainingStrategy
+from .strategy import LossBalance, TrainingStrategy
 from .trainer_base import (
     BaseTrainer,
+    Inputs,
+    check_data,
+    check_depths,
+    check_ids,
+    check_lengths,
     check_shards,
     draft_layers_of,
     drafter_of,

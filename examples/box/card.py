@@ -11,8 +11,8 @@ from typing import Any
 from tokenahead import EvaByteConfig
 from tokenahead.model_cards import render_card, write_card
 from tokenahead.training.box import EXCERPTS
-from tokenahead.training.demo.figures import ACCEPTANCE_FIGURE, SPEED_FIGURE
-from tokenahead.training.demo.run import RESULTS
+from tokenahead.training.commands.figures import ACCEPTANCE_FIGURE, SPEED_FIGURE
+from tokenahead.training.demo import RESULTS
 from tokenahead.training.evaluation import HeadReport, read_reports
 from tokenahead.training.results import DecodingResult
 

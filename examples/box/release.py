@@ -30,10 +30,20 @@ from text import Package, collect, windows
 from transformers import GenerationConfig
 
 from tokenahead import EvaByteForMTPC, EvaByteTokenizer
-from tokenahead.training.box import CHECKSUMS, EXCERPT, EXCERPTS, HEADS, Excerpt, check_box, load_heads, sha256
-from tokenahead.training.demo.figures import save_figures
-from tokenahead.training.demo.measure import Box, BoxMeasurement
-from tokenahead.training.demo.run import RESULTS
+from tokenahead.training.box import (
+    CHECKSUMS,
+    EXCERPT,
+    EXCERPTS,
+    HEADS,
+    Box,
+    BoxMeasurement,
+    Excerpt,
+    check_box,
+    load_heads,
+    sha256,
+)
+from tokenahead.training.commands.figures import save_figures
+from tokenahead.training.demo import RESULTS
 from tokenahead.training.evaluation import write_reports
 from tokenahead.training.evaluation.drafts import window_bits
 

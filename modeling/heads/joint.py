@@ -147,7 +147,7 @@ def load_trained(model: PreTrainedModel, folder: Path, what: str) -> None:
     Raises:
         ValueError: A directory of another model; `what` it should be is said.
     """
-    for name in vars(model).get("peft_config", {}):
+    for name in getattr(model, "peft_config", {}):  # of a PeftModel, a property
         # peft writes the adapter "default" into the directory itself, and every other one into a directory of its name
         adapters = (folder if name == "default" else folder / name) / "adapter_model.safetensors"
         if adapters.exists():

@@ -1,4 +1,4 @@
-"""What the tests of training share: rows of ids, a trainer on one thread, and a directory of source."""
+"""What the tests of training share: rows of ids, a trainer on one thread."""
 
 import pytest
 import torch
@@ -7,8 +7,6 @@ from transformers import TrainingArguments
 from tests.models import tiny_model
 from tokenahead import EvaByteConfig
 from tokenahead.training import MTPTrainer
-
-WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
 
 
 @pytest.fixture(autouse=True)
@@ -71,30 +69,3 @@ def trainer_for(model, folder, rows, trainer_class=MTPTrainer, strategy=None, **
     arguments = TrainingArguments(**(defaults | options))
     given = {} if strategy is None else {"strategy": strategy}
     return trainer_class(model, arguments, train_dataset=rows, eval_dataset=rows, **given)
-
-
-@pytest.fixture
-def source(tmp_path):
-    """A directory with eight files of code, and some that must be left out."""
-    return write_source(tmp_path / "source")
-
-
-def write_source(root):
-    """Fills the directory that `source` gives."""
-    for number in range(8):
-        text = "".join(_function(number, part) for part in range(12))
-        _write(root / f"module_{number}.py", text)
-    _write(root / "test" / "test_module.py", "left_out = 1\n")
-    _write(root / "site-packages" / "package.py", "left_out = 2\n")
-    _write(root / "notes.txt", "left out")
-    return root
-
-
-def _function(number: int, part: int) -> str:
-    word, other = WORDS[(number + part) % len(WORDS)], WORDS[part % len(WORDS)]
-    return f"def {word}_{part}(self, {other}):\n    return self.{other}[{number}] + {part}\n\n\n"
-
-
-def _write(path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")

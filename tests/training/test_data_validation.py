@@ -59,7 +59,9 @@ def short_rows(length: int):
 
 def test_depths_that_no_row_reaches_are_named(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(logging.getLogger("tokenahead.training.batches"), "warning", lambda text: said.append(text))
+    monkeypatch.setattr(
+        logging.getLogger("tokenahead.training.trainer_base"), "warning", lambda text: said.append(text)
+    )
     trainer_for(small_model(), tmp_path, short_rows(3), max_steps=1).train()
     assert len(said) == 1 and "no row of train_dataset reaches depth 3, 4: " in said[0]
     said.clear()

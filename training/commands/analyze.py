@@ -26,8 +26,8 @@ from ...modeling import EvaByteForMTPC, MTPHeads
 from ...modeling.heads.losses import IGNORE, depth_targets
 from ..analysis import layer_divergences, marginal_log_probs, next_token_spread
 from ..evaluation import environment
-from ..evaluation.distributions import drafted_probs, has_probs
-from ..files import replace_picture, replace_text
+from ..evaluation.drafts import drafted_probs, has_probs
+from ..utils import replace_picture, replace_text
 from .evaluate import drafter_and_data, named
 from .figures import analysis_figure
 from .models import Trainee
@@ -50,9 +50,6 @@ def main(argv: Sequence[str]) -> int:
 
 def analyze(settings: Settings) -> dict[str, Any]:
     """Compare marginals of the backbone with the distributions of its drafter, and write what was found.
-
-    Args:
-        settings: Of the run, with `AnalysisArguments` as `extra`.
 
     Returns:
         What is written to `analysis.json`.

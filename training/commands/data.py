@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ...modeling.heads.losses import IGNORE
-from ..extras import needs_extra
 from ..regeneration import RegeneratedText, holds_text
+from ..utils import needs_extra
 from .settings import Settings
 
 with needs_extra("train", "reading data"):

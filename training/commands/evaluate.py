@@ -17,14 +17,12 @@ from transformers.utils import logging
 from ... import __version__
 from ...generation.attach import AttachableDrafter
 from ..byte_text import is_byte_level
+from ..checkpoints import base_of, has_adapters, holds_model, trained_backbone
 from ..completion import AttachedDecoder, load_config
 from ..evaluation import GREEDY, Comparison, Measurement, environment, hardware, sampled
-from ..evaluation.distributions import has_probs
-from ..evaluation.drafts import DraftMeasures, measure_drafts
-from ..extras import needs_extra
-from ..files import replace_picture, replace_text
-from ..parts import base_of, has_adapters, holds_model, trained_backbone
+from ..evaluation.drafts import DraftMeasures, has_probs, measure_drafts
 from ..results import MeasuredResults
+from ..utils import needs_extra, replace_picture, replace_text
 from .figures import evaluation_figure
 from .models import Trainee, build, with_moved_backbone
 from .settings import EvaluationArguments, Settings, read_settings
@@ -69,9 +67,6 @@ def named(argv: Sequence[str]) -> list[str]:
 def evaluate(settings: Settings) -> dict[str, Any]:
     """Measure a drafter, and write what was found.
 
-    Args:
-        settings: Of the run, with `EvaluationArguments` as `extra`.
-
     Returns:
         What is written to `evaluation.json`.
 
@@ -99,7 +94,10 @@ def evaluate(settings: Settings) -> dict[str, Any]:
         ],
         "environment": environment(),
     }
-    _write(settings.output, figures, _results(settings, trainee, comparisons, measures, asked))
+    folder = settings.output
+    replace_text(folder / FIGURES, json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+    _results(settings, trainee, comparisons, measures, asked).to_json(folder / RESULTS)
+    replace_picture(folder / PICTURE, evaluation_figure(figures))
     return figures
 
 
@@ -186,17 +184,13 @@ def evaluator(settings: Settings, trainee: Trainee) -> Any:
     for name, value in _OUT_OF_TRAINING.items():
         setattr(settings.training, name, value)
     settings = replace(settings, drafter=replace(settings.drafter, **_WITHOUT_TRAINING))
-    if settings.mixture.test_split_size is None:
-        settings.data.dataset_test_split = _held_out(settings)
+    data = settings.data
+    is_file = data.dataset_name is not None and Path(data.dataset_name).is_file()
+    if is_file and settings.mixture.test_split_size is None:  # a file has one split
+        data.dataset_test_split = data.dataset_train_split
     trainer = make_trainer(settings, trainee)
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def _held_out(settings: Settings) -> str:
-    """Return the name of the split to evaluate on; a file has one split."""
-    is_file = settings.data.dataset_name is not None and Path(settings.data.dataset_name).is_file()
-    return settings.data.dataset_train_split if is_file else settings.data.dataset_test_split
 
 
 def first_rows(data: Dataset | IterableDataset, count: int) -> Dataset | IterableDataset:
@@ -278,9 +272,3 @@ def _results(
         accepted_by_position=comparisons[0].accepted_by_position,
         environment=environment(),
     )
-
-
-def _write(folder: Path, figures: dict[str, Any], results: MeasuredResults) -> None:
-    replace_text(folder / FIGURES, json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
-    results.to_json(folder / RESULTS)
-    replace_picture(folder / PICTURE, evaluation_figure(figures))

@@ -21,10 +21,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ... import __version__
 from ...modeling.heads.joint import BACKBONE
-from ..checkpoints import last_whole_checkpoint, missing_of
-from ..extras import needs_extra
-from ..files import replace_text
-from ..parts import has_adapters, holds_model
+from ..checkpoints import has_adapters, holds_model, last_whole_checkpoint, missing_of
+from ..utils import needs_extra, replace_text
 from .settings import Settings
 
 with needs_extra("train", "a run directory"):

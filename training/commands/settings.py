@@ -15,8 +15,8 @@ import torch
 from transformers import HfArgumentParser, get_scheduler
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from ..extras import needs_extra
 from ..strategy import TrainingStrategy
+from ..utils import needs_extra
 from .typed import typed_fields, typed_options
 
 with needs_extra("train", "tokenahead train"):

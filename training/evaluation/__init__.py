@@ -1,6 +1,6 @@
 """Measurements for the demo, cards, benchmarks and commands. Names are loaded when they are used."""
 
-from ..extras import lazy_names
+from ..utils import lazy_names
 
 _HOMES = {
     "Comparison": "decoding",
@@ -12,7 +12,6 @@ _HOMES = {
     "MODES": "decoding",
     "Measurement": "decoding",
     "TeacherForced": "expected",
-    "bits_per_byte": "drafts",
     "compare_decoding": "decoding",
     "drafted_flags": "decoding",
     "environment": "reports",

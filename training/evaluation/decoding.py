@@ -232,10 +232,6 @@ def drafted_flags(accepted: list[int], count: int) -> list[bool]:
     The prefill adds one token; each verification then gives its accepted drafts and one token of the verifier's own.
     The last verification may have been cut short.
 
-    Args:
-        accepted: Accepted drafts of each verification (`Speculation.accepted` of one row).
-        count: New tokens.
-
     Example:
         >>> drafted_flags([2, 0], 5)
         [False, True, True, False, False]
@@ -342,12 +338,7 @@ def _difference(
 
 
 def acceptance_by_position(accepted: Sequence[int], drafted: Sequence[int]) -> list[float]:
-    """Return, for draft positions 1, 2, ..., the share of verifications with so long a draft that accepted up to there.
-
-    Args:
-        accepted: Accepted drafts of each verification.
-        drafted: Length of each draft.
-    """
+    """Return, for draft positions 1, 2, ..., the share of drafts at least so long that were accepted up to there."""
     pairs = list(zip(accepted, drafted, strict=True))
     shares = []
     for position in range(1, max(drafted, default=0) + 1):

@@ -1,21 +1,214 @@
-"""Measurements of a drafter along known text: loss, accuracy and acceptance by draft position, ranks, bits per byte.
+"""Distributions of drafts and of the backbone along known text, and what is measured of them by draft position.
 
-Nothing is drawn; acceptance is that of `expected.accepted_up_to`, for every drafter that has distributions.
+The verifier's distribution of the token at depth j is the backbone's own, j - 1 positions further on: one forward gives
+it for every depth. The drafter's is conditioned on the true tokens before it. Nothing is drawn; acceptance is that of
+`expected.accepted_up_to`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
+from transformers import DynamicCache
 
-from .distributions import Batch, DraftedProbs, drafted_probs
+from ...modeling.deepseek.model import DeepSeekMTP
+from ...modeling.eagle.losses import TrainingBatch
+from ...modeling.eagle.model import EagleHead
+from ...modeling.evabyte.model import EvaByteForMTPC
+from ...modeling.heads.attached import MTPHeads
+from ...modeling.heads.backbone_parts import backbone_parts
+from ...modeling.heads.chunks import LOGITS_PER_CHUNK
+from ...modeling.heads.losses import IGNORE, depth_targets, tokens_ahead
 from .expected import accepted_up_to
+
+Batch = Mapping[str, torch.Tensor]
+_INPUTS = ("input_ids", "attention_mask", "position_ids")
+_EAGLE_STEPS = 5
+"""Drafted tokens of an EAGLE head that are measured; it can draft any number."""
+
+
+@dataclass(frozen=True)
+class DraftedProbs:
+    """Some positions of a text, and the distributions of the tokens that are drafted after them.
+
+    Attributes:
+        draft: [N, m, v], log-probabilities of the drafter for drafts 1 to m, given the true tokens before each.
+        target: [N, m, v], the backbone's logits for the same tokens.
+        tokens: [N, m] int64, the tokens that follow.
+        scored: [N, m] bool, True where that token and all before it in the draft are targets.
+    """
+
+    draft: torch.Tensor
+    target: torch.Tensor
+    tokens: torch.Tensor
+    scored: torch.Tensor
+
+
+def has_probs(model: nn.Module) -> bool:
+    """Return whether `drafted_probs` supports a model; PTP's slots have no distribution without their uniforms."""
+    return isinstance(model, (EvaByteForMTPC, MTPHeads, DeepSeekMTP, EagleHead))
+
+
+def verified_drafts(model: Any) -> int:
+    """Return how many tokens of a draft `drafted_probs` has distributions of."""
+    if isinstance(model, EagleHead):
+        return _EAGLE_STEPS
+    return max(model.num_modules, model.num_depths) if isinstance(model, DeepSeekMTP) else model.window - 1
+
+
+def drafted_probs(model: Any, batch: Batch) -> Iterator[DraftedProbs]:
+    """Yield the distributions of all drafts along a batch of texts, some positions at a time.
+
+    The first drafted token is two tokens ahead of a position: the next one is the verifier's own.
+
+    Args:
+        model: An `EvaByteForMTPC`, `MTPHeads`, `EagleHead` (attached) or `DeepSeekMTP`, not wrapped.
+        batch: `input_ids` and `labels` [B, L] and, optionally, `attention_mask` and `position_ids`.
+
+    Raises:
+        TypeError: Another model.
+    """
+    if isinstance(model, EagleHead):
+        return _of_eagle(model, batch)
+    if isinstance(model, DeepSeekMTP):
+        return _of_modules(model, batch)
+    if has_probs(model):
+        return _of_heads(model, batch)
+    raise TypeError(
+        f"a {type(model).__name__} has no distributions of drafts before they are drawn; measure what it generates"
+    )
+
+
+def _given(batch: Batch) -> dict[str, torch.Tensor]:
+    return {name: batch[name] for name in _INPUTS if batch.get(name) is not None}
+
+
+def _targets(batch: Batch, window: int) -> torch.Tensor:
+    return depth_targets(batch["labels"], window, batch.get("attention_mask"), batch.get("position_ids"))
+
+
+def _of_heads(model: Any, batch: Batch) -> Iterator[DraftedProbs]:
+    given = _given(batch)
+    if isinstance(model, MTPHeads):
+        states = model._run_backbone(given["input_ids"], given.get("attention_mask"), given.get("position_ids"))
+        states = states.hidden_states
+        features = model.features(states, given.get("attention_mask"), given.get("position_ids"))
+        distribution_of, unembed = model.distribution_of_features, backbone_parts(model.backbone).unembed
+    else:
+        states = model(
+            **given, use_cache=False, output_hidden_states=model.hidden_layers, logits_to_keep=1
+        ).hidden_states
+        features = model.features(states, given.get("attention_mask"), given.get("position_ids"))
+        distribution_of, unembed = model.distribution_of_features, backbone_parts(model).unembed
+    targets, window = _targets(batch, model.window), model.window
+    tokens = torch.where(targets == IGNORE, tokens_ahead(batch["input_ids"], window, 0), targets)
+
+    def probs(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        own = distribution_of(features[rows, columns]).conditional_log_probs(tokens[rows, columns])
+        return own[:, 1:].float()
+
+    yield from _chunks(probs, unembed, states[-1], targets, tokens, model.config.vocab_size)
+
+
+def _chunks(
+    probs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    unembed: Callable[[torch.Tensor], torch.Tensor],
+    states: torch.Tensor,
+    targets: torch.Tensor,
+    tokens: torch.Tensor,
+    vocab_size: int,
+) -> Iterator[DraftedProbs]:
+    """Yield the positions with a target at depth 2, in chunks whose logits are small.
+
+    Args:
+        probs: From indices of rows and columns [N] to the drafter's log-probabilities [N, m, v].
+        unembed: From the backbone's last states to its logits.
+        states: [B, L, d], the backbone's last states.
+        targets: [B, L, m + 1], -100 where nothing is scored.
+        tokens: [B, L, m + 1], the tokens that follow.
+        vocab_size: v.
+    """
+    drafts, last = targets.shape[-1] - 1, states.shape[1] - 1
+    scored = (targets != IGNORE).long().cumprod(-1).bool()[..., 1:]
+    if drafts < 1 or not scored.any():
+        return
+    rows, columns = scored[..., 0].nonzero(as_tuple=True)
+    size = max(1, LOGITS_PER_CHUNK // (drafts * vocab_size))
+    ahead = torch.arange(1, drafts + 1, device=columns.device)
+    for row, column in zip(rows.split(size), columns.split(size)):
+        seen = (column[:, None] + ahead).clamp(max=last)
+        yield DraftedProbs(
+            probs(row, column),
+            unembed(states[row[:, None], seen]).float(),
+            tokens[row, column, 1:],
+            scored[row, column],
+        )
+
+
+def _of_modules(model: DeepSeekMTP, batch: Batch) -> Iterator[DraftedProbs]:
+    depths = max(model.num_modules, model.num_depths)
+    outputs = model.get_decoder()(**_given(batch), use_cache=False)
+    hidden, embeds = outputs.last_hidden_state, model.get_input_embeddings()(batch["input_ids"])
+    chain = model._chain(hidden, embeds, batch.get("attention_mask"), batch.get("position_ids"), depths)[1:]
+    length = hidden.shape[1]
+    states = torch.stack([nn.functional.pad(state, (0, 0, 0, length - state.shape[1])) for state in chain], dim=2)
+    targets = _targets(batch, depths + 1)
+    tokens = targets.clamp(min=0)
+
+    def probs(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        return model.readout(states[rows, columns]).float().log_softmax(-1)
+
+    yield from _chunks(probs, model.readout, hidden, targets, tokens, model.config.get_text_config().vocab_size)
+
+
+def _of_eagle(head: EagleHead, batch: Batch, steps: int = _EAGLE_STEPS) -> Iterator[DraftedProbs]:
+    """Yield for an EAGLE head: row t of step i - 1 drafts token t + 1 + i, from the head's outputs as in decoding."""
+    given = _given(batch)
+    outputs = head.backbone(
+        **given, use_cache=False, logits_to_keep=1, output_hidden_states=head.learning_layers, return_dict=True
+    )
+    states, features = outputs.hidden_states[-1], head.fuse(outputs.hidden_states)
+    mask = given.get("attention_mask")
+    whole = TrainingBatch.of(given["input_ids"], batch["labels"], mask, given.get("position_ids"), states)
+    targets, length = _targets(batch, steps + 1), states.shape[1]
+    unrolled = torch.stack(
+        [
+            nn.functional.pad(rows, (0, 0, 0, length - rows.shape[1]))
+            for rows in _unrolled(head, features, whole, steps)
+        ],
+        dim=2,
+    )
+    ids = head.draft_ids
+
+    def probs(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        drafted = head.draft_logits(unrolled[rows, columns]).float().log_softmax(-1)
+        full = drafted.new_full((*drafted.shape[:-1], head.config.vocab_size), -torch.inf)
+        return full.index_copy_(-1, ids, drafted)
+
+    yield from _chunks(probs, head.backbone_logits, states, targets, targets.clamp(min=0), head.config.vocab_size)
+
+
+def _unrolled(head: EagleHead, features: torch.Tensor, batch: TrainingBatch, steps: int) -> list[torch.Tensor]:
+    """Return the outputs of steps 0, 1, ..., [B, R, d] each; a row attends to step 0 up to its column, and itself."""
+    rows, cache, states = batch.num_rows, DynamicCache(), []
+    if not rows:
+        return [features[:, :0]] * steps
+    mask = batch.visible(0, rows)
+    own = torch.eye(rows, dtype=torch.bool, device=mask.device).expand(len(mask), 1, -1, -1)
+    features = features[:, :rows]
+    for step in range(steps):
+        ids = batch.ahead(batch.input_ids, 0, rows, 1 + step)
+        features = head.rows(features, ids, batch.positions[:, :rows] + step, mask, cache)
+        states.append(features)
+        mask = torch.cat([mask, own], dim=-1)
+    return states
+
 
 TOP_K = (1, 5)
 """Numbers of the drafter's likeliest tokens for accuracies."""
@@ -137,28 +330,6 @@ def rank_accuracies(model: Any, batches: Iterable[Batch], ranks: int = 10, tempe
     if not hits.dim():
         raise ValueError("rank_accuracies: no position of the batches is a target; give labels that are not all -100")
     return hits / counts.clamp(min=1)[:, None]
-
-
-@torch.inference_mode()
-def bits_per_byte(model: PreTrainedModel, windows: Sequence[Any], limit: int, batch_size: int = 16) -> list[float]:
-    """Return the cross-entropy of every head on windows spread evenly over a text.
-
-    Args:
-        model: A model with `head_losses`.
-        windows: The text (`ByteWindows`): entries with `input_ids` [L].
-        limit: Number of windows, at most.
-        batch_size: Windows per forward.
-
-    Returns:
-        Bits per byte of head 1, 2, ... (head j predicts the byte j ahead).
-    """
-    chosen = range(0, len(windows), -(-len(windows) // limit))
-    total = torch.zeros(())
-    for batch in torch.tensor(chosen).split(batch_size):
-        ids = torch.stack([windows[int(index)]["input_ids"] for index in batch]).to(model.device)
-        losses = model(ids, labels=ids, use_cache=False, logits_to_keep=1).head_losses
-        total = total.to(losses) + losses * len(batch)
-    return (total / len(chosen) / math.log(2)).tolist()
 
 
 @torch.no_grad()

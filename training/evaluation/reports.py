@@ -1,11 +1,13 @@
-"""Reports of what was measured of one head, and of the machine that it was measured on."""
+"""Reports of what was measured of one head, of the machine, and the number of threads with which it is fastest."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,8 @@ from typing import Any
 import torch
 import transformers
 
-from ..files import replace_text
 from ..results import DecodingResult, MeasuredResults
-from ..threads import describe_threads
+from ..utils import replace_text
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,7 @@ class HeadReport:
 
 
 def write_reports(path: Path, reports: Sequence[HeadReport], **more: object) -> Path:
-    """Write reports as JSON, by family.
-
-    Args:
-        path: The file to write or replace.
-        reports: Reports of the heads.
-        more: Further facts, by name.
-    """
+    """Write reports as JSON, by family."""
     figures = {"heads": {report.head_type: asdict(report) for report in reports}} | more
     return replace_text(path, json.dumps(figures, indent=1, allow_nan=False) + "\n")
 
@@ -108,3 +103,53 @@ def _of_linux() -> str:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         return ""
+
+
+_MOST = 8  # on matrices as small as the demo's, further threads would only wait for one another
+_WORTHWHILE = 0.95  # more threads must take less than this share of the time that fewer took
+
+
+@contextmanager
+def threads_as_before() -> Iterator[None]:
+    """Restore the number of threads at the end."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def use_fastest_threads(work: Callable[[], object], most: int) -> int:
+    """Set the number of threads with which `work` is fastest, trying 1, 2, 4, ... while each is faster.
+
+    Returns:
+        The number of threads.
+    """
+    torch.set_num_threads(1)
+    work()  # the first call also sets things up, and is not measured
+    count, best = 1, _seconds(work)
+    while count < min(most, _MOST):
+        more = min(2 * count, most, _MOST)
+        torch.set_num_threads(more)
+        seconds = _seconds(work)
+        if seconds > _WORTHWHILE * best:
+            break
+        count, best = more, seconds
+    torch.set_num_threads(count)
+    return count
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Return the shorter time of two calls."""
+    times = []
+    for _ in range(2):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def describe_threads() -> str:
+    """Return the number of threads in use, in words."""
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' * (count > 1)}"

@@ -22,7 +22,7 @@ from ...modeling.ptp.model import PTPForCausalLM
 from ..checkpoints import best_or_last, is_finished, last_whole_checkpoint
 from ..regeneration import RegeneratedText, regenerate
 from .forwards import verified_sampling
-from .options import PTPOptions
+from .losses import PTPOptions
 from .trainer import PTPTrainer
 
 

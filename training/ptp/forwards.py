@@ -100,8 +100,17 @@ class PackedRows:
         """
         mask, positions = self._layout(inputs.uniforms.shape[2])
         length = self.sequences.tokens.shape[1]
-        found = self._after_cache(inputs.flat(), mask[:, :, length:], positions[:, length:], read)
-        return found if read else found.unflatten(1, inputs.uniforms.shape[1:])
+        outputs = self.model(
+            input_ids=self.sequences.tokens[:, :0],
+            attention_mask=mask[:, :, length:],
+            position_ids=positions[:, length:],
+            past_key_values=self.cache,
+            use_cache=True,
+            read=read,
+            **inputs.flat(),
+        )
+        self.cache.crop(length - positions.shape[1])
+        return outputs.read if read else outputs.logits.unflatten(1, inputs.uniforms.shape[1:])
 
     def everything(self, inputs: SlotInputs, read: Read) -> Any:
         """Run tokens and slots in one forward without a cache, for a backbone that learns too.
@@ -198,22 +207,6 @@ class PackedRows:
         documents = self.sequences.documents
         positions = packed_positions(documents, self.starts, slots, self.offset, self.sequences.positions)
         return packed_mask(documents, self.starts, slots), positions
-
-    def _after_cache(
-        self, inputs: dict[str, torch.Tensor], mask: torch.Tensor, positions: torch.Tensor, read: Read | None
-    ) -> Any:
-        """Return the logits [B, A, v] of slots after the cached tokens; or what `read` computes from them."""
-        outputs = self.model(
-            input_ids=self.sequences.tokens[:, :0],
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            read=read,
-            **inputs,
-        )
-        self.cache.crop(-positions.shape[1])
-        return outputs.read if read else outputs.logits
 
 
 def _states_and_head(hidden: torch.Tensor, head: nn.Module) -> tuple[torch.Tensor, nn.Module]:

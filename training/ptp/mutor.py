@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from ...modeling.heads.losses import IGNORE
 from ...modeling.ptp.registers import RegisterModel
-from ..batches import Collator, Inputs
 from ..checkpoints import check_checkpoint
+from ..trainer_base import Collator, Inputs
 from .completions import FixedDraws, RandomDraws, Sequences, at_columns, draw_starts
-from .updates import UpdateTrainer, next_tokens
+from .trainer import UpdateTrainer, next_tokens
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from .completions import (
     draw_starts,
 )
 from .forwards import PackedRows, SlotContext, SlotInputs, Teacher, student_drafts
-from .losses import slot_weights
-from .options import PTPOptions
+from .losses import PTPOptions, slot_weights
 
 
 @dataclass
@@ -106,14 +105,7 @@ class TaskMaker:
 
     @torch.no_grad()
     def task(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], is_training: bool, reads: bool) -> Task:
-        """Return the task of a batch.
-
-        Args:
-            model: The student, perhaps wrapped, in evaluation mode.
-            inputs: A batch.
-            is_training: Whether to draw at random; else evenly.
-            reads: Whether the forward that learns needs the cache.
-        """
+        """Return a batch's task, drawn at random in training, else evenly; `reads`: the forward needs the cache."""
         options, sequences = self.options, Sequences.of(inputs)
         if options.sequences == "teacher":
             sequences = self.teacher.continued(sequences, 2 * self.length)
@@ -132,7 +124,10 @@ class TaskMaker:
             completions = self._completions(rows, own, exists, context)
             u, reached = completions.place(shares)
             completions, u, reached = self._with_greedy(rows, own, exists, completions, u, reached)
-        task = self._put(sequences, rows, completions, u, reached, context)
+        # a categorical slot predicts the token after its own; a one-hot one its own, for certain
+        with_distribution = options.loss != "ce" and not self.config.predicts_tokens
+        read = SlotInputs(u[..., : self.config.num_slots], *context, are_masks=not self.config.reads_uniforms)
+        task = Task(sequences, rows, read, completions, u, reached, int(not self.is_one_hot), with_distribution)
         if not self.config.reads_uniforms and own is not None:
             columns = starts[..., None] + torch.arange(self.config.num_slots, device=starts.device)
             task.anchors = at_columns(own.states, columns.clamp(max=sequences.tokens.shape[1] - 1))
@@ -197,20 +192,6 @@ class TaskMaker:
         same = at_columns(documents, columns) == at_columns(documents, starts)
         gaps = gaps * (same & (starts - 1 - gaps >= 0))
         return at_columns(own.states, columns), gaps
-
-    def _put(
-        self,
-        sequences: Sequences,
-        rows: PackedRows,
-        completions: Completions,
-        u: torch.Tensor,
-        reached: torch.Tensor,
-        context: SlotContext,
-    ) -> Task:
-        """Return the task: a categorical slot predicts the token after its own; a one-hot one its own, for certain."""
-        with_distribution = self.options.loss != "ce" and not self.config.predicts_tokens
-        inputs = SlotInputs(u[..., : self.config.num_slots], *context, are_masks=not self.config.reads_uniforms)
-        return Task(sequences, rows, inputs, completions, u, reached, int(not self.is_one_hot), with_distribution)
 
 
 def _inverse(

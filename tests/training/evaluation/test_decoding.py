@@ -1,18 +1,13 @@
 """Measuring: bits per byte, and decoding with and without drafts on the same prompts."""
 
-import math
-
 import pytest
 import torch
 
 from tests.internals import (
     GREEDY,
     MODES,
-    ByteWindows,
     Measurement,
-    bits_per_byte,
     compare_decoding,
-    load_corpus,
     sampled,
 )
 from tests.internals import evaluation_decoding as decoding
@@ -25,30 +20,6 @@ PROMPTS = ["def f(x):\n", "class Words:\n    pass\n"]
 @pytest.fixture
 def model():
     return small_model().eval()
-
-
-def test_bits_per_byte_are_the_mean_over_all_windows(model, source):
-    windows = ByteWindows(load_corpus(source).held_out, 40)
-    nats = [model(w["input_ids"][None], labels=w["input_ids"][None]).head_losses for w in windows_of(windows)]
-    expected = (torch.stack(nats).mean(0) / math.log(2)).tolist()
-    assert bits_per_byte(model, windows, limit=1000, batch_size=3) == pytest.approx(expected, rel=1e-5)
-
-
-def windows_of(windows: ByteWindows) -> list[dict[str, torch.Tensor]]:
-    return [windows[index] for index in range(len(windows))]
-
-
-def test_a_limit_takes_windows_from_the_whole_text(model, source):
-    windows = ByteWindows(load_corpus(source).train, 40)
-    every = -(-len(windows) // 5)
-    chosen = [windows[index] for index in range(0, len(windows), every)]
-    assert 1 < len(chosen) <= 5 and bits_per_byte(model, windows, limit=5) == pytest.approx(
-        bits_per_byte(model, SimpleWindows(chosen), limit=1000), rel=1e-5
-    )
-
-
-class SimpleWindows(list):
-    """A list in the place of windows."""
 
 
 def test_greedy_runs_are_compared_token_by_token(model):

@@ -5,22 +5,24 @@ Byte b has the id b + 64, and every window begins with `<bos>`.
 
 from __future__ import annotations
 
+import math
 import random
-import re
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
+from transformers import PreTrainedModel
 
-from ..modeling.evabyte.tokenizer import BYTE_OFFSET
+from tokenahead.modeling.evabyte.tokenizer import BYTE_OFFSET
 
 BOS_ID = 1
 # Not every machine has the tests, which Linux distributions package separately; the last two hold tables, not code.
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
-_LINE_OF_CODE = re.compile(rb"^[ ]*(?:def|class) \w+.*:\n", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,9 @@ class SourceText:
     def __len__(self) -> int:
         return len(self.data)
 
-    def content(self, index: int) -> bytes:
-        """Return the bytes of the file at `index`."""
-        return self.data[self.starts[index] : self.starts[index + 1]].numpy().tobytes()
+    def contents(self) -> list[bytes]:
+        """Return the bytes of every file."""
+        return [self.data[start:end].numpy().tobytes() for start, end in zip(self.starts, self.starts[1:])]
 
 
 @dataclass(frozen=True)
@@ -145,35 +147,23 @@ class ByteWindows(Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
-def code_prompts(text: SourceText, count: int, seed: int = 0, length: int = 320) -> list[str]:
-    """Return beginnings of code: up to `length` bytes of whole lines that end in the head of a function or class.
+@torch.inference_mode()
+def bits_per_byte(model: PreTrainedModel, windows: Sequence[Any], limit: int, batch_size: int = 16) -> list[float]:
+    """Return the cross-entropy of every head on windows spread evenly over a text.
 
     Args:
-        text: The text; every prompt is from another file while there are enough files.
-        count: Number of prompts.
-        seed: Seed of the choice.
-        length: Bytes per prompt, at most; a prompt has at least half as many.
+        model: A model with `head_losses`.
+        windows: The text (`ByteWindows`): entries with `input_ids` [L].
+        limit: Number of windows, at most.
+        batch_size: Windows per forward.
 
-    Raises:
-        ValueError: A text without such a beginning.
+    Returns:
+        Bits per byte of head 1, 2, ... (head j predicts the byte j ahead).
     """
-    chooser = random.Random(seed)
-    found = [(index, heads) for index in range(len(text.files)) if (heads := _heads(text.content(index), length))]
-    if not found:
-        raise ValueError(f"no file has a function or class after {length // 2} bytes of ASCII text to make a prompt of")
-    chooser.shuffle(found)
-    turns = (found[turn % len(found)] for turn in range(count))
-    return [_prompt(text.content(index), chooser.choice(heads), length) for index, heads in turns]
-
-
-def _heads(content: bytes, length: int) -> list[int]:
-    """Return the ends of the heads of functions and classes that have enough ASCII text before them."""
-    ends = (match.end() for match in _LINE_OF_CODE.finditer(content))
-    return [end for end in ends if end >= length and content[end - length : end].isascii()]
-
-
-def _prompt(content: bytes, end: int, length: int) -> str:
-    """Return whole lines before `end`, or half a line if lines are longer than half a prompt."""
-    piece = content[end - length : end]
-    cut = piece.find(b"\n", 0, length // 2) + 1
-    return piece[cut:].decode("ascii")
+    chosen = range(0, len(windows), -(-len(windows) // limit))
+    total = torch.zeros(())
+    for batch in torch.tensor(chosen).split(batch_size):
+        ids = torch.stack([windows[int(index)]["input_ids"] for index in batch]).to(model.device)
+        losses = model(ids, labels=ids, use_cache=False, logits_to_keep=1).head_losses
+        total = total.to(losses) + losses * len(batch)
+    return (total / len(chosen) / math.log(2)).tolist()

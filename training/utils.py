@@ -1,11 +1,16 @@
-"""What is imported on demand: optional dependencies, with the extra that installs them, and names of a package."""
+"""Imports on demand (optional dependencies, names of a package), and atomic writing of files."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class MissingExtraError(ModuleNotFoundError):
@@ -15,10 +20,6 @@ class MissingExtraError(ModuleNotFoundError):
 @contextmanager
 def needs_extra(extra: str, what: str) -> Iterator[None]:
     """Wrap imports of packages that an extra installs.
-
-    Args:
-        extra: Name of the extra.
-        what: What needs it.
 
     Raises:
         MissingExtraError: A package was not found; the message says what to install.
@@ -36,10 +37,6 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a package's `__getattr__` that imports the module of a name at its first use.
 
-    Args:
-        package: The package's `__name__`.
-        homes: By name, the submodule that defines it.
-
     Returns:
         The function; it raises AttributeError for unknown names.
     """
@@ -50,3 +47,32 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         return getattr(import_module(f".{homes[name]}", package), name)
 
     return find
+
+
+def replace_text(path: str | Path, text: str) -> Path:
+    """Write `text` to a temporary file in the same directory and rename it; an interruption keeps the old file.
+
+    Args:
+        path: The file to write or replace. Its directory is created if missing.
+        text: The whole new content, written as UTF-8 with its own line ends.
+
+    Returns:
+        `path` as a `Path`.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        # not tempfile: its files are readable by their owner only, and the rename would keep that
+        temporary.write_text(text, encoding="utf-8", newline="")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def replace_picture(path: Path, figure: Figure) -> Path:
+    """Write a figure as PNG under a temporary name first; return `path`."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    figure.savefig(temporary, format="png", dpi=120)
+    return temporary.replace(path)

@@ -1,4 +1,4 @@
-.PHONY: compatibility quality style test
+.PHONY: compatibility core quality style test
 quality:
 	ruff check .
 	ruff format --check .
@@ -7,5 +7,7 @@ style:
 	ruff format .
 test:
 	pytest
+core:
+	pytest -m core
 compatibility:
 	python .ci/compatibility.py

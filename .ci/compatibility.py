@@ -16,18 +16,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-SHORT_LIST = [
-    "tests/test_private_apis.py",
-    "tests/test_public_api.py",
-    "tests/generation/test_verification.py",
-    "tests/generation/test_generate.py",
-    "tests/generation/drafters/test_ngram.py",
-    "tests/modeling/evabyte",
-    "tests/modeling/ptp/test_model.py",
-    "tests/modeling/test_loading.py",
-    "tests/modeling/test_saving.py",
-]
-"""Tests that run where no marker `core` exists."""
 HEAD = """# Versions of transformers
 
 `make compatibility` runs the core tests with each version, in an environment of its own; this table is what it wrote.
@@ -77,9 +65,7 @@ def _row(version: str, folder: Path, light: bool) -> str:
     environment = os.environ | {"PYTHONPATH": path}
     script = "import transformers; print(transformers.__version__)"
     found = subprocess.run([python, "-c", script], env=environment, capture_output=True, text=True, check=True).stdout
-    has_core = re.search(r"^\s+core:", (ROOT / "setup.cfg").read_text(encoding="utf-8"), re.MULTILINE)
-    tests = ["-m", "core"] if has_core else SHORT_LIST
-    command = [python, "-m", "pytest", "-n", "0", "-v", "--no-header", "-p", "no:cacheprovider", *tests]
+    command = [python, "-m", "pytest", "-n", "0", "-v", "--no-header", "-p", "no:cacheprovider", "-m", "core"]
     output = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True).stdout
     print("\n".join(line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))))
     counts = [re.search(rf"(\d+) {kind}", output.rpartition("\n=")[2]) for kind in ("passed", "failed", "error")]

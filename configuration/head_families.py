@@ -28,14 +28,6 @@ def _never(config: MTPHeadConfig) -> bool:
     return False
 
 
-def _no_check(config: MTPHeadConfig) -> None:
-    """Accept every config."""
-
-
-def _labels(config: MTPHeadConfig) -> str:
-    return "labels"
-
-
 @dataclass(frozen=True)
 class HeadFamilyFacts:
     """The part of a family's record that needs no code of its network.
@@ -68,14 +60,14 @@ class HeadFamilyFacts:
     paper: str | None = None
     options: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    check: Callable[[MTPHeadConfig], None] = _no_check
+    check: Callable[[MTPHeadConfig], None] = lambda config: None
     attends: Callable[[MTPHeadConfig], bool] = _never
     any_window: bool = False
     rows_of_lm_head: bool = False
     apart_only: bool = False
     sequential: bool = False
     loss_weights: Callable[[int], list[float]] | None = None
-    loss_target: Callable[[MTPHeadConfig], str] = _labels
+    loss_target: Callable[[MTPHeadConfig], str] = lambda config: "labels"
 
     def written(self) -> list[str]:
         """Return the names of the options that a model's `config.json` holds."""

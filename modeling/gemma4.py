@@ -53,12 +53,7 @@ def buildable(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def load_assistant(folder: str | PathLike, **kwargs: Any) -> PreTrainedModel:
-    """Load a causal language model that drafts: one with its own cache, or an assistant of Gemma 4.
-
-    Args:
-        folder: A directory or a repository of the Hub.
-        **kwargs: Of `from_pretrained`.
-    """
+    """Load a causal language model that drafts: one with its own cache, or an assistant of Gemma 4."""
     if "config" not in kwargs:
         hub = {name: kwargs[name] for name in (*HUB_OPTIONS, "trust_remote_code") if name in kwargs}
         kwargs["config"] = AutoConfig.from_pretrained(folder, **hub)

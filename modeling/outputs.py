@@ -14,14 +14,9 @@ States = bool | int | list[int]
 
 
 def states_asked_for(given: States | None, *configs: PreTrainedConfig) -> States:
-    """Return `output_hidden_states` as a decoder of transformers reads it.
+    """Return `output_hidden_states` as a decoder of transformers reads it; None: what the first of `configs` requests.
 
-    Args:
-        given: The argument of the call; None: that of the first of `configs` that requests any.
-        configs: Configurations, which a decoder would not read.
-
-    Returns:
-        A flag or a list: the number 0 alone would be taken for False.
+    The number 0 alone would be taken for False, and becomes a list.
     """
     if given is None:
         given = next((config.output_hidden_states for config in configs if config.output_hidden_states), False)

@@ -45,15 +45,9 @@ def raced(weights: torch.Tensor, generator: torch.Generator | None = None) -> tu
 
 
 def race_order(weights: torch.Tensor, count: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Return the first `count` of an exponential race: draws without replacement, in order.
+    """Return the first `count` of an exponential race, [..., count] int64: draws without replacement, in order.
 
-    Args:
-        weights: [..., v] unnormalised; where fewer than `count` are positive, weights of 0 come last.
-        count: Draws, at most v.
-        generator: Source of randomness.
-
-    Returns:
-        [..., count] int64, all different.
+    Of unnormalised weights [..., v]; where fewer than `count` are positive, weights of 0 come last.
     """
     return _speeds(weights, generator).topk(count).indices
 
@@ -108,15 +102,7 @@ _ROUNDS = 10
 
 
 def philox(counters: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Philox4x32-10.
-
-    Args:
-        counters: [..., 4] int64 of 32 bits each, the least significant word first.
-        keys: [..., 2] int64 of 32 bits each.
-
-    Returns:
-        [..., 4] int64 of 32 random bits each.
-    """
+    """Return Philox4x32-10 of counters [..., 4] and keys [..., 2], words of 32 bits in int64: [..., 4] random words."""
     one, two, three, four = counters.unbind(-1)
     low_key, high_key = keys.unbind(-1)
     for _ in range(_ROUNDS):

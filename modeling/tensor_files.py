@@ -38,9 +38,7 @@ def write_json(file: Path, values: Mapping[str, Any]) -> None:
 def read_tensors(files: Iterable[str | PathLike[str]], prefix: str = "") -> Tensors:
     """Return the tensors of all files whose names begin with `prefix`, which is removed.
 
-    Args:
-        files: `.safetensors`, `.npz` (numpy), or anything else that `torch.load` reads with `weights_only=True`.
-        prefix: The beginning of the names.
+    Files are `.safetensors`, `.npz` (numpy), or anything else that `torch.load` reads with `weights_only=True`.
 
     Raises:
         ValueError: A damaged file, or a pickle of more than tensors.
@@ -57,13 +55,9 @@ def read_tensors(files: Iterable[str | PathLike[str]], prefix: str = "") -> Tens
 
 
 def weight_files(name: str | PathLike[str], variant: str | None = None, pickles: bool = False, **hub: Any) -> list[str]:
-    """Return the paths of a checkpoint's weight files: one file, or the shards of its index.
+    """Return the paths of a checkpoint's weight files: one file, or the shards of its index, fetched from the Hub.
 
-    Args:
-        name: Directory, or repository on the Hub, from which files are fetched.
-        variant: As in `from_pretrained`.
-        pickles: Accept `pytorch_model.bin` where there are no safetensors.
-        **hub: `revision`, `token`, ...
+    With `pickles`, `pytorch_model.bin` is accepted where there are no safetensors.
 
     Raises:
         ValueError: There are none.

@@ -27,15 +27,9 @@ _LAST = 1 - 2**-24  # the last float32 below 1
 
 
 def place(token: torch.Tensor, probs: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a float32 uniform that picks a token, at the share z of its interval; see `place_between`.
+    """Return a float32 uniform that picks a token [...], at the share z [...] of its interval in probs [..., v].
 
-    Args:
-        token: [...] int64.
-        probs: [..., v] probabilities.
-        z: [...] in [0, 1].
-
-    Returns:
-        u [...] float32, and valid [...] bool: False where the token is impossible or no float32 picks it.
+    Also returned is where it is valid, see `place_between`.
     """
     return place_between(*interval(token, probs), z)
 
@@ -62,15 +56,9 @@ def place_between(low: torch.Tensor, high: torch.Tensor, z: torch.Tensor) -> tup
 
 
 def beta_shares(like: torch.Tensor, concentration: float, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Return the shares z ~ Beta(b, b) of intervals: b < 1 favours their borders, 1 is uniform.
+    """Return the shares z ~ Beta(b, b) of intervals, [...] float64: b < 1 favours their borders, 1 is uniform.
 
-    Args:
-        like: [...], of which shape and device are taken.
-        concentration: b.
-        generator: Source of randomness; global if None.
-
-    Returns:
-        [...] float64 in [0, 1].
+    `like` [...] gives shape and device.
     """
     if concentration == 1:
         return torch.rand(like.shape, generator=generator, device=like.device, dtype=torch.float64)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 
 def uncompiled(model: Any) -> Any:
@@ -102,11 +102,8 @@ def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTr
     """Return a copy of a model that shares all tensors with the original.
 
     Modules, configurations and parameters are the copy's own, so that layers may be replaced, options set and
-    parameters frozen or moved; only numbers written into a tensor (by training it, say) show in both.
-
-    Args:
-        model: The original.
-        ignore_adapters: Copy a model with adapters of peft, too (`merged_copy` removes them).
+    parameters frozen or moved; only numbers written into a tensor (by training it, say) show in both. With
+    `ignore_adapters`, a model with adapters of peft is copied, too (`merged_copy` removes them).
 
     Raises:
         ValueError: A model that peft has wrapped, or whose weights are offloaded: new parts are made from its tensors.
@@ -147,6 +144,35 @@ class PicklableMixin(nn.Module):
         return vars(self)
 
 
+class OfBackboneMixin:
+    """The generation config of a backbone, for a drafter or wrapper that has none of its own."""
+
+    backbone: PreTrainedModel
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The backbone's, which trainers and `generate` of another model read."""
+        return self.backbone.generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: GenerationConfig | None) -> None:
+        """Ignore the value."""
+
+
+class AroundBackboneMixin:
+    """The embeddings of a backbone, for a model around it."""
+
+    backbone: PreTrainedModel
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the backbone's."""
+        return self.backbone.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the backbone's."""
+        return cast(nn.Module, self.backbone.get_output_embeddings())
+
+
 def carries_adapters(model: nn.Module) -> bool:
     """Return whether peft has wrapped a model or put adapters into it."""
     return hasattr(model, "peft_config") or bool(adapted_layers(model))
@@ -163,11 +189,7 @@ def adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
 def merged_copy(model: Any) -> PreTrainedModel:
     """Return a copy that computes what a model with its active adapters does, without adapters.
 
-    It shares all tensors with the model but those that adapters change. The model is unchanged: its weights
-    and its names.
-
-    Args:
-        model: A model of transformers, with adapters in it or not, or a PeftModel; they may be compiled.
+    The model, a PeftModel or a compiled one is unchanged; the copy shares all tensors but those that adapters change.
 
     Raises:
         TypeError: No model of transformers.

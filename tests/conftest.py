@@ -15,9 +15,19 @@ import pytest
 import torch
 
 from tests import models
+from tests.core import COLLECTED, is_core
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
+def pytest_collection_modifyitems(config, items):
+    """Give the marker `core` to the tests listed in tests/core.py."""
+    config.stash[COLLECTED] = {item.nodeid: item.get_closest_marker("slow") is not None for item in items}
+    for item in items:
+        if is_core(item.nodeid):
+            item.add_marker("core")
 
 
 @pytest.fixture(autouse=True)

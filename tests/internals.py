@@ -23,7 +23,7 @@ _MODULES = {
     "drafters_modules": "tokenahead.generation.drafters.modules",
     "drafters_protocol": "tokenahead.generation.call.options",
     "eagle_losses": "tokenahead.modeling.eagle.losses",
-    "eagle_retrofit": "tokenahead.modeling.eagle.retrofit",
+    "eagle_retrofit": "tokenahead.modeling.eagle.conversion",
     "evaluation_decoding": "tokenahead.training.evaluation.decoding",
     "export_module": "tokenahead.model_cards.export",
     "features_module": "tokenahead.training.features",
@@ -180,11 +180,7 @@ _NAMES = {
         "CHAT_TEMPLATE",
         "SPECIAL_TOKENS",
     ),
-    "tokenahead.modeling.loss_options": (
-        "EagleLossOptions",
-        "ModuleLossOptions",
-    ),
-    "tokenahead.modeling.folders": ("whole_folder",),
+    "tokenahead.modeling.loss_options": ("EagleLossOptions", "ModuleLossOptions", "TrainableDrafter"),
     "tokenahead.modeling.gemma4": ("buildable",),
     "tokenahead.modeling.heads.circuit_head": (
         "CircuitHead",
@@ -256,6 +252,7 @@ _NAMES = {
     "tokenahead.modeling.remote_code": (
         "TRANSFORMERS",
         "TravellingMixin",
+        "whole_folder",
     ),
     "tokenahead.modeling.sampling": (
         "philox",
@@ -267,7 +264,6 @@ _NAMES = {
         "race_order",
         "raced",
     ),
-    "tokenahead.modeling.trainable": ("TrainableDrafter",),
     "tokenahead.training.analysis": (
         "layer_divergences",
         "marginal_log_probs",

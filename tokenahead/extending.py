@@ -18,7 +18,7 @@ from .generation.target.target import TargetOutput
 from .generation.trees import DraftTree, VerificationResult, drawn_tree, dynamic_tree, static_tree
 from .generation.trees.growth import Ancestry, Growth, grow
 from .generation.verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Verifier
-from .modeling.trainable import TrainableDrafter
+from .modeling.loss_options import TrainableDrafter
 
 if TYPE_CHECKING:
     from .modeling.heads.family import HeadFamily

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, Trainer
 
 from ..modeling import PTPForCausalLM
 from ..modeling.heads.ff import FFHead
-from ..modeling.trainable import TrainableDrafter
+from ..modeling.loss_options import TrainableDrafter
 from .checkpoints import check_checkpoint
 from .preparation import callbacks_of, prepare
 from .strategy import LossBalance, TrainingStrategy

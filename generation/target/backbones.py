@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ...modeling.ptp.backbones import check_attention
+from ...modeling.ptp.inputs import check_attention
 
 _ALIBI = ("bloom", "mpt")
 """Kinds of models that have no other positions."""

@@ -36,15 +36,7 @@ def check_checkpoint(
 ) -> tuple[PreTrainedConfig, bool]:
     """Check the names and dtypes of a checkpoint's tensors.
 
-    Args:
-        name: Directory or Hub repository.
-        config: Its configuration.
-        inference_only: The modules will not be loaded.
-        variant: As for `from_pretrained`: files like `model.fp16.safetensors`.
-        hub: `revision`, `token`, ... as for `from_pretrained`.
-
-    Returns:
-        The configuration to load with, and whether modules repeat the main model's embeddings and head.
+    Return the configuration to load with, and whether modules repeat the main model's embeddings and head.
 
     Raises:
         ValueError: No modules, another number than the configuration says, float8 weights without scales, a damaged
@@ -137,12 +129,7 @@ def _spare_projection(config: PreTrainedConfig, dtypes: dict[str, str]) -> PreTr
 
 
 def is_to_be_dequantized(config: PreTrainedConfig, given: Any = None) -> bool:
-    """Return whether float8 weights have to be dequantised at loading: on request, or without a GPU for float8.
-
-    Args:
-        config: The model's configuration.
-        given: The `quantization_config` passed to `from_pretrained`, if any.
-    """
+    """Return whether float8 weights are dequantised at loading: on request (`given`), or without a GPU for float8."""
     if _option(field(config, "quantization_config"), "quant_method") != "fp8":
         return False
     capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -150,13 +137,7 @@ def is_to_be_dequantized(config: PreTrainedConfig, given: Any = None) -> bool:
 
 
 def dequantized_tensors(files: list[str], config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint, with float8 weights multiplied by their scales.
-
-    Args:
-        files: Its safetensors files.
-        config: Its configuration, with `weight_block_size`.
-        dtype: Of the weights that were float8; other tensors are unchanged.
-    """
+    """Return all tensors of safetensors files; float8 weights are multiplied by their scales and have `dtype`."""
     tensors = read_tensors(files)
     block = _option(config.quantization_config, "weight_block_size") or _BLOCK
     for key in [key for key, tensor in tensors.items() if tensor.dtype in _CODES]:

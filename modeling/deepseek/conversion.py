@@ -24,7 +24,7 @@ from transformers import (
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MiMoConfig, MTPFamily, count_modules, family_of, num_layers, set_modules
-from ..decoder_layers import layer_kind
+from ..heads.backbone_parts import final_norm, layer_kind
 from ..loading import StrictLoadingMixin
 from ..tensor_files import weight_files
 from .checkpoint_files import dequantized_tensors
@@ -50,11 +50,7 @@ _OWN_CLASSES = {MiMoConfig.model_type: MiMoForCausalLM}  # bundled code register
 
 
 class StackBody(nn.Module):
-    """Several layers of the model in sequence (Nemotron-H: attention, then experts).
-
-    Args:
-        layers: The layers.
-    """
+    """Several layers of the model in sequence (Nemotron-H: attention, then experts)."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
@@ -70,9 +66,7 @@ class StackBody(nn.Module):
 class LatentBody(nn.Module):
     """One latent attention and one dense MLP with their norms; LongCat's own layers hold two of each.
 
-    Args:
-        layer: A layer of the model; the parts are new objects of its classes.
-        config: The model's configuration.
+    The parts are new objects of the classes of `layer`.
     """
 
     def __init__(self, layer: Any, config: PreTrainedConfig) -> None:
@@ -91,12 +85,7 @@ class LatentBody(nn.Module):
 
 
 def new_body(layers: nn.ModuleList, config: PreTrainedConfig) -> nn.Module:
-    """Return a module's body with new weights, made of the classes of the model's layers.
-
-    Args:
-        layers: The model's layers.
-        config: Its configuration; `family_of(config).body` is not `"layer"`.
-    """
+    """Return a module's body with new weights, made of the classes of the model's layers (not for `body="layer"`)."""
     if family_of(config).body == "latent":
         return LatentBody(layers[-1], config)
     own = copy.deepcopy(config)
@@ -161,7 +150,7 @@ def extended_class(config: PreTrainedConfig, count: int, ignored: list[str]) -> 
             if family.body != "layer":
                 layers.extend([new_body(layers, config) for _ in range(count)])
             for layer in layers[len(layers) - count :]:
-                _attach_parts(layer, final_norm(self), config.hidden_size, family.norm_before_head)
+                _attach_parts(layer, final_norm(self.get_decoder()), config.hidden_size, family.norm_before_head)
             if count:
                 self.init_weights()  # initialises the added parts only
 
@@ -181,21 +170,15 @@ def rotary_embedding(model: PreTrainedModel) -> nn.Module | None:
     return dict(model.get_decoder().named_children()).get("rotary_emb")
 
 
-def final_norm(model: PreTrainedModel) -> nn.Module:
-    """Return the norm after the main model's last layer."""
-    parts = dict(model.get_decoder().named_children())
-    return parts["norm"] if "norm" in parts else parts["norm_f"]
-
-
 def _attach_parts(layer: nn.Module, norm: nn.Module, hidden_size: int, norm_before_head: bool) -> None:
     """Give a decoder layer the parts of a module, under DeepSeek-V3's names."""
-    layer.enorm, layer.hnorm = _fresh(norm), _fresh(norm)
+    layer.enorm, layer.hnorm = fresh_norm(norm), fresh_norm(norm)
     layer.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
     if norm_before_head:
-        layer.shared_head = nn.ModuleDict({"norm": _fresh(norm)})
+        layer.shared_head = nn.ModuleDict({"norm": fresh_norm(norm)})
 
 
-def _fresh(norm: nn.Module) -> nn.Module:
+def fresh_norm(norm: nn.Module) -> nn.Module:
     """Return a copy of a norm that `init_weights` will initialise."""
     norm = copy.deepcopy(norm)
     for owner in (norm, *norm.parameters()):
@@ -244,16 +227,9 @@ def build(config: PreTrainedConfig) -> tuple[PreTrainedModel, MTPModules]:
 def load(
     name: Any, config: PreTrainedConfig, inference_only: bool, **options: Any
 ) -> tuple[PreTrainedModel, MTPModules, dict[str, Any]]:
-    """Return a main model and its modules from a checkpoint.
+    """Return a main model, its modules (none with `inference_only`) and transformers' loading report.
 
-    Args:
-        name: Directory or Hub repository, or None with `state_dict` among the options.
-        config: Its configuration.
-        inference_only: Leave the modules out.
-        options: As for `PreTrainedModel.from_pretrained`.
-
-    Returns:
-        The main model, the modules (none with `inference_only`), and transformers' loading report.
+    `name` is a directory or Hub repository, or None with `state_dict` among the options of `from_pretrained`.
 
     Raises:
         ValueError: Missing tensors, wrong shapes, a damaged file.
@@ -294,15 +270,7 @@ def _ignored(config: PreTrainedConfig, stored: int, inference_only: bool) -> lis
 def load_dequantized(
     name: Any, config: PreTrainedConfig, inference_only: bool, hub: dict[str, Any], **options: Any
 ) -> tuple[PreTrainedModel, MTPModules, dict[str, Any]]:
-    """Load as `load` does, from float8 weights that are multiplied by their scales first.
-
-    Args:
-        name: Directory or Hub repository.
-        config: Its configuration.
-        inference_only: Leave the modules out.
-        hub: `revision`, `token`, ...
-        options: As for `PreTrainedModel.from_pretrained`.
-    """
+    """Load as `load` does, from float8 weights that are multiplied by their scales first; `hub` has `revision`, ..."""
     wanted = options.pop("dtype", None)
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     dtype = wanted if isinstance(wanted, torch.dtype) else vars(torch).get(str(wanted), stored)

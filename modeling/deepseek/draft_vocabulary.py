@@ -91,12 +91,7 @@ class DraftVocabulary:
 
 
 def stored_ids(name: Any, **hub: Any) -> list[int] | None:
-    """Return the draft vocabulary of a directory or a Hub repository; None where there is none.
-
-    Args:
-        name: Directory or Hub repository.
-        hub: `revision`, `token`, ...
-    """
+    """Return the draft vocabulary of a directory or a Hub repository; None where there is none."""
     options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     file = cached_file(name, FILE, **hub, **options)
     return None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))

@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import count_modules, family_of, num_layers, set_modules
+from ..loading import SavingMixin
 from ..loss_options import ModuleLossOptions
-from ..saving import SavingMixin
 from .checkpoint_files import COPIES
 from .conversion import load
 from .draft_vocabulary import FILE, DraftVocabulary
@@ -144,9 +144,8 @@ def _is_copy(name: str) -> bool:
 
 
 def _size(tensors: dict[str, torch.Tensor]) -> int:
-    return sum(
-        tensor.numel() for name, tensor in tensors.items() if not (name.endswith(COPIES) and name.count(".") > 2)
-    )
+    copies = {name for name in tensors if name.endswith(COPIES) and name.count(".") > 2}
+    return sum(tensor.numel() for name, tensor in tensors.items() if name not in copies)
 
 
 def official_names(state: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:

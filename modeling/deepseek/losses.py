@@ -24,15 +24,7 @@ from .modules import MTPModules, Readout
 
 
 def depth_weights(counts: torch.Tensor, options: ModuleLossOptions) -> torch.Tensor:
-    """Return the factor of each depth's summed cross-entropy.
-
-    Args:
-        counts: [D + 1], targets per depth, the main model first; 0 is taken as 1.
-        options: `normalization`, `weight` and `decay` are read.
-
-    Returns:
-        [D + 1] float32.
-    """
+    """Return the factor of each depth's summed cross-entropy from targets per depth, [D + 1] each; 0 counts as 1."""
     if options.normalization == "paper":
         counts = counts[:1].expand(len(counts))
     shares = [options.decay**k for k in range(len(counts) - 1)]
@@ -68,18 +60,15 @@ def chain_loss(
     """Return the weighted sum over depths of the summed cross-entropy (or distance from the teacher), in chunks.
 
     Depths are not independent: h^k is computed from h^{k-1}. So all chunks first leave their gradients on the h^k, and
-    autograd then runs through the chain once.
+    autograd then runs through the chain once. With `detach_head`, only depth 0 trains the head.
 
     Args:
         head: The readout of the main model.
         states: Per depth [B, R_k, H].
         targets: Per depth [B, R_k] int64, -100 where there is none.
         vocab_size: V.
-        options: With `detach_head`, only depth 0 trains the head.
+        options: How the loss is computed.
         counts: `num_items_in_batch`, see `counts_of_update`.
-
-    Returns:
-        See `ChainLoss`.
 
     Raises:
         ValueError: A target that is not a token id, or counts for another number of depths.
@@ -228,20 +217,11 @@ def _diagonals(causal: torch.Tensor, rows: int, sizes: range) -> torch.Tensor:
 def router_loss(main: PreTrainedModel, outputs: Any, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
     """Return the load-balancing loss of the main model's experts, as its own forward adds it.
 
-    transformers does not record the modules' routers, so they take no part.
-
-    Args:
-        main: The main model.
-        outputs: Output of its decoder with `output_router_logits=True`.
-        attention_mask: [B, L], 0 for padding.
-
-    Returns:
-        Scalar, not yet multiplied by `router_aux_loss_coef`; None where the family has no such loss or no router was
-        recorded.
+    It is not yet multiplied by `router_aux_loss_coef`; None where the family has no such loss or no router was recorded
+    (`output_router_logits`). transformers does not record the modules' routers, so they take no part.
     """
-    balance: Callable[..., torch.Tensor] | None = vars(sys.modules[type(main).__module__]).get(
-        "load_balancing_loss_func"
-    )
+    module = vars(sys.modules[type(main).__module__])
+    balance: Callable[..., torch.Tensor] | None = module.get("load_balancing_loss_func")
     logits, values = outputs.get("router_logits"), vars(main)
     if balance is None or logits is None or "router_aux_loss_coef" not in values:
         return None

@@ -17,9 +17,8 @@ from ...generation.attach import MTPGenerationMixin
 from ..heads.losses import depth_targets
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS
-from ..loss_options import ModuleLossOptions
+from ..loss_options import DepthCountsMixin, ModuleLossOptions
 from ..outputs import DeepSeekMTPOutput, states_asked_for
-from ..trainable import DepthCountsMixin
 from ..wrapped_models import PicklableMixin, caches_kept
 from .checkpoint_files import check_checkpoint, is_to_be_dequantized
 from .conversion import build, load, load_dequantized, text_config

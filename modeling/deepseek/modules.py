@@ -16,8 +16,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...configuration.fields import field
-from ..decoder_layers import knows_layer_types, layer_kind, layer_options, set_cache_slots
+from ..heads.backbone_parts import finished_logits, knows_layer_types, layer_kind, layer_options, set_cache_slots
 from ..wrapped_models import caches_kept, call
 
 
@@ -214,20 +213,14 @@ class MTPModules(nn.Module):
 
 
 class Readout:
-    """The main model's head and its family's changes to logits: z = factor W h / divisor, then cap tanh(z / cap).
-
-    These changes keep the order of logits, but not losses, confidences and draft distributions.
+    """The main model's head and its family's changes to logits (`finished_logits`).
 
     Args:
         main: The main model; its head is looked up at every call.
     """
 
     def __init__(self, main: PreTrainedModel) -> None:
-        config = main.config
         self.main = main
-        self.divisor = _number(config, "logits_scaling")
-        self.factor = _number(config, "logit_scale")
-        self.cap = _number(config, "final_logit_softcapping")
 
     @property
     def head(self) -> nn.Module:
@@ -248,16 +241,7 @@ class Readout:
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
         """Apply the family's changes to logits of the head, of all tokens or of some."""
-        if self.divisor is not None:
-            logits = logits / self.divisor
-        if self.factor is not None:
-            logits = logits * self.factor
-        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
-
-
-def _number(config: PreTrainedConfig, name: str) -> float | None:
-    value = field(config, name)
-    return None if value is None else float(value)
+        return finished_logits(logits, self.main.config)
 
 
 def new_cache(kind: str) -> Cache:

@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, count_modules, family_of, num_layers, set_modules
-from ..decoder_layers import layer_kind
+from ..heads.backbone_parts import final_norm, layer_kind
 from ..wrapped_models import sharing_copy, uncompiled, unwrap
 from .conversion import (
     PER_LAYER,
     decoder_layers,
     extended_class,
     extended_config,
-    final_norm,
+    fresh_norm,
     main_class,
     module_kinds,
     rotary_embedding,
@@ -37,16 +37,7 @@ _SHARES = {"embedding": (1.0, 0.0), "hidden": (0.0, 1.0), "both": (0.5, 0.5)}
 def retrofit(
     model_or_path: PreTrainedModel | str | PathLike, num_modules: int, eh_init: str, **options: Any
 ) -> tuple[PreTrainedConfig, tuple[PreTrainedModel, MTPModules]]:
-    """Return a main model and new modules for it: see `DeepSeekMTP.from_backbone`.
-
-    Args:
-        model_or_path: A causal language model of transformers, or where to load one from.
-        num_modules: D.
-        eh_init: `"embedding"`, `"hidden"` or `"both"`.
-        options: As for `from_pretrained`, with a path.
-
-    Returns:
-        The configuration, and main model and modules.
+    """Return a configuration, a main model and new modules for it: see `DeepSeekMTP.from_backbone`.
 
     Raises:
         TypeError: Options of `from_pretrained` together with a loaded model, or no model.
@@ -119,7 +110,7 @@ def _check_shapes(main: PreTrainedModel, modules: MTPModules) -> None:
 
 
 def _new_module(main: PreTrainedModel, layer: nn.Module, family: MTPFamily, shares: tuple[float, float]) -> MTPModule:
-    last, size = final_norm(main), main.config.hidden_size
+    last, size = final_norm(main.get_decoder()), main.config.hidden_size
     enorm, hnorm = _unit_norm(main, last), _unit_norm(main, last)
     eh_proj = nn.Linear(2 * size, size, bias=False, device=next(last.parameters()).device, dtype=main.dtype)
     halves = [share * torch.eye(size) for share in (shares if family.embedding_first else shares[::-1])]
@@ -132,21 +123,14 @@ def _new_module(main: PreTrainedModel, layer: nn.Module, family: MTPFamily, shar
 @torch.no_grad()
 def _unit_norm(main: PreTrainedModel, norm: nn.Module) -> nn.Module:
     """Return a norm of the same class with gain 1, in that class's own form (Gemma's gain is 1 + weight)."""
-    norm = copy.deepcopy(norm)
-    for owner in (norm, *norm.parameters()):
-        vars(owner)["_is_hf_initialized"] = False
+    norm = fresh_norm(norm)
     main._init_weights(norm)
     return norm
 
 
 @torch.no_grad()
 def check_backbone(main: PreTrainedModel, modules: MTPModules, layer: nn.Module) -> None:
-    """Compare the backbone's own calls with ours, without padding and with left padding.
-
-    Args:
-        main: The backbone.
-        modules: Modules; the first block is still a copy of `layer`.
-        layer: The backbone's copied layer.
+    """Compare the backbone's own calls with ours, without and with left padding; the first block copies `layer`.
 
     Raises:
         ValueError: Logits or the layer's output differ.

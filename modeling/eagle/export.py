@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ...configuration import EagleHeadConfig
+from ..tensor_files import write_json
 from .conversion import AUX_IDS
 from .modules import EagleNetwork
 
@@ -35,31 +35,17 @@ _OPTIONS_OF_3 = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_outp
 
 
 def write_layout(head: EagleNetwork, folder: Path, layout: str, state: dict[str, torch.Tensor] | None = None) -> None:
-    """Write a head in the layout of another library.
-
-    Args:
-        head: The head; where it is attached, its backbone's embeddings may be repeated.
-        folder: The directory.
-        layout: One of `LAYOUTS` but our own.
-        state: The head's tensors, where they had to be gathered.
-    """
+    """Write a head in the layout of another library; `state` holds its tensors, where they had to be gathered."""
     embeddings = cast(Any, head.backbone.get_input_embeddings()).weight.detach() if head.is_attached else None
     tensors = folder_tensors(head.config, layout, head.state_dict() if state is None else state, embeddings)
     folder.mkdir(parents=True, exist_ok=True)
     written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(written, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
-    values = folder_config(head.config, layout, head.dtype)
-    (folder / CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / CONFIG_NAME, folder_config(head.config, layout, head.dtype))
 
 
 def folder_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the fields of config.json.
-
-    Args:
-        config: The head's.
-        layout: One of `LAYOUTS` but our own.
-        dtype: Of the tensors.
-    """
+    """Return the fields of config.json in a layout, for tensors of `dtype`."""
     values = config.to_dict()
     options = {name: values[name] for name in _OPTIONS_OF_3}
     values = {name: values[name] for name in _LLAMA_FIELDS} | _rope_fields(config)
@@ -140,14 +126,7 @@ def _verifier_classes(config: EagleHeadConfig) -> list[str]:
 def folder_tensors(
     config: EagleHeadConfig, layout: str, state: dict[str, torch.Tensor], embeddings: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return a head's tensors under the layout's names.
-
-    Args:
-        config: The head's.
-        layout: One of `LAYOUTS` but our own.
-        state: The head's tensors.
-        embeddings: The backbone's, for a layout that repeats them; None where the head is not attached.
-    """
+    """Return a head's tensors under the layout's names; `embeddings` are the backbone's, which some layouts repeat."""
     state = dict(state)
     if layout == "speculators" and embeddings is not None:
         state.setdefault("embed_tokens.weight", embeddings)

@@ -137,9 +137,6 @@ def eagle_loss(
         options: How the loss is computed.
         num_items: Rows with targets per step over all micro-batches, [steps] or one number; None: those of the batch.
 
-    Returns:
-        See `EagleLoss`.
-
     Raises:
         ValueError: `num_items` of another length.
     """
@@ -156,13 +153,7 @@ def eagle_loss(
 
 
 def pooled_loss(sums: torch.Tensor, counts: torch.Tensor | int, options: ResolvedEagleOptions) -> torch.Tensor:
-    """Return the loss of data from sums per step.
-
-    Args:
-        sums: [steps], summed terms.
-        counts: Rows with targets, [steps] or one number.
-        options: How the loss is computed.
-    """
+    """Return the loss of data from summed terms [steps] and rows with targets, [steps] or one number."""
     weights = options.decay ** torch.arange(options.steps, device=sums.device) if options.objective == "ttt" else 1.0
     return (sums / _divisors(counts, options.steps, sums.device) * weights).sum()
 
@@ -181,13 +172,7 @@ def _divisors(counts: torch.Tensor | int, steps: int, device: torch.device) -> t
 
 
 class _Unrolled:
-    """A head that continues from its own outputs over a whole batch.
-
-    Args:
-        head: The head.
-        batch: The batch.
-        options: How the loss is computed.
-    """
+    """A head that continues from its own outputs over a whole batch."""
 
     def __init__(self, head: EagleNetwork, batch: TrainingBatch, options: ResolvedEagleOptions) -> None:
         self.head, self.batch, self.options = head, batch, options
@@ -313,12 +298,7 @@ def regression_terms(
 ) -> torch.Tensor:
     """Return the terms of EAGLE-1 and HASS: smooth L1 distance of features, and distance of their distributions.
 
-    Args:
-        head: The head.
-        features: Output of rows, [N, d].
-        states: The backbone's last hidden states at the same tokens, [N, d].
-        labels: [N] ids of the predicted tokens.
-        options: `objective`, `divergence`, `label_weight`, `topk` and `topk_weight` are read.
+    Arguments are those of `cross_entropy_terms`, with the states [N, d] at the same tokens.
 
     Returns:
         [N, 3] float32: the loss; for EAGLE-1 the distance of distributions alone, for HASS the loss; the acceptance,

@@ -11,24 +11,30 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EagleHeadConfig
 from ...generation.attach import NoGenerationMixin, adopt_special_ids
-from ..heads.learning import split_states
+from ..heads.learning import counted_positions, run_backbone, split_states
 from ..heads.losses import IGNORE, check_targets
 from ..loading import HUB_OPTIONS, StrictLoadingMixin, check_is_there
 from ..loss_options import EagleLossOptions, ResolvedEagleOptions
 from ..outputs import EagleOutput
 from ..remote_code import check_choice
-from ..tensor_files import read_tensors, weight_files
-from ..wrapped_models import unwrap
-from .conversion import check_vocabulary, foreign_head, own_names
+from ..tensor_files import read_tensors, refuse_unknown, weight_files
+from ..wrapped_models import OfBackboneMixin, unwrap
+from .conversion import (
+    backbone_config,
+    check_vocabulary,
+    foreign_head,
+    own_names,
+    resolved_aux_layers,
+    warn_of_another_kind,
+)
 from .export import check_layout, write_layout
 from .losses import TrainingBatch, counts_per_step, eagle_loss, pooled_loss
 from .modules import EagleNetwork
-from .retrofit import backbone_config, resolved_aux_layers, warn_of_another_kind
 
 if TYPE_CHECKING:
     from ...generation.call.options import DraftOptions
@@ -38,7 +44,7 @@ _CHAIN = 5
 """Default length of a chain, as in the published ones."""
 
 
-class EagleHead(StrictLoadingMixin, NoGenerationMixin, EagleNetwork):
+class EagleHead(StrictLoadingMixin, NoGenerationMixin, OfBackboneMixin, EagleNetwork):
     """An EAGLE head, apart from its backbone, which is unchanged.
 
     `hidden_states` below are those of transformers: a tuple over layers of [B, L, D], the last after the final norm.
@@ -103,15 +109,6 @@ class EagleHead(StrictLoadingMixin, NoGenerationMixin, EagleNetwork):
             with torch.no_grad():
                 head.lm_head.weight.copy_(unembedding[head.draft_ids.to(unembedding.device)])
         return head
-
-    @property
-    def generation_config(self) -> GenerationConfig:
-        """The backbone's, which trainers and `generate` of another model read."""
-        return self.backbone.generation_config
-
-    @generation_config.setter
-    def generation_config(self, value: GenerationConfig | None) -> None:
-        """Ignore the value: a head has none of its own."""
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the loss always recomputes its steps in backward."""
@@ -194,9 +191,7 @@ class EagleHead(StrictLoadingMixin, NoGenerationMixin, EagleNetwork):
             kwargs |= {"config": config, "state_dict": state}
         source = None if "state_dict" in kwargs else name
         head, info = super().from_pretrained(source, output_loading_info=True, **kwargs)
-        if unknown := sorted(info["unexpected_keys"]):
-            shown = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
-            raise ValueError(f"{name}: {len(unknown)} unknown tensors, which would be ignored: {shown}")
+        refuse_unknown(name, info["unexpected_keys"])
         if head.offsets is not None and not head.offsets.is_meta:
             check_vocabulary(name, head.config, {"d2t": head.offsets.cpu()})
         head.config.name_or_path = str(name)
@@ -338,17 +333,9 @@ class EagleHead(StrictLoadingMixin, NoGenerationMixin, EagleNetwork):
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
     ) -> Any:
         if position_ids is None and attention_mask is not None:
-            position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+            position_ids = counted_positions(input_ids[..., None], attention_mask)
         with torch.no_grad():
-            return self.backbone(
-                input_ids,
-                attention_mask=attention_mask,
-                **({} if position_ids is None else {"position_ids": position_ids}),
-                use_cache=False,
-                logits_to_keep=1,
-                output_hidden_states=self.learning_layers,
-                return_dict=True,
-            )
+            return run_backbone(self.backbone, input_ids, attention_mask, position_ids, self.learning_layers)
 
 
 def _labels(labels: torch.Tensor | None, shift_labels: torch.Tensor | None) -> torch.Tensor | None:

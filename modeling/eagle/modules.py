@@ -27,16 +27,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from ...configuration import EagleHeadConfig
 from ...generation.attach import AttachableDrafter
 from ..heads.backbone_parts import backbone_parts, dtype_of, frozen
-from .retrofit import resolved_aux_layers
+from .conversion import resolved_aux_layers
 
 States = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
 """Hidden states of the backbone: L + 1 entries [B, T, D], of which unused ones may be None, or those by index."""
-
-
-def build_layers(config: EagleHeadConfig) -> nn.ModuleList:
-    """Return all layers of a head; only the first one is special."""
-    first = FusingLayer(config) if config.version == 3 else MergedLayer(config)
-    return nn.ModuleList([first, *(EagleLayer(config, index) for index in range(1, config.num_hidden_layers))])
 
 
 def build_attention(config: EagleHeadConfig, index: int, width: int) -> nn.Module:
@@ -50,13 +44,7 @@ def build_attention(config: EagleHeadConfig, index: int, width: int) -> nn.Modul
 
 
 class EagleLayer(LlamaDecoderLayer):
-    """A Llama layer with the head's attention.
-
-    Args:
-        config: The head's.
-        index: Of the layer, in the cache too.
-        width: Of the attention's input; None: d.
-    """
+    """A Llama layer with the head's attention, whose input has `width` (d by default)."""
 
     def __init__(self, config: EagleHeadConfig, index: int, width: int | None = None) -> None:
         super().__init__(config, index)
@@ -106,7 +94,9 @@ class EagleNetwork(AttachableDrafter, PreTrainedModel):
         width, self.draft_size = config.hidden_size, config.draft_vocab_size or config.vocab_size
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)
-        self.layers = build_layers(config)
+        first = FusingLayer(config) if config.version == 3 else MergedLayer(config)
+        later = (EagleLayer(config, index) for index in range(1, config.num_hidden_layers))
+        self.layers = nn.ModuleList([first, *later])
         self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers})
         self.rotary_emb = LlamaRotaryEmbedding(config)
         if config.version == 1:

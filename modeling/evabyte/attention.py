@@ -51,16 +51,9 @@ class EvaAttention(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, rotary: States, block: EvaBlock, cache: EvaCacheLayer | None = None
     ) -> torch.Tensor:
-        """Attend from the new tokens.
+        """Attend from the new tokens: [R, M, D] to [R, M, D], every row starting in column 0.
 
-        Args:
-            hidden_states: [R, M, D], every row starting in column 0.
-            rotary: cos and sin, [R or 1, M, d].
-            block: Geometry of this forward.
-            cache: This layer's cache, which is updated; None for a forward without one.
-
-        Returns:
-            [R, M, D].
+        `rotary` is cos and sin, [R or 1, M, d]; this layer's cache, if any, is updated.
         """
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
         query, key, value = (

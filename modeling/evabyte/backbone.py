@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EvaByteConfig
@@ -49,28 +49,13 @@ class EvaByteRMSNorm(nn.Module):
         return (gain * normed).to(hidden_states.dtype)
 
 
-class EvaByteMLP(nn.Module):
-    """Gated MLP: Down(act(Gate x) * Up x)."""
-
-    def __init__(self, config: EvaByteConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Map [..., D] to [..., D]."""
-        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
-
-
 class EvaByteDecoderLayer(GradientCheckpointingLayer):
     """Pre-norm layer: attention, then MLP, each added to the stream."""
 
     def __init__(self, config: EvaByteConfig, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = EvaAttention(config, layer_idx)
-        self.mlp = EvaByteMLP(config)
+        self.mlp = Qwen2MLP(config)  # Down(act(Gate x) * Up x)
         self.input_layernorm = _norm(config)
         self.post_attention_layernorm = _norm(config)
 
@@ -170,12 +155,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
     ) -> torch.Tensor:
         """Return the last hidden states [B, L, D], after the final norm, of other `layers` on `hidden` [B, L, D].
 
-        Args:
-            hidden: Input of the first of the layers.
-            layers: Called like the backbone's own.
-            attention_mask: See `forward`.
-            position_ids: See `forward`.
-            cache: Keys and values of these layers alone; extended.
+        The layers are called like the backbone's own; `cache` holds their keys and values alone, and is extended.
         """
         return self._runner(cache)(hidden, attention_mask, position_ids, cache, False, layers)[0]
 

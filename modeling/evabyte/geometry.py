@@ -78,13 +78,7 @@ class EvaBlock:
     def count_from(self, summaries: int, offsets: int, length: int) -> torch.Tensor:
         """Return s, s + 1, ... per row, with s = `summaries` * (summaries of the row) + `offsets` * (its raw tokens).
 
-        Args:
-            summaries: Factor of the row's summaries.
-            offsets: Factor of the row's raw tokens.
-            length: How far to count.
-
-        Returns:
-            [R, length], or [1, length] where all rows agree.
+        [R, length], or [1, length] where all rows agree.
         """
         if self.is_uniform:
             start = summaries * self.summaries[0] + offsets * self.offsets[0]

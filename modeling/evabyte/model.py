@@ -23,8 +23,8 @@ from ..heads.registry import build_head, distribution_after, init_head, window_d
 from ..heads.window_distribution import WindowDistribution
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
+from ..loss_options import DepthCountsMixin
 from ..outputs import MTPOutput
-from ..trainable import DepthCountsMixin
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
 from .draft_layers import DraftLayersMixin, EvaDraftLayers, with_layer
@@ -350,10 +350,7 @@ def _config_and_options(
 ) -> tuple[EvaByteConfig, dict[str, Any]]:
     """Return the configuration to load, and the options that are no fields of it.
 
-    Args:
-        name: Directory or repository.
-        config: A configuration, also of code that was loaded with another directory, or where to read one.
-        **options: Of `from_pretrained`.
+    `config` may be a configuration, also of code that was loaded with another directory, or where to read one.
     """
     if isinstance(config, EvaByteConfig):
         return config, options

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...configuration import MTPHeadConfig
@@ -21,7 +21,7 @@ from ...generation.attach import AttachableDrafter, adopt_special_ids
 from ...generation.call.options import DraftOptions
 from ...generation.drafters.heads import AttendingHeadSession, HeadSession
 from ..loading import StrictLoadingMixin
-from ..wrapped_models import unwrap
+from ..wrapped_models import OfBackboneMixin, unwrap
 from .backbone_parts import BackboneParts, backbone_parts, compute_device
 from .conversion import OfficialLayoutsMixin
 from .draft_layers import BoundLayers, DraftLayers, LayerAdapters
@@ -33,7 +33,9 @@ from .window_distribution import WindowDistribution
 _FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
 
 
-class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, AttachableDrafter, PreTrainedModel):
+class MTPHeads(
+    LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, OfBackboneMixin, AttachableDrafter, PreTrainedModel
+):
     """Multi-token heads for a backbone that is unchanged.
 
     Attached heads pass as `assistant_model`: `backbone.generate(..., assistant_model=heads)` speculates losslessly, any
@@ -118,15 +120,6 @@ class MTPHeads(LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, Attachab
     def _parts(self) -> BackboneParts | None:
         """Return what the heads borrow of the backbone for one call."""
         return backbone_parts(self.backbone) if self.is_attached else None
-
-    @property
-    def generation_config(self) -> GenerationConfig:
-        """The backbone's: trainers align special tokens with it, and `generate` of another model asks for it."""
-        return self.backbone.generation_config
-
-    @generation_config.setter
-    def generation_config(self, value: GenerationConfig | None) -> None:
-        """Ignored: heads have none of their own."""
 
     def _supports_logits_to_keep(self) -> bool:
         """Refuse to be run by transformers itself, with a model that the heads are not attached to."""

@@ -15,11 +15,7 @@ from .ff import FFHead
 
 
 class ResidualBlock(nn.Module):
-    """u + SiLU(A u + a), with A = 0 at the start (Medusa).
-
-    Args:
-        width: d.
-    """
+    """u + SiLU(A u + a), with A = 0 at the start (Medusa)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -36,12 +32,7 @@ class ResidualBlock(nn.Module):
 
 
 class ConcatBlock(nn.Module):
-    """B u + b + SiLU(A u + a) from a wider u (Hydra); at the start B picks u's first `width` numbers.
-
-    Args:
-        inputs: Width of u.
-        width: d.
-    """
+    """B u + b + SiLU(A u + a) from a wider u (Hydra); at the start B picks u's first `width` numbers."""
 
     def __init__(self, inputs: int, width: int) -> None:
         super().__init__()
@@ -60,12 +51,7 @@ class ConcatBlock(nn.Module):
 
 
 class FeedForwardBlock(nn.Module):
-    """u + C relu(A u + a) + c, with C = 0 and c = 0 at the start (Stern et al. 2018).
-
-    Args:
-        width: d.
-        inner: Width of the hidden layer.
-    """
+    """u + C relu(A u + a) + c, with C = 0 and c = 0 at the start (Stern et al. 2018)."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -83,12 +69,7 @@ class FeedForwardBlock(nn.Module):
 
 
 class Repeated(nn.ModuleList):
-    """Blocks one after the other; a single one is used repeatedly (tied weights).
-
-    Args:
-        blocks: The blocks that exist.
-        count: How often a block is applied.
-    """
+    """Blocks one after the other, `count` times; a single one is used repeatedly (tied weights)."""
 
     def __init__(self, blocks: list[nn.Module], count: int) -> None:
         super().__init__(blocks)
@@ -107,14 +88,7 @@ def repeated(count: int, tied: bool, width: int) -> Repeated:
 
 
 class OwnUnembeddings(nn.Module):
-    """A matrix [V, d] per head, and perhaps a bias.
-
-    Args:
-        count: K heads.
-        hidden_size: d.
-        vocab_size: V.
-        bias: Whether logits get a bias [V] per head.
-    """
+    """A matrix [V, d] per head, and perhaps a bias [V]."""
 
     def __init__(self, count: int, hidden_size: int, vocab_size: int, bias: bool = False) -> None:
         super().__init__()
@@ -155,22 +129,10 @@ def unembeddings(
     return OwnUnembeddings(config.num_drafts, hidden_size, vocab_size, bias)
 
 
-def next_token_logits(hidden_states: torch.Tensor, backbone: BackboneParts | None) -> torch.Tensor:
-    """Return the backbone's own logits [..., V] at last hidden states [..., d], for position 1.
-
-    Raises:
-        RuntimeError: No backbone was given.
-    """
-    return required(backbone).unembed(hidden_states)
-
-
 def untied(tensors: Tensors, heads: int, blocks: int) -> tuple[bool, Tensors]:
     """Return whether the blocks of every head are copies of one, and the tensors without the copies.
 
-    Args:
-        tensors: Among them `blocks.{k}.{j}.linear.{weight, bias}`.
-        heads: How many k.
-        blocks: How many j.
+    They are `blocks.{k}.{j}.linear.{weight, bias}`, for `heads` k and `blocks` j.
     """
     names = [(f"blocks.{k}.0.linear.{part}", f"blocks.{k}.{j}.linear.{part}")
              for k in range(heads) for j in range(1, blocks) for part in ("weight", "bias")]  # fmt: skip

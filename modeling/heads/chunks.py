@@ -88,18 +88,9 @@ class SummedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, total: torch.Tensor, anchor: torch.Tensor, skip: int
     ) -> torch.Tensor:
-        """Multiply.
+        """Return [..., R] of inputs [..., D] and a weight [R, D]; its gradient, but for `skip` rows, goes to `total`.
 
-        Args:
-            ctx: Of autograd.
-            inputs: [..., D].
-            weight: [R, D].
-            total: [at least R, D], takes the gradient of the weight.
-            anchor: See `WeightTotal`.
-            skip: So many first rows get no gradient.
-
-        Returns:
-            [..., R].
+        `anchor`: see `WeightTotal`.
         """
         ctx.save_for_backward(inputs, weight)
         ctx.total, ctx.skip = total, skip
@@ -177,11 +168,15 @@ class _ChunkedSums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError("backward went through this loss before; compute the loss again to go through it twice")
-        gradients, ctx.gradients = ctx.gradients, None  # handed over and scaled in place: a copy would be n r V d more
-        factor = gradient * ctx.scale
-        return None, None, *(None if part is None else part.mul_(factor.to(part)) for part in gradients)
+        return None, None, *_handed_over(ctx, gradient * ctx.scale)
+
+
+def _handed_over(ctx: Any, factor: torch.Tensor) -> list[torch.Tensor | None]:
+    """Return the gradients that the forward made, scaled in place: a copy would be n r V d more."""
+    if ctx.gradients is None:
+        raise RuntimeError("backward went through this loss before; compute the loss again to go through it twice")
+    gradients, ctx.gradients = ctx.gradients, None
+    return [None if part is None else part.mul_(factor.to(part)) for part in gradients]
 
 
 def _pass(
@@ -300,10 +295,7 @@ class _OneByOne(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError("backward went through this loss before; compute the loss again to go through it twice")
-        gradients, ctx.gradients = ctx.gradients, None
-        return None, *(None if part is None else part.mul_(gradient.to(part)) for part in gradients)
+        return None, *_handed_over(ctx, gradient)
 
 
 def _terms(unembed: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:

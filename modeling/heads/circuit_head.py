@@ -62,11 +62,8 @@ class CircuitHead(nn.Module):
     ) -> dict[str, torch.Tensor]:
         """Return the parameters of the distribution given hidden states [..., d].
 
-        Args:
-            hidden_states: [..., d].
-            backbone: Whose unembedding the leaves share; not needed with `leaf="full"`.
-            stop: Only the leaves of so many first positions are computed, and the others are uniform, on which no
-                distribution of earlier tokens depends; None: all.
+        With `stop`, only the leaves of so many first positions are computed, and the others are uniform, on which no
+        distribution of earlier tokens depends. The backbone's unembedding is not needed with `leaf="full"`.
 
         Returns:
             `leaf_logits` [..., n, r, V], `root_logits` [..., r] and what else the family has (`circuit_from_logits`).
@@ -200,14 +197,6 @@ def circuit_family(facts: HeadFamilyFacts, circuit: Circuit) -> HeadFamily:
     return HeadFamily(facts, CircuitHead, _distribution, circuit=circuit)
 
 
-def _steps(window: int) -> tuple[int, ...]:
-    return window - 1, 1
-
-
-def _inner_nodes(window: int) -> tuple[int, ...]:
-    return (max(window - 2, 0),)
-
-
 register(circuit_family(CP, Circuit(MixtureDistribution)))
-register(circuit_family(HMM, Circuit(ChainDistribution, ("root_logits", "trans_logits"), _steps, persistent=True)))
-register(circuit_family(BTREE, Circuit(TreeDistribution, ("root_logits", "node_logits"), _inner_nodes)))
+register(circuit_family(HMM, Circuit(ChainDistribution, ("root_logits", "trans_logits"), lambda n: (n - 1, 1), True)))
+register(circuit_family(BTREE, Circuit(TreeDistribution, ("root_logits", "node_logits"), lambda n: (max(n - 2, 0),))))

@@ -10,7 +10,7 @@ of `generate`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,20 +22,13 @@ from transformers import initialization as init
 from transformers.cache_utils import CacheLayerMixin
 
 from ...configuration import MTPHeadConfig
-from ..decoder_layers import LayerSource, layer_kind, layer_options, read_config
-from .backbone_parts import backbone_parts
+from .backbone_parts import LayerSource, backbone_parts, layer_kind, layer_options, read_config
 
 Weights = dict[str, torch.Tensor]
 
 
 class Adapter(nn.Module):
-    """Low-rank change s B A of a weight; B starts at 0.
-
-    Args:
-        shape: Of the weight, [out, in].
-        rank: r.
-        scale: s.
-    """
+    """Low-rank change s B A of a weight [out, in]; B starts at 0."""
 
     def __init__(self, shape: Sequence[int], rank: int, scale: float) -> None:
         super().__init__()
@@ -73,14 +66,6 @@ class LayerAdapters(nn.Module):
             for shell in shells
         )
 
-    @property
-    def _adapters(self) -> list[dict[str, Adapter]]:
-        """By layer, the adapters by name."""
-        return [
-            {name: adapter for name, adapter in part.named_children() if isinstance(adapter, Adapter)}
-            for part in self.adapters
-        ]
-
     def weights(self, layers: Sequence[nn.Module]) -> list[Weights]:
         """Return, by layer, the weights of the backbone's `layers` with what the adapters add at the moment.
 
@@ -91,7 +76,7 @@ class LayerAdapters(nn.Module):
 
     def _weights(self, layer: nn.Module, slot: int) -> Weights:
         weights = {name: p.detach() for name, p in (*layer.named_parameters(), *layer.named_buffers())}
-        for key, adapter in self._adapters[slot].items():
+        for key, adapter in cast(Mapping[str, Adapter], self.adapters[slot]).items():
             name = key.replace("-", ".") + ".weight"
             shape = (adapter.lora_B.shape[0], adapter.lora_A.shape[1])
             weight = weights.get(name)
@@ -146,13 +131,7 @@ class DraftLayers(LayerAdapters):
 
 
 class BoundLayers:
-    """Draft layers with the weights that they have at the moment.
-
-    Args:
-        layers: The adapters and what they know of the architecture.
-        weights: Per layer, its weights by name.
-        backbone: Whose final norm is borrowed.
-    """
+    """Draft layers with the weights that they have at the moment, and the final norm of a backbone."""
 
     def __init__(self, layers: DraftLayers, weights: list[Weights], backbone: PreTrainedModel) -> None:
         self.layers, self.weights, self.norm = layers, weights, backbone_parts(backbone).norm
@@ -164,32 +143,16 @@ class BoundLayers:
         position_ids: torch.Tensor,
         cache: Cache | None = None,
     ) -> torch.Tensor:
-        """Run over rows of z.
+        """Run over z, [B, T, d], the input of the first layer: [B, T, d], after the final norm.
 
-        Args:
-            states: z, [B, T, d], the input of the first of these layers.
-            attention_mask: [B, past + T], 0 for padding.
-            position_ids: [B or 1, T].
-            cache: The drafter's own keys and values; extended.
-
-        Returns:
-            [B, T, d], after the final norm.
+        `attention_mask` is [B, past + T], `position_ids` [B or 1, T]; `cache`, the drafter's own, is extended.
         """
         own = self.layers
         dtype = next(iter(self.weights[0].values())).dtype
         states = states.detach().to(dtype)
         for slot, weights in enumerate(self.weights):
-            options = layer_options(
-                own.config,
-                own.rotary,
-                states,
-                attention_mask,
-                position_ids,
-                cache,
-                own.kinds[slot],
-                slot,
-                own.cache_name,
-            )
+            given = states, attention_mask, position_ids, cache
+            options = layer_options(own.config, own.rotary, *given, own.kinds[slot], slot, own.cache_name)
             states = own.run(slot, weights, states, **options)
         return self.norm(states)
 

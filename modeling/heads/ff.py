@@ -47,16 +47,10 @@ class FFHead(SummingModule):
         backbone: BackboneParts | None = None,
         start: int = 0,
     ) -> torch.Tensor:
-        """Return the logits of the first `num_heads` heads (all by default).
+        """Return the logits [..., num_heads - start, V] of hidden states [..., D], in the dtype of the weights.
 
-        Args:
-            hidden_states: [..., D].
-            num_heads: How many heads to evaluate; 1 costs what an ordinary `lm_head` costs.
-            backbone: Not needed: these heads have unembeddings of their own.
-            start: So many of them are left out at the beginning; not in training.
-
-        Returns:
-            [..., num_heads - start, V], in the dtype of the weights.
+        The first `num_heads` heads are evaluated (all by default; 1 costs what an ordinary `lm_head` costs), without
+        the first `start` (not in training). The backbone is not needed.
         """
         count = self.num_heads if num_heads is None else num_heads
         weight = self.weight[start * self.vocab_size : count * self.vocab_size]
@@ -79,12 +73,7 @@ class FFHead(SummingModule):
 
     @torch.no_grad()
     def resize(self, vocab_size: int, std: float | None) -> None:
-        """Change the number of token ids; every head keeps its rows.
-
-        Args:
-            vocab_size: V from now on; rows beyond it are dropped.
-            std: New rows are drawn from N(0, std^2); None: they are the mean of their head's old rows.
-        """
+        """Change the number of token ids; every head keeps its rows, and new ones are drawn, or their mean (None)."""
         rows = self.weight.unflatten(0, (self.num_heads, self.vocab_size))
         new = rows.mean(1, keepdim=True).repeat(1, max(vocab_size - self.vocab_size, 0), 1)
         new = new if std is None else torch.randn_like(new) * std

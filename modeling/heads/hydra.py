@@ -16,10 +16,9 @@ from transformers import Cache, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import HYDRA
-from ..decoder_layers import LayerSource, config_field, read_config
 from ..tensor_files import Tensors, below, read_json, read_tensors, refuse_unknown
-from .backbone_parts import BackboneParts, backbone_parts, required
-from .blocks import ConcatBlock, ResidualBlock, next_token_logits, repeated, unembeddings, untied
+from .backbone_parts import BackboneParts, LayerSource, backbone_parts, config_field, read_config, required
+from .blocks import ConcatBlock, ResidualBlock, repeated, unembeddings, untied
 from .family import Directory, HeadFamily, HeadLayout, register
 from .layer import DecoderLayers
 from .window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution, exact
@@ -72,7 +71,7 @@ class HydraHead(nn.Module):
 
     def first(self, features: torch.Tensor, backbone: BackboneParts | None) -> torch.Tensor:
         """Return the logits [..., V] of position 1, the backbone's, at features [..., 2 d]; at [..., d], s is h."""
-        return next_token_logits(features[..., : self._width(features)], backbone)
+        return required(backbone).unembed(features[..., : self._width(features)])
 
     def state(self, features: torch.Tensor) -> torch.Tensor:
         """s, [..., d]."""
@@ -99,11 +98,7 @@ class HydraHead(nn.Module):
 
 
 class PrefixLayer(nn.Module):
-    """A decoder layer and a norm over the states of all verified tokens.
-
-    Args:
-        config: Head options; `backbone_config` is that of a model with one layer.
-    """
+    """A decoder layer and a norm over the states of all verified tokens, as `backbone_config` describes."""
 
     def __init__(self, config: MTPHeadConfig) -> None:
         super().__init__()
@@ -233,7 +228,8 @@ def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -
             named |= {f"hydra_mlp.{k}.{written}.{part}": tensor for part, tensor in below(tensors, ours).items()}
     named |= {_PREFIX + name: tensor for name, tensor in below(tensors, "prefix.").items()}
     if prefix:  # their loader is strict about what it does not use
-        named |= {_UNUSED[0]: embedding, _UNUSED[1]: _frequencies(cast(dict, config.backbone_config)["head_dim"])}
+        head_dim = cast(dict, config.backbone_config)["head_dim"]
+        named |= {_UNUSED[0]: embedding, _UNUSED[1]: 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)}
     fields = {
         "hydra_num_heads": config.num_drafts,
         "hydra_num_layers": config.num_blocks,
@@ -242,10 +238,6 @@ def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -
         "hidden_state_offset": config.state_offset,
     }
     return fields, named
-
-
-def _frequencies(head_dim: int) -> torch.Tensor:
-    return 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
 
 
 def _our_block(match: re.Match[str], rank: int) -> str:

@@ -8,25 +8,24 @@ from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ..deepseek.losses import chain_loss
 from ..deepseek.modules import Readout
-from ..loss_options import ModuleLossOptions
+from ..loss_options import DepthCountsMixin, ModuleLossOptions
 from ..outputs import MTPOutput
-from ..tensor_files import below
-from ..trainable import DepthCountsMixin
+from ..tensor_files import below, read_tensors
+from ..wrapped_models import AroundBackboneMixin, OfBackboneMixin
 from .attached import MTPHeads
-from .backbone_parts import output_embeddings
+from .learning import run_backbone
 from .losses import IGNORE, counts_of_update, depth_targets
 
 BACKBONE = "backbone"
 """Directory of the backbone, or of its adapters, within that of the heads."""
 
 
-class JointMTPModel(DepthCountsMixin, PreTrainedModel):
+class JointMTPModel(DepthCountsMixin, AroundBackboneMixin, OfBackboneMixin, PreTrainedModel):
     """Heads and the backbone that they are attached to, for training both.
 
     The loss is the backbone's own next-token loss, and lambda (`heads.mtp_loss_weight`) times that of the heads, whose
@@ -62,15 +61,6 @@ class JointMTPModel(DepthCountsMixin, PreTrainedModel):
         return self.heads.window
 
     @property
-    def generation_config(self) -> Any:
-        """The backbone's."""
-        return self.backbone.generation_config
-
-    @generation_config.setter
-    def generation_config(self, value: Any) -> None:
-        """Ignored."""
-
-    @property
     def mtp_loss_weight(self) -> float:
         """lambda, the weight of the heads' loss; the backbone's own weighs 1."""
         return self.heads.mtp_loss_weight
@@ -82,14 +72,6 @@ class JointMTPModel(DepthCountsMixin, PreTrainedModel):
     @property
     def _first(self) -> float:
         return 0.0 if self.heads.config.borrows_first else 1.0
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the backbone's."""
-        return self.backbone.get_input_embeddings()
-
-    def get_output_embeddings(self) -> nn.Module:
-        """Return the backbone's."""
-        return output_embeddings(self.backbone)
 
     @can_return_tuple
     def forward(
@@ -107,15 +89,9 @@ class JointMTPModel(DepthCountsMixin, PreTrainedModel):
         Returns:
             `MTPOutput`; `backbone_loss` is the mean of the backbone's own loss.
         """
-        outputs = self.backbone(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            use_cache=False,
-            logits_to_keep=int(self.training) if logits_to_keep is None else logits_to_keep,
-            output_hidden_states=self.heads.hidden_layers,
-            return_dict=True,
-        )
+        kept = int(self.training) if logits_to_keep is None else logits_to_keep
+        layers = self.heads.hidden_layers
+        outputs = run_backbone(self.backbone, input_ids, attention_mask, position_ids, layers, kept)
         states, shift_labels = outputs.hidden_states, kwargs.get("shift_labels")
         if labels is None and shift_labels is None:
             return MTPOutput(logits=outputs.logits)
@@ -179,9 +155,7 @@ def load_trained(model: PreTrainedModel, folder: Path, what: str) -> None:
 
             set_peft_model_state_dict(model, load_file(adapters), adapter_name=name)
             return
-    state = {
-        name: tensor for file in sorted(folder.glob("model*.safetensors")) for name, tensor in load_file(file).items()
-    }
+    state = read_tensors(sorted(folder.glob("model*.safetensors")))
     found = model.load_state_dict(state, strict=False)
     tied = set(model.all_tied_weights_keys or ())
     missing = [name for name in found.missing_keys if name not in tied]

@@ -19,9 +19,8 @@ from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import LAYER
-from ..decoder_layers import LayerSource, layer_kind, layer_options, read_config
 from ..tensor_files import Tensors, read_json, read_tensors, refuse_unknown
-from .backbone_parts import BackboneParts, required
+from .backbone_parts import BackboneParts, LayerSource, layer_kind, layer_options, read_config, required
 from .chunks import sums_one_by_one
 from .family import Directory, HeadFamily, HeadLayout, register
 from .ff import factorised_distribution
@@ -44,12 +43,7 @@ _NAME = re.compile(r"(layers|extra_heads)\.(\d+)\.(.+)\.weight$")
 
 
 class DecoderLayers(nn.ModuleList):
-    """New layers like a model's last one, side by side over one sequence of states.
-
-    Args:
-        source: The model's layers.
-        count: How many.
-    """
+    """New layers like a model's last one, side by side over one sequence of states."""
 
     def __init__(self, source: LayerSource, count: int) -> None:
         super().__init__(source.new_layers(count))
@@ -114,12 +108,7 @@ class LayerHead(nn.Module):
     ) -> torch.Tensor:
         """Return what the unembedding reads for every position of the window, [B, T, n d].
 
-        Args:
-            states: Those that `hidden_layers` names, [B, T, d] each.
-            attention_mask: [B, past + T], 0 for padding.
-            position_ids: [B or 1, T].
-            backbone: Whose norm is borrowed.
-            cache: Keys and values of earlier rows; extended.
+        `states` are those that `hidden_layers` names, [B, T, d] each; `cache` holds earlier positions, and is extended.
         """
         *below, last = states
         outputs = self.layers.run(self._inputs(below), self.rotary, attention_mask, position_ids, cache)
@@ -131,7 +120,7 @@ class LayerHead(nn.Module):
         states: Mapping[int, torch.Tensor] | Sequence[torch.Tensor],
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor,
-        backbone: BackboneParts,
+        backbone: BackboneParts | None,
         targets: torch.Tensor,
         weights: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,7 +137,7 @@ class LayerHead(nn.Module):
         Returns:
             The scalar, and detached sums of cross-entropies per depth, [n].
         """
-        z = states[-2].to(next(self.layers.parameters()).dtype)
+        z, backbone = states[-2].to(next(self.layers.parameters()).dtype), required(backbone)
         options = self.layers.options(z, self.rotary, attention_mask, position_ids)
 
         def run(k: int, inputs: torch.Tensor) -> torch.Tensor:
@@ -340,21 +329,15 @@ def _refusal(config: MTPHeadConfig) -> str | None:
 def _layer_tensor(prefix: str, part: str, tensor: torch.Tensor, values: dict[str, Any]) -> Tensors:
     theirs = next(theirs for theirs, ours in _LAYER.items() if ours == part)
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-    return {f"{prefix}.{theirs}.weight": _interleaved(part, tensor, head_dim)}
+    return {f"{prefix}.{theirs}.weight": _half_split(part, tensor, head_dim, back=True)}
 
 
-def _half_split(part: str, weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Reorder rows of queries and keys from rope pairs (0, 1), (2, 3), .. to pairs (i, i + D / 2)."""
+def _half_split(part: str, weight: torch.Tensor, head_dim: int, back: bool = False) -> torch.Tensor:
+    """Reorder rows of queries and keys from rope pairs (0, 1), (2, 3), .. to pairs (i, i + D / 2), or back."""
     if part not in ("self_attn.q_proj", "self_attn.k_proj"):
         return weight
-    return weight.view(-1, head_dim // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-
-
-def _interleaved(part: str, weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Return the inverse of `_half_split`."""
-    if part not in ("self_attn.q_proj", "self_attn.k_proj"):
-        return weight
-    return weight.view(-1, 2, head_dim // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+    pairs = (2, head_dim // 2) if back else (head_dim // 2, 2)
+    return weight.view(-1, *pairs, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 register(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,31 +11,16 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import MTPHeadConfig
+from ..loss_options import DepthCountsMixin
 from ..outputs import MTPOutput
-from ..trainable import DepthCountsMixin
 from ..wrapped_models import is_unit
 from .backbone_parts import BackboneParts
 from .draft_layers import DraftLayers
+from .layer import LayerHead
 from .losses import IGNORE, check_targets, counts_of_update, depth_targets, depth_weights, head_loss
 from .registry import family_of
 
 States = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
-
-
-class OneByOne(Protocol):
-    """A head that can learn one depth after the other (`HeadFamily.one_by_one`)."""
-
-    def one_by_one(
-        self,
-        states: States,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor,
-        backbone: BackboneParts | None,
-        targets: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss, and detached sums per depth, [n]."""
-        ...
 
 
 class LearningMixin(DepthCountsMixin):
@@ -71,16 +56,9 @@ class LearningMixin(DepthCountsMixin):
         logits_to_keep: int | torch.Tensor = 1,
     ) -> Any:
         """Return the backbone's outputs, with the states that the heads read."""
+        layers = self.hidden_layers
         with torch.no_grad():
-            return self.backbone(
-                input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                use_cache=False,
-                logits_to_keep=logits_to_keep,
-                output_hidden_states=self.hidden_layers,
-                return_dict=True,
-            )
+            return run_backbone(self.backbone, input_ids, attention_mask, position_ids, layers, logits_to_keep)
 
     @can_return_tuple
     def forward(
@@ -142,20 +120,9 @@ class LearningMixin(DepthCountsMixin):
         first: float = 1.0,
         **kwargs: Any,
     ) -> MTPOutput:
-        """Return the loss on states of the backbone; see `forward`.
+        """Return the loss on states of the backbone, those that `learning_layers` names, [B, L, d] each; see `forward`.
 
-        Args:
-            states: By index, those that `learning_layers` names, [B, L, d] each.
-            logits: Handed on.
-            input_ids: [B, L].
-            attention_mask: [B, L].
-            position_ids: [B or 1, L].
-            labels: [B, L].
-            counts: `num_items_in_batch`.
-            shift_labels: [B, L] in place of labels.
-            balance: [n].
-            first: What depth 1 weighs in the loss; 0 where the backbone learns it itself.
-            **kwargs: Not read.
+        `counts` is `num_items_in_batch`; `first` is the weight of depth 1, 0 where the backbone learns it itself.
         """
         if labels is None and shift_labels is None:
             return MTPOutput(logits=logits)
@@ -165,12 +132,10 @@ class LearningMixin(DepthCountsMixin):
             check_targets(targets, cast(int, self.config.vocab_size))
             own = (targets != IGNORE).sum((0, 1))
             weights = depth_weights(self.config, counts_of_update(own, counts).float()) * self.loss_scale(first)
-            position_ids = (
-                counted_positions(cast(torch.Tensor, states[-2]), attention_mask)
-                if position_ids is None
-                else position_ids
-            )
-            loss, sums = cast(OneByOne, self.head).one_by_one(
+            states = cast(Mapping[int, torch.Tensor], states)
+            if position_ids is None:
+                position_ids = counted_positions(states[-2], attention_mask)
+            loss, sums = cast(LayerHead, self.head).one_by_one(
                 states, attention_mask, position_ids, self._parts(), targets, weights
             )
             return MTPOutput(loss=loss, logits=logits, head_losses=sums / own)
@@ -221,6 +186,26 @@ class LearningMixin(DepthCountsMixin):
         """
         scale = self.loss_scale(first).to(sums)
         return (sums * scale * depth_weights(self.config, counts.to(sums))).sum()
+
+
+def run_backbone(
+    backbone: PreTrainedModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    layers: list[int],
+    logits_to_keep: int | torch.Tensor = 1,
+) -> Any:
+    """Return the backbone's outputs for whole sequences, with the hidden states that `layers` names."""
+    return backbone(
+        input_ids,
+        attention_mask=attention_mask,
+        **({} if position_ids is None else {"position_ids": position_ids}),
+        use_cache=False,
+        logits_to_keep=logits_to_keep,
+        output_hidden_states=layers,
+        return_dict=True,
+    )
 
 
 def split_states(cached: torch.Tensor, layers: list[int]) -> dict[int, torch.Tensor]:

@@ -67,14 +67,10 @@ def _targets_of_shifted(
 
 
 def check_targets(targets: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return the targets, if every one is a token id or -100.
+    """Return the targets [...] int64, if every one is a token id or -100.
 
     On an accelerator they are not read, which would stop the program until the device is done; there, the kernel that
     looks up the logits of targets asserts the same.
-
-    Args:
-        targets: [...] int64.
-        vocab_size: V.
 
     Raises:
         ValueError: A target that is neither.
@@ -161,15 +157,7 @@ def discounted_mtp_loss(
 
 
 def discounted_weights(counts: torch.Tensor, gamma: float) -> torch.Tensor:
-    """What the summed terms of each depth are multiplied with: gamma^(j-1) / c_j, over the sum of all gamma^(j-1).
-
-    Args:
-        counts: [n] float, targets per depth c_j; 0 counts as 1.
-        gamma: Discount in (0, 1].
-
-    Returns:
-        [n], as `counts`.
-    """
+    """Return gamma^(j-1) / c_j, over the sum of all gamma^(j-1), for targets per depth c_j [n]; 0 counts as 1."""
     discounts = _discounts(counts, gamma)
     return discounts / discounts.sum() / counts.clamp(min=1)
 
@@ -313,15 +301,10 @@ def head_loss(
 
 
 def depth_weights(config: MTPHeadConfig, counts: torch.Tensor) -> torch.Tensor:
-    """Return what the summed terms of each depth are multiplied with.
+    """Return what the summed terms of each depth are multiplied with, [n], from targets per depth [n]; 0 counts as 1.
 
-    Args:
-        config: Options of the head: `loss_weights`, or the family's own, are divided by the counts; where there are
-            none, `gamma` gives weights that sum to 1 (`discounted_weights`).
-        counts: [n] float, targets per depth; 0 counts as 1.
-
-    Returns:
-        [n], as `counts`.
+    `loss_weights`, or the family's own, are divided by the counts; where there are none, `gamma` gives weights that sum
+    to 1 (`discounted_weights`).
     """
     given = config.loss_weights
     if given is None and config.family.loss_weights is not None:

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import MEDUSA
 from ..tensor_files import Tensors, read_json, read_tensors, refuse_unknown
-from .backbone_parts import BackboneParts, backbone_parts
-from .blocks import FeedForwardBlock, Repeated, next_token_logits, repeated, unembeddings, untied
+from .backbone_parts import BackboneParts, backbone_parts, required
+from .blocks import FeedForwardBlock, Repeated, repeated, unembeddings, untied
 from .family import Directory, HeadFamily, HeadLayout, register
 from .ff import check_vllm_unembedding, factorised_distribution, vllm_fields
 from .window_distribution import exact
@@ -59,7 +59,7 @@ class MedusaHead(nn.Module):
 
     def _logits(self, position: int, hidden_states: torch.Tensor, backbone: BackboneParts | None) -> torch.Tensor:
         if position == 0:
-            return next_token_logits(hidden_states, backbone)
+            return required(backbone).unembed(hidden_states)
         return self.unembeddings(self.blocks[position - 1](hidden_states), position - 1, backbone)
 
     def start_from(self, backbone: PreTrainedModel) -> None:

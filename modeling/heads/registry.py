@@ -44,14 +44,8 @@ def head_features(
 ) -> torch.Tensor:
     """Return what the distribution of every position is made from, [B, T, F].
 
-    Args:
-        head: The head.
-        config: Its config.
-        states: Those that the family's `hidden_layers` names, [B, T, d] each.
-        attention_mask: [B, past + T], 0 for padding.
-        position_ids: [B or 1, T].
-        backbone: What the head borrows.
-        cache: The head's own keys and values of earlier positions; extended.
+    `states` are those that the family's `hidden_layers` names, [B, T, d] each; `attention_mask` is [B, past + T];
+    `cache`, the head's own keys and values of earlier positions, is extended.
     """
     return family_of(config).features(head, states, attention_mask, position_ids, backbone, cache)
 
@@ -66,8 +60,7 @@ def window_distribution(
 ) -> WindowDistribution:
     """Return the distribution of the next `config.window` tokens given features [..., F], in float32 (float64 stays).
 
-    For most families the features are the last hidden states [..., d] (`head_features`). The head computes in its own
-    dtype, whatever that of the features is.
+    The head computes in its own dtype, whatever that of the features is.
     """
     return family_of(config).distribution(head, config, _in_dtype(features, head), backbone)
 
@@ -80,18 +73,10 @@ def distribution_after(
     length: int,
     backbone: BackboneParts | None = None,
 ) -> WindowDistribution:
-    """Return `window_distribution` given its first token; only what a draft of `length` tokens reads is computed.
+    """Return `window_distribution` given its first token `last` [...] int64; only what `length` drafts read is made.
 
-    Args:
-        head: The head.
-        config: Its config.
-        features: [..., F].
-        last: [...] int64, the verified token that follows the features.
-        length: At least 1, at most `config.window` - 1.
-        backbone: What the head borrows.
-
-    Returns:
-        A distribution of `length` tokens or more, of which the first `length` are exact.
+    `length` is at least 1, at most `config.window` - 1. The distribution may have more tokens; the first `length` are
+    exact.
     """
     family, features = family_of(config), _in_dtype(features, head)
     if family.is_independent:
@@ -105,11 +90,6 @@ def _in_dtype(features: torch.Tensor, head: nn.Module) -> torch.Tensor:
 
 
 def init_head(module: nn.Module, std: float = 0.02) -> None:
-    """Initialise the parameters that a module of a head holds itself, for a model's `_init_weights`.
-
-    Args:
-        module: Any module; those of heads are `Resettable`.
-        std: `initializer_range` of the model.
-    """
+    """Initialise the parameters that a module of a head holds itself (`Resettable`), for a model's `_init_weights`."""
     if isinstance(module, Resettable):
         module.reset_head(std)

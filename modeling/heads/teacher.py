@@ -49,13 +49,7 @@ class Teacher:
         last_states: torch.Tensor | None,
         scored: torch.Tensor,
     ) -> Teacher:
-        """Return a teacher for a batch.
-
-        Args:
-            config: The head's options.
-            backbone: What the head borrows of its backbone.
-            last_states: [B, L, d], the backbone's last hidden states.
-            scored: [B, L, n] bool, where something is scored.
+        """Return a teacher for a batch: last hidden states [B, L, d], and where something is scored, [B, L, n] bool.
 
         Raises:
             ValueError: There is no backbone to teach.
@@ -76,10 +70,7 @@ class Teacher:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the terms of some positions and the acceptances there, [N, n] each; at depth 1 of the tokens, and 0.
 
-        Args:
-            distribution: Of the head.
-            tokens: [N, n] int64.
-            taught: Pieces of `arguments`.
+        `tokens` are [N, n] int64; `taught` are pieces of `arguments`.
         """
         log_probs = distribution.conditional_log_probs(tokens)
         likelihood = log_probs.gather(-1, tokens[..., None])[..., 0]

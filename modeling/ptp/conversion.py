@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from ...configuration.ptp import PTPConfig
-from ..tensor_files import naming
+from ..tensor_files import read_tensors
 
 _EMBEDDINGS = {"binary": ("bits", True), "linear_interpolation": ("interpolate", False)}
 _PREFIXES = re.compile(r"^(module\.|base_model\.model\.|student\.|backbone\.)+")
@@ -58,17 +57,9 @@ def _config(folder: Path, values: dict[str, Any]) -> PTPConfig:
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a directory; pickles are read with `weights_only=True`."""
-    for file in sorted(folder.glob("*.safetensors")):
-        return load_file(file)
-    if (folder / "weights.npz").is_file():
-        import numpy as np
-
-        with np.load(folder / "weights.npz", allow_pickle=False) as arrays:
-            return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-    for file in sorted(f for ending in ("ckpt", "pt", "bin") for f in folder.glob(f"*.{ending}")):
-        with naming(file):
-            loaded = torch.load(file, map_location="cpu", weights_only=True)
-        return loaded.get("state_dict", loaded)
+    for patterns in (["*.safetensors"], ["weights.npz"], ["*.ckpt", "*.pt", "*.bin"]):
+        if files := sorted(file for pattern in patterns for file in folder.glob(pattern)):
+            return read_tensors(files[:1])
     raise FileNotFoundError(f"{folder}: no weights (*.safetensors, weights.npz, *.ckpt, *.pt, *.bin)")
 
 

@@ -35,13 +35,7 @@ class _GreedyEmbedding(nn.Embedding):
 
 
 class UniformEmbedding(nn.Module):
-    """Embeds uniforms: features, then a projection.
-
-    Args:
-        config: `features`, `feature_dim`, `projection`, `projection_bias`, `greedy`, `reads_state` and `num_slots` are
-            read.
-        hidden_size: Width of the embeddings.
-    """
+    """Embeds uniforms: features, then a projection to `hidden_size`."""
 
     def __init__(self, config: PTPConfig, hidden_size: int) -> None:
         super().__init__()
@@ -59,16 +53,13 @@ class UniformEmbedding(nn.Module):
     def forward(
         self, uniforms: torch.Tensor, states: torch.Tensor | None = None, gaps: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Embed the slots of a batch.
+        """Embed the slots of a batch, [B, A, H] in the dtype of the weights.
 
         Args:
             uniforms: [B, A], which stay float32 until they are features; `GREEDY` requests the most likely token.
             states: [B, A or 1, H], the last verified hidden states, where the slots read them.
             gaps: [A] or [B, A] int64, the number of tokens between the state's own and the slots' completion; 0: the
                 state is not known, and is not read.
-
-        Returns:
-            [B, A, H] in the dtype of the weights.
         """
         with torch.autocast(uniforms.device.type, enabled=False):
             embeds = self.projection(uniform_features(uniforms, self.kind, self.dim))
@@ -101,24 +92,16 @@ class Sampler(nn.Sequential):
 
     def __init__(self, hidden_size: int) -> None:
         blocks = [
-            (nn.Linear(width, hidden_size), nn.SiLU(), nn.LayerNorm(hidden_size)) for width in _widths(hidden_size)
+            (nn.Linear(width, hidden_size), nn.SiLU(), nn.LayerNorm(hidden_size))
+            for width in (2 * hidden_size, hidden_size)
         ]
         super().__init__(*(layer for block in blocks for layer in block))
 
     def forward(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Return the states that the unembedding reads.
+        """Return the states [..., d] that the unembedding reads, in the dtype of `states` [..., d].
 
-        Args:
-            states: [..., d] of the slots, after the final norm.
-            before: [..., d] embeddings of the tokens before those that the slots predict; broadcast.
-
-        Returns:
-            [..., d] in the dtype of the states; computed in that of the weights.
+        `before` [..., d] are embeddings of the tokens before those that the slots predict; broadcast.
         """
         both = torch.broadcast_tensors(before, states)
         read = torch.cat([part.to(self[0].weight.dtype) for part in both], dim=-1)
         return super().forward(read).to(states.dtype)
-
-
-def _widths(hidden_size: int) -> tuple[int, int]:
-    return 2 * hidden_size, hidden_size

@@ -79,9 +79,6 @@ class KeepsGate:
     """A checkpointing function whose layers find the gate of their forward again in the backward pass.
 
     That pass runs layers anew after the forward is over, and on an accelerator in another thread.
-
-    Args:
-        checkpoint: The function that transformers was given.
     """
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
@@ -114,11 +111,7 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_p
 
 
 class Siblings:
-    """Adapters that read the same input: the rows of all their A's are multiplied at once.
-
-    Args:
-        layers: In the order in which the backbone calls them.
-    """
+    """Adapters that read the same input, in the order of their calls: all their A's are multiplied at once."""
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
@@ -129,15 +122,10 @@ class Siblings:
         return {"layers": self.layers, "_packed": None}
 
     def low(self, layer: Any, gate: Gate, x: torch.Tensor) -> torch.Tensor:
-        """Return A x of one adapter on auxiliary rows, with gradients.
+        """Return A x of one adapter on auxiliary rows, [B, A, r] in its dtype, with gradients.
 
-        Args:
-            layer: One of the adapters; the first computes those of all, if the others are called with the same tensor.
-            gate: Of the call.
-            x: [B, Q, in] or [B Q, in], as the layer got it.
-
-        Returns:
-            [B, A, r] in the dtype of the adapter.
+        x is [B, Q, in] or [B Q, in], as the layer got it. The first adapter computes those of all, if the others are
+        called with the same tensor.
         """
         parts = gate.found(x, self)
         if parts is None:
@@ -160,7 +148,8 @@ class Siblings:
         parts, base = gate.found(x, self), gate.rows(result)
         if parts is None:
             # on processors, narrow products of this size take longer than wide ones
-            packed = self.packed(torch.float32 if result.device.type == "cpu" and _is_narrow(result) else result.dtype)
+            is_slow = result.device.type == "cpu" and result.dtype in (torch.bfloat16, torch.float16)
+            packed = self.packed(torch.float32 if is_slow else result.dtype)
             if packed is None:
                 return False
             down, ups = packed
@@ -212,13 +201,7 @@ class Siblings:
 
 
 def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | None = None) -> None:
-    """Give every linear layer of a model a gated adapter of float32 (float64 for layers of float64).
-
-    Args:
-        model: Changed in place: its linear layers get peft's `lora_A`, `lora_B` and `base_layer`.
-        rank: r.
-        alpha: Scale times r.
-        skip: A layer to leave alone, the head say.
+    """Give all linear layers of a model but `skip` gated adapters, float32 (float64 for layers of float64), in place.
 
     Raises:
         ValueError: The model has no linear layers to adapt.
@@ -246,23 +229,16 @@ def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | No
 def _join(parent: nn.Module, kind: type) -> None:
     """Tell the adapted layers of one module which of them read the same input."""
     layers = {name: layer for name, layer in parent.named_children() if isinstance(layer, kind)}
+    groups: list[list[Any]] = []
     for names in _TOGETHER:
         found = [layers[name] for name in names if name in layers]
         if len(found) == len(names) and len({layer.in_features for layer in found}) == 1:
-            _tell(found)
+            groups.append(found)
             layers = {name: layer for name, layer in layers.items() if name not in names}
-    for layer in layers.values():
-        _tell([layer])
-
-
-def _is_narrow(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.bfloat16, torch.float16)
-
-
-def _tell(layers: list[Any]) -> None:
-    siblings = Siblings(layers)
-    for layer in layers:
-        layer.siblings = siblings
+    for group in [*groups, *([layer] for layer in layers.values())]:
+        siblings = Siblings(group)
+        for layer in group:
+            layer.siblings = siblings
 
 
 def with_adapter(layer: Any, gate: Gate, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Masks and positions of completions packed after their sequences, and checks of what a forward is given.
+"""Masks and positions of completions packed after their sequences; checks of inputs and of backbones.
 
 A row of a batch reads [tokens 0..T-1 | completion 0, slots 0..L-1 | completion 1, ...]. `documents` [B, T] says which
 tokens belong together: 0 for padding, else the number of a document, which may be an ordinary attention mask.
@@ -6,10 +6,71 @@ tokens belong together: 0 for padding, else the number of a document, which may 
 
 from __future__ import annotations
 
-import torch
+from inspect import signature
 
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ...configuration.fields import field
 from ...configuration.ptp import PTPConfig
 from .embedding import GREEDY
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Refuse a model by its configuration.
+
+    Raises:
+        ValueError: Sliding windows, or layers of other kinds than full attention.
+    """
+    kinds, window = set(field(config, "layer_types") or []), field(config, "sliding_window")
+    if window and field(config, "use_sliding_window") is not False and kinds != {"full_attention"}:
+        raise ValueError(
+            f"{config.model_type}: sliding_window={window}; auxiliary rows need a backbone with full "
+            "attention in every layer"
+        )
+    if kinds - {"full_attention"}:
+        raise ValueError(f"{config.model_type}: layers of types {sorted(kinds)}; only full attention can be verified")
+
+
+def check_logits(config: PreTrainedConfig) -> None:
+    """Refuse a model whose logits are not those of its head.
+
+    Raises:
+        ValueError: Logits that are scaled or capped.
+    """
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if (value := field(config, name)) not in (None, 1.0):
+            raise ValueError(f"{config.model_type}: {name}={value}; logits must be lm_head's own")
+
+
+def check_model(backbone: PreTrainedModel) -> None:
+    """Refuse a model by its class.
+
+    Raises:
+        ValueError: A recurrent state, positions that cannot be chosen, attention without dense masks.
+    """
+    name = backbone.config.model_type
+    if hasattr(backbone, "_new_cache"):
+        raise ValueError(f"{name}: its attention has a cache of its own and takes no dense masks, which rows need")
+    if backbone._is_stateful:
+        raise ValueError(f"{name}: a recurrent state cannot be cropped; only full attention can be verified")
+    if "position_ids" not in signature(backbone.get_decoder().forward).parameters:
+        raise ValueError(f"{name}: its forward takes no position_ids, and auxiliary rows need their own positions")
+    check_attention(backbone.config, "auxiliary rows")
+
+
+def check_attention(config: PreTrainedConfig, rows: str) -> None:
+    """Refuse an implementation of attention that takes no dense masks, which `rows` need (for the message).
+
+    Raises:
+        ValueError: It is neither eager nor sdpa.
+    """
+    used = config.get_text_config()._attn_implementation
+    if used not in ("eager", "sdpa"):
+        raise ValueError(
+            f"{config.model_type}: attn_implementation={used!r} takes no dense masks, which {rows} need; load it with "
+            "'sdpa' or 'eager'"
+        )
 
 
 def packed_mask(documents: torch.Tensor, starts: torch.Tensor, slots: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os import PathLike
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,18 +19,26 @@ from ..heads.window_distribution import FactorisedDistribution, SequentialDistri
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..outputs import PTPOutput, states_asked_for
-from ..wrapped_models import PicklableMixin, caches_kept, checkpoints_activations, merged_copy
-from .backbones import check_config, check_logits, check_model
+from ..wrapped_models import AroundBackboneMixin, PicklableMixin, caches_kept, checkpoints_activations, merged_copy
 from .embedding import SLOT_PARTS, Sampler, UniformEmbedding, slot_parts
 from .gated_lora import ADAPTER, Gate, gate_linears, keep_gates, opened
-from .inputs import additive_mask, check_masks, check_positions, check_uniforms, has_slots
+from .inputs import (
+    additive_mask,
+    check_config,
+    check_logits,
+    check_masks,
+    check_model,
+    check_positions,
+    check_uniforms,
+    has_slots,
+)
 
 _EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative", "greedy", "reads_state"}
 _RECOMMENDED = {"lora_rank": 64, "lora_alpha": 64}
 _OF_UNIFORMS = {"features": "arithmetic", "projection": "mlp"}
 
 
-class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin, PreTrainedModel):
+class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin, AroundBackboneMixin, PreTrainedModel):
     """A causal language model that also predicts blocks of tokens from uniforms (PTP), or from mask tokens.
 
     A forward may have auxiliary rows after its tokens, one per uniform (or mask). Gated adapters act on them
@@ -197,14 +205,6 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         """Return whether anything but the student's own parts is trained."""
         parameters = self.backbone.named_parameters()
         return any(parameter.requires_grad for name, parameter in parameters if f".{ADAPTER}." not in name)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the backbone's embedding."""
-        return self.backbone.get_input_embeddings()
-
-    def get_output_embeddings(self) -> nn.Module:
-        """Return the backbone's head."""
-        return cast(nn.Module, self.backbone.get_output_embeddings())
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Resize the backbone's embeddings and its head; nothing else depends on the vocabulary."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,15 +13,14 @@ from transformers import PreTrainedModel
 
 from ..heads.joint import load_trained
 from ..tensor_files import below
-from ..wrapped_models import unwrap
-from .backbones import check_config, check_model
-from .inputs import additive_mask, packed_mask, packed_positions
+from ..wrapped_models import AroundBackboneMixin, OfBackboneMixin, unwrap
+from .inputs import additive_mask, check_config, check_model, packed_mask, packed_positions
 
 REGISTER = "register.safetensors"
 """File of the register, in the model's directory."""
 
 
-class RegisterModel(PreTrainedModel):
+class RegisterModel(AroundBackboneMixin, OfBackboneMixin, PreTrainedModel):
     """A model and the one embedding that all its registers have; the model itself is unchanged.
 
     A register after token t sees the tokens up to t and itself. Its position, t + d - 1, says that it predicts
@@ -39,7 +38,6 @@ class RegisterModel(PreTrainedModel):
     """
 
     config_class = None
-    backbone: PreTrainedModel
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -61,23 +59,6 @@ class RegisterModel(PreTrainedModel):
         table = plain.get_input_embeddings().weight.detach()
         mean = table.to(torch.promote_types(table.dtype, torch.float32)).mean(0, keepdim=True)
         self.register = nn.Parameter(mean)
-
-    @property
-    def generation_config(self) -> Any:
-        """The backbone's."""
-        return self.backbone.generation_config
-
-    @generation_config.setter
-    def generation_config(self, value: Any) -> None:
-        """Ignore the value."""
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the backbone's."""
-        return self.backbone.get_input_embeddings()
-
-    def get_output_embeddings(self) -> nn.Module:
-        """Return the backbone's."""
-        return cast(nn.Module, self.backbone.get_output_embeddings())
 
     def forward(
         self,

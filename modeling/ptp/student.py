@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...configuration.fields import field
@@ -15,7 +15,7 @@ from ...generation.attach import AttachableDrafter, adopt_special_ids
 from ...generation.parallel import ParallelDrafter
 from ..heads.window_distribution import WindowDistribution
 from ..loading import StrictLoadingMixin
-from ..wrapped_models import adapted_layers, adapter_marks, unwrap
+from ..wrapped_models import OfBackboneMixin, adapted_layers, adapter_marks, unwrap
 from .embedding import SLOT_PARTS, slot_parts
 from .gated_lora import ADAPTER
 from .model import PTPForCausalLM
@@ -23,7 +23,7 @@ from .model import PTPForCausalLM
 _SAME = ("model_type", "hidden_size", "vocab_size", "num_hidden_layers")
 
 
-class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrainedModel):
+class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, AttachableDrafter, PreTrainedModel):
     """Gated adapters and an embedding of uniforms, or masks, for a backbone that is unchanged.
 
     An attached student passes as `assistant_model`: `backbone.generate(..., assistant_model=student)` produces the
@@ -85,12 +85,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
             **{name: getattr(model.config, name) for name in PTPStudentConfig().options},
         )
         student = cls(config)
-        adapted = dict(_layers(model.backbone))
-        for name, own in _layers(student.adapters):
-            layer = adapted[name]
-            own.lora_A[ADAPTER], own.lora_B[ADAPTER] = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
-        for name in SLOT_PARTS:
-            setattr(student, name, getattr(model, name))
+        _hand_over((model, model.backbone), (student, student.adapters))
         return student.train(model.training)
 
     @property
@@ -116,12 +111,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
 
     def _joined(self, backbone: PreTrainedModel) -> PTPForCausalLM:
         model = PTPForCausalLM.from_backbone(backbone, **self.config.options)
-        adapted = dict(_layers(model.backbone))
-        for name, own in _layers(self.adapters):
-            layer = adapted[name]
-            layer.lora_A[ADAPTER], layer.lora_B[ADAPTER] = own.lora_A[ADAPTER], own.lora_B[ADAPTER]
-        for name in SLOT_PARTS:
-            setattr(model, name, getattr(self, name))
+        _hand_over((self, self.adapters), (model, model.backbone))
         model.train_only("drafter")
         return model.train(self.training)
 
@@ -165,15 +155,6 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`PTPForCausalLM.forward` of the attached backbone with this student."""
         return self.whole(*args, **kwargs)
-
-    @property
-    def generation_config(self) -> GenerationConfig:
-        """The backbone's: trainers align special tokens with it, and `generate` of another model reads it."""
-        return self.backbone.generation_config
-
-    @generation_config.setter
-    def generation_config(self, value: GenerationConfig | None) -> None:
-        """Ignored: a student has none of its own."""
 
     def _supports_logits_to_keep(self) -> bool:
         """Refuse to be run by transformers itself."""
@@ -234,6 +215,16 @@ def _copy(config: PreTrainedConfig) -> PreTrainedConfig:
 def _layers(model: nn.Module) -> list[tuple[str, Any]]:
     """Return the names and modules of gated adapters."""
     return [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
+
+
+def _hand_over(giver: tuple[nn.Module, nn.Module], taker: tuple[nn.Module, nn.Module]) -> None:
+    """Share the trained parts of one model (which holds slot parts, and one that holds adapters) with another."""
+    given = dict(_layers(giver[1]))
+    for name, own in _layers(taker[1]):
+        if (layer := given.get(name)) is not None:
+            own.lora_A[ADAPTER], own.lora_B[ADAPTER] = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+    for name in SLOT_PARTS:
+        setattr(taker[0], name, getattr(giver[0], name))
 
 
 def _marks_of(backbone: PreTrainedModel) -> tuple[Any, ...]:

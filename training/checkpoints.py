@@ -213,7 +213,7 @@ def adapters_for(heads: str | PathLike, model: str, option: str) -> Path | None:
         return None
     if not has_adapters(folder):
         raise ValueError(
-            f"{option} {model}: the backbone of {heads} was trained with these heads; name {folder} instead"
+            f"{option} {model}: the backbone of {heads} learned with these heads; name {folder} instead"
         )
     return folder
 

@@ -212,9 +212,7 @@ def adapters_for(heads: str | PathLike, model: str, option: str) -> Path | None:
     if folder is None or folder.resolve() == Path(model).resolve():
         return None
     if not has_adapters(folder):
-        raise ValueError(
-            f"{option} {model}: the backbone of {heads} learned with these heads; name {folder} instead"
-        )
+        raise ValueError(f"{option} {model}: the backbone of {heads} learned with these heads; name {folder} instead")
     return folder
 
 

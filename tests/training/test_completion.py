@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.families import family_config, shake
-from tests.internals import Request, complete
+from tests.internals import HeadSession, Request, complete
 from tests.internals import completion_module as completion
 from tests.ptp_models import student
 from tests.training.conftest import small_model
@@ -201,10 +201,8 @@ def test_heads_are_attached_to_a_plain_model(llama, tmp_path, capsysbinary, monk
     backbone = LlamaForCausalLM.from_pretrained(llama)
     MTPHeads.from_backbone(backbone, window=3).save_pretrained(tmp_path)
     drafting = []
-    original = MTPHeads.distribution_after
-    monkeypatch.setattr(
-        MTPHeads, "distribution_after", lambda self, *asked: drafting.append(1) or original(self, *asked)
-    )
+    propose = HeadSession.propose
+    monkeypatch.setattr(HeadSession, "propose", lambda self, *asked: drafting.append(1) or propose(self, *asked))
     assert run("generate", "--model", llama, "--heads", tmp_path, "--max-new-tokens", 20, "--", "--x") == 0
     captured = capsysbinary.readouterr()
     assert captured.out == data_of(llama, b"--x", max_new_tokens=20) and drafting

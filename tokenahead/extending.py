@@ -76,3 +76,7 @@ def __getattr__(name: str) -> Any:
         module, own_name = _HEADS[name]
         return getattr(import_module(f".modeling.heads.{module}", __package__), own_name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -61,11 +61,12 @@ class EvaRows:
         old = self.starts
         self.starts = [self._foldable(row) // self.window * self.window for row in range(len(counts))]
         ends = [n + count for n, count in zip(self.lengths, counts)]
-        # a forward of more than one window keeps a window of rollback and no more, recording or not
         if self.starts != old:
             self._mirror = None
+        # a prompt, or a long block that nobody records, keeps one window of rollback: raw keys would fill the memory
+        settles = length > self.window and not (self.record_past and any(self.lengths))
         keep = [max(start, (end - self.window) // self.window * self.window) for start, end in zip(self.starts, ends)]
-        settle = keep if length > self.window else self.starts
+        settle = keep if settles else self.starts
         return EvaBlock(
             length=length,
             window=self.window,
@@ -225,7 +226,8 @@ class EvaByteCache(Cache):
     """Cache of an EvaByte model: per row the open window raw, earlier windows as one summary per chunk.
 
     Rows may have different lengths. `crop` rolls back any number of tokens of the last forward (of its last window,
-    where it was longer); `activate_past_recording` keeps tokens added since the last `crop`, up to a window.
+    where it was the first, or was longer and nothing is recorded); `activate_past_recording` keeps the whole block of
+    the last forward, and tokens of forwards since the last `crop` up to a window.
 
     Memory: with W the window and C the chunk, at most 2 W raw tokens plus the block, and one summary per C tokens.
 
@@ -296,7 +298,7 @@ class EvaByteCache(Cache):
             rows.gaps = [gap + extra for gap, extra in zip(rows.gaps, surplus)]
 
     def activate_past_recording(self) -> None:
-        """Keep raw keys since the last `crop`, up to a window, so that several forwards can be rolled back."""
+        """Keep raw keys of the last forward and, up to a window, of others since `crop`: all can be rolled back."""
         self.rows.settled, self.rows.record_past = list(self.rows.lengths), True
 
     def reset(self) -> None:

@@ -275,7 +275,8 @@ class Gemma4Chain(DraftSession):
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Keeps the state before each sequence's last token; a sequence that has ended keeps any."""
         states = outputs.state()
-        self.state = states[cached_arange(len(states), states.device), to_device(result.num_accepted, states.device)][:, None]
+        last = to_device(result.num_accepted, states.device)
+        self.state = states[cached_arange(len(states), states.device), last][:, None]
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """A chain of up to `length` tokens after every sequence; it ends with a token of which no sequence was sure."""

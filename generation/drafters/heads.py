@@ -188,7 +188,8 @@ class AttendingHeadSession(HeadSession):
         if longest == 0:
             return
         features = self._run(outputs.first(longest), torch.ones_like(self.mask[:, :1]).expand(-1, longest))
-        last = to_device(result.num_accepted.clamp(max=longest - 1), features.device)  # a sequence that has ended keeps any
+        # a sequence that has ended keeps any
+        last = to_device(result.num_accepted.clamp(max=longest - 1), features.device)
         self.hidden, self.counts = features[cached_arange(len(features), features.device), last], self.view.counts
         if shifts is not None:
             self.is_padded, self.mask = True, shift_cache(self.cache, shifts, self.mask)

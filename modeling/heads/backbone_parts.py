@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -51,15 +51,6 @@ def required(backbone: BackboneParts | None) -> BackboneParts:
     return backbone
 
 
-@runtime_checkable
-class HasBackboneParts(Protocol):
-    """A model that says itself what heads borrow of it."""
-
-    def backbone_parts(self) -> BackboneParts:
-        """Return the parts."""
-        ...
-
-
 def output_embeddings(model: PreTrainedModel) -> nn.Linear:
     """Return the unembedding of a causal language model: a linear map, or a quantised one that is called alike.
 
@@ -73,9 +64,7 @@ def output_embeddings(model: PreTrainedModel) -> nn.Linear:
 
 
 def backbone_parts(model: PreTrainedModel) -> BackboneParts:
-    """Return the parts of a causal language model, which may have a `backbone_parts` of its own."""
-    if isinstance(model, HasBackboneParts):
-        return model.backbone_parts()
+    """Return the parts of a causal language model."""
     unembedding, text = output_embeddings(model), model.config.get_text_config()
     scale = (field(text, "logit_scale") or 1.0) / (field(text, "logits_scaling") or 1.0)
     return BackboneParts(

@@ -35,10 +35,9 @@ class FFHead(SummingModule):
     def __init__(self, hidden_size: int, vocab_size: int, num_heads: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_heads * vocab_size, hidden_size))
-        nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as in `nn.Linear`, which peft would adapt in the wrong shape
-        self.bias = None  # read by libraries that take an unembedding for a linear layer, such as TRL
+        if num_heads:
+            nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as `nn.Linear`, which peft would adapt in the wrong shape
         self.vocab_size, self.num_heads = vocab_size, num_heads
-        self.target_frozen = False
 
     def forward(
         self,
@@ -49,17 +48,15 @@ class FFHead(SummingModule):
     ) -> torch.Tensor:
         """Return the logits [..., num_heads - start, V] of hidden states [..., D], in the dtype of the weights.
 
-        The first `num_heads` heads are evaluated (all by default; 1 costs what an ordinary `lm_head` costs), without
-        the first `start` (not in training). The backbone is not needed.
+        The first `num_heads` heads are evaluated (all by default), without the first `start` (not in training). The
+        backbone is not needed.
         """
         count = self.num_heads if num_heads is None else num_heads
         weight = self.weight[start * self.vocab_size : count * self.vocab_size]
         if self.weight_total is not None:
-            total, skip = self.weight_total, self.vocab_size if self.target_frozen else 0
-            logits = SummedLinear.apply(hidden_states, weight.detach(), total.total, total.anchor, skip)
+            total = self.weight_total
+            logits = SummedLinear.apply(hidden_states, weight.detach(), total.total, total.anchor)
             return logits.unflatten(-1, (count, self.vocab_size))
-        if self.target_frozen and torch.is_grad_enabled():
-            weight = torch.cat([weight[: self.vocab_size].detach(), weight[self.vocab_size :]])
         return nn.functional.linear(hidden_states, weight).unflatten(-1, (count - start, self.vocab_size))
 
     def extend(self, num_heads: int, std: float) -> None:

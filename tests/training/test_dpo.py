@@ -40,9 +40,9 @@ def test_preferences_and_drafter_learn_together(make, tmp_path):
 
 def test_without_the_term_the_drafter_stays_behind(tmp_path):
     model = tiny_model()
-    before = model.lm_head.weight[320:].detach().clone()
+    own, drafts = model.lm_head.weight.detach().clone(), model.draft_heads.weight.detach().clone()
     trainer_of(model, tmp_path, drafter_weight=0.0).train()
-    assert torch.equal(model.lm_head.weight[320:], before) and not torch.equal(model.lm_head.weight[:320], before[:320])
+    assert torch.equal(model.draft_heads.weight, drafts) and not torch.equal(model.lm_head.weight, own)
 
 
 def test_what_does_not_draft_for_itself_is_refused(tmp_path):

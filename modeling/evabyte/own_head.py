@@ -1,0 +1,107 @@
+"""EvaByte's own head and its draft heads: two modules of a model, one matrix `lm_head.weight` in checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from ..heads.backbone_parts import BackboneParts
+from ..heads.ff import FFHead
+from ..indices import to_device
+from ..wrapped_models import call
+
+OWN, DRAFTS = "lm_head.weight", "draft_heads.weight"
+
+
+class OwnAndDraftHeads(nn.Module):
+    """The own head, which predicts the next token, and the draft heads after it, called like one `FFHead`.
+
+    Made for a call: the model holds the two modules under their own names.
+    """
+
+    def __init__(self, own: nn.Module, drafts: FFHead) -> None:
+        super().__init__()
+        self.own, self.drafts, self.vocab_size = own, drafts, drafts.vocab_size
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        num_heads: int | None = None,
+        backbone: BackboneParts | None = None,
+        start: int = 0,
+    ) -> torch.Tensor:
+        """Return the logits [..., num_heads - start, V] of hidden states [..., D]; see `FFHead.forward`."""
+        count = self.drafts.num_heads + 1 if num_heads is None else num_heads
+        drafts = (hidden_states, count - 1, backbone, max(start - 1, 0))
+        if start:
+            return self.drafts(*drafts)
+        run = call if torch.is_grad_enabled() else nn.Module.__call__
+        own = run(self.own, hidden_states)[..., None, :]
+        return own if count == 1 else torch.cat([own, to_device(run(self.drafts, *drafts), own.device)], dim=-2)
+
+
+def split_heads(weight: torch.Tensor, vocab_size: int, num_drafts: int) -> dict[str, torch.Tensor]:
+    """Return the weights of the own head and of the draft heads from those of all heads [N V, D], by name.
+
+    A weight that is the own head's alone is returned as it is, where there are draft heads besides.
+    """
+    if num_drafts and len(weight) == vocab_size:
+        return {OWN: weight}
+    return {OWN: weight[:vocab_size].clone(), DRAFTS: weight[vocab_size:].clone()}
+
+
+def split_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any) -> None:
+    """Split the weight of a checkpoint in `state_dict`, before `load_state_dict` of a model reads it."""
+    config: Any = model.config
+    if (weight := state_dict.get(prefix + OWN)) is not None and len(weight) > config.vocab_size:
+        parts = split_heads(weight, config.vocab_size, config.num_pred_heads - 1)
+        state_dict |= {prefix + name: part for name, part in parts.items()}
+
+
+class SplitHeads(ConversionOps):
+    """Splits `lm_head.weight` of a checkpoint; its reverse joins the two weights again."""
+
+    def convert(
+        self, input_dict: dict[str, Any], *args: Any, model: PreTrainedModel, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        """Return the weights of the two modules of `model`."""
+        (weights,) = input_dict.values()
+        config = model.config.get_text_config()
+        return split_heads(weights[0], config.vocab_size, config.num_pred_heads - 1)
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """The operation that joins them."""
+        return JoinHeads()
+
+
+class JoinHeads(ConversionOps):
+    """Joins the weights of the own head and of the draft heads for a checkpoint."""
+
+    def convert(
+        self, input_dict: dict[str, Any], *args: Any, model: PreTrainedModel, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        """Return the joined weight; where the own head is tied to the embeddings, the draft heads' alone.
+
+        Raises:
+            ValueError: Only one of the two is there, as in a shard of an offloaded model.
+        """
+        parts = {name: weights[0] for name, weights in input_dict.items()}
+        if len(parts) == 2:
+            return {OWN: torch.cat([parts[OWN], parts[DRAFTS]])}
+        if DRAFTS in parts and model.config.tie_word_embeddings:
+            return parts
+        raise ValueError(f"{', '.join(parts)} cannot be saved without the other heads, which lie in another shard")
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """The operation that splits them."""
+        return SplitHeads()
+
+
+register_checkpoint_conversion_mapping("evabyte", [WeightConverter(OWN, [OWN, DRAFTS], [SplitHeads()])], overwrite=True)

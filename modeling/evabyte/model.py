@@ -20,7 +20,7 @@ from ..heads.backbone_parts import backbone_parts
 from ..heads.ff import FFHead
 from ..heads.losses import depth_targets, depth_weights, head_loss
 from ..heads.registry import build_head, distribution_after, init_head, window_distribution
-from ..heads.window_distribution import WindowDistribution
+from ..heads.window_distribution import FactorisedDistribution, WindowDistribution, exact
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..loss_options import DepthCountsMixin
@@ -58,7 +58,8 @@ class EvaByteForMTPC(
         self.loss_type = "ForCausalLM"
         self.model = EvaByteModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.draft_heads = FFHead(config.hidden_size, config.vocab_size, config.num_pred_heads - 1)
+        drafts = config.num_pred_heads - 1
+        self.draft_heads = FFHead(config.hidden_size, config.vocab_size, drafts) if drafts else None
         self.register_load_state_dict_pre_hook(split_state_dict)
         self.mtp_head = self._circuit()
         self.draft_layers = EvaDraftLayers(config) if config.mtp_head.draft_layers else None
@@ -113,13 +114,12 @@ class EvaByteForMTPC(
 
     @property
     def head(self) -> nn.Module:
-        """The module that drafts: `draft_heads` for FF heads, else `mtp_head`."""
-        return self.draft_heads if self.mtp_head is None else self.mtp_head
+        """The module that drafts: `mtp_head`, or `draft_heads` for FF heads (the own head, if there is no other)."""
+        return self.mtp_head or self.draft_heads or self.lm_head
 
     @property
-    def _window_head(self) -> nn.Module:
-        """What gives the distribution of the whole window."""
-        return OwnAndDraftHeads(self.lm_head, self.draft_heads) if self.mtp_head is None else self.mtp_head
+    def _all_heads(self) -> OwnAndDraftHeads:
+        return OwnAndDraftHeads(self.lm_head, self.draft_heads, self.config.vocab_size)
 
     def set_head(self, **options: Any) -> None:
         """Replace the head; the new one is initialised from the FF heads.
@@ -149,17 +149,27 @@ class EvaByteForMTPC(
         self.draft_layers = layers
         self.mtp_head = None if head is None else head.to(self.lm_head.weight)
         if head is None:
-            self.draft_heads.extend(self.window - 1, self.config.initializer_range)
-            self.config.num_pred_heads = self.draft_heads.num_heads + 1
+            self._append_heads(self.window - self.config.num_pred_heads)
+        else:
+            for module in head.modules():
+                init_head(module, self.config.initializer_range)
+            if self.config.mtp_head.leaf == "full":
+                rows = torch.cat([each.weight for each in (self.lm_head, self.draft_heads) if each is not None])
+                head.copy_leaves(rows.unflatten(0, (-1, self.config.vocab_size)))
         self.head.requires_grad_(True)
         self._freeze()
-        if head is None:
+
+    def _append_heads(self, count: int) -> None:
+        if count <= 0:
             return
-        for module in head.modules():
-            init_head(module, self.config.initializer_range)
-        if self.config.mtp_head.leaf == "full":
-            rows = torch.cat([self.lm_head.weight, self.draft_heads.weight])
-            head.copy_leaves(rows.unflatten(0, (-1, self.config.vocab_size)))
+        config = self.config
+        more = FFHead(config.hidden_size, config.vocab_size, count).to(self.lm_head.weight)
+        more.reset_head(config.initializer_range)
+        if self.draft_heads is None:
+            self.draft_heads = more
+        else:
+            self.draft_heads.append(more)
+        config.num_pred_heads += count
 
     def _circuit(self) -> nn.Module | None:
         config = self.config.mtp_head
@@ -198,14 +208,14 @@ class EvaByteForMTPC(
             raise ValueError(f"train_only({part!r}): choose 'all' or 'drafter'")
         if part == "all" and self.draft_layers is not None:
             raise ValueError("train_only('all'): draft layers need a frozen backbone; choose 'drafter'")
+        self.head.requires_grad_(True)
         self.model.requires_grad_(part == "all")
         self.lm_head.requires_grad_(part == "all")
-        self.head.requires_grad_(True)
         self._freeze()
 
     def _freeze(self) -> None:
         """Freeze what never learns: draft heads that draft nothing, and the backbone below draft layers."""
-        if self.mtp_head is not None or self.window == 1:
+        if self.draft_heads is not None and (self.mtp_head is not None or self.window == 1):
             self.draft_heads.requires_grad_(False)
         if self.draft_layers is not None:
             self.model.requires_grad_(False)
@@ -213,11 +223,15 @@ class EvaByteForMTPC(
 
     def distribution_of_features(self, features: torch.Tensor) -> WindowDistribution:
         """Return the distribution of the next `window` tokens given `features` [..., D]."""
-        return window_distribution(self._window_head, self.config.mtp_head, features, backbone_parts(self))
+        head = self.mtp_head or self._all_heads
+        return window_distribution(head, self.config.mtp_head, features, backbone_parts(self))
 
     def distribution_after(self, features: torch.Tensor, last: torch.Tensor, length: int) -> WindowDistribution:
         """Return the distribution of the next `length` tokens given `features` [..., F] and the next token [...]."""
-        return distribution_after(self._window_head, self.config.mtp_head, features, last, length, backbone_parts(self))
+        if self.mtp_head is None:  # positions are independent: neither the own head nor `last` is read
+            logits = self.draft_heads(features.to(self.draft_heads.weight.dtype), length)
+            return FactorisedDistribution(exact(logits.unsqueeze(-2)))
+        return distribution_after(self.mtp_head, self.config.mtp_head, features, last, length, backbone_parts(self))
 
     def window_distribution(self, hidden_states: torch.Tensor) -> WindowDistribution:
         """Return the distribution of the next `window` tokens given last hidden states [..., D].
@@ -284,7 +298,7 @@ class EvaByteForMTPC(
         hidden = outputs.last_hidden_state
         kept = selected_positions(hidden, logits_to_keep)
         shows_all = return_all_pred_logits and self.config.num_pred_heads > 1
-        logits = (OwnAndDraftHeads(self.lm_head, self.draft_heads) if shows_all else self.lm_head)(kept)
+        logits = (self._all_heads if shows_all else self.lm_head)(kept)
         found = {}
         if learns:
             targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
@@ -309,15 +323,15 @@ class EvaByteForMTPC(
     ) -> dict[str, torch.Tensor | None]:
         """Return the loss of the head and its means; a circuit that trains with its backbone adds the next byte's."""
         tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
+        head = self.mtp_head or self._all_heads
         parts, config, scale = backbone_parts(self), self.config.mtp_head, self._loss_scale(hidden)
-        found = head_loss(self._window_head, config, features, targets, tokens, counts, parts, hidden, scale, balance)
+        found = head_loss(head, config, features, targets, tokens, counts, parts, hidden, scale, balance)
         shown = dict(acceptances=found.acceptances, missing_mass=found.missing, head_squares=found.squares)
         if self.mtp_head is None or not any(parameter.requires_grad for parameter in self.lm_head.parameters()):
             return shown | dict(loss=found.loss, head_losses=found.means)
         first = None if counts is None else torch.as_tensor(counts).flatten()[:1]
         next_byte = MTPHeadConfig(window=1, gamma=config.gamma)
-        head = OwnAndDraftHeads(self.lm_head, self.draft_heads)
-        own, mean, *_ = head_loss(head, next_byte, hidden, targets[..., :1], tokens, first)
+        own, mean, *_ = head_loss(self._all_heads, next_byte, hidden, targets[..., :1], tokens, first)
         return shown | dict(loss=found.loss + own, head_losses=found.means, backbone_loss=mean[0])
 
     def _loss_scale(self, like: torch.Tensor) -> torch.Tensor:

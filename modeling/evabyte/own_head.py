@@ -24,9 +24,9 @@ class OwnAndDraftHeads(nn.Module):
     Made for a call: the model holds the two modules under their own names.
     """
 
-    def __init__(self, own: nn.Module, drafts: FFHead) -> None:
+    def __init__(self, own: nn.Module, drafts: FFHead | None, vocab_size: int) -> None:
         super().__init__()
-        self.own, self.drafts, self.vocab_size = own, drafts, drafts.vocab_size
+        self.own, self.drafts, self.vocab_size = own, drafts, vocab_size
 
     def forward(
         self,
@@ -36,21 +36,20 @@ class OwnAndDraftHeads(nn.Module):
         start: int = 0,
     ) -> torch.Tensor:
         """Return the logits [..., num_heads - start, V] of hidden states [..., D]; see `FFHead.forward`."""
-        count = self.drafts.num_heads + 1 if num_heads is None else num_heads
-        drafts = (hidden_states, count - 1, backbone, max(start - 1, 0))
-        if start:
-            return self.drafts(*drafts)
         run = call if torch.is_grad_enabled() else nn.Module.__call__
         own = run(self.own, hidden_states)[..., None, :]
-        return own if count == 1 else torch.cat([own, to_device(run(self.drafts, *drafts), own.device)], dim=-2)
+        if self.drafts is None or num_heads == 1:
+            return own
+        drafts = run(self.drafts, hidden_states, None if num_heads is None else num_heads - 1)
+        return torch.cat([own, to_device(drafts, own.device)], dim=-2)[..., start:, :]
 
 
 def split_heads(weight: torch.Tensor, vocab_size: int, num_drafts: int) -> dict[str, torch.Tensor]:
     """Return the weights of the own head and of the draft heads from those of all heads [N V, D], by name.
 
-    A weight that is the own head's alone is returned as it is, where there are draft heads besides.
+    A weight of the own head alone is returned as it is.
     """
-    if num_drafts and len(weight) == vocab_size:
+    if not num_drafts or len(weight) == vocab_size:
         return {OWN: weight}
     return {OWN: weight[:vocab_size].clone(), DRAFTS: weight[vocab_size:].clone()}
 
@@ -86,17 +85,17 @@ class JoinHeads(ConversionOps):
     def convert(
         self, input_dict: dict[str, Any], *args: Any, model: PreTrainedModel, **kwargs: Any
     ) -> dict[str, torch.Tensor]:
-        """Return the joined weight; where the own head is tied to the embeddings, the draft heads' alone.
+        """Return the joined weight, or the only one: without draft heads, or with an own head tied to the embeddings.
 
         Raises:
-            ValueError: Only one of the two is there, as in a shard of an offloaded model.
+            ValueError: One of the two is missing, as in a shard of an offloaded model.
         """
-        parts = {name: weights[0] for name, weights in input_dict.items()}
+        parts, config = {name: weights[0] for name, weights in input_dict.items()}, model.config.get_text_config()
         if len(parts) == 2:
             return {OWN: torch.cat([parts[OWN], parts[DRAFTS]])}
-        if DRAFTS in parts and model.config.tie_word_embeddings:
-            return parts
-        raise ValueError(f"{', '.join(parts)} cannot be saved without the other heads, which lie in another shard")
+        if config.num_pred_heads > 1 and not (DRAFTS in parts and config.tie_word_embeddings):
+            raise ValueError(f"{', '.join(parts)} cannot be saved without the other heads, which lie in another shard")
+        return parts
 
     @property
     def reverse_op(self) -> ConversionOps:

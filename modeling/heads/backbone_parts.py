@@ -64,14 +64,24 @@ def output_embeddings(model: PreTrainedModel) -> nn.Linear:
 
 
 def backbone_parts(model: PreTrainedModel) -> BackboneParts:
-    """Return the parts of a causal language model."""
-    unembedding, text = output_embeddings(model), model.config.get_text_config()
-    scale = (field(text, "logit_scale") or 1.0) / (field(text, "logits_scaling") or 1.0)
+    """Return the parts of a causal language model; each is looked up when it is first called."""
     return BackboneParts(
-        unembed=partial(_unembed, unembedding, scale, field(text, "final_logit_softcapping")),
-        embed=partial(frozen, model.get_input_embeddings()),
-        norm=lambda states: frozen(final_norm(model.get_decoder()), states),
+        unembed=_looked_up(partial(_unembedding, model)),
+        embed=_looked_up(lambda: partial(frozen, model.get_input_embeddings())),
+        norm=_looked_up(lambda: partial(frozen, final_norm(model.get_decoder()))),
     )
+
+
+def _looked_up(look_up: Callable[[], Callable[[torch.Tensor], torch.Tensor]]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that the first call looks up: most heads read no part, and a look-up takes longer than they."""
+    found = cache(look_up)
+    return lambda inputs: found()(inputs)
+
+
+def _unembedding(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
+    text = model.config.get_text_config()
+    scale = (field(text, "logit_scale") or 1.0) / (field(text, "logits_scaling") or 1.0)
+    return partial(_unembed, output_embeddings(model), scale, field(text, "final_logit_softcapping"))
 
 
 def _unembed(unembedding: nn.Module, scale: float, cap: float | None, states: torch.Tensor) -> torch.Tensor:

@@ -35,8 +35,7 @@ class FFHead(SummingModule):
     def __init__(self, hidden_size: int, vocab_size: int, num_heads: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_heads * vocab_size, hidden_size))
-        if num_heads:
-            nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as `nn.Linear`, which peft would adapt in the wrong shape
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as in `nn.Linear`, which peft would adapt in the wrong shape
         self.vocab_size, self.num_heads = vocab_size, num_heads
 
     def forward(
@@ -59,14 +58,10 @@ class FFHead(SummingModule):
             return logits.unflatten(-1, (count, self.vocab_size))
         return nn.functional.linear(hidden_states, weight).unflatten(-1, (count - start, self.vocab_size))
 
-    def extend(self, num_heads: int, std: float) -> None:
-        """Append heads, drawn from N(0, std^2), until there are `num_heads`; the old ones stay as they are."""
-        missing = num_heads - self.num_heads
-        if missing <= 0:
-            return
-        new = torch.randn(missing * self.vocab_size, self.weight.shape[1], device=self.weight.device) * std
-        self.weight = nn.Parameter(torch.cat([self.weight.detach(), new.to(self.weight.dtype)]))
-        self.num_heads = num_heads
+    def append(self, more: FFHead) -> None:
+        """Append other heads; the old ones stay as they are."""
+        self.weight = nn.Parameter(torch.cat([self.weight.detach(), more.weight.detach()]))
+        self.num_heads += more.num_heads
 
     @torch.no_grad()
     def resize(self, vocab_size: int, std: float | None) -> None:

@@ -21,7 +21,7 @@ def files(folder) -> dict[str, torch.Tensor]:
 
 
 def heads_of(model: EvaByteForMTPC) -> torch.Tensor:
-    return torch.cat([model.lm_head.weight, model.draft_heads.weight])
+    return torch.cat([head.weight for head in (model.lm_head, model.draft_heads) if head is not None])
 
 
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "40KB"}], ids=["whole", "sharded"])
@@ -84,6 +84,20 @@ def test_embeddings_can_be_tied(num_pred_heads, tmp_path):
     assert torch.equal(heads_of(again), heads_of(model))
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(again.generate(IDS, **options), model.generate(IDS, use_mtp=False, **options))
+
+
+def test_a_single_head_has_no_draft_heads_and_can_get_some():
+    model = tiny_model(num_pred_heads=1)
+    assert model.draft_heads is None and model.head is model.lm_head
+    model.train_only("drafter")
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    own, loss = model.lm_head.weight.detach().clone(), model(IDS, labels=IDS).loss
+    assert loss == pytest.approx(next_byte_loss(model, IDS), abs=1e-5)
+    model.set_head(window=4)
+    assert model.config.num_pred_heads == 4 and torch.equal(model.lm_head.weight, own)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["draft_heads.weight"]
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(IDS, **options), model.generate(IDS, use_mtp=False, **options))
 
 
 def test_adapters_of_the_own_head(tmp_path):

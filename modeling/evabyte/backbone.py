@@ -240,7 +240,9 @@ def _rows(hidden: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.T
     if position_ids is not None and bool((position_ids[:, 1:] == 0).any()):
         everything = torch.ones(batch, length, dtype=torch.bool, device=hidden.device)
         return Rows.from_documents(everything if real is None else real, position_ids)
-    return None if real is None else Rows.from_mask(real)
+    if real is None or (real.device.type == "cpu" and bool(real.all())):  # elsewhere a look would wait for the device
+        return None
+    return Rows.from_mask(real)
 
 
 def _counts(hidden: torch.Tensor, rows: Rows | None) -> list[int]:

@@ -326,13 +326,12 @@ class EvaByteForMTPC(
         head = self.mtp_head or self._all_heads
         parts, config, scale = backbone_parts(self), self.config.mtp_head, self._loss_scale(hidden)
         found = head_loss(head, config, features, targets, tokens, counts, parts, hidden, scale, balance)
-        shown = dict(acceptances=found.acceptances, missing_mass=found.missing, head_squares=found.squares)
         if self.mtp_head is None or not any(parameter.requires_grad for parameter in self.lm_head.parameters()):
-            return shown | dict(loss=found.loss, head_losses=found.means)
+            return found._asdict()
         first = None if counts is None else torch.as_tensor(counts).flatten()[:1]
         next_byte = MTPHeadConfig(window=1, gamma=config.gamma)
         own, mean, *_ = head_loss(self._all_heads, next_byte, hidden, targets[..., :1], tokens, first)
-        return shown | dict(loss=found.loss + own, head_losses=found.means, backbone_loss=mean[0])
+        return found._asdict() | {"loss": found.loss + own, "backbone_loss": mean[0]}
 
     def _loss_scale(self, like: torch.Tensor) -> torch.Tensor:
         """Return factors of the depths besides their weights, [n]; depth 1 of FF heads is the next-byte head."""

@@ -151,14 +151,7 @@ class LearningMixin(DepthCountsMixin):
             self.loss_scale(first),
             balance,
         )
-        return MTPOutput(
-            loss=found.loss,
-            logits=logits,
-            head_losses=found.means,
-            acceptances=found.acceptances,
-            missing_mass=found.missing,
-            head_squares=found.squares,
-        )
+        return MTPOutput(logits=logits, **found._asdict())
 
     def _goes_one_by_one(self) -> bool:
         """Return whether heads can learn one after the other: layers that read the same states, from labels."""

@@ -198,21 +198,21 @@ def depth_means(terms: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
 
 
 class HeadLoss(NamedTuple):
-    """The loss of a head and what is shown of it; all but the first are detached.
+    """The loss of a head and what is shown of it, as in `MTPOutput`; all but the first are detached.
 
     Attributes:
         loss: Scalar, in nats.
-        means: [n] mean term per depth, NaN where a depth has no target.
+        head_losses: [n] mean term per depth, NaN where a depth has no target.
         acceptances: [n] mean probability that a token drawn at a depth is kept, NaN at depth 1; None without a teacher.
-        missing: Scalar, the teacher's mean mass outside `loss_top_k`; None where all tokens are compared.
-        squares: [n] mean squared term, where depths are balanced by factors that were given.
+        missing_mass: Scalar, the teacher's mean mass outside `loss_top_k`; None where all tokens are compared.
+        head_squares: [n] mean squared term, where depths are balanced by factors that were given.
     """
 
     loss: torch.Tensor
-    means: torch.Tensor
+    head_losses: torch.Tensor
     acceptances: torch.Tensor | None = None
-    missing: torch.Tensor | None = None
-    squares: torch.Tensor | None = None
+    missing_mass: torch.Tensor | None = None
+    head_squares: torch.Tensor | None = None
 
 
 def head_loss(

@@ -50,7 +50,7 @@ def test_chunk_summaries_in_the_cache(case):
     for key in keys:
         name, layer = key.split(".layer")[0], int(key.split(".layer")[1].split(".")[0])
         cache = model(gold[f"{name}.input_ids"][None]).past_key_values
-        folded = cache.rows.starts[0] // model.config.chunk_size
+        folded = cache.sequences.starts[0] // model.config.chunk_size
         assert folded > 0
         for states, which in ((cache.layers[layer].keys, "k"), (cache.layers[layer].values, "v")):
             torch.testing.assert_close(states[0, :, :folded], gold[key[:-1] + which][:, :folded], atol=1e-4, rtol=0)

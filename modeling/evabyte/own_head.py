@@ -63,34 +63,29 @@ def split_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], pref
 
 
 class SplitHeads(ConversionOps):
-    """Splits `lm_head.weight` of a checkpoint; its reverse joins the two weights again."""
+    """Splits `lm_head.weight` of a checkpoint into the weights of the two modules, or joins them.
+
+    Args:
+        joins: Join.
+    """
+
+    def __init__(self, joins: bool = False) -> None:
+        self.joins = joins
 
     def convert(
         self, input_dict: dict[str, Any], *args: Any, model: PreTrainedModel, **kwargs: Any
     ) -> dict[str, torch.Tensor]:
-        """Return the weights of the two modules of `model`."""
-        (weights,) = input_dict.values()
-        config = model.config.get_text_config()
-        return split_heads(weights[0], config.vocab_size, config.num_pred_heads - 1)
+        """Return the new weights by name.
 
-    @property
-    def reverse_op(self) -> ConversionOps:
-        """The operation that joins them."""
-        return JoinHeads()
-
-
-class JoinHeads(ConversionOps):
-    """Joins the weights of the own head and of the draft heads for a checkpoint."""
-
-    def convert(
-        self, input_dict: dict[str, Any], *args: Any, model: PreTrainedModel, **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
-        """Return the joined weight, or the only one: without draft heads, or with an own head tied to the embeddings.
+        One weight alone is joined with nothing if there are no draft heads, or if the own head is tied.
 
         Raises:
             ValueError: One of the two is missing, as in a shard of an offloaded model.
         """
-        parts, config = {name: weights[0] for name, weights in input_dict.items()}, model.config.get_text_config()
+        config: Any = model.config
+        parts = {name: weights[0] for name, weights in input_dict.items()}
+        if not self.joins:
+            return split_heads(parts[OWN], config.vocab_size, config.num_pred_heads - 1)
         if len(parts) == 2:
             return {OWN: torch.cat([parts[OWN], parts[DRAFTS]])}
         if config.num_pred_heads > 1 and not (DRAFTS in parts and config.tie_word_embeddings):
@@ -99,8 +94,8 @@ class JoinHeads(ConversionOps):
 
     @property
     def reverse_op(self) -> ConversionOps:
-        """The operation that splits them."""
-        return SplitHeads()
+        """The opposite operation."""
+        return SplitHeads(not self.joins)
 
 
 register_checkpoint_conversion_mapping("evabyte", [WeightConverter(OWN, [OWN, DRAFTS], [SplitHeads()])], overwrite=True)

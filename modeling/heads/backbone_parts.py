@@ -20,7 +20,6 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModel, Cache, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_causal_mask
 
-from ...configuration.fields import field
 from ...configuration.mtp_families import REFUSED
 from ..wrapped_models import call_frozen, is_unit
 
@@ -79,16 +78,14 @@ def _looked_up(look_up: Callable[[], Callable[[torch.Tensor], torch.Tensor]]) ->
 
 
 def _unembedding(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
-    text = model.config.get_text_config()
-    scale = (field(text, "logit_scale") or 1.0) / (field(text, "logits_scaling") or 1.0)
-    return partial(_unembed, output_embeddings(model), scale, field(text, "final_logit_softcapping"))
+    """Return what gives the logits of states, with what the family does after its unembedding."""
+    unembedding, text = output_embeddings(model), model.config.get_text_config()
 
+    def unembed(states: torch.Tensor) -> torch.Tensor:
+        states = states.to(dtype_of(unembedding, states))
+        return finished_logits(frozen(unembedding, states) if torch.is_grad_enabled() else unembedding(states), text)
 
-def _unembed(unembedding: nn.Module, scale: float, cap: float | None, states: torch.Tensor) -> torch.Tensor:
-    """Return logits of states: those of the unembedding, scaled and capped as some families do."""
-    states = states.to(dtype_of(unembedding, states))
-    logits = scale * (frozen(unembedding, states) if torch.is_grad_enabled() else unembedding(states))
-    return logits if cap is None else cap * (logits / cap).tanh()
+    return unembed
 
 
 def frozen(module: nn.Module, *args: Any) -> Any:

@@ -229,10 +229,6 @@ CORE: dict[str, tuple[str, ...]] = {
     "tests/training/test_regeneration.py": ("test_refusals",),
     "tests/training/test_sft.py": ("test_only_the_assistant_is_learned",),
     "tests/training/test_strategies.py": ("test_in_the_warm_up_only_the_head_learns_and_then_everything",),
-    "tests/training/test_threads.py": (
-        "test_more_threads_are_used_while_they_help[more is faster]",
-        "test_the_number_of_threads_is_restored",
-    ),
 }
 """The names of the core tests of each file, both sorted."""
 

@@ -38,7 +38,6 @@ _MODULES = {
     "ptp_distil": "tokenahead.training.ptp.distil",
     "schedule_module": "tokenahead.generation.call.schedule",
     "trainer_base": "tokenahead.training.trainer_base",
-    "threads_module": "tokenahead.training.evaluation.reports",
     "tree_verification_module": "tokenahead.generation.verification.drawn_trees",
     "trees_module": "tokenahead.generation.trees.building",
     "verification_module": "tokenahead.generation.verification.chains",
@@ -339,8 +338,6 @@ _NAMES = {
     "tokenahead.training.evaluation.reports": (
         "HeadReport",
         "read_reports",
-        "threads_as_before",
-        "use_fastest_threads",
     ),
     "tokenahead.training.utils": ("needs_extra",),
     "tokenahead.training.features": (

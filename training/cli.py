@@ -32,6 +32,7 @@ TRAINING = {
 """Commands whose arguments are those of TRL, and their help."""
 _OF_VALIDATORS = re.compile(r"^Class validation error for validator '\w+': \w+: ")
 """What stands before a message of our configs, and says nothing to who reads it."""
+_THREADS = 4  # on matrices as small as the demo's, further ones would only wait for one another
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _PROMPT = (
     "the text to complete; '-', or none: the standard input, every byte of it; write '--' before a prompt that begins "
@@ -100,7 +101,6 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
     help_text = "watch the model in the box write with and without drafts; about a minute, nothing is trained"
     positive = _number("above 0", lambda x: x > 0)
     demo = commands.add_parser("demo", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
-    demo.add_argument("--train", nargs="?", const="", type=_refuse_training, help=argparse.SUPPRESS)
     demo.add_argument("--seconds", type=positive, default=40.0, help="time for measuring (%(default)g)")
     demo.add_argument("--new-bytes", type=_whole(1), default=128, help="bytes per completion (%(default)s)")
     demo.add_argument("--batch-size", type=_whole(1), default=1, help="measure batches of so many prompts, too")
@@ -187,7 +187,9 @@ def _demo(arguments: argparse.Namespace) -> int:
     with needs_extra("demo", "the demo"):
         from .box import BoxMeasurement
         from .demo import run_demo
+    import torch
 
+    torch.set_num_threads(min(torch.get_num_threads(), _THREADS))
     asked = {name: vars(arguments)[name] for name in ("seconds", "new_bytes", "batch_size", "seed")}
     reports = run_demo(BoxMeasurement(**asked), arguments.output, overwrite=arguments.overwrite)
     return 1 if any(row.identical is False for report in reports for row in report.measured.results) else 0
@@ -251,13 +253,6 @@ def _whole(least: int) -> Callable[[str], int]:
         return int(text)
 
     return read
-
-
-def _refuse_training(text: str) -> NoReturn:
-    raise argparse.ArgumentTypeError(
-        "was removed; `tokenahead train examples/train/evabyte.yaml` trains the heads of an EvaByte, and `python "
-        "examples/box/train.py` a small EvaByte with its heads"
-    )
 
 
 def _seed(text: str) -> int:

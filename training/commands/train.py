@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 from transformers import (
     EarlyStoppingCallback,
     PrinterCallback,
@@ -24,7 +25,6 @@ from transformers.utils import logging
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
 from ..acceptance_callback import AcceptanceCallback
-from ..byte_text import is_byte_level
 from ..checkpoints import best_or_last, is_finished
 from ..trainer_base import BaseTrainer
 from ..trl_trainers import NAMES, MTPSFTTrainer, PTPSFTTrainer
@@ -57,9 +57,6 @@ from .typed import typed_options
 
 with needs_extra("train", "tokenahead train"):
     from trl import get_peft_config
-with needs_extra("demo", "the progress bar"):
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 _SECONDS_BETWEEN_LINES = 20.0  # where there is no terminal to draw a bar on
 
@@ -138,7 +135,7 @@ def _check_before_text(settings: Settings, trainee: Trainee) -> None:
     """Refuse settings that need no data to be checked, before the backbone writes any."""
     settings.drafter.training_strategy()
     check_features(settings, trainee.model)
-    _callbacks(settings, trainee, settings.training.eval_strategy != "no")
+    _callbacks(settings, settings.training.eval_strategy != "no")
 
 
 def _take_over(trainer: Trainer, checkpoint: str) -> None:
@@ -170,7 +167,7 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
         "train_dataset": data["train"],
         "eval_dataset": data.get("eval"),
         "processing_class": trainee.tokenizer,
-        "callbacks": [*_callbacks(settings, trainee, with_evaluation), *callbacks],
+        "callbacks": [*_callbacks(settings, with_evaluation), *callbacks],
         "peft_config": get_peft_config(settings.model),
     }
     if is_parallel(trainee.model):
@@ -181,8 +178,8 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
     return MTPSFTTrainer(trainee.model, training, strategy=strategy, **given)
 
 
-def _callbacks(settings: Settings, trainee: Trainee, with_evaluation: bool) -> list[TrainerCallback]:
-    chosen: list[TrainerCallback] = [RunProgress("byte" if is_byte_level(trainee.tokenizer) else "token")]
+def _callbacks(settings: Settings, with_evaluation: bool) -> list[TrainerCallback]:
+    chosen: list[TrainerCallback] = [RunProgress()]
     drafter = settings.drafter
     # a misspelt option is refused also where nothing is evaluated
     options = typed_options("acceptance", drafter.options("acceptance"), AcceptanceCallback)
@@ -252,31 +249,18 @@ _SHOWN = {
 
 
 class RunProgress(TrainerCallback):
-    """Shows how far a run is; on one process of all.
+    """Shows how far a run is, and its latest figures; on one process of all, and rarely where there is no terminal."""
 
-    Args:
-        unit: What a token is: `"byte"` or `"token"`.
-        console: Where to draw; without a terminal a line is printed now and then.
-    """
-
-    def __init__(self, unit: str = "token", console: Console | None = None) -> None:
-        self.unit, self.console = unit, console or Console(stderr=True, highlight=False)
-        self.figures: dict[str, float] = {}
-        self.progress: Progress | None = None
-        self._tokens_at_start: float | None = None
-        self._speed = 0.0
+    bar: Any = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start the clock, and the bar where there is a terminal."""
-        self._started, self._first_step, self._last_line = time.perf_counter(), state.global_step, 0.0
-        if not state.is_world_process_zero or not self.console.is_terminal:
-            return
-        columns = SpinnerColumn(), TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(bar_width=None)
-        self.progress = Progress(*columns, TextColumn("{task.fields[figures]}"), console=self.console, expand=True)
-        self.task = self.progress.add_task("", total=state.max_steps, completed=state.global_step, figures="")
-        self.progress.start()
+        """Start the bar."""
+        if state.is_world_process_zero:
+            every = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
+            options = {"initial": state.global_step, "mininterval": every, "maxinterval": every, "dynamic_ncols": True}
+            self.bar, self.figures = tqdm(total=state.max_steps, unit="step", **options), {}
 
     def on_log(
         self,
@@ -286,43 +270,20 @@ class RunProgress(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Note figures and speed."""
-        logs = logs or {}
-        self.figures |= {name: logs[name] for name in _SHOWN if name in logs}
-        if "num_tokens" in logs and "loss" in logs:
-            elapsed = time.perf_counter() - self._started
-            if self._tokens_at_start is None:  # the steps up to the first entry set things up
-                self._tokens_at_start, self._started_counting = logs["num_tokens"], elapsed
-                self._speed = logs["num_tokens"] / elapsed
-            else:
-                passed = max(elapsed - self._started_counting, 1e-9)
-                self._speed = (logs["num_tokens"] - self._tokens_at_start) / passed
+        """Note the figures."""
+        if self.bar is not None:
+            self.figures |= {word: f"{logs[name]:.3f}" for name, word in _SHOWN.items() if logs and name in logs}
+            self.bar.set_postfix(self.figures, refresh=False)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Move the bar."""
-        if not state.is_world_process_zero:
-            return
-        if self.progress is not None:
-            self.progress.update(self.task, completed=state.global_step, figures=self.line(state))
-            return
-        elapsed = time.perf_counter() - self._started
-        if elapsed - self._last_line > _SECONDS_BETWEEN_LINES or state.global_step == state.max_steps:
-            self._last_line = elapsed
-            text = f"step {state.global_step}/{state.max_steps}  {self.line(state)}"
-            self.console.print(text, markup=False, soft_wrap=True)
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop the bar."""
-        if self.progress is not None:
-            self.progress.stop()
-
-    def line(self, state: TrainerState) -> str:
-        """Return figures, speed and time left."""
-        done = state.global_step - self._first_step
-        left = (time.perf_counter() - self._started) / max(done, 1) * (state.max_steps - state.global_step)
-        parts = [f"{_SHOWN[name]} {value:.3f}" for name, value in self.figures.items()]
-        if self._speed:
-            parts.append(f"{self._speed:,.0f} {self.unit}s/s")
-        return "  ".join([*parts, f"{int(left) // 60}:{int(left) % 60:02d} left"])
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None

@@ -55,9 +55,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         raise SystemExit(arguments.run(arguments))
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
-    except (
-        BrokenPipeError
-    ):  # whoever reads our output has closed it; without this, the flush at exit would fail once more
+    except BrokenPipeError:  # whoever reads our output has closed it: else the flush at exit would fail once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except (ValueError, OSError, MissingExtraError, StrictDataclassError) as error:
@@ -72,6 +70,10 @@ def _of_training(words: list[str]) -> argparse.Namespace:
     def run(arguments: argparse.Namespace) -> int:
         with needs_extra("train", f"tokenahead {words[0]}"):
             command = import_module(f".commands.{words[0]}", __package__)
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
         return command.main(words[1:])
 
     return argparse.Namespace(command=words[0], run=run)
@@ -105,7 +107,7 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
     demo.add_argument("--new-bytes", type=_whole(1), default=128, help="bytes per completion (%(default)s)")
     demo.add_argument("--batch-size", type=_whole(1), default=1, help="measure batches of so many prompts, too")
     demo.add_argument("--output", type=Path, default=Path("tokenahead-demo"), help="directory of results (%(default)s)")
-    demo.add_argument("--seed", type=_seed, default=0, help="of prompts and samples (%(default)s)")
+    demo.add_argument("--seed", type=_SEED, default=0, help="of prompts and samples (%(default)s)")
     demo.add_argument("--overwrite", action="store_true", help="write into a directory that no demo made")
     demo.set_defaults(run=_demo)
 
@@ -159,7 +161,7 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--top-p", type=_number("above 0 and at most 1", lambda x: 0 < x <= 1), help="sample from the nucleus"
     )
-    command.add_argument("--seed", type=_seed, default=0, help="of the samples (%(default)s)")
+    command.add_argument("--seed", type=_SEED, default=0, help="of the samples (%(default)s)")
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -244,18 +246,16 @@ def _number(rule: str, holds: Callable[[float], bool]) -> Callable[[str], float]
     return read
 
 
-def _whole(least: int) -> Callable[[str], int]:
-    """A reader of whole numbers from `least` on."""
+def _whole(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """A reader of whole numbers from `least` to `most`."""
+    wanted = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
 
     def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least {least}")
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number {wanted}")
         return int(text)
 
     return read
 
 
-def _seed(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 0 to {2**32 - 1}")
-    return int(text)
+_SEED = _whole(0, 2**32 - 1)

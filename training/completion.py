@@ -106,18 +106,9 @@ class Completed:
 
     def as_dict(self) -> dict[str, Any]:
         """Return values for a JSON object; `base64` holds the bytes, `text` has U+FFFD where they are no UTF-8."""
-        return {
-            "text": self.data.decode("utf-8", "replace"),
-            "base64": base64.b64encode(self.data).decode("ascii"),
-            "unit": self.unit,
-            "prompt_tokens": self.prompt_tokens,
-            "new_tokens": self.new_tokens,
-            "seconds": self.seconds,
-            "tokens_per_second": self._speed(),
-            "backbone_calls": self.backbone_calls,
-            "tokens_per_call": self.tokens_per_call,
-            "accepted_by_position": self.accepted_by_position,
-        }
+        found = {"text": self.data.decode("utf-8", "replace"), "base64": base64.b64encode(self.data).decode("ascii")}
+        counts = {name: value for name, value in vars(self).items() if name != "data"}
+        return found | counts | {"tokens_per_second": self._speed(), "tokens_per_call": self.tokens_per_call}
 
     def _speed(self) -> float:
         return self.new_tokens / self.seconds

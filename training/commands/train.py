@@ -21,7 +21,6 @@ from transformers import (
     set_seed,
 )
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.utils import logging
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
 from ..acceptance_callback import AcceptanceCallback
@@ -66,8 +65,6 @@ _OF_TIME = ("runtime", "samples_per_second", "steps_per_second")
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return 0 when the training is complete."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     settings = read_settings(argv, "train")
     train(settings)
     if torch.distributed.is_initialized():

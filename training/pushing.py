@@ -226,7 +226,7 @@ class TrainerPushMixin(_TrainerBase):
         release.public_copy(source, Path(copy.name), left_out, also)
         for saved in (self.accelerator.unwrap_model(self.model), self.processing_class):
             if isinstance(saved, TravellingMixin):
-                saved.add_code_of_push(Path(copy.name))
+                saved.add_code(Path(copy.name), saved.code_when_pushed())
         repo = str(self.hub_model_id)
         options |= {"delete_patterns": release.WEIGHTS}
 

@@ -85,7 +85,7 @@ def test_a_push_carries_the_code_of_models_and_none_of_drafters(tmp_path):
         part.save_pretrained(tmp_path)
     os.link(tmp_path / "config.json", tmp_path / "linked.json")  # as in the copy that a trainer pushes
     for part in (model, tokenizer):
-        part.add_code_of_push(tmp_path)
+        part.add_code(tmp_path, part.code_when_pushed())
     names = json.loads((tmp_path / "config.json").read_text())["auto_map"]
     assert names["AutoModelForCausalLM"].endswith("EvaByteForMTPC")
     assert "auto_map" not in (tmp_path / "linked.json").read_text()

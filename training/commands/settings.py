@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -17,7 +16,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from ..strategy import TrainingStrategy
 from ..utils import needs_extra
-from .typed import typed_fields, typed_options
+from .typed import typed, typed_fields, typed_options
 
 with needs_extra("train", "tokenahead train"):
     import yaml
@@ -75,14 +74,9 @@ class DrafterArguments:
     )
 
     def __post_init__(self) -> None:
-        for name, value in {**vars(self)}.items():
-            if name not in (*_SECTIONS, "acceptance"):
-                continue
-            if isinstance(value, str):
-                value = _from_json(name, value)
-                setattr(self, name, value)
-            if not (value is None or isinstance(value, dict) or (name == "acceptance" and isinstance(value, bool))):
-                raise ValueError(f"{name}={value!r} must be a mapping of options")
+        hints = dict.fromkeys(_SECTIONS, dict | None) | {"acceptance": dict | bool | None}
+        for name, hint in hints.items():
+            setattr(self, name, typed(name, vars(self)[name], hint))
         _check_least(self, 1, "early_stopping_patience")
 
     def options(self, section: str) -> dict[str, Any]:
@@ -289,13 +283,6 @@ def _values(path: str, given: dict[str, Any], kinds: Sequence[type]) -> dict[str
     os.environ.update({name: str(value) for name, value in environment.items()})
     values = {kind: typed_fields(path, given, kind, _TYPES) for kind in every}
     return {name: value for kind in kinds for name, value in values[kind].items()}
-
-
-def _from_json(name: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise ValueError(f'{name}={text!r} must be JSON, such as \'{{"head_type": "cp"}}\'') from None
 
 
 def _check_least(arguments: object, least: int, *names: str) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import (
     EarlyStoppingCallback,
     PrinterCallback,
+    ProgressCallback,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -245,19 +245,17 @@ _SHOWN = {
 }
 
 
-class RunProgress(TrainerCallback):
-    """Shows how far a run is, and its latest figures; on one process of all, and rarely where there is no terminal."""
-
-    bar: Any = None
+class RunProgress(ProgressCallback):
+    """The bar of transformers, with the latest figures beside it in place of every entry of the log."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start the bar."""
-        if state.is_world_process_zero:
-            every = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
-            options = {"initial": state.global_step, "mininterval": every, "maxinterval": every, "dynamic_ncols": True}
-            self.bar, self.figures = tqdm(total=state.max_steps, unit="step", **options), {}
+        """Start the bar, which moves rarely where there is no terminal."""
+        super().on_train_begin(args, state, control, **kwargs)
+        self.figures: dict[str, str] = {}
+        if self.training_bar is not None and not sys.stderr.isatty():
+            self.training_bar.mininterval = self.training_bar.maxinterval = _SECONDS_BETWEEN_LINES
 
     def on_log(
         self,
@@ -267,20 +265,7 @@ class RunProgress(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Note the figures."""
-        if self.bar is not None:
+        """Show the figures."""
+        if self.training_bar is not None:
             self.figures |= {word: f"{logs[name]:.3f}" for name, word in _SHOWN.items() if logs and name in logs}
-            self.bar.set_postfix(self.figures, refresh=False)
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Move the bar."""
-        if self.bar is not None:
-            self.bar.update(state.global_step - self.bar.n)
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Stop the bar."""
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
+            self.training_bar.set_postfix(self.figures, refresh=False)

@@ -110,7 +110,10 @@ def read_prompts(path: Path) -> list[str]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"--measure {path}: no such file of prompts")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--measure {path} is no UTF-8 ({error}): convert it") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if path.suffix == ".jsonl":
         numbered = [(number, _of_json(path, number, line)) for number, line in numbered]

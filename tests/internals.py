@@ -344,7 +344,7 @@ _NAMES = {
         "FeatureDataset",
         "FeatureIndex",
     ),
-    "tokenahead.training.checkpoints": ("put_adapters",),
+    "tokenahead.training.checkpoints": ("last_whole_checkpoint", "put_adapters"),
     "tokenahead.training.trainer_base": ("drafter_of",),
     "tokenahead.training.ptp.completions": (
         "CompletionSequences",

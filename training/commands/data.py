@@ -115,6 +115,8 @@ def _readable(name: str) -> Iterator[None]:
         raise
     except (DatasetsError, ArrowException, ValueError, TypeError, KeyError) as error:
         cause = error.__cause__ or error.__context__ or error
+        if isinstance(cause, UnicodeDecodeError):
+            raise ValueError(f"dataset_name={name} is no UTF-8 ({cause}): convert it") from error
         said = " ".join(str(cause).split())[:_LONGEST] or type(cause).__name__
         raise ValueError(f"dataset_name={name}: could not be read: {said}") from error
 

@@ -112,9 +112,11 @@ def _backbone(settings: Settings, source: str, config: PreTrainedConfig) -> PreT
 def _tokenizer(source: str, backbone: PreTrainedModel) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_source(source))
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
         if not isinstance(backbone, EvaByteForMTPC):
-            raise
+            raise ValueError(
+                f"model_name_or_path={source} has no tokenizer that can be read: save the model's there ({error})"
+            ) from error
         tokenizer = EvaByteTokenizer()  # bytes are bytes, also where a directory has none
     size = backbone.config.get_text_config().vocab_size
     if len(tokenizer) > size:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from transformers import HfArgumentParser, get_scheduler
+from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from ..strategy import TrainingStrategy
@@ -123,6 +124,9 @@ class TrainConfig(SFTConfig):
         if self.optim_args and not all("=" in part for part in self.optim_args.split(",")):
             raise ValueError(f"optim_args={self.optim_args!r} must be name=value, or several with commas")
         super().__post_init__()
+        known, installed = set(INTEGRATION_TO_CALLBACK), {*get_available_reporting_integrations()}
+        if absent := [name for name in self.report_to if name in known - installed]:
+            raise ValueError(f"report_to={absent[0]!r} needs a package that is not installed: pip install {absent[0]}")
 
 
 @dataclass
@@ -256,12 +260,23 @@ def read_settings(argv: Sequence[str], command: str, extra: type | None = None) 
     return settings
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice, of which YAML takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping of a node."""
+        keys = [key.value for key, _ in node.value]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.YAMLError(f"{twice[0]!r} stands twice in the mapping of line {node.start_mark.line + 1}")
+        return super().construct_mapping(node, deep)
+
+
 def _mapping(path: str) -> dict[str, Any]:
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path}: no such file of settings")
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping of settings, such as `model_name_or_path: ...`")

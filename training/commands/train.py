@@ -120,6 +120,8 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
         with _no_push(settings):
             trainer.save_model()
     finally:
+        if (bar := trainer.pop_callback(RunProgress).training_bar) is not None:  # an error gets a line of its own
+            bar.close()
         if trainer.is_world_process_zero() and trainer.state.log_history:
             write_metrics(folder, trainer.state.log_history)
             draw_learning(trainer.state.log_history, folder)

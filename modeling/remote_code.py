@@ -122,7 +122,7 @@ Auto classes of transformers that config.json names under `auto_map` (tokenizer_
     AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True)
 
 It needs torch and transformers {TRANSFORMERS}, and peft where it imports that. Where tokenahead is installed
-(`pip install tokenahead`), that is used in place of this code.
+(from a clone or a wheel), that is used in place of this code.
 """
 
 
@@ -298,5 +298,5 @@ if TRAVELS and not transformers.__version__.startswith(f"{TRANSFORMERS}."):
     logger.warning(
         f"the code of this model (tokenahead {__version__}) is written for transformers {TRANSFORMERS}, and "
         f"{transformers.__version__} is installed: if it fails, pip install 'transformers=={TRANSFORMERS}.*', or "
-        "pip install tokenahead, which is then used in its place"
+        "install tokenahead, which is then used in its place"
     )

@@ -24,7 +24,7 @@ with needs_extra("demo", "figures"):
 
 LEARNING_CURVE = "learning_curve.png"
 """Name of the figure beside the log."""
-_FEW = 6  # lines between which a legend finds room
+_FEW, _IN_A_COLUMN = 6, 20  # lines between which a legend finds room, and which it lists below one another
 _OF_DEPTH = re.compile(r"(eval_)?loss_(?:head|step)_(\d+)$")
 _ACCEPTANCE = {
     "eval_expected_accepted": "expected, along held-out text",
@@ -51,7 +51,6 @@ def learning_figure(history: list[dict[str, Any]]) -> Figure:
             axes[1].plot(*_series(history, name), marker="o", markersize=3, color=f"C{index}", label=_ACCEPTANCE[name])
         axes[1].set(title="Accepted drafts per verification", xlabel="step", ylabel="drafts")
         _from_zero(axes[1])
-        axes[1].legend(loc="best", fontsize=8)
     _finish(axes)
     return figure
 
@@ -72,10 +71,6 @@ def _draw_losses(axes: Axes, history: list[dict[str, Any]]) -> None:
     has_dots = any(_depth(name)[1] for name in names)
     title = "Loss by depth" if names else "Loss"
     axes.set(title=title + (" (dots: held out)" if has_dots else ""), xlabel="step", ylabel="nats per token")
-    if axes.lines and depths > _FEW:  # many lines leave no room for a legend among them
-        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    elif axes.lines:  # there are none where the run ended before its first entry
-        axes.legend(fontsize=8, loc="best")
 
 
 def _color(depth: int, depths: int) -> Any:
@@ -115,7 +110,6 @@ def _draw_accuracies(axes: Axes, depths: list[dict[str, float]]) -> None:
     for marker, (name, label) in zip(_MARKERS, (("top_1", "the likeliest"), ("top_5", "among the 5 likeliest"))):
         axes.plot(numbers, [100 * row[name] for row in depths], marker=marker, label=f"true token is {label}")
     axes.set(title="What a draft knows by depth", xlabel="tokens ahead", ylabel="accuracy (%)", ylim=(-4, 104))
-    axes.legend(loc="best", fontsize=8)
 
 
 def _draw_losses_by_depth(axes: Axes, depths: list[dict[str, float]]) -> None:
@@ -133,7 +127,6 @@ def _draw_acceptance(axes: Axes, figures: dict[str, Any]) -> None:
         )
     axes.set(title="How far drafts are accepted", xlabel="position in the draft", ylabel="accepted up to here (%)")
     axes.set(ylim=(-4, 104))
-    axes.legend(loc="best", fontsize=8)
 
 
 def analysis_figure(found: dict[str, Any]) -> Figure:
@@ -145,7 +138,6 @@ def analysis_figure(found: dict[str, Any]) -> Figure:
         if rows:
             axes[0].plot(*zip(*rows), style, label=label)
     axes[0].set(title="Loss of the token so far ahead", xlabel="tokens ahead", ylabel="nats")
-    axes[0].legend(loc="best", fontsize=8)
     if has_layers:
         axes[1].plot(range(1, len(found["layers"]) + 1), found["layers"], "C4o-")
         axes[1].set(title="Divergence of a layer's distribution from the last", xlabel="layer", ylabel="nats")
@@ -162,13 +154,18 @@ def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:
 
 
 def _finish(axes: Sequence[Axes]) -> None:
-    """Draw grids, and whole numbers along each horizontal axis, also for a single value."""
+    """Draw grids and legends, and whole numbers along each horizontal axis, also for a single value."""
     for one in axes:
         left, right = one.dataLim.intervalx
         if left == right:
             one.set_xlim(left - 1, right + 1)
         one.xaxis.set_major_locator(MaxNLocator(integer=True))
         one.grid(alpha=0.3)
+        named = len(one.get_legend_handles_labels()[0])
+        if named > _FEW:  # many lines leave no room for a legend among them
+            one.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), ncols=1 + named // _IN_A_COLUMN)
+        elif named:
+            one.legend(fontsize=8, loc="best")
 
 
 def _from_zero(axes: Axes) -> None:

@@ -108,7 +108,7 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
     check_space(folder, checkpoint_bytes(trainer), _kept(settings, trainer))
     pushes = settings.training.push_to_hub
     if pushes:  # what no card may show is said before the first step
-        trainer.create_model_card(dataset=asked.data.dataset_name)
+        trainer.create_model_card(dataset=_data_of(asked))
     try:
         if is_finished(resumed, settings.training.max_steps):
             _take_over(trainer, str(resumed))
@@ -126,8 +126,14 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
             write_metrics(folder, trainer.state.log_history)
             draw_learning(trainer.state.log_history, folder)
     if pushes:
-        trainer.push_to_hub(dataset_name=asked.data.dataset_name)
+        trainer.push_to_hub(dataset_name=_data_of(asked))
     return trainer
+
+
+def _data_of(asked: Settings) -> list[str]:
+    """Return the names of the data, as the user gave them."""
+    name = asked.data.dataset_name
+    return [each.path for each in asked.mixture.datasets] if name is None else [name]
 
 
 def _check_before_text(settings: Settings, trainee: Trainee) -> None:

@@ -36,7 +36,8 @@ RESULTS = "results.json"
 """What a model card is made from."""
 PICTURE = "evaluation.png"
 _MEASURED = {FIGURES, RESULTS, PICTURE, "analysis.json", "analysis.png"}
-_OUT_OF_TRAINING = {"save_strategy": "no", "eval_strategy": "steps", "eval_steps": 1000, "max_steps": 1}
+_OUT_OF_TRAINING = {"save_strategy": "no", "eval_strategy": "steps", "eval_steps": 1000, "max_steps": 1,
+                    "disable_tqdm": True}  # fmt: skip
 _WITHOUT_TRAINING: dict[str, Any] = {"acceptance": False, "strategy": None}
 
 

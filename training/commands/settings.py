@@ -101,7 +101,7 @@ class TrainConfig(SFTConfig):
     gradient_checkpointing: bool | None = _setting(
         None, "The older name of activation_checkpointing, for backbones that learn."
     )
-    disable_tqdm: bool | None = _setting(True, "tokenahead draws a bar of its own.")
+    disable_tqdm: bool | None = _setting(False, "Leave out the bar of the run.")
 
     def __post_init__(self) -> None:
         if self.deepspeed and find_spec("deepspeed") is None:  # transformers would keep half of its configuration

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +10,10 @@ from typing import Any
 import torch
 from transformers import (
     EarlyStoppingCallback,
-    PrinterCallback,
     ProgressCallback,
     Trainer,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
-    TrainingArguments,
     set_seed,
 )
 from transformers.trainer import TRAINER_STATE_NAME
@@ -56,8 +52,6 @@ from .typed import typed_options
 
 with needs_extra("train", "tokenahead train"):
     from trl import get_peft_config
-
-_SECONDS_BETWEEN_LINES = 20.0  # where there is no terminal to draw a bar on
 
 _STATES_OF_ADAM = 2
 _OF_TIME = ("runtime", "samples_per_second", "steps_per_second")
@@ -104,7 +98,6 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
     settings = with_own_text(settings, trainee)
     trainer = make_trainer(settings, trainee, [*callbacks, RunWriter(folder, asked, facts)])
     check_best_metric(trainer)
-    trainer.remove_callback(PrinterCallback)  # every entry is in the file of metrics, and the bar shows the last
     check_space(folder, checkpoint_bytes(trainer), _kept(settings, trainer))
     pushes = settings.training.push_to_hub
     if pushes:  # what no card may show is said before the first step
@@ -120,8 +113,9 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
         with _no_push(settings):
             trainer.save_model()
     finally:
-        if (bar := trainer.pop_callback(RunProgress).training_bar) is not None:  # an error gets a line of its own
-            bar.close()
+        progress = trainer.pop_callback(ProgressCallback)
+        if progress is not None and progress.training_bar is not None:  # an error gets a line of its own
+            progress.training_bar.close()
         if trainer.is_world_process_zero() and trainer.state.log_history:
             write_metrics(folder, trainer.state.log_history)
             draw_learning(trainer.state.log_history, folder)
@@ -184,7 +178,7 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
 
 
 def _callbacks(settings: Settings, with_evaluation: bool) -> list[TrainerCallback]:
-    chosen: list[TrainerCallback] = [RunProgress()]
+    chosen: list[TrainerCallback] = []
     drafter = settings.drafter
     # a misspelt option is refused also where nothing is evaluated
     options = typed_options("acceptance", drafter.options("acceptance"), AcceptanceCallback)
@@ -243,37 +237,3 @@ def check_best_metric(trainer: Trainer) -> None:
         known += callback.metric_names(trainer) if hasattr(callback, "metric_names") else ()
     if asked.removeprefix("eval_") not in (*known, *_OF_TIME):
         raise ValueError(f"metric_for_best_model={asked!r} is in no evaluation of this run; choose {', '.join(known)}")
-
-
-_SHOWN = {
-    "loss": "loss",
-    "eval_loss": "held-out loss",
-    "eval_expected_accepted": "accepted drafts",
-    "num_correct": "slots right",
-}
-
-
-class RunProgress(ProgressCallback):
-    """The bar of transformers, with the latest figures beside it in place of every entry of the log."""
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Start the bar, which moves rarely where there is no terminal."""
-        super().on_train_begin(args, state, control, **kwargs)
-        self.figures: dict[str, str] = {}
-        if self.training_bar is not None and not sys.stderr.isatty():
-            self.training_bar.mininterval = self.training_bar.maxinterval = _SECONDS_BETWEEN_LINES
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Show the figures."""
-        if self.training_bar is not None:
-            self.figures |= {word: f"{logs[name]:.3f}" for name, word in _SHOWN.items() if logs and name in logs}
-            self.training_bar.set_postfix(self.figures, refresh=False)

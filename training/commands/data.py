@@ -160,7 +160,7 @@ def _checked(rows: Data, name: str, settings: Settings, tokenizer: PreTrainedTok
         return rows.map(check, features=rows.features)
     chosen = rows.select_columns(columns)
     for number, row in enumerate(chosen.with_format("numpy") if "input_ids" in columns else chosen):
-        check(row, f"row {number}")
+        check(dict(row), f"row {number}")
     return rows
 
 

@@ -176,7 +176,7 @@ def _from_zero(axes: Axes) -> None:
 
 SPEED_FIGURE, ACCEPTANCE_FIGURE = "speed.png", "acceptance.png"
 """Names of the files."""
-_FILLS = {
+_FILLS: dict[str, dict[str, Any]] = {
     "filled": {"fillstyle": "full"},
     "half": {"fillstyle": "left", "markerfacecoloralt": "white"},
     "hollow": {"fillstyle": "full", "markerfacecolor": "white"},
@@ -228,7 +228,7 @@ def acceptance_figure(reports: Sequence[HeadReport]) -> Figure:
     ways = [row.name for row in reports[0].single]
     figure = Figure(figsize=(3.6 * len(ways) + 0.6, 4.6), layout="constrained")
     panels = figure.subplots(1, len(ways), sharex=True, sharey=True, squeeze=False)[0]
-    thin = {"linewidth": 0.9, "alpha": 0.7}
+    thin: dict[str, Any] = {"linewidth": 0.9, "alpha": 0.7}
     for axes, (turn, way) in zip(panels, enumerate(ways)):
         for index, report in enumerate(reports):
             row, style = report.single[turn], _family(index)
@@ -246,7 +246,7 @@ def acceptance_figure(reports: Sequence[HeadReport]) -> Figure:
     return figure
 
 
-def _family(index: int) -> dict[str, str]:
+def _family(index: int) -> dict[str, Any]:
     """Return the colour and the marker of a family of heads."""
     return {"color": f"C{index}", "marker": _MARKERS[index % len(_MARKERS)]}
 

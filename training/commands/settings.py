@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from transformers import HfArgumentParser, get_scheduler
-from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from ..strategy import TrainingStrategy
@@ -125,7 +125,7 @@ class TrainConfig(SFTConfig):
             raise ValueError(f"optim_args={self.optim_args!r} must be name=value, or several with commas")
         super().__post_init__()
         known, installed = set(INTEGRATION_TO_CALLBACK), {*get_available_reporting_integrations()}
-        if absent := [name for name in self.report_to if name in known - installed]:
+        if absent := [name for name in self.report_to or () if name in known - installed]:
             raise ValueError(f"report_to={absent[0]!r} needs a package that is not installed: pip install {absent[0]}")
 
 

@@ -114,7 +114,9 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
             trainer.save_model()
     finally:
         progress = trainer.pop_callback(ProgressCallback)
-        if progress is not None and progress.training_bar is not None:  # an error gets a line of its own
+        if (
+            isinstance(progress, ProgressCallback) and progress.training_bar is not None
+        ):  # an error gets a line of its own
             progress.training_bar.close()
         if trainer.is_world_process_zero() and trainer.state.log_history:
             write_metrics(folder, trainer.state.log_history)

@@ -57,14 +57,15 @@ class SavingMixin(TravellingMixin):
         """
         target = Path(save_directory)
         hub = {key: kwargs.pop(key) for key in _PUSH_OPTIONS if key in kwargs}
-        self.config.library_name, self.config.library_version = LIBRARY, __version__
+        config = self.config
+        config.library_name, config.library_version = LIBRARY, __version__
         # torch's distributed checkpoints are written by all processes into one directory
         spread = kwargs.get("distributed_checkpoint", False)
-        base = vars(self.config).get("base_model_name_or_path")
+        base = vars(config).get("base_model_name_or_path")
         if base and Path(base).is_dir():  # elsewhere `runs/base` would be the name of a repository
-            self.config.base_model_name_or_path = str(Path(base).absolute())
-        if is_ours(type(self.config)):  # Auto classes mark a class that came with a directory: its code is added here
-            self.config._auto_class = None
+            config.base_model_name_or_path = str(Path(base).absolute())
+        if is_ours(type(config)):  # Auto classes mark a class that came with a directory: its code is added here
+            config._auto_class = None
         with nullcontext(target) if spread else whole_folder(target, kwargs.get("variant")) as folder:
             self._write_folder(folder, is_main_process, state_dict, **kwargs)
             if is_main_process:

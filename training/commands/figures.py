@@ -183,7 +183,7 @@ _FILLS: dict[str, dict[str, Any]] = {
 }
 """Markers of the ways of decoding, in turn."""
 _POINT: dict[str, Any] = {"linestyle": "none", "markersize": 9, "markeredgewidth": 1.8}
-_PLAIN = _POINT | {"marker": "x", "color": "black"}
+_PLAIN: dict[str, Any] = _POINT | {"marker": "x", "color": "black"}
 
 
 def cycle_ms(result: DecodingResult) -> float:
@@ -214,7 +214,8 @@ def speed_figure(reports: Sequence[HeadReport]) -> Figure:
     axes.set(xlabel="milliseconds per call", ylabel="bytes per call", title="Up and to the left is faster")
     named = [Line2D([], [], label=report.name, **style) for report, style in zip(reports, heads)]
     for row, (word, fill) in zip(reports[0].single, cycle(_FILLS.items())):
-        named.append(Line2D([], [], label=f"{word}: {row.name}", **_POINT | {"marker": "o", "color": "grey"} | fill))
+        point: dict[str, Any] = _POINT | {"marker": "o", "color": "grey"} | fill
+        named.append(Line2D([], [], label=f"{word}: {row.name}", **point))
     named.append(Line2D([], [], label="one byte at a time", **_PLAIN))
     figure.legend(handles=named, loc="outside lower center", ncols=4)
     return figure

@@ -30,12 +30,12 @@ _MODULES = {
     "growth_module": "tokenahead.generation.trees.growth",
     "heads_chunks": "tokenahead.modeling.heads.chunks",
     "heads_losses": "tokenahead.modeling.heads.losses",
+    "layer_module": "tokenahead.modeling.heads.layer",
     "generate_module": "tokenahead.generation.generate",
     "mixins_module": "tokenahead.generation.generate",
     "options_module": "tokenahead.generation.call.options",
     "parallel_drafter_module": "tokenahead.generation.parallel",
     "ptp_completions": "tokenahead.training.ptp.completions",
-    "ptp_distil": "tokenahead.training.ptp.distil",
     "schedule_module": "tokenahead.generation.call.schedule",
     "trainer_base": "tokenahead.training.trainer_base",
     "threads_module": "tokenahead.training.evaluation.reports",
@@ -229,7 +229,7 @@ _NAMES = {
     "tokenahead.modeling.uniforms": (
         "best_of",
         "place",
-        "place_beta",
+        "beta_shares",
         "uniform_features",
     ),
     "tokenahead.modeling.ptp.gated_lora": (
@@ -353,11 +353,6 @@ _NAMES = {
         "CompletionSequences",
         "at_columns",
         "draw_starts",
-    ),
-    "tokenahead.training.ptp.distil": (
-        "distil",
-        "main",
-        "write_texts",
     ),
     "tokenahead.training.ptp.losses": (
         "MaskReader",

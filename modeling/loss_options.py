@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -14,6 +15,30 @@ OBJECTIVES = {1: ("eagle1", "hass"), 3: ("ttt",)}
 """Objectives of each version of EAGLE, the default first."""
 Options = TypeVar("Options", bound="LossOptions")
 _STEPS = {"eagle1": 1, "hass": 3, "ttt": 7}
+
+
+def check_values(options: Any, choices: Mapping[str, Collection[Any]], ranges: Mapping[str, str]) -> None:
+    """Refuse fields of a dataclass that are out of range; None always passes.
+
+    Args:
+        options: The dataclass.
+        choices: Per field, its values.
+        ranges: Per field, an interval, such as `"[0, 1)"`.
+
+    Raises:
+        ValueError: A value out of range.
+    """
+    values = vars(options)
+    for name, allowed in choices.items():
+        if values[name] is not None and values[name] not in allowed:
+            raise ValueError(f"{name}={values[name]!r} is unknown; choose one of {', '.join(map(repr, allowed))}")
+    for name, interval in ranges.items():
+        value, (low, high) = values[name], map(float, interval[1:-1].split(","))
+        if value is None:
+            continue
+        borders = (value != low or interval[0] == "[") and (value != high or interval[-1] == "]")
+        if not (low <= value <= high and borders):
+            raise ValueError(f"{name}={value!r} must lie in {interval}")
 
 
 @dataclass(kw_only=True)
@@ -46,9 +71,7 @@ class LossOptions:
         Raises:
             ValueError: A value out of range.
         """
-        _check_choice("divergence", self.divergence, DIVERGENCES)
-        if not 0 <= self.label_weight <= 1:
-            raise ValueError(f"label_weight={self.label_weight} must lie between 0 and 1")
+        check_values(self, {"divergence": DIVERGENCES}, {"label_weight": "[0, 1]"})
 
 
 @dataclass(kw_only=True)
@@ -86,16 +109,9 @@ class ModuleLossOptions(LossOptions):
 
     def __post_init__(self) -> None:
         self.check()
-        _check_choice("target", self.target, ("labels", "teacher"))
-        _check_choice("normalization", self.normalization, ("mean", "paper"))
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1, or None for all tokens")
-        if self.weight < 0:
-            raise ValueError(f"weight={self.weight} of the modules' losses must be at least 0")
-        if self.unroll_steps is not None and self.unroll_steps < 1:
-            raise ValueError(f"unroll_steps={self.unroll_steps} must be at least 1, or None for one step per module")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"decay={self.decay} of the depths' weights must lie in (0, 1]")
+        choices = {"target": ("labels", "teacher"), "normalization": ("mean", "paper")}
+        ranges = {"top_k": "[1, inf)", "weight": "[0, inf)", "unroll_steps": "[1, inf)", "decay": "(0, 1]"}
+        check_values(self, choices, ranges)
 
 
 @dataclass(kw_only=True)
@@ -133,12 +149,8 @@ class EagleLossOptions(LossOptions):
         if steps < 1 or (objective == "eagle1" and steps > 1):
             allowed = "1" if objective == "eagle1" else "at least 1"
             raise ValueError(f"steps={steps} must be {allowed} for {objective!r}")
-        for name, value in {"decay": self.decay, "topk_weight": self.topk_weight, "noise": self.noise}.items():
-            if value < 0:
-                raise ValueError(f"{name}={value} must be at least 0")
         self.check()
-        if self.topk < 1:
-            raise ValueError(f"topk={self.topk} must be at least 1")
+        check_values(self, {}, dict.fromkeys(("decay", "topk_weight", "noise"), "[0, inf)") | {"topk": "[1, inf)"})
         return ResolvedEagleOptions(**(asdict(self) | {"objective": objective, "steps": steps}))
 
 
@@ -148,11 +160,6 @@ class ResolvedEagleOptions(EagleLossOptions):
 
     objective: str = "ttt"
     steps: int = 7
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")
 
 
 @runtime_checkable

@@ -16,7 +16,6 @@ __all__ = [
     "interval",
     "pick",
     "place",
-    "place_beta",
     "place_between",
     "uniform_features",
 ]
@@ -65,13 +64,6 @@ def beta_shares(like: torch.Tensor, concentration: float, generator: torch.Gener
     shape = torch.full(like.shape, concentration, dtype=torch.float64, device=like.device)
     one, other = (torch._standard_gamma(shape, generator=generator) for _ in range(2))
     return (one / (one + other)).nan_to_num(nan=0.5)
-
-
-def place_beta(
-    token: torch.Tensor, probs: torch.Tensor, concentration: float, generator: torch.Generator | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `place` at `beta_shares`."""
-    return place(token, probs, beta_shares(token, concentration, generator))
 
 
 def uniform_features(u: torch.Tensor, kind: str, dim: int) -> torch.Tensor:

@@ -6,34 +6,28 @@ Knows what a trainer needs of a drafter (`TrainableDrafter`), not what kind of m
 from __future__ import annotations
 
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer
 
 from ..modeling import PTPForCausalLM
 from ..modeling.heads.ff import FFHead
 from ..modeling.loss_options import TrainableDrafter
-from .checkpoints import check_checkpoint
 from .preparation import callbacks_of, prepare
 from .strategy import LossBalance, TrainingStrategy
 from .trainer_base import (
     BaseTrainer,
     Inputs,
-    check_data,
     check_depths,
     check_ids,
     check_lengths,
-    check_shards,
     draft_layers_of,
     drafter_of,
     head_config,
-    summed_over_processes,
     without_peft,
 )
-
-_ABSENT = object()
 
 
 class MTPTrainer(BaseTrainer):
@@ -87,8 +81,7 @@ class MTPTrainer(BaseTrainer):
         if model is not None:
             _check_model(model)
         config: Any = None if model is None else model.config
-        use_cache = vars(config).get("use_cache", _ABSENT) if config is not None else _ABSENT
-        check_data(kwargs)
+        use_cache = {name: value for name, value in vars(config or self).items() if name == "use_cache"}
         if strategy is not None:
             if model is None:
                 raise ValueError("strategy is applied to a model: pass model=, not model_init=")
@@ -106,19 +99,13 @@ class MTPTrainer(BaseTrainer):
         if strategy is not None and strategy.head_warmup and self.args.ddp_find_unused_parameters is None:
             self.args.ddp_find_unused_parameters = True  # what waits gets no gradient
         if config is not None:
-            _restore(config, "use_cache", use_cache)
+            vars(config).pop("use_cache", None)
+            vars(config).update(use_cache)
         _check_model(self.model)  # `model_init` may have made it
-        check_data(vars(self))
         if self.get_cp_size() > 1 or self.get_sp_size() > 1:
             raise ValueError(
                 f"cp_size={self.get_cp_size()} and sp_size={self.get_sp_size()} cut sequences, and a window cannot "
                 "reach into the next piece; set both to 1"
-            )
-        check_shards(self)
-        if self.label_smoother is not None:
-            raise ValueError(
-                f"label_smoothing_factor={self.args.label_smoothing_factor} replaces the model's own loss, and only "
-                "the first head would learn; set it to 0"
             )
         if self.args.neftune_noise_alpha is not None and self._owner.get_input_embeddings() is None:
             raise ValueError(
@@ -171,28 +158,28 @@ class MTPTrainer(BaseTrainer):
         loss, outputs = Trainer.compute_loss(  # not super(): TRL's would leave the model's own loss, and the heads, out
             self, model, defaults | inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
-        self._note(outputs, self._depth_counts(inputs), model.training)
+        sums, counts = self._sums(outputs, inputs, model.training)
+        self._means[model.training].add(sums, counts)
+        if model.training and self.balance is not None and outputs.head_squares is not None:
+            depths = self._drafter.num_losses
+            self.balance.add(outputs.head_squares.reshape(-1, depths).nanmean(0), counts[:depths])
         return (loss, outputs) if return_outputs else loss
 
-    def _note(self, outputs: Any, counts: torch.Tensor, training: bool) -> None:
-        """Add the sums of one micro-batch to the running means, in the order of `_mean_names`."""
-        depths = len(counts)
-        rows = [(outputs.get(name), counts if size == depths else counts[:1]) for name, size in self._noted(depths)]
-        means = [
-            torch.full_like(count, torch.nan, dtype=torch.float32)
-            if mean is None
-            else mean.reshape(-1, len(count)).nanmean(0).float().to(count.device)  # DataParallel: a row per replica
-            for mean, count in rows
-        ]
-        means, counts = torch.cat(means), torch.cat([count for _, count in rows])
+    def _sums(self, outputs: Any, inputs: Inputs, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sums of one micro-batch for the running means, and their counts, in the order of `_mean_names`."""
+        counts, found = self._depth_counts(inputs), []
+        for name, size in self._noted(len(counts)):
+            mean, count = outputs.get(name), counts if size == len(counts) else counts[:1]
+            if mean is None:
+                mean = torch.full_like(count, torch.nan, dtype=torch.float32)
+            mean = mean.reshape(-1, len(count)).nanmean(0).float().to(count.device)  # DataParallel: a row per replica
+            found.append((mean, count))
+        means, counts = (torch.cat(parts) for parts in zip(*found))
         counts = torch.where(means.isnan(), 0, counts)
-        self._means[training].add(torch.where(counts > 0, means * counts, 0.0), counts)
-        if training and self.balance is not None and outputs.head_squares is not None:
-            self.balance.add(outputs.head_squares.reshape(-1, depths).nanmean(0), counts[:depths])
+        return torch.where(counts > 0, means * counts, 0.0), counts
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
-        """As in `Trainer`; heads and their backbone are read from two directories, and the balance of depths, too."""
-        check_checkpoint(resume_from_checkpoint, self._owner)
+        """As in `Trainer`; the balance of depths is read, too."""
         if self.balance is not None:
             self.balance.load(resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -261,7 +248,7 @@ class MTPTrainer(BaseTrainer):
             check_lengths(batch)
         counts = torch.stack([self._depth_counts(batch) for batch in batch_samples]).sum(0).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
-            counts = summed_over_processes(self.accelerator, counts)
+            counts = cast(torch.Tensor, self.accelerator.reduce(counts, "sum"))
         elif not self.args.average_tokens_across_devices and self.args.n_gpu > 1:
             counts = counts / self.args.n_gpu
         if self.args.n_gpu > 1:  # DataParallel cuts tensors along their first axis: a copy for each replica
@@ -301,11 +288,3 @@ def _check_model(model: Any) -> None:
             f"MTPTrainer needs a model that predicts several tokens, not a {type(owner).__name__}: give it heads with "
             "MTPHeads.from_backbone(model), or modules with DeepSeekMTP.from_backbone(model)"
         )
-
-
-def _restore(config: PreTrainedConfig, name: str, value: Any) -> None:
-    """Undo an assignment to an attribute that had `value`, or that did not exist."""
-    if value is not _ABSENT:
-        setattr(config, name, value)
-    else:
-        vars(config).pop(name, None)

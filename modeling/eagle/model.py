@@ -320,14 +320,7 @@ class EagleHead(StrictLoadingMixin, NoGenerationMixin, OfBackboneMixin, EagleNet
         labels = check_targets(labels, self.config.vocab_size)
         batch = TrainingBatch.of(input_ids, labels, attention_mask, position_ids, states[-1])
         found = eagle_loss(self, self.fuse(states), batch, self._loss_options(), num_items_in_batch)
-        return EagleOutput(
-            loss=found.loss,
-            logits=logits,
-            hidden_states=shown,
-            step_losses=found.shown,
-            head_losses=found.means,
-            acceptances=found.acceptances,
-        )
+        return EagleOutput(logits=logits, hidden_states=shown, **found._asdict())
 
     def _run_backbone(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None

@@ -301,13 +301,12 @@ class EvaByteForMTPC(
         found = head_loss(
             self.head, config, features, targets, tokens, counts, parts, hidden, self._loss_scale(hidden), balance
         )
-        shown = dict(acceptances=found.acceptances, missing_mass=found.missing, head_squares=found.squares)
         if self.mtp_head is None or not self.lm_head.weight.requires_grad:
-            return shown | dict(loss=found.loss, head_losses=found.means)
+            return found._asdict()
         first = None if counts is None else torch.as_tensor(counts).flatten()[:1]
         next_byte = MTPHeadConfig(window=1, gamma=config.gamma)
         own, mean, *_ = head_loss(self.lm_head, next_byte, hidden, targets[..., :1], tokens, first)
-        return shown | dict(loss=found.loss + own, head_losses=found.means, backbone_loss=mean[0])
+        return found._asdict() | dict(loss=found.loss + own, backbone_loss=mean[0])
 
     def _loss_scale(self, like: torch.Tensor) -> torch.Tensor:
         """Return factors of the depths besides their weights, [n]; depth 1 of FF heads is the next-byte head."""

@@ -66,7 +66,7 @@ def _targets_of_shifted(
     return window_targets(labels, window, attention_mask, position_ids)[:, :-1]
 
 
-def check_targets(targets: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def check_targets(targets: torch.Tensor, vocab_size: int, name: str = "labels") -> torch.Tensor:
     """Return the targets [...] int64, if every one is a token id or -100.
 
     On an accelerator they are not read, which would stop the program until the device is done; there, the kernel that
@@ -76,11 +76,12 @@ def check_targets(targets: torch.Tensor, vocab_size: int) -> torch.Tensor:
         ValueError: A target that is neither.
     """
     if targets.device.type == "cpu":
-        wrong = targets[(targets != IGNORE) & ((targets < 0) | (targets >= vocab_size))]
+        ignored = (targets == IGNORE) & (name != "input_ids")
+        wrong = targets[~ignored & ((targets < 0) | (targets >= vocab_size))]
         if len(wrong):
             raise ValueError(
-                f"labels hold {int(wrong[0])}, but the vocabulary has {vocab_size} tokens: labels are ids from 0 to "
-                f"{vocab_size - 1}, or {IGNORE} where nothing is scored"
+                f"{name} hold {int(wrong[0])}, but the vocabulary has {vocab_size} tokens: ids go from 0 to "
+                f"{vocab_size - 1}, and labels may be {IGNORE} where nothing is scored; another tokenizer?"
             )
     return targets
 
@@ -197,22 +198,22 @@ def depth_means(terms: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     return terms.sum((0, 1)) / valid.sum((0, 1))
 
 
-class HeadLoss(NamedTuple):
-    """The loss of a head and what is shown of it; all but the first are detached.
+class DepthLosses(NamedTuple):
+    """A loss over depths and what is shown of it, by the names of `MTPOutput`; all but the first are detached.
 
     Attributes:
         loss: Scalar, in nats.
-        means: [n] mean term per depth, NaN where a depth has no target.
+        head_losses: [n] mean term per depth, NaN where a depth has no target.
         acceptances: [n] mean probability that a token drawn at a depth is kept, NaN at depth 1; None without a teacher.
-        missing: Scalar, the teacher's mean mass outside `loss_top_k`; None where all tokens are compared.
-        squares: [n] mean squared term, where depths are balanced by factors that were given.
+        missing_mass: Scalar, the teacher's mean mass outside its top k; None where all tokens are compared.
+        head_squares: [n] mean squared term, where depths are balanced by factors that were given.
     """
 
     loss: torch.Tensor
-    means: torch.Tensor
+    head_losses: torch.Tensor
     acceptances: torch.Tensor | None = None
-    missing: torch.Tensor | None = None
-    squares: torch.Tensor | None = None
+    missing_mass: torch.Tensor | None = None
+    head_squares: torch.Tensor | None = None
 
 
 def head_loss(
@@ -226,7 +227,7 @@ def head_loss(
     last_states: torch.Tensor | None = None,
     scale: torch.Tensor | float = 1.0,
     balance: torch.Tensor | None = None,
-) -> HeadLoss:
+) -> DepthLosses:
     """Return the loss of a head over all windows of a batch, in chunks.
 
     A term is -log q(x_{t+j} | x_{t+1..t+j-1}), where x is the label if that is scored, and else the token observed; or,
@@ -246,7 +247,7 @@ def head_loss(
         balance: [n] factors of the depths, for `loss_balance="rms"`; None: those of this batch, which takes a pass.
 
     Returns:
-        See `HeadLoss`.
+        See `DepthLosses`.
 
     Raises:
         ValueError: A target that is no token id, or a teacher where there is no backbone to teach.
@@ -291,13 +292,8 @@ def head_loss(
     means = list(sums.unflatten(0, (-1, window)) / own)
     if teacher is not None:
         means[1][0] = torch.nan  # nothing is drafted at depth 1
-    return HeadLoss(
-        loss,
-        means[0],
-        None if teacher is None else means[1],
-        None if teacher is None else teacher.missing,
-        means[-1] if balanced and balance is not None else None,
-    )
+    squares = means[-1] if balanced and balance is not None else None
+    return DepthLosses(loss, means[0], *((None, None) if teacher is None else (means[1], teacher.missing)), squares)
 
 
 def depth_weights(config: MTPHeadConfig, counts: torch.Tensor) -> torch.Tensor:

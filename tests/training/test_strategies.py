@@ -223,4 +223,4 @@ def test_values_out_of_range_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         TrainingStrategy(**fields)
     with pytest.raises(TypeError, match="'heads_only'"):
-        TrainingStrategy.from_dict({"heads_only": True})
+        TrainingStrategy(heads_only=True)

@@ -7,18 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from .sampling import interval, pick
-
-__all__ = [
-    "FEATURES",
-    "best_of",
-    "beta_shares",
-    "interval",
-    "pick",
-    "place",
-    "place_between",
-    "uniform_features",
-]
+from .sampling import interval as interval
+from .sampling import pick as pick
 
 FEATURES = ("bits", "arithmetic", "threshold", "scalar", "interpolate")
 """Kinds of `uniform_features`."""

@@ -204,7 +204,12 @@ class MTPTrainer(BaseTrainer):
         if made and factor != 1.0:
             parts = drafter_of(self._owner), draft_layers_of(self._owner)
             drafter = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
-            _split_groups(optimizer, drafter, factor)
+            for group in list(optimizer.param_groups):
+                faster = [p for p in group["params"] if id(p) in drafter]
+                group["params"] = [p for p in group["params"] if id(p) not in drafter]
+                if faster:
+                    optimizer.add_param_group({**group, "params": faster, "lr": group["lr"] * factor})
+            optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         return optimizer
 
     def prediction_step(
@@ -259,21 +264,6 @@ class MTPTrainer(BaseTrainer):
         unit, depths = self._drafter.loss_unit, range(1, self._drafter.num_losses + 1)
         losses, accepted = ([f"{name}_{unit}_{depth}" for depth in depths] for name in ("loss", "acceptance"))
         return [*losses, "loss_backbone", *accepted, "missing_mass"]
-
-
-def _split_groups(optimizer: torch.optim.Optimizer, chosen: set[int], factor: float) -> None:
-    """Give some parameters `factor` times the learning rate of their group."""
-    for group in list(optimizer.param_groups):
-        others = [p for p in group["params"] if id(p) not in chosen]
-        faster = [p for p in group["params"] if id(p) in chosen]
-        if not faster:
-            continue
-        rest = {name: value for name, value in group.items() if name != "params"}
-        if others:
-            group["params"] = others
-            optimizer.add_param_group(rest | {"params": faster, "lr": group["lr"] * factor})
-        else:
-            group["lr"] *= factor
 
 
 def _check_model(model: Any) -> None:

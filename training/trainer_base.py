@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from peft import PeftModel
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForSeq2Seq, PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
@@ -112,16 +113,10 @@ def pad_rows(rows: list[Inputs]) -> dict[str, torch.Tensor]:
         ValueError: See `check_columns`.
     """
     check_columns(rows)
-    longest = max(len(row["input_ids"]) for row in rows)
-    batch = {}
-    for name in rows[0]:
-        columns = [torch.as_tensor(row[name]) for row in rows]
-        fill = IGNORE if name == "labels" else 0
-        batch[name] = torch.stack([nn.functional.pad(c, (0, longest - len(c)), value=fill) for c in columns])
-    if "attention_mask" not in batch:
-        lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-        batch["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
-    return batch
+    columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in rows[0]}
+    columns.setdefault("attention_mask", [torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows])
+    fills = {"labels": IGNORE}
+    return {name: pad_sequence(column, True, fills.get(name, 0)) for name, column in columns.items()}
 
 
 def check_columns(rows: list[Inputs]) -> None:

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
 from ..heads.chunks import Part, chunked_sums
-from ..heads.losses import IGNORE, DepthLosses, check_targets, counts_of_update
+from ..heads.losses import IGNORE, check_targets, counts_of_update
 from ..heads.teacher import head_and_rest, lumped, taught_terms
 from ..loss_options import ModuleLossOptions
+from ..outputs import MTPOutput
 from .modules import MTPModules, Readout
 
 
@@ -39,7 +40,7 @@ def chain_loss(
     vocab_size: int,
     options: ModuleLossOptions,
     counts: torch.Tensor | int | None = None,
-) -> DepthLosses:
+) -> MTPOutput:
     """Return the weighted sum over depths of the summed cross-entropy (or distance from the teacher), in chunks.
 
     Depths are not independent: h^k is computed from h^{k-1}. So all chunks first leave their gradients on the h^k, and
@@ -86,10 +87,11 @@ def chain_loss(
     ]
     loss, sums = chunked_sums(terms, head, parts, vocab_size)
     means, accepted, missing = (torch.stack([part.to(own.device) for part in sums]) / own[:, None]).unbind(1)
-    if not teaches or len(own) < 2:
-        return DepthLosses(loss, means)
-    accepted[0] = torch.nan
-    return DepthLosses(loss, means, accepted, None if options.top_k is None else missing[1:].nanmean())
+    found = MTPOutput(loss=loss, head_losses=means)
+    if teaches and len(own) > 1:
+        accepted[0] = torch.nan
+        found.acceptances, found.missing_mass = accepted, None if options.top_k is None else missing[1:].nanmean()
+    return found
 
 
 def teacher_forced(

@@ -345,7 +345,7 @@ class DeepSeekMTP(DepthCountsMixin, OfficialCheckpointModel, PicklableMixin, MTP
             trained, size = chain[: self.window], self.config.vocab_size
             windows = [targets[:, : state.shape[1], k] for k, state in enumerate(trained)]
             found = chain_loss(self.readout, trained, windows, size, self.loss_options, num_items_in_batch)
-            loss, shown = found.loss, found._asdict()
+            loss, shown = found.loss, dict(found)
         aux_loss = router_loss(self.main, outputs, attention_mask)
         if loss is not None and aux_loss is not None:
             loss = loss + vars(self.main)["router_aux_loss_coef"] * aux_loss.to(loss.device)

@@ -13,7 +13,7 @@ in backward; logits exist for one chunk of rows at a time. Neither grows with th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from ..heads.chunks import LOGITS_PER_CHUNK
 from ..heads.losses import IGNORE
 from ..heads.teacher import acceptance, divergence
 from ..loss_options import ResolvedEagleOptions
+from ..outputs import EagleOutput
 from .modules import EagleNetwork
 
 _BLOCK = 128
@@ -105,22 +106,13 @@ class TrainingBatch:
         return (same & (columns <= columns[start:, None]))[:, None]
 
 
-class EagleLoss(NamedTuple):
-    """The loss of a head and its detached parts, [steps] each; see `EagleOutput`."""
-
-    loss: torch.Tensor
-    step_losses: torch.Tensor
-    head_losses: torch.Tensor
-    acceptances: torch.Tensor
-
-
 def eagle_loss(
     head: EagleNetwork,
     features: torch.Tensor,
     batch: TrainingBatch,
     options: ResolvedEagleOptions,
     num_items: torch.Tensor | int | None = None,
-) -> EagleLoss:
+) -> EagleOutput:
     """Return the loss of a head, and the losses of its steps.
 
     Args:
@@ -135,14 +127,15 @@ def eagle_loss(
     """
     if not batch.num_rows:
         nothing = features.new_zeros(options.steps)
-        return EagleLoss(features.sum() * 0.0, nothing, nothing, nothing)
+        return EagleOutput(loss=features.sum() * 0.0, step_losses=nothing, head_losses=nothing, acceptances=nothing)
     if options.noise and head.training:
         width = options.noise * 512 / batch.lengths[..., None]
         features = features + (torch.rand_like(features) - 0.5) * width.to(features)
     unrolled = _Unrolled(head, batch, options)
     sums, counts = unrolled.sums(features), unrolled.counts
     loss = pooled_loss(sums[:, 0], counts if num_items is None else num_items, options)
-    return EagleLoss(loss, *(sums.detach() / counts.clamp(min=1)[:, None])[:, [1, 0, 2]].unbind(1))
+    means, shown, accepted = (sums.detach() / counts.clamp(min=1)[:, None]).unbind(1)
+    return EagleOutput(loss=loss, step_losses=shown, head_losses=means, acceptances=accepted)
 
 
 def pooled_loss(sums: torch.Tensor, counts: torch.Tensor | int, options: ResolvedEagleOptions) -> torch.Tensor:

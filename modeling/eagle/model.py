@@ -320,7 +320,8 @@ class EagleHead(StrictLoadingMixin, NoGenerationMixin, OfBackboneMixin, EagleNet
         labels = check_targets(labels, self.config.vocab_size)
         batch = TrainingBatch.of(input_ids, labels, attention_mask, position_ids, states[-1])
         found = eagle_loss(self, self.fuse(states), batch, self._loss_options(), num_items_in_batch)
-        return EagleOutput(logits=logits, hidden_states=shown, **found._asdict())
+        found.logits, found.hidden_states = logits, shown
+        return found
 
     def _run_backbone(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None

@@ -302,11 +302,11 @@ class EvaByteForMTPC(
             self.head, config, features, targets, tokens, counts, parts, hidden, self._loss_scale(hidden), balance
         )
         if self.mtp_head is None or not self.lm_head.weight.requires_grad:
-            return found._asdict()
+            return dict(found)
         first = None if counts is None else torch.as_tensor(counts).flatten()[:1]
         next_byte = MTPHeadConfig(window=1, gamma=config.gamma)
-        own, mean, *_ = head_loss(self.lm_head, next_byte, hidden, targets[..., :1], tokens, first)
-        return found._asdict() | dict(loss=found.loss + own, backbone_loss=mean[0])
+        own = head_loss(self.lm_head, next_byte, hidden, targets[..., :1], tokens, first)
+        return dict(found) | dict(loss=found["loss"] + own["loss"], backbone_loss=own["head_losses"][0])
 
     def _loss_scale(self, like: torch.Tensor) -> torch.Tensor:
         """Return factors of the depths besides their weights, [n]; depth 1 of FF heads is the next-byte head."""

@@ -168,15 +168,12 @@ class _ChunkedSums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *_handed_over(ctx, gradient * ctx.scale)
-
-
-def _handed_over(ctx: Any, factor: torch.Tensor) -> list[torch.Tensor | None]:
-    """Return the gradients that the forward made, scaled in place: a copy would be n r V d more."""
-    if ctx.gradients is None:
-        raise RuntimeError("backward went through this loss before; compute the loss again to go through it twice")
-    gradients, ctx.gradients = ctx.gradients, None
-    return [None if part is None else part.mul_(factor.to(part)) for part in gradients]
+        """Return the gradients that the forward made, scaled in place: a copy would be n r V d more."""
+        if ctx.gradients is None:
+            raise RuntimeError("backward went through this loss before; compute the loss again to go through it twice")
+        gradients, ctx.gradients = ctx.gradients, None
+        factor = gradient * ctx.scale
+        return None, None, *(None if part is None else part.mul_(factor.to(part)) for part in gradients)
 
 
 def _pass(

@@ -61,15 +61,6 @@ class JointMTPModel(DepthCountsMixin, AroundBackboneMixin, OfBackboneMixin, PreT
         return self.heads.window
 
     @property
-    def mtp_loss_weight(self) -> float:
-        """lambda, the weight of the heads' loss; the backbone's own weighs 1."""
-        return self.heads.mtp_loss_weight
-
-    @mtp_loss_weight.setter
-    def mtp_loss_weight(self, value: float) -> None:
-        self.heads.mtp_loss_weight = float(value)
-
-    @property
     def _first(self) -> float:
         return 0.0 if self.heads.config.borrows_first else 1.0
 
@@ -102,11 +93,10 @@ class JointMTPModel(DepthCountsMixin, AroundBackboneMixin, OfBackboneMixin, PreT
         targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
         own = (targets != IGNORE).sum((0, 1))
         counts = counts_of_update(own, num_items_in_batch)[:1]
-        loss, mean, *_ = chain_loss(
-            Readout(self.backbone), [states[-1]], [targets[..., 0]], self.config.vocab_size, ModuleLossOptions(), counts
-        )
-        heads_loss = cast(torch.Tensor, found.loss)
-        found.loss, found.backbone_loss = heads_loss + loss.to(heads_loss), mean[0]
+        readout, options = Readout(self.backbone), ModuleLossOptions()
+        first = chain_loss(readout, [states[-1]], [targets[..., 0]], self.config.vocab_size, options, counts)
+        loss, own_loss = cast(torch.Tensor, found.loss), cast(torch.Tensor, first.loss)
+        found.loss, found.backbone_loss = loss + own_loss.to(loss), cast(torch.Tensor, first.head_losses)[0]
         found.hidden_states = states if kwargs.get("output_hidden_states") else None
         return found
 

@@ -136,7 +136,8 @@ class LearningMixin(DepthCountsMixin):
             self.loss_scale(first),
             balance,
         )
-        return MTPOutput(logits=logits, **found._asdict())
+        found.logits = logits
+        return found
 
     def loss_scale(self, first: float = 1.0) -> torch.Tensor:
         """What the depths of the loss are multiplied with besides weights, [n]: lambda, and `first` at depth 1."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import nn
 
 from ...configuration import MTPHeadConfig
+from ..outputs import MTPOutput
 from .backbone_parts import BackboneParts
 from .chunks import Part, chunked_sums
 from .registry import window_distribution
@@ -198,24 +199,6 @@ def depth_means(terms: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     return terms.sum((0, 1)) / valid.sum((0, 1))
 
 
-class DepthLosses(NamedTuple):
-    """A loss over depths and what is shown of it, by the names of `MTPOutput`; all but the first are detached.
-
-    Attributes:
-        loss: Scalar, in nats.
-        head_losses: [n] mean term per depth, NaN where a depth has no target.
-        acceptances: [n] mean probability that a token drawn at a depth is kept, NaN at depth 1; None without a teacher.
-        missing_mass: Scalar, the teacher's mean mass outside its top k; None where all tokens are compared.
-        head_squares: [n] mean squared term, where depths are balanced by factors that were given.
-    """
-
-    loss: torch.Tensor
-    head_losses: torch.Tensor
-    acceptances: torch.Tensor | None = None
-    missing_mass: torch.Tensor | None = None
-    head_squares: torch.Tensor | None = None
-
-
 def head_loss(
     head: nn.Module,
     config: MTPHeadConfig,
@@ -227,7 +210,7 @@ def head_loss(
     last_states: torch.Tensor | None = None,
     scale: torch.Tensor | float = 1.0,
     balance: torch.Tensor | None = None,
-) -> DepthLosses:
+) -> MTPOutput:
     """Return the loss of a head over all windows of a batch, in chunks.
 
     A term is -log q(x_{t+j} | x_{t+1..t+j-1}), where x is the label if that is scored, and else the token observed; or,
@@ -247,7 +230,7 @@ def head_loss(
         balance: [n] factors of the depths, for `loss_balance="rms"`; None: those of this batch, which takes a pass.
 
     Returns:
-        See `DepthLosses`.
+        The loss, and what is shown of it, detached.
 
     Raises:
         ValueError: A target that is no token id, or a teacher where there is no backbone to teach.
@@ -292,8 +275,13 @@ def head_loss(
     means = list(sums.unflatten(0, (-1, window)) / own)
     if teacher is not None:
         means[1][0] = torch.nan  # nothing is drafted at depth 1
-    squares = means[-1] if balanced and balance is not None else None
-    return DepthLosses(loss, means[0], *((None, None) if teacher is None else (means[1], teacher.missing)), squares)
+    return MTPOutput(
+        loss=loss,
+        head_losses=means[0],
+        acceptances=None if teacher is None else means[1],
+        missing_mass=None if teacher is None else teacher.missing,
+        head_squares=means[-1] if balanced and balance is not None else None,
+    )
 
 
 def depth_weights(config: MTPHeadConfig, counts: torch.Tensor) -> torch.Tensor:

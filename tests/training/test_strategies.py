@@ -122,7 +122,7 @@ def test_joint_models_are_saved_as_heads_and_backbone(tmp_path):
     backbone, ids = trainer.model.backbone, torch.arange(70, 90)[None]
     trainer.train()
     trainer.save_model(tmp_path / "out")
-    assert isinstance(trainer.model, JointMTPModel) and trainer.model.mtp_loss_weight > 0
+    assert isinstance(trainer.model, JointMTPModel) and trainer.model.heads.mtp_loss_weight > 0
     expected = backbone.eval()(ids).logits
     again = PeftModel.from_pretrained(llama(num_hidden_layers=2), tmp_path / "out" / "backbone").eval()
     torch.testing.assert_close(again(ids).logits, expected)

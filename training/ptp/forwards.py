@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
 
 from ...configuration.ptp import PTPConfig
 from ...modeling.ptp.inputs import additive_mask, packed_mask, packed_positions, stepwise_mask, token_mask
@@ -25,7 +24,6 @@ from .completions import (
     at_columns,
     before_eos,
     completion_tokens,
-    draw_starts,
     token_intervals,
 )
 from .losses import target_probs
@@ -261,37 +259,6 @@ class Teacher:
             scores = scores if step == 0 else self._of_completions(sequences, starts, tokens)
             tokens[..., step] = scores.states[:, :, step].argmax(-1)
         return tokens, scores
-
-    @torch.no_grad()
-    def continued(self, sequences: Sequences, length: int) -> Sequences:
-        """Return sequences of the teacher: it continues a random beginning of every given sequence.
-
-        Args:
-            sequences: The batch; a sequence without a column to start at is all padding in the result.
-            length: Tokens to write, at least.
-
-        Raises:
-            TypeError: A teacher that cannot generate.
-        """
-        if not hasattr(self.model, "generate"):
-            raise TypeError(f"sequences='teacher' needs a teacher with generate(), not a {type(self.model).__name__}")
-        keys = torch.rand(sequences.tokens.shape, device=sequences.tokens.device)
-        starts, exists = draw_starts(sequences.startable, 1, keys)
-        width = int(starts.max())
-        columns = starts - width + torch.arange(width, device=starts.device)
-        own = at_columns(sequences.documents, starts)
-        columns, real = columns.clamp(min=0), (columns >= 0) & exists
-        real = real & (at_columns(sequences.documents, columns) == own)
-        prompt = at_columns(sequences.tokens, columns).masked_fill(~real, 0)
-        # if a sequence has no beginning, its padding is continued; the masks below leave that text out
-        eos = eos_ids(self.model)
-        options = {"eos_token_id": eos or None, "pad_token_id": (eos or [0])[0], **self.sampling}
-        config = GenerationConfig(do_sample=True, use_mtp=False, max_new_tokens=length, **options)
-        text = self.model.generate(prompt, attention_mask=(real | ~exists).long(), generation_config=config)
-        written = before_eos(text[:, width:], eos) & exists
-        documents = torch.cat([real, written], dim=1).long()
-        scored = torch.cat([torch.zeros_like(real), written], dim=1)
-        return Sequences(text, documents, scored)
 
 
 def eos_ids(model: Any) -> list[int]:

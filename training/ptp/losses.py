@@ -20,7 +20,7 @@ METHODS = ("distil", "inverse")
 """Where uniforms come from: a teacher's distribution, or the student's own (inverse autoregressive training)."""
 LOSSES = ("ce", "kl", "reverse_kl", "bce")
 """How a slot's distribution is compared with its target."""
-SEQUENCES = ("dataset", "teacher", "student")
+SEQUENCES = ("dataset", "student")
 """Who writes the tokens that completions consist of."""
 
 
@@ -34,9 +34,9 @@ class PTPOptions:
                 teacher).
         loss: `"ce"`, `"kl"`, `"reverse_kl"` or `"bce"` (`slot_losses`). One-hot slots know their token, so that their
             target is certain; categorical ones have the teacher's distribution as target, or its sample with `"ce"`.
-        sequences: `"dataset"`: completions are pieces of the data; `"teacher"`: the teacher continues a random
-            beginning of every sequence; `"student"`: the student writes every completion itself. Use `"student"` only
-            after other training, because a student that ignores its uniforms would keep ignoring them.
+        sequences: `"dataset"`: completions are pieces of the data; `"student"`: the student writes every completion
+            itself. Use `"student"` only after other training, because a student that ignores its uniforms would keep
+            ignoring them. `training.regenerate` writes data of the teacher.
         completions: C, completions per sequence, each from a random start of its own.
         concentration: In training, a uniform lies at z ~ Beta(b, b) in the interval that picks its token, and this is
             b. 1 makes all positions equally likely, as they are in decoding, and evaluation always takes 1. The

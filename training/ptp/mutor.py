@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ...modeling.heads.losses import IGNORE
 from ...modeling.loss_options import check_values
 from ...modeling.ptp.registers import RegisterModel
-from ..trainer_base import Collator, Inputs
+from ..trainer_base import Inputs
 from .completions import FixedDraws, RandomDraws, Sequences, at_columns, draw_starts
 from .trainer import UpdateTrainer, next_tokens
 
@@ -109,8 +109,6 @@ class MuToRTrainer(UpdateTrainer):
         self, model: PreTrainedModel, args: Any = None, *, options: MuToROptions | None = None, **kwargs: Any
     ) -> None:
         self.options, self._owner = options or MuToROptions(), RegisterModel(model)
-        if kwargs.get("data_collator") is None:
-            kwargs["data_collator"] = Collator(kwargs.get("processing_class"))
         super().__init__(self._owner, args, **kwargs)
 
     def _set_signature_columns_if_needed(self) -> None:

@@ -40,6 +40,8 @@ class UpdateTrainer(BaseTrainer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("data_collator") is None:
+            kwargs["data_collator"] = self._own_collator(kwargs.get("processing_class"))
         super().__init__(*args, **kwargs)
         if self.compute_metrics is not None:
             raise ValueError(
@@ -48,6 +50,10 @@ class UpdateTrainer(BaseTrainer):
                 + ", ".join(f"eval_{name}" for name in self._mean_names())
             )
         self.model_accepts_loss_kwargs = True  # sums are divided by the counts of a whole update
+
+    def _own_collator(self, tokenizer: Any) -> Any:
+        """Return the default collator; None leaves it to `Trainer`."""
+        return Collator(tokenizer)
 
     def _task(self, model: nn.Module, inputs: Inputs, is_training: bool) -> Any:
         """Return what is to be learned in this batch."""
@@ -212,8 +218,6 @@ class PTPTrainer(UpdateTrainer):
     ) -> None:
         self.options = options or PTPOptions()
         self._owner: PTPForCausalLM = _checked(model, self.options, teacher)
-        if kwargs.get("data_collator") is None:
-            kwargs["data_collator"] = self._own_collator(kwargs.get("processing_class"))
         super().__init__(model, _with_rate(args), **kwargs)
         if self.args.neftune_noise_alpha:
             raise ValueError(
@@ -223,10 +227,6 @@ class PTPTrainer(UpdateTrainer):
         if teacher is not None:
             teacher = teacher.to(self.args.device).requires_grad_(False).eval()
         self._external = None if teacher is None else Teacher(teacher, self._owner.config.sampling or {})
-
-    def _own_collator(self, tokenizer: Any) -> Any:
-        """Return the default collator; None leaves it to `Trainer`."""
-        return Collator(tokenizer)
 
     @property
     def _maker(self) -> TaskMaker:
@@ -302,7 +302,7 @@ def _checked(model: nn.Module, options: PTPOptions, teacher: Any) -> PTPForCausa
         raise TypeError(f"PTPTrainer trains a PTPForCausalLM, not {type(model).__name__}; {hint}")
     variant = model.config.variant
     if options.sequences == "student" and not model.config.reads_uniforms:
-        raise ValueError("sequences='student' is for slots that read uniforms; choose 'dataset' or 'teacher' for masks")
+        raise ValueError("sequences='student' is for slots that read uniforms; choose 'dataset' for masks")
     if options.method == "inverse":
         if variant != "categorical" or not model.config.informative:
             raise ValueError(f"method='inverse' needs variant='categorical', not {variant!r}, and informative uniforms")

@@ -140,7 +140,7 @@ def test_golden_terms_of_independent_heads():
     config = MTPHeadConfig(window=4)
     terms = -window_distribution(head, config, data["e"]).token_log_probs(targets.clamp(min=0))
     torch.testing.assert_close(terms[valid], data["observe.terms"][valid], rtol=0, atol=1e-12)
-    loss, means, *_ = head_loss(head, config, data["e"], targets, None)
+    loss, means, *_ = head_loss(head, config, data["e"], targets, None).to_tuple()
     torch.testing.assert_close(loss[None], data["observe.loss_global_over_gammasum"], rtol=0, atol=1e-12)
     torch.testing.assert_close(means, data["observe.L_j_global"], rtol=0, atol=1e-12)
 
@@ -263,7 +263,7 @@ def test_terms_without_a_target_give_no_gradient():
     head, config, hidden, targets = head_and_batch()
     targets[0] = IGNORE
     targets[..., 2] = IGNORE
-    loss, means, *_ = head_loss(head, config, hidden, targets, None)
+    loss, means, *_ = head_loss(head, config, hidden, targets, None).to_tuple()
     loss.backward()
     assert means[:2].isfinite().all() and means[2].isnan() and not means.requires_grad
     assert (hidden.grad[0] == 0).all() and (hidden.grad[1].abs().sum(-1) > 0).any()
@@ -283,16 +283,18 @@ def test_packed_documents_cost_what_they_cost_apart(kind, masked):
     labels = [document.clone() for document in ids]
     labels[2][3] = IGNORE
     targets = window_targets(torch.cat(labels)[None], 3, position_ids=packed_positions(*lengths))
-    packed, *_ = head_loss(head, config, torch.cat(documents)[None], targets, torch.cat(ids)[None])
+    packed, *_ = head_loss(head, config, torch.cat(documents)[None], targets, torch.cat(ids)[None]).to_tuple()
     hidden, tokens, apart_labels = (
         torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
         for rows, fill in ((documents, 0), (ids, 0), (labels, IGNORE))
     )
     apart_targets = window_targets(apart_labels, 3)
-    apart, *_ = head_loss(head, config, hidden, apart_targets, tokens)
+    apart, *_ = head_loss(head, config, hidden, apart_targets, tokens).to_tuple()
     torch.testing.assert_close(packed, apart)
     assert (targets != IGNORE).sum((0, 1)).tolist() == (apart_targets != IGNORE).sum((0, 1)).tolist()
-    across, *_ = head_loss(head, config, torch.cat(documents)[None], window_targets(torch.cat(labels)[None], 3), None)
+    across, *_ = head_loss(
+        head, config, torch.cat(documents)[None], window_targets(torch.cat(labels)[None], 3), None
+    ).to_tuple()
     assert abs(across - packed) > 1e-3
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
+from torch import nn
+from transformers.utils import logging
 
-from .heads.losses import IGNORE, depth_targets
+from .heads.losses import IGNORE, counted, depth_targets
 from .heads.teacher import DIVERGENCES
 
+logger = logging.get_logger(__name__)
 OBJECTIVES = {1: ("eagle1", "hass"), 3: ("ttt",)}
 """Objectives of each version of EAGLE, the default first."""
 Options = TypeVar("Options", bound="LossOptions")
@@ -198,11 +201,55 @@ class TrainableDrafter(Protocol):
         ...
 
 
-class DepthCountsMixin:
+class OwnLossMixin:
+    """A drafter that learns from its own loss alone, which trainers of TRL do not ask for.
+
+    They pass `fused_lm_head=True`, and compute the loss of the next token from the backbone's states.
+
+    Attributes:
+        own_trainer: The trainer that trains it.
+        has_warned: Whether it was said that the drafter learns nothing.
+    """
+
+    own_trainer = "MTPSFTTrainer"
+    has_warned = False
+    training: bool
+
+    @property
+    def silent_drafter(self) -> nn.Module | None:
+        """The part that such a loss leaves as it is; None: nothing learns from it."""
+        return None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward; see the class.
+
+        Raises:
+            RuntimeError: A loss of TRL's, from which nothing learns.
+        """
+        if kwargs.get("fused_lm_head"):
+            name, drafter = type(self).__name__, self.silent_drafter
+            if drafter is None:
+                raise RuntimeError(f"{name} learns from its own loss alone: train it with {self.own_trainer}")
+            learns = self.training and torch.is_grad_enabled() and any(p.requires_grad for p in drafter.parameters())
+            if learns and not self.has_warned:
+                self.has_warned = True
+                logger.warning(
+                    f"the drafter of {name} does not learn from the loss of the next token: train the model with "
+                    f"{self.own_trainer}, or freeze the drafter"
+                )
+        return cast(Any, super()).__call__(*args, **kwargs)
+
+
+class DepthCountsMixin(OwnLossMixin):
     """Loss terms per depth of a window, as `TrainableDrafter` asks for them."""
 
     loss_unit = "head"
     window: int
+
+    @property
+    def normalization(self) -> str:
+        """What terms are divided by, see `counted`."""
+        return "tokens"
 
     @property
     def num_losses(self) -> int:
@@ -218,4 +265,4 @@ class DepthCountsMixin:
     ) -> torch.Tensor:
         """Return the targets per depth of a batch, [n] int64."""
         targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
-        return (targets != IGNORE).sum((0, 1))
+        return counted(targets != IGNORE, self.normalization)

@@ -209,6 +209,7 @@ _NAMES = {
         "counts_of_update",
         "depth_means",
         "depth_targets",
+        "depth_weights",
         "discounted_mtp_loss",
         "head_loss",
         "tokens_ahead",

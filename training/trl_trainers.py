@@ -219,6 +219,7 @@ class MTPDPOTrainer(DPOTrainer):
         for each in (self.accelerator.unwrap_model(self.model), self.ref_model):
             if each is not None:
                 _score_own_distribution(without_peft(each))
+                without_peft(each).has_warned = True  # the auxiliary term trains the drafter
 
     def compute_loss(
         self,

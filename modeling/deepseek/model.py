@@ -215,6 +215,11 @@ class DeepSeekMTP(DepthCountsMixin, OfficialCheckpointModel, PicklableMixin, MTP
     def mtp_loss_weight(self, value: float) -> None:
         self.loss_options.weight = float(value)
 
+    @property
+    def silent_drafter(self) -> nn.Module:
+        """The modules."""
+        return self.mtp
+
     def get_input_embeddings(self) -> nn.Module:
         """Return the main model's."""
         return self.main.get_input_embeddings()

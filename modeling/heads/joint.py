@@ -51,6 +51,8 @@ class JointMTPModel(DepthCountsMixin, AroundBackboneMixin, OfBackboneMixin, PreT
         super().__init__(heads.config)
         if heads.draft_layers is not None:
             raise ValueError("draft layers leave the backbone as it is: train heads with draft_layers on a frozen one")
+        if heads.config.loss_normalization == "paper":
+            raise ValueError("loss_normalization='paper' is for heads on a frozen backbone; choose 'tokens'")
         self.heads, self.backbone = heads, heads.backbone
         self._no_split_modules = self.backbone._no_split_modules
         self.loss_type = "ForCausalLM"

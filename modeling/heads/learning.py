@@ -39,6 +39,11 @@ class LearningMixin(DepthCountsMixin):
     device: torch.device
 
     @property
+    def normalization(self) -> str:
+        """See `DepthCountsMixin`."""
+        return self.config.loss_normalization
+
+    @property
     def learning_layers(self) -> list[int]:
         """The states of the backbone that training reads, as `output_hidden_states` counts them."""
         layers = sorted(set(self.hidden_layers), key=self.hidden_layers.index)

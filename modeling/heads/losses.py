@@ -169,13 +169,28 @@ def _discounts(like: torch.Tensor, gamma: float) -> torch.Tensor:
     return gamma ** torch.arange(len(like), device=like.device, dtype=like.dtype)
 
 
-def counts_of_update(own: torch.Tensor, given: torch.Tensor | int | None) -> torch.Tensor:
+def counted(scored: torch.Tensor, normalization: str = "tokens") -> torch.Tensor:
+    """Return what the summed terms of each depth are divided by, [n] int64: targets, or sequences (`"paper"`).
+
+    Args:
+        scored: [B, L, n] bool.
+        normalization: `MTPHeadConfig.loss_normalization`.
+    """
+    if normalization == "paper":
+        return scored.flatten(1).any(1).sum().expand(scored.shape[-1])
+    return scored.sum((0, 1))
+
+
+def counts_of_update(
+    own: torch.Tensor, given: torch.Tensor | int | None, first: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the targets per depth of a whole update, of which a micro-batch has `own`.
 
     Args:
         own: [n] int64, targets per depth in this micro-batch.
         given: `num_items_in_batch`: [n] from `MTPTrainer`; one number, the first depth's, from `Trainer`, and then the
             other depths are taken to be as much rarer as they are here; or None, where this is the whole update.
+        first: The number in this micro-batch of what one number counts; None: `own[0]`.
 
     Returns:
         [n].
@@ -186,10 +201,10 @@ def counts_of_update(own: torch.Tensor, given: torch.Tensor | int | None) -> tor
     if given is None:
         return own
     given = torch.as_tensor(given, device=own.device).flatten()
-    if len(given) == 1:
-        return own * given / own[0].clamp(min=1)
-    if len(given) != len(own):
+    if len(given) not in (1, len(own)):
         raise ValueError(f"num_items_in_batch has {len(given)} entries; give one number, or one for each of {len(own)}")
+    if len(given) < len(own):
+        return own * given / (own[0] if first is None else first).clamp(min=1)
     return given
 
 
@@ -237,7 +252,10 @@ def head_loss(
     """
     vocab_size = cast(int, head.vocab_size)
     window, scored = targets.shape[-1], check_targets(targets, vocab_size) != IGNORE
-    own, tokens, unknown = scored.sum((0, 1)), targets.clamp(min=0), None
+    own, tokens, unknown = counted(scored, config.loss_normalization), targets.clamp(min=0), None
+    dtype, shares = torch.promote_types(features.dtype, torch.float32), None
+    if config.loss_normalization == "paper":
+        shares = scored.sum(1, keepdim=True).clamp(min=1).to(dtype).reciprocal().expand(scored.shape)
     if input_ids is not None and config.masked_tokens == "observe":
         tokens = torch.where(scored, targets, tokens_ahead(input_ids, window, 0))
     elif "masked_tokens" in config.family.options:
@@ -250,6 +268,7 @@ def head_loss(
         tokens: torch.Tensor,
         scored: torch.Tensor,
         unknown: torch.Tensor | None,
+        shares: torch.Tensor | None,
         *taught: torch.Tensor,
     ) -> torch.Tensor:
         distribution = window_distribution(head, config, part, backbone)
@@ -259,11 +278,11 @@ def head_loss(
             values = list(teacher.terms(distribution, tokens, taught))
         if balanced and balance is not None:
             values.append(values[0].detach().square())
-        return torch.cat([torch.where(scored, value, 0.0) for value in values], -1)
+        values = [torch.where(scored, value, 0.0) for value in values]
+        return torch.cat(values if shares is None else [value * shares for value in values], -1)
 
-    dtype = torch.promote_types(features.dtype, torch.float32)
-    weights = depth_weights(config, counts_of_update(own, counts).to(dtype)) * scale
-    arguments = (tokens, scored, unknown, *(() if teacher is None else teacher.arguments))
+    weights = depth_weights(config, counts_of_update(own, counts, scored[..., 0].sum()).to(dtype)) * scale
+    arguments = (tokens, scored, unknown, shares, *(() if teacher is None else teacher.arguments))
     part = Part(features, arguments, weights)
     size = window * config.rank * vocab_size * (1 if teacher is None else 2)
     if balanced:
@@ -287,15 +306,20 @@ def head_loss(
 def depth_weights(config: MTPHeadConfig, counts: torch.Tensor) -> torch.Tensor:
     """Return what the summed terms of each depth are multiplied with, [n], from targets per depth [n]; 0 counts as 1.
 
-    `loss_weights`, or the family's own, are divided by the counts; where there are none, `gamma` gives weights that sum
-    to 1 (`discounted_weights`).
+    `loss_weights`, or the family's own recipe with `gamma` for its discount, are divided by the counts; where there are
+    none, `gamma` gives weights that sum to 1 (`discounted_weights`), but for `loss_normalization="paper"`.
     """
-    given = config.loss_weights
-    if given is None and config.family.loss_weights is not None:
-        given = config.family.loss_weights(len(counts))
-    if given is None:
-        return discounted_weights(counts, config.gamma)
-    return torch.tensor(given, dtype=counts.dtype, device=counts.device) / counts.clamp(min=1)
+    given, recipe = config.loss_weights, config.family.loss_weights
+    if given is None and recipe is not None:
+        given = recipe(len(counts))
+        if config.gamma is not None:
+            given = [given[0], *(config.gamma**k for k in range(1, len(counts)))]
+    if given is not None:
+        return torch.tensor(given, dtype=counts.dtype, device=counts.device) / counts.clamp(min=1)
+    gamma = cast(float, config.gamma)
+    if config.loss_normalization == "paper":
+        return _discounts(counts, gamma) / counts.clamp(min=1)
+    return discounted_weights(counts, gamma)
 
 
 def _rms_balance(

@@ -22,9 +22,9 @@ def modules():
     return family_model("llama", vocab_size=320, num_nextn_predict_layers=2)
 
 
-def circuit():
+def circuit(**options):
     model = small_model()
-    model.set_head(head_type="cp", rank=2, window=3)
+    model.set_head(head_type="cp", rank=2, window=3, **options)
     return model
 
 
@@ -42,6 +42,7 @@ CASES = {
     "heads only": (heads, {}),
     "heads, lk of the likeliest": (heads, dict(loss_target="teacher", loss_divergence="lk", loss_top_k=20)),
     "heads, kl and labels": (heads, dict(loss_target="teacher", loss_divergence="kl", loss_label_weight=0.3)),
+    "heads, Eq. 4": (lambda: heads(head_type="cp", rank=2, loss_normalization="paper"), {}),
     "heads, balanced": (lambda: heads(head_type="medusa", loss_weights=[0.5, 0.3, 0.4]), dict(loss_balance="rms")),
     "heads, draft layers": (lambda: heads(head_type="cp", rank=2), dict(draft_layers=1, head_warmup=2)),
     "heads, joint": (heads, dict(train="all", head_warmup=0.5, drafter_lr_multiplier=3.0, loss_weight=0.4)),
@@ -51,6 +52,7 @@ CASES = {
     ),
     "layer, joint": (lambda: heads(head_type="layer"), dict(train="all")),
     "evabyte, joint": (small_model, dict(train="all", head_warmup=2, loss_weight=0.5)),
+    "circuit, Eq. 4": (lambda: circuit(loss_normalization="paper"), dict(train="all")),
     "circuit, reverse kl": (circuit, dict(train="all", loss_target="teacher", loss_divergence="reverse_kl")),
     "modules, joint, tv": (modules, dict(train="all", loss_target="teacher", loss_divergence="tv", loss_top_k=30)),
     "modules with adapters": (modules, dict(train="lora", lora_rank=2, drafter_lr_multiplier=2.0)),

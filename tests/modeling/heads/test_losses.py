@@ -10,6 +10,7 @@ from tests.internals import (
     counts_of_update,
     depth_means,
     depth_targets,
+    depth_weights,
     discounted_mtp_loss,
     head_loss,
     tokens_ahead,
@@ -143,6 +144,22 @@ def test_golden_terms_of_independent_heads():
     loss, means, *_ = head_loss(head, config, data["e"], targets, None).to_tuple()
     torch.testing.assert_close(loss[None], data["observe.loss_global_over_gammasum"], rtol=0, atol=1e-12)
     torch.testing.assert_close(means, data["observe.L_j_global"], rtol=0, atol=1e-12)
+    config.loss_normalization = "paper"
+    whole = head_loss(head, config, data["e"], targets, None)
+    torch.testing.assert_close(whole.loss[None], data["observe.loss_paper_eq4"], rtol=0, atol=1e-12)
+    pieces = [head_loss(head, config, data["e"][[row]], targets[[row]], None, torch.tensor([2] * 4)) for row in (0, 1)]
+    torch.testing.assert_close(sum(piece.loss for piece in pieces), whole.loss)
+
+
+@pytest.mark.parametrize("head_type", ["medusa", "hydra", "layer"])
+def test_gamma_is_read_and_the_recipe_stands_where_there_is_none(head_type):
+    counts = torch.tensor([4.0, 2.0, 1.0])
+    recipe = MTPHeadConfig(head_type=head_type, window=3)
+    assert recipe.gamma is None
+    first, *weights = (depth_weights(recipe, counts) * counts).tolist()
+    assert weights == pytest.approx({"medusa": [0.8, 0.64], "hydra": [1, 1], "layer": [1, 1]}[head_type])
+    given = MTPHeadConfig(head_type=head_type, window=3, gamma=0.5)
+    assert (depth_weights(given, counts) * counts).tolist() == pytest.approx([first, 0.5, 0.25])
 
 
 def test_weights_by_hand():

@@ -22,7 +22,11 @@ from .trainer_base import RunningMeans, head_of
 from .utils import replace_text
 
 PARTS = ("drafter", "all", "lora")
-SHAPES = ("switch", "linear", "sine")
+SHAPES: dict[str, Callable[[float], float]] = {
+    "switch": lambda share: float(share >= 1),
+    "linear": lambda share: share,
+    "sine": lambda share: math.sin(math.pi / 2 * share),
+}
 TARGETS = ("labels", "teacher")
 BALANCES = ("none", "rms")
 _RANGES = {
@@ -137,11 +141,6 @@ class TrainingStrategy:
 
 
 _BALANCE_FILE = "loss_balance.json"
-_SHAPES: dict[str, Callable[[float], float]] = {
-    "switch": lambda share: float(share >= 1),
-    "linear": lambda share: share,
-    "sine": lambda share: math.sin(math.pi / 2 * share),
-}
 
 
 class MTPLossWeightSchedule(TrainerCallback):
@@ -173,7 +172,7 @@ class MTPLossWeightSchedule(TrainerCallback):
         """Return lambda for a step (from 0 on) of `max_steps`."""
         until = self.switch_at * max_steps
         share = min(1.0, step / until) if until else 1.0
-        return self.first + (self.last - self.first) * _SHAPES[self.shape](share)
+        return self.first + (self.last - self.first) * SHAPES[self.shape](share)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Set the weight of the step that begins.

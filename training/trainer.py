@@ -134,22 +134,11 @@ class MTPTrainer(BaseTrainer):
         return [name for name in super().get_decay_parameter_names(model) if name not in frozen]
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         """Return the model's own loss, and add its parts to the means for the log.
 
-        Args:
-            model: The model, perhaps wrapped.
-            inputs: Keyword arguments of its forward.
-            return_outputs: Whether to return the model's output, too.
-            num_items_in_batch: Targets per depth over the whole update, [n].
-
-        Returns:
-            The loss, and with `return_outputs` the output.
+        As in `Trainer`, but `num_items_in_batch` are the targets per depth over the whole update, [n].
         """
         # no one reads the logits of a training step, and a cache would only cost memory
         defaults: Inputs = {"use_cache": False} | ({"logits_to_keep": 1} if model.training else {})
@@ -168,8 +157,9 @@ class MTPTrainer(BaseTrainer):
     def _sums(self, outputs: Any, inputs: Inputs, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums of one micro-batch for the running means, and their counts, in the order of `_mean_names`."""
         counts, found = self._depth_counts(inputs), []
-        for name, size in self._noted(len(counts)):
-            mean, count = outputs.get(name), counts if size == len(counts) else counts[:1]
+        depths = len(counts)
+        for name, size in (("head_losses", depths), ("backbone_loss", 1), ("acceptances", depths), ("missing_mass", 1)):
+            mean, count = outputs.get(name), counts[:size]
             if mean is None:
                 mean = torch.full_like(count, torch.nan, dtype=torch.float32)
             mean = mean.reshape(-1, len(count)).nanmean(0).float().to(count.device)  # DataParallel: a row per replica
@@ -183,11 +173,6 @@ class MTPTrainer(BaseTrainer):
         if self.balance is not None:
             self.balance.load(resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    @staticmethod
-    def _noted(depths: int) -> list[tuple[str, int]]:
-        """Return which fields of an output are logged, and how many numbers each has."""
-        return [("head_losses", depths), ("backbone_loss", 1), ("acceptances", depths), ("missing_mass", 1)]
 
     def _pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> float:
         depths = self._drafter.num_losses

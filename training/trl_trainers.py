@@ -222,12 +222,8 @@ class MTPDPOTrainer(DPOTrainer):
                 without_peft(each).has_warned = True  # the auxiliary term trains the drafter
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         """Return TRL's loss plus the model's own on the chosen half of the batch."""
         found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if not self.drafter_weight:

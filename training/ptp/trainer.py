@@ -103,22 +103,12 @@ class UpdateTrainer(BaseTrainer):
         return [{**batch, TASK: task} for batch, task in zip(batches, tasks)], totals
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         """Return the share of this batch in the mean loss of an update.
 
-        Args:
-            model: The model, perhaps wrapped.
-            inputs: A batch.
-            return_outputs: Whether to return the outputs of `_learn`, too.
-            num_items_in_batch: [n], from `get_batch_samples`; None: this batch is the whole update.
-
-        Returns:
-            The loss, and with `return_outputs` the outputs.
+        As in `Trainer`; the outputs are those of `_learn`. `num_items_in_batch` is [n], from `get_batch_samples`, or
+        None where this batch is the whole update.
         """
         task = inputs.get(TASK) or self._task(model, inputs, model.training)
         counts = self._counts(task)
@@ -151,7 +141,6 @@ class UpdateTrainer(BaseTrainer):
         """Return the loss of an evaluation batch; its uniforms lie evenly in their intervals."""
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, self._prepare_inputs(self.without_repeated_rows(inputs)))
-        assert isinstance(loss, torch.Tensor)
         return loss.detach(), None, None
 
 

@@ -144,9 +144,9 @@ class MTPTrainer(BaseTrainer):
         defaults: Inputs = {"use_cache": False} | ({"logits_to_keep": 1} if model.training else {})
         if model.training and self.balance is not None:
             defaults["balance"] = self.balance.for_update(self._drafter.num_losses)
-        loss, outputs = Trainer.compute_loss(  # not super(): TRL's would leave the model's own loss, and the heads, out
-            self, model, defaults | inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
-        )
+        # not super(): TRL's would leave the model's own loss, and the heads, out
+        found = Trainer.compute_loss(self, model, defaults | inputs, True, num_items_in_batch)
+        loss, outputs = cast(tuple[torch.Tensor, Any], found)
         sums, counts = self._sums(outputs, inputs, model.training)
         self._means[model.training].add(sums, counts)
         if model.training and self.balance is not None and outputs.head_squares is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -173,7 +173,7 @@ class RunningMeans:
     def take(self, accelerator: Accelerator) -> torch.Tensor | None:
         """Return sums and counts over all processes, [2, n] on the CPU, and reset; None if nothing was added."""
         totals, self.totals = self.totals, None
-        return None if totals is None else accelerator.reduce(totals, "sum").cpu()
+        return None if totals is None else cast(torch.Tensor, accelerator.reduce(totals, "sum")).cpu()
 
 
 def named_means(totals: torch.Tensor | None, names: list[str], prefix: str = "") -> dict[str, float]:

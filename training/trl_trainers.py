@@ -37,6 +37,8 @@ with needs_extra("train", "a trainer of TRL"):
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
+NAMES = ("mean_token_accuracy", "entropy")
+"""TRL's names of what is measured of the next-token distribution; entropy in nats."""
 _MEASURED = "output_hidden_states"
 
 
@@ -99,6 +101,8 @@ class MTPSFTTrainer(_SFTBehaviour, MTPTrainer, SFTTrainer):
     def _sums(self, outputs: Any, inputs: Inputs, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """As in `MTPTrainer`, with TRL's figures."""
         sums, counts = super()._sums(outputs, inputs, is_training)
+        if self._is_sharded:
+            return sums, counts
         states = outputs.get("hidden_states") if _MEASURED in inputs else None
         found = [sums.new_zeros(2), counts.new_zeros(2)]
         if states is not None:
@@ -106,10 +110,14 @@ class MTPSFTTrainer(_SFTBehaviour, MTPTrainer, SFTTrainer):
         return torch.cat([sums, found[0]]), torch.cat([counts, found[1]])
 
     def _mean_names(self) -> list[str]:
-        return [*super()._mean_names(), "mean_token_accuracy", "entropy"]
+        return [*super()._mean_names(), *(() if self._is_sharded else NAMES)]
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     def _measures_next_token(self, is_training: bool) -> bool:
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+        if self._is_sharded:
             return False
         every = int(self.state.logging_steps or 1)
         return not is_training or (self.state.global_step + 1) % every == 0 or self.state.global_step == 0

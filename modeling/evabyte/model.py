@@ -304,7 +304,7 @@ class EvaByteForMTPC(
         input_ids: torch.Tensor | None,
         counts: torch.Tensor | int | None,
         balance: torch.Tensor | None,
-    ) -> dict[str, torch.Tensor | None]:
+    ) -> dict[str, Any]:
         """Return the loss of the head and its means; a circuit that trains with its backbone adds the next byte's."""
         tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
         parts, config, scored = self.backbone_parts(), self.config.mtp_head, targets != IGNORE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
@@ -21,7 +22,7 @@ _STEPS = {"eagle1": 1, "hass": 3, "ttt": 7}
 
 
 def check_values(options: Any, choices: Mapping[str, Collection[Any]], ranges: Mapping[str, str]) -> None:
-    """Refuse fields of a dataclass that are out of range; None always passes.
+    """Refuse fields of a dataclass that are out of range; None passes where it is the default.
 
     Args:
         options: The dataclass.
@@ -31,16 +32,15 @@ def check_values(options: Any, choices: Mapping[str, Collection[Any]], ranges: M
     Raises:
         ValueError: A value out of range.
     """
-    values = vars(options)
+    defaults = vars(type(options))
+    given = {name: value for name, value in vars(options).items() if (value, defaults.get(name, 0)) != (None, None)}
     for name, allowed in choices.items():
-        if values[name] is not None and values[name] not in allowed:
-            raise ValueError(f"{name}={values[name]!r} is unknown; choose one of {', '.join(map(repr, allowed))}")
+        if name in given and given[name] not in allowed:
+            raise ValueError(f"{name}={given[name]!r} is unknown; choose one of {', '.join(map(repr, allowed))}")
     for name, interval in ranges.items():
-        value, (low, high) = values[name], map(float, interval[1:-1].split(","))
-        if value is None:
-            continue
-        borders = (value != low or interval[0] == "[") and (value != high or interval[-1] == "]")
-        if not (low <= value <= high and borders):
+        value, (low, high) = given.get(name, math.nan), map(float, interval[1:-1].split(","))
+        is_border = (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
+        if name in given and not (is_border or (value is not None and low < value < high)):
             raise ValueError(f"{name}={value!r} must lie in {interval}")
 
 

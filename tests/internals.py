@@ -29,12 +29,12 @@ _MODULES = {
     "growth_module": "tokenahead.generation.trees.growth",
     "heads_chunks": "tokenahead.modeling.heads.chunks",
     "heads_losses": "tokenahead.modeling.heads.losses",
+    "layer_module": "tokenahead.modeling.heads.layer",
     "generate_module": "tokenahead.generation.generate",
     "mixins_module": "tokenahead.generation.generate",
     "options_module": "tokenahead.generation.call.options",
     "parallel_drafter_module": "tokenahead.generation.parallel",
     "ptp_completions": "tokenahead.training.ptp.completions",
-    "ptp_distil": "tokenahead.training.ptp.distil",
     "schedule_module": "tokenahead.generation.call.schedule",
     "trainer_base": "tokenahead.training.trainer_base",
     "tree_verification_module": "tokenahead.generation.verification.drawn_trees",
@@ -208,6 +208,7 @@ _NAMES = {
         "counts_of_update",
         "depth_means",
         "depth_targets",
+        "depth_weights",
         "discounted_mtp_loss",
         "head_loss",
         "tokens_ahead",
@@ -228,7 +229,7 @@ _NAMES = {
     "tokenahead.modeling.uniforms": (
         "best_of",
         "place",
-        "place_beta",
+        "beta_shares",
         "uniform_features",
     ),
     "tokenahead.modeling.ptp.gated_lora": (
@@ -350,11 +351,6 @@ _NAMES = {
         "CompletionSequences",
         "at_columns",
         "draw_starts",
-    ),
-    "tokenahead.training.ptp.distil": (
-        "distil",
-        "main",
-        "write_texts",
     ),
     "tokenahead.training.ptp.losses": (
         "MaskReader",

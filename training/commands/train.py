@@ -22,7 +22,7 @@ from ...configuration import EvaByteConfig, MTPHeadConfig
 from ..acceptance_callback import AcceptanceCallback
 from ..checkpoints import best_or_last, is_finished
 from ..trainer_base import BaseTrainer
-from ..trl_trainers import NAMES, MTPSFTTrainer, PTPSFTTrainer
+from ..trl_trainers import MTPSFTTrainer, PTPSFTTrainer
 from ..utils import needs_extra
 from .data import load_data
 from .figures import draw_learning
@@ -233,8 +233,6 @@ def check_best_metric(trainer: Trainer) -> None:
     if asked is None or trainer.args.eval_strategy == "no":
         return
     known = ["loss", *(trainer._mean_names() if isinstance(trainer, BaseTrainer) else ())]
-    if isinstance(trainer, MTPSFTTrainer) and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-        known += NAMES
     for callback in trainer.callback_handler.callbacks:
         known += callback.metric_names(trainer) if hasattr(callback, "metric_names") else ()
     if asked.removeprefix("eval_") not in (*known, *_OF_TIME):

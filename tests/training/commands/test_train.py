@@ -101,10 +101,10 @@ def test_kept_features_teach_the_same(changes, settings_of, data, tmp_path):
     assert len(losses[0]) == 5 and (tmp_path / "features" / "features-00000.safetensors").is_file()
 
 
-@pytest.mark.parametrize("kind", ["text", "chat"])
-def test_text_of_the_backbone_is_written_once_and_learned(kind, settings_of, data, tmp_path):
+@pytest.mark.parametrize("kind, drafter", [("text", "heads"), ("chat", "heads"), ("text", "parallel")])
+def test_text_of_the_backbone_is_written_once_and_learned(kind, drafter, settings_of, data, tmp_path):
     asked = {"folder": str(tmp_path / "own"), "prompt_tokens": 6, "max_new_tokens": 9, "do_sample": True}
-    settings = settings_of(drafter="heads", dataset_name=str(data[kind]), regenerate=asked)
+    settings = settings_of(drafter=drafter, dataset_name=str(data[kind]), regenerate=asked)
     first = train(settings)
     lines = (tmp_path / "own" / "text.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]

@@ -19,7 +19,7 @@ from ...generation.attach import NoGenerationMixin, adopt_special_ids
 from ..heads.learning import counted_positions, run_backbone, split_states
 from ..heads.losses import IGNORE, check_targets
 from ..loading import HUB_OPTIONS, StrictLoadingMixin, check_is_there
-from ..loss_options import EagleLossOptions, ResolvedEagleOptions
+from ..loss_options import EagleLossOptions, OwnLossMixin, ResolvedEagleOptions
 from ..outputs import EagleOutput
 from ..remote_code import check_choice
 from ..tensor_files import read_tensors, refuse_unknown, weight_files
@@ -44,7 +44,7 @@ _CHAIN = 5
 """Default length of a chain, as in the published ones."""
 
 
-class EagleHead(StrictLoadingMixin, NoGenerationMixin, OfBackboneMixin, EagleNetwork):
+class EagleHead(OwnLossMixin, StrictLoadingMixin, NoGenerationMixin, OfBackboneMixin, EagleNetwork):
     """An EAGLE head, apart from its backbone, which is unchanged.
 
     `hidden_states` below are those of transformers: a tuple over layers of [B, L, D], the last after the final norm.
@@ -320,14 +320,8 @@ class EagleHead(StrictLoadingMixin, NoGenerationMixin, OfBackboneMixin, EagleNet
         labels = check_targets(labels, self.config.vocab_size)
         batch = TrainingBatch.of(input_ids, labels, attention_mask, position_ids, states[-1])
         found = eagle_loss(self, self.fuse(states), batch, self._loss_options(), num_items_in_batch)
-        return EagleOutput(
-            loss=found.loss,
-            logits=logits,
-            hidden_states=shown,
-            step_losses=found.shown,
-            head_losses=found.means,
-            acceptances=found.acceptances,
-        )
+        found.logits, found.hidden_states = logits, shown
+        return found
 
     def _run_backbone(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None

@@ -18,7 +18,7 @@ from ...generation.call.options import DraftOptions
 from ...generation.drafters.heads import DraftLayersSession, HeadSession
 from ..heads.backbone_parts import backbone_parts
 from ..heads.ff import FFHead
-from ..heads.losses import depth_targets, depth_weights, head_loss
+from ..heads.losses import IGNORE, counted, counts_of_update, depth_targets, depth_weights, head_loss
 from ..heads.registry import build_head, distribution_after, init_head, window_distribution
 from ..heads.window_distribution import FactorisedDistribution, WindowDistribution, exact
 from ..indices import selected_positions
@@ -312,6 +312,16 @@ class EvaByteForMTPC(
             **found,
         )
 
+    @property
+    def silent_drafter(self) -> nn.Module:
+        """The head."""
+        return self.head
+
+    @property
+    def normalization(self) -> str:
+        """See `DepthCountsMixin`."""
+        return self.config.mtp_head.loss_normalization
+
     def _loss(
         self,
         features: torch.Tensor,
@@ -320,18 +330,19 @@ class EvaByteForMTPC(
         input_ids: torch.Tensor | None,
         counts: torch.Tensor | int | None,
         balance: torch.Tensor | None,
-    ) -> dict[str, torch.Tensor | None]:
+    ) -> dict[str, Any]:
         """Return the loss of the head and its means; a circuit that trains with its backbone adds the next byte's."""
         tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
         head = self.mtp_head or self._all_heads
-        parts, config, scale = backbone_parts(self), self.config.mtp_head, self._loss_scale(hidden)
-        found = head_loss(head, config, features, targets, tokens, counts, parts, hidden, scale, balance)
+        parts, config, scored = backbone_parts(self), self.config.mtp_head, targets != IGNORE
+        resolved = counts_of_update(counted(scored, config.loss_normalization), counts, scored[..., 0].sum())
+        scale = self._loss_scale(hidden)
+        found = head_loss(head, config, features, targets, tokens, resolved, parts, hidden, scale, balance)
         if self.mtp_head is None or not any(parameter.requires_grad for parameter in self.lm_head.parameters()):
-            return found._asdict()
-        first = None if counts is None else torch.as_tensor(counts).flatten()[:1]
-        next_byte = MTPHeadConfig(window=1, gamma=config.gamma)
-        own, mean, *_ = head_loss(self._all_heads, next_byte, hidden, targets[..., :1], tokens, first)
-        return found._asdict() | {"loss": found.loss + own, "backbone_loss": mean[0]}
+            return dict(found)
+        next_byte = MTPHeadConfig(window=1, gamma=config.gamma, loss_normalization=config.loss_normalization)
+        own = head_loss(self._all_heads, next_byte, hidden, targets[..., :1], tokens, resolved[:1])
+        return dict(found) | dict(loss=found["loss"] + own["loss"], backbone_loss=own["head_losses"][0])
 
     def _loss_scale(self, like: torch.Tensor) -> torch.Tensor:
         """Return factors of the depths besides their weights, [n]; depth 1 of FF heads is the next-byte head."""

@@ -114,7 +114,7 @@ class PrefixLayer(nn.Module):
     ) -> torch.Tensor:
         """[B, T, d] to [B, T, d]; see `DecoderLayers.run`."""
         states = states.to(next(self.layers.parameters()).dtype)
-        return self.norm(self.layers.run([states], self.rotary, attention_mask, position_ids, cache)[0])
+        return self.layers.run([states], self.norm, self.rotary, attention_mask, position_ids, cache)[0]
 
 
 def _hidden_layers(config: MTPHeadConfig) -> list[int]:

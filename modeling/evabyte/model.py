@@ -314,8 +314,8 @@ class EvaByteForMTPC(
 
     @property
     def silent_drafter(self) -> nn.Module:
-        """The head."""
-        return self.head
+        """The head; nothing, where the own head is the only one."""
+        return self.mtp_head or self.draft_heads or nn.Module()
 
     @property
     def normalization(self) -> str:

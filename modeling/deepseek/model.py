@@ -65,6 +65,7 @@ class DeepSeekMTP(DepthCountsMixin, OfficialCheckpointModel, PicklableMixin, MTP
     _supports_flex_attn = True
     _supports_attention_backend = True
     drafts_trees = True
+    silent_part = "mtp"
 
     def __init__(self, config: PreTrainedConfig, parts: tuple[PreTrainedModel, MTPModules] | None = None) -> None:
         main, modules = parts or build(config)
@@ -214,11 +215,6 @@ class DeepSeekMTP(DepthCountsMixin, OfficialCheckpointModel, PicklableMixin, MTP
     @mtp_loss_weight.setter
     def mtp_loss_weight(self, value: float) -> None:
         self.loss_options.weight = float(value)
-
-    @property
-    def silent_drafter(self) -> nn.Module:
-        """The modules."""
-        return self.mtp
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the main model's."""

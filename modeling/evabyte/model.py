@@ -47,6 +47,7 @@ class EvaByteForMTPC(
 
     mtp_loss_weight: float = 1.0
     """lambda: the weight of the drafter's depths relative to the next-byte head's."""
+    silent_part = "head"
     remote_classes = {"AutoModel": "EvaByteModel", "AutoModelForCausalLM": "EvaByteForMTPC"}
 
     def __init__(self, config: EvaByteConfig) -> None:
@@ -285,11 +286,6 @@ class EvaByteForMTPC(
             hidden_states=outputs.hidden_states,
             **found,
         )
-
-    @property
-    def silent_drafter(self) -> nn.Module:
-        """The head."""
-        return self.head
 
     @property
     def normalization(self) -> str:

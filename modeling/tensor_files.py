@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
@@ -22,6 +24,8 @@ from transformers.utils.hub import cached_file
 
 Tensors = dict[str, torch.Tensor]
 """Tensors by name."""
+Names = Sequence[tuple[str, str]]
+"""Pairs of templates (in another layout, here) of names, with fields like `{k}` in braces: see `renamed`."""
 _SAFE, _PICKLED = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME), (WEIGHTS_INDEX_NAME, WEIGHTS_NAME)
 
 
@@ -123,6 +127,42 @@ def read_pickle(file: str | PathLike[str]) -> Tensors:
 def below(tensors: Mapping[str, torch.Tensor], prefix: str) -> Tensors:
     """Return the tensors whose names begin with `prefix`, which is removed."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+_FIELDS = {"part": "weight|bias", "rest": ".+"}
+"""What fields of `Names` match; any other one matches a number."""
+
+
+@cache
+def _pattern(template: str) -> re.Pattern[str]:
+    fields = re.sub(
+        r"\\{(\w+)\\}", lambda field: f"(?P<{field[1]}>{_FIELDS.get(field[1], '[0-9]+')})", re.escape(template)
+    )
+    return re.compile(fields)
+
+
+def renamed(
+    tensors: Mapping[str, torch.Tensor], names: Names, owner: Any, back: bool = False, **fields: Any
+) -> Tensors:
+    """Return tensors of another layout under this library's names, or (`back`) the other way round.
+
+    Args:
+        tensors: By name.
+        names: The first pair that matches names a tensor.
+        owner: What holds the tensors, for the message.
+        back: From this library's names.
+        **fields: Fields that the new names have, and the old ones may lack.
+
+    Raises:
+        ValueError: A name that no pair matches, so that no tensor is skipped silently.
+    """
+    found = {}
+    for name in tensors:
+        for old, new in (pair[::-1] if back else pair for pair in names):
+            if name not in found and (match := _pattern(old).fullmatch(name)):
+                found[name] = new.format(**fields | match.groupdict())
+    refuse_unknown(owner, tensors.keys() - found.keys())
+    return {new: tensors[name] for name, new in found.items()}
 
 
 def refuse_unknown(folder: str | PathLike[str], names: Iterable[str]) -> None:

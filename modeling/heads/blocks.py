@@ -130,23 +130,26 @@ def unembeddings(
 
 
 def untied(tensors: Tensors, heads: int, blocks: int) -> tuple[bool, Tensors]:
-    """Return whether the blocks of every head are copies of one, and the tensors without the copies.
-
-    They are `blocks.{k}.{j}.linear.{weight, bias}`, for `heads` k and `blocks` j.
-    """
-    names = [(f"blocks.{k}.0.linear.{part}", f"blocks.{k}.{j}.linear.{part}")
-             for k in range(heads) for j in range(1, blocks) for part in ("weight", "bias")]  # fmt: skip
-    copies = {copy for first, copy in names if _equal(tensors.get(first), tensors.get(copy))}
-    if not names or len(copies) < len(names):
+    """Return whether the blocks of every head are copies of one, and the tensors without the copies."""
+    copies = _copies(heads, blocks)
+    pairs = [(tensors.get(first), tensors.get(copy)) for copy, first in copies.items()]
+    if not pairs or not all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs):
         return False, tensors
     return True, {name: tensor for name, tensor in tensors.items() if name not in copies}
+
+
+def with_copies(tensors: Tensors, heads: int, blocks: int) -> Tensors:
+    """Revert `untied`: return the tensors with a block of its own for every j."""
+    return {copy: tensors[first] for copy, first in _copies(heads, blocks).items() if first in tensors} | tensors
+
+
+def _copies(heads: int, blocks: int) -> dict[str, str]:
+    """Return the names of the blocks j > 0 of all heads k, and those of the first blocks."""
+    indices = ((k, j, part) for k in range(heads) for j in range(1, blocks) for part in ("weight", "bias"))
+    return {f"blocks.{k}.{j}.linear.{part}": f"blocks.{k}.0.linear.{part}" for k, j, part in indices}
 
 
 def _reset(linear: nn.Linear) -> None:
     init.zeros_(linear.weight)
     bound = linear.in_features**-0.5
     init.uniform_(linear.bias, -bound, bound)
-
-
-def _equal(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
-    return first is not None and second is not None and torch.equal(first, second)

@@ -5,7 +5,6 @@ Directories of their authors, `hydra_lm_head.pt` and `config.json`, are read and
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,9 +15,9 @@ from transformers import Cache, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import HYDRA
-from ..tensor_files import Tensors, below, read_json, read_tensors, refuse_unknown
+from ..tensor_files import Names, Tensors, read_json, read_tensors, renamed
 from .backbone_parts import BackboneParts, LayerSource, backbone_parts, config_field, read_config, required
-from .blocks import ConcatBlock, ResidualBlock, repeated, unembeddings, untied
+from .blocks import ConcatBlock, ResidualBlock, repeated, unembeddings, untied, with_copies
 from .family import Directory, HeadFamily, HeadLayout, register
 from .layer import DecoderLayers
 from .window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution, exact
@@ -27,8 +26,6 @@ EMBEDDING = "input_embed_fn.weight"
 """The backbone's embedding, which the authors' files repeat."""
 _PREFIX = "prefix_embeding_layer."  # sic
 _UNUSED = (_PREFIX + "embed_tokens.weight", _PREFIX + "layers.0.self_attn.rotary_emb.inv_freq")
-_BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(linear|res_connection)\.(weight|bias)$")
-_UNEMBEDDING = re.compile(r"hydra_lm_head\.(\d+)\.(?:1\.)?(weight|bias)$")
 
 
 class HydraHead(nn.Module):
@@ -170,6 +167,18 @@ def _distribution(
     return FactorisedDistribution(torch.stack([exact(part) for part in logits], -2).unsqueeze(-2))
 
 
+def _names(arch: str, blocks: int) -> Names:
+    """Return the names of heads with so many blocks each; of `prefix-mlp` a dropout stands before every block."""
+    prefix = arch == "prefix-mlp"
+    numbers = range(1, 2 * blocks, 2) if prefix else range(blocks)
+    ours = ["firsts.{k}", *(f"blocks.{{k}}.{j}" for j in range(blocks - 1))]
+    return [
+        *((f"hydra_mlp.{{k}}.{number}.{{rest}}", f"{own}.{{rest}}") for number, own in zip(numbers, ours)),
+        (f"hydra_lm_head.{{k}}.{'1.' if prefix else ''}{{part}}", "unembeddings.heads.{k}.{part}"),
+        (_PREFIX + "{rest}", "prefix.{rest}"),
+    ]
+
+
 def _read(folder: Path) -> Directory:
     """Return the options of the heads and their tensors; the backbone's embedding is among them under its own name.
 
@@ -180,26 +189,18 @@ def _read(folder: Path) -> Directory:
     arch = values.get("hydra_head_arch", "mlp")
     if arch not in ("mlp", "prefix-mlp"):
         raise ValueError(f"{folder}: hydra_head_arch={arch!r} is not supported; 'mlp' and 'prefix-mlp' are")
-    blocks = sorted({int(match[2]) for match in map(_BLOCK.match, tensors) if match})
-    ours, rows = {}, {}
-    for name, tensor in tensors.items():
-        if match := _BLOCK.match(name):
-            ours[_our_block(match, blocks.index(int(match[2])))] = tensor
-        elif match := _UNEMBEDDING.match(name):
-            rows[(int(match[1]), match[2])] = tensor
-        elif name.startswith(_PREFIX) and name not in _UNUSED:
-            ours["prefix." + name.removeprefix(_PREFIX)] = tensor
-    known = (name for name in tensors if _BLOCK.match(name) or _UNEMBEDDING.match(name) or name.startswith(_PREFIX))
-    refuse_unknown(folder, tensors.keys() - {*known, EMBEDDING})
-    heads = 1 + max(k for k, _ in rows)
-    ours |= {f"unembeddings.heads.{k}.weight": rows[k, "weight"] for k in range(heads)}
-    ours["unembeddings.bias"] = torch.stack([rows[k, "bias"] for k in range(heads)])
-    tied, ours = untied(ours, heads, len(blocks) - 1)
-    vocab_size, width = rows[0, "weight"].shape
+    blocks = 1 + max((int(name.split(".")[2]) for name in tensors if name.startswith("hydra_mlp.")), default=0)
+    blocks = blocks // 2 if arch == "prefix-mlp" else blocks
+    read = {name: tensor for name, tensor in tensors.items() if name not in (*_UNUSED, EMBEDDING)}
+    ours = renamed(read, _names(arch, blocks), folder)
+    heads = sum(name.startswith("unembeddings.") for name in ours) // 2
+    ours["unembeddings.bias"] = torch.stack([ours.pop(f"unembeddings.heads.{k}.bias") for k in range(heads)])
+    tied, ours = untied(ours, heads, blocks - 1)
+    vocab_size, width = ours["unembeddings.heads.0.weight"].shape
     options = {
         "head_type": "hydra",
         "window": heads + 1,
-        "num_blocks": len(blocks),
+        "num_blocks": blocks,
         "tied_blocks": tied,
         "unembed": "own",
         "arch": arch,
@@ -217,16 +218,11 @@ def _read(folder: Path) -> Directory:
 def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
     """Return the fields of config.json and tensors of `hydra_lm_head.pt`."""
     prefix, embedding = config.arch == "prefix-mlp", cast(torch.Tensor, backbone.get_input_embeddings().weight)
-    named = {EMBEDDING: embedding}
-    for k in range(config.num_drafts):
-        last = "1." if prefix else ""
-        named[f"hydra_lm_head.{k}.{last}weight"] = tensors[f"unembeddings.heads.{k}.weight"]
-        named[f"hydra_lm_head.{k}.{last}bias"] = tensors["unembeddings.bias"][k]
-        for block in range(config.num_blocks):
-            written = 2 * block + 1 if prefix else block  # dropouts stand between the blocks
-            ours = f"firsts.{k}." if block == 0 else f"blocks.{k}.{0 if config.tied_blocks else block - 1}."
-            named |= {f"hydra_mlp.{k}.{written}.{part}": tensor for part, tensor in below(tensors, ours).items()}
-    named |= {_PREFIX + name: tensor for name, tensor in below(tensors, "prefix.").items()}
+    every = with_copies(tensors, config.num_drafts, config.num_blocks - 1)
+    biases = enumerate(every.pop("unembeddings.bias"))
+    every |= {f"unembeddings.heads.{k}.bias": bias for k, bias in biases}
+    names = _names(config.arch, config.num_blocks)
+    named = renamed(every, names, "these heads", back=True) | {EMBEDDING: embedding}
     if prefix:  # their loader is strict about what it does not use
         head_dim = cast(dict, config.backbone_config)["head_dim"]
         named |= {_UNUSED[0]: embedding, _UNUSED[1]: 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)}
@@ -238,11 +234,6 @@ def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -
         "hidden_state_offset": config.state_offset,
     }
     return fields, named
-
-
-def _our_block(match: re.Match[str], rank: int) -> str:
-    block = f"firsts.{match[1]}" if rank == 0 else f"blocks.{match[1]}.{rank - 1}"
-    return f"{block}.{match[3]}.{match[4]}"
 
 
 def _stored_layer_config(folder: Path, tensors: Tensors, vocab_size: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,25 +12,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ...configuration import EagleHeadConfig
+from ...configuration.fields import refuse
 from ..tensor_files import write_json
 from .conversion import AUX_IDS
 from .modules import EagleNetwork
 
 _LLAMA_FIELDS = (
-    "hidden_act",
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "rms_norm_eps",
-    "vocab_size",
-    "head_dim",
-    "attention_bias",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
+    *("hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads"),
+    *("num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "vocab_size", "head_dim", "attention_bias"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
 _OPTIONS_OF_3 = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
@@ -156,18 +147,18 @@ def check_layout(config: EagleHeadConfig, layout: str) -> None:
     Raises:
         ValueError: An unknown layout, or an option that its reader does not support.
     """
-    readers = {
+    readers: dict[str, Callable[[EagleHeadConfig], list[tuple[bool, str]]]] = {
         "official": _official,
-        "specforge": _specforge,
+        "specforge": lambda config: [*_sglang(config), (config.version == 1, "it is a layout of version 3")],
         "speculators": _speculators,
         "vllm": _vllm,
         "sglang": _sglang,
     }
     if layout not in readers:
         raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(readers)}")
-    for refused, reason in readers[layout](config):
-        if refused:
-            raise ValueError(f"layout={layout!r} cannot hold this head: {reason}")
+    refuse(
+        (refused, f"layout={layout!r} cannot hold this head: {reason}") for refused, reason in readers[layout](config)
+    )
 
 
 def _official(config: EagleHeadConfig) -> list[tuple[bool, str]]:
@@ -192,10 +183,6 @@ def _official(config: EagleHeadConfig) -> list[tuple[bool, str]]:
             f"the official code takes base 10000 for a scaled rope, not {rope['rope_theta']:g}",
         ),
     ]
-
-
-def _specforge(config: EagleHeadConfig) -> list[tuple[bool, str]]:
-    return [*_sglang(config), (config.version == 1, "it is a layout of version 3")]
 
 
 def _speculators(config: EagleHeadConfig) -> list[tuple[bool, str]]:

@@ -12,12 +12,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import Cache, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ...configuration import MTPHeadConfig
+from ...configuration.fields import field
 from ...configuration.head_families import HYDRA
 from ..tensor_files import Names, Tensors, read_json, read_tensors, renamed
-from .backbone_parts import BackboneParts, LayerSource, backbone_parts, config_field, read_config, required
-from .blocks import ConcatBlock, ResidualBlock, repeated, unembeddings, untied, with_copies
+from .backbone_parts import BackboneParts, LayerSource, read_config, required
+from .blocks import BlockHead, ConcatBlock, ResidualBlock, repeated, untied, with_copies
 from .family import Directory, HeadFamily, HeadLayout, register
 from .layer import DecoderLayers
 from .window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution, exact
@@ -28,7 +30,7 @@ _PREFIX = "prefix_embeding_layer."  # sic
 _UNUSED = (_PREFIX + "embed_tokens.weight", _PREFIX + "layers.0.self_attn.rotary_emb.inv_freq")
 
 
-class HydraHead(nn.Module):
+class HydraHead(BlockHead):
     """Head k = 1..n-1 predicts x_{t+1+k} from [s; e(x_{t+1}); ..; e(x_{t+k})]; position 1 is the backbone's own
     distribution.
 
@@ -41,8 +43,8 @@ class HydraHead(nn.Module):
     """
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
-        super().__init__()
-        self.config, self.vocab_size, count = config, vocab_size, config.num_drafts
+        super().__init__(config, hidden_size, vocab_size, bias=True)
+        self.config, count = config, config.num_drafts
         self.prefix = PrefixLayer(config) if config.arch == "prefix-mlp" else None
         self.firsts = nn.ModuleList(
             ConcatBlock((k + 2) * hidden_size, hidden_size) if config.grounded else ResidualBlock(hidden_size)
@@ -50,7 +52,6 @@ class HydraHead(nn.Module):
         )
         later = config.num_blocks - 1
         self.blocks = nn.ModuleList(repeated(later, config.tied_blocks, hidden_size) for _ in range(count))
-        self.unembeddings = unembeddings(config, hidden_size, vocab_size, bias=True)
 
     def features(
         self,
@@ -87,11 +88,7 @@ class HydraHead(nn.Module):
             torch.cat([state.expand(*known.shape[:-2], -1), known.flatten(-2)], -1) if self.config.grounded else state
         )
         states = self.blocks[k](block(inputs.to(block.linear.weight.dtype)))
-        return self.unembeddings(states, k, backbone)
-
-    def start_from(self, backbone: PreTrainedModel) -> None:
-        """Every unembedding starts as the backbone's."""
-        self.unembeddings.start_from(backbone_parts(backbone))
+        return self.unembed(states, k, backbone)
 
 
 class PrefixLayer(nn.Module):
@@ -109,9 +106,10 @@ class PrefixLayer(nn.Module):
         position_ids: torch.Tensor,
         cache: Cache | None = None,
     ) -> torch.Tensor:
-        """[B, T, d] to [B, T, d]; see `DecoderLayers.run`."""
+        """[B, T, d] to [B, T, d]; see `layer_options`."""
         states = states.to(next(self.layers.parameters()).dtype)
-        return self.norm(self.layers.run([states], self.rotary, attention_mask, position_ids, cache)[0])
+        options = self.layers.options(states, self.rotary, attention_mask, position_ids, cache)
+        return self.norm(self.layers[0](states, **options))
 
 
 def _hidden_layers(config: MTPHeadConfig) -> list[int]:
@@ -124,9 +122,9 @@ def _layer_config(config: MTPHeadConfig, text: PreTrainedConfig) -> dict[str, An
     if not HYDRA.attends(config):
         return None
     heads = text.num_attention_heads
-    keys = config_field(text, "num_key_value_heads", default=heads)
-    inner = config_field(text, "intermediate_size", default=4 * text.hidden_size)
-    return _prefix_config(text.hidden_size, inner, heads, keys, config_field(text, "rms_norm_eps", default=1e-6))
+    keys = field(text, "num_key_value_heads", default=heads)
+    inner = field(text, "intermediate_size", default=4 * text.hidden_size)
+    return _prefix_config(text.hidden_size, inner, heads, keys, field(text, "rms_norm_eps", default=1e-6))
 
 
 def _prefix_config(hidden_size: int, intermediate_size: int, heads: int, key_heads: int, eps: float) -> dict[str, Any]:
@@ -142,6 +140,17 @@ def _prefix_config(hidden_size: int, intermediate_size: int, heads: int, key_hea
         rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
     )
     return config.to_dict()
+
+
+def _take_epsilon(head: HydraHead, config: MTPHeadConfig, backbone: PreTrainedModel) -> None:
+    """Give the norms of the prefix layer the epsilon of the backbone's, which the authors' files do not say."""
+    epsilon = field(backbone.config.get_text_config(), "rms_norm_eps")
+    if head.prefix is None or epsilon is None:
+        return
+    config.backbone_config = cast(dict, config.backbone_config) | {"rms_norm_eps": epsilon}
+    for module in head.prefix.modules():
+        if isinstance(module, LlamaRMSNorm):
+            module.variance_epsilon = epsilon
 
 
 def _distribution(
@@ -237,7 +246,7 @@ def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -
 
 
 def _stored_layer_config(folder: Path, tensors: Tensors, vocab_size: int) -> dict[str, Any]:
-    """Shapes say all but the norm's epsilon, which is that of the backbones these heads were released for."""
+    """Shapes say all but the norm's epsilon, which is the backbone's as soon as there is one."""
     frequencies = tensors.get(_UNUSED[1])
     if frequencies is None:
         raise ValueError(f"{folder}: without {_UNUSED[1]} the number of attention heads is not known")
@@ -255,6 +264,7 @@ register(
         features=lambda head, *context: head.features(*context),
         hidden_layers=_hidden_layers,
         layer_config=_layer_config,
+        fit=_take_epsilon,
         start_from=lambda head, backbone: head.start_from(backbone),
         layouts=[
             HeadLayout(

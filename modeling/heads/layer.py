@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from transformers import initialization as init
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import LAYER
 from ..tensor_files import Tensors, read_json, read_tensors, renamed
-from .backbone_parts import BackboneParts, LayerSource, layer_kind, layer_options, read_config, required
+from .backbone_parts import BackboneParts, LayerSource, copy_weights, layer_kind, layer_options, read_config, required
 from .chunks import sums_one_by_one
 from .family import Directory, HeadFamily, HeadLayout, register
 from .ff import factorised_distribution
@@ -53,18 +53,6 @@ class DecoderLayers(nn.ModuleList):
         super().__init__(source.new_layers(count))
         self.config, self.cache_name = source.config, source.cache_name
 
-    def run(
-        self,
-        inputs: Sequence[torch.Tensor],
-        rotary: nn.Module,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor,
-        cache: Cache | None = None,
-    ) -> list[torch.Tensor]:
-        """Return every layer's output [B, T, d] for its own input; arguments as for `layer_options`."""
-        options = self.options(inputs[0], rotary, attention_mask, position_ids, cache)
-        return [layer(part, **options) for layer, part in zip(self, inputs)]
-
     def options(
         self,
         states: torch.Tensor,
@@ -73,7 +61,7 @@ class DecoderLayers(nn.ModuleList):
         position_ids: torch.Tensor,
         cache: Cache | None = None,
     ) -> dict[str, Any]:
-        """Return what every layer takes besides its states."""
+        """Return what every layer takes besides its states; arguments as for `layer_options`."""
         kind = layer_kind(self.config, -1)
         return layer_options(
             self.config, rotary, states, attention_mask, position_ids, cache, kind, cache_name=self.cache_name
@@ -115,8 +103,9 @@ class LayerHead(nn.Module):
         `states` are those that `hidden_layers` names, [B, T, d] each; `cache` holds earlier positions, and is extended.
         """
         *below, last = states
-        outputs = self.layers.run(self._inputs(below), self.rotary, attention_mask, position_ids, cache)
-        normed = [backbone.norm(output) for output in outputs]
+        inputs = self._inputs(below)
+        options = self.layers.options(inputs[0], self.rotary, attention_mask, position_ids, cache)
+        normed = [backbone.norm(layer(part, **options)) for layer, part in zip(self.layers, inputs)]
         return torch.cat(normed if self.config.first == "own" else [last.to(normed[0].dtype), *normed], -1)
 
     def one_by_one(
@@ -184,36 +173,9 @@ class LayerHead(nn.Module):
 
     def start_from(self, backbone: PreTrainedModel) -> None:
         """Every layer starts as the backbone's last one, as its adapters, if it has any, make it."""
-        weights = _merged(cast(nn.ModuleList, backbone.get_decoder().layers)[-1])
+        last = cast(nn.ModuleList, backbone.get_decoder().layers)[-1]
         for layer in self.layers.children():
-            layer.load_state_dict(weights)
-
-
-@runtime_checkable
-class _Adapted(Protocol):
-    """A linear map of peft, which is no dependency of code that travels with heads."""
-
-    disable_adapters: bool
-    active_adapters: Sequence[str]
-
-    def get_base_layer(self) -> nn.Module: ...
-
-    def get_delta_weight(self, adapter: str) -> torch.Tensor: ...
-
-
-def _merged(layer: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a layer's weights, by the names that they have without adapters of peft."""
-    adapted = {name: module for name, module in layer.named_modules() if isinstance(module, _Adapted)}
-    weights = {
-        name.replace(".base_layer.", "."): value
-        for name, value in layer.state_dict().items()
-        if not any(name.startswith(f"{own}.") and ".base_layer." not in name for own in adapted)
-    }
-    for name, module in adapted.items():
-        for adapter in [] if module.disable_adapters else module.active_adapters:
-            key = f"{name}.weight"
-            weights[key] = weights[key] + module.get_delta_weight(adapter).to(weights[key])
-    return weights
+            copy_weights(last, layer)
 
 
 def _hidden_layers(config: MTPHeadConfig) -> list[int]:

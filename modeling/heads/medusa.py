@@ -17,14 +17,14 @@ from transformers import PreTrainedModel
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import MEDUSA
 from ..tensor_files import Names, Tensors, read_json, read_tensors, renamed
-from .backbone_parts import BackboneParts, backbone_parts, required
-from .blocks import FeedForwardBlock, Repeated, repeated, unembeddings, untied, with_copies
+from .backbone_parts import BackboneParts, required
+from .blocks import BlockHead, FeedForwardBlock, Repeated, repeated, untied, with_copies
 from .family import Directory, HeadFamily, HeadLayout, register
 from .ff import check_vllm_unembedding, factorised_distribution, vllm_fields
 from .window_distribution import exact
 
 
-class MedusaHead(nn.Module):
+class MedusaHead(BlockHead):
     """Head k = 1..n-1 predicts the token k + 1 ahead: W_k block(...block(h)); position 1 is the backbone's own
     distribution.
 
@@ -35,10 +35,8 @@ class MedusaHead(nn.Module):
     """
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
-        super().__init__()
-        self.vocab_size = vocab_size
+        super().__init__(config, hidden_size, vocab_size)
         self.blocks = nn.ModuleList(_blocks(config, hidden_size) for _ in range(config.num_drafts))
-        self.unembeddings = unembeddings(config, hidden_size, vocab_size)
 
     def forward(
         self,
@@ -59,11 +57,7 @@ class MedusaHead(nn.Module):
     def _logits(self, position: int, hidden_states: torch.Tensor, backbone: BackboneParts | None) -> torch.Tensor:
         if position == 0:
             return required(backbone).unembed(hidden_states)
-        return self.unembeddings(self.blocks[position - 1](hidden_states), position - 1, backbone)
-
-    def start_from(self, backbone: PreTrainedModel) -> None:
-        """Every unembedding starts as the backbone's."""
-        self.unembeddings.start_from(backbone_parts(backbone))
+        return self.unembed(self.blocks[position - 1](hidden_states), position - 1, backbone)
 
 
 def _blocks(config: MTPHeadConfig, hidden_size: int) -> Repeated:
@@ -176,11 +170,7 @@ register(
         is_independent=True,
         layouts=[
             HeadLayout(
-                "vllm",
-                lambda folder, fields: fields.get("model_type") == "medusa",
-                _read_vllm,
-                _refusal,
-                _write_vllm,
+                "vllm", lambda folder, fields: fields.get("model_type") == "medusa", _read_vllm, _refusal, _write_vllm
             ),
             HeadLayout("medusa", _is_official, _read_official, _refusal, _write_official, "medusa_lm_head.safetensors"),
         ],

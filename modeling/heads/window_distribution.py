@@ -48,9 +48,9 @@ class WindowDistribution(ABC):
     def condition(self, first: torch.Tensor) -> WindowDistribution:
         """Return the distribution of x_2..x_n given x_1 = `first` [...], in the same family."""
 
-    @abstractmethod
     def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
         """One window per batch element by ancestral sampling, [..., n]."""
+        return self.draft(lambda probs: (draw(probs, generator), probs))[0]
 
     @abstractmethod
     def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,8 +85,7 @@ class WindowDistribution(ABC):
 
     def sample_with_probs(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """An ancestral sample and the distributions that its tokens follow, [..., length] and [..., length, v]."""
-        tokens = self.sample()
-        return tokens[..., :length], self.conditional_log_probs(tokens)[..., :length, :].exp()
+        return self.draft(lambda probs: (draw(probs), probs), length)
 
 
 class FactorisedDistribution(WindowDistribution):
@@ -127,10 +126,6 @@ class FactorisedDistribution(WindowDistribution):
         """Independence: the other positions as they are."""
         return FactorisedDistribution(self.leaf_logits[..., 1:, :, :])
 
-    def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Return every position at once."""
-        return draw(self.log_leaves.exp(), generator)
-
     def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return every position at once."""
         return choose(self.leaf_logits[..., :length, 0, :].softmax(-1))
@@ -138,10 +133,6 @@ class FactorisedDistribution(WindowDistribution):
     def greedy(self, length: int | None = None) -> torch.Tensor:
         """Return the argmax of every leaf; no normalisation needed."""
         return self.leaf_logits[..., :length, 0, :].argmax(-1)
-
-    def sample_with_probs(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return every position at once; the distributions are computed once."""
-        return self.draft(lambda probs: (draw(probs), probs), length)
 
 
 class SequentialDistribution(WindowDistribution):
@@ -204,10 +195,6 @@ class SequentialDistribution(WindowDistribution):
         """Bind the embedding of `first`."""
         return SequentialDistribution(self.next_logits, self.embed, self.window - 1, self._extended(first[..., None]))
 
-    def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
-        """One token after the other."""
-        return self.draft(lambda probs: (draw(probs, generator), probs))[0]
-
     def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """One token after the other."""
         distribution, tokens, draft_probs = self, [], []
@@ -217,10 +204,6 @@ class SequentialDistribution(WindowDistribution):
             draft_probs.append(probs)
             distribution = distribution.condition(token)
         return torch.stack(tokens, -1), torch.stack(draft_probs, -2)
-
-    def sample_with_probs(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One token after the other; their distributions come with them."""
-        return self.draft(lambda probs: (draw(probs), probs), length)
 
     def _logits(self, prefix: torch.Tensor) -> torch.Tensor:
         logits = self.next_logits(prefix)

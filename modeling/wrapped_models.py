@@ -81,6 +81,17 @@ def weights_there(module: nn.Module) -> Iterator[None]:
             hook.post_forward(module, None)
 
 
+def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict of a model, with weights that are offloaded; a hook may fetch those of all parts below."""
+    state = dict(model.state_dict())
+    for prefix, module in model.named_modules():
+        if "_hf_hook" in vars(module):
+            with weights_there(module):
+                there = module.state_dict(prefix=f"{prefix}." if prefix else "")
+                state |= {name: tensor for name, tensor in there.items() if not tensor.is_meta}
+    return state
+
+
 def is_unit(module: nn.Module) -> bool:
     """Return whether FSDP2 gathers and shards this module on its own."""
     return isinstance(module, FSDPModule)
@@ -237,7 +248,9 @@ class AroundBackboneMixin:
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Resize the backbone's embeddings and its head, which all parts share."""
-        return self.inner.resize_token_embeddings(*args, **kwargs)
+        embeddings = self.inner.resize_token_embeddings(*args, **kwargs)
+        self.vocab_size = embeddings.num_embeddings  # as transformers notes it
+        return embeddings
 
 
 def carries_adapters(model: nn.Module) -> bool:

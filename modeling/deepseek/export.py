@@ -14,6 +14,7 @@ from ...configuration.mtp_families import count_modules, family_of, num_layers, 
 from ..loading import SavingMixin
 from ..loss_options import ModuleLossOptions
 from ..tensor_files import Names, renamed
+from ..wrapped_models import whole_state
 from .checkpoint_files import COPIES
 from .conversion import load
 from .draft_vocabulary import FILE, DraftVocabulary
@@ -75,7 +76,7 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
                 "save_pretrained: the main model is quantised; load it in full precision (float8: "
                 "quantization_config=FineGrainedFP8Config(dequantize=True)), or save adapters"
             )
-        state = self._official_tensors(self.state_dict() if state_dict is None else state_dict)
+        state = self._official_tensors(whole_state(self) if state_dict is None else state_dict)
         self._save_main(folder, state, is_main_process, **kwargs)
         if is_main_process and self.draft_vocabulary is not None:
             self.draft_vocabulary.save(folder)
@@ -84,12 +85,13 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
         layers, family = num_layers(self.config), family_of(self.config)
         state = renamed(state, _names(layers, self.mtp.count), "this model", back=True)
         if self.shared_copies:
-            embeddings: Any = self.main.get_input_embeddings()
-            head: Any = self.main.get_output_embeddings()
+            embeddings = state["model.embed_tokens.weight"]
+            sources = {
+                "embed_tokens.weight": embeddings,
+                "shared_head.head.weight": state.get("lm_head.weight", embeddings),
+            }
             for index in range(self.mtp.count):
-                for name in family.copies:
-                    source = embeddings.weight if name == "embed_tokens.weight" else head.weight
-                    state[f"model.layers.{layers + index}.{name}"] = source.detach().clone()
+                state |= {f"model.layers.{layers + index}.{name}": sources[name].clone() for name in family.copies}
         return {family.file_name(name, layers, self.mtp.count): tensor for name, tensor in state.items()}
 
     def _save_main(self, folder: Path, state: dict[str, torch.Tensor], is_main_process: bool, **kwargs: Any) -> None:

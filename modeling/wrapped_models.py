@@ -278,8 +278,8 @@ def merged_copy(model: Any) -> PreTrainedModel:
     wrapped, within = uncompiled(model), unwrap(model)
     if not carries_adapters(wrapped):
         return sharing_copy(within)
-    if wrapped is not within:
-        _check_prompts(wrapped)
+    if wrapped is not within and any(config.is_prompt_learning for config in wrapped.peft_config.values()):
+        raise ValueError(f"{type(model).__name__} has learned prompts, which cannot be merged; give the model within")
     _check_layers(within)
     copied = sharing_copy(within, ignore_adapters=True)
     for name, layer in adapted_layers(copied):
@@ -296,12 +296,6 @@ def adapter_marks(model: nn.Module) -> tuple[Any, ...]:
         + tuple((p.data_ptr(), p._version) for name, p in layer.named_parameters() if "base_layer" not in name)
         for _, layer in adapted_layers(model)
     )
-
-
-def _check_prompts(model: Any) -> None:
-    """Refuse a PeftModel with learned prompts, which are no part of the model within."""
-    if any(config.is_prompt_learning for config in model.peft_config.values()):
-        raise ValueError(f"{type(model).__name__} has learned prompts, which cannot be merged; give the model within")
 
 
 def _check_layers(model: nn.Module) -> None:

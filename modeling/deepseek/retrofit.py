@@ -53,7 +53,11 @@ def retrofit(
         raise ValueError(f"num_modules={num_modules} must be at least 1")
     if eh_init not in _SHARES:
         raise ValueError(f"eh_init={eh_init!r} is unknown; choose 'embedding', 'hidden' or 'both'")
-    main = AutoModelForCausalLM.from_pretrained(model_or_path, **options) if loads else _copy(model_or_path)
+    if loads:
+        main = AutoModelForCausalLM.from_pretrained(model_or_path, **options)
+    else:
+        unwrap(model_or_path)  # refuses what is no model; `sharing_copy`, a PeftModel
+        main = sharing_copy(uncompiled(model_or_path))
     family = family_of(main.config)
     if type(main) is not main_class(main.config):
         raise ValueError(f"from_backbone needs a {main_class(main.config).__name__}, not a {type(main).__name__}")
@@ -73,11 +77,6 @@ def retrofit(
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
         raise _refusal(main.config, f"its layers cannot be called apart ({error!r})") from error
     return main.config, (main, chain)
-
-
-def _copy(model: Any) -> PreTrainedModel:
-    unwrap(model)
-    return sharing_copy(uncompiled(model))  # refuses a PeftModel
 
 
 def _twin(config: PreTrainedConfig) -> int:

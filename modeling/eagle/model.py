@@ -169,7 +169,13 @@ class EagleHead(FrozenBackboneMixin, StrictLoadingMixin, NoGenerationMixin, OfBa
         name, given = pretrained_model_name_or_path, kwargs.pop("config", None)
         fields = {"aux_layers": aux_layers, "norm_output": norm_output, "norm_before_residual": norm_before_residual}
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
-        raw = given.to_dict() if isinstance(given, PreTrainedConfig) else _config_dict(name, hub)
+        if isinstance(given, PreTrainedConfig):
+            raw = given.to_dict()
+        else:
+            check_is_there(name)
+            raw, _ = PreTrainedConfig.get_config_dict(name, **hub)
+        if not raw:
+            raise ValueError(f"{name}: no config.json")
         wants_info = kwargs.pop("output_loading_info", False)
         if raw.get("model_type") == EagleHeadConfig.model_type:
             changed = {key: value for key, value in fields.items() if value is not None}
@@ -302,11 +308,3 @@ class EagleHead(FrozenBackboneMixin, StrictLoadingMixin, NoGenerationMixin, OfBa
 
 def _labels(labels: torch.Tensor | None, shift_labels: torch.Tensor | None) -> torch.Tensor | None:
     return labels if shift_labels is None else nn.functional.pad(shift_labels, (1, -1), value=IGNORE)
-
-
-def _config_dict(name: Any, hub: dict[str, Any]) -> dict[str, Any]:
-    check_is_there(name)
-    values, _ = PreTrainedConfig.get_config_dict(name, **hub)
-    if not values:
-        raise ValueError(f"{name}: no config.json")
-    return values

@@ -260,11 +260,11 @@ class AttachableDrafter(BaseDrafter):
         """What a copy or a pickle holds: everything but the backbone."""
         parent = getattr(super(), "__getstate__", None)
         state = dict(parent() if parent else self.__dict__)
-        return state | {"_backbones": [], "_tie": Route.of(self.backbone).tie if self.is_attached else Tie()}
+        return state | {"_backbones": [], "backbone_tie": Route.of(self.backbone).tie if self.is_attached else Tie()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Attach to the copy of the backbone, where there is one in the same copy or pickle."""
-        tie = state.pop("_tie", Tie())
+        tie = state.pop("backbone_tie", Tie())
         parent = getattr(super(), "__setstate__", self.__dict__.update)
         parent(state)
         tie.drafters.append(self)

@@ -181,7 +181,6 @@ class OfBackboneMixin:
 
     backbone: PreTrainedModel
     config: Any
-    travels_when_pushed = False
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True

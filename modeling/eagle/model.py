@@ -61,6 +61,7 @@ class EagleHead(FrozenBackboneMixin, StrictLoadingMixin, NoGenerationMixin, OfBa
     """
 
     remote_classes = {"AutoModel": "EagleHead"}
+    travels_when_pushed = False
     _supports_sdpa = True
     drafts_trees = True
     loss_unit = "step"

@@ -57,6 +57,7 @@ class MTPHeads(
 
     config_class = MTPHeadConfig
     remote_classes = {"AutoModel": "MTPHeads"}
+    travels_when_pushed = False
     drafts_trees = True
 
     def __init__(self, config: MTPHeadConfig) -> None:

@@ -50,6 +50,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, Attachabl
     config: PTPStudentConfig
     config_class = PTPStudentConfig
     remote_classes = {"AutoModel": "PTPStudent"}
+    travels_when_pushed = False
     _supports_sdpa = True
 
     def __init__(self, config: PTPStudentConfig) -> None:

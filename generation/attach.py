@@ -291,7 +291,8 @@ class NoGenerationMixin:
         """
         name = type(self).__name__
         raise RuntimeError(
-            f"{name} generates nothing: call attach(backbone), then backbone.generate(..., assistant_model=...)"
+            f"{name} generates nothing: call attach(backbone), then backbone.generate(..., assistant_model=...); "
+            "MTPSFTTrainer trains it"
         )
 
 

@@ -218,6 +218,11 @@ class DeepSeekMTP(
         self.loss_options.weight = float(value)
 
     @property
+    def silent_drafter(self) -> nn.Module:
+        """The modules."""
+        return self.mtp
+
+    @property
     def readout(self) -> Readout:
         """The map from normed states to logits, for main model and modules alike."""
         return Readout(self.main)
@@ -326,8 +331,8 @@ class DeepSeekMTP(
             targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
             trained, size = chain[: self.window], self.config.vocab_size
             windows = [targets[:, : state.shape[1], k] for k, state in enumerate(trained)]
-            loss, *found = chain_loss(self.readout, trained, windows, size, self.loss_options, num_items_in_batch)
-            shown = dict(zip(("head_losses", "acceptances", "missing_mass"), found))
+            found = chain_loss(self.readout, trained, windows, size, self.loss_options, num_items_in_batch)
+            loss, shown = found.loss, dict(found)
         aux_loss = router_loss(self.main, outputs, attention_mask)
         if loss is not None and aux_loss is not None:
             loss = loss + vars(self.main)["router_aux_loss_coef"] * aux_loss.to(loss.device)
@@ -336,14 +341,13 @@ class DeepSeekMTP(
         if logits_to_keep is not None or not (has_labels and self.training):
             logits = self.readout(selected_positions(hidden, logits_to_keep or 0))
         return DeepSeekMTPOutput(
-            loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             mtp_logits=mtp_logits,
             aux_loss=aux_loss,
-            **shown,
+            **(shown | {"loss": loss}),
         )
 
     def _chain(

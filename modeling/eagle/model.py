@@ -19,7 +19,7 @@ from ..heads.backbone_parts import output_embeddings, weight_of
 from ..heads.learning import FrozenBackboneMixin, States, counted_positions, run_backbone
 from ..heads.losses import IGNORE, check_targets
 from ..loading import HUB_OPTIONS, StrictLoadingMixin, check_is_there
-from ..loss_options import EagleLossOptions, ResolvedEagleOptions
+from ..loss_options import EagleLossOptions, OwnLossMixin, ResolvedEagleOptions
 from ..outputs import EagleOutput
 from ..tensor_files import read_tensors, refuse_unknown, weight_files
 from ..wrapped_models import OfBackboneMixin, has_own_cache, unwrap
@@ -43,7 +43,9 @@ _CHAIN = 5
 """Default length of a chain, as in the published ones."""
 
 
-class EagleHead(FrozenBackboneMixin, StrictLoadingMixin, NoGenerationMixin, OfBackboneMixin, EagleNetwork):
+class EagleHead(
+    FrozenBackboneMixin, OwnLossMixin, StrictLoadingMixin, NoGenerationMixin, OfBackboneMixin, EagleNetwork
+):
     """An EAGLE head, apart from its backbone, which is unchanged.
 
     `hidden_states` below are those of transformers: a tuple over layers of [B, L, D], the last after the final norm.
@@ -285,13 +287,8 @@ class EagleHead(FrozenBackboneMixin, StrictLoadingMixin, NoGenerationMixin, OfBa
         labels = check_targets(labels, self.config.vocab_size)
         batch = TrainingBatch.of(input_ids, labels, attention_mask, position_ids, cast(torch.Tensor, states[-1]))
         found = eagle_loss(self, self.fuse(states), batch, self._loss_options(), counts)
-        return EagleOutput(
-            loss=found.loss,
-            logits=logits,
-            step_losses=found.shown,
-            head_losses=found.means,
-            acceptances=found.acceptances,
-        )
+        found.logits = logits
+        return found
 
     def _run_backbone(
         self,

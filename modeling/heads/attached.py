@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...configuration import MTPHeadConfig
 from ...configuration.fields import check_options
 from ...configuration.head_families import HEAD_FAMILIES, takers
-from ...generation.attach import AttachableDrafter, adopt_special_ids
+from ...generation.attach import AttachableDrafter, NoGenerationMixin, adopt_special_ids
 from ...generation.call.options import DraftOptions
 from ...generation.drafters.heads import AttendingHeadSession, HeadSession
 from ..loading import StrictLoadingMixin
@@ -34,7 +34,13 @@ _FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
 
 
 class MTPHeads(
-    LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, OfBackboneMixin, AttachableDrafter, PreTrainedModel
+    LearningMixin,
+    OfficialLayoutsMixin,
+    StrictLoadingMixin,
+    NoGenerationMixin,
+    OfBackboneMixin,
+    AttachableDrafter,
+    PreTrainedModel,
 ):
     """Multi-token heads for a backbone that is unchanged.
 

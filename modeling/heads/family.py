@@ -92,7 +92,6 @@ class HeadFamily:
         fit: From the module, its config and a backbone: what heads take over whenever they are attached.
         start_from: From the module and a backbone: new heads start as far as possible as the backbone's own.
         is_independent: Whether the distribution after the window's first token is the same, whatever that token is.
-        one_by_one: From a config to whether the module learns one head after the other (`LayerHead.one_by_one`).
         layouts: Formats of other tools.
         circuit: Its parameters, where `circuit_from_logits` can build its distribution.
     """
@@ -106,7 +105,6 @@ class HeadFamily:
     fit: Callable[[Any, MTPHeadConfig, PreTrainedModel], None] = lambda head, config, backbone: None
     start_from: Callable[[Any, PreTrainedModel], None] = lambda head, backbone: None
     is_independent: bool = False
-    one_by_one: Callable[[MTPHeadConfig], bool] = lambda config: False
     layouts: Sequence[HeadLayout] = ()
     circuit: Circuit | None = None
 

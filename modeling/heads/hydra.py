@@ -108,8 +108,7 @@ class PrefixLayer(nn.Module):
     ) -> torch.Tensor:
         """[B, T, d] to [B, T, d]; see `layer_options`."""
         states = states.to(next(self.layers.parameters()).dtype)
-        options = self.layers.options(states, self.rotary, attention_mask, position_ids, cache)
-        return self.norm(self.layers[0](states, **options))
+        return self.layers.run([states], self.norm, self.rotary, attention_mask, position_ids, cache)[0]
 
 
 def _hidden_layers(config: MTPHeadConfig) -> list[int]:

@@ -7,20 +7,22 @@ last layer the rest is a plain Llama.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import Cache, LlamaConfig, PreTrainedModel
 from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import LAYER
 from ..tensor_files import Tensors, read_json, read_tensors, renamed
+from ..wrapped_models import is_unit
 from .backbone_parts import BackboneParts, LayerSource, copy_weights, layer_kind, layer_options, read_config, required
-from .chunks import sums_one_by_one
 from .family import Directory, HeadFamily, HeadLayout, register
 from .ff import factorised_distribution
 
@@ -53,19 +55,30 @@ class DecoderLayers(nn.ModuleList):
         super().__init__(source.new_layers(count))
         self.config, self.cache_name = source.config, source.cache_name
 
-    def options(
+    def run(
         self,
-        states: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        norm: Callable[[torch.Tensor], torch.Tensor],
         rotary: nn.Module,
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor,
         cache: Cache | None = None,
-    ) -> dict[str, Any]:
-        """Return what every layer takes besides its states; arguments as for `layer_options`."""
+    ) -> list[torch.Tensor]:
+        """Return every layer's normed output [B, T, d] for its own input; arguments as for `layer_options`.
+
+        In training, several layers are recomputed in backward: the activations of one exist at a time.
+        """
         kind = layer_kind(self.config, -1)
-        return layer_options(
-            self.config, rotary, states, attention_mask, position_ids, cache, kind, cache_name=self.cache_name
+        options = layer_options(
+            self.config, rotary, inputs[0], attention_mask, position_ids, cache, kind, cache_name=self.cache_name
         )
+
+        def run(layer: nn.Module, part: torch.Tensor) -> torch.Tensor:
+            return norm(layer(part, **options))
+
+        recomputes = self.training and torch.is_grad_enabled() and len(self) > 1 and not any(map(is_unit, self))
+        call = partial(checkpoint, run, use_reentrant=False) if recomputes else run
+        return [call(layer, part) for layer, part in zip(self, inputs)]
 
 
 class LayerHead(nn.Module):
@@ -103,49 +116,9 @@ class LayerHead(nn.Module):
         `states` are those that `hidden_layers` names, [B, T, d] each; `cache` holds earlier positions, and is extended.
         """
         *below, last = states
-        inputs = self._inputs(below)
-        options = self.layers.options(inputs[0], self.rotary, attention_mask, position_ids, cache)
-        normed = [backbone.norm(layer(part, **options)) for layer, part in zip(self.layers, inputs)]
+        inputs, norm = self._inputs(below), backbone.norm
+        normed = self.layers.run(inputs, norm, self.rotary, attention_mask, position_ids, cache)
         return torch.cat(normed if self.config.first == "own" else [last.to(normed[0].dtype), *normed], -1)
-
-    def one_by_one(
-        self,
-        states: Mapping[int, torch.Tensor] | Sequence[torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor,
-        backbone: BackboneParts | None,
-        targets: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss of all heads with the memory of one (`sums_one_by_one`), where they read the same states.
-
-        Args:
-            states: By index, those below the last layer, and the last, [B, T, d].
-            attention_mask: [B, T], 0 for padding.
-            position_ids: [B or 1, T].
-            backbone: Whose norm and unembedding are borrowed.
-            targets: [B, T, n] int64, -100 where nothing is scored.
-            weights: [n].
-
-        Returns:
-            The scalar, and detached sums of cross-entropies per depth, [n].
-        """
-        z, backbone = states[-2].to(next(self.layers.parameters()).dtype), required(backbone)
-        options = self.layers.options(z, self.rotary, attention_mask, position_ids)
-
-        def run(k: int, inputs: torch.Tensor) -> torch.Tensor:
-            return backbone.norm(self.layers[k](inputs, **options))
-
-        borrowed = self.config.first == "backbone"
-        layers, unembed, vocab = list(self.layers), backbone.unembed, self.vocab_size
-        loss, sums = sums_one_by_one(run, layers, z, targets[..., borrowed:], weights[borrowed:], unembed, vocab)
-        if not borrowed:
-            return loss, sums
-        last = states[-1].to(z.dtype)
-        first, own = sums_one_by_one(
-            lambda k, inputs: inputs, [nn.Module()], last, targets, weights[:1], unembed, vocab
-        )
-        return loss + first, torch.cat([own, sums])
 
     def _inputs(self, below: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         dtype = next(self.layers.parameters()).dtype
@@ -291,7 +264,6 @@ register(
         layer_config=lambda config, text: text.to_dict(),
         start_from=lambda head, backbone: head.start_from(backbone),
         is_independent=True,
-        one_by_one=lambda config: config.mix == "none",
         layouts=[
             HeadLayout(
                 "gloeckle",

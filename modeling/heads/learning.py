@@ -14,12 +14,9 @@ from transformers.utils.generic import can_return_tuple
 from ...configuration import MTPHeadConfig
 from ..loss_options import DepthCountsMixin
 from ..outputs import MTPOutput
-from ..wrapped_models import is_unit
 from .backbone_parts import BackboneParts
 from .draft_layers import DraftLayers
-from .layer import LayerHead
-from .losses import IGNORE, check_targets, counts_of_update, depth_targets, depth_weights, head_loss
-from .registry import family_of
+from .losses import depth_targets, depth_weights, head_loss
 
 States = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
 """Hidden states of the backbone: L + 1 entries [B, T, D], of which unused ones may be None, or those by index."""
@@ -99,6 +96,11 @@ class LearningMixin(FrozenBackboneMixin, DepthCountsMixin):
     device: torch.device
 
     @property
+    def normalization(self) -> str:
+        """See `DepthCountsMixin`."""
+        return self.config.loss_normalization
+
+    @property
     def learning_layers(self) -> list[int]:
         """The states of the backbone that training reads, as `output_hidden_states` counts them."""
         layers = sorted(set(self.hidden_layers), key=self.hidden_layers.index)
@@ -138,18 +140,6 @@ class LearningMixin(FrozenBackboneMixin, DepthCountsMixin):
         if labels is None and shift_labels is None:
             return MTPOutput(logits=logits)
         targets = depth_targets(labels, self.config.num_depths, attention_mask, position_ids, shift_labels)
-        teaches = self.config.loss_target == "teacher"
-        if self._goes_one_by_one():
-            check_targets(targets, cast(int, self.config.vocab_size))
-            own = (targets != IGNORE).sum((0, 1))
-            weights = depth_weights(self.config, counts_of_update(own, counts).float()) * self.loss_scale(first)
-            states = cast(Mapping[int, torch.Tensor], states)
-            if position_ids is None:
-                position_ids = counted_positions(states[-2], attention_mask)
-            loss, sums = cast(LayerHead, self.head).one_by_one(
-                states, attention_mask, position_ids, self._parts(), targets, weights
-            )
-            return MTPOutput(loss=loss, logits=logits, head_losses=sums / own)
         found = head_loss(
             self.head,
             self.config,
@@ -158,25 +148,12 @@ class LearningMixin(FrozenBackboneMixin, DepthCountsMixin):
             input_ids,
             counts,
             self._parts(),
-            states[-1] if teaches else None,
+            states[-1] if self.config.loss_target == "teacher" else None,
             self.loss_scale(first),
             balance,
         )
-        return MTPOutput(
-            loss=found.loss,
-            logits=logits,
-            head_losses=found.means,
-            acceptances=found.acceptances,
-            missing_mass=found.missing,
-            head_squares=found.squares,
-        )
-
-    def _goes_one_by_one(self) -> bool:
-        """Return whether heads can learn one after the other: layers that read the same states, from labels."""
-        config = self.config
-        plain = config.loss_target == "labels" and config.loss_balance == "none"
-        plain = plain and not any(map(is_unit, self.head.modules()))
-        return plain and family_of(config).one_by_one(config)
+        found.logits = logits
+        return found
 
     def loss_scale(self, first: float = 1.0) -> torch.Tensor:
         """What the depths of the loss are multiplied with besides weights, [n]: lambda, and `first` at depth 1."""

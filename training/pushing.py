@@ -30,7 +30,7 @@ _OF_THE_RUN = (
 """Files of a run directory that name paths and commands, and what `Trainer` leaves out, too."""
 _OF_RESUMING = (
     *("training_args.bin", "trainer_state.json", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*"),
-    *("pytorch_model_fsdp*", "global_step*", "latest", "zero_to_fp32.py", "*.distcp", ".*"),
+    *("pytorch_model_fsdp*", "global_step*", "latest", "zero_to_fp32.py", "*.distcp", "checksums.json", ".*"),
 )
 """Files of a checkpoint that are no part of the model."""
 _API = HfApi()

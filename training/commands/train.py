@@ -114,10 +114,8 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
             trainer.save_model()
     finally:
         progress = trainer.pop_callback(ProgressCallback)
-        if (
-            isinstance(progress, ProgressCallback) and progress.training_bar is not None
-        ):  # an error gets a line of its own
-            progress.training_bar.close()
+        if isinstance(progress, ProgressCallback) and progress.training_bar is not None:
+            progress.training_bar.close()  # so that an error gets a line of its own
         if trainer.is_world_process_zero() and trainer.state.log_history:
             write_metrics(folder, trainer.state.log_history)
             draw_learning(trainer.state.log_history, folder)

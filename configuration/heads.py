@@ -7,6 +7,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from .fields import check_values
 from .head_families import HEAD_FAMILIES, SHAPING_OPTIONS, HeadFamilyFacts, takers
 
 HEAD_TYPES = tuple(HEAD_FAMILIES)
@@ -163,12 +164,7 @@ class MTPHeadConfig(PreTrainedConfig):
                 f"head_type={self.head_type!r} is unknown; choose one of {', '.join(HEAD_FAMILIES)}, or first import "
                 "the module that registers the family"
             )
-        for name, value in self._values(CHOICES).items():
-            if value not in CHOICES[name]:
-                raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(CHOICES[name])}")
-        for name, value in self._values(AT_LEAST).items():
-            if value is not None and value < AT_LEAST[name]:
-                raise ValueError(f"{name}={value} must be at least {AT_LEAST[name]}")
+        check_values(self, CHOICES, AT_LEAST)
         if not 0.0 <= self.loss_label_weight <= 1.0:
             raise ValueError(f"loss_label_weight={self.loss_label_weight} must lie between 0 and 1")
         if self.gamma is not None and not 0.0 < self.gamma <= 1.0:

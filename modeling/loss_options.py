@@ -208,17 +208,14 @@ class OwnLossMixin:
 
     Attributes:
         own_trainer: The trainer that trains it.
+        silent_part: Name of the part that such a loss leaves as it is; None: nothing learns from it.
         has_warned: Whether it was said that the drafter learns nothing.
     """
 
     own_trainer = "MTPSFTTrainer"
+    silent_part: str | None = None
     has_warned = False
     training: bool
-
-    @property
-    def silent_drafter(self) -> nn.Module | None:
-        """The part that such a loss leaves as it is; None: nothing learns from it."""
-        return None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; see the class.
@@ -227,9 +224,10 @@ class OwnLossMixin:
             RuntimeError: A loss of TRL's, from which nothing learns.
         """
         if kwargs.get("fused_lm_head"):
-            name, drafter = type(self).__name__, self.silent_drafter
-            if drafter is None:
+            name = type(self).__name__
+            if self.silent_part is None:
                 raise RuntimeError(f"{name} learns from its own loss alone: train it with {self.own_trainer}")
+            drafter: nn.Module = getattr(self, self.silent_part)
             learns = self.training and torch.is_grad_enabled() and any(p.requires_grad for p in drafter.parameters())
             if learns and not self.has_warned:
                 self.has_warned = True

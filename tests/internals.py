@@ -60,7 +60,7 @@ _NAMES = {
     "tokenahead.configuration.mtp_families": (
         "MTPFamily",
         "REFUSED",
-        "UNMADE",
+        "RETROFIT",
         "family_of",
         "mtp_families_FAMILIES",
         "num_layers",

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.utils import logging
 
 from ..configuration import EagleHeadConfig, MTPHeadConfig, PTPStudentConfig
-from ..configuration.mtp_families import FAMILIES, count_modules
+from ..configuration.mtp_families import REFUSED, count_modules
 from ..generation import Speculation
 from ..modeling import DeepSeekMTP
 from .byte_text import decode, encode, escaped, is_byte_level, streamer_for
@@ -206,7 +206,7 @@ def _load_heads(source: str) -> PreTrainedModel:
 
 def causal_class(config: PreTrainedConfig) -> type[DeepSeekMTP] | type[AutoModelForCausalLM]:
     """Return the class that loads a causal language model with the modules that its checkpoint has."""
-    return DeepSeekMTP if config.model_type in FAMILIES and count_modules(config) else AutoModelForCausalLM
+    return DeepSeekMTP if config.model_type not in REFUSED and count_modules(config) else AutoModelForCausalLM
 
 
 class AttachedDecoder:

@@ -48,6 +48,7 @@ class EvaByteForMTPC(
 
     mtp_loss_weight: float = 1.0
     """lambda: the weight of the drafter's depths relative to the next-byte head's."""
+    silent_part = "_silent_head"
     remote_classes = {"AutoModel": "EvaByteModel", "AutoModelForCausalLM": "EvaByteForMTPC"}
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -116,6 +117,11 @@ class EvaByteForMTPC(
     def head(self) -> nn.Module:
         """The module that drafts: `mtp_head`, or `draft_heads` for FF heads (the own head, if there is no other)."""
         return self.mtp_head or self.draft_heads or self.lm_head
+
+    @property
+    def _silent_head(self) -> nn.Module:
+        """The head; nothing, where the own head is the only one."""
+        return self.mtp_head or self.draft_heads or nn.Module()
 
     @property
     def _all_heads(self) -> OwnAndDraftHeads:
@@ -311,11 +317,6 @@ class EvaByteForMTPC(
             hidden_states=outputs.hidden_states,
             **found,
         )
-
-    @property
-    def silent_drafter(self) -> nn.Module:
-        """The head; nothing, where the own head is the only one."""
-        return self.mtp_head or self.draft_heads or nn.Module()
 
     @property
     def normalization(self) -> str:

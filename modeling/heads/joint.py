@@ -43,9 +43,6 @@ class JointMTPModel(DepthCountsMixin, AroundBackboneMixin, OfBackboneMixin, PreT
     """
 
     config_class = None
-    base_model_prefix = ""
-    main_input_name = "input_ids"
-    supports_gradient_checkpointing = True
 
     def __init__(self, heads: MTPHeads) -> None:
         super().__init__(heads.config)

@@ -214,7 +214,7 @@ class PTPForCausalLM(
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Resize the backbone's embeddings and its head; nothing else depends on the vocabulary."""
-        embeddings = self.backbone.resize_token_embeddings(*args, **kwargs)
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
         self.config.backbone_config.vocab_size = self.backbone.config.vocab_size
         return embeddings
 

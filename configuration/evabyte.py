@@ -125,7 +125,7 @@ class EvaByteConfig(PreTrainedConfig):
             raise ValueError(
                 f"mtp_head.leaf={self.mtp_head.leaf!r}: EvaByte's FF heads are rows of one matrix, leaf='full'"
             )
-        if self.mtp_head.window > self.window_size:
+        if (self.mtp_head.window or 0) > self.window_size:
             raise ValueError(
                 f"mtp_head.window={self.mtp_head.window} exceeds window_size={self.window_size}: "
                 "a draft may cross one window border at most"

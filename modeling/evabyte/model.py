@@ -55,7 +55,7 @@ class EvaByteForMTPC(
     def __init__(self, config: EvaByteConfig) -> None:
         super().__init__(config)
         if config.mtp_head.family.rows_of_lm_head:
-            config.num_pred_heads = max(config.num_pred_heads, config.mtp_head.window)
+            config.num_pred_heads = max(config.num_pred_heads, config.mtp_head.window or 0)
         self.loss_type = "ForCausalLM"
         self.model = EvaByteModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -98,7 +98,7 @@ class EvaByteForMTPC(
         adds_layers = is_stored and wanted.draft_options() != stored.draft_options()
         config.mtp_head = wanted if is_stored and not adds_layers else stored
         if config.mtp_head.family.rows_of_lm_head:
-            config.mtp_head.window = min(config.mtp_head.window, config.num_pred_heads)
+            config.mtp_head.window = min(config.mtp_head.window or 0, config.num_pred_heads)
         loaded = super().from_pretrained(name, *args, config=config, **(hub | dtypes | kwargs))
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if adds_layers:
@@ -111,7 +111,7 @@ class EvaByteForMTPC(
     @property
     def window(self) -> int:
         """n: tokens that the head's distribution covers; a draft has n - 1."""
-        return self.config.mtp_head.window
+        return self.config.mtp_head.window or 0
 
     @property
     def head(self) -> nn.Module:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    EncoderDecoderCache,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -36,13 +37,14 @@ from transformers.utils import logging
 
 from ..configuration.fields import learned_positions
 from ..modeling.wrapped_models import caches_kept
+from .call.keywords import Keywords
 from .call.options import OWN, CallOptions, DraftOptions, obstacle, prepared_options, warn_of_unread
 from .call.processing import counts_calls
 from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer, with_resolved
 from .loop import SpeculativeLoop
 from .protocols import Drafter, SpeculativeCache
 from .target.backbones import check_trees
-from .target.inputs import crosses_border, last_position_of_trials, not_continued
+from .target.inputs import crosses_border, last_position_of_trials
 from .target.target import can_roll_back, is_repackable
 from .trees.choice import choose_tree
 
@@ -174,6 +176,8 @@ def speculative_decoding(
     reason = None
     if options.is_ours:
         reason = _obstacle_in_call(options, model, input_ids, logits_processor, generation_config, model_kwargs)
+        keywords = Keywords(model, model_kwargs, input_ids, options.draft_tree is not None)
+        reason = reason or keywords.reason or _obstacle_of_runner(call.drafter.runner, model, keywords)
     if reason is not None and options.needs_our_loop:
         _refuse_source(reason, options)
     if reason is not None:
@@ -189,7 +193,7 @@ def speculative_decoding(
     schedule = call.drafter.schedule_of(session, made) if made.schedule == "adaptive" else None
     loop = SpeculativeLoop(
         model, call.drafter.runner(model), session, call.drafter.make_verifier(made, session), made, schedule,
-        generation_config, stopping_criteria, model_kwargs, call.streamer, call.cache_is_given,
+        generation_config, stopping_criteria, model_kwargs, keywords, call.streamer, call.cache_is_given,
     )  # fmt: skip
     output = loop.run(call.synced_gpus)
     if schedule is not None:
@@ -272,8 +276,8 @@ def _reason_to_decode_plainly(
     has_own_cache: bool,
 ) -> str | None:
     cache = model_kwargs.get("past_key_values")
-    if isinstance(cache, StaticCache):
-        return "a StaticCache"
+    if isinstance(cache, StaticCache | EncoderDecoderCache):
+        return f"past_key_values of class {type(cache).__name__}"
     if not has_own_cache:
         if cache is not None and not is_repackable(cache) and not isinstance(cache, SpeculativeCache):
             return f"past_key_values with layers that cannot go back ({type(cache).__name__})"
@@ -296,7 +300,15 @@ def _obstacle_in_call(
     if counting is not None:
         return f"{type(counting).__name__}, which counts its calls"
     end = config.max_length + 2 * max(options.num_assistant_tokens or 0, _DEPTH)
-    return crosses_border(model, model_kwargs, input_ids, end) or not_continued(model_kwargs, input_ids)
+    return crosses_border(model, model_kwargs, input_ids, end)
+
+
+def _obstacle_of_runner(runner: Callable[[Any], Any], model: PreTrainedModel, keywords: Keywords) -> str | None:
+    """Return what the model's own forward takes, where another one runs its layers."""
+    is_empty = not (keywords.constant or keywords.is_asked)
+    if is_empty or runner(model) is model:
+        return None
+    return f"{next(iter(keywords.constant), 'prepare_inputs_for_generation')}="
 
 
 def _with_chosen_tree(

@@ -18,10 +18,11 @@ import time
 from typing import Any, cast
 
 import torch
-from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import Cache, EncoderDecoderCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from ..configuration.fields import learned_positions
+from .call.keywords import Keywords
 from .call.options import DraftOptions
 from .call.outputs import GenerateSpeculativeOutput, Records, Speculation
 from .call.schedule import DraftSchedule
@@ -55,6 +56,7 @@ class SpeculativeLoop:
         config: Generation config, prepared by transformers.
         criteria: Stopping criteria, prepared.
         model_kwargs: Keyword arguments of the model, prepared, the cache among them.
+        keywords: Those that forwards after the prompt are given, too.
         streamer: Receives every column of tokens once all open sequences have it.
         cache_is_given: Whether the user passed the cache, and may look into it after the call.
     """
@@ -72,12 +74,14 @@ class SpeculativeLoop:
         config: GenerationConfig,
         criteria: StoppingCriteriaList,
         model_kwargs: dict[str, Any],
+        keywords: Keywords,
         streamer: BaseStreamer | None = None,
         cache_is_given: bool = False,
     ) -> None:
         prompt, self.processing = options.prompt, options.processing
         self.backbone, self.runner, self.session, self.verifier = backbone, runner, session, verifier
         self.config, self.schedule, self.model_kwargs, self.streamer = config, schedule, model_kwargs, streamer
+        self.keywords = keywords
         self.cache_is_seen = cache_is_given or config.return_dict_in_generate
         self.hidden_layers: HiddenLayers = True if config.output_hidden_states else session.hidden_layers
         self.tokens, self.streamed = Sequences(prompt), prompt.shape[1]
@@ -107,6 +111,7 @@ class SpeculativeLoop:
             tree = self.session.propose(self.tokens, length)
             drafted = time.perf_counter()
             block = torch.cat([self.tokens.last()[:, None], tree.tokens], dim=1)
+            self.target.keywords = self.keywords.of_block(self.tokens, tree.tokens, tree.depth, self.done)
             outputs = self.target.forward(block, tree, self.hidden_layers)
             called = time.perf_counter()
             outputs.logits = outputs.logits.to(block.device, torch.float32)
@@ -130,7 +135,9 @@ class SpeculativeLoop:
         wanted = self.model_kwargs | {"output_hidden_states": self.hidden_layers}
         prompt = self.tokens.ids[:, : self.tokens.prompt_length]
         outputs = self.backbone._prefill(prompt, self.config, wanted)
-        self.target = self._target(outputs.past_key_values)
+        cache = outputs.past_key_values
+        # beside what a model with cross attention keeps of its encoder, which it reads anew in every forward
+        self.target = self._target(cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache)
         if self.table is not None and isinstance(self.target, RepackedTarget):
             self.starts = self.target.next_positions()
         self.statistics.backbone_calls += 1
@@ -147,7 +154,8 @@ class SpeculativeLoop:
         if isinstance(cache, SpeculativeCache):
             return RowLengthTarget(self.runner, cache, mask)
         kind = RepackedTarget if is_repackable(cache) else EvenTarget
-        return kind(self.runner, cache, self.tokens.ends, mask, self.model_kwargs)
+        given = self.model_kwargs | {"position_ids": self.keywords.position_ids}
+        return kind(self.runner, cache, self.tokens.ends, mask, given)
 
     def _length(self) -> int:
         """Return the longest path to draft now: verification adds one more token, and nothing goes beyond the end."""
@@ -157,7 +165,7 @@ class SpeculativeLoop:
             return wanted
         open_lengths = [n for n, done in zip(self.tokens.lengths, self.done) if not done]
         room = max((self.stopping.room(n) for n in open_lengths), default=1)
-        return max(min(wanted, room - 1, ahead), 0)
+        return self.keywords.longest(self.tokens, max(min(wanted, room - 1, ahead), 0), self.done)
 
     def _positions_ahead(self) -> int:
         """Return how many positions a table of them has after b in every open sequence.
@@ -278,6 +286,7 @@ class SpeculativeLoop:
             tree = DraftTree.chain(self.tokens.ids[:, :0])
             self.statistics.backbone_calls += 1
             self._positions_ahead()
+            self.target.keywords = self.keywords.of_block(self.tokens, tree.tokens, 0, self.done)
             self.target.forward(self.tokens.last()[:, None], tree, None)
             self.target.keep(kept, VerificationResult(self.tokens.ends, self.tokens.last()[:, None]), tree)
         self.target.align(longest - 1)

@@ -327,8 +327,8 @@ _KINDS = (
 )
 
 
-_FORGETFUL = ("jamba", "zamba")
-"""Kinds whose mixers read a block of several tokens as if no state stood before it."""
+_FORGETFUL = ("jamba", "zamba", "recurrent_gemma")
+"""Kinds whose mixers read a block of several tokens otherwise than its tokens: as if no state stood before it, say."""
 
 
 def is_repackable(cache: Cache | None) -> bool:

@@ -65,6 +65,10 @@ class BaseDrafter:
         """Return none: transformers' own apply."""
         return {}
 
+    def assistant_config(self) -> GenerationConfig | None:
+        """Return None: no model of transformers drafts."""
+        return None
+
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """Refuse options of other kinds of drafters, and complete a tree, whose longest path is the draft's length.
 

@@ -113,6 +113,10 @@ class Drafter(Protocol):
         """Return fields of the GenerationConfig that take these values where no source sets them."""
         ...
 
+    def assistant_config(self) -> GenerationConfig | None:
+        """Return the generation config of a model that drafts: transformers' place for how many tokens it drafts."""
+        ...
+
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """Validate the options that only this kind of drafter knows, and return them with its defaults."""
         ...

@@ -60,13 +60,20 @@ class CallOptions:
         return self.speculates or self.needs_our_loop
 
     @classmethod
-    def read(cls, own: dict[str, Any], sources: tuple[Any, ...], left_out: tuple[str, ...] = ()) -> CallOptions:
+    def read(
+        cls,
+        own: dict[str, Any],
+        sources: tuple[Any, ...],
+        left_out: tuple[str, ...] = (),
+        of_assistant: GenerationConfig | None = None,
+    ) -> CallOptions:
         """Takes every option from where it is set first, and checks it.
 
         Args:
             own: The keyword arguments of `OWN` that were given.
             sources: Keyword arguments, the config that was passed, the model's own config.
             left_out: Names of `OWN` that are read from `own` alone.
+            of_assistant: The config of a model that drafts, which says last how many tokens it drafts.
 
         Raises:
             ValueError: A value that cannot be meant, or a tensor on a config; the message names the option and what
@@ -75,7 +82,7 @@ class CallOptions:
         for source in sources[1:]:
             _refuse_tensors(source)
         use_mtp, number, schedule, threshold = (
-            first_set(name, sources)
+            first_set(name, (*sources, None if name == "use_mtp" else of_assistant))
             for name in (
                 "use_mtp",
                 "num_assistant_tokens",
@@ -116,7 +123,8 @@ def prepared_options(
         ValueError: An option that cannot be meant, or that this kind of drafter does not have.
     """
     # as an assistant in transformers' own loop, the backbone is passed the config of its target
-    options = CallOptions.read(own, sources, OWN[1:] if getattr(sources[1], "is_assistant", None) else ())
+    left_out = OWN[1:] if getattr(sources[1], "is_assistant", None) else ()
+    options = CallOptions.read(own, sources, left_out, drafter.assistant_config())
     _check_rule(options, drafter.rules)
     try:
         return drafter.prepare_call(options, config)
@@ -124,7 +132,7 @@ def prepared_options(
         saved = _saved(own, sources)
         if drafter is backbone or not saved:
             raise
-        options = drafter.prepare_call(CallOptions.read(own, sources, saved), config)
+        options = drafter.prepare_call(CallOptions.read(own, sources, saved, drafter.assistant_config()), config)
         logger.warning_once(f"The generation_config of {type(backbone).__name__} is not followed in all: {error}")
         return options
 

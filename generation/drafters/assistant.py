@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import learned_positions
 from ...modeling.gemma4 import borrows_states, load_assistant
@@ -43,7 +43,8 @@ class AssistantDrafter(AttachableDrafter):
     Args:
         model: A causal language model of transformers with attention in every layer; or an assistant of Gemma 4
             (`gemma4_assistant`), which reads the backbone's own keys and values.
-        num_tokens: Tokens to draft, unless `num_assistant_tokens` says otherwise.
+        num_tokens: Tokens to draft, unless `num_assistant_tokens` says otherwise: of a call, of the backbone's
+            generation config, or of the model's own. `assistant_confidence_threshold` is looked up there, too.
 
     Raises:
         ValueError: `num_tokens` below 1.
@@ -121,6 +122,10 @@ class AssistantDrafter(AttachableDrafter):
     def default_draft(self) -> int:
         """`num_tokens`."""
         return self.num_tokens
+
+    def assistant_config(self) -> GenerationConfig | None:
+        """The drafting model's."""
+        return self.model.generation_config
 
     def start(self, options: DraftOptions) -> DraftSession:
         """One call's chains."""

@@ -16,8 +16,9 @@ from weakref import WeakKeyDictionary
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from .. import __version__
+from ..configuration.fields import field
 from ..modeling.wrapped_models import drop_collectors, unwrap
-from .call.options import CallOptions, DraftOptions
+from .call.options import CallOptions, DraftOptions, first_set
 from .call.schedule import AdaptiveSchedule
 from .generate import decoding, prepared_call
 from .protocols import DraftSession, SpeculativeCache
@@ -222,11 +223,13 @@ class AttachableDrafter(BaseDrafter):
     def on_detach(self) -> None:
         """Lets go of it."""
 
-    def attach(self, backbone: PreTrainedModel) -> Any:
+    def attach(self, backbone: PreTrainedModel, default: bool = False) -> Any:
         """Makes `backbone.generate` accept this drafter as `assistant_model`; nothing else about it changes.
 
         Args:
             backbone: Any causal language model of transformers; of a PeftModel or a compiled model, the model within.
+            default: It also drafts where a call names no `assistant_model`, as pipelines, trainers and evaluation
+                harnesses do; the last drafter that was attached so does.
 
         Returns:
             The drafter itself.
@@ -249,6 +252,8 @@ class AttachableDrafter(BaseDrafter):
                 learned.clear()
             self.on_attach(backbone)
             Route.of(backbone).drafters.append(self)
+        if default:
+            Route.of(backbone).default = self
         return self
 
     def detach(self) -> Any:
@@ -298,6 +303,7 @@ class Route:
 
     Attributes:
         drafters: What is attached to it.
+        default: The one of them that drafts where a call names none; None: nobody.
         vocab_size: Of the backbone when the route was laid; None: of a copy, whose drafters attach anew.
         version: Of this code: drafters of several directories, each with its own copy of the code, share one route.
     """
@@ -307,6 +313,7 @@ class Route:
     def __init__(self, backbone: PreTrainedModel) -> None:
         self.backbone, self.drafters = backbone, list[AttachableDrafter]()
         self.vocab_size: int | None = None
+        self.default: AttachableDrafter | None = None
 
     @classmethod
     def of(cls, backbone: PreTrainedModel) -> Route:
@@ -330,6 +337,7 @@ class Route:
     def remove(self, drafter: AttachableDrafter) -> None:
         """Takes a drafter off, and the route with the last one."""
         self.drafters = [other for other in self.drafters if other is not drafter]
+        self.default = None if self.default is drafter else self.default
         if not self.drafters:
             drop_collectors(self.backbone)
             del self.backbone.generate, self.backbone.__getstate__
@@ -343,11 +351,12 @@ class Route:
         """Call `backbone.generate`."""
         backbone = self.backbone
         generate = partial(type(backbone).generate, backbone)
-        assistant = self._drafter_of(kwargs.get("assistant_model"))
+        assistant = kwargs.get("assistant_model")
+        assistant = self._unnamed(kwargs) if assistant is None else self._drafter_of(assistant)
         if getattr(assistant, "is_attached", None) is None:  # also a drafter of code that came with a directory has it
             return generate(*args, **kwargs)
         self._check(assistant)
-        kwargs.pop("assistant_model")
+        kwargs.pop("assistant_model", None)
         call = prepared_call(generate, backbone, assistant, args, kwargs)
         with decoding(backbone):
             return generate(**call)
@@ -355,6 +364,26 @@ class Route:
     def _drafter_of(self, assistant: Any) -> Any:
         """Return the drafter that an assistant became when it was attached; other assistants unchanged."""
         return next((drafter for drafter in self.drafters if drafter.matches(assistant)), assistant)
+
+    def _unnamed(self, kwargs: dict[str, Any]) -> AttachableDrafter | None:
+        """Return what drafts in a call that names no assistant.
+
+        Raises:
+            ValueError: `use_mtp=True`, and nobody would draft.
+        """
+        sources = (kwargs, kwargs.get("generation_config"), self.backbone.generation_config)
+        if self.default is not None or not self.drafters:
+            # in transformers' own assisted loop the backbone drafts itself, one token at a time
+            return None if first_set("is_assistant", sources[1:]) else self.default
+        config = self.backbone.config.get_text_config()
+        has_own_drafts = isinstance(self.backbone, BaseDrafter) or field(config, "num_mtp_layers") is not None
+        if first_set("use_mtp", sources) and not (has_own_drafts or first_set("prompt_lookup_num_tokens", sources)):
+            names = ", ".join(type(drafter).__name__ for drafter in self.drafters)
+            raise ValueError(
+                f"use_mtp=True names no drafter, and {type(self.backbone).__name__} has none of its own: pass an "
+                f"attached one ({names}) as assistant_model=, or attach it as attach(backbone, default=True)"
+            )
+        return None
 
     def _check(self, assistant: AttachableDrafter) -> None:
         if not any(drafter is assistant for drafter in self.drafters):

@@ -223,12 +223,15 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
         self._check_length(args[0] if args else kwargs.get("inputs", kwargs.get("input_ids")), kwargs)
         return super().generate(*args, **kwargs)
 
-    def attach(self, backbone: PreTrainedModel, vocab_size: int | None = None) -> ParallelAssistant:
+    def attach(
+        self, backbone: PreTrainedModel, default: bool = False, vocab_size: int | None = None
+    ) -> ParallelAssistant:
         """Lets this model draft for a larger one, whose `generate` then takes it as `assistant_model`.
 
         Args:
             backbone: Any causal language model of transformers with the same vocabulary; of a PeftModel, the model
                 within.
+            default: Whether it also drafts where a call names no `assistant_model`.
             vocab_size: How many ids mean the same token in both, where they are padded otherwise (`AssistantDrafter`).
 
         Returns:
@@ -239,7 +242,7 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
         """
         from .drafters.parallel_assistant import ParallelAssistant  # it imports the models, which import this
 
-        return ParallelAssistant(self, vocab_size).attach(backbone)
+        return ParallelAssistant(self, vocab_size).attach(backbone, default)
 
     def _check_length(self, prompt: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
         """Validate the length of prompt and new tokens.

@@ -41,8 +41,9 @@ from .call.keywords import Keywords
 from .call.options import OWN, CallOptions, DraftOptions, obstacle, prepared_options, warn_of_unread
 from .call.processing import counts_calls
 from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer, with_resolved
+from .drafter import BaseDrafter
 from .loop import SpeculativeLoop
-from .protocols import Drafter, SpeculativeCache
+from .protocols import SpeculativeCache
 from .target.backbones import check_trees
 from .target.inputs import crosses_border, last_position_of_trials
 from .target.target import can_roll_back, is_repackable
@@ -72,7 +73,7 @@ class Call:
 
     generate: Callable[..., Any]
     backbone: PreTrainedModel
-    drafter: Drafter
+    drafter: BaseDrafter
     options: CallOptions
     streamer: BaseStreamer | None
     synced_gpus: bool
@@ -82,7 +83,7 @@ class Call:
 def prepared_call(
     generate: Callable[..., Any],
     backbone: PreTrainedModel,
-    drafter: Drafter | None,
+    drafter: BaseDrafter | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     new_cache: Callable[[], SpeculativeCache] | None = None,
@@ -237,7 +238,7 @@ def _check_prompt(backbone: PreTrainedModel, call: dict[str, Any], has_own_cache
 
 def _decided(
     options: CallOptions,
-    drafter: Drafter,
+    drafter: BaseDrafter,
     backbone: PreTrainedModel,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
@@ -269,7 +270,7 @@ def _decided(
 
 
 def _reason_to_decode_plainly(
-    drafter: Drafter,
+    drafter: BaseDrafter,
     backbone: PreTrainedModel,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
@@ -320,7 +321,7 @@ def _with_chosen_tree(
 ) -> CallOptions:
     """Return the options with the tree that `draft_tree="auto"` finds by trials on this prompt."""
 
-    def trial(drafter: Drafter, prompt: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+    def trial(drafter: BaseDrafter, prompt: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         return call.generate(**prepared_call(call.generate, call.backbone, drafter, (prompt,), kwargs))
 
     common = {name: model_kwargs[name] for name in model_kwargs.keys() - _OF_THE_CALL}
@@ -371,7 +372,7 @@ def _refuse_unread(own: dict[str, Any], config: GenerationConfig) -> None:
         raise ValueError(f"{given}= is not read by {other}, which drafts here; drop one of them")
 
 
-def _draft_length(asked: int | None, drafter: Drafter) -> int:
+def _draft_length(asked: int | None, drafter: BaseDrafter) -> int:
     longest = drafter.longest_draft()
     if asked is None:
         return drafter.default_draft()

@@ -15,8 +15,9 @@ from transformers.utils import logging
 
 from ..configuration.ptp import SAMPLING, PTPConfig
 from ..modeling.heads.window_distribution import WindowDistribution
-from .attach import BaseDrafter, MTPGenerationMixin
+from .attach import MTPGenerationMixin
 from .call.options import CallOptions, DraftOptions, first_set
+from .drafter import BaseDrafter
 from .drafters.parallel import BestOfSession, CentralVerifier, ParallelSession
 from .protocols import DraftSession
 from .verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Uniforms, Verifier

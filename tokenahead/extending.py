@@ -9,11 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .configuration.head_families import HeadFamilyFacts
-from .generation.attach import AttachableDrafter, BaseDrafter, MTPGenerationMixin
+from .generation.attach import AttachableDrafter, MTPGenerationMixin
 from .generation.call.options import CallOptions, DraftOptions, draft_probs
 from .generation.call.sequences import NewTokens, Sequences
 from .generation.candidates import CandidateAdapter, candidate_generator
-from .generation.protocols import CacheView, Drafter, DraftSession, SpeculativeCache
+from .generation.drafter import BaseDrafter
+from .generation.protocols import CacheView, DraftSession, SpeculativeCache
 from .generation.target.target import TargetOutput
 from .generation.trees import DraftTree, VerificationResult, drawn_tree, dynamic_tree, static_tree
 from .generation.trees.growth import Ancestry, Growth, grow
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .modeling.heads.ff import factorised_distribution
     from .modeling.heads.window_distribution import WindowDistribution
 
+Drafter = BaseDrafter
 _HEADS = {
     "HeadFamily": ("family", "HeadFamily"),
     "WindowDistribution": ("window_distribution", "WindowDistribution"),

@@ -13,7 +13,8 @@ from ...modeling.sampling import draw
 from .processing import Processing
 
 if TYPE_CHECKING:
-    from ..protocols import Drafter, DraftSession
+    from ..drafter import BaseDrafter
+    from ..protocols import DraftSession
 
 logger = logging.get_logger(__name__)
 
@@ -104,7 +105,11 @@ class CallOptions:
 
 
 def prepared_options(
-    drafter: Drafter, backbone: PreTrainedModel, own: dict[str, Any], sources: tuple[Any, ...], config: GenerationConfig
+    drafter: BaseDrafter,
+    backbone: PreTrainedModel,
+    own: dict[str, Any],
+    sources: tuple[Any, ...],
+    config: GenerationConfig,
 ) -> CallOptions:
     """The options of a call, completed by what drafts (`DraftSession.prepare_call`).
 

@@ -30,11 +30,13 @@ class BaseDrafter:
         rules: Names that `verification` may choose; the first is the default.
         window: Tokens that a call may yield: the next one, and one for each drafted token.
         drafts_trees: Whether the drafter takes `draft_tree`.
+        reads_prompt: Whether drafts need the ids of the prompt, which a call may give as embeddings alone.
     """
 
     rules: tuple[str, ...] = ("block", "token")
     window: int
     drafts_trees: ClassVar[bool] = False
+    reads_prompt: ClassVar[bool] = True
 
     def longest_draft(self) -> int | None:
         """Return the most tokens that a draft may have; None: any number.
@@ -51,9 +53,10 @@ class BaseDrafter:
         """Return what runs the forwards of a call: on tokens it must be the backbone."""
         return backbone
 
-    def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+    def obstacle(self, model_kwargs: dict[str, Any]) -> str | None:
         """Return what in a call rules out these drafts, in the user's words; None: nothing."""
-        return None
+        has_ids = model_kwargs.get("inputs_embeds") is None or model_kwargs.get("input_ids") is not None
+        return None if has_ids or not self.reads_prompt else "inputs_embeds without the input_ids of the prompt"
 
     def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
         """Return fields of the GenerationConfig that take these values where no source sets them."""

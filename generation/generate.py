@@ -263,7 +263,7 @@ def _decided(
             speculates = False
     if speculates and options.draft_tree is not None:
         check_trees(backbone)
-    if options.needs_our_loop and (reason := obstacle(config, model_kwargs, of_drafts=False)):
+    if options.needs_our_loop and (reason := obstacle(config, of_drafts=False)):
         _refuse_source(reason, options)
     number = _draft_length(options.num_assistant_tokens, drafter)
     return replace(options, speculates=speculates, num_assistant_tokens=number)
@@ -284,8 +284,7 @@ def _reason_to_decode_plainly(
             return f"past_key_values with layers that cannot go back ({type(cache).__name__})"
         if not can_roll_back(backbone) or not backbone._supports_default_dynamic_cache():
             return f"the recurrent states of {type(backbone).__name__}, which cannot go back behind a rejected draft"
-    own = drafter.obstacle(config, model_kwargs)
-    return obstacle(config, model_kwargs) or own
+    return obstacle(config) or drafter.obstacle(model_kwargs)
 
 
 def _obstacle_in_call(
@@ -300,7 +299,11 @@ def _obstacle_in_call(
     counting = next((processor for processor in processors if counts_calls(processor)), None)
     if counting is not None:
         return f"{type(counting).__name__}, which counts its calls"
-    end = config.max_length + 2 * max(options.num_assistant_tokens or 0, _DEPTH)
+    embeds = model_kwargs.get("inputs_embeds")
+    unwritten = 0 if embeds is None else embeds.shape[1] - input_ids.shape[1]
+    if unwritten and options.draft_tree == "auto":
+        return "draft_tree='auto' beside inputs_embeds"
+    end = config.max_length + unwritten + 2 * max(options.num_assistant_tokens or 0, _DEPTH)
     return crosses_border(model, model_kwargs, input_ids, end)
 
 

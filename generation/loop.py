@@ -93,6 +93,7 @@ class SpeculativeLoop:
         self.statistics = Speculation([[] for _ in prompt], [[] for _ in prompt], rows_depths=[[] for _ in prompt])
         self.table = learned_positions(backbone.config.get_text_config())
         self.starts: list[int] | None = None
+        self.unwritten = 0  # columns of the cache without ids: embeddings, or an earlier call's
 
     def run(self, synced_gpus: bool = False) -> GenerateSpeculativeOutput | torch.Tensor:
         """Decode until every sequence has ended.
@@ -138,8 +139,9 @@ class SpeculativeLoop:
         cache = outputs.past_key_values
         # beside what a model with cross attention keeps of its encoder, which it reads anew in every forward
         self.target = self._target(cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache)
-        if self.table is not None and isinstance(self.target, RepackedTarget):
-            self.starts = self.target.next_positions()
+        if isinstance(self.target, RepackedTarget):
+            self.unwritten = self.target.mask.shape[1] - self.tokens.prompt_length
+            self.starts = None if self.table is None else self.target.next_positions()
         self.statistics.backbone_calls += 1
         logits = outputs.logits[:, -1:].to(prompt.device, torch.float32)
         tree = DraftTree.chain(prompt[:, :0])
@@ -289,4 +291,4 @@ class SpeculativeLoop:
             self.target.keywords = self.keywords.of_block(self.tokens, tree.tokens, 0, self.done)
             self.target.forward(self.tokens.last()[:, None], tree, None)
             self.target.keep(kept, VerificationResult(self.tokens.ends, self.tokens.last()[:, None]), tree)
-        self.target.align(longest - 1)
+        self.target.align(longest - 1 + self.unwritten)

@@ -37,6 +37,7 @@ class ParallelDrafter(BaseDrafter):
     config: PTPConfig
     slot_distribution: Callable[[torch.Tensor, torch.Tensor], WindowDistribution]
     rules = ("coupled", "block", "token")
+    reads_prompt = False
 
     @property
     def window(self) -> int:

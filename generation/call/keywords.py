@@ -95,7 +95,8 @@ class Keywords:
 
     def _begin(self, prompt: torch.Tensor) -> None:
         """Ask the model once, and for two columns where it is asked for every one."""
-        length, text = prompt.shape[1], torch.cat([prompt, prompt[:, -1:], prompt[:, :1]], dim=1)
+        length, more = prompt.shape[1], torch.arange(2, device=prompt.device).expand(len(prompt), -1)
+        text = torch.cat([prompt, more], dim=1)
         columns = [self._at(text[:, : length + 1 + step]) for step in range(1 + self.is_asked)]
         for name, value in columns[0].items():
             if name not in _OF_AN_ENCODER and _has_columns(value, prompt):

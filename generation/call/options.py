@@ -191,12 +191,11 @@ def _check(use_mtp: Any, number: Any, schedule: Any, threshold: Any) -> None:
         raise ValueError(f"assistant_confidence_threshold={threshold!r} must lie between 0 and 1")
 
 
-def obstacle(config: GenerationConfig, model_kwargs: dict[str, Any], of_drafts: bool = True) -> str | None:
+def obstacle(config: GenerationConfig, of_drafts: bool = True) -> str | None:
     """What in a call rules out our loop on any backbone, in the user's words.
 
     Args:
         config: Of the call.
-        model_kwargs: Of the call.
         of_drafts: Also name the caches that cannot go back, which hinder drafts alone.
     """
     for name, is_plain in _PLAIN.items():
@@ -209,7 +208,7 @@ def obstacle(config: GenerationConfig, model_kwargs: dict[str, Any], of_drafts: 
         return "constrained beams"
     if type(config.watermarking_config).__name__ == "SynthIDTextWatermarkingConfig":
         return "a SynthID watermark, which counts its calls"
-    return "inputs_embeds" if model_kwargs.get("inputs_embeds") is not None else None
+    return None
 
 
 _PLAIN = {

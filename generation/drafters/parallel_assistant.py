@@ -38,6 +38,8 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
         >>> out = large.generate(**inputs, assistant_model=small, do_sample=True, seed=7)
     """
 
+    reads_prompt = True
+
     def __init__(self, model: PreTrainedModel, vocab_size: int | None = None) -> None:
         super().__init__(model, model.config.num_slots, vocab_size)
 

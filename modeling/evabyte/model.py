@@ -48,6 +48,7 @@ class EvaByteForMTPC(
     mtp_loss_weight: float = 1.0
     """lambda: the weight of the drafter's depths relative to the next-byte head's."""
     remote_classes = {"AutoModel": "EvaByteModel", "AutoModelForCausalLM": "EvaByteForMTPC"}
+    reads_prompt = False
 
     def __init__(self, config: EvaByteConfig) -> None:
         super().__init__(config)

@@ -61,7 +61,7 @@ class MTPHeads(
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    drafts_trees = True
+    drafts_trees, reads_prompt = True, False
 
     def __init__(self, config: MTPHeadConfig) -> None:
         super().__init__(config)

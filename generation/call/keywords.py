@@ -21,7 +21,8 @@ _TYPES = {"token_type_ids", "mm_token_type_ids"}
 """Kinds of tokens: `target.inputs.Continuation` continues them as transformers' own updates do."""
 _OURS = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "cache_position", "use_cache", "logits_to_keep",
-    "labels", "return_dict", "output_attentions", "output_hidden_states", "inputs_embeds",
+    "labels", "return_dict", "output_attentions", "output_hidden_states", "inputs_embeds", "next_sequence_length",
+    "is_first_iteration",
 }  # fmt: skip
 """What the loop and its target pass themselves."""
 _READ_ONCE = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
@@ -79,12 +80,14 @@ class Keywords:
         self.model, self.draws_trees, self.constant = model, draws_trees, dict[str, Any]()
         self.position_ids = given.get("position_ids")
         self.reason: str | None = None
-        kind, base = type(model), GenerationMixin
-        has_base_update = kind._update_model_kwargs_for_generation is base._update_model_kwargs_for_generation
-        self.is_asked = not (has_base_update and _is_known(kind.prepare_inputs_for_generation))
+        prepare, update = model.prepare_inputs_for_generation, model._update_model_kwargs_for_generation
+        owner = getattr(prepare, "__self__", model)
+        if owner is not model:  # peft's virtual tokens, which are in the cache and have no ids
+            self.reason, self.is_asked = f"inputs that {type(owner).__name__} prepares", False
+            return
+        self.is_asked = not (_is_of(GenerationMixin, update) and _is_known(prepare))
         more = {name for name, value in given.items() if value is not None} - _OURS - _TYPES - _READ_ONCE
-        is_base = kind.prepare_inputs_for_generation is base.prepare_inputs_for_generation
-        if is_base and not (more or self.is_asked):
+        if _is_of(GenerationMixin, prepare) and not (more or self.is_asked):
             return
         self.by_length = {prompt.shape[1]: given}
         self.cached_before = _given_columns(given, prompt.shape[1]) - prompt.shape[1]
@@ -97,9 +100,18 @@ class Keywords:
         """Ask the model once, and for two columns where it is asked for every one."""
         length, more = prompt.shape[1], torch.arange(2, device=prompt.device).expand(len(prompt), -1)
         text = torch.cat([prompt, more], dim=1)
+        inputs, given = self._inputs(text[:, : length + 1]), self._given(length + 1)
+        if self.is_asked and not _is_same(inputs.get("attention_mask"), given.get("attention_mask")):
+            raise NotHandedOn("attention_mask=")
+        counted, positions = inputs.get("position_ids"), given.get("position_ids")
+        if self.position_ids is not None and counted is None:
+            raise NotHandedOn("position_ids=")
+        if self.position_ids is not None:  # some models count from 1
+            self.position_ids = self.position_ids + (counted[..., -1:].to(positions.device) - positions[..., -1:])
         columns = [self._at(text[:, : length + 1 + step]) for step in range(1 + self.is_asked)]
         for name, value in columns[0].items():
-            if name not in _OF_AN_ENCODER and _has_columns(value, prompt):
+            whole = value if self.is_asked else self.by_length[length].get(name, value)
+            if name not in _OF_AN_ENCODER and _has_columns(whole, prompt):
                 raise NotHandedOn(f"{name}=")
         made = _merged(columns, None if self.draws_trees else torch.zeros_like(prompt[:, :1]), 1)
         self.constant = {} if self.is_asked else made
@@ -142,19 +154,18 @@ class Keywords:
         return length
 
     def _at(self, text: torch.Tensor) -> dict[str, Any]:
-        """Return what the model is given for the last token of a text [B, n], as in transformers' loop."""
-        length = text.shape[1]
-        given = self._given(length)
-        shown = given | {"past_key_values": _AtLength(self.cached_before + length - 1), "use_cache": True}
-        inputs = self.model.prepare_inputs_for_generation(text, next_sequence_length=1, **shown)
-        if len(self.by_length) == 2:  # the first column
-            self._count_positions(inputs.get("position_ids"), given.get("position_ids"))
-        if self.is_asked and inputs.get("attention_mask") is not given.get("attention_mask"):
-            raise NotHandedOn("attention_mask=")
+        """Return what the model is given for the last token of a text [B, n], beside what the loop passes."""
+        ours = _OURS if self.is_asked else _OURS | _TYPES
+        return {name: value for name, value in self._inputs(text).items() if value is not None and name not in ours}
+
+    def _inputs(self, text: torch.Tensor) -> dict[str, Any]:
+        """Return the inputs of the last token of a text [B, n], as transformers' loop prepares them."""
+        cache = _AtLength(self.cached_before + text.shape[1] - 1)
+        given = self._given(text.shape[1]) | {"past_key_values": cache, "use_cache": True}
+        inputs = self.model.prepare_inputs_for_generation(text, next_sequence_length=1, **given)
         if inputs.get("inputs_embeds") is not None:
             raise NotHandedOn("inputs_embeds=")
-        ours = _OURS if self.is_asked else _OURS | _TYPES
-        return {name: value for name, value in inputs.items() if value is not None and name not in ours}
+        return inputs
 
     def _given(self, length: int) -> dict[str, Any]:
         """Return the keyword arguments when a text has `length` columns."""
@@ -168,18 +179,23 @@ class Keywords:
                 raise NotHandedOn(name) from error
         return self.by_length[length]
 
-    def _count_positions(self, counted: torch.Tensor | None, given: torch.Tensor | None) -> None:
-        """Shift the prompt's positions to where the model continues them; some count from 1."""
-        if given is None or self.position_ids is None:
-            return
-        if counted is None:
-            raise NotHandedOn("position_ids=")
-        self.position_ids = self.position_ids + (counted[..., -1:] - given[..., -1:])
-
 
 def _is_known(method: Any) -> bool:
     """Return whether a method is one of transformers or of this library."""
     return method.__module__.startswith(("transformers.", f"{_PACKAGE}."))
+
+
+def _is_of(kind: type, method: Any) -> bool:
+    """Return whether a bound method is a class's own."""
+    function = getattr(method, "__func__", None)
+    return function is not None and function is getattr(kind, function.__name__, None)
+
+
+def _is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Return whether two masks say the same."""
+    if one is None or other is None or one.shape != other.shape:
+        return one is other
+    return torch.equal(one, other.to(one))
 
 
 def _given_columns(given: dict[str, Any], length: int) -> int:

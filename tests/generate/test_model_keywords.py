@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -293,3 +294,12 @@ def test_positions_that_a_model_counts_from_one(drafter, shows):
     if image:
         batch |= dict(pixel_values=torch.randn(2, 3, 16, 16), token_type_ids=torch.zeros_like(batch["input_ids"]))
     speculates(model, DRAFTERS[drafter](model), batch)
+
+
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
+def test_virtual_tokens_of_peft_decode_plainly(kind):
+    """peft prepares the inputs of such a call in the model's place."""
+    adapted = get_peft_model(model_of(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    drafter = NgramDrafter(longest=1, num_tokens=4).attach(adapted)
+    for batch in (left_padded(prompts(4)), dict(input_ids=prompts(4)[3][None])):
+        speculates(adapted, drafter, batch, shows=False)

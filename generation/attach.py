@@ -240,7 +240,7 @@ class Route:
         assistant = self._unnamed(kwargs) if assistant is None else self._drafter_of(assistant)
         if getattr(assistant, "is_attached", None) is None:  # also a drafter of code that came with a directory has it
             return generate(*args, **kwargs)
-        self._check(assistant)
+        self._check(cast(AttachableDrafter, assistant))
         kwargs.pop("assistant_model", None)
         call = prepared_call(generate, backbone, assistant, args, kwargs)
         with decoding(backbone):

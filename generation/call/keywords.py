@@ -8,12 +8,13 @@ column that a block has, are shown what transformers' loop would show there, and
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.generation import utils
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from .sequences import Sequences
 
@@ -77,17 +78,18 @@ class Keywords:
     def __init__(
         self, model: PreTrainedModel, given: dict[str, Any], prompt: torch.Tensor, draws_trees: bool = False
     ) -> None:
-        self.model, self.draws_trees, self.constant = model, draws_trees, dict[str, Any]()
+        self.kind, self.draws_trees, self.constant = type(model).__name__, draws_trees, dict[str, Any]()
         self.position_ids = given.get("position_ids")
         self.reason: str | None = None
-        prepare, update = model.prepare_inputs_for_generation, model._update_model_kwargs_for_generation
-        owner = getattr(prepare, "__self__", model)
+        self.prepare = cast(Callable[..., dict[str, Any]], model.prepare_inputs_for_generation)
+        self.update = cast(Callable[..., dict[str, Any]], model._update_model_kwargs_for_generation)
+        owner = getattr(self.prepare, "__self__", model)
         if owner is not model:  # peft's virtual tokens, which are in the cache and have no ids
             self.reason, self.is_asked = f"inputs that {type(owner).__name__} prepares", False
             return
-        self.is_asked = not (_is_of(GenerationMixin, update) and _is_known(prepare))
+        self.is_asked = not (_is_of(GenerationMixin, self.update) and _is_known(self.prepare))
         more = {name for name, value in given.items() if value is not None} - _OURS - _TYPES - _READ_ONCE
-        if _is_of(GenerationMixin, prepare) and not (more or self.is_asked):
+        if _is_of(GenerationMixin, self.prepare) and not (more or self.is_asked):
             return
         self.by_length = {prompt.shape[1]: given}
         self.cached_before = _given_columns(given, prompt.shape[1]) - prompt.shape[1]
@@ -162,7 +164,7 @@ class Keywords:
         """Return the inputs of the last token of a text [B, n], as transformers' loop prepares them."""
         cache = _AtLength(self.cached_before + text.shape[1] - 1)
         given = self._given(text.shape[1]) | {"past_key_values": cache, "use_cache": True}
-        inputs = self.model.prepare_inputs_for_generation(text, next_sequence_length=1, **given)
+        inputs = self.prepare(text, next_sequence_length=1, **given)
         if inputs.get("inputs_embeds") is not None:
             raise NotHandedOn("inputs_embeds=")
         return inputs
@@ -172,10 +174,9 @@ class Keywords:
         for columns in range(max(self.by_length) + 1, length + 1):
             before, outputs = dict(self.by_length[columns - 1]), ModelOutput()
             try:
-                update = self.model._update_model_kwargs_for_generation
-                self.by_length[columns] = update(outputs, before, is_encoder_decoder=False)
+                self.by_length[columns] = self.update(outputs, before, is_encoder_decoder=False)
             except (AttributeError, LookupError) as error:  # it reads what the forward before gave
-                name = f"what {type(self.model).__name__}._update_model_kwargs_for_generation reads of outputs"
+                name = f"what {self.kind}._update_model_kwargs_for_generation reads of outputs"
                 raise NotHandedOn(name) from error
         return self.by_length[length]
 

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from tests.backbones import backbone, blurred, prompts, train_eagle, train_heads
+from tests.distributions import continuation_distribution, continuation_p_value
 from tests.matrix.excuses import warnings_of
 from tests.models import left_padded, trained_model
 from tokenahead import AssistantDrafter, DeepSeekMTP, EvaByteForMTPC, NgramDrafter, PTPStudent
@@ -212,15 +213,27 @@ def test_a_change_in_the_middle_of_a_text_is_not_drafted_across():
         model.generate(**batch, **GREEDY, assistant_model=drafter)
 
 
-def test_sampled_text_follows_the_steered_distribution():
-    """With top_k=1 sampling is greedy; drawn drafts are verified against steered scores."""
-    model, batch = model_of(), left_padded(prompts(4))
-    drafter = DRAFTERS["assistant"](model)
-    plain = model.generate(**batch, max_new_tokens=NEW, do_sample=True, top_k=1, steering=bias(4))
-    got = model.generate(
-        **batch, max_new_tokens=NEW, do_sample=True, top_k=1, steering=bias(4), assistant_model=drafter
-    )
-    assert torch.equal(got, plain)
+class Always(Steered):
+    """Its logits are steered whatever it is given."""
+
+    def forward(self, *args, **kwargs):
+        return with_bias(super().forward(*args, **kwargs), self.bias)
+
+
+@pytest.mark.parametrize("kind", ["assistant", "ngram"])
+def test_sampled_text_follows_the_steered_distribution(kind):
+    model, prompt = backbone(vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
+    small = AssistantDrafter(blurred(model, 0.5), num_tokens=3)
+    model.__class__, model.bias = Always, torch.tensor([0.0, 1.5, -1.0, 0.5, 0.0])
+    distribution = continuation_distribution(model, prompt, 3, top_k=0)
+    model.__class__ = Steered
+    drafter = (small if kind == "assistant" else NgramDrafter(longest=1, num_tokens=3, branches=2)).attach(model)
+    out = model.generate(
+        prompt, do_sample=True, num_return_sequences=2_000, max_new_tokens=6, top_k=0, steering=model.bias,
+        assistant_model=drafter, return_dict_in_generate=True,
+    )  # fmt: skip
+    assert len({count for row in out.speculation.rows_accepted for count in row}) > 2
+    assert continuation_p_value(out.sequences[:, 8:11], distribution) > 0.001
 
 
 class SteeredEvaByte(EvaByteForMTPC):

@@ -229,7 +229,7 @@ def test_sampled_text_follows_the_steered_distribution(kind):
     model.__class__ = Steered
     drafter = (small if kind == "assistant" else NgramDrafter(longest=1, num_tokens=3, branches=2)).attach(model)
     out = model.generate(
-        prompt, do_sample=True, num_return_sequences=2_000, max_new_tokens=6, top_k=0, steering=model.bias,
+        prompt, do_sample=True, num_return_sequences=2_000, max_new_tokens=6, top_k=0, steering=model.bias[None, None],
         assistant_model=drafter, return_dict_in_generate=True,
     )  # fmt: skip
     assert len({count for row in out.speculation.rows_accepted for count in row}) > 2

@@ -106,9 +106,10 @@ class Keywords:
         if self.is_asked and not _is_same(inputs.get("attention_mask"), given.get("attention_mask")):
             raise NotHandedOn("attention_mask=")
         counted, positions = inputs.get("position_ids"), given.get("position_ids")
-        if self.position_ids is not None and counted is None:
-            raise NotHandedOn("position_ids=")
-        if self.position_ids is not None:  # some models count from 1
+        if self.position_ids is not None and positions is not None:
+            if counted is None:
+                raise NotHandedOn("position_ids=")
+            # some models count from 1
             self.position_ids = self.position_ids + (counted[..., -1:].to(positions.device) - positions[..., -1:])
         columns = [self._at(text[:, : length + 1 + step]) for step in range(1 + self.is_asked)]
         for name, value in columns[0].items():

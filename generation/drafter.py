@@ -53,10 +53,9 @@ class BaseDrafter:
         """Return what runs the forwards of a call: on tokens it must be the backbone."""
         return backbone
 
-    def obstacle(self, model_kwargs: dict[str, Any]) -> str | None:
+    def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
         """Return what in a call rules out these drafts, in the user's words; None: nothing."""
-        has_ids = model_kwargs.get("inputs_embeds") is None or model_kwargs.get("input_ids") is not None
-        return None if has_ids or not self.reads_prompt else "inputs_embeds without the input_ids of the prompt"
+        return None
 
     def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
         """Return fields of the GenerationConfig that take these values where no source sets them."""

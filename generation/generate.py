@@ -284,7 +284,9 @@ def _reason_to_decode_plainly(
             return f"past_key_values with layers that cannot go back ({type(cache).__name__})"
         if not can_roll_back(backbone) or not backbone._supports_default_dynamic_cache():
             return f"the recurrent states of {type(backbone).__name__}, which cannot go back behind a rejected draft"
-    return obstacle(config) or drafter.obstacle(model_kwargs)
+    if drafter.reads_prompt and model_kwargs.get("inputs_embeds") is not None and model_kwargs.get("input_ids") is None:
+        return "inputs_embeds without the input_ids of the prompt"
+    return obstacle(config) or drafter.obstacle(config, model_kwargs)
 
 
 def _obstacle_in_call(

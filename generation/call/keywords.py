@@ -30,6 +30,8 @@ _READ_ONCE = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())
 """What is read with the prompt alone: images and sound."""
 _OF_AN_ENCODER = {"encoder_hidden_states", "encoder_attention_mask"}
 """What has columns of another sequence, which may be as long as the prompt."""
+_UNREADABLE = (AttributeError, LookupError, TypeError)
+"""What methods of a model raise that read more than they are shown here."""
 _PACKAGE = __name__.rpartition(".generation.")[0]
 Columns = list[dict[str, Any]]
 """The keyword arguments of single tokens in successive columns."""
@@ -165,7 +167,10 @@ class Keywords:
         """Return the inputs of the last token of a text [B, n], as transformers' loop prepares them."""
         cache = _AtLength(self.cached_before + text.shape[1] - 1)
         given = self._given(text.shape[1]) | {"past_key_values": cache, "use_cache": True}
-        inputs = self.prepare(text, next_sequence_length=1, **given)
+        try:
+            inputs = self.prepare(text, next_sequence_length=1, **given)
+        except _UNREADABLE as error:  # it reads more of the cache than its length
+            raise NotHandedOn(f"what {self.kind}.prepare_inputs_for_generation reads") from error
         if inputs.get("inputs_embeds") is not None:
             raise NotHandedOn("inputs_embeds=")
         return inputs
@@ -176,9 +181,8 @@ class Keywords:
             before, outputs = dict(self.by_length[columns - 1]), ModelOutput()
             try:
                 self.by_length[columns] = self.update(outputs, before, is_encoder_decoder=False)
-            except (AttributeError, LookupError) as error:  # it reads what the forward before gave
-                name = f"what {self.kind}._update_model_kwargs_for_generation reads of outputs"
-                raise NotHandedOn(name) from error
+            except _UNREADABLE as error:  # it reads what the forward before gave
+                raise NotHandedOn(f"what {self.kind}._update_model_kwargs_for_generation reads") from error
         return self.by_length[length]
 
 

@@ -91,6 +91,15 @@ class ByOutputs(Steered):
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, **kwargs) | {"steering": bias}
 
 
+class OfTheCache(Steered):
+    """Looks into the cache, of which only the length is known for a draft."""
+
+    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, **kwargs):
+        inputs = super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)
+        keys = past_key_values.layers[0].keys if past_key_values.get_seq_length() else None
+        return inputs if keys is None else inputs | {"boost": self.bias * keys[0, 0, -1, 0].sign()}
+
+
 class Counted(Steered):
     """One number for all tokens of a forward, which changes with the length."""
 
@@ -183,7 +192,7 @@ def test_tensors_with_a_column_per_token_are_sliced_as_plain_decoding_would(draf
     assert len({len(row) for row in out.speculation.rows_accepted}) > 1
 
 
-@pytest.mark.parametrize("kind", [Counted, ByOutputs])
+@pytest.mark.parametrize("kind", [Counted, ByOutputs, OfTheCache])
 def test_what_no_block_can_be_given_decodes_plainly(kind):
     model = model_of(kind)
     drafter = DRAFTERS["ngram"](model)

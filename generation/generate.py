@@ -35,7 +35,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
-from ..configuration.fields import learned_positions
+from ..configuration.fields import field, learned_positions
 from ..modeling.wrapped_models import caches_kept
 from .call.keywords import Keywords
 from .call.options import OWN, CallOptions, DraftOptions, obstacle, prepared_options, warn_of_unread
@@ -284,6 +284,11 @@ def _reason_to_decode_plainly(
             return f"past_key_values with layers that cannot go back ({type(cache).__name__})"
         if not can_roll_back(backbone) or not backbone._supports_default_dynamic_cache():
             return f"the recurrent states of {type(backbone).__name__}, which cannot go back behind a rejected draft"
+    if (
+        field(backbone.config.get_text_config(), "cross_attention_layers")
+        and model_kwargs.get("pixel_values") is not None
+    ):
+        return "pixel_values, which cross attention keeps among the layers of the cache"
     if drafter.reads_prompt and model_kwargs.get("inputs_embeds") is not None and model_kwargs.get("input_ids") is None:
         return "inputs_embeds without the input_ids of the prompt"
     return obstacle(config) or drafter.obstacle(config, model_kwargs)

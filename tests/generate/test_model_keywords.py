@@ -9,6 +9,8 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
     PaliGemmaConfig,
     PaliGemmaForConditionalGeneration,
 )
@@ -325,3 +327,24 @@ def test_virtual_tokens_of_peft_decode_plainly(kind):
     drafter = NgramDrafter(longest=1, num_tokens=4).attach(adapted)
     for batch in (left_padded(prompts(4)), dict(input_ids=prompts(4)[3][None])):
         speculates(adapted, drafter, batch, shows=False)
+
+
+def test_pictures_among_the_layers_of_the_cache_decode_plainly():
+    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    text = dict(
+        vocab_size=48, num_key_value_heads=1, cross_attention_layers=[1], initializer_range=0.3, pad_token_id=0,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4), **sizes,
+    )  # fmt: skip
+    vision = dict(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_global_layers=1, attention_heads=2,
+        image_size=16, patch_size=8, max_num_tiles=1, intermediate_layers_indices=[0], vision_output_dim=32,
+        supported_aspect_ratios=[[1, 1]],
+    )  # fmt: skip
+    model = MllamaForConditionalGeneration(MllamaConfig(text_config=text, vision_config=vision, image_token_index=47))
+    model.eval().generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    drafter, one = NgramDrafter(longest=1, num_tokens=4).attach(model), torch.ones(2, 1, dtype=torch.long)
+    batch = left_padded([torch.tensor([47, 5, 6, 7, 8, 5]), torch.tensor([47, 9, 8, 9])])
+    seen = dict(cross_attention_mask=batch["attention_mask"][..., None, None])
+    image = dict(pixel_values=torch.randn(2, 1, 1, 3, 16, 16), aspect_ratio_ids=one, aspect_ratio_mask=one[:, None])
+    speculates(model, drafter, batch | image | seen, shows=False)
+    speculates(model, drafter, left_padded(prompts(4, 47)))

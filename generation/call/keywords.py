@@ -9,6 +9,7 @@ column that a block has, are shown what transformers' loop would show there, and
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import ismethod
 from typing import Any, cast
 
 import torch
@@ -85,13 +86,13 @@ class Keywords:
         self.reason: str | None = None
         self.prepare = cast(Callable[..., dict[str, Any]], model.prepare_inputs_for_generation)
         self.update = cast(Callable[..., dict[str, Any]], model._update_model_kwargs_for_generation)
-        owner = getattr(self.prepare, "__self__", model)
+        owner = self.prepare.__self__ if ismethod(self.prepare) else model
         if owner is not model:  # peft's virtual tokens, which are in the cache and have no ids
             self.reason, self.is_asked = f"inputs that {type(owner).__name__} prepares", False
             return
-        self.is_asked = not (_is_of(GenerationMixin, self.update) and _is_known(self.prepare))
+        self.is_asked = not (_is_base(self.update) and _is_known(self.prepare))
         more = {name for name, value in given.items() if value is not None} - _OURS - _TYPES - _READ_ONCE
-        if _is_of(GenerationMixin, self.prepare) and not (more or self.is_asked):
+        if _is_base(self.prepare) and not (more or self.is_asked):
             return
         self.by_length = {prompt.shape[1]: given}
         self.cached_before = _given_columns(given, prompt.shape[1]) - prompt.shape[1]
@@ -191,10 +192,9 @@ def _is_known(method: Any) -> bool:
     return method.__module__.startswith(("transformers.", f"{_PACKAGE}."))
 
 
-def _is_of(kind: type, method: Any) -> bool:
-    """Return whether a bound method is a class's own."""
-    function = getattr(method, "__func__", None)
-    return function is not None and function is getattr(kind, function.__name__, None)
+def _is_base(method: Any) -> bool:
+    """Return whether a method is that of every model."""
+    return ismethod(method) and vars(GenerationMixin).get(method.__name__) is method.__func__
 
 
 def _is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

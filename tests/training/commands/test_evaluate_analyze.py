@@ -66,7 +66,9 @@ def test_a_file_for_training_means_what_the_training_has_left(settings_of, tmp_p
     assert settings.drafter.drafter_name_or_path == str(tmp_path / "run") and settings.drafter.drafter_options is None
 
 
-PEFT = dict(model="evabyte", use_peft=True, lora_target_modules=["q_proj", "v_proj"], lora_modules_to_save=["lm_head"])
+PEFT = dict(
+    model="evabyte", use_peft=True, lora_target_modules=["q_proj", "v_proj"], lora_modules_to_save=["draft_heads"]
+)
 PARTS = {
     "peft": PEFT,
     "new head, lora": dict(model="evabyte", drafter_options={"head_type": "cp"}, strategy={"train": "lora"}),

@@ -94,6 +94,7 @@ _NAMES = {
         "SlotLayout",
         "split_budget",
     ),
+    "tokenahead.generation.drafters.vocabulary": ("SharedVocabulary",),
     "tokenahead.generation.loop": ("SpeculativeLoop",),
     "tokenahead.generation.target.cache": (
         "compact",

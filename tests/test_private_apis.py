@@ -42,6 +42,7 @@ PARAMETERS = {
 OTHERS = [
     (torch.nn.Module, "_apply"),
     (torch.nn.Linear(1, 1), "_forward_hooks"),
+    (torch.nn.Linear(1, 1), "_forward_pre_hooks"),
     (torch.Tensor, "_version"),
     (torch, "_standard_gamma"),
     (peft.LoraConfig, "_register_custom_module"),

@@ -18,6 +18,10 @@ _CAUSAL = ("gpt_neox_japanese",)
 """Decoders of which neither config nor layers say so."""
 
 
+_PICTURES_APART = ("git",)
+"""Models whose cache begins with columns of a picture, of which masks have none."""
+
+
 def check_backbone(backbone: PreTrainedModel) -> None:
     """Refuses a backbone whose rows cannot be verified next to each other.
 
@@ -33,6 +37,11 @@ def check_backbone(backbone: PreTrainedModel) -> None:
         raise ValueError(
             f"{name}: with is_decoder=False its tokens attend to those behind them, so that drafts would change what "
             "stands before them; attach to a causal language model"
+        )
+    if backbone.config.model_type in _PICTURES_APART:
+        raise ValueError(
+            f"{name}: its cache has columns of a picture that its masks lack, so that sequences which keep different "
+            "numbers of drafts would attend to other columns; attach to another backbone"
         )
     if not backbone._is_stateful and "past_key_values" not in signature(type(backbone).forward).parameters:
         raise ValueError(

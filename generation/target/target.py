@@ -15,8 +15,10 @@ Knows neither distributions nor verification.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 import torch
@@ -91,11 +93,13 @@ class Target(CacheView, Protocol):
     Attributes:
         supports_rollback: Whether rows keep different numbers of tokens; else all sequences keep b, those that have
             ended, too.
+        keywords: What else the model is given in the next forward; the loop sets it.
     """
 
     cache: Cache
     supports_rollback: bool
     last_position: int | None
+    keywords: Mapping[str, Any] = MappingProxyType({})
 
     def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
         """One backbone call on block [B, m + 1], b and the nodes, after every sequence's prefix."""
@@ -140,7 +144,12 @@ class RowLengthTarget(Target):
         if not tree.is_chain:
             raise ValueError(f"{type(self.cache).__name__} takes chains, and no trees of drafts: leave draft_tree out")
         outputs = self.model(
-            block, past_key_values=self.cache, use_cache=True, return_dict=True, output_hidden_states=hidden_layers
+            block,
+            past_key_values=self.cache,
+            use_cache=True,
+            return_dict=True,
+            output_hidden_states=hidden_layers,
+            **self.keywords,
         )
         return TargetOutput(outputs.logits, outputs.hidden_states)
 
@@ -214,7 +223,7 @@ class RepackedTarget(Target):
         inputs: dict[str, Any] = {} if auxiliary is None else dict(auxiliary.inputs)
         places = tree.positions() if auxiliary is None else auxiliary.positions
         last = self.last_position if auxiliary is None or auxiliary.last_position is None else auxiliary.last_position
-        inputs |= self.continuation.inputs(self.counts[:, None] + places, last)
+        inputs |= self.continuation.inputs(self.counts[:, None] + places, last) | dict(self.keywords)
         if not self.is_plain:
             hold(self.cache)
         outputs = self.model(
@@ -319,8 +328,8 @@ _KINDS = (
 )
 
 
-_FORGETFUL = ("jamba", "zamba")
-"""Kinds whose mixers read a block of several tokens as if no state stood before it."""
+_FORGETFUL = ("jamba", "zamba", "recurrent_gemma")
+"""Kinds whose mixers read a block of several tokens otherwise than its tokens: as if no state stood before it, say."""
 
 
 def is_repackable(cache: Cache | None) -> bool:

@@ -50,6 +50,7 @@ class EvaByteForMTPC(
     """lambda: the weight of the drafter's depths relative to the next-byte head's."""
     silent_part = "_silent_head"
     remote_classes = {"AutoModel": "EvaByteModel", "AutoModelForCausalLM": "EvaByteForMTPC"}
+    reads_prompt = False
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: EvaByteConfig) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import jinja2
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TextStreamer
 
@@ -94,7 +94,6 @@ def test_golden_error_case_other_roles_are_refused(role, mask):
 
 
 @given(PLAIN_TEXT)
-@settings(deadline=None)
 def test_text_without_literals_is_its_bytes_and_comes_back(text):
     ids = TOKENIZER(text)["input_ids"]
     assert ids == [1, *(byte + 64 for byte in text.encode())]
@@ -102,7 +101,6 @@ def test_text_without_literals_is_its_bytes_and_comes_back(text):
 
 
 @given(st.lists(PLAIN_TEXT | LITERALS, max_size=8).map("".join))
-@settings(deadline=None)
 def test_any_text_comes_back_and_split_special_tokens_makes_bytes_of_literals(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False)) == text
     split = TOKENIZER.encode(text, add_special_tokens=False, split_special_tokens=True)
@@ -110,7 +108,6 @@ def test_any_text_comes_back_and_split_special_tokens_makes_bytes_of_literals(te
 
 
 @given(st.lists(st.integers(0, 319)))
-@settings(deadline=None)
 def test_decoding_drops_invalid_bytes_and_with_skip_all_ids_below_64(ids):
     whole = b"".join(bytes([index - 64]) if index >= 64 else SPECIAL_TOKENS[index].encode() for index in ids)
     assert TOKENIZER.decode(ids) == whole.decode(errors="ignore")

@@ -1,6 +1,7 @@
 """The figures of training, evaluation, analysis and the demo: they draw what was logged or measured.
 
-In those of the demo a family of heads has one colour and one marker; ways of decoding differ by fill, not by colour.
+In those of the demo a family of heads has one colour and one marker; ways of decoding differ by fill, not by colour,
+and a hollow marker stands for a figure that no table claims.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LEARNING_CURVE = "learning_curve.png"
 _FEW = 6  # lines between which a legend finds room
 _OF_DEPTH = re.compile(r"(eval_)?loss_(?:head|step)_(\d+)$")
 _ACCEPTANCE = {
-    "eval_expected_accepted": "expected, along held-out text",
+    "eval_expected_accepted": "expected, along held-out text, T = 1",
     "eval_generated_accepted": "generated, T = 1",
     "num_correct": "slots right (training)",
     "eval_num_correct": "slots right (held out)",
@@ -38,6 +39,7 @@ _LINES = {
     "head_given": ("drafter, tokens between known", "C2D--"),
     "backbone_given": ("backbone, tokens between known", "k^:"),
 }
+_MISSING = 0.1  # of the mass of continuations, beyond which a marginal is hollow
 
 
 def learning_figure(history: list[dict[str, Any]]) -> Figure:
@@ -127,10 +129,10 @@ def _draw_acceptance(axes: Axes, figures: dict[str, Any]) -> None:
     for marker, row in zip(_MARKERS, figures["decoding"]):
         shares = [100 * share for share in row["accepted_by_position"]]
         axes.plot(range(1, len(shares) + 1), shares, marker=marker, label=f"generated, {row['name']}")
-    if figures["depths"]:
-        shares = [100 * row["accepted_block"] for row in figures["depths"]]
-        axes.plot(range(1, len(shares) + 1), shares, "k.:", label="expected along text, T=1")
-    axes.set(title="How far drafts are accepted", xlabel="position in the draft", ylabel="accepted up to here (%)")
+    if held_out := figures["held_out"]:
+        shares = [100 * share for share in held_out["accepted_by_position"]]
+        axes.plot(range(1, len(shares) + 1), shares, "k.:", label="expected along held-out text, T=1")
+    axes.set(title="How many drafts are accepted", xlabel="drafts", ylabel="verifications that accept so many (%)")
     axes.set(ylim=(-4, 104))
     axes.legend(loc="best", fontsize=8)
 
@@ -143,6 +145,11 @@ def analysis_figure(found: dict[str, Any]) -> Figure:
         rows = [(row["depth"], row[name]) for row in found["depths"] if name in row]
         if rows:
             axes[0].plot(*zip(*rows), style, label=label)
+    beyond = [row for row in found["depths"] if row.get("missing_mass", 0) > _MISSING]
+    if beyond:
+        label = f"hollow: more than {_MISSING:.0%} of the continuations left out"
+        points = [row["depth"] for row in beyond], [row["marginal"] for row in beyond]
+        axes[0].plot(*points, "C0o", markerfacecolor="white", zorder=3, label=label)
     axes[0].set(title="Loss of the token so far ahead", xlabel="tokens ahead", ylabel="nats")
     axes[0].legend(loc="best", fontsize=8)
     if has_layers:
@@ -178,7 +185,7 @@ def _from_zero(axes: Axes) -> None:
 
 SPEED_FIGURE, ACCEPTANCE_FIGURE = "speed.png", "acceptance.png"
 """Names of the files."""
-_FILLS = ("full", "left", "none")  # of the ways of decoding, in turn
+_FILLS = ("full", "left", "bottom")  # of the ways of decoding, in turn
 _THROUGHPUTS = 5  # of equal throughput, about
 _GAP = 0.09  # between labels of these lines, as a share of the axes
 
@@ -197,30 +204,34 @@ def save_figures(folder: Path, reports: Sequence[HeadReport]) -> None:
 def speed_figure(reports: Sequence[HeadReport]) -> Figure:
     """Draw bytes per call against milliseconds per call, with lines of equal throughput (MtPC paper, Figure 1).
 
-    A cross marks plain decoding. A family has one colour and one marker: filled for greedy decoding, hollow for T = 1.
+    A cross marks plain decoding. A family has one colour and one marker, filled whole for greedy decoding and in part
+    for samples; results whose text repeats itself are hollow.
     """
-    figure = Figure(figsize=(7.6, 5.6), layout="constrained")
+    figure = Figure(figsize=(7.6, 5.8), layout="constrained")
     axes = figure.add_subplot()
     rows = [(index, turn, row) for index, report in enumerate(reports) for turn, row in enumerate(report.single)]
     plain = _plain([row for _, _, row in rows])
     points = [(cycle_ms(row), row.tokens_per_call) for *_, row in rows] + [(plain, 1.0)]
     axes.set(xlim=_range([x for x, _ in points]), ylim=_range([y for _, y in points]))
     for index, turn, row in rows:
-        style = f"C{index}", _MARKERS[index % len(_MARKERS)], _FILLS[turn % len(_FILLS)]
+        fill = "none" if row.is_degenerate else _FILLS[turn % len(_FILLS)]
+        style = f"C{index}", _MARKERS[index % len(_MARKERS)], fill
         axes.add_line(_marker(*style, [cycle_ms(row)], [row.tokens_per_call]))
     axes.add_line(_cross([plain], [1.0]))
     _draw_throughputs(axes, [1000 * y / x for x, y in points])
     axes.set(xlabel="milliseconds per call", ylabel="bytes per call")
     axes.set_title("Up and to the left is faster\n(dotted: equal bytes per second)", pad=22)
     ways = [row.name for row in reports[0].single] if reports else []
-    _add_legend(figure, [report.name for report in reports], ways)
+    loops = list(dict.fromkeys(row.name for _, _, row in rows if row.is_degenerate))
+    _add_legend(figure, [report.name for report in reports], ways, loops)
     return figure
 
 
 def acceptance_figure(reports: Sequence[HeadReport]) -> Figure:
-    """Draw the share of drafts accepted up to each position: a panel for each way of decoding, a line for each head.
+    """Draw the share of verifications that accept so many drafts: a panel per way of decoding, a line per head.
 
-    Lines with markers are what was generated; thin lines without are what is expected along held-out text.
+    Lines with markers are what was generated, hollow where the text repeats itself; thin lines without are what is
+    expected along plain texts.
     """
     ways = [row.name for row in reports[0].single]
     figure = Figure(figsize=(3.6 * len(ways) + 0.6, 4.6), layout="constrained")
@@ -232,19 +243,24 @@ def acceptance_figure(reports: Sequence[HeadReport]) -> Figure:
             generated = [100 * share for share in row.accepted_by_position]
             expected = [100 * share for share in row.expected_by_position]
             colour, marker = f"C{index}", _MARKERS[index % len(_MARKERS)]
-            axes.plot(range(1, len(generated) + 1), generated, color=colour, marker=marker, markersize=5)
+            face = "white" if row.is_degenerate else colour
+            style = {"color": colour, "marker": marker, "markersize": 5, "markerfacecolor": face}
+            axes.plot(range(1, len(generated) + 1), generated, **style)
             axes.plot(range(1, len(expected) + 1), expected, color=colour, linewidth=0.9, alpha=0.7)
             longest = max(longest, len(generated), len(expected))
-        axes.set(title=way, xlabel="position in the draft", ylim=(-4, 104), yticks=range(0, 101, 20))
+        axes.set(title=way, xlabel="drafts", ylim=(-4, 104), yticks=range(0, 101, 20))
         axes.grid(alpha=0.3)
     for axes in panels:
         axes.set_xlim(1 - 0.06 * longest, longest + 0.06 * longest)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    panels[0].set_ylabel("accepted up to here (%)")
+    panels[0].set_ylabel("verifications that accept so many (%)")
     heads = [Line2D([], [], color=f"C{i}", marker=_MARKERS[i], label=report.name) for i, report in enumerate(reports)]
-    thin = [Line2D([], [], color="grey", linewidth=0.9, label="thin: expected along held-out text")]
-    has_expected = any(row.expected_by_position for report in reports for row in report.single)
-    figure.legend(handles=heads + thin * has_expected, loc="outside lower center", ncols=5)
+    rows = [row for report in reports for row in report.single]
+    if any(row.expected_by_position for row in rows):
+        heads.append(Line2D([], [], color="grey", linewidth=0.9, label="thin: expected along plain texts"))
+    if any(row.is_degenerate for row in rows):
+        heads.append(_marker("grey", "o", "none", label="hollow: the text repeats itself"))
+    figure.legend(handles=heads, loc="outside lower center", ncols=3)
     return figure
 
 
@@ -269,7 +285,7 @@ def _marker(
         y,
         marker=marker,
         color=colour,
-        fillstyle="left" if fill == "left" else "full",
+        fillstyle="full" if fill == "none" else fill,
         markerfacecolor="white" if fill == "none" else colour,
         markerfacecoloralt="white",
         markeredgewidth=1.8,
@@ -309,10 +325,11 @@ def _exits(axes: Axes, measured: list[float]) -> Iterator[tuple[float, tuple[flo
             yield throughput, (x, y), is_right
 
 
-def _add_legend(figure: Figure, names: list[str], ways: list[str]) -> None:
+def _add_legend(figure: Figure, names: list[str], ways: list[str], loops: list[str]) -> None:
     families = [_marker(f"C{i}", _MARKERS[i % len(_MARKERS)], "full", label=name) for i, name in enumerate(names)]
-    words = {"full": "filled", "left": "half", "none": "hollow"}
+    words = {"full": "filled", "left": "left half", "bottom": "lower half"}
     used = [(_FILLS[turn % len(_FILLS)], way) for turn, way in enumerate(ways)]
     fills = [_marker("grey", "o", fill, label=f"{words[fill]}: {way}") for fill, way in used]
     plain = _cross(label="one byte at a time")
-    figure.legend(handles=[*families, *fills, plain], loc="outside lower center", ncols=4)
+    hollow = [_marker("grey", "o", "none", label=f"hollow: {way}, repeats itself: no claim") for way in loops]
+    figure.legend(handles=[*families, *fills, plain, *hollow], loc="outside lower center", ncols=3)

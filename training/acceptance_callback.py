@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from datasets import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..generation.attach import AttachableDrafter
@@ -183,22 +182,21 @@ class AcceptanceCallback(TrainerCallback):
         A better backbone may exclude the checkpoint that was the best one, so that an earlier one takes its place.
         """
         args, state = trainer.args, trainer.state
-        bound = min(
-            [loss, *(entry["eval_backbone_loss"] for entry in state.log_history if "eval_backbone_loss" in entry)]
-        )
+        earlier = [entry for entry in state.log_history if "eval_backbone_loss" in entry]
+        bound = min([loss, *(entry["eval_backbone_loss"] for entry in earlier)]) + self.tolerance
+        folders = {entry["step"]: Path(str(args.output_dir), f"checkpoint-{entry['step']}") for entry in earlier}
         allowed = {
             entry["step"]: entry["eval_expected_accepted"]
-            for entry in state.log_history
-            if entry.get("eval_backbone_loss", float("inf")) <= bound + self.tolerance
-            and Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{entry['step']}").is_dir()
+            for entry in earlier
+            if entry["eval_backbone_loss"] <= bound and folders[entry["step"]].is_dir()
         }
-        is_allowed = loss <= bound + self.tolerance
+        is_allowed = loss <= bound
         if (args.metric_for_best_model or "").removeprefix("eval_") == _CONSTRAINED and state.best_metric is not None:
             best = max(allowed, key=lambda step: allowed[step], default=None)
-            if best is None or (is_allowed and accepted > allowed[best]):
-                state.best_metric = float("-inf") if is_allowed else state.best_metric  # this one will be the best
-            else:
+            if best is not None and not (is_allowed and accepted > allowed[best]):
                 state.best_global_step, state.best_metric = best, allowed[best]
+            elif is_allowed:
+                state.best_metric = float("-inf")  # this one will be the best
         return accepted if is_allowed else 0.0
 
     def _generated(self, trainer: Trainer, model: Any, data: Any) -> dict[str, float]:

@@ -275,6 +275,6 @@ def _results(
         command=" ".join(["tokenahead", *sys.argv[1:]]),
         library_version=__version__,
         unit="byte" if is_byte_level(trainee.tokenizer) else "token",
-        accepted_by_position=comparisons[0].accepted_by_position,
+        accepted_by_position=comparisons[0].result.accepted_by_position,
         environment=environment(),
     )

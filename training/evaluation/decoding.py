@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..results import DecodingResult
 from .drafts import DraftMeasures, has_probs, text_of
-from .expected import GREEDY_RULE, SAMPLED, ExpectedCalls, ratio_of_sums
+from .expected import GREEDY_RULE, SAMPLED, ratio_of_sums
 
 REPEATED_GRAM = 16
 """Ids of a passage that counts as repeated if it stands in a text twice."""
@@ -93,13 +93,11 @@ class Comparison:
         mode: The way of decoding.
         result: Counts and times.
         completions: The speculative runs, one per prompt.
-        accepted_by_position: For draft positions 1, 2, ...: the share of verifications that accept so many drafts.
     """
 
     mode: DecodingMode
     result: DecodingResult
     completions: list[Completion]
-    accepted_by_position: list[float]
 
 
 @dataclass(frozen=True)
@@ -198,15 +196,8 @@ class Measurement:
             completions.append(Completion(prompt, row.ids, drafted_flags(row.accepted, len(row.ids)), difference))
         accepted = [count for row in runs.rows for count in row.accepted]
         length = max((drafted for row in runs.rows for drafted in row.drafted), default=0)
-        by_position = acceptance_by_position(accepted, length)
         counted = [(len(row.ids) - 1.0, float(len(row.accepted))) for row in runs.rows if row.accepted]
         ratio, error = ratio_of_sums(*torch.tensor(counted, dtype=torch.float64).T) if counted else (None, None)
-        expected = self._expected(model, tokenizer, mode, plain.rows, length)
-        known = {} if expected is None else {
-            "expected_tokens_per_call": round(expected.tokens_per_call, 5),
-            "expected_standard_error": _finite(expected.standard_error),
-            "expected_by_position": [round(share, 5) for share in expected.by_position],
-        }  # fmt: skip
         result = DecodingResult(
             name=mode.name if self.batch_size == 1 else f"{mode.name}, batch {self.batch_size}",
             do_sample=mode.is_sampled,
@@ -218,31 +209,30 @@ class Measurement:
             plain_new_tokens=plain.new_tokens,
             batch_size=self.batch_size,
             per_prompt=[round(len(row.ids) / row.calls, 4) for row in runs.rows],
-            accepted_by_position=by_position,
+            accepted_by_position=acceptance_by_position(accepted, length),
             repeated_share=mean(repeated_share(row.ids) for row in runs.rows),
             draft_length=length or None,
             tokens_per_verification=ratio or None,
-            standard_error=_finite(error),
+            standard_error=error,
             processor_seconds=runs.processor_seconds,
             plain_processor_seconds=plain.processor_seconds,
-            **known,
+            **self._expected(model, tokenizer, mode, plain.rows, length),
         )
-        return Comparison(mode, result, completions, by_position)
+        return Comparison(mode, result, completions)
 
     def _expected(
         self, model: Any, tokenizer: PreTrainedTokenizerBase, mode: DecodingMode, rows: Sequence[_Row], length: int
-    ) -> ExpectedCalls | None:
-        """Return what drafts of this length are expected to take along the plain texts; None where nobody can tell."""
+    ) -> dict[str, Any]:
+        """Return what drafts of this length are expected to take along the plain texts; empty where nobody can tell."""
         drafter, rule = vars(model).get("drafter", model), mode.rule
         changed = model.generation_config.to_diff_dict().keys() & _CHANGES
         if rule is None or changed or not length or not has_probs(drafter):
-            return None
+            return {}
         measures = DraftMeasures(mode.temperature, length)
         for prompt, row in zip(self.prompts, rows):
             ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
             measures.add(drafter, text_of(ids, ids.new_tensor([row.ids])))
-        found = measures.calls.get(rule)
-        return found if found is not None and len(found.calls) else None
+        return measures.calls[rule].fields() if rule in measures.calls else {}
 
 
 def compare_decoding(
@@ -402,7 +392,3 @@ def repeated_share(ids: Sequence[int], gram: int = REPEATED_GRAM) -> float:
             if is_same and len(run) + period >= least:
                 covered.update(range(run[0], run[-1] + period + 1))
     return len(covered) / max(1, len(ids))
-
-
-def _finite(error: float | None) -> float | None:
-    return round(error, 5) if error is not None and error == error else None

@@ -23,6 +23,7 @@ tokens alone. Near its end, drafts are cut to what is left.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -72,11 +73,13 @@ def cycle_starts(accepted: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return starts[:, :length] * places
 
 
-def ratio_of_sums(tokens: torch.Tensor, calls: torch.Tensor) -> tuple[float, float]:
-    """Return the tokens per call of texts [N], as a ratio of sums, and its standard error over texts (NaN for one)."""
+def ratio_of_sums(tokens: torch.Tensor, calls: torch.Tensor) -> tuple[float, float | None]:
+    """Return the tokens per call of texts [N], as a ratio of sums, and its standard error over texts; None of one."""
     tokens, calls = tokens.double(), calls.double()
     ratio, count = float(tokens.sum() / calls.sum()), len(tokens)
-    spread = float((tokens - ratio * calls).square().sum()) * count / (count - 1) if count > 1 else float("nan")
+    if count == 1:
+        return ratio, None
+    spread = float((tokens - ratio * calls).square().sum()) * count / (count - 1)
     return ratio, spread**0.5 / float(calls.sum())
 
 
@@ -123,11 +126,16 @@ class ExpectedCalls:
         return ratio_of_sums(self.tokens, self.calls)[0]
 
     @property
-    def standard_error(self) -> float:
-        """Standard error of `tokens_per_call`, from the spread between texts."""
+    def standard_error(self) -> float | None:
+        """Standard error of `tokens_per_call`, from the spread between texts; None of one."""
         return ratio_of_sums(self.tokens, self.calls)[1]
 
     @property
     def by_position(self) -> list[float]:
         """For draft positions 1, 2, ...: the share of verifications that accept so many; 1 + its sum is the above."""
         return (self.accepted.sum(0) / self.calls.sum()).clamp(0, 1).tolist()
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a `DecodingResult`."""
+        names = "expected_tokens_per_call", "expected_standard_error", "expected_by_position"
+        return dict(zip(names, (self.tokens_per_call, self.standard_error, self.by_position)))

@@ -33,7 +33,7 @@ def test_greedy_runs_are_compared_token_by_token(model):
         assert completion.ids == output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
         assert sum(completion.drafted) == sum(output.speculation.accepted)
         assert len(completion.drafted) == 20
-    assert len(comparison.accepted_by_position) == 3
+    assert len(comparison.result.accepted_by_position) == 3
 
 
 def test_a_difference_is_found_and_explained(model, monkeypatch):

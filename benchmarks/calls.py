@@ -1,8 +1,9 @@
 """Tokens per call, expected along regenerated text and decoded: the same figure twice, where drafts are chains.
 
-    python benchmarks/calls.py --output calls.json                                  # the four heads of the box
-    python benchmarks/calls.py --backbone demo-llama --eagle demo-eagle1 --prefix 64 --new-tokens 160 --draft 5
-    python benchmarks/calls.py --only ff --texts 16 --temperatures 0 1
+    python benchmarks/calls.py --temperatures 0 --texts 32 --batch 32               # the four heads of the box
+    python benchmarks/calls.py --temperatures 0.7 --rounds 2
+    python benchmarks/calls.py --temperatures 1
+    python benchmarks/calls.py --backbone demo-llama --prefix 64 --new-tokens 160 --texts 256 --batch 32    # EAGLE-1
 
 The backbone goes on with held-out beginnings, plainly, at every temperature; along what it wrote the verifications are
 expected (`tokenahead.training.evaluation.expected`). Then it goes on with the same beginnings with drafts, from another
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from tokenahead import EagleHead
 from tokenahead.training.box import EXCERPTS, box_folder, excerpt_windows, load_excerpts, load_heads
-from tokenahead.training.evaluation import DraftMeasures
+from tokenahead.training.evaluation import DraftMeasures, ExpectedCalls
 from tokenahead.training.evaluation.drafts import text_of
 from tokenahead.training.evaluation.expected import ratio_of_sums
 from tokenahead.training.features import cache_features
@@ -74,13 +74,56 @@ def written(
         yield out.sequences[:, part.shape[1] :], getattr(out, "speculation", None)
 
 
-def decoded(model: PreTrainedModel, drafter: Any, prompts: torch.Tensor, temperature: float, arguments: Any) -> Any:
-    """Tokens after the first [N] and verifications [N] of texts that are decoded with drafts."""
-    torch.manual_seed(1 + round(10 * temperature))
+def compare(
+    name: str,
+    drafters: Drafters,
+    texts: torch.Tensor,
+    prompts: torch.Tensor,
+    temperature: float,
+    seed: int,
+    arguments: Any,
+) -> tuple[ExpectedCalls, torch.Tensor]:
+    """Calls that are expected along plain texts [N, T + 1], and verifications [N] that others take with drafts."""
+    model, drafter = drafters[name]
+    model.generation_config.eos_token_id = None
+    measures = DraftMeasures(temperature, arguments.draft)
+    for prompt, new in zip(prompts.split(8), texts.split(8)):
+        measures.add(drafter or model, text_of(prompt, new))
+    torch.manual_seed(seed + 1)
     options = {"num_assistant_tokens": arguments.draft} | ({} if drafter is None else {"assistant_model": drafter})
     runs = written(model, prompts, temperature, arguments, **options)
     calls = [len(row) for _, speculation in runs for row in speculation.rows_accepted]
-    return torch.full((len(calls),), arguments.new_tokens - 1.0), torch.tensor(calls, dtype=torch.float64)
+    return measures.calls["block" if temperature else "greedy"], torch.tensor(calls, dtype=torch.float64)
+
+
+def measure(
+    temperature: float, drafters: Drafters, text: torch.Tensor, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """The figures of all drafters at one temperature."""
+    names = [name for name in drafters if not arguments.only or name in arguments.only]
+    prompts, backbone = text[: arguments.texts, : arguments.prefix], next(iter(drafters.values()))[0]
+    backbone.generation_config.eos_token_id = None
+    plain = {} if arguments.backbone else {"use_mtp": False}
+    found: dict[str, list[Any]] = {name: [] for name in names}
+    for number in range(arguments.rounds):
+        seed = 100 * number + round(10 * temperature)
+        torch.manual_seed(seed)
+        texts = torch.cat([new for new, _ in written(backbone, prompts, temperature, arguments, **plain)])
+        for name in names:
+            found[name].append(compare(name, drafters, texts, prompts, temperature, seed, arguments))
+    results = {}
+    for name, rounds in found.items():
+        expected, calls = (
+            sum((ahead for ahead, _ in rounds[1:]), rounds[0][0]),
+            torch.cat([calls for _, calls in rounds]),
+        )
+        results[f"{name}, T = {temperature:g}"] = {
+            "expected": (expected.tokens_per_call, expected.standard_error),
+            "decoded": ratio_of_sums(torch.full_like(calls, arguments.new_tokens - 1), calls),
+            "texts": len(calls),
+            "equal": None if temperature else int((calls - expected.calls).abs().lt(1e-6).sum()),
+        }
+    return results
 
 
 def main() -> None:
@@ -91,39 +134,19 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="heads of the box")
     parser.add_argument("--draft", type=int, default=5, help="tokens per draft")
     parser.add_argument("--texts", type=int, default=128)
-    parser.add_argument("--prefix", type=int, default=256, help="ids of the beginnings")
-    parser.add_argument("--new-tokens", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=1, help="times that every beginning is gone on with")
+    parser.add_argument("--prefix", type=int, default=128, help="ids of the beginnings")
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
     parser.add_argument("--output", type=Path, default=Path("calls.json"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     drafters, text = eagle(arguments) if arguments.backbone else drafters_of_box()
-    prompts = text[: arguments.texts, : arguments.prefix]
     results = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
     for temperature in arguments.temperatures:
-        backbone = next(iter(drafters.values()))[0]
-        backbone.generation_config.eos_token_id = None
-        torch.manual_seed(round(10 * temperature))
-        plain = {} if arguments.backbone else {"use_mtp": False}
-        texts = torch.cat([new for new, _ in written(backbone, prompts, temperature, arguments, **plain)])
-        for name, (model, drafter) in drafters.items():
-            key = f"{name}, T = {temperature:g}"
-            if key in results or (arguments.only and name not in arguments.only):
-                continue
-            model.generation_config.eos_token_id = None
-            measures = DraftMeasures(temperature, arguments.draft)
-            for prompt, new in zip(prompts.split(8), texts.split(8)):
-                measures.add(drafter or model, text_of(prompt, new))
-            expected = measures.calls["block" if temperature else "greedy"]
-            tokens, calls = decoded(model, drafter, prompts, temperature, arguments)
-            agree = None if temperature else int((calls - expected.calls).abs().lt(1e-6).sum())
-            results[key] = {
-                "expected": (expected.tokens_per_call, expected.standard_error),
-                "decoded": ratio_of_sums(tokens, calls), "texts": len(calls), "equal": agree,
-            }  # fmt: skip
-            replace_text(arguments.output, json.dumps(results, indent=1))
-            print(key, json.dumps(results[key]), file=sys.stderr, flush=True)
+        results |= measure(temperature, drafters, text, arguments)
+        replace_text(arguments.output, json.dumps(results, indent=1))
     table(results)
 
 

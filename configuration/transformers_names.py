@@ -26,7 +26,6 @@ CORE = {
     "transformers.modeling_utils:PreTrainedModel": {
         "_can_set_attn_implementation": "overridden: a wrapper answers for its backbone",
         "_can_set_experts_implementation": "overridden: a wrapper answers for its backbone",
-        "_get_resized_lm_head": "overridden: resizes all heads with the embeddings",
         "_gradient_checkpointing_func": "set on layers: wrapped, so that gates are open again in backward",
         "_hf_peft_config_loaded": "whether adapters were added with `add_adapter`",
         "_init_weights": "overridden: initialises our modules",
@@ -41,6 +40,7 @@ CORE = {
         "_supports_flash_attn": "set: as the backbone's",
         "_supports_flex_attn": "set: as the backbone's",
         "_supports_sdpa": "set: models that take `attn_implementation='sdpa'`",
+        "_tied_weights_keys": "set: the output embeddings, which a config may tie to the embeddings of the input",
     },
     "transformers.configuration_utils:PreTrainedConfig": {
         "_attn_implementation": "the attention that a model uses; kept where a config becomes part of another",
@@ -52,17 +52,17 @@ CORE = {
         "_update_total_vocab_size": "overridden: called after every change of the added tokens",
     },
     "transformers.generation.logits_process:PrefixConstrainedLogitsProcessor": {
-        "_prefix_allowed_tokens_fn": "wrapped: the user's function sees the sequences of a tree's nodes",
+        "_prefix_allowed_tokens_fn": "wrapped: the user's function sees the sequences of a tree's nodes"
     },
     "transformers.core_model_loading": {
-        "_weight_conversions": "how the tensors of a checkpoint were converted, for saving them as they were",
+        "_weight_conversions": "how the tensors of a checkpoint were converted, for saving them as they were"
     },
     "transformers.utils.hub": {
         "_raise_exceptions_for_connection_errors": "asks for files that may not exist",
         "_raise_exceptions_for_missing_entries": "asks for files that may not exist",
     },
     "transformers.utils.output_capturing": {
-        "_output_capturing_hooks_installed": "marks layers with local functions, which no pickle takes",
+        "_output_capturing_hooks_installed": "marks layers with local functions, which no pickle takes"
     },
 }
 """By owner ("module" or "module:Class"): what each name is for."""
@@ -77,7 +77,7 @@ TRAINER = {
         "_prepare_inputs": "moves a batch to the device",
         "_set_signature_columns_if_needed": "overridden: keeps the columns that registers need",
         "_signature_columns": "the columns that a batch keeps",
-    },
+    }
 }
 """As `CORE`, of the `Trainer`, which is imported for training alone."""
 

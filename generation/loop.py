@@ -22,6 +22,7 @@ from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCrite
 from transformers.generation.streamers import BaseStreamer
 
 from ..configuration.fields import learned_positions
+from ..modeling.indices import to_device
 from .call.options import DraftOptions
 from .call.outputs import GenerateSpeculativeOutput, Records, Speculation
 from .call.schedule import DraftSchedule
@@ -109,7 +110,7 @@ class SpeculativeLoop:
             block = torch.cat([self.tokens.last()[:, None], tree.tokens], dim=1)
             outputs = self.target.forward(block, tree, self.hidden_layers)
             called = time.perf_counter()
-            outputs.logits = outputs.logits.to(block.device, torch.float32)
+            outputs.logits = to_device(outputs.logits, block.device, torch.float32)
             scores = self.processing(self.tokens, outputs.logits, tree, self.done)
             result = self.verifier.verify(tree, scores)
             accepted, new_tokens = self._settle(tree, result, outputs, scores)

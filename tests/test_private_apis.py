@@ -25,7 +25,6 @@ PARAMETERS = {
     "_supports_default_dynamic_cache": "",
     "_can_set_attn_implementation": "",
     "_can_set_experts_implementation": "",
-    "_get_resized_lm_head": "old_lm_head new_num_tokens",
     "_init_weights": "module",
     "_set_gradient_checkpointing": "enable",
     "_convert_id_to_token": "index",

@@ -25,7 +25,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import learned_positions
 from ...modeling.gemma4 import borrows_states, load_assistant
-from ...modeling.indices import cached_arange
+from ...modeling.indices import cached_arange, to_device
 from ..attach import AttachableDrafter
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
@@ -275,7 +275,8 @@ class Gemma4Chain(DraftSession):
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Keeps the state before each sequence's last token; a sequence that has ended keeps any."""
         states = outputs.state()
-        self.state = states[cached_arange(len(states), states.device), result.num_accepted.to(states.device)][:, None]
+        last = to_device(result.num_accepted, states.device)
+        self.state = states[cached_arange(len(states), states.device), last][:, None]
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """A chain of up to `length` tokens after every sequence; it ends with a token of which no sequence was sure."""

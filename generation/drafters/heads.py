@@ -21,7 +21,7 @@ import torch
 from transformers import DynamicCache
 
 from ...modeling.heads.window_distribution import WindowDistribution
-from ...modeling.indices import cached_arange
+from ...modeling.indices import cached_arange, to_device
 from ...modeling.sampling import draw
 from ..call.options import DraftOptions
 from ..call.sequences import Sequences
@@ -74,7 +74,7 @@ class HeadSession(DraftSession):
         """
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
-        last, is_tree = tokens.last().to(self.hidden.device), self.options.draft_tree is not None
+        last, is_tree = to_device(tokens.last(), self.hidden.device), self.options.draft_tree is not None
         hidden = self.hidden
         if is_tree:
             hidden, last = hidden[:, None], last[:, None]
@@ -105,7 +105,7 @@ class HeadSession(DraftSession):
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Keeps the state before each sequence's last token; a sequence that has ended keeps any."""
         states = self.read(outputs.hidden_states or ())
-        self.hidden = states[cached_arange(len(states), states.device), result.num_accepted.to(states.device)]
+        self.hidden = states[cached_arange(len(states), states.device), to_device(result.num_accepted, states.device)]
 
     def _choose(self, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q = self.options.processing.warp(probs)
@@ -188,7 +188,8 @@ class AttendingHeadSession(HeadSession):
         if longest == 0:
             return
         features = self._run(outputs.first(longest), torch.ones_like(self.mask[:, :1]).expand(-1, longest))
-        last = result.num_accepted.clamp(max=longest - 1).to(features.device)  # a sequence that has ended keeps any
+        # a sequence that has ended keeps any
+        last = to_device(result.num_accepted.clamp(max=longest - 1), features.device)
         self.hidden, self.counts = features[cached_arange(len(features), features.device), last], self.view.counts
         if shifts is not None:
             self.is_padded, self.mask = True, shift_cache(self.cache, shifts, self.mask)
@@ -236,5 +237,5 @@ class DraftLayersSession(HeadSession):
         features = self.run(outputs.state(self.layer)[:, : kept.longest], cache=self.cache)
         self.cache.keep_last(kept.longest, kept)
         # a sequence that has ended keeps any
-        last = result.num_accepted.clamp(max=kept.longest - 1).to(features.device)
+        last = to_device(result.num_accepted.clamp(max=kept.longest - 1), features.device)
         self.hidden = features[cached_arange(len(features), features.device), last]

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ...modeling.ptp.inputs import check_attention
+from ...modeling.wrapped_models import has_own_cache
 
 _ALIBI = ("bloom", "mpt")
 """Kinds of models that have no other positions."""
@@ -39,7 +40,7 @@ def check_backbone(backbone: PreTrainedModel) -> None:
             "backbone"
         )
     # with ALiBi only distances count; a model of states decodes plainly, or its cache goes back in a way of its own
-    is_free = _has_alibi(backbone) or backbone._is_stateful or hasattr(backbone, "_new_cache")
+    is_free = _has_alibi(backbone) or backbone._is_stateful or has_own_cache(backbone)
     forwards = type(backbone).forward, type(backbone.get_decoder()).forward
     if not is_free and not any("position_ids" in signature(forward).parameters for forward in forwards):
         raise ValueError(

@@ -127,7 +127,8 @@ class RowLengthTarget(Target):
     last_position = None
 
     def __init__(self, model: PreTrainedModel, cache: Cache, mask: torch.Tensor | None = None) -> None:
-        self.model, self.cache = model, cache
+        self.model, self.cache = model, cast(SpeculativeCache, cache)
+        self.cache.activate_past_recording()  # a draft may be longer than what a forward leaves for rollback by itself
         self.mask = cast(torch.Tensor, mask)  # None without padding; only sessions of such caches read it
 
     def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
@@ -146,7 +147,7 @@ class RowLengthTarget(Target):
     def keep(self, kept: NewTokens, result: VerificationResult, tree: DraftTree) -> None:
         """See `Target`."""
         self.new_tokens = kept
-        cast(SpeculativeCache, self.cache).keep_last(tree.tokens.shape[1] + 1, kept)
+        self.cache.keep_last(tree.tokens.shape[1] + 1, kept)
 
     def align(self, columns: int) -> None:
         """Nothing to do: every sequence starts where it ends."""

@@ -9,7 +9,7 @@ output is the feature of the next row while drafting.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -27,10 +27,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from ...configuration import EagleHeadConfig
 from ...generation.attach import AttachableDrafter
 from ..heads.backbone_parts import backbone_parts, dtype_of, frozen
+from ..heads.learning import States
 from .conversion import resolved_aux_layers
-
-States = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
-"""Hidden states of the backbone: L + 1 entries [B, T, D], of which unused ones may be None, or those by index."""
 
 
 def build_attention(config: EagleHeadConfig, index: int, width: int) -> nn.Module:
@@ -254,11 +252,7 @@ class EagleNetwork(AttachableDrafter, PreTrainedModel):
         return nn.functional.embedding(ids, cast(Any, table).weight.detach())
 
     def _mask(
-        self,
-        embeddings: torch.Tensor,
-        position_ids: torch.Tensor,
-        mask: torch.Tensor | None,
-        cache: Cache | None,
+        self, embeddings: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None
     ) -> torch.Tensor | None:
         if mask is not None and mask.dim() == 4:
             if self.config._attn_implementation != "eager" or mask.dtype != torch.bool:

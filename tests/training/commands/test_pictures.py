@@ -37,7 +37,7 @@ def test_a_run_that_ended_before_its_first_entry_has_a_picture_and_no_warning(re
 @pytest.mark.parametrize(
     "figure",
     [
-        lambda: evaluation_figure({"depths": [], "decoding": []}),
+        lambda: evaluation_figure({"depths": [], "decoding": [], "held_out": {}}),
         lambda: analysis_figure({"depths": [{"depth": 1}], "layers": []}),
         lambda: learning_figure(history_of(40)),
     ],

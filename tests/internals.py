@@ -333,11 +333,12 @@ _NAMES = {
         "sampled",
     ),
     "tokenahead.training.evaluation.drafts": (
-        "measure_drafts",
+        "DraftMeasures",
         "rank_accuracies",
         "drafted_probs",
+        "text_of",
     ),
-    "tokenahead.training.evaluation.expected": ("TeacherForced",),
+    "tokenahead.training.evaluation.expected": ("ExpectedCalls", "acceptance_along", "ratio_of_sums"),
     "tokenahead.training.evaluation.reports": (
         "HeadReport",
         "read_reports",

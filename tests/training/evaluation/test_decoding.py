@@ -33,7 +33,7 @@ def test_greedy_runs_are_compared_token_by_token(model):
         assert completion.ids == output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
         assert sum(completion.drafted) == sum(output.speculation.accepted)
         assert len(completion.drafted) == 20
-    assert len(comparison.accepted_by_position) == 3
+    assert len(comparison.result.accepted_by_position) == 3
 
 
 def test_a_difference_is_found_and_explained(model, monkeypatch):
@@ -127,7 +127,9 @@ def test_results_say_how_they_spread_and_whether_the_text_repeats_itself(model):
     result = compare_decoding(model, EvaByteTokenizer(), PROMPTS, GREEDY, 40).result
     assert result.repeated_share == 1.0 and result.is_degenerate
     assert result.spread == (min(result.per_prompt), max(result.per_prompt)) and result.processor_speed_up > 0
-    assert result.accepted_by_position == [1.0, 1.0, 1.0]
+    assert result.accepted_by_position == [1.0, 1.0, 0.9]  # the last draft is cut to what is left
+    assert result.expected_by_position == result.accepted_by_position
+    assert result.expected_tokens_per_call == pytest.approx(result.tokens_per_verification)
 
 
 def test_nothing_to_measure_is_refused(model):

@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import inspect
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ class HeadProposer:
             raise ValueError(f"{self.folder}: its tensors do not make {self.config.head_type!r} heads: {wrong[:5]}")
         dtype = self.vllm_config.model_config.dtype
         self.head = head.to(weight.device, dtype).requires_grad_(False).eval()
-        self.parts = BackboneParts(_unembedding(target_model), _absent("embeddings"), _absent("final norm"))
+        self.parts = _TargetParts(target_model)
         _mend_sampler(weight.device)
         shards = self.vllm_config.parallel_config.tensor_parallel_size
         if shards > 1:
@@ -301,23 +302,19 @@ def _warped(temperature: torch.Tensor) -> Any:
     return choose
 
 
-def _unembedding(model: nn.Module) -> Any:
-    """From states [..., d] to logits [..., V] by the backbone's own method, which gathers shards and scales."""
+class _TargetParts(BackboneParts):
+    """The unembedding of vLLM's target model; it gives heads no other part."""
 
-    def unembed(states: torch.Tensor) -> torch.Tensor:
-        logits = model.compute_logits(states.reshape(-1, states.shape[-1]))
+    @functools.cached_property
+    def unembed(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """From states [..., d] to logits [..., V] by the backbone's own method, which gathers shards and scales."""
+        return self._unembed
+
+    def _unembed(self, states: torch.Tensor) -> torch.Tensor:
+        logits = self.model.compute_logits(states.reshape(-1, states.shape[-1]))
         if logits is None:
             raise RuntimeError(
                 "tensor_parallel_size: this platform of vLLM gathers logits on one rank only, so heads that share the "
                 "backbone's unembedding (leaf='shared') cannot draft on the others; use leaf='full'"
             )
         return logits.view(*states.shape[:-1], -1)
-
-    return unembed
-
-
-def _absent(what: str) -> Any:
-    def refuse(*_: Any) -> Any:
-        raise RuntimeError(f"heads in vLLM have no access to the backbone's {what}")
-
-    return refuse

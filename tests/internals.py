@@ -182,7 +182,7 @@ _NAMES = {
     ),
     "tokenahead.modeling.loss_options": ("EagleLossOptions", "ModuleLossOptions", "TrainableDrafter"),
     "tokenahead.modeling.gemma4": ("buildable",),
-    "tokenahead.modeling.heads.backbone_parts": ("backbone_parts",),
+    "tokenahead.modeling.heads.backbone_parts": ("BackboneParts",),
     "tokenahead.modeling.heads.circuit_head": (
         "CircuitHead",
         "circuit_from_logits",

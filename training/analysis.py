@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..generation.target.inputs import tree_mask
 from ..generation.trees.contract import DraftTree
 from ..modeling import EvaByteForMTPC
-from ..modeling.heads.backbone_parts import backbone_parts
+from ..modeling.heads.backbone_parts import BackboneParts
 
 MOST_BRANCHES = 10**6
 """Continuations that an exact enumeration may have."""
@@ -175,7 +175,7 @@ def layer_divergences(
     Returns:
         [L - 1, B, T] float32, layers 1 to L - 1; one layer's logits exist at a time.
     """
-    parts, layers = backbone_parts(model), model.config.get_text_config().num_hidden_layers
+    parts, layers = BackboneParts(model), model.config.get_text_config().num_hidden_layers
     outputs = _run(model, input_ids, attention_mask, [*range(1, layers), -1])
     final = parts.unembed(outputs.hidden_states[-1]).float().log_softmax(-1)
     rows = []

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, Trainer
 
 from ..generation.attach import AttachableDrafter
 from ..modeling import DeepSeekMTP, EvaByteForMTPC
-from ..modeling.heads.backbone_parts import backbone_parts
+from ..modeling.heads.backbone_parts import BackboneParts
 from ..modeling.heads.chunks import LOGITS_PER_CHUNK
 from ..modeling.heads.joint import JointMTPModel
 from ..modeling.heads.losses import IGNORE, depth_targets
@@ -169,7 +169,7 @@ def next_token_sums(model: Any, states: torch.Tensor, inputs: Mapping[str, Any])
     scored = targets != IGNORE
     sums = states.new_zeros(2, dtype=torch.float32)
     owner = model.backbone if isinstance(model, (AttachableDrafter, JointMTPModel)) else model
-    unembed = owner.readout if isinstance(owner, DeepSeekMTP) else backbone_parts(owner).unembed
+    unembed = owner.readout if isinstance(owner, DeepSeekMTP) else BackboneParts(owner).unembed
     size = max(1, LOGITS_PER_CHUNK // model.config.get_text_config().vocab_size)
     for part, target in zip(states[scored].split(size), targets[scored].split(size)):
         log_distribution = unembed(part).float().log_softmax(-1)

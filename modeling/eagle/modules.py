@@ -26,7 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from ...configuration import EagleHeadConfig
 from ...generation.attach import AttachableDrafter
-from ..heads.backbone_parts import backbone_parts, dtype_of, frozen
+from ..heads.backbone_parts import BackboneParts, dtype_of, frozen
 from ..heads.learning import States
 from .conversion import resolved_aux_layers
 
@@ -242,7 +242,7 @@ class EagleNetwork(AttachableDrafter, PreTrainedModel):
 
     def backbone_logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return the backbone's logits [.., V] of its last hidden states [.., D]; its parameters get no gradient."""
-        return backbone_parts(self.backbone).unembed(states)
+        return BackboneParts(self.backbone).unembed(states)
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of the embedding table without a family's scale, with which heads are not trained."""

@@ -16,7 +16,7 @@ from ...configuration.fields import check_options
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import DraftOptions
 from ...generation.drafters.heads import DraftLayersSession, HeadSession
-from ..heads.backbone_parts import backbone_parts
+from ..heads.backbone_parts import BackboneParts
 from ..heads.ff import FFHead
 from ..heads.losses import IGNORE, counted, counts_of_update, depth_targets, depth_weights, head_loss
 from ..heads.registry import build_head, distribution_after, init_head, window_distribution
@@ -231,14 +231,14 @@ class EvaByteForMTPC(
     def distribution_of_features(self, features: torch.Tensor) -> WindowDistribution:
         """Return the distribution of the next `window` tokens given `features` [..., D]."""
         head = self.mtp_head or self._all_heads
-        return window_distribution(head, self.config.mtp_head, features, backbone_parts(self))
+        return window_distribution(head, self.config.mtp_head, features, BackboneParts(self))
 
     def distribution_after(self, features: torch.Tensor, last: torch.Tensor, length: int) -> WindowDistribution:
         """Return the distribution of the next `length` tokens given `features` [..., F] and the next token [...]."""
         if self.mtp_head is None:  # positions are independent: neither the own head nor `last` is read
             logits = self.draft_heads(features.to(self.draft_heads.weight.dtype), length)
             return FactorisedDistribution(exact(logits.unsqueeze(-2)))
-        return distribution_after(self.mtp_head, self.config.mtp_head, features, last, length, backbone_parts(self))
+        return distribution_after(self.mtp_head, self.config.mtp_head, features, last, length, BackboneParts(self))
 
     def window_distribution(self, hidden_states: torch.Tensor) -> WindowDistribution:
         """Return the distribution of the next `window` tokens given last hidden states [..., D].
@@ -336,7 +336,7 @@ class EvaByteForMTPC(
         """Return the loss of the head and its means; a circuit that trains with its backbone adds the next byte's."""
         tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
         head = self.mtp_head or self._all_heads
-        parts, config, scored = backbone_parts(self), self.config.mtp_head, targets != IGNORE
+        parts, config, scored = BackboneParts(self), self.config.mtp_head, targets != IGNORE
         resolved = counts_of_update(counted(scored, config.loss_normalization), counts, scored[..., 0].sum())
         scale = self._loss_scale(hidden)
         found = head_loss(head, config, features, targets, tokens, resolved, parts, hidden, scale, balance)

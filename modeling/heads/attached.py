@@ -22,7 +22,7 @@ from ...generation.call.options import DraftOptions
 from ...generation.drafters.heads import AttendingHeadSession, HeadSession
 from ..loading import StrictLoadingMixin
 from ..wrapped_models import OfBackboneMixin, unwrap
-from .backbone_parts import BackboneParts, backbone_parts, compute_device
+from .backbone_parts import BackboneParts, compute_device
 from .conversion import OfficialLayoutsMixin
 from .draft_layers import BoundLayers, DraftLayers, LayerAdapters
 from .family import HeadFamily, last_state
@@ -124,7 +124,7 @@ class MTPHeads(
 
     def _parts(self) -> BackboneParts | None:
         """Return what the heads borrow of the backbone for one call."""
-        return backbone_parts(self.backbone) if self.is_attached else None
+        return BackboneParts(self.backbone) if self.is_attached else None
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         """Layers of a head keep no activations; most heads have none, and their loss is chunked anyway."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
+from itertools import repeat
 from typing import Any, cast
 
 import torch
@@ -24,20 +24,35 @@ from ...configuration.fields import field
 from ...configuration.mtp_families import REFUSED
 from ..wrapped_models import call_frozen, is_unit, weights_there
 
+Map = Callable[[torch.Tensor], torch.Tensor]
 
-@dataclass(frozen=True)
+
 class BackboneParts:
-    """Functions of a backbone, through which no gradient reaches its parameters. Made anew for every call.
+    """Functions of a causal language model, through which no gradient reaches its parameters. Made anew for every call.
+
+    Each is looked up when it is first read: most heads read none, and a look-up takes longer than they.
 
     Args:
-        unembed: From hidden states [..., d] after the final norm to logits [..., V].
-        embed: From token ids [...] to embeddings [..., d].
-        norm: The final norm, [..., d] to [..., d].
+        model: The model.
     """
 
-    unembed: Callable[[torch.Tensor], torch.Tensor]
-    embed: Callable[[torch.Tensor], torch.Tensor]
-    norm: Callable[[torch.Tensor], torch.Tensor]
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    @cached_property
+    def unembed(self) -> Map:
+        """From hidden states [..., d] after the final norm to logits [..., V]."""
+        return partial(_unembed, output_embeddings(self.model), self.model.config.get_text_config())
+
+    @cached_property
+    def embed(self) -> Map:
+        """From token ids [...] to embeddings [..., d]."""
+        return partial(frozen, self.model.get_input_embeddings())
+
+    @cached_property
+    def norm(self) -> Map:
+        """The final norm, [..., d] to [..., d]."""
+        return partial(frozen, final_norm(self.model.get_decoder()))
 
 
 def required(backbone: BackboneParts | None) -> BackboneParts:
@@ -61,21 +76,6 @@ def output_embeddings(model: PreTrainedModel) -> nn.Linear:
     if unembedding is None:
         raise ValueError(f"{type(model).__name__} has no output embeddings")
     return cast(nn.Linear, unembedding)
-
-
-def backbone_parts(model: PreTrainedModel) -> BackboneParts:
-    """Return the parts of a causal language model; each is looked up when it is first called."""
-    return BackboneParts(
-        unembed=_looked_up(lambda: partial(_unembed, output_embeddings(model), model.config.get_text_config())),
-        embed=_looked_up(lambda: partial(frozen, model.get_input_embeddings())),
-        norm=_looked_up(lambda: partial(frozen, final_norm(model.get_decoder()))),
-    )
-
-
-def _looked_up(look_up: Callable[[], Callable[[torch.Tensor], torch.Tensor]]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that the first call looks up: most heads read no part, and a look-up takes longer than they."""
-    found = cache(look_up)
-    return lambda inputs: found()(inputs)
 
 
 def _unembed(unembedding: nn.Module, config: PreTrainedConfig, states: torch.Tensor) -> torch.Tensor:
@@ -291,13 +291,15 @@ def final_norm(body: nn.Module) -> nn.Module:
     raise ValueError(f"{type(body).__name__} has no final norm that heads could share")
 
 
+_LOGIT_CHANGES = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+
+
 def finished_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
     """Return logits [..., V] with what a family does after its unembedding: cap tanh(factor W h / divisor / cap).
 
     These changes keep the order of logits, but not losses, confidences and draft distributions.
     """
-    names = "logits_scaling", "logit_scale", "final_logit_softcapping"
-    divisor, factor, cap = (field(config, name) for name in names)
+    divisor, factor, cap = map(getattr, repeat(config), _LOGIT_CHANGES, repeat(None))
     if divisor is not None:
         logits = logits / float(divisor)
     if factor is not None:

@@ -11,7 +11,7 @@ from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
 from ..tensor_files import Tensors
-from .backbone_parts import BackboneParts, backbone_parts, required
+from .backbone_parts import BackboneParts, required
 from .ff import FFHead
 
 
@@ -132,7 +132,7 @@ class BlockHead(nn.Module):
     def start_from(self, backbone: PreTrainedModel) -> None:
         """Every unembedding starts as the backbone's."""
         if self.unembeddings is not None:
-            self.unembeddings.start_from(backbone_parts(backbone))
+            self.unembeddings.start_from(BackboneParts(backbone))
 
 
 def untied(tensors: Tensors, heads: int, blocks: int) -> tuple[bool, Tensors]:

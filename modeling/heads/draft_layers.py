@@ -22,7 +22,7 @@ from transformers import initialization as init
 from transformers.cache_utils import CacheLayerMixin
 
 from ...configuration import MTPHeadConfig
-from .backbone_parts import LayerSource, backbone_parts, layer_kind, layer_options, read_config
+from .backbone_parts import BackboneParts, LayerSource, layer_kind, layer_options, read_config
 
 Weights = dict[str, torch.Tensor]
 
@@ -134,7 +134,7 @@ class BoundLayers:
     """Draft layers with the weights that they have at the moment, and the final norm of a backbone."""
 
     def __init__(self, layers: DraftLayers, weights: list[Weights], backbone: PreTrainedModel) -> None:
-        self.layers, self.weights, self.norm = layers, weights, backbone_parts(backbone).norm
+        self.layers, self.weights, self.norm = layers, weights, BackboneParts(backbone).norm
 
     def __call__(
         self,

@@ -22,7 +22,7 @@ from ...modeling.eagle.losses import TrainingBatch
 from ...modeling.eagle.model import EagleHead
 from ...modeling.evabyte.model import EvaByteForMTPC
 from ...modeling.heads.attached import MTPHeads
-from ...modeling.heads.backbone_parts import backbone_parts
+from ...modeling.heads.backbone_parts import BackboneParts
 from ...modeling.heads.chunks import LOGITS_PER_CHUNK
 from ...modeling.heads.losses import IGNORE, depth_targets, tokens_ahead
 from .expected import GREEDY_RULE, SAMPLED, ExpectedCalls, acceptance_along
@@ -101,7 +101,7 @@ def _of_heads(model: Any, batch: Batch, length: int) -> Iterator[DraftedProbs]:
         states = model(**given, use_cache=False, **wanted).hidden_states
     else:
         states = model._run_backbone(given["input_ids"], *padding).hidden_states
-    features, unembed = model.features(states, *padding), backbone_parts(backbone).unembed
+    features, unembed = model.features(states, *padding), BackboneParts(backbone).unembed
     targets = _targets(batch, length + 1)
     tokens = torch.where(targets == IGNORE, tokens_ahead(batch["input_ids"], length + 1, 0), targets)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from tests.internals import HEAD_FAMILIES, backbone_parts, build_head, init_head, window_distribution
+from tests.internals import HEAD_FAMILIES, BackboneParts, build_head, init_head, window_distribution
 from tests.internals import heads_FAMILIES as FAMILIES
 from tests.models import tiny_model
 from tokenahead import MTPHeadConfig
@@ -86,7 +86,7 @@ def test_the_shared_unembedding_gets_no_gradient():
     head = build_head(MTPHeadConfig(window=3, leaf="shared"), 32, 320)
     model = tiny_model()
     config = MTPHeadConfig(window=3, leaf="shared")
-    window_distribution(head, config, torch.randn(2, 32), backbone_parts(model)).leaf_logits.sum().backward()
+    window_distribution(head, config, torch.randn(2, 32), BackboneParts(model)).leaf_logits.sum().backward()
     assert head.maps.grad is not None and model.lm_head.weight.grad is None
     with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
         window_distribution(head, config, torch.randn(2, 32))

@@ -41,9 +41,8 @@ from .call.processing import counts_calls
 from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer, with_resolved
 from .loop import SpeculativeLoop
 from .protocols import Drafter, SpeculativeCache
-from .target.backbones import check_trees
+from .target.backbones import can_roll_back, check_trees, is_repackable
 from .target.inputs import crosses_border, last_position_of_trials, not_continued
-from .target.target import can_roll_back, is_repackable
 from .trees.choice import choose_tree
 
 logger = logging.get_logger(__name__)

@@ -27,16 +27,10 @@ from .call.outputs import GenerateSpeculativeOutput, Records, Speculation
 from .call.schedule import DraftSchedule
 from .call.sequences import NewTokens, Sequences, Stopping
 from .protocols import DraftSession, SpeculativeCache
-from .target.target import (
-    EvenTarget,
-    HiddenLayers,
-    RepackedTarget,
-    RowLengthTarget,
-    Target,
-    TargetOutput,
-    is_repackable,
-)
+from .target.backbones import target_of
+from .target.target import ColumnTarget, HiddenLayers, RowLengthTarget, Target, TargetOutput
 from .trees.contract import DraftTree, VerificationResult
+from .trees.growth import most_nodes
 from .verification.verifiers import Verifier
 
 
@@ -85,7 +79,7 @@ class SpeculativeLoop:
         is_recorded = config.output_scores or config.output_logits or config.output_hidden_states
         self.records = Records(config, len(prompt)) if config.return_dict_in_generate and is_recorded else None
         self.stopping = Stopping(criteria, self.processing.pad, self.records and self.records.scores_of)
-        self.pad = options.pad
+        self.pad, self.span = options.pad, most_nodes(options)
         self.statistics = Speculation([[] for _ in prompt], [[] for _ in prompt], rows_depths=[[] for _ in prompt])
         self.table = learned_positions(backbone.config.get_text_config())
         self.starts: list[int] | None = None
@@ -113,7 +107,7 @@ class SpeculativeLoop:
             scores = self.processing(self.tokens, outputs.logits, tree, self.done)
             result = self.verifier.verify(tree, scores)
             accepted, new_tokens = self._settle(tree, result, outputs, scores)
-            self.target.keep(new_tokens, result, tree)
+            self.target.keep(new_tokens, None if tree.is_chain else result.path)
             self.session.advance(outputs.along(result, tree), result)
             ended = time.perf_counter()
             if self.schedule is not None:
@@ -131,7 +125,7 @@ class SpeculativeLoop:
         prompt = self.tokens.ids[:, : self.tokens.prompt_length]
         outputs = self.backbone._prefill(prompt, self.config, wanted)
         self.target = self._target(outputs.past_key_values)
-        if self.table is not None and isinstance(self.target, RepackedTarget):
+        if self.table is not None and isinstance(self.target, ColumnTarget):
             self.starts = self.target.next_positions()
         self.statistics.backbone_calls += 1
         logits = outputs.logits[:, -1:].to(prompt.device, torch.float32)
@@ -146,8 +140,8 @@ class SpeculativeLoop:
         mask = self.model_kwargs.get("attention_mask")
         if isinstance(cache, SpeculativeCache):
             return RowLengthTarget(self.runner, cache, mask)
-        kind = RepackedTarget if is_repackable(cache) else EvenTarget
-        return kind(self.runner, cache, self.tokens.ends, mask, self.model_kwargs)
+        room = self.config.max_length, self.span
+        return target_of(self.runner, cache, self.tokens.ends, mask, self.model_kwargs, *room)
 
     def _length(self) -> int:
         """Return the longest path to draft now: verification adds one more token, and nothing goes beyond the end."""
@@ -279,5 +273,5 @@ class SpeculativeLoop:
             self.statistics.backbone_calls += 1
             self._positions_ahead()
             self.target.forward(self.tokens.last()[:, None], tree, None)
-            self.target.keep(kept, VerificationResult(self.tokens.ends, self.tokens.last()[:, None]), tree)
+            self.target.keep(kept)
         self.target.align(longest - 1)

@@ -27,6 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from ...configuration import EagleHeadConfig
 from ...generation.attach import AttachableDrafter
 from ..heads.backbone_parts import backbone_parts, dtype_of, frozen
+from ..masks import given_mask
 from .conversion import resolved_aux_layers
 
 States = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
@@ -261,9 +262,7 @@ class EagleNetwork(AttachableDrafter, PreTrainedModel):
         cache: Cache | None,
     ) -> torch.Tensor | None:
         if mask is not None and mask.dim() == 4:
-            if self.config._attn_implementation != "eager" or mask.dtype != torch.bool:
-                return mask
-            return torch.zeros_like(mask, dtype=embeddings.dtype).masked_fill(~mask, torch.finfo(embeddings.dtype).min)
+            return given_mask(mask[:, 0], self.config, embeddings.dtype) if mask.dtype == torch.bool else mask
         return create_causal_mask(
             config=self.config,
             inputs_embeds=embeddings,

@@ -169,6 +169,7 @@ _NAMES = {
     ),
     "tokenahead.modeling.deepseek.modules": ("Readout",),
     "tokenahead.modeling.evabyte.geometry": ("Rows",),
+    "tokenahead.modeling.masks": ("given_mask", "grouped_attention"),
     "tokenahead.modeling.evabyte.tokenizer": (
         "CHAT_TEMPLATE",
         "SPECIAL_TOKENS",

@@ -32,6 +32,10 @@ _READ_ONCE = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())
 """What is read with the prompt alone: images and sound."""
 
 
+_WITHOUT_COLUMNS = {"linear_attention", "conv", "moe", "mlp"}
+"""Kinds of layers whose tokens are real, all of them."""
+
+
 class Continuation:
     """The inputs of a call's tokens after its prompt.
 
@@ -145,13 +149,16 @@ def block_mask(
     kinds: set[str] = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     chunk = config.attention_chunk_size if "chunked_attention" in kinds else None
-    is_bounded = chunk is not None or (window is not None and kinds != {"full_attention"})
-    masks = {}
-    if not is_bounded or len(kinds) > 1 or dtype is None:
-        masks["full_attention"] = rows.visible(fed, new=new)
-    if is_bounded:
+    near = {kind for kind in kinds or {"sliding_attention"} if kind == "chunked_attention" or "sliding" in kind}
+    near = near if chunk or window else set()
+    masks: dict[str, torch.Tensor | None] = dict.fromkeys(kinds & _WITHOUT_COLUMNS)
+    if dtype is None or not near or kinds - near:
+        full = given_mask(rows.visible(fed, new=new), config, dtype)
+        masks |= dict.fromkeys({"full_attention", *kinds} - near - _WITHOUT_COLUMNS, full)
+    if near:
         depths = None if new is None or tree is None else tree.positions()
-        kind = "sliding_attention" if chunk is None else "chunked_attention"
-        masks[kind] = rows.visible(fed, None if chunk else window, chunk, new, depths)
-    given = {kind: given_mask(seen, config, dtype) for kind, seen in masks.items()}
-    return given if len(given) > 1 or dtype is None else next(iter(given.values()))
+        seen = rows.visible(fed, None if chunk else window, chunk, new, depths)
+        masks |= dict.fromkeys(near, given_mask(seen, config, dtype))
+    if dtype is None or (near and len(masks) > 1):
+        return masks
+    return next(mask for mask in masks.values() if mask is not None)

@@ -36,9 +36,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer
 
 from tokenahead import EvaByteTokenizer, PTPForCausalLM, __version__
 from tokenahead.model_cards import DecodingResult, MeasuredResults, render_card, write_card
+from tokenahead.training import regenerate
 from tokenahead.training.box import code_prompts
 from tokenahead.training.evaluation import GREEDY, DecodingMode, compare_decoding, sampled
-from tokenahead.training.ptp.distil import write_texts
 from tokenahead.training.ptp.losses import PTPOptions
 from tokenahead.training.ptp.trainer import PTPTrainer
 
@@ -184,8 +184,8 @@ def texts(arguments: argparse.Namespace, backbone: Path, corpus: Corpus) -> Any:
     places = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))[: arguments.texts].tolist()
     prompts = [windows[place]["input_ids"][: LENGTH // 8].tolist() for place in places]
     teacher = LlamaForCausalLM.from_pretrained(backbone).eval()
-    how = dict(max_new_tokens=LENGTH - LENGTH // 8, batch_size=64, sampling={"temperature": arguments.temperature})
-    return write_texts(teacher, prompts, arguments.output / "texts", **how)
+    how = dict(batch_size=64, do_sample=True, temperature=arguments.temperature, top_k=0)
+    return regenerate(teacher, prompts, arguments.output / "texts", LENGTH - LENGTH // 8, **how)
 
 
 def distil(arguments: argparse.Namespace, kind: str, backbone: Path, data: Any, console: Console, folder: Path) -> None:

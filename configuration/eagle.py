@@ -6,6 +6,8 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
+from .fields import check_values, refuse
+
 LAYOUTS = ("tokenahead", "official", "specforge", "speculators", "vllm", "sglang")
 """Layouts of checkpoints that are written and read."""
 
@@ -86,24 +88,14 @@ class EagleHeadConfig(LlamaConfig):
 
     def validate_architecture(self) -> None:
         """Refuse contradictory values; the message names the field and the allowed values."""
-        for refused, message in self._refusals():
-            if refused:
-                raise ValueError(message)
-
-    def _refusals(self) -> list[tuple[bool, str]]:
+        check_values(self, {"version": (1, 3), "layout": LAYOUTS}, {"num_hidden_layers": 1})
         heads, shared = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
         drafted, head_dim = self.draft_vocab_size or 0, self.head_dim or self.hidden_size // heads
         of_aux = {"norm_before_fc": self.norm_before_fc, "fc_norm": self.fc_norm}
         of_3 = of_aux | {"norm_before_residual": self.norm_before_residual, "norm_output": self.norm_output}
         only_aux, only_3 = ([name for name, used in options.items() if used] for options in (of_aux, of_3))
         same_width = self.target_hidden_size == self.hidden_size
-        return [
-            (
-                self.version not in (1, 3),
-                f"version={self.version} is unknown; it is 1 (EAGLE-1, EAGLE-2, HASS) or 3",
-            ),
-            (self.layout not in LAYOUTS, f"layout={self.layout!r} is unknown; choose one of {', '.join(LAYOUTS)}"),
-            (self.num_hidden_layers < 1, f"num_hidden_layers={self.num_hidden_layers} must be at least 1"),
+        refusals = [
             (heads % shared != 0, f"num_attention_heads={heads} must be a multiple of num_key_value_heads={shared}"),
             (head_dim % 2 != 0, f"head_dim={head_dim} must be even"),
             (
@@ -132,3 +124,4 @@ class EagleHeadConfig(LlamaConfig):
                 f"{self.target_hidden_size}, whose embeddings are read",
             ),
         ]
+        refuse(refusals)

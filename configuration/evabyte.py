@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from .fields import check_values
 from .head_families import HEAD_FAMILIES
 from .heads import MTPHeadConfig
 
@@ -98,9 +99,8 @@ class EvaByteConfig(PreTrainedConfig):
 
     def validate_architecture(self) -> None:
         """Refuse contradictory values; the message names the fields and what would be right."""
-        for name in ("window_size", "chunk_size", "num_pred_heads", "num_attention_heads", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        sizes = ("window_size", "chunk_size", "num_pred_heads", "num_attention_heads", "vocab_size")
+        check_values(self, {}, dict.fromkeys(sizes, 1))
         if self.window_size % self.chunk_size:
             raise ValueError(f"window_size={self.window_size} must be a multiple of chunk_size={self.chunk_size}")
         if self.hidden_size % self.num_attention_heads:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from inspect import get_annotations
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 
-def field(config: PreTrainedConfig | None, name: str, default: Any = None) -> Any:
-    """Return a field of a configuration that not every model has; `default` where it is missing."""
-    return getattr(config, name, default)
+def field(config: PreTrainedConfig | None, *names: str, default: Any = None) -> Any:
+    """Return the first of some fields that a configuration has and that is not None; else `default`."""
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if value is not None), default)
 
 
 def check_options(
@@ -32,6 +33,33 @@ def check_options(
     for name in given:
         if name not in known:
             raise TypeError(f"{owner} has no option {name!r}; it takes {', '.join(known)}")
+
+
+def check_values(
+    config: PreTrainedConfig, choices: Mapping[str, Collection[Any]], at_least: Mapping[str, float] | None = None
+) -> None:
+    """Check fields by the values that they may have, or by their smallest one; None is not compared.
+
+    Raises:
+        ValueError: A value out of range, by the name of its field.
+    """
+    for name, allowed in choices.items():
+        if (value := getattr(config, name)) not in allowed:
+            raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(str, allowed))}")
+    for name, least in (at_least or {}).items():
+        if (value := getattr(config, name)) is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+
+
+def refuse(refusals: Iterable[tuple[Any, str]]) -> None:
+    """Raise the message of the first of some pairs whose condition holds.
+
+    Raises:
+        ValueError: There is one.
+    """
+    for refused, message in refusals:
+        if refused:
+            raise ValueError(message)
 
 
 def learned_positions(config: PreTrainedConfig | None) -> int | None:

@@ -48,8 +48,8 @@ class HeadFamilyFacts:
         rows_of_lm_head: A model that owns its head keeps it as further rows of its `lm_head`.
         apart_only: No model owns such a head: it stands apart from its backbone (`MTPHeads`).
         sequential: Its distribution is made of conditionals alone, so that no token can be summed out.
-        loss_weights: From the window n to the weights of the n depths in the family's own recipe; None: `gamma`
-            discounts them.
+        loss_weights: From the window n to the weights of the n depths in the family's own recipe, which holds where
+            `gamma` is None; None: `gamma` discounts them.
         loss_target: From a config to the `loss_target` that None stands for.
     """
 

@@ -7,6 +7,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from .fields import check_values
 from .head_families import HEAD_FAMILIES, SHAPING_OPTIONS, HeadFamilyFacts, takers
 
 HEAD_TYPES = tuple(HEAD_FAMILIES)
@@ -27,6 +28,7 @@ CHOICES = {
     "loss_target": ("labels", "teacher"),
     "loss_divergence": ("cross_entropy", "kl", "reverse_kl", "tv", "lk", "lk_kl"),
     "loss_balance": ("none", "rms"),
+    "loss_normalization": ("tokens", "paper"),
 }
 """Values of the fields that name something."""
 AT_LEAST = {
@@ -73,15 +75,18 @@ class MTPHeadConfig(PreTrainedConfig):
         first: Of `"layer"` heads: position 1 is the `"backbone"`'s own, or a head of its `"own"` (Mehra et al.).
         mix: `"weighted"`: a layer head reads a learned mean of the states of all layers below the last.
         mix_temperature: Of the softmax over these layers.
-        mix_init: A new mean starts at the `"last"` of these layers or `"uniform"`.
+        mix_init: A new mean starts `"uniform"` (the paper's), or at the `"last"` of these layers.
         backbone_config: Config of the model whose decoder layer the heads copy (layer heads, Hydra++).
         draft_layers: MtPC's draft LoRA: the head reads the states of a second copy of the backbone's last layers, so
             many, with adapters of its own; they run over verified tokens only (heads apart, of families without
             layers).
         draft_lora_rank: Of these adapters.
         draft_lora_alpha: Their scale times their rank; None: twice the rank.
-        gamma: Discount of the training loss: depth j weighs gamma^(j-1).
-        loss_weights: Weights [n] of the depths instead; None: `gamma`, or the recipe of the family's paper.
+        gamma: Discount of the training loss: depth j weighs gamma^(j-1). None: the recipe of the family's paper, or 0.9
+            where it has none. Where it has one, depth 1 keeps the weight that it has there.
+        loss_weights: Weights [n] of the depths instead.
+        loss_normalization: `"tokens"`: every depth is divided by its number of targets, and all by the sum of the
+            discounts; `"paper"`: Eq. 4 of MtPC, the mean over sequences of each sequence's own mean.
         loss_target: What a head learns: `"labels"`, or the whole distribution of the `"teacher"`, the backbone given
             the true tokens. None: `"teacher"` for Hydra++, else `"labels"`.
         loss_balance: `"rms"` scales the loss of every depth to the first one's spread (Mehra et al.).
@@ -124,18 +129,19 @@ class MTPHeadConfig(PreTrainedConfig):
     first: str = "backbone"
     mix: str = "none"
     mix_temperature: float | int = 0.1
-    mix_init: str = "last"
+    mix_init: str = "uniform"
     backbone_config: dict | None = None
     draft_layers: int = 0
     draft_lora_rank: int = 8
     draft_lora_alpha: float | int | None = None
-    gamma: float | int = 0.9
+    gamma: float | int | None = None
     loss_weights: list | None = None
     loss_target: str | None = None
     loss_divergence: str = "cross_entropy"
     loss_label_weight: float | int = 0.0
     loss_top_k: int | None = None
     loss_balance: str = "none"
+    loss_normalization: str = "tokens"
     masked_tokens: str = "observe"
     hidden_size: int | None = None
     vocab_size: int | None = None
@@ -147,6 +153,8 @@ class MTPHeadConfig(PreTrainedConfig):
         family = HEAD_FAMILIES.get(self.head_type)  # None where `validate_architecture` will refuse the name
         if self.loss_target is None:
             self.loss_target = "labels" if family is None else family.loss_target(self)
+        if self.gamma is None and (family is None or family.loss_weights is None):
+            self.gamma = 0.9
         super().__post_init__(**(dict(family.defaults) if family else {}) | kwargs)
 
     def validate_architecture(self) -> None:
@@ -156,18 +164,15 @@ class MTPHeadConfig(PreTrainedConfig):
                 f"head_type={self.head_type!r} is unknown; choose one of {', '.join(HEAD_FAMILIES)}, or first import "
                 "the module that registers the family"
             )
-        for name, value in self._values(CHOICES).items():
-            if value not in CHOICES[name]:
-                raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(CHOICES[name])}")
-        for name, value in self._values(AT_LEAST).items():
-            if value is not None and value < AT_LEAST[name]:
-                raise ValueError(f"{name}={value} must be at least {AT_LEAST[name]}")
+        check_values(self, CHOICES, AT_LEAST)
         if not 0.0 <= self.loss_label_weight <= 1.0:
             raise ValueError(f"loss_label_weight={self.loss_label_weight} must lie between 0 and 1")
-        if not 0.0 < self.gamma <= 1.0:
+        if self.gamma is not None and not 0.0 < self.gamma <= 1.0:
             raise ValueError(f"gamma={self.gamma} must lie in (0, 1]")
         if self.loss_weights is not None and len(self.loss_weights) != self.window:
             raise ValueError(f"loss_weights={self.loss_weights} must have one entry per depth: window={self.window}")
+        if self.loss_normalization == "paper" and self.loss_balance == "rms":
+            raise ValueError("loss_normalization='paper' and loss_balance='rms' both scale the depths; choose one")
         self._refuse_options_of_others()
         self.family.check(self)
         if self.draft_layers and self.family.attends(self):

@@ -7,7 +7,7 @@ In this library a module has the names of DeepSeek-V3: module k (from 0) of a mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import Qwen2Config
@@ -94,34 +94,38 @@ class MTPFamily:
         return [(theirs.format(**numbers), ours.format(**numbers)) for numbers in filled for theirs, ours in self.names]
 
 
-_MTP_NAMES = (
-    ("mtp.fc.", "model.layers.{layer}.eh_proj."),
-    ("mtp.pre_fc_norm_embedding.", "model.layers.{layer}.enorm."),
-    ("mtp.pre_fc_norm_hidden.", "model.layers.{layer}.hnorm."),
-    ("mtp.norm.", "model.layers.{layer}.shared_head.norm."),
-    ("mtp.layers.0.", "model.layers.{layer}."),
+def _names(layer: str = "", **parts: str) -> tuple[tuple[str, str], ...]:
+    """Return the `names` of a family: `parts` by their names here; those that begin with a dot are below `layer`."""
+    prefixes = {name: layer + theirs if theirs.startswith(".") else theirs for name, theirs in parts.items()}
+    pairs = [(f"{theirs}.", f"model.layers.{{layer}}.{name.replace('__', '.')}.") for name, theirs in prefixes.items()]
+    return (*pairs, (f"{layer}.", "model.layers.{layer}.")) if layer else tuple(pairs)
+
+
+_MTP_NAMES = _names(
+    "mtp.layers.0",
+    eh_proj="mtp.fc",
+    enorm="mtp.pre_fc_norm_embedding",
+    hnorm="mtp.pre_fc_norm_hidden",
+    shared_head__norm="mtp.norm",
 )
-_FINAL_NORM = (("model.layers.{layer}.final_layernorm.", "model.layers.{layer}.shared_head.norm."),)
-_FULL, _DENSE = ("layer_types", "full_attention"), ("mlp_layer_types", "dense")
+_FINAL_NORM = _names(shared_head__norm="model.layers.{layer}.final_layernorm")
+_FULL, _SLIDING = ("layer_types", "full_attention"), ("layer_types", "sliding_attention")
+_DENSE, _SPARSE = ("mlp_layer_types", "dense"), ("mlp_layer_types", "sparse")
 _DEEPSEEK = MTPFamily()
 _QWEN = MTPFamily(names=_MTP_NAMES, copies=(), block=(_FULL,))
-_BACKBONES = (
-    "apertus", "arcee", "cohere2", "deepseek_v2", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text",
-    "glm", "glm4", "gpt_oss", "granite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "minimax_m2",
-    "ministral3", "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_moe", "qwen3",
-    "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
-)  # fmt: skip
-"""Families without official modules; `from_backbone` checks each numerically."""
+_QWEN_3_5 = replace(_QWEN, count="mtp_num_hidden_layers")
+RETROFIT = MTPFamily(copies=(), retrofit=True)
+"""Families without official modules, which are not listed: `from_backbone` checks each model numerically."""
 FAMILIES: dict[str, MTPFamily] = {
-    "bailing_hybrid": MTPFamily(names=_FINAL_NORM, copies=(), block=(_FULL, ("mlp_layer_types", "sparse"))),
+    "bailing_hybrid": MTPFamily(names=_FINAL_NORM, copies=(), block=(_FULL, _SPARSE)),
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": _DEEPSEEK,
     "ernie4_5_moe": MTPFamily(
-        names=(
-            ("model.mtp_emb_norm.{index}.", "model.layers.{layer}.enorm."),
-            ("model.mtp_hidden_norm.{index}.", "model.layers.{layer}.hnorm."),
-            ("model.mtp_linear_proj.{index}.", "model.layers.{layer}.eh_proj."),
-            ("model.mtp_block.{index}.", "model.layers.{layer}."),
+        names=_names(
+            "model.mtp_block.{index}",
+            enorm="model.mtp_emb_norm.{index}",
+            hnorm="model.mtp_hidden_norm.{index}",
+            eh_proj="model.mtp_linear_proj.{index}",
         ),
         norm_before_head=False,
         copies=(),
@@ -133,62 +137,59 @@ FAMILIES: dict[str, MTPFamily] = {
     "glm_moe_dsa": MTPFamily(copies=("embed_tokens.weight",), block=(("indexer_types", "full"),)),
     "hy_v3": MTPFamily(names=_FINAL_NORM),
     "longcat_flash": MTPFamily(
-        names=(
-            ("model.mtp.layers.0.enorm.m.", "model.layers.{layer}.enorm."),
-            ("model.mtp.layers.0.hnorm.m.", "model.layers.{layer}.hnorm."),
-            ("model.mtp.layers.0.transformer_layer.mlp.", "model.layers.{layer}.mlp."),
-            ("model.mtp.norm.", "model.layers.{layer}.shared_head.norm."),
-            ("model.mtp.embed_tokens.", "model.layers.{layer}.embed_tokens."),
-            ("model.mtp.layers.0.", "model.layers.{layer}."),
+        names=_names(
+            "model.mtp.layers.0",
+            enorm=".enorm.m",
+            hnorm=".hnorm.m",
+            mlp=".transformer_layer.mlp",
+            shared_head__norm="model.mtp.norm",
+            embed_tokens="model.mtp.embed_tokens",
         ),
         copies=("embed_tokens.weight",),
         body="latent",
         has_twin=False,
         layers="num_layers",
     ),
-    "mellum": MTPFamily(
-        names=_MTP_NAMES, copies=(), block=(("layer_types", "sliding_attention"), ("mlp_layer_types", "sparse"))
-    ),
+    "mellum": MTPFamily(names=_MTP_NAMES, copies=(), block=(_SLIDING, _SPARSE)),
     "mimo": MTPFamily(
-        names=(
-            ("model.mtp_layers.{index}.token_layernorm.", "model.layers.{layer}.enorm."),
-            ("model.mtp_layers.{index}.hidden_layernorm.", "model.layers.{layer}.hnorm."),
-            ("model.mtp_layers.{index}.input_proj.", "model.layers.{layer}.eh_proj."),
-            ("model.mtp_layers.{index}.final_layernorm.", "model.layers.{layer}.shared_head.norm."),
-            ("model.mtp_layers.{index}.", "model.layers.{layer}."),
+        names=_names(
+            "model.mtp_layers.{index}",
+            enorm=".token_layernorm",
+            hnorm=".hidden_layernorm",
+            eh_proj=".input_proj",
+            shared_head__norm=".final_layernorm",
         ),
         embedding_first=False,
         copies=(),
     ),
     "mimo_v2_flash": MTPFamily(
-        names=(
-            ("model.mtp.layers.{index}.final_layernorm.", "model.layers.{layer}.shared_head.norm."),
-            ("model.mtp.layers.{index}.pre_mlp_layernorm.", "model.layers.{layer}.post_attention_layernorm."),
-            ("model.mtp.layers.{index}.", "model.layers.{layer}."),
+        names=_names(
+            "model.mtp.layers.{index}",
+            shared_head__norm=".final_layernorm",
+            post_attention_layernorm=".pre_mlp_layernorm",
         ),
         copies=(),
-        block=(("layer_types", "sliding_attention"), _DENSE),
+        block=(_SLIDING, _DENSE),
     ),
     "nemotron_h": MTPFamily(
-        names=(
-            ("mtp.layers.0.enorm.", "model.layers.{layer}.enorm."),
-            ("mtp.layers.0.hnorm.", "model.layers.{layer}.hnorm."),
-            ("mtp.layers.0.eh_proj.", "model.layers.{layer}.eh_proj."),
-            ("mtp.layers.1.final_layernorm.", "model.layers.{layer}.shared_head.norm."),
-            ("mtp.layers.0.", "model.layers.{layer}.parts.0."),
-            ("mtp.layers.1.", "model.layers.{layer}.parts.1."),
+        names=_names(
+            enorm="mtp.layers.0.enorm",
+            hnorm="mtp.layers.0.hnorm",
+            eh_proj="mtp.layers.0.eh_proj",
+            shared_head__norm="mtp.layers.1.final_layernorm",
+            parts__0="mtp.layers.0",
+            parts__1="mtp.layers.1",
         ),
         copies=(),
         body="stack",
         has_twin=False,
     ),
-    "qwen3_5_moe_text": MTPFamily(names=_MTP_NAMES, copies=(), block=(_FULL,), count="mtp_num_hidden_layers"),
-    "qwen3_5_text": MTPFamily(names=_MTP_NAMES, copies=(), block=(_FULL,), count="mtp_num_hidden_layers"),
+    "qwen3_5_moe_text": _QWEN_3_5,
+    "qwen3_5_text": _QWEN_3_5,
     "qwen3_next": _QWEN,
-    "kimi_linear": MTPFamily(copies=(), block=(_FULL,), retrofit=True),
-    **dict.fromkeys(_BACKBONES, MTPFamily(copies=(), retrofit=True)),
+    "kimi_linear": replace(RETROFIT, block=(_FULL,)),
 }
-"""Families by `model_type`."""
+"""Families with official modules, or with modules unlike the model's last layer, by `model_type`."""
 
 _STREAMS = "its modules read several streams of hidden states (hyper-connections), not one"
 _OWN_HEAD = (
@@ -203,11 +204,11 @@ _UNSEEN = (
     "transformers drops the tensors of its modules ({}) and has no class for them, and no file or description of their "
     "layout has been seen: a guess would draft noise"
 )
-_NORM = "its final norm has an unknown name ({}), and a module starts with a copy of that norm"
 REFUSED: dict[str, str] = {
     "deepseek_v4": _STREAMS,
     "dots3_note": _UNSEEN.format("model.mtp.*"),
     "dots3_note_text": _UNSEEN.format("model.mtp.*"),
+    "exaone4_5": _UNSEEN.format("mtp.*"),
     "glm5_next": _STREAMS,
     "glm5_next_text": _STREAMS,
     "hy_v4": _STREAMS,
@@ -221,19 +222,6 @@ REFUSED: dict[str, str] = {
     "step3p7": _OWN_HEAD,
 }
 """Families with modules that are not supported, and why."""
-UNMADE: dict[str, str] = {
-    "exaone4_5": _UNSEEN.format("mtp.*"),
-    "falcon_h1": _NORM.format("final_layernorm"),
-    "gemma3n_text": "its layers read several streams of hidden states (AltUp), and a module returns one",
-    "glm_ocr": "transformers has no causal language model for its text alone, whose layers a module could have",
-    "glm_ocr_text": "transformers has no causal language model for its text alone, whose layers a module could have",
-    "lfm2": _NORM.format("embedding_norm"),
-    "llama4_text": "`get_decoder` returns the model with its head",
-    "minicpm3": "its layers scale their residuals by the number of layers, which differs in a checkpoint with modules",
-    "olmo": "its norms have no weights, and the norms of a module are copies of them",
-    "phi": _NORM.format("final_layernorm"),
-}
-"""Families whose modules can be neither loaded nor created, and why; other drafters support their layers."""
 
 
 def family_of(config: Any) -> MTPFamily:
@@ -243,14 +231,11 @@ def family_of(config: Any) -> MTPFamily:
         config: The model's configuration.
 
     Raises:
-        ValueError: An unsupported or unknown family.
+        ValueError: An unsupported family.
     """
-    model_type = config.model_type
-    if reason := REFUSED.get(model_type) or UNMADE.get(model_type):
-        raise ValueError(f"DeepSeekMTP does not support model_type={model_type!r}: {reason}")
-    if model_type not in FAMILIES:
-        raise ValueError(f"DeepSeekMTP does not know model_type={model_type!r}; it knows {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[model_type]
+    if reason := REFUSED.get(config.model_type):
+        raise ValueError(f"DeepSeekMTP does not support model_type={config.model_type!r}: {reason}")
+    return FAMILIES.get(config.model_type, RETROFIT)
 
 
 def announced_modules(config: Any) -> int | None:

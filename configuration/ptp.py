@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, PreTrainedConfig
 
-from .fields import learned_positions
+from .fields import check_values, learned_positions
 
 VARIANTS = ("one_hot", "categorical", "mask")
 """What an auxiliary slot predicts: the token that its own uniform picks (O-PTP), the distribution of the next one
@@ -85,22 +85,12 @@ class PTPConfig(PreTrainedConfig):
 
     def validate_architecture(self) -> None:
         """Refuse contradictory values; the message names the field and what would be right."""
-        choices = {
-            "variant": VARIANTS,
-            "features": tuple(FEATURE_DIMS),
-            "projection": PROJECTIONS,
-            "sampler": SAMPLERS,
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}")
+        choices = {"variant": VARIANTS, "features": FEATURE_DIMS, "projection": PROJECTIONS, "sampler": SAMPLERS}
+        check_values(self, choices, {"num_slots": 1, "lora_rank": 1, "feature_dim": 1})
         if self.features in ("bits", "scalar", "interpolate") and self.feature_dim != FEATURE_DIMS[self.features]:
             raise ValueError(
                 f"feature_dim={self.feature_dim}: features={self.features!r} has {FEATURE_DIMS[self.features]}"
             )
-        for name in ("num_slots", "lora_rank", "feature_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if not self.lcm_weight >= 0:
             raise ValueError(f"lcm_weight={self.lcm_weight} must be a number of at least 0")
         if self.reads_uniforms and (self.sampler != "mlp" or self.lcm_weight != 1):

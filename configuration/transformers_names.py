@@ -52,17 +52,17 @@ CORE = {
         "_update_total_vocab_size": "overridden: called after every change of the added tokens",
     },
     "transformers.generation.logits_process:PrefixConstrainedLogitsProcessor": {
-        "_prefix_allowed_tokens_fn": "wrapped: the user's function sees the sequences of a tree's nodes",
+        "_prefix_allowed_tokens_fn": "wrapped: the user's function sees the sequences of a tree's nodes"
     },
     "transformers.core_model_loading": {
-        "_weight_conversions": "how the tensors of a checkpoint were converted, for saving them as they were",
+        "_weight_conversions": "how the tensors of a checkpoint were converted, for saving them as they were"
     },
     "transformers.utils.hub": {
         "_raise_exceptions_for_connection_errors": "asks for files that may not exist",
         "_raise_exceptions_for_missing_entries": "asks for files that may not exist",
     },
     "transformers.utils.output_capturing": {
-        "_output_capturing_hooks_installed": "marks layers with local functions, which no pickle takes",
+        "_output_capturing_hooks_installed": "marks layers with local functions, which no pickle takes"
     },
 }
 """By owner ("module" or "module:Class"): what each name is for."""
@@ -77,7 +77,7 @@ TRAINER = {
         "_prepare_inputs": "moves a batch to the device",
         "_set_signature_columns_if_needed": "overridden: keeps the columns that registers need",
         "_signature_columns": "the columns that a batch keeps",
-    },
+    }
 }
 """As `CORE`, of the `Trainer`, which is imported for training alone."""
 

@@ -2,12 +2,13 @@
 
 `attach` lays a route on the backbone, an object in the place of its `generate`: a call with one of the attached
 drafters as `assistant_model` goes through our loop, every other call is the backbone's own. The route is all that
-changes. A copy or a pickle of the backbone has a route without drafters; a copy of a drafter is detached.
+changes. A copy or a pickle of a pair is a pair. Of the backbone alone it has no drafters; of a drafter, no backbone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -259,7 +260,15 @@ class AttachableDrafter(BaseDrafter):
         """What a copy or a pickle holds: everything but the backbone."""
         parent = getattr(super(), "__getstate__", None)
         state = dict(parent() if parent else self.__dict__)
-        return state | {"_backbones": []}
+        return state | {"_backbones": [], "backbone_tie": Route.of(self.backbone).tie if self.is_attached else Tie()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Attach to the copy of the backbone, where there is one in the same copy or pickle."""
+        tie = state.pop("backbone_tie", Tie())
+        parent = getattr(super(), "__setstate__", self.__dict__.update)
+        parent(state)
+        tie.drafters.append(self)
+        self._backbones = [tie.backbone] if tie.backbone is not None else []
 
 
 class NoGenerationMixin:
@@ -282,8 +291,20 @@ class NoGenerationMixin:
         """
         name = type(self).__name__
         raise RuntimeError(
-            f"{name} generates nothing: call attach(backbone), then backbone.generate(..., assistant_model=...)"
+            f"{name} generates nothing: call attach(backbone), then backbone.generate(..., assistant_model=...); "
+            "MTPSFTTrainer trains it"
         )
+
+
+class Tie:
+    """What a backbone and its drafters have in common: in one copy or pickle they find each other by its copy."""
+
+    def __init__(self) -> None:
+        self.backbone: PreTrainedModel | None = None
+        self.drafters: list[AttachableDrafter] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tie, ()
 
 
 class Route:
@@ -291,18 +312,21 @@ class Route:
 
     Args:
         backbone: The model.
+        tie: What its drafters know of it.
+        vocab_size: Of the backbone when the route was laid.
 
     Attributes:
         drafters: What is attached to it.
-        vocab_size: Of the backbone when the route was laid; None: of a copy, whose drafters attach anew.
         version: Of this code: drafters of several directories, each with its own copy of the code, share one route.
     """
 
     version = __version__
 
-    def __init__(self, backbone: PreTrainedModel) -> None:
-        self.backbone, self.drafters = backbone, list[AttachableDrafter]()
-        self.vocab_size: int | None = None
+    def __init__(self, backbone: PreTrainedModel, tie: Tie, vocab_size: int) -> None:
+        self.backbone, self.tie, self.vocab_size = backbone, tie, vocab_size
+        tie.backbone, self.drafters = backbone, tie.drafters
+        for drafter in self.drafters:  # of a copy or a pickle, and made before the backbone
+            drafter._backbones = [backbone]
 
     @classmethod
     def of(cls, backbone: PreTrainedModel) -> Route:
@@ -317,15 +341,14 @@ class Route:
             )
         if version is not None:
             return cast(Route, route)
-        route = cls(backbone)
-        route.vocab_size = backbone.config.get_text_config().vocab_size
+        route = cls(backbone, Tie(), backbone.config.get_text_config().vocab_size)
         # pickle and copy ask the instance, too
         vars(backbone).update(generate=route, __getstate__=route.state)
         return route
 
     def remove(self, drafter: AttachableDrafter) -> None:
         """Takes a drafter off, and the route with the last one."""
-        self.drafters = [other for other in self.drafters if other is not drafter]
+        self.drafters[:] = [other for other in self.drafters if other is not drafter]
         if not self.drafters:
             drop_collectors(self.backbone)
             del self.backbone.generate, self.backbone.__getstate__
@@ -362,10 +385,10 @@ class Route:
             assistant.check_backbone(self.backbone)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Route:
-        return Route(memo.get(id(self.backbone), self.backbone))
+        return Route(memo.get(id(self.backbone), self.backbone), deepcopy(self.tie, memo), self.vocab_size)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Route, (self.backbone,)
+        return Route, (self.backbone, self.tie, self.vocab_size)
 
 
 def adopt_special_ids(config: Any, backbone: PreTrainedModel) -> None:

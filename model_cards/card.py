@@ -264,7 +264,7 @@ def card_metadata(facts: ModelFacts, results: MeasuredResults | None, model_name
     tags = [*TAGS, facts.model_type, *(fields.pop("tags", None) or ())]
     defaults = {
         "library_name": "transformers" if facts.remote_code == "bundle" else "tokenahead",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": None if facts.heads_only else "text-generation",
         "model_name": model_name,
         "eval_results": list(_entries(results)) if results else None,
     }

@@ -16,11 +16,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging
 
 from .. import __version__
-from ..configuration import EagleHeadConfig, MTPHeadConfig, PTPStudentConfig
 from ..modeling.remote_code import CODE_FOLDER
 from ..training.byte_text import is_byte_level
 from ..training.checkpoints import adapters_for, has_adapters, put_adapters, tokenizer_source, trained_backbone
-from ..training.completion import AttachedDecoder, causal_class
+from ..training.completion import DRAFTERS, AttachedDecoder, causal_class
 from ..training.evaluation import MODES, Measurement, environment, hardware
 from ..training.results import MeasuredResults
 from .card import render_card, write_card
@@ -110,7 +109,10 @@ def read_prompts(path: Path) -> list[str]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"--measure {path}: no such file of prompts")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--measure {path} is no UTF-8 ({error}): convert it") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if path.suffix == ".jsonl":
         numbered = [(number, _of_json(path, number, line)) for number, line in numbered]
@@ -134,7 +136,7 @@ def _load(request: CardRequest, needs_backbone: bool) -> tuple[PreTrainedModel, 
     """Return the model or drafter, what generates with it, and the tokenizer; the last two only to write text."""
     logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(request.model)
-    stands_apart = isinstance(config, (MTPHeadConfig, EagleHeadConfig, PTPStudentConfig))
+    stands_apart = isinstance(config, DRAFTERS)
     kind = AutoModel if stands_apart else causal_class(config)
     model: PreTrainedModel = kind.from_pretrained(request.model, config=config, dtype=request.dtype).eval()
     if not needs_backbone:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
@@ -64,11 +64,6 @@ class ModelFacts:
     backbone: str | None
     citations: list[str]
 
-    @property
-    def auto_class(self) -> str:
-        """The class of transformers that loads it with its own code."""
-        return "AutoModel" if self.heads_only else "AutoModelForCausalLM"
-
 
 def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: str | None = "auto") -> ModelFacts:
     """Collect the facts of a model, or of a config alone (then without the number of parameters).
@@ -98,7 +93,7 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: s
     return ModelFacts(
         class_name=found.__name__,
         model_type=config.model_type,
-        drafting=drafting.rows,
+        drafting=drafting.drafting,
         window=drafting.window,
         kind=drafting.kind,
         sizes=_sizes(config.get_text_config(), model),
@@ -110,13 +105,12 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: s
     )
 
 
-@dataclass(frozen=True)
-class _Drafting:
+class _Drafting(NamedTuple):
     """What drafts: fields of `ModelFacts`, and the keys of its papers in `citations.bib`."""
 
     kind: str
     window: int
-    rows: list[tuple[str, str]]
+    drafting: list[tuple[str, str]]
     papers: tuple[str, ...]
 
 

@@ -7,12 +7,11 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import CommitInfo, HfApi, ModelCard, constants, get_token
+from huggingface_hub import CommitInfo, HfApi, ModelCard, RepoUrl, constants, get_token
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, logging
 
@@ -110,18 +109,19 @@ def public_copy(source: Path, target: Path, left_out: Sequence[str] = (), also: 
     Args:
         source: The directory; left unchanged.
         target: Where to; made if it is not there.
-        left_out: Patterns of paths in `source`; `*` stands for slashes, too.
+        left_out: Patterns of names in `source`.
         also: Further files for the top of `target`.
     """
-    inside = sorted(path for path in source.rglob("*") if path.is_file())
-    places = {file.relative_to(source): file for file in inside}
-    for name, file in (places | {Path(file.name): file for file in also}).items():
-        place = target / name
-        if any(fnmatch(name.as_posix(), pattern) for pattern in left_out):
-            continue
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if file.suffix != ".md" or _is_public(file):
-            _link(file, place)
+    ignored = shutil.ignore_patterns(*left_out)
+    shutil.copytree(source, target, ignore=ignored, copy_function=_link, dirs_exist_ok=True)
+    for file in also:
+        _link(file, target / file.name)
+    for card in target.rglob("*.md"):
+        try:
+            check_no_local_path(card.read_text(encoding="utf-8", errors="replace"))
+        except ValueError as error:
+            logger.warning(f"{card.relative_to(target)} is not pushed: {error}")
+            card.unlink()
     hide_local_names(target)
 
 
@@ -143,16 +143,8 @@ def _public(values: Any) -> Any:
             for name, value in values.items()}  # fmt: skip
 
 
-def _is_public(card: Path) -> bool:
-    try:
-        check_no_local_path(card.read_text(encoding="utf-8", errors="replace"))
-    except ValueError as error:
-        logger.warning(f"{card} is not pushed: {error}")
-        return False
-    return True
-
-
-def _link(file: Path, place: Path) -> None:
+def _link(file: str | Path, place: str | Path) -> None:
+    Path(place).unlink(missing_ok=True)  # a file that is written into would change what it is linked to
     try:
         os.link(file, place)
     except OSError:  # another disk, or one without links
@@ -225,17 +217,11 @@ def push_to_hub(
         'https://huggingface.co/me/toy'
     """
     # cheap checks first: saving and hashing the weights of a large model takes minutes
-    sources = _check_files(files)
-    _check_pictures(card, sources)
+    sources = _check_files(files, card)
     check_token(token)
-    api = HfApi(token=token)
     with reachable(repo_id):
         card.validate()
-        repo = api.create_repo(repo_id, private=private, exist_ok=True)
-        if private:
-            _check_private(api, repo.repo_id)
-        if not overwrite:
-            check_same_model(api, repo.repo_id, model)
+    with _repository(model, repo_id, token, private, overwrite) as (api, repo):
         message = commit_message or f"Upload {type(model).__name__}, tokenizer and card"
         _upload(api, repo.repo_id, model, tokenizer, card, sources, remote_code, commit_message=message)
     return str(repo)
@@ -277,17 +263,31 @@ def push_model(
         ValueError: No token, or a repository that holds another model.
         ConnectionError: The Hub cannot be reached.
     """
-    check_token(token)
-    api = HfApi(token=token)
     options |= {"commit_message": commit_message or f"Upload {type(model).__name__}", "revision": revision}
-    with reachable(repo_id):
-        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if not overwrite:
-            check_same_model(api, repo, model)
+    check_token(token)
+    with _repository(model, repo_id, token, private, overwrite) as (api, found):
+        repo = found.repo_id
         if revision and not revision.startswith("refs/pr"):
             api.create_branch(repo, branch=revision, exist_ok=True)
         card = _card_of_push(api, repo, model, remote_code, tags or [])
         return _upload(api, repo, model, None, card, {}, remote_code, max_shard_size, **options)
+
+
+@contextmanager
+def _repository(
+    model: PreTrainedModel, repo_id: str, token: str | bool | None, private: bool | None, overwrite: bool
+) -> Iterator[tuple[HfApi, RepoUrl]]:
+    """Yield a client and the repository for a model, which is made where it is not there; refuse another model's."""
+    api = HfApi(token=token)
+    with reachable(repo_id):
+        repo = api.create_repo(repo_id, private=private, exist_ok=True)
+        if private and not api.model_info(repo.repo_id).private:  # an existing one is left as it is, silently
+            raise ValueError(
+                f"private=True, but {repo_id!r} exists and is public: make it private there, or push to another name"
+            )
+        if not overwrite:
+            check_same_model(api, repo.repo_id, model)
+        yield api, repo
 
 
 def _upload(
@@ -326,7 +326,9 @@ def _card_of_push(
     api: HfApi, repo_id: str, model: PreTrainedModel, remote_code: str | None, tags: list[str]
 ) -> ModelCard | None:
     """Return a new card (also for an unfilled form), the one that is there with further tags, or None to keep that."""
-    there = ModelCard(_text_of(api, repo_id)) if api.file_exists(repo_id, "README.md") else None
+    there = None
+    if api.file_exists(repo_id, "README.md"):
+        there = ModelCard.load(api.hf_hub_download(repo_id, "README.md"))
     if there is None or there.text.count(_BLANK) >= _MANY:
         try:
             return render_card(model, None, repo_id=repo_id, metadata={"tags": tags}, remote_code=remote_code)
@@ -337,31 +339,15 @@ def _card_of_push(
     return there if {*tags} - {*known} else None
 
 
-def _text_of(api: HfApi, repo_id: str) -> str:
-    return Path(api.hf_hub_download(repo_id, "README.md")).read_text(encoding="utf-8")
-
-
-def _check_files(files: Sequence[str | Path]) -> dict[str, Path]:
-    """Return the further files by the name that they get; each must exist."""
+def _check_files(files: Sequence[str | Path], card: ModelCard) -> dict[str, Path]:
+    """Return the further files by the name that they get; each must exist, and the card's figures be among them."""
     sources = {Path(file).name: Path(file) for file in files}
     for source in sources.values():
         if not source.is_file():
             raise FileNotFoundError(f"files: {source} is not a file")
     if len(sources) < len(files):
         raise ValueError(f"files={[str(file) for file in files]}: two have the same name, and all go to one directory")
+    for name in local_pictures(card):
+        if name not in sources:
+            raise FileNotFoundError(f"the card shows the figure {name!r}; pass its path in files=[...]")
     return sources
-
-
-def _check_pictures(card: ModelCard, sources: dict[str, Path]) -> None:
-    """Refuse a card whose figures would be broken links on the Hub."""
-    missing = [name for name in local_pictures(card) if name not in sources]
-    if missing:
-        raise FileNotFoundError(f"the card shows the figure {missing[0]!r}; pass its path in files=[...]")
-
-
-def _check_private(api: HfApi, repo_id: str) -> None:
-    """Refuse a public repository: `create_repo` leaves an existing one unchanged, silently."""
-    if not api.model_info(repo_id).private:
-        raise ValueError(
-            f"private=True, but {repo_id!r} exists and is public: make it private there, or push to another name"
-        )

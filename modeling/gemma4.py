@@ -7,7 +7,7 @@ finds none, and refuses to build any; the configurations below define `kv_sharin
 from __future__ import annotations
 
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -15,26 +15,26 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from .loading import HUB_OPTIONS
 
 
-class Gemma4TextConfig(transformers.Gemma4TextConfig):
-    """transformers' configuration, of which all layers may read keys and values of another model."""
+class _Reusing:
+    """A configuration of transformers, of which all layers may read keys and values of another model."""
+
+    num_hidden_layers: int
+    num_kv_shared_layers: int
 
     @property
     def kv_sharing_modes(self) -> list[str | None]:
         """How each layer shares keys and values, as in transformers."""
-        return ["reuse"] * self.num_hidden_layers if _shares_all(self) else super().kv_sharing_modes
+        if self.num_kv_shared_layers == self.num_hidden_layers:
+            return ["reuse"] * self.num_hidden_layers
+        return cast(Any, super()).kv_sharing_modes
 
 
-class Gemma4UnifiedTextConfig(transformers.Gemma4UnifiedTextConfig):
+class Gemma4TextConfig(_Reusing, transformers.Gemma4TextConfig):
+    """The same for assistants of plain models."""
+
+
+class Gemma4UnifiedTextConfig(_Reusing, transformers.Gemma4UnifiedTextConfig):
     """The same for assistants of unified models."""
-
-    @property
-    def kv_sharing_modes(self) -> list[str | None]:
-        """How each layer shares keys and values, as in transformers."""
-        return ["reuse"] * self.num_hidden_layers if _shares_all(self) else super().kv_sharing_modes
-
-
-def _shares_all(config: transformers.Gemma4TextConfig | transformers.Gemma4UnifiedTextConfig) -> bool:
-    return config.num_kv_shared_layers == config.num_hidden_layers
 
 
 _ASSISTANTS = {"gemma4_assistant": Gemma4TextConfig, "gemma4_unified_assistant": Gemma4UnifiedTextConfig}

@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig
-from transformers.utils import CONFIG_NAME
 
 from .. import __version__
-from .remote_code import TRAVELS, TravellingMixin, auto_map_set, whole_folder, write_code
+from .remote_code import TRAVELS, TravellingMixin, check_choice, is_ours, whole_folder
 
 LIBRARY = "tokenahead"
 """The name that directories carry in config.json (`library_name`), for those who find them without the package."""
@@ -57,21 +56,41 @@ class SavingMixin(TravellingMixin):
             NotADirectoryError: `save_directory` is a file.
         """
         target = Path(save_directory)
-        auto_map, files = self.code_for(remote_code)
         hub = {key: kwargs.pop(key) for key in _PUSH_OPTIONS if key in kwargs}
-        self.config.library_name, self.config.library_version = LIBRARY, __version__
+        config = self.config
+        config.library_name, config.library_version = LIBRARY, __version__
         # torch's distributed checkpoints are written by all processes into one directory
         spread = kwargs.get("distributed_checkpoint", False)
-        with (
-            nullcontext(target) if spread else whole_folder(target, kwargs.get("variant")) as folder,
-            auto_map_set(self.config, auto_map),
-        ):
+        base = vars(config).get("base_model_name_or_path")
+        if base and Path(base).is_dir():  # elsewhere `runs/base` would be the name of a repository
+            config.base_model_name_or_path = str(Path(base).absolute())
+        if is_ours(type(config)):  # Auto classes mark a class that came with a directory: its code is added here
+            config._auto_class = None
+        with nullcontext(target) if spread else whole_folder(target, kwargs.get("variant")) as folder:
             self._write_folder(folder, is_main_process, state_dict, **kwargs)
-            if is_main_process and (folder / CONFIG_NAME).is_file():  # not where adapters of peft were saved alone
-                write_code(folder, files)
+            if is_main_process:
+                self.add_code(folder, remote_code)
         if push_to_hub and is_main_process:
             hub = {"repo_id": target.absolute().name, "remote_code": remote_code} | hub
             self.push_to_hub(**hub, **{key: kwargs[key] for key in ("token", "max_shard_size") if key in kwargs})
+
+    def without_code(self) -> str | None:
+        """Return why no code can be saved with this object; None where it can."""
+        return None
+
+    def code_for(self, remote_code: str | None) -> tuple[dict[str, str], dict[str, str]]:
+        """As `TravellingMixin.code_for`; no code where there is a reason against it.
+
+        Raises:
+            ValueError: Code is asked for in spite of the reason.
+        """
+        reason = self.without_code()
+        if reason is None:
+            return super().code_for(remote_code)
+        check_choice(remote_code)
+        if remote_code in ("bundle", "package"):
+            raise ValueError(f"remote_code={remote_code!r}: {reason}; leave remote_code out")
+        return {}, {}
 
     def _write_folder(
         self, folder: Path, is_main_process: bool, state_dict: dict[str, torch.Tensor] | None, **kwargs: Any

@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
+from torch import nn
+from transformers.utils import logging
 
-from .heads.losses import IGNORE, depth_targets
+from .heads.losses import IGNORE, counted, depth_targets
 from .heads.teacher import DIVERGENCES
 
+logger = logging.get_logger(__name__)
 OBJECTIVES = {1: ("eagle1", "hass"), 3: ("ttt",)}
 """Objectives of each version of EAGLE, the default first."""
 Options = TypeVar("Options", bound="LossOptions")
 _STEPS = {"eagle1": 1, "hass": 3, "ttt": 7}
+
+
+def check_values(options: Any, choices: Mapping[str, Collection[Any]], ranges: Mapping[str, str]) -> None:
+    """Refuse fields of a dataclass that are out of range; None passes where it is the default.
+
+    Args:
+        options: The dataclass.
+        choices: Per field, its values.
+        ranges: Per field, an interval, such as `"[0, 1)"`.
+
+    Raises:
+        ValueError: A value out of range.
+    """
+    defaults = vars(type(options))
+    given = {name: value for name, value in vars(options).items() if (value, defaults.get(name, 0)) != (None, None)}
+    for name, allowed in choices.items():
+        if name in given and given[name] not in allowed:
+            raise ValueError(f"{name}={given[name]!r} is unknown; choose one of {', '.join(map(repr, allowed))}")
+    for name, interval in ranges.items():
+        value, (low, high) = given.get(name, math.nan), map(float, interval[1:-1].split(","))
+        is_border = (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
+        if name in given and not (is_border or (value is not None and low < value < high)):
+            raise ValueError(f"{name}={value!r} must lie in {interval}")
 
 
 @dataclass(kw_only=True)
@@ -46,9 +74,7 @@ class LossOptions:
         Raises:
             ValueError: A value out of range.
         """
-        _check_choice("divergence", self.divergence, DIVERGENCES)
-        if not 0 <= self.label_weight <= 1:
-            raise ValueError(f"label_weight={self.label_weight} must lie between 0 and 1")
+        check_values(self, {"divergence": DIVERGENCES}, {"label_weight": "[0, 1]"})
 
 
 @dataclass(kw_only=True)
@@ -86,16 +112,9 @@ class ModuleLossOptions(LossOptions):
 
     def __post_init__(self) -> None:
         self.check()
-        _check_choice("target", self.target, ("labels", "teacher"))
-        _check_choice("normalization", self.normalization, ("mean", "paper"))
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1, or None for all tokens")
-        if self.weight < 0:
-            raise ValueError(f"weight={self.weight} of the modules' losses must be at least 0")
-        if self.unroll_steps is not None and self.unroll_steps < 1:
-            raise ValueError(f"unroll_steps={self.unroll_steps} must be at least 1, or None for one step per module")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"decay={self.decay} of the depths' weights must lie in (0, 1]")
+        choices = {"target": ("labels", "teacher"), "normalization": ("mean", "paper")}
+        ranges = {"top_k": "[1, inf)", "weight": "[0, inf)", "unroll_steps": "[1, inf)", "decay": "(0, 1]"}
+        check_values(self, choices, ranges)
 
 
 @dataclass(kw_only=True)
@@ -133,12 +152,8 @@ class EagleLossOptions(LossOptions):
         if steps < 1 or (objective == "eagle1" and steps > 1):
             allowed = "1" if objective == "eagle1" else "at least 1"
             raise ValueError(f"steps={steps} must be {allowed} for {objective!r}")
-        for name, value in {"decay": self.decay, "topk_weight": self.topk_weight, "noise": self.noise}.items():
-            if value < 0:
-                raise ValueError(f"{name}={value} must be at least 0")
         self.check()
-        if self.topk < 1:
-            raise ValueError(f"topk={self.topk} must be at least 1")
+        check_values(self, {}, dict.fromkeys(("decay", "topk_weight", "noise"), "[0, inf)") | {"topk": "[1, inf)"})
         return ResolvedEagleOptions(**(asdict(self) | {"objective": objective, "steps": steps}))
 
 
@@ -148,11 +163,6 @@ class ResolvedEagleOptions(EagleLossOptions):
 
     objective: str = "ttt"
     steps: int = 7
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")
 
 
 @runtime_checkable
@@ -191,11 +201,53 @@ class TrainableDrafter(Protocol):
         ...
 
 
-class DepthCountsMixin:
+class OwnLossMixin:
+    """A drafter that learns from its own loss alone, which trainers of TRL do not ask for.
+
+    They pass `fused_lm_head=True`, and compute the loss of the next token from the backbone's states.
+
+    Attributes:
+        own_trainer: The trainer that trains it.
+        silent_part: Name of the part that such a loss leaves as it is; None: nothing learns from it.
+        has_warned: Whether it was said that the drafter learns nothing.
+    """
+
+    own_trainer = "MTPSFTTrainer"
+    silent_part: str | None = None
+    has_warned = False
+    training: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward; see the class.
+
+        Raises:
+            RuntimeError: A loss of TRL's, from which nothing learns.
+        """
+        if kwargs.get("fused_lm_head"):
+            name = type(self).__name__
+            if self.silent_part is None:
+                raise RuntimeError(f"{name} learns from its own loss alone: train it with {self.own_trainer}")
+            drafter: nn.Module = getattr(self, self.silent_part)
+            learns = self.training and torch.is_grad_enabled() and any(p.requires_grad for p in drafter.parameters())
+            if learns and not self.has_warned:
+                self.has_warned = True
+                logger.warning(
+                    f"the drafter of {name} does not learn from the loss of the next token: train the model with "
+                    f"{self.own_trainer}, or freeze the drafter"
+                )
+        return cast(Any, super()).__call__(*args, **kwargs)
+
+
+class DepthCountsMixin(OwnLossMixin):
     """Loss terms per depth of a window, as `TrainableDrafter` asks for them."""
 
     loss_unit = "head"
     window: int
+
+    @property
+    def normalization(self) -> str:
+        """What terms are divided by, see `counted`."""
+        return "tokens"
 
     @property
     def num_losses(self) -> int:
@@ -211,4 +263,4 @@ class DepthCountsMixin:
     ) -> torch.Tensor:
         """Return the targets per depth of a batch, [n] int64."""
         targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
-        return (targets != IGNORE).sum((0, 1))
+        return counted(targets != IGNORE, self.normalization)

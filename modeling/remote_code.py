@@ -122,7 +122,7 @@ Auto classes of transformers that config.json names under `auto_map` (tokenizer_
     AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True)
 
 It needs torch and transformers {TRANSFORMERS}, and peft where it imports that. Where tokenahead is installed
-(`pip install tokenahead`), that is used in place of this code.
+(from a clone or a wheel), that is used in place of this code.
 """
 
 
@@ -136,41 +136,9 @@ def check_choice(remote_code: str | None) -> None:
         raise ValueError(f"remote_code={remote_code!r}: choose 'auto', 'bundle', 'package' or None")
 
 
-def resolved_choice(kind: type, remote_code: str | None) -> str | None:
-    """Return what `"auto"` means for a class that is saved: no code where this library is installed.
-
-    Raises:
-        ValueError: An unknown choice, or `"bundle"` for a class whose code this library does not know.
-    """
-    check_choice(remote_code)
-    if not _is_ours(kind):
-        if remote_code in ("bundle", "package"):
-            raise ValueError(
-                f"remote_code={remote_code!r}: {kind.__name__} is defined in {kind.__module__}, and only classes of "
-                "tokenahead travel; save with remote_code=None, or register_for_auto_class() and files of your own"
-            )
-        return None
-    if remote_code != "auto":
-        return remote_code
-    return "bundle" if TRAVELS else None
-
-
-def code_of(kind: type, names: Mapping[str, str], choice: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the `auto_map` of a config.json and source text by path, the code that loads a class.
-
-    `names` says by Auto class which name is looked for in the module of `kind`; `choice` is `"bundle"` or `"package"`.
-
-    Raises:
-        ValueError: `"package"`, where this library is not installed.
-    """
-    entry, files = _files(kind, tuple(sorted({*names.values()})), choice)
-    written = {f"{CODE_FOLDER}/{name}": text for name, text in (files | {"README.md": _README}).items()}
-    return {name: f"{CODE_FOLDER}/{entry}.{found}" for name, found in names.items()}, written
-
-
 @cache
 def _files(kind: type, names: tuple[str, ...], choice: str) -> tuple[str, dict[str, str]]:
-    """Return entry module and files of the code for a class."""
+    """Return entry module and files of the code for a class, by the names that the entry gives."""
     if TRAVELS and choice == "package":
         raise ValueError("remote_code='package': tokenahead is not installed here; choose 'bundle'")
     if TRAVELS:
@@ -185,29 +153,10 @@ def _files(kind: type, names: tuple[str, ...], choice: str) -> tuple[str, dict[s
     return bundle.entry, {f"{bundle.entry}.py": shim}
 
 
-def _is_ours(kind: type) -> bool:
+def is_ours(kind: type) -> bool:
     """Return whether a class is part of this library, or of the code that it was loaded from."""
     root = __package__ if TRAVELS else __package__.partition(".")[0]
     return kind.__module__.startswith(f"{root}.")
-
-
-@contextmanager
-def auto_map_set(config: Any, auto_map: dict[str, str] | None) -> Iterator[None]:
-    """Have a configuration say where its code lies, for the time of writing it.
-
-    Auto classes mark a class that came with a directory; transformers would copy its code once more, by its own rule.
-    """
-    own = vars(config)
-    names = ("auto_map", "_auto_class")
-    kept = {name: own.pop(name) for name in names if name in own}
-    own |= {"auto_map": auto_map} if auto_map else {}
-    own |= {"_auto_class": None} if _is_ours(type(config)) else {}
-    try:
-        yield
-    finally:
-        for name in names:
-            own.pop(name, None)
-        own |= kept
 
 
 class TravellingMixin:
@@ -230,21 +179,30 @@ class TravellingMixin:
 
         Auto classes call it on what they load with trust; transformers would then copy code by its own rule as well.
         """
-        if not _is_ours(cls):
+        if not is_ours(cls):
             super().register_for_auto_class(auto_class)
 
     def code_when_pushed(self, remote_code: str | None = "auto") -> str | None:
         """Return what `remote_code` means for a push: `"auto"` is the bundle for models, and no code for drafters."""
-        carries = self.travels_when_pushed and _is_ours(type(self))
+        carries = self.travels_when_pushed and is_ours(type(self))
         return "bundle" if remote_code == "auto" and carries else remote_code
 
-    def add_code_of_push(self, folder: Path) -> None:
-        """Write into a saved directory, which is about to be pushed, the code that a push carries."""
-        auto_map, files = self.code_for(self.code_when_pushed())
+    def add_code(self, folder: Path, remote_code: str | None) -> None:
+        """Write the code of a saved directory, and into its config where that lies; there and nowhere else.
+
+        Raises:
+            ValueError: An unknown choice, or a class that the code cannot be had for.
+        """
+        auto_map, files = self.code_for(remote_code)
         path = folder / self._config_file
-        if files and path.is_file():
-            fields = json.loads(path.read_text(encoding="utf-8")) | {"auto_map": self._written_map(auto_map)}
-            write_code(folder, files | {path.name: json.dumps(fields, indent=2, ensure_ascii=False) + "\n"})
+        if not path.is_file():  # adapters of peft were saved alone, or another process writes
+            return
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        is_stale = is_ours(type(self)) and fields.pop("auto_map", None) is not None
+        if is_stale or files:
+            fields |= {"auto_map": self._written_map(auto_map)} if files else {}
+            files[path.name] = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
+        write_code(folder, files)
 
     def _written_map(self, auto_map: dict[str, str]) -> dict[str, Any]:
         """Return the `auto_map` as the directory's config holds it."""
@@ -253,16 +211,26 @@ class TravellingMixin:
     def code_for(self, remote_code: str | None) -> tuple[dict[str, str], dict[str, str]]:
         """Return `auto_map` and files of a directory, by the choice of `save_pretrained`; both are empty for no code.
 
+        `"auto"` is no code where this library is installed; what was loaded from such code hands it on.
+
         Raises:
             ValueError: An unknown choice, or a class that the code cannot be had for.
         """
+        check_choice(remote_code)
         kind = type(self)
-        choice = resolved_choice(kind, remote_code)
+        if remote_code in ("bundle", "package") and not is_ours(kind):
+            raise ValueError(
+                f"remote_code={remote_code!r}: {kind.__name__} is defined in {kind.__module__}, and only classes of "
+                "tokenahead travel; save with remote_code=None, or register_for_auto_class() and files of your own"
+            )
+        choice = ("bundle" if TRAVELS and is_ours(kind) else None) if remote_code == "auto" else remote_code
         if choice is None or not self.remote_classes:
             return {}, {}
         config = type(getattr(self, "config", None))
-        own_config = {"AutoConfig": config.__name__} if _is_ours(config) else {}
-        return code_of(kind, own_config | dict(self.remote_classes), choice)
+        names = ({"AutoConfig": config.__name__} if is_ours(config) else {}) | dict(self.remote_classes)
+        entry, files = _files(kind, tuple(sorted({*names.values()})), choice)
+        written = {f"{CODE_FOLDER}/{name}": text for name, text in (files | {"README.md": _README}).items()}
+        return {name: f"{CODE_FOLDER}/{entry}.{found}" for name, found in names.items()}, written
 
 
 class TravellingTokenizerMixin(TravellingMixin):
@@ -298,15 +266,10 @@ class TravellingTokenizerMixin(TravellingMixin):
             ValueError: An unknown `remote_code`, or a class that it cannot be had for.
         """
         target = Path(save_directory)
-        auto_map, files = self.code_for(self._pushed_code if remote_code == "auto" else remote_code)
         hub = {key: kwargs.pop(key) for key in ("repo_id", "commit_message", "private", "create_pr") if key in kwargs}
-        self._auto_map = self._written_map(auto_map) or None
-        try:
-            with whole_folder(target) as folder:
-                names = super().save_pretrained(folder, *args, **kwargs)
-                write_code(folder, files)
-        finally:
-            self._auto_map = None
+        with whole_folder(target) as folder:
+            names = super().save_pretrained(folder, *args, **kwargs)
+            self.add_code(folder, self._pushed_code if remote_code == "auto" else remote_code)
         if push_to_hub:
             name = hub.pop("repo_id", target.absolute().name)
             self.push_to_hub(name, remote_code=remote_code, token=kwargs.get("token"), **hub)
@@ -335,5 +298,5 @@ if TRAVELS and not transformers.__version__.startswith(f"{TRANSFORMERS}."):
     logger.warning(
         f"the code of this model (tokenahead {__version__}) is written for transformers {TRANSFORMERS}, and "
         f"{transformers.__version__} is installed: if it fails, pip install 'transformers=={TRANSFORMERS}.*', or "
-        "pip install tokenahead, which is then used in its place"
+        "install tokenahead, which is then used in its place"
     )

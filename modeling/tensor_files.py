@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
-from transformers.utils.hub import cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 Tensors = dict[str, torch.Tensor]
 """Tensors by name."""
+Value = TypeVar("Value")
+Names = Sequence[tuple[str, str]]
+"""Pairs of templates (in another layout, here) of names, with fields like `{k}` in braces: see `renamed`."""
 _SAFE, _PICKLED = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME), (WEIGHTS_INDEX_NAME, WEIGHTS_NAME)
 
 
@@ -66,8 +66,7 @@ def weight_files(name: str | PathLike[str], variant: str | None = None, pickles:
     for pair in (_SAFE, _PICKLED) if pickles else (_SAFE,):
         index, single = (_with_variant(file, variant) for file in pair)
         if listed := cached_file(name, index, **optional):
-            shards = json.loads(Path(listed).read_text(encoding="utf-8"))["weight_map"].values()
-            return [_fetched(name, shard, **hub) for shard in sorted(set(shards))]
+            return get_checkpoint_shard_files(name, listed, **hub)[0]
         if file := cached_file(name, single, **optional):
             return [file]
     names = [_with_variant(file, variant) for pair in ((_SAFE, _PICKLED) if pickles else (_SAFE,)) for file in pair]
@@ -125,6 +124,42 @@ def below(tensors: Mapping[str, torch.Tensor], prefix: str) -> Tensors:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
+_FIELDS = {"part": "weight|bias", "rest": ".*"}
+"""What fields of `Names` match; any other one matches a number."""
+
+
+@cache
+def _pattern(template: str) -> re.Pattern[str]:
+    def group(field: re.Match[str]) -> str:
+        return f"(?P<{field[1]}>{_FIELDS.get(field[1], '[0-9]+')})"
+
+    return re.compile(re.sub(r"\\{(\w+)\\}", group, re.escape(template)))
+
+
+def renamed(
+    tensors: Mapping[str, Value], names: Names, owner: Any, back: bool = False, **fields: Any
+) -> dict[str, Value]:
+    """Return tensors of another layout under this library's names, or (`back`) the other way round.
+
+    Args:
+        tensors: By name; or what else tensors have.
+        names: The first pair that matches names a tensor.
+        owner: What holds the tensors, for the message.
+        back: From this library's names.
+        **fields: Fields that the new names have, and the old ones may lack.
+
+    Raises:
+        ValueError: A name that no pair matches, so that no tensor is skipped silently.
+    """
+    found = {}
+    for name in tensors:
+        for old, new in (pair[::-1] if back else pair for pair in names):
+            if name not in found and (match := _pattern(old).fullmatch(name)):
+                found[name] = new.format(**fields | match.groupdict())
+    refuse_unknown(owner, tensors.keys() - found.keys())
+    return {new: tensors[name] for name, new in found.items()}
+
+
 def refuse_unknown(folder: str | PathLike[str], names: Iterable[str]) -> None:
     """Refuse tensors that a layout does not know, so that none is skipped silently.
 
@@ -147,13 +182,6 @@ def _read_npz(file: Path) -> Tensors:
 
     with np.load(file, allow_pickle=False) as arrays:
         return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-
-
-def _fetched(name: str | PathLike[str], file: str, **hub: Any) -> str:
-    path = cached_file(name, file, **hub)
-    if path is None:
-        raise ValueError(f"{name}: {file} of its index is not there")
-    return path
 
 
 def _with_variant(file: str, variant: str | None) -> str:

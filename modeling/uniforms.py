@@ -7,19 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from .sampling import interval, pick
-
-__all__ = [
-    "FEATURES",
-    "best_of",
-    "beta_shares",
-    "interval",
-    "pick",
-    "place",
-    "place_beta",
-    "place_between",
-    "uniform_features",
-]
+from .sampling import interval as interval
+from .sampling import pick as pick
 
 FEATURES = ("bits", "arithmetic", "threshold", "scalar", "interpolate")
 """Kinds of `uniform_features`."""
@@ -65,13 +54,6 @@ def beta_shares(like: torch.Tensor, concentration: float, generator: torch.Gener
     shape = torch.full(like.shape, concentration, dtype=torch.float64, device=like.device)
     one, other = (torch._standard_gamma(shape, generator=generator) for _ in range(2))
     return (one / (one + other)).nan_to_num(nan=0.5)
-
-
-def place_beta(
-    token: torch.Tensor, probs: torch.Tensor, concentration: float, generator: torch.Generator | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `place` at `beta_shares`."""
-    return place(token, probs, beta_shares(token, concentration, generator))
 
 
 def uniform_features(u: torch.Tensor, kind: str, dim: int) -> torch.Tensor:

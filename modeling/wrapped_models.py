@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..configuration.fields import field
+
 
 def uncompiled(model: Any) -> Any:
     """Return the model that `torch.compile` has wrapped, or the model itself."""
@@ -34,6 +36,12 @@ def unwrap(model: Any) -> PreTrainedModel:
         f"a {type(within).__name__} is no model of transformers that could be drafted for; give a PreTrainedModel, or "
         "a PeftModel around one"
     )
+
+
+def has_own_cache(model: PreTrainedModel) -> bool:
+    """Return whether a model has caches of a kind of its own (`own_cache`), and not those of transformers."""
+    make = getattr(model, "own_cache", None)
+    return make is not None and make() is not None
 
 
 def checkpoints_activations(model: nn.Module) -> bool:
@@ -58,6 +66,30 @@ def caches_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for own in paused:
             own["gradient_checkpointing"] = True
+
+
+@contextmanager
+def weights_there(module: nn.Module) -> Iterator[None]:
+    """Let accelerate's hook fetch the weights that a module holds itself, where they are offloaded."""
+    hook = vars(module).get("_hf_hook")
+    if hook is not None:
+        hook.pre_forward(module)
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.post_forward(module, None)
+
+
+def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict of a model, with weights that are offloaded; a hook may fetch those of all parts below."""
+    state = dict(model.state_dict())
+    for prefix, module in model.named_modules():
+        if "_hf_hook" in vars(module):
+            with weights_there(module):
+                there = module.state_dict(prefix=f"{prefix}." if prefix else "")
+                state |= {name: tensor for name, tensor in there.items() if not tensor.is_meta}
+    return state
 
 
 def is_unit(module: nn.Module) -> bool:
@@ -145,9 +177,13 @@ class PicklableMixin(nn.Module):
 
 
 class OfBackboneMixin:
-    """The generation config of a backbone, for a drafter or wrapper that has none of its own."""
+    """What drafters and wrappers of a backbone share: its generation config, and no embeddings of their own."""
 
     backbone: PreTrainedModel
+    config: Any
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
 
     @property
     def generation_config(self) -> GenerationConfig:
@@ -158,19 +194,62 @@ class OfBackboneMixin:
     def generation_config(self, value: GenerationConfig | None) -> None:
         """Ignore the value."""
 
+    def check_sizes(self, backbone: PreTrainedModel, **made: Any) -> None:
+        """Refuse a backbone, some field of whose configuration is not what the drafter was `made` for.
+
+        Raises:
+            ValueError: There is such a field.
+        """
+        own, other = type(self).__name__, type(backbone).__name__
+        for name, wanted in made.items():
+            if (found := field(backbone.config.get_text_config(), name)) != wanted:
+                raise ValueError(f"{name}: this {own} was made for {wanted!r}, but {other} has {found!r}")
+
+    def _supports_logits_to_keep(self) -> bool:
+        """Refuse to be run by transformers itself, with a model that the drafter is not attached to."""
+        raise RuntimeError(f"{type(self).__name__} cannot assist this model: call attach(backbone) first")
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Refuse: a drafter that was made for one vocabulary fits no other.
+
+        Raises:
+            ValueError: Always.
+        """
+        made = f"{type(self).__name__} for vocab_size={self.config.vocab_size}"
+        raise ValueError(f"a {made} cannot be resized: resize its backbone, and make a new one")
+
 
 class AroundBackboneMixin:
     """The embeddings of a backbone, for a model around it."""
 
-    backbone: PreTrainedModel
+    base_model_prefix: str
+
+    @property
+    def inner(self) -> PreTrainedModel:
+        """The backbone."""
+        return getattr(self, self.base_model_prefix or "backbone")
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the backbone's."""
-        return self.backbone.get_input_embeddings()
+        return self.inner.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Set the backbone's."""
+        self.inner.set_input_embeddings(value)
 
     def get_output_embeddings(self) -> nn.Module:
         """Return the backbone's."""
-        return cast(nn.Module, self.backbone.get_output_embeddings())
+        return cast(nn.Module, self.inner.get_output_embeddings())
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Set the backbone's."""
+        self.inner.set_output_embeddings(new_embeddings)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resize the backbone's embeddings and its head, which all parts share."""
+        embeddings = self.inner.resize_token_embeddings(*args, **kwargs)
+        self.vocab_size = embeddings.num_embeddings  # as transformers notes it
+        return embeddings
 
 
 def carries_adapters(model: nn.Module) -> bool:
@@ -198,16 +277,15 @@ def merged_copy(model: Any) -> PreTrainedModel:
     wrapped, within = uncompiled(model), unwrap(model)
     if not carries_adapters(wrapped):
         return sharing_copy(within)
-    if wrapped is not within:
-        _check_prompts(wrapped)
+    if wrapped is not within and any(config.is_prompt_learning for config in wrapped.peft_config.values()):
+        raise ValueError(f"{type(model).__name__} has learned prompts, which cannot be merged; give the model within")
     _check_layers(within)
-    copy = sharing_copy(within, ignore_adapters=True)
-    for name, layer in adapted_layers(copy):
-        parent, _, own = name.rpartition(".")
-        setattr(copy.get_submodule(parent), own, _merged(layer))
+    copied = sharing_copy(within, ignore_adapters=True)
+    for name, layer in adapted_layers(copied):
+        copied.set_submodule(name, _merged(layer))
     for name in ("peft_config", "_hf_peft_config_loaded"):
-        vars(copy).pop(name, None)
-    return copy
+        vars(copied).pop(name, None)
+    return copied
 
 
 def adapter_marks(model: nn.Module) -> tuple[Any, ...]:
@@ -217,12 +295,6 @@ def adapter_marks(model: nn.Module) -> tuple[Any, ...]:
         + tuple((p.data_ptr(), p._version) for name, p in layer.named_parameters() if "base_layer" not in name)
         for _, layer in adapted_layers(model)
     )
-
-
-def _check_prompts(model: Any) -> None:
-    """Refuse a PeftModel with learned prompts, which are no part of the model within."""
-    if any(config.is_prompt_learning for config in model.peft_config.values()):
-        raise ValueError(f"{type(model).__name__} has learned prompts, which cannot be merged; give the model within")
 
 
 def _check_layers(model: nn.Module) -> None:

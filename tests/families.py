@@ -3,8 +3,8 @@
 import torch
 from transformers import AutoConfig
 
+from tests.internals import RETROFIT, set_modules
 from tests.internals import mtp_families_FAMILIES as FAMILIES
-from tests.internals import set_modules
 from tokenahead import DeepSeekMTP
 
 VOCABULARY = 96
@@ -109,7 +109,9 @@ _SPARSE = dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, n
 _BACKBONES = {
     "apertus": {},
     "arcee": {},
+    "bitnet": {},
     "cohere2": _WINDOWS,
+    "diffllama": {},
     "deepseek_v2": _EXPERTS | _LATENT | dict(head_dim=8, topk_method="greedy"),
     "dots1": _EXPERTS,
     "ernie4_5": dict(head_dim=8),
@@ -121,6 +123,7 @@ _BACKBONES = {
     "gpt_oss": _WINDOWS | _SPARSE | dict(head_dim=8),
     "granite": dict(logits_scaling=4.0, embedding_multiplier=3.0),
     "granitemoe": _SPARSE | dict(logits_scaling=4.0),
+    "helium": dict(head_dim=8),
     "hunyuan_v1_dense": dict(head_dim=8),
     "hunyuan_v1_moe": dict(head_dim=8, num_experts=4, moe_topk=2),
     "minimax_m2": _SPARSE | dict(head_dim=8),
@@ -128,7 +131,10 @@ _BACKBONES = {
     "mixtral": _SPARSE | dict(sliding_window=6, head_dim=8),
     "nemotron": dict(head_dim=8),
     "olmo2": {},
+    "olmoe": {},
     "olmo3": _WINDOWS,
+    "persimmon": {},
+    "phi": {},
     "phi3": dict(sliding_window=6),
     "qwen2_moe": _SPARSE | dict(shared_expert_intermediate_size=16),
     "qwen3_moe": _SPARSE | dict(head_dim=8),
@@ -141,7 +147,7 @@ NAMES = list(_FAMILIES)
 """Families that are held in every way."""
 BACKBONES = list(_BACKBONES)
 """Further backbones, of which modules can be made."""
-RETROFITS = [name for name in NAMES if FAMILIES[name].retrofit and not FAMILIES[name].block]
+RETROFITS = [name for name in NAMES if FAMILIES.get(name, RETROFIT) is RETROFIT]
 RECURRENT = ["bailing_hybrid", "kimi_linear", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"]
 
 
@@ -169,7 +175,7 @@ def family_model(name: str, seed: int = 0, num_nextn_predict_layers: int = 1, **
 
 def most_modules(name: str, wanted: int = 2) -> int:
     """As many modules as wanted, or as the family can have."""
-    return min(wanted, FAMILIES[name].most_modules or wanted)
+    return min(wanted, FAMILIES.get(name, RETROFIT).most_modules or wanted)
 
 
 def random_ids(batch: int = 2, length: int = 16, seed: int = 0) -> torch.Tensor:

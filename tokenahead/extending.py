@@ -5,9 +5,6 @@ proposes a `DraftTree` in every cycle. `docs/extending.md` has examples, which a
 may move. The contract of `SpeculativeCache` is provisional.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 from .configuration.head_families import HeadFamilyFacts
 from .generation.attach import AttachableDrafter, BaseDrafter, MTPGenerationMixin
 from .generation.call.options import CallOptions, DraftOptions, draft_probs
@@ -18,21 +15,11 @@ from .generation.target.target import TargetOutput
 from .generation.trees import DraftTree, VerificationResult, drawn_tree, dynamic_tree, static_tree
 from .generation.trees.growth import Ancestry, Growth, grow
 from .generation.verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Verifier
+from .modeling.heads.family import HeadFamily
+from .modeling.heads.family import register as register_head_family
+from .modeling.heads.ff import factorised_distribution
+from .modeling.heads.window_distribution import WindowDistribution
 from .modeling.loss_options import TrainableDrafter
-
-if TYPE_CHECKING:
-    from .modeling.heads.family import HeadFamily
-    from .modeling.heads.family import register as register_head_family
-    from .modeling.heads.ff import factorised_distribution
-    from .modeling.heads.window_distribution import WindowDistribution
-
-_HEADS = {
-    "HeadFamily": ("family", "HeadFamily"),
-    "WindowDistribution": ("window_distribution", "WindowDistribution"),
-    "factorised_distribution": ("ff", "factorised_distribution"),
-    "register_head_family": ("family", "register"),
-}
-"""Names that load when they are asked for: their modules in `modeling.heads`, and their names there."""
 
 __all__ = [
     "Ancestry",
@@ -69,14 +56,3 @@ __all__ = [
     "register_head_family",
     "static_tree",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HEADS:
-        module, own_name = _HEADS[name]
-        return getattr(import_module(f".modeling.heads.{module}", __package__), own_name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable
-from typing import Protocol, TextIO, TypeGuard
+from typing import TextIO, TypeGuard
 
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
@@ -62,16 +62,6 @@ def visible(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
-class Writer(Protocol):
-    """Takes a completion's bytes as they come."""
-
-    def write(self, data: bytes) -> None:
-        """Write some bytes at once."""
-
-    def close(self) -> None:
-        """End the completion."""
-
-
 class RawWriter:
     """Writes bytes as they are, for files and pipes.
 
@@ -114,7 +104,7 @@ class TerminalWriter:
         self._stream.flush()
 
 
-def writer_for(stream: TextIO) -> Writer:
+def writer_for(stream: TextIO) -> RawWriter | TerminalWriter:
     """Return a writer: readable text for a terminal, exact bytes for everything else."""
     return TerminalWriter(stream) if stream.isatty() or not hasattr(stream, "buffer") else RawWriter(stream)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from collections.abc import Iterator
@@ -15,9 +16,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..configuration import MTPHeadConfig
 from ..modeling.heads.joint import BACKBONE
+from .utils import replace_text
 
 _STATE = "trainer_state.json"
-_OF_UPDATES = ("optimizer.pt", "scheduler.pt")
+_SUMS = "checksums.json"
+"""The file of a checkpoint that is written last, with the checksums of all others."""
+_LATE_FILES = ("optimizer.pt", "scheduler.pt", _SUMS)
 _OF_BACKBONES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_nextn_predict_layers")
 _OF_DRAFTERS = ("version", "draft_vocab_size", "variant", "sampler", "features", "num_slots", "lora_rank")
 
@@ -25,28 +29,49 @@ _OF_DRAFTERS = ("version", "draft_vocab_size", "variant", "sampler", "features",
 def last_whole_checkpoint(folder: str | PathLike) -> str | None:
     """Return the latest checkpoint that a run can resume from; None if there is none.
 
-    Warns of later ones that are incomplete, because the machine failed while they were written.
+    Warns of later ones with a file that is missing or damaged.
     """
     numbers = {each: _number(each) for each in Path(folder).glob("checkpoint-*") if each.is_dir()}
     found = sorted((number, each) for each, number in numbers.items() if number is not None)
     for _, checkpoint in reversed(found):
-        lacking = missing_of(checkpoint)
-        if lacking is None:
+        fault = fault_of(checkpoint)
+        if fault is None:
             return str(checkpoint)
-        warnings.warn(
-            f"{checkpoint} was cut off while it was written ({lacking} is missing): passed over", stacklevel=2
-        )
+        warnings.warn(f"{checkpoint} is passed over: {fault}", stacklevel=2)
     return None
 
 
-def missing_of(checkpoint: Path) -> str | None:
-    """Return the file that a checkpoint lacks, compared with the others of its run; None if it is complete."""
-    if not _state(checkpoint):  # written last of all
-        return _STATE
-    for name in _OF_UPDATES:
+def fault_of(checkpoint: Path) -> str | None:
+    """Return which file of a checkpoint is missing or damaged, by the checksums beside it and the others of its run."""
+    if not _state(checkpoint):
+        return f"{_STATE} is missing or damaged"
+    for name in _LATE_FILES:
         if not (checkpoint / name).exists() and any(checkpoint.parent.glob(f"checkpoint-*/{name}")):
-            return name
-    return None
+            return f"{name} is missing"
+    try:
+        known = json.loads((checkpoint / _SUMS).read_text(encoding="utf-8"))
+    except FileNotFoundError:  # of a run that wrote none
+        return None
+    except ValueError:
+        return f"{_SUMS} is damaged"
+    found = _checksums(checkpoint)
+    return next((f"{name} is damaged" for name, digest in known.items() if found.get(name) != digest), None)
+
+
+def write_checksums(checkpoint: Path) -> None:
+    """Write the checksums of all files of a checkpoint beside them."""
+    replace_text(checkpoint / _SUMS, json.dumps(_checksums(checkpoint), indent=1) + "\n")
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    found = {}
+    for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _SUMS):
+        digest = hashlib.sha256()
+        with file.open("rb") as stream:
+            while chunk := stream.read(2**20):
+                digest.update(chunk)
+        found[file.relative_to(folder).as_posix()] = digest.hexdigest()
+    return found
 
 
 def is_finished(checkpoint: str | PathLike | None, max_steps: int) -> bool:

@@ -32,6 +32,7 @@ TRAINING = {
 """Commands whose arguments are those of TRL, and their help."""
 _OF_VALIDATORS = re.compile(r"^Class validation error for validator '\w+': \w+: ")
 """What stands before a message of our configs, and says nothing to who reads it."""
+_THREADS = 4  # on matrices as small as the demo's, further ones would only wait for one another
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _PROMPT = (
     "the text to complete; '-', or none: the standard input, every byte of it; write '--' before a prompt that begins "
@@ -54,9 +55,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         raise SystemExit(arguments.run(arguments))
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
-    except (
-        BrokenPipeError
-    ):  # whoever reads our output has closed it; without this, the flush at exit would fail once more
+    except BrokenPipeError:  # whoever reads our output has closed it: else the flush at exit would fail once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except (ValueError, OSError, MissingExtraError, StrictDataclassError) as error:
@@ -71,6 +70,10 @@ def _of_training(words: list[str]) -> argparse.Namespace:
     def run(arguments: argparse.Namespace) -> int:
         with needs_extra("train", f"tokenahead {words[0]}"):
             command = import_module(f".commands.{words[0]}", __package__)
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
         return command.main(words[1:])
 
     return argparse.Namespace(command=words[0], run=run)
@@ -100,12 +103,11 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
     help_text = "watch the model in the box write with and without drafts; about a minute, nothing is trained"
     positive = _number("above 0", lambda x: x > 0)
     demo = commands.add_parser("demo", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
-    demo.add_argument("--train", nargs="?", const="", type=_refuse_training, help=argparse.SUPPRESS)
     demo.add_argument("--seconds", type=positive, default=40.0, help="time for measuring (%(default)g)")
     demo.add_argument("--new-bytes", type=_whole(1), default=128, help="bytes per completion (%(default)s)")
     demo.add_argument("--batch-size", type=_whole(1), default=1, help="measure batches of so many prompts, too")
     demo.add_argument("--output", type=Path, default=Path("tokenahead-demo"), help="directory of results (%(default)s)")
-    demo.add_argument("--seed", type=_seed, default=0, help="of prompts and samples (%(default)s)")
+    demo.add_argument("--seed", type=_SEED, default=0, help="of prompts and samples (%(default)s)")
     demo.add_argument("--overwrite", action="store_true", help="write into a directory that no demo made")
     demo.set_defaults(run=_demo)
 
@@ -159,7 +161,7 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--top-p", type=_number("above 0 and at most 1", lambda x: 0 < x <= 1), help="sample from the nucleus"
     )
-    command.add_argument("--seed", type=_seed, default=0, help="of the samples (%(default)s)")
+    command.add_argument("--seed", type=_SEED, default=0, help="of the samples (%(default)s)")
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -187,7 +189,9 @@ def _demo(arguments: argparse.Namespace) -> int:
     with needs_extra("demo", "the demo"):
         from .box import BoxMeasurement
         from .demo import run_demo
+    import torch
 
+    torch.set_num_threads(min(torch.get_num_threads(), _THREADS))
     asked = {name: vars(arguments)[name] for name in ("seconds", "new_bytes", "batch_size", "seed")}
     reports = run_demo(BoxMeasurement(**asked), arguments.output, overwrite=arguments.overwrite)
     return 1 if any(row.identical is False for report in reports for row in report.measured.results) else 0
@@ -242,25 +246,16 @@ def _number(rule: str, holds: Callable[[float], bool]) -> Callable[[str], float]
     return read
 
 
-def _whole(least: int) -> Callable[[str], int]:
-    """A reader of whole numbers from `least` on."""
+def _whole(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """A reader of whole numbers from `least` to `most`."""
+    wanted = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
 
     def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least {least}")
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number {wanted}")
         return int(text)
 
     return read
 
 
-def _refuse_training(text: str) -> NoReturn:
-    raise argparse.ArgumentTypeError(
-        "was removed; `tokenahead train examples/train/evabyte.yaml` trains the heads of an EvaByte, and `python "
-        "examples/box/train.py` a small EvaByte with its heads"
-    )
-
-
-def _seed(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 0 to {2**32 - 1}")
-    return int(text)
+_SEED = _whole(0, 2**32 - 1)

@@ -23,12 +23,15 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..configuration import MTPHeadConfig
-from ..configuration.mtp_families import FAMILIES, count_modules
+from ..configuration import EagleHeadConfig, MTPHeadConfig, PTPStudentConfig
+from ..configuration.mtp_families import REFUSED, count_modules
 from ..generation import Speculation
 from ..modeling import DeepSeekMTP
 from .byte_text import decode, encode, escaped, is_byte_level, streamer_for
 from .checkpoints import adapters_for, base_of, has_adapters, is_hub_name, put_adapters, tokenizer_source
+
+DRAFTERS = (MTPHeadConfig, EagleHeadConfig, PTPStudentConfig)
+"""Configurations of drafters that stand apart from their backbones."""
 
 
 @dataclass(frozen=True)
@@ -106,18 +109,9 @@ class Completed:
 
     def as_dict(self) -> dict[str, Any]:
         """Return values for a JSON object; `base64` holds the bytes, `text` has U+FFFD where they are no UTF-8."""
-        return {
-            "text": self.data.decode("utf-8", "replace"),
-            "base64": base64.b64encode(self.data).decode("ascii"),
-            "unit": self.unit,
-            "prompt_tokens": self.prompt_tokens,
-            "new_tokens": self.new_tokens,
-            "seconds": self.seconds,
-            "tokens_per_second": self._speed(),
-            "backbone_calls": self.backbone_calls,
-            "tokens_per_call": self.tokens_per_call,
-            "accepted_by_position": self.accepted_by_position,
-        }
+        found = {"text": self.data.decode("utf-8", "replace"), "base64": base64.b64encode(self.data).decode("ascii")}
+        counts = {name: value for name, value in vars(self).items() if name != "data"}
+        return found | counts | {"tokens_per_second": self._speed(), "tokens_per_call": self.tokens_per_call}
 
     def _speed(self) -> float:
         return self.new_tokens / self.seconds
@@ -192,8 +186,8 @@ def _load(request: Request, device: torch.device) -> tuple[PreTrainedModel, PreT
     source = base_of(adapters) if adapters else request.model
     logging.disable_progress_bar()
     config = load_config(source, "--model")
-    if isinstance(config, MTPHeadConfig):
-        raise ValueError(f"--model {source} holds heads without a backbone; name a whole model, and these as --heads")
+    if isinstance(config, DRAFTERS):
+        raise ValueError(f"--model {source} holds a drafter without a backbone; name a whole model, and it as --heads")
     kind = causal_class(config)
     is_plain = request.plain or request.heads is not None
     options = {"inference_only": is_plain} if kind is DeepSeekMTP else {}
@@ -205,14 +199,14 @@ def _load(request: Request, device: torch.device) -> tuple[PreTrainedModel, PreT
 
 def _load_heads(source: str) -> PreTrainedModel:
     config = load_config(source, "--heads")
-    if not isinstance(config, MTPHeadConfig):
-        raise ValueError(f"--heads {source} holds a model of type {config.model_type!r} and no heads; see --model")
+    if not isinstance(config, DRAFTERS):
+        raise ValueError(f"--heads {source} holds a model of type {config.model_type!r} and no drafter; see --model")
     return AutoModel.from_pretrained(source, config=config).eval()
 
 
 def causal_class(config: PreTrainedConfig) -> type[DeepSeekMTP] | type[AutoModelForCausalLM]:
     """Return the class that loads a causal language model with the modules that its checkpoint has."""
-    return DeepSeekMTP if config.model_type in FAMILIES and count_modules(config) else AutoModelForCausalLM
+    return DeepSeekMTP if config.model_type not in REFUSED and count_modules(config) else AutoModelForCausalLM
 
 
 class AttachedDecoder:

@@ -6,16 +6,14 @@ import codecs
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import GenerationConfig
 from transformers.utils import logging
 
 from .. import __version__
@@ -24,7 +22,7 @@ from .box import Box, BoxMeasurement, box_folder
 from .byte_text import visible
 from .commands.figures import ACCEPTANCE_FIGURE, SPEED_FIGURE, cycle_ms, save_figures
 from .evaluation import Comparison, Completion, HeadReport, write_reports
-from .evaluation.reports import describe_threads, threads_as_before, use_fastest_threads
+from .evaluation.reports import describe_threads
 from .results import DecodingResult
 from .utils import replace_text
 
@@ -64,18 +62,15 @@ def run_demo(
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     box = Box.load(Path(folder or box_folder()))
-    with threads_as_before():
-        use_fastest_threads(_typical(box), torch.get_num_threads())
-        model = next(iter(box.models.values()))
-        console.print(
-            f"The model in the box: EvaByte with {model.model.num_parameters():,} parameters, heads over "
-            f"{model.window} bytes: {', '.join(box.models)}. {describe_threads().capitalize()}; about "
-            f"{measurement.seconds:g} seconds.",
-            markup=False,
-        )
-        with console.status("Measuring ...") as status:
-            told = replace(measurement, on_step=lambda words: status.update(f"Measuring: {words} ..."))
-            reports, comparisons = told.measure(box)
+    model = next(iter(box.models.values()))
+    console.print(
+        f"The model in the box: EvaByte with {model.model.num_parameters():,} parameters, heads over {model.window} "
+        f"bytes: {', '.join(box.models)}. {describe_threads().capitalize()}; about {measurement.seconds:g} seconds.",
+        markup=False,
+    )
+    with console.status("Measuring ...") as status:
+        told = replace(measurement, on_step=lambda words: status.update(f"Measuring: {words} ..."))
+        reports, comparisons = told.measure(box)
     _print(console, reports, comparisons)
     _write(output, reports, measurement.command)
     console.print(
@@ -108,13 +103,6 @@ def check_output(output: Path, overwrite: bool) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=output if output.is_dir() else output.parent):
         pass
-
-
-def _typical(box: Box) -> Callable[[], object]:
-    model = next(iter(box.models.values()))
-    inputs = box.tokenizer("def main():", return_tensors="pt")
-    short = GenerationConfig(**model.generation_config.to_diff_dict() | {"max_new_tokens": 24})
-    return lambda: model.generate(**inputs, generation_config=short)
 
 
 def _print(console: Console, reports: list[HeadReport], comparisons: dict[str, list[Comparison]]) -> None:

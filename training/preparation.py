@@ -10,7 +10,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
-from ..configuration import MTPHeadConfig
 from ..generation.attach import AttachableDrafter
 from ..modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads
 from ..modeling.heads.joint import JointMTPModel
@@ -102,22 +101,13 @@ def _set_losses(model: Any, strategy: TrainingStrategy) -> None:
             )
     if config is not None:
         if "gamma" in given:
-            config.loss_weights = _discounted(config, given["gamma"])
+            config.loss_weights = None
         config.validate()
     if strategy.loss_weight is not None and isinstance(model, EagleHead):
         raise ValueError(
             f"loss_weight={strategy.loss_weight}: an EagleHead learns on a frozen backbone, and its loss is the only "
             "one; leave loss_weight out"
         )
-
-
-def _discounted(config: MTPHeadConfig, gamma: float) -> list[float] | None:
-    """Return the weights of a family with a recipe of its own, with another discount; depth 1 keeps its weight."""
-    recipe = config.family.loss_weights
-    if recipe is None:
-        return None
-    weights = recipe(int(config.window or 0))
-    return [weights[0], *(gamma**k for k in range(1, len(weights)))]
 
 
 def _set_draft_layers(model: Any, strategy: TrainingStrategy) -> None:

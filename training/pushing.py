@@ -30,7 +30,7 @@ _OF_THE_RUN = (
 """Files of a run directory that name paths and commands, and what `Trainer` leaves out, too."""
 _OF_RESUMING = (
     *("training_args.bin", "trainer_state.json", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*"),
-    *("pytorch_model_fsdp*", "global_step*", "latest", "zero_to_fp32.py", "*.distcp", ".*"),
+    *("pytorch_model_fsdp*", "global_step*", "latest", "zero_to_fp32.py", "*.distcp", "checksums.json", ".*"),
 )
 """Files of a checkpoint that are no part of the model."""
 _API = HfApi()
@@ -59,7 +59,7 @@ class TrainerPushMixin(_TrainerBase):
         dataset_tags: str | list[str] | None = None,
         dataset: str | list[str] | None = None,
         dataset_args: str | list[str] | None = None,
-        dataset_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
     ) -> None:
         """Write README.md beside the model; one that a person wrote or edited is left unchanged.
 
@@ -117,8 +117,8 @@ class TrainerPushMixin(_TrainerBase):
 
     def _data_text(self, names: list[str]) -> str | None:
         rows = f"{len(self.train_dataset):,} rows" if isinstance(self.train_dataset, Sized) else ""
-        text = ", ".join(f"`{name}`" for name in names)
-        return f"{text}: {rows}." if text and rows else f"{text or rows}." if text or rows else None
+        text = ", ".join(f"`{name}`" for name in names) or (rows and "Data that the run did not name")
+        return f"{text}: {rows}." if rows else f"{text}." if text else None
 
     def _recipe_text(self, model: torch.nn.Module) -> str:
         learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -226,7 +226,7 @@ class TrainerPushMixin(_TrainerBase):
         release.public_copy(source, Path(copy.name), left_out, also)
         for saved in (self.accelerator.unwrap_model(self.model), self.processing_class):
             if isinstance(saved, TravellingMixin):
-                saved.add_code_of_push(Path(copy.name))
+                saved.add_code(Path(copy.name), saved.code_when_pushed())
         repo = str(self.hub_model_id)
         options |= {"delete_patterns": release.WEIGHTS}
 

@@ -74,15 +74,7 @@ class DecodingResult:
     plain_processor_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        _check(self, _TEXT, "name")
-        _check(self, _BOOL, "do_sample", "identical")
-        counts = ("backbone_calls", "new_tokens", "plain_new_tokens", "batch_size")
-        _check(self, _COUNT, *counts)
-        times = ("seconds", "plain_seconds", "processor_seconds", "plain_processor_seconds")
-        _check(self, _POSITIVE, *times, "expected_tokens_per_call")
-        _check(self, _SHARES, "accepted_by_position", "expected_by_position")
-        _check(self, _SHARE, "repeated_share")
-        _check(self, _NUMBERS, "per_prompt")
+        _check(self)
 
     @property
     def tokens_per_call(self) -> float:
@@ -161,12 +153,7 @@ class MeasuredResults:
     environment: dict[str, str | int | float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        texts = ("dataset_name", "dataset_description", "hardware", "dtype", "command", "library_version", "unit")
-        _check(self, _TEXT, *texts)
-        _check(self, _RESULTS, "results")
-        _check(self, _SHARES, "accepted_by_position")
-        _check(self, _POSITIVE, "bits_per_byte")
-        _check(self, _FACTS, "extra", "environment")
+        _check(self)
 
     def to_json(self, path: str | Path) -> Path:
         """Save the measured values (not the derived ones) as JSON, under a temporary name first.
@@ -213,36 +200,26 @@ class MeasuredResults:
         Raises:
             ValueError: A field is missing, unknown or out of range.
         """
-        return _record(cls, _with_rows(fields))
+        rows = fields.get("results") if isinstance(fields, dict) else None
+        if isinstance(rows, list):
+            fields = fields | {"results": [_record(DecodingResult, row) for row in rows]}
+        return _record(cls, fields)
 
 
-def _with_rows(fields: Any) -> Any:
-    """Turn the entries of `results` into `DecodingResult`s; leave anything else for the checks that follow."""
-    if not isinstance(fields, dict) or not isinstance(fields.get("results"), list):
-        return fields
-    return fields | {"results": [_record(DecodingResult, row) for row in fields["results"]]}
+def _record(kind: type[_Record], fields: Any) -> _Record:
+    """Return the record of a JSON object that has its fields."""
+    try:
+        return kind(**fields)
+    except TypeError as error:  # a field that is missing or unknown, or no object
+        raise ValueError(f"no {kind.__name__}: {error}: {fields!r:.80}") from error
 
 
-def _record(cls: type[_Record], fields: Any) -> _Record:
-    """Build the dataclass `cls` from a JSON object that has exactly its fields."""
-    if not isinstance(fields, dict):
-        raise ValueError(f"{cls.__name__} must be a JSON object, not {fields!r}")
-    known = dataclasses.fields(cls)
-    unknown = sorted(fields.keys() - {f.name for f in known})
-    if unknown:
-        raise ValueError(f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(f.name for f in known)}")
-    required = [f.name for f in known if f.default is f.default_factory is dataclasses.MISSING]
-    missing = [name for name in required if name not in fields]
-    if missing:
-        raise ValueError(f"{cls.__name__} lacks {', '.join(missing)}")
-    return cls(**fields)
-
-
-def _check(record: DecodingResult | MeasuredResults, wanted: str, *names: str) -> None:
-    """Refuse fields whose value is not as wanted; None is allowed where it is the default."""
+def _check(record: DecodingResult | MeasuredResults) -> None:
+    """Refuse fields whose value is not what their name or type asks for; None is allowed where it is the default."""
     for entry in dataclasses.fields(record):
         value = vars(record)[entry.name]
-        if entry.name in names and not _HOLDS[wanted](value) and not (value is None and entry.default is None):
+        wanted, holds = _RULES.get(entry.name) or _RULES[str(entry.type).removesuffix(" | None")]
+        if not holds(value) and not (value is None and entry.default is None):
             raise ValueError(f"{entry.name}={value!r} must be {wanted}")
 
 
@@ -254,30 +231,32 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _is_share(value: Any) -> bool:
+    return _is_finite(value) and 0 <= value <= 1
+
+
 def _are_results(rows: Any) -> bool:
     if not isinstance(rows, list) or not all(isinstance(row, DecodingResult) for row in rows):
         return False
     return len({row.name for row in rows}) == len(rows) > 0
 
 
-def _is_share(value: Any) -> bool:
-    return _is_finite(value) and 0 <= value <= 1
+def _all(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda values: isinstance(values, list) and all(map(holds, values))
 
 
-_TEXT, _POSITIVE = "a text that is not empty", "a finite number above 0"
-_SHARE, _SHARES = "a share between 0 and 1", "a list of shares between 0 and 1"
-_BOOL, _COUNT, _NUMBERS = "True or False", "a whole number of at least 1", "a list of finite numbers"
-_RESULTS = "a list of at least one DecodingResult, whose names occur once"
-_FACTS = "a dict of names and values, each a text or a finite number"
-_HOLDS: dict[str, Callable[[Any], bool]] = {
-    _TEXT: _is_text,
-    _BOOL: lambda value: isinstance(value, bool),
-    _COUNT: lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1,
-    _POSITIVE: lambda value: _is_finite(value) and value > 0,
-    _SHARE: _is_share,
-    _SHARES: lambda values: isinstance(values, list) and all(map(_is_share, values)),
-    _NUMBERS: lambda values: isinstance(values, list) and all(map(_is_finite, values)),
-    _RESULTS: _are_results,
-    _FACTS: lambda facts: isinstance(facts, dict) and all(_is_text(v) or _is_finite(v) for v in facts.values()),
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "str": ("a text that is not empty", _is_text),
+    "bool": ("True or False", lambda value: isinstance(value, bool)),
+    "int": ("a whole number of at least 1", lambda value: type(value) is int and value >= 1),
+    "float": ("a finite number above 0", lambda value: _is_finite(value) and value > 0),
+    "list[float]": ("a list of shares between 0 and 1", _all(_is_share)),
+    "repeated_share": ("a share between 0 and 1", _is_share),
+    "per_prompt": ("a list of finite numbers", _all(_is_finite)),
+    "results": ("a list of at least one DecodingResult, whose names occur once", _are_results),
+    "dict[str, str | int | float]": (
+        "a dict of names and values, each a text or a finite number",
+        lambda facts: isinstance(facts, dict) and all(_is_text(each) or _is_finite(each) for each in facts.values()),
+    ),
 }
-"""What a field may hold, in words, and whether a value is that."""
+"""By the name or the type of a field: what it may hold, in words, and whether a value is that."""

@@ -12,18 +12,29 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from ..modeling.heads.ff import FFHead
 from ..modeling.heads.losses import balance_factors
 from ..modeling.heads.teacher import DIVERGENCES
+from ..modeling.loss_options import check_values
 from .trainer_base import RunningMeans, head_of
 from .utils import replace_text
 
 PARTS = ("drafter", "all", "lora")
-SHAPES = ("switch", "linear", "sine")
+SHAPES: dict[str, Callable[[float], float]] = {
+    "switch": lambda share: float(share >= 1),
+    "linear": lambda share: share,
+    "sine": lambda share: math.sin(math.pi / 2 * share),
+}
 TARGETS = ("labels", "teacher")
 BALANCES = ("none", "rms")
+_RANGES = {
+    **dict.fromkeys(("head_warmup", "loss_weight", "loss_weight_last", "draft_layers"), "[0, inf)"),
+    **dict.fromkeys(("lora_rank", "draft_lora_rank", "loss_top_k"), "[1, inf)"),
+    **dict.fromkeys(("loss_label_weight", "loss_weight_until", "lora_dropout"), "[0, 1]"),
+    "drafter_lr_multiplier": "(0, inf)",
+}
 
 
 @dataclass
@@ -98,29 +109,12 @@ class TrainingStrategy:
     def __post_init__(self) -> None:
         choices = {
             "train": PARTS,
-            "loss_target": (None, *TARGETS),
-            "loss_divergence": (None, *DIVERGENCES),
-            "loss_balance": (None, *BALANCES),
+            "loss_target": TARGETS,
+            "loss_divergence": DIVERGENCES,
+            "loss_balance": BALANCES,
             "loss_weight_shape": SHAPES,
         }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                names = ", ".join(repr(value) for value in allowed if value is not None)
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {names}")
-        for name, least in {"head_warmup": 0, "loss_weight": 0, "loss_weight_last": 0, "draft_layers": 0}.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value < math.inf:
-                raise ValueError(f"{name}={value} must be at least {least}")
-        for name in ("lora_rank", "draft_lora_rank", "loss_top_k"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        for name in ("loss_label_weight", "loss_weight_until", "lora_dropout"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise ValueError(f"{name}={value} must lie between 0 and 1")
-        if not 0 < self.drafter_lr_multiplier < math.inf:
-            raise ValueError(f"drafter_lr_multiplier={self.drafter_lr_multiplier} must be above 0")
+        check_values(self, choices, _RANGES)
         if self.loss_weight_last is not None and self.loss_weight is None:
             raise ValueError(f"loss_weight_last={self.loss_weight_last} is the end of a schedule: set loss_weight, too")
         self._check_belongings()
@@ -141,30 +135,12 @@ class TrainingStrategy:
                 if entry.name.startswith(name) and not is_there and value != entry.default:
                     raise ValueError(f"{entry.name}={value!r} {why}")
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> TrainingStrategy:
-        """Return a strategy from a mapping, such as a section of a YAML file.
-
-        Raises:
-            TypeError: A name that is no field.
-        """
-        known = [entry.name for entry in fields(cls)]
-        unknown = [name for name in values if name not in known]
-        if unknown:
-            raise TypeError(f"TrainingStrategy has no field {unknown[0]!r}; it has {', '.join(known)}")
-        return cls(**values)
-
     def warmup_steps(self, max_steps: int) -> int:
         """Return how many of `max_steps` the head learns alone."""
         return round(self.head_warmup * max_steps) if self.head_warmup < 1 else int(self.head_warmup)
 
 
 _BALANCE_FILE = "loss_balance.json"
-_SHAPES: dict[str, Callable[[float], float]] = {
-    "switch": lambda share: float(share >= 1),
-    "linear": lambda share: share,
-    "sine": lambda share: math.sin(math.pi / 2 * share),
-}
 
 
 class MTPLossWeightSchedule(TrainerCallback):
@@ -189,43 +165,26 @@ class MTPLossWeightSchedule(TrainerCallback):
     def __init__(
         self, first: float = 0.3, last: float = 0.1, switch_at: float = 10 / 14.8, shape: str = "switch"
     ) -> None:
-        if first < 0 or last < 0:
-            raise ValueError(f"first={first} and last={last} must both be at least 0")
-        if not 0 <= switch_at <= 1:
-            raise ValueError(f"switch_at={switch_at} must lie between 0 and 1")
-        if shape not in _SHAPES:
-            raise ValueError(f"shape={shape!r} is unknown; choose one of {', '.join(_SHAPES)}")
         self.first, self.last, self.switch_at, self.shape = first, last, switch_at, shape
+        check_values(self, {"shape": SHAPES}, {"first": "[0, inf)", "last": "[0, inf)", "switch_at": "[0, 1]"})
 
     def weight(self, step: int, max_steps: int) -> float:
         """Return lambda for a step (from 0 on) of `max_steps`."""
         until = self.switch_at * max_steps
         share = min(1.0, step / until) if until else 1.0
-        return self.first + (self.last - self.first) * _SHAPES[self.shape](share)
+        return self.first + (self.last - self.first) * SHAPES[self.shape](share)
 
-    def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Set the weight of the step that begins.
 
         Raises:
             TypeError: A model without modules.
         """
-        owner = _owner(model)
+        model: nn.Module = kwargs["model"]
+        owner: Any = next((each for each in model.modules() if hasattr(type(each), "mtp_loss_weight")), None)
         if owner is None:
             raise TypeError(f"MTPLossWeightSchedule needs a model with mtp_loss_weight, not a {type(model).__name__}")
         owner.mtp_loss_weight = self.weight(state.global_step, state.max_steps)
-
-
-def _owner(model: nn.Module | None) -> Any:
-    """Return the model with the weight, within what peft or distribution wraps around it."""
-    modules = [] if model is None else model.modules()
-    return next((module for module in modules if hasattr(type(module), "mtp_loss_weight")), None)
 
 
 class HeadWarmup(TrainerCallback):
@@ -239,16 +198,9 @@ class HeadWarmup(TrainerCallback):
         self.strategy = strategy
         self.waiting: list[nn.Parameter] | None = None
 
-    def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Set for the step that begins whether everything learns."""
-        model = getattr(model, "module", model)
+        model = getattr(kwargs["model"], "module", kwargs["model"])
         assert isinstance(model, nn.Module)
         if self.waiting is None:
             head = {id(p) for p in head_of(model).parameters()}
@@ -293,7 +245,7 @@ class LossBalance(TrainerCallback):
         """Return the factors of the current update, [n]."""
         return torch.ones(depths) if self.factors is None else self.factors
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Write the factors next to the checkpoint's weights."""
         if self._accelerator is not None:
             self.close(self._accelerator)

@@ -6,34 +6,28 @@ Knows what a trainer needs of a drafter (`TrainableDrafter`), not what kind of m
 from __future__ import annotations
 
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer
 
 from ..modeling import PTPForCausalLM
 from ..modeling.heads.ff import FFHead
 from ..modeling.loss_options import TrainableDrafter
-from .checkpoints import check_checkpoint
 from .preparation import callbacks_of, prepare
 from .strategy import LossBalance, TrainingStrategy
 from .trainer_base import (
     BaseTrainer,
     Inputs,
-    check_data,
     check_depths,
     check_ids,
     check_lengths,
-    check_shards,
     draft_layers_of,
     drafter_of,
     head_config,
-    summed_over_processes,
     without_peft,
 )
-
-_ABSENT = object()
 
 
 class MTPTrainer(BaseTrainer):
@@ -87,8 +81,7 @@ class MTPTrainer(BaseTrainer):
         if model is not None:
             _check_model(model)
         config: Any = None if model is None else model.config
-        use_cache = vars(config).get("use_cache", _ABSENT) if config is not None else _ABSENT
-        check_data(kwargs)
+        use_cache = {name: value for name, value in vars(config or self).items() if name == "use_cache"}
         if strategy is not None:
             if model is None:
                 raise ValueError("strategy is applied to a model: pass model=, not model_init=")
@@ -106,19 +99,13 @@ class MTPTrainer(BaseTrainer):
         if strategy is not None and strategy.head_warmup and self.args.ddp_find_unused_parameters is None:
             self.args.ddp_find_unused_parameters = True  # what waits gets no gradient
         if config is not None:
-            _restore(config, "use_cache", use_cache)
+            vars(config).pop("use_cache", None)
+            vars(config).update(use_cache)
         _check_model(self.model)  # `model_init` may have made it
-        check_data(vars(self))
         if self.get_cp_size() > 1 or self.get_sp_size() > 1:
             raise ValueError(
                 f"cp_size={self.get_cp_size()} and sp_size={self.get_sp_size()} cut sequences, and a window cannot "
                 "reach into the next piece; set both to 1"
-            )
-        check_shards(self)
-        if self.label_smoother is not None:
-            raise ValueError(
-                f"label_smoothing_factor={self.args.label_smoothing_factor} replaces the model's own loss, and only "
-                "the first head would learn; set it to 0"
             )
         if self.args.neftune_noise_alpha is not None and self._owner.get_input_embeddings() is None:
             raise ValueError(
@@ -147,60 +134,45 @@ class MTPTrainer(BaseTrainer):
         return [name for name in super().get_decay_parameter_names(model) if name not in frozen]
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         """Return the model's own loss, and add its parts to the means for the log.
 
-        Args:
-            model: The model, perhaps wrapped.
-            inputs: Keyword arguments of its forward.
-            return_outputs: Whether to return the model's output, too.
-            num_items_in_batch: Targets per depth over the whole update, [n].
-
-        Returns:
-            The loss, and with `return_outputs` the output.
+        As in `Trainer`, but `num_items_in_batch` are the targets per depth over the whole update, [n].
         """
         # no one reads the logits of a training step, and a cache would only cost memory
         defaults: Inputs = {"use_cache": False} | ({"logits_to_keep": 1} if model.training else {})
         if model.training and self.balance is not None:
             defaults["balance"] = self.balance.for_update(self._drafter.num_losses)
-        loss, outputs = Trainer.compute_loss(  # not super(): TRL's would leave the model's own loss, and the heads, out
-            self, model, defaults | inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
-        )
-        self._note(outputs, self._depth_counts(inputs), model.training)
+        # not super(): TRL's would leave the model's own loss, and the heads, out
+        found = Trainer.compute_loss(self, model, defaults | inputs, True, num_items_in_batch)
+        loss, outputs = cast(tuple[torch.Tensor, Any], found)
+        sums, counts = self._sums(outputs, inputs, model.training)
+        self._means[model.training].add(sums, counts)
+        if model.training and self.balance is not None and outputs.head_squares is not None:
+            depths = self._drafter.num_losses
+            self.balance.add(outputs.head_squares.reshape(-1, depths).nanmean(0), counts[:depths])
         return (loss, outputs) if return_outputs else loss
 
-    def _note(self, outputs: Any, counts: torch.Tensor, training: bool) -> None:
-        """Add the sums of one micro-batch to the running means, in the order of `_mean_names`."""
+    def _sums(self, outputs: Any, inputs: Inputs, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sums of one micro-batch for the running means, and their counts, in the order of `_mean_names`."""
+        counts, found = self._depth_counts(inputs), []
         depths = len(counts)
-        rows = [(outputs.get(name), counts if size == depths else counts[:1]) for name, size in self._noted(depths)]
-        means = [
-            torch.full_like(count, torch.nan, dtype=torch.float32)
-            if mean is None
-            else mean.reshape(-1, len(count)).nanmean(0).float().to(count.device)  # DataParallel: a row per replica
-            for mean, count in rows
-        ]
-        means, counts = torch.cat(means), torch.cat([count for _, count in rows])
+        for name, size in (("head_losses", depths), ("backbone_loss", 1), ("acceptances", depths), ("missing_mass", 1)):
+            mean, count = outputs.get(name), counts[:size]
+            if mean is None:
+                mean = torch.full_like(count, torch.nan, dtype=torch.float32)
+            mean = mean.reshape(-1, len(count)).nanmean(0).float().to(count.device)  # DataParallel: a row per replica
+            found.append((mean, count))
+        means, counts = (torch.cat(parts) for parts in zip(*found))
         counts = torch.where(means.isnan(), 0, counts)
-        self._means[training].add(torch.where(counts > 0, means * counts, 0.0), counts)
-        if training and self.balance is not None and outputs.head_squares is not None:
-            self.balance.add(outputs.head_squares.reshape(-1, depths).nanmean(0), counts[:depths])
+        return torch.where(counts > 0, means * counts, 0.0), counts
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
-        """As in `Trainer`; heads and their backbone are read from two directories, and the balance of depths, too."""
-        check_checkpoint(resume_from_checkpoint, self._owner)
+        """As in `Trainer`; the balance of depths is read, too."""
         if self.balance is not None:
             self.balance.load(resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    @staticmethod
-    def _noted(depths: int) -> list[tuple[str, int]]:
-        """Return which fields of an output are logged, and how many numbers each has."""
-        return [("head_losses", depths), ("backbone_loss", 1), ("acceptances", depths), ("missing_mass", 1)]
 
     def _pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> float:
         depths = self._drafter.num_losses
@@ -217,7 +189,12 @@ class MTPTrainer(BaseTrainer):
         if made and factor != 1.0:
             parts = drafter_of(self._owner), draft_layers_of(self._owner)
             drafter = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
-            _split_groups(optimizer, drafter, factor)
+            for group in list(optimizer.param_groups):
+                faster = [p for p in group["params"] if id(p) in drafter]
+                group["params"] = [p for p in group["params"] if id(p) not in drafter]
+                if faster:
+                    optimizer.add_param_group({**group, "params": faster, "lr": group["lr"] * factor})
+            optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         return optimizer
 
     def prediction_step(
@@ -261,7 +238,7 @@ class MTPTrainer(BaseTrainer):
             check_lengths(batch)
         counts = torch.stack([self._depth_counts(batch) for batch in batch_samples]).sum(0).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
-            counts = summed_over_processes(self.accelerator, counts)
+            counts = cast(torch.Tensor, self.accelerator.reduce(counts, "sum"))
         elif not self.args.average_tokens_across_devices and self.args.n_gpu > 1:
             counts = counts / self.args.n_gpu
         if self.args.n_gpu > 1:  # DataParallel cuts tensors along their first axis: a copy for each replica
@@ -272,21 +249,6 @@ class MTPTrainer(BaseTrainer):
         unit, depths = self._drafter.loss_unit, range(1, self._drafter.num_losses + 1)
         losses, accepted = ([f"{name}_{unit}_{depth}" for depth in depths] for name in ("loss", "acceptance"))
         return [*losses, "loss_backbone", *accepted, "missing_mass"]
-
-
-def _split_groups(optimizer: torch.optim.Optimizer, chosen: set[int], factor: float) -> None:
-    """Give some parameters `factor` times the learning rate of their group."""
-    for group in list(optimizer.param_groups):
-        others = [p for p in group["params"] if id(p) not in chosen]
-        faster = [p for p in group["params"] if id(p) in chosen]
-        if not faster:
-            continue
-        rest = {name: value for name, value in group.items() if name != "params"}
-        if others:
-            group["params"] = others
-            optimizer.add_param_group(rest | {"params": faster, "lr": group["lr"] * factor})
-        else:
-            group["lr"] *= factor
 
 
 def _check_model(model: Any) -> None:
@@ -301,11 +263,3 @@ def _check_model(model: Any) -> None:
             f"MTPTrainer needs a model that predicts several tokens, not a {type(owner).__name__}: give it heads with "
             "MTPHeads.from_backbone(model), or modules with DeepSeekMTP.from_backbone(model)"
         )
-
-
-def _restore(config: PreTrainedConfig, name: str, value: Any) -> None:
-    """Undo an assignment to an attribute that had `value`, or that did not exist."""
-    if value is not _ABSENT:
-        setattr(config, name, value)
-    else:
-        vars(config).pop(name, None)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
 from peft import PeftModel
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForSeq2Seq, PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
@@ -19,8 +20,9 @@ from ..configuration import MTPHeadConfig
 from ..configuration.transformers_names import TRAINER, check_names
 from ..modeling import DeepSeekMTP, EvaByteForMTPC, MTPHeads
 from ..modeling.heads.joint import JointMTPModel
-from ..modeling.heads.losses import IGNORE
+from ..modeling.heads.losses import IGNORE, check_targets
 from ..modeling.ptp.registers import RegisterModel
+from .checkpoints import check_checkpoint
 from .pushing import TrainerPushMixin
 
 logger = logging.get_logger(__name__)
@@ -87,15 +89,7 @@ def check_ids(batches: Sequence[dict[str, Any]], vocab_size: int) -> None:
             ids = batch.get(name)
             if not isinstance(ids, torch.Tensor) or not ids.numel():
                 continue
-            wrong = (ids >= vocab_size) | (ids < 0)
-            if name != "input_ids":
-                wrong &= ids != IGNORE
-            if wrong.any():
-                also = "" if name == "input_ids" else f", or {IGNORE} where nothing is scored"
-                raise ValueError(
-                    f"{name} hold {int(ids[wrong][0])}, but the vocabulary has {vocab_size} tokens: ids go from 0 to "
-                    f"{vocab_size - 1}{also}; was the text prepared with another tokenizer?"
-                )
+            check_targets(ids.cpu(), vocab_size, name)
 
 
 def check_lengths(batch: dict[str, Any]) -> None:
@@ -119,16 +113,10 @@ def pad_rows(rows: list[Inputs]) -> dict[str, torch.Tensor]:
         ValueError: See `check_columns`.
     """
     check_columns(rows)
-    longest = max(len(row["input_ids"]) for row in rows)
-    batch = {}
-    for name in rows[0]:
-        columns = [torch.as_tensor(row[name]) for row in rows]
-        fill = IGNORE if name == "labels" else 0
-        batch[name] = torch.stack([nn.functional.pad(c, (0, longest - len(c)), value=fill) for c in columns])
-    if "attention_mask" not in batch:
-        lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-        batch["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
-    return batch
+    columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in rows[0]}
+    columns.setdefault("attention_mask", [torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows])
+    fills = {"labels": IGNORE}
+    return {name: pad_sequence(column, True, fills.get(name, 0)) for name, column in columns.items()}
 
 
 def check_columns(rows: list[Inputs]) -> None:
@@ -170,13 +158,6 @@ class Collator:
 check_names(TRAINER)
 
 
-def summed_over_processes(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor over all processes; every one of them calls this."""
-    gathered = accelerator.gather(values[None])
-    assert isinstance(gathered, torch.Tensor)
-    return gathered.sum(0)
-
-
 class RunningMeans:
     """Sums and counts of several quantities, kept on their device until they are taken."""
 
@@ -192,14 +173,10 @@ class RunningMeans:
     def take(self, accelerator: Accelerator) -> torch.Tensor | None:
         """Return sums and counts over all processes, [2, n] on the CPU, and reset; None if nothing was added."""
         totals, self.totals = self.totals, None
-        return None if totals is None else summed_over_processes(accelerator, totals).cpu()
-
-    def named(self, accelerator: Accelerator, names: list[str] | tuple[str, ...], prefix: str = "") -> dict[str, float]:
-        """Return the means by name, and reset; quantities without counts are left out."""
-        return named_means(self.take(accelerator), names, prefix)
+        return None if totals is None else cast(torch.Tensor, accelerator.reduce(totals, "sum")).cpu()
 
 
-def named_means(totals: torch.Tensor | None, names: list[str] | tuple[str, ...], prefix: str = "") -> dict[str, float]:
+def named_means(totals: torch.Tensor | None, names: list[str], prefix: str = "") -> dict[str, float]:
     """Return the means of totals [2, n] by name; quantities without counts are left out."""
     pairs = () if totals is None else zip(names, *totals.tolist())
     return {prefix + name: total / count for name, total, count in pairs if count}
@@ -219,7 +196,15 @@ class BaseTrainer(TrainerPushMixin, Trainer):
     _owner: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_data(kwargs)
         super().__init__(*args, **kwargs)
+        check_data(vars(self))
+        check_shards(self)
+        if self.args.label_smoothing_factor:
+            raise ValueError(
+                f"label_smoothing_factor={self.args.label_smoothing_factor} is for losses of labels, and a "
+                f"{type(self).__name__} has a loss of its own; set it to 0"
+            )
         self._means = {True: RunningMeans(), False: RunningMeans()}
 
     def _mean_names(self) -> list[str]:
@@ -267,7 +252,7 @@ class BaseTrainer(TrainerPushMixin, Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log what `Trainer` logs, and the means of training with its `loss`."""
         if "loss" in logs:
-            logs |= self._means[True].named(self.accelerator, self._mean_names())
+            logs |= named_means(self._means[True].take(self.accelerator), self._mean_names())
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -284,7 +269,9 @@ class BaseTrainer(TrainerPushMixin, Trainer):
             plugin.set_state_dict_type(of_checkpoints)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
-        """As in `Trainer`, or by the model itself."""
+        """As in `Trainer`, or by the model itself; a checkpoint of another model is refused."""
+        owner = self._owner
+        check_checkpoint(resume_from_checkpoint, owner.backbone if isinstance(owner, RegisterModel) else owner)
         if not self._load_several(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 

@@ -28,7 +28,7 @@ from ..modeling.heads.losses import IGNORE, depth_targets
 from .features import STATES
 from .ptp.trainer import PTPTrainer
 from .trainer import MTPTrainer
-from .trainer_base import Inputs, RunningMeans, without_peft
+from .trainer_base import Inputs, without_peft
 from .utils import needs_extra
 
 with needs_extra("train", "a trainer of TRL"):
@@ -39,6 +39,7 @@ with needs_extra("train", "a trainer of TRL"):
 
 NAMES = ("mean_token_accuracy", "entropy")
 """TRL's names of what is measured of the next-token distribution; entropy in nats."""
+_MEASURED = "output_hidden_states"
 
 
 class _SFTBehaviour(Trainer):
@@ -91,45 +92,35 @@ class MTPSFTTrainer(_SFTBehaviour, MTPTrainer, SFTTrainer):
         >>> MTPSFTTrainer(model, SFTConfig("out"), train_dataset=data, processing_class=tokenizer).train()
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._next_token = {True: RunningMeans(), False: RunningMeans()}
-        super().__init__(*args, **kwargs)
+    def compute_loss(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's own loss, with the states of which the next-token distribution is measured."""
+        if self._measures_next_token(model.training) and STATES not in inputs:
+            inputs = {_MEASURED: [-1]} | inputs
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """Return the model's own loss, and measure the next-token distribution as TRL does."""
-        is_measured = self._measures_next_token(model.training) and STATES not in inputs
-        given = {"output_hidden_states": [-1]} | inputs if is_measured else inputs
-        loss, outputs = super().compute_loss(model, given, True, num_items_in_batch)
-        states = outputs.get("hidden_states") if is_measured else None
+    def _sums(self, outputs: Any, inputs: Inputs, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in `MTPTrainer`, with TRL's figures."""
+        sums, counts = super()._sums(outputs, inputs, is_training)
+        if self._is_sharded:
+            return sums, counts
+        states = outputs.get("hidden_states") if _MEASURED in inputs else None
+        found = [sums.new_zeros(2), counts.new_zeros(2)]
         if states is not None:
-            self._next_token[model.training].add(*next_token_sums(self._drafter, states[-1].detach(), inputs))
-        return (loss, outputs) if return_outputs else loss
+            found = [part.to(sums.device) for part in next_token_sums(self._drafter, states[-1].detach(), inputs)]
+        return torch.cat([sums, found[0]]), torch.cat([counts, found[1]])
+
+    def _mean_names(self) -> list[str]:
+        return [*super()._mean_names(), *(() if self._is_sharded else NAMES)]
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     def _measures_next_token(self, is_training: bool) -> bool:
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+        if self._is_sharded:
             return False
         every = int(self.state.logging_steps or 1)
         return not is_training or (self.state.global_step + 1) % every == 0 or self.state.global_step == 0
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `MTPTrainer`, with TRL's figures among the metrics."""
-        self._next_token[False] = RunningMeans()
-        output = super().evaluation_loop(*args, **kwargs)
-        prefix = f"{kwargs.get('metric_key_prefix', 'eval')}_"
-        found = self._next_token[False].named(self.accelerator, NAMES, prefix)
-        return output._replace(metrics={**(output.metrics or {}), **found})
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log what `MTPTrainer` and TRL log, and the measurements of training with its `loss`."""
-        if "loss" in logs:
-            logs |= self._next_token[True].named(self.accelerator, NAMES)
-        super().log(logs, start_time)
 
 
 class PTPSFTTrainer(_SFTBehaviour, PTPTrainer, SFTTrainer):
@@ -173,7 +164,7 @@ def next_token_sums(model: Any, states: torch.Tensor, inputs: Mapping[str, Any])
         inputs: `labels` or `shift_labels`, and, if present, `attention_mask` and `position_ids`.
 
     Returns:
-        Sums [2] of `NAMES`, and counts [2].
+        Sums of accuracy and entropy in nats, [2], and counts [2].
     """
     names = ("labels", "attention_mask", "position_ids", "shift_labels")
     labels, mask, positions, shifted = (inputs.get(name) for name in names)
@@ -236,14 +227,11 @@ class MTPDPOTrainer(DPOTrainer):
         for each in (self.accelerator.unwrap_model(self.model), self.ref_model):
             if each is not None:
                 _score_own_distribution(without_peft(each))
+                without_peft(each).has_warned = True  # the auxiliary term trains the drafter
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         """Return TRL's loss plus the model's own on the chosen half of the batch."""
         found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if not self.drafter_weight:

@@ -16,6 +16,7 @@ from transformers.cache_utils import (
 )
 
 from ...modeling.ptp.inputs import check_attention
+from ...modeling.wrapped_models import has_own_cache
 from .repacking import EvenTarget, RepackedTarget
 from .replay import is_recurrent
 from .target import ColumnTarget, RowTarget
@@ -71,7 +72,7 @@ def check_backbone(backbone: PreTrainedModel) -> None:
             "backbone"
         )
     # with ALiBi only distances count; a model of states decodes plainly, or its cache goes back in a way of its own
-    is_free = _has_alibi(backbone) or backbone._is_stateful or hasattr(backbone, "_new_cache")
+    is_free = _has_alibi(backbone) or backbone._is_stateful or has_own_cache(backbone)
     forwards = type(backbone).forward, type(backbone.get_decoder()).forward
     if not is_free and not any("position_ids" in signature(forward).parameters for forward in forwards):
         raise ValueError(

@@ -12,21 +12,16 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import PreTrainedConfig
-from transformers.utils import logging
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, announced_modules, family_of, num_layers, set_modules
 from ..tensor_files import read_tensors, tensor_headers
 
-logger = logging.get_logger(__name__)
-
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Tensors that official files repeat in every module: the main model's embeddings and its head."""
 SCALES = ("weight_scale_inv", "weight_scale", "scale")
 """Suffixes of the tensors that may hold a weight's scales."""
-_EMBEDDINGS = "model.embed_tokens.weight"
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BLOCK = (128, 128)
 
@@ -63,9 +58,6 @@ def check_checkpoint(
             f"{name}: config.json has {family.count}={wanted}, but the checkpoint {found} modules; correct one of them"
         )
     copies = {copy_: family.file_name(f"model.layers.{layers}.{copy_}", layers, found) for copy_ in family.copies}
-    files = {key: file for key, (_, file) in headers.items()}
-    for k in range(found):
-        _warn_of_other_copies(name, files, family, layers, k)
     shared = bool(copies) and all(key in dtypes for key in copies.values())
     return _spare_projection(config, dtypes), shared
 
@@ -85,20 +77,6 @@ def _count_stored(names: Iterable[str], family: MTPFamily, layers: int) -> int:
     while (prefixes := tuple(family.prefixes(layers, count))) and any(name.startswith(prefixes) for name in names):
         count += 1
     return count
-
-
-def _warn_of_other_copies(name: Any, files: dict[str, str], family: MTPFamily, layers: int, k: int) -> None:
-    """Warn where a module's embeddings or head differ from the main model's, which replaces them."""
-    tied = "lm_head.weight" if "lm_head.weight" in files else _EMBEDDINGS
-    for copy_, main in zip(COPIES, (_EMBEDDINGS, tied)):
-        own = family.file_name(f"model.layers.{layers + k}.{copy_}", layers, k + 1)
-        if own in files and main in files and not torch.equal(_tensor(files, own), _tensor(files, main)):
-            logger.warning(f"{name}: {own} differs from {main}; the modules use {main}, and {own} is dropped.")
-
-
-def _tensor(files: dict[str, str], key: str) -> torch.Tensor:
-    with safe_open(files[key], framework="pt") as stored:
-        return stored.get_tensor(key)
 
 
 def _check_scales(name: Any, dtypes: dict[str, str], config: PreTrainedConfig) -> None:

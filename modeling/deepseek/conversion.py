@@ -161,8 +161,17 @@ def extended_class(config: PreTrainedConfig, count: int, ignored: list[str]) -> 
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the decoder layers of a main model."""
-    return cast(nn.ModuleList, model.get_decoder().get_submodule("layers"))
+    """Return the decoder layers of a main model.
+
+    Raises:
+        ValueError: It has none by that name.
+    """
+    body = model.get_decoder()
+    if not isinstance(layers := dict(body.named_children()).get("layers"), nn.ModuleList):
+        raise ValueError(
+            f"DeepSeekMTP does not support model_type={model.config.model_type!r}: no `layers` in {type(body).__name__}"
+        )
+    return layers
 
 
 def rotary_embedding(model: PreTrainedModel) -> nn.Module | None:

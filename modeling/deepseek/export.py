@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,15 @@ from ...configuration.fields import field
 from ...configuration.mtp_families import count_modules, family_of, num_layers, set_modules
 from ..loading import SavingMixin
 from ..loss_options import ModuleLossOptions
+from ..tensor_files import Names, renamed
+from ..wrapped_models import whole_state
 from .checkpoint_files import COPIES
 from .conversion import load
 from .draft_vocabulary import FILE, DraftVocabulary
 from .modules import MTPModules
 
-_PARTS = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
+_PARTS = {"enorm.": "enorm.", "hnorm.": "hnorm.", "eh_proj.": "eh_proj.", "shared_head.norm.": "norm.", "": "block."}
+"""Prefixes of the parts of a module, in DeepSeek-V3 and here."""
 _OURS = "keys_to_ignore_at_inference"  # describes the outputs of this class, and is not saved
 
 
@@ -74,21 +76,22 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
                 "save_pretrained: the main model is quantised; load it in full precision (float8: "
                 "quantization_config=FineGrainedFP8Config(dequantize=True)), or save adapters"
             )
-        state = self._official_tensors(self.state_dict() if state_dict is None else state_dict)
+        state = self._official_tensors(whole_state(self) if state_dict is None else state_dict)
         self._save_main(folder, state, is_main_process, **kwargs)
         if is_main_process and self.draft_vocabulary is not None:
             self.draft_vocabulary.save(folder)
 
     def _official_tensors(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         layers, family = num_layers(self.config), family_of(self.config)
-        state = official_names(state, layers)
+        state = renamed(state, _names(layers, self.mtp.count), "this model", back=True)
         if self.shared_copies:
-            embeddings: Any = self.main.get_input_embeddings()
-            head: Any = self.main.get_output_embeddings()
+            embeddings = state["model.embed_tokens.weight"]
+            sources = {
+                "embed_tokens.weight": embeddings,
+                "shared_head.head.weight": state.get("lm_head.weight", embeddings),
+            }
             for index in range(self.mtp.count):
-                for name in family.copies:
-                    source = embeddings.weight if name == "embed_tokens.weight" else head.weight
-                    state[f"model.layers.{layers + index}.{name}"] = source.detach().clone()
+                state |= {f"model.layers.{layers + index}.{name}": sources[name].clone() for name in family.copies}
         return {family.file_name(name, layers, self.mtp.count): tensor for name, tensor in state.items()}
 
     def _save_main(self, folder: Path, state: dict[str, torch.Tensor], is_main_process: bool, **kwargs: Any) -> None:
@@ -123,9 +126,8 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
             self._loaded_so_far = state_dict
             return super().load_state_dict({}, strict=False)
         main, modules, _ = load(None, config, False, state_dict=state_dict, dtype=self.main.dtype)
-        official = official_names({f"main.{n}": t for n, t in main.state_dict().items()}, num_layers(config))
-        loaded = own_names(official, num_layers(config))
-        loaded |= {f"mtp.{name}": tensor for name, tensor in modules.state_dict().items()}
+        parts = {"main": main, "mtp": modules}
+        loaded = {f"{part}.{name}": tensor for part in parts for name, tensor in parts[part].state_dict().items()}
         return super().load_state_dict(loaded, strict, assign)
 
     def _size_in_files(self) -> int:
@@ -138,29 +140,25 @@ def _is_official(name: str) -> bool:
     return name.startswith("mtp.") and not name.split(".")[1].isdigit()
 
 
-def _is_copy(name: str) -> bool:
-    """Return whether a tensor is a module's copy of embeddings or head."""
-    return name.endswith(COPIES) and name.count(".") > 3
-
-
 def _size(tensors: dict[str, torch.Tensor]) -> int:
     copies = {name for name in tensors if name.endswith(COPIES) and name.count(".") > 2}
     return sum(tensor.numel() for name, tensor in tensors.items() if name not in copies)
 
 
-def official_names(state: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:
-    """Rename the tensors of a `DeepSeekMTP` to DeepSeek-V3's names, L = `num_layers`."""
-    return {_official_name(name, num_layers): tensor for name, tensor in state.items()}
+def _names(num_layers: int, count: int) -> Names:
+    """Return DeepSeek-V3's names of a model with L = `num_layers` and so many modules, and those of `DeepSeekMTP`."""
+    indices = [(f"model.layers.{num_layers + k}.", f"mtp.{k}.") for k in range(count)]
+    pairs = [(theirs + part, ours + own) for theirs, ours in indices for part, own in _PARTS.items()] + indices
+    return [(theirs + "{rest}", ours + "{rest}") for theirs, ours in (*pairs, ("", "main."), ("", ""))]
 
 
-def own_names(state: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:
-    """Revert `official_names`; copies of embeddings and head are dropped."""
-    return {_own_name(name, num_layers): tensor for name, tensor in state.items() if not _is_copy(name)}
-
-
-def own_device_map(devices: dict[str, Any], num_layers: int) -> dict[str, Any]:
+def own_device_map(devices: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
     """Rename the device map of an extended main model to the names of a `DeepSeekMTP`."""
-    return {_own_name(f"{name}.", num_layers).strip(".") if name else "": devices[name] for name in devices}
+    if "" in devices:
+        return devices
+    names = _names(num_layers(config), count_modules(config))
+    found = renamed({f"{name}.": device for name, device in devices.items()}, names, "device_map")
+    return {name.strip("."): device for name, device in found.items()}
 
 
 def official_device_map(devices: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
@@ -171,38 +169,10 @@ def official_device_map(devices: dict[str, Any], config: PreTrainedConfig) -> di
             `hf_device_map`. `"main"` and `"mtp"` stand for all parts without an entry of their own.
         config: The main model's configuration.
     """
-    layers, found = num_layers(config), {}
-    modules = [f"model.layers.{layers + k}" for k in range(count_modules(config))]
-    for name, device in devices.items():
-        part, _, rest = name.partition(".")
-        index, _, inner = rest.partition(".")
-        if part == "mtp" and not rest:
-            found |= dict.fromkeys(modules, device)
-        elif part == "mtp" and index.isdigit():
-            found[f"{modules[int(index)]}.{_inner_name(inner)}".rstrip(".")] = device
-        elif part != "mtp":
-            found[rest if part == "main" else name] = device
-    return found
-
-
-def _inner_name(inner: str) -> str:
-    part, _, rest = inner.partition(".")
-    return rest if part == "block" else ".".join(filter(None, (_PARTS.get(part, part), rest)))
-
-
-def _official_name(name: str, num_layers: int) -> str:
-    if name.startswith("main."):
-        return name.removeprefix("main.")
-    _, index, part, rest = name.split(".", 3)
-    part = "" if part == "block" else _PARTS[part] + "."
-    return f"model.layers.{num_layers + int(index)}.{part}{rest}"
-
-
-def _own_name(name: str, num_layers: int) -> str:
-    match = re.match(r"model\.layers\.(\d+)\.(.*)", name)
-    if match is None or int(match[1]) < num_layers:
-        return f"main.{name}"
-    for part, official in _PARTS.items():
-        if match[2].startswith(official + "."):
-            return f"mtp.{int(match[1]) - num_layers}.{part}{match[2].removeprefix(official)}"
-    return f"mtp.{int(match[1]) - num_layers}.block.{match[2]}"
+    count = count_modules(config)
+    each = {part: device for part, device in devices.items() if part != "mtp"}
+    if "mtp" in devices:
+        each = {f"mtp.{k}": devices["mtp"] for k in range(count)} | each
+    names = _names(num_layers(config), count)
+    found = renamed({f"{name}.": device for name, device in each.items()}, names, "device_map", back=True)
+    return {name.strip("."): device for name, device in found.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,8 +18,9 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
 from ..heads.chunks import Part, chunked_sums
 from ..heads.losses import IGNORE, check_targets, counts_of_update
-from ..heads.teacher import acceptance, divergence, head_and_rest, lumped
+from ..heads.teacher import head_and_rest, lumped, taught_terms
 from ..loss_options import ModuleLossOptions
+from ..outputs import MTPOutput
 from .modules import MTPModules, Readout
 
 
@@ -32,23 +33,6 @@ def depth_weights(counts: torch.Tensor, options: ModuleLossOptions) -> torch.Ten
     return weights / counts.clamp(min=1)
 
 
-class ChainLoss(NamedTuple):
-    """The loss of a chain and its detached parts.
-
-    Attributes:
-        loss: Scalar.
-        means: [D + 1] mean term per depth in nats, the main model first; NaN where there is no target.
-        acceptances: [D + 1] mean probability that a token drawn at a depth is accepted, NaN at depth 1; None without
-            a teacher.
-        missing: Scalar, the teacher's mean mass outside `top_k`; None where all tokens are compared.
-    """
-
-    loss: torch.Tensor
-    means: torch.Tensor
-    acceptances: torch.Tensor | None = None
-    missing: torch.Tensor | None = None
-
-
 def chain_loss(
     head: Readout,
     states: Sequence[torch.Tensor],
@@ -56,7 +40,7 @@ def chain_loss(
     vocab_size: int,
     options: ModuleLossOptions,
     counts: torch.Tensor | int | None = None,
-) -> ChainLoss:
+) -> MTPOutput:
     """Return the weighted sum over depths of the summed cross-entropy (or distance from the teacher), in chunks.
 
     Depths are not independent: h^k is computed from h^{k-1}. So all chunks first leave their gradients on the h^k, and
@@ -79,13 +63,14 @@ def chain_loss(
         losses = nn.functional.cross_entropy(logits, target.to(logits.device), ignore_index=IGNORE, reduction="none")
         shown = [torch.zeros_like(losses)] * 2
         if taught is not None:
-            scored = (target != IGNORE).to(losses.device)
+            scored, log_q = (target != IGNORE).to(losses.device), logits.log_softmax(-1)
             with torch.no_grad():
                 log_p = head(taught).float().log_softmax(-1)
-            distance, *shown = _taught(log_p, logits.log_softmax(-1), options)
-            share = options.label_weight
-            losses = torch.where(scored, (1 - share) * distance + share * losses, 0.0)
-            shown = [torch.where(scored, value, 0.0) for value in shown]
+            if options.top_k is not None:
+                ids, log_p = head_and_rest(log_p, options.top_k)
+                log_q, shown[1] = lumped(log_q, ids), log_p[:, -1].exp()
+            losses, shown[0] = taught_terms(options.divergence, options.label_weight, log_p, log_q, -losses)
+            losses, *shown = (torch.where(scored, value, 0.0) for value in (losses, *shown))
         return torch.stack([losses, *shown], -1)
 
     own = torch.stack([(check_targets(part, vocab_size) != IGNORE).sum() for part in targets])
@@ -102,21 +87,11 @@ def chain_loss(
     ]
     loss, sums = chunked_sums(terms, head, parts, vocab_size)
     means, accepted, missing = (torch.stack([part.to(own.device) for part in sums]) / own[:, None]).unbind(1)
-    if not teaches or len(own) < 2:
-        return ChainLoss(loss, means)
-    accepted[0] = torch.nan
-    return ChainLoss(loss, means, accepted, None if options.top_k is None else missing[1:].nanmean())
-
-
-def _taught(
-    log_p: torch.Tensor, log_q: torch.Tensor, options: ModuleLossOptions
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the distance from the teacher, the acceptance and the mass outside the top k of rows [R, V], [R] each."""
-    missing = torch.zeros_like(log_p[:, 0])
-    if options.top_k is not None:
-        ids, log_p = head_and_rest(log_p, options.top_k)
-        log_q, missing = lumped(log_q, ids), log_p[:, -1].exp()
-    return divergence(options.divergence, log_p, log_q), acceptance(log_p, log_q.detach()), missing
+    found = MTPOutput(loss=loss, head_losses=means)
+    if teaches and len(own) > 1:
+        accepted[0] = torch.nan
+        found.acceptances, found.missing_mass = accepted, None if options.top_k is None else missing[1:].nanmean()
+    return found
 
 
 def teacher_forced(

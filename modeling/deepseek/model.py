@@ -12,14 +12,14 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration.fields import field
-from ...configuration.mtp_families import MiMoConfig, family_of, num_layers
+from ...configuration.mtp_families import MiMoConfig, family_of
 from ...generation.attach import MTPGenerationMixin
 from ..heads.losses import depth_targets
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS
 from ..loss_options import DepthCountsMixin, ModuleLossOptions
 from ..outputs import DeepSeekMTPOutput, states_asked_for
-from ..wrapped_models import PicklableMixin, caches_kept
+from ..wrapped_models import AroundBackboneMixin, PicklableMixin, caches_kept
 from .checkpoint_files import check_checkpoint, is_to_be_dequantized
 from .conversion import build, load, load_dequantized, text_config
 from .draft_vocabulary import DraftVocabulary, stored_ids
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 _NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits", "acceptances", "missing_mass"]
 
 
-class DeepSeekMTP(DepthCountsMixin, OfficialCheckpointModel, PicklableMixin, MTPGenerationMixin, PreTrainedModel):
+class DeepSeekMTP(
+    DepthCountsMixin, AroundBackboneMixin, OfficialCheckpointModel, PicklableMixin, MTPGenerationMixin, PreTrainedModel
+):
     """A causal language model and its D sequential modules (DeepSeek-V3), which draft tokens that the model verifies.
 
     Checkpoints have the layout that DeepSeek and GLM publish: plain transformers, vLLM and SGLang read them too.
@@ -65,6 +67,7 @@ class DeepSeekMTP(DepthCountsMixin, OfficialCheckpointModel, PicklableMixin, MTP
     _supports_flex_attn = True
     _supports_attention_backend = True
     drafts_trees = True
+    silent_part = "mtp"
 
     def __init__(self, config: PreTrainedConfig, parts: tuple[PreTrainedModel, MTPModules] | None = None) -> None:
         main, modules = parts or build(config)
@@ -132,7 +135,7 @@ class DeepSeekMTP(DepthCountsMixin, OfficialCheckpointModel, PicklableMixin, MTP
         model.shared_copies = shared
         vars(main.config).pop("auto_map", None)  # valid for the loaded directory only
         if devices := vars(main).get("hf_device_map"):
-            vars(model)["hf_device_map"] = own_device_map(devices, num_layers(main.config))
+            vars(model)["hf_device_map"] = own_device_map(devices, main.config)
         model.set_draft_vocabulary(stored_ids(name, **hub) if draft_vocabulary is None else draft_vocabulary)
         return cast(Any, (model, report)) if wants_info else model
 
@@ -215,30 +218,10 @@ class DeepSeekMTP(DepthCountsMixin, OfficialCheckpointModel, PicklableMixin, MTP
     def mtp_loss_weight(self, value: float) -> None:
         self.loss_options.weight = float(value)
 
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the main model's."""
-        return self.main.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Set the main model's."""
-        self.main.set_input_embeddings(value)
-
-    def get_output_embeddings(self) -> nn.Module:
-        """Return the head, which main model and modules share."""
-        return cast(nn.Module, self.main.get_output_embeddings())
-
     @property
     def readout(self) -> Readout:
         """The map from normed states to logits, for main model and modules alike."""
         return Readout(self.main)
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Set the head."""
-        self.main.set_output_embeddings(new_embeddings)
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resize the main model's embeddings and its head, which the modules share."""
-        return self.main.resize_token_embeddings(*args, **kwargs)
 
     def get_decoder(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Return the main model without its head."""
@@ -344,8 +327,8 @@ class DeepSeekMTP(DepthCountsMixin, OfficialCheckpointModel, PicklableMixin, MTP
             targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
             trained, size = chain[: self.window], self.config.vocab_size
             windows = [targets[:, : state.shape[1], k] for k, state in enumerate(trained)]
-            loss, *found = chain_loss(self.readout, trained, windows, size, self.loss_options, num_items_in_batch)
-            shown = dict(zip(("head_losses", "acceptances", "missing_mass"), found))
+            found = chain_loss(self.readout, trained, windows, size, self.loss_options, num_items_in_batch)
+            loss, shown = found.loss, dict(found)
         aux_loss = router_loss(self.main, outputs, attention_mask)
         if loss is not None and aux_loss is not None:
             loss = loss + vars(self.main)["router_aux_loss_coef"] * aux_loss.to(loss.device)
@@ -354,14 +337,13 @@ class DeepSeekMTP(DepthCountsMixin, OfficialCheckpointModel, PicklableMixin, MTP
         if logits_to_keep is not None or not (has_labels and self.training):
             logits = self.readout(selected_positions(hidden, logits_to_keep or 0))
         return DeepSeekMTPOutput(
-            loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             mtp_logits=mtp_logits,
             aux_loss=aux_loss,
-            **shown,
+            **(shown | {"loss": loss}),
         )
 
     def _chain(

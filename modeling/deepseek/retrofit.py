@@ -53,7 +53,11 @@ def retrofit(
         raise ValueError(f"num_modules={num_modules} must be at least 1")
     if eh_init not in _SHARES:
         raise ValueError(f"eh_init={eh_init!r} is unknown; choose 'embedding', 'hidden' or 'both'")
-    main = AutoModelForCausalLM.from_pretrained(model_or_path, **options) if loads else _copy(model_or_path)
+    if loads:
+        main = AutoModelForCausalLM.from_pretrained(model_or_path, **options)
+    else:
+        unwrap(model_or_path)  # refuses what is no model; `sharing_copy`, a PeftModel
+        main = sharing_copy(uncompiled(model_or_path))
     family = family_of(main.config)
     if type(main) is not main_class(main.config):
         raise ValueError(f"from_backbone needs a {main_class(main.config).__name__}, not a {type(main).__name__}")
@@ -64,17 +68,15 @@ def retrofit(
         )
     twin = _twin(main.config)
     set_modules(main.config, num_modules)
-    layer, kinds = decoder_layers(main)[twin], [layer_kind(main.config, twin)] * num_modules
-    modules = [_new_module(main, layer, family, _SHARES[eh_init]) for _ in range(num_modules)]
-    chain = MTPModules(modules, main.config, rotary_embedding(main), kinds)
-    _check_shapes(main, chain)
-    check_backbone(main, chain, layer)
+    try:
+        layer, kinds = decoder_layers(main)[twin], [layer_kind(main.config, twin)] * num_modules
+        modules = [_new_module(main, layer, family, _SHARES[eh_init]) for _ in range(num_modules)]
+        chain = MTPModules(modules, main.config, rotary_embedding(main), kinds)
+        check_backbone(main, chain, layer)
+        _fit_to_files(main, chain)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+        raise _refusal(main.config, f"its layers cannot be called apart ({error!r})") from error
     return main.config, (main, chain)
-
-
-def _copy(model: Any) -> PreTrainedModel:
-    unwrap(model)
-    return sharing_copy(uncompiled(model))  # refuses a PeftModel
 
 
 def _twin(config: PreTrainedConfig) -> int:
@@ -87,30 +89,38 @@ def _twin(config: PreTrainedConfig) -> int:
     for index in reversed(range(num_layers(config)) if family_of(config).has_twin else ()):
         if all(field(config, name)[index] == kind for name, kind in wanted.items()):
             return index
-    raise ValueError(
-        f"from_backbone does not support this {config.model_type}: its modules are unlike its last layer, and no layer "
-        "is like them"
-    )
+    raise _refusal(config, "its modules are unlike its last layer, and no layer is like them")
 
 
-def _check_shapes(main: PreTrainedModel, modules: MTPModules) -> None:
-    """Raise where a saved model could not be loaded, because the next layer would be unlike the copied one."""
-    config = main.config
+def _refusal(config: PreTrainedConfig, reason: str) -> ValueError:
+    return ValueError(f"from_backbone does not support this {config.model_type}: {reason}")
+
+
+def _fit_to_files(main: PreTrainedModel, modules: MTPModules) -> None:
+    """Give modules the constants of further layers; raise where what is saved would be another model when loaded."""
+    config, layers = main.config, decoder_layers(main)
     with torch.device("meta"):
-        extended = extended_class(config, 1, [])(extended_config(config, 1))
-    fresh = decoder_layers(extended)[-1].state_dict()
-    ours = {name: tensor.shape for name, tensor in modules[0].block.state_dict().items()}
-    theirs = {name: tensor.shape for name, tensor in fresh.items()}
-    wrong = sorted(name for name in ours if theirs.get(name) != ours[name])
-    if wrong:
-        raise ValueError(
-            f"from_backbone does not support this {config.model_type}: a further layer would have no {wrong[0]} "
-            f"{tuple(ours[wrong[0]])}"
-        )
+        extended = extended_class(config, modules.count, [])(extended_config(config, modules.count))
+    if f"model.layers.{len(layers)}.eh_proj.weight" not in extended.state_dict():
+        raise _refusal(config, "its layers are not model.layers.*, the names of modules in files")
+    blocks = [*layers, *(module.block for module in modules)]
+    for index, (own, further) in enumerate(zip(blocks, decoder_layers(extended))):
+        theirs = {name: tensor.shape for name, tensor in further.state_dict().items()}
+        wrong = sorted(name for name, tensor in own.state_dict().items() if theirs.get(name) != tensor.shape)
+        for name, module in () if wrong else own.named_modules():
+            mine, others = vars(module), vars(further.get_submodule(name)).items()
+            constants = {key: value for key, value in others if type(value) is float}
+            if index >= len(layers):
+                mine.update(constants)  # some depend on the index of a layer
+            wrong += [f"{name}.{key}" for key, value in constants.items() if mine.get(key) != value]
+        if wrong:
+            raise _refusal(config, f"with more layers, layer {index} would have another {wrong[0]}")
 
 
 def _new_module(main: PreTrainedModel, layer: nn.Module, family: MTPFamily, shares: tuple[float, float]) -> MTPModule:
     last, size = final_norm(main.get_decoder()), main.config.hidden_size
+    if not list(last.parameters()):
+        raise _refusal(main.config, "its norms have no weights, and the norms of a module are copies of them")
     enorm, hnorm = _unit_norm(main, last), _unit_norm(main, last)
     eh_proj = nn.Linear(2 * size, size, bias=False, device=next(last.parameters()).device, dtype=main.dtype)
     halves = [share * torch.eye(size) for share in (shares if family.embedding_first else shares[::-1])]
@@ -177,7 +187,4 @@ def _compare(main: PreTrainedModel, what: str, got: torch.Tensor, want: torch.Te
     difference = (got - want).abs()[mask.bool()].max().item()
     largest = want.abs()[mask.bool()].max().item()
     if not difference <= largest * (1e-5 if want.dtype == torch.float32 else 0.05):
-        raise ValueError(
-            f"from_backbone does not support this {main.config.model_type}: {what} (off by {difference:.3g} of "
-            f"{largest:.3g})"
-        )
+        raise _refusal(main.config, f"{what} (off by {difference:.3g} of {largest:.3g})")

@@ -57,12 +57,18 @@ def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfi
     own = [name for name in options if name not in get_annotations(LlamaConfig)]
     check_options(own, EagleHeadConfig, "EagleHead.from_backbone", _FROM_BACKBONE)
     text = backbone.config.get_text_config()
-    if field(text, "altup_num_inputs", 1) > 1:
+    if field(text, "altup_num_inputs", default=1) > 1:
         raise ValueError(
             f"{type(backbone).__name__}: altup_num_inputs={text.altup_num_inputs}; an EAGLE head reads one state per "
             "layer (MTPHeads read the last one)"
         )
-    heads = options.get("num_attention_heads", text.num_attention_heads)
+    needed = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+    if missing := [name for name in needed if name not in options and field(text, name) is None]:
+        raise ValueError(
+            f"{type(backbone).__name__}: its configuration has no {', '.join(missing)}; an EAGLE head is an attention "
+            "layer with rotary positions, as those of its backbone (MTPHeads fit any causal language model)"
+        )
+    heads = options.get("num_attention_heads", field(text, "num_attention_heads"))
     defaults = {
         "hidden_size": text.hidden_size,
         "vocab_size": text.vocab_size,

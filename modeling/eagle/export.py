@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,25 +12,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ...configuration import EagleHeadConfig
+from ...configuration.fields import refuse
 from ..tensor_files import write_json
 from .conversion import AUX_IDS
 from .modules import EagleNetwork
 
 _LLAMA_FIELDS = (
-    "hidden_act",
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "rms_norm_eps",
-    "vocab_size",
-    "head_dim",
-    "attention_bias",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
+    *("hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads"),
+    *("num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "vocab_size", "head_dim", "attention_bias"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
 _OPTIONS_OF_3 = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
@@ -63,8 +54,9 @@ def folder_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> d
     nested: dict[str, Any] = {"use_aux_hidden_state": config.use_aux_hidden_state}
     if config.aux_layers is not None:
         values |= {AUX_IDS: config.aux_layers, "num_aux_hidden_states": config.num_aux}
-        if config.aux_layers[0] != 1:  # a first id of 1 is ambiguous here
-            nested[AUX_IDS] = _counted_by_outputs(config.aux_layers)
+        if config.aux_layers[0] != 1:  # which would be ambiguous here
+            by_outputs = config.aux_layers[0] == 2  # SpecForge and SGLang take a first id of 1 for indices of outputs
+            nested[AUX_IDS] = [index - by_outputs for index in config.aux_layers]
     if config.norm_before_fc:
         nested["norm_before_fc"] = True
     return values | {"eagle_config": nested}
@@ -78,23 +70,15 @@ def _architecture(config: EagleHeadConfig, layout: str) -> str:
 
 def _rope_fields(config: EagleHeadConfig) -> dict[str, Any]:
     """Return flat fields, which every reader supports; old ones call `rope_type` `type`."""
-    rope = _rope(config)
+    rope = dict(cast(dict[str, Any], config.rope_parameters))
     theta, kind = rope.pop("rope_theta"), rope["rope_type"]
     return {"rope_theta": theta} | ({} if kind == "default" else {"rope_scaling": rope | {"type": kind}})
-
-
-def _rope(config: EagleHeadConfig) -> dict[str, Any]:
-    return dict(cast(dict[str, Any], config.rope_parameters))
-
-
-def _counted_by_outputs(aux_layers: list[int]) -> list[int]:
-    """Return SpecForge's and SGLang's ids: a first id of 1 means indices of layers' outputs."""
-    return [index - 1 for index in aux_layers] if aux_layers[0] == 2 else list(aux_layers)
 
 
 def _speculators_config(config: EagleHeadConfig, layer: dict[str, Any]) -> dict[str, Any]:
     layer = {key: value for key, value in layer.items() if key not in ("loss_options", "torch_dtype")}
     layer |= {"model_type": "qwen3" if config.qk_norm else "llama", "mlp_bias": False}
+    verifiers = [kind for name, kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == config.base_model_type]
     proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     values = {
         "architectures": ["Eagle3DraftModel"],
@@ -108,7 +92,7 @@ def _speculators_config(config: EagleHeadConfig, layer: dict[str, Any]) -> dict[
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": config.base_model_name_or_path, "architectures": _verifier_classes(config)},
+            "verifier": {"name_or_path": config.base_model_name_or_path, "architectures": verifiers},
         },
     }
     if config.aux_layers is not None:
@@ -116,11 +100,6 @@ def _speculators_config(config: EagleHeadConfig, layer: dict[str, Any]) -> dict[
     if config.target_hidden_size != config.hidden_size:
         values["target_hidden_size"] = config.target_hidden_size
     return values | ({"loss_options": config.loss_options} if config.loss_options else {})
-
-
-def _verifier_classes(config: EagleHeadConfig) -> list[str]:
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.base_model_type)
-    return [] if name is None else [name]
 
 
 def folder_tensors(
@@ -156,22 +135,22 @@ def check_layout(config: EagleHeadConfig, layout: str) -> None:
     Raises:
         ValueError: An unknown layout, or an option that its reader does not support.
     """
-    readers = {
+    readers: dict[str, Callable[[EagleHeadConfig], list[tuple[bool, str]]]] = {
         "official": _official,
-        "specforge": _specforge,
+        "specforge": lambda config: [*_sglang(config), (config.version == 1, "it is a layout of version 3")],
         "speculators": _speculators,
         "vllm": _vllm,
         "sglang": _sglang,
     }
     if layout not in readers:
         raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(readers)}")
-    for refused, reason in readers[layout](config):
-        if refused:
-            raise ValueError(f"layout={layout!r} cannot hold this head: {reason}")
+    refuse(
+        (refused, f"layout={layout!r} cannot hold this head: {reason}") for refused, reason in readers[layout](config)
+    )
 
 
 def _official(config: EagleHeadConfig) -> list[tuple[bool, str]]:
-    values, rope = config.to_dict(), _rope(config)
+    values, rope = config.to_dict(), cast(dict[str, Any], config.rope_parameters)
     used = [name for name in _OPTIONS_OF_3 if values[name]]
     head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
     return [
@@ -192,10 +171,6 @@ def _official(config: EagleHeadConfig) -> list[tuple[bool, str]]:
             f"the official code takes base 10000 for a scaled rope, not {rope['rope_theta']:g}",
         ),
     ]
-
-
-def _specforge(config: EagleHeadConfig) -> list[tuple[bool, str]]:
-    return [*_sglang(config), (config.version == 1, "it is a layout of version 3")]
 
 
 def _speculators(config: EagleHeadConfig) -> list[tuple[bool, str]]:

@@ -13,7 +13,7 @@ in backward; logits exist for one chunk of rows at a time. Neither grows with th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from ..heads.chunks import LOGITS_PER_CHUNK
 from ..heads.losses import IGNORE
 from ..heads.teacher import acceptance, divergence
 from ..loss_options import ResolvedEagleOptions
+from ..outputs import EagleOutput
 from .modules import EagleNetwork
 
 _BLOCK = 128
@@ -105,29 +106,13 @@ class TrainingBatch:
         return (same & (columns <= columns[start:, None]))[:, None]
 
 
-class EagleLoss(NamedTuple):
-    """The loss of a head and its detached parts.
-
-    Attributes:
-        loss: Scalar.
-        shown: [steps], the loss of a step as the papers define it.
-        means: [steps], mean terms of the loss.
-        acceptances: [steps], mean probability that a token drawn at a step is accepted.
-    """
-
-    loss: torch.Tensor
-    shown: torch.Tensor
-    means: torch.Tensor
-    acceptances: torch.Tensor
-
-
 def eagle_loss(
     head: EagleNetwork,
     features: torch.Tensor,
     batch: TrainingBatch,
     options: ResolvedEagleOptions,
     num_items: torch.Tensor | int | None = None,
-) -> EagleLoss:
+) -> EagleOutput:
     """Return the loss of a head, and the losses of its steps.
 
     Args:
@@ -142,33 +127,32 @@ def eagle_loss(
     """
     if not batch.num_rows:
         nothing = features.new_zeros(options.steps)
-        return EagleLoss(features.sum() * 0.0, nothing, nothing, nothing)
+        return EagleOutput(loss=features.sum() * 0.0, step_losses=nothing, head_losses=nothing, acceptances=nothing)
     if options.noise and head.training:
         width = options.noise * 512 / batch.lengths[..., None]
         features = features + (torch.rand_like(features) - 0.5) * width.to(features)
     unrolled = _Unrolled(head, batch, options)
     sums, counts = unrolled.sums(features), unrolled.counts
     loss = pooled_loss(sums[:, 0], counts if num_items is None else num_items, options)
-    return EagleLoss(loss, *(sums.detach() / counts.clamp(min=1)[:, None])[:, [1, 0, 2]].unbind(1))
+    means, shown, accepted = (sums.detach() / counts.clamp(min=1)[:, None]).unbind(1)
+    return EagleOutput(loss=loss, step_losses=shown, head_losses=means, acceptances=accepted)
 
 
 def pooled_loss(sums: torch.Tensor, counts: torch.Tensor | int, options: ResolvedEagleOptions) -> torch.Tensor:
     """Return the loss of data from summed terms [steps] and rows with targets, [steps] or one number."""
     weights = options.decay ** torch.arange(options.steps, device=sums.device) if options.objective == "ttt" else 1.0
-    return (sums / _divisors(counts, options.steps, sums.device) * weights).sum()
+    counts = torch.as_tensor(counts, device=sums.device).flatten().float()
+    if len(counts) not in (1, options.steps):
+        raise ValueError(
+            f"num_items_in_batch has {len(counts)} entries; give one number, or one for each of {options.steps}"
+        )
+    return (sums / counts.clamp(min=1) * weights).sum()
 
 
 def counts_per_step(batch: TrainingBatch, options: ResolvedEagleOptions) -> torch.Tensor:
     """Return the number of rows with a target per step, [steps] int64; all steps of HASS have those of the first."""
     counts = torch.stack([batch.counted(step).sum() for step in range(options.steps)])
     return counts[:1].expand(len(counts)) if options.objective == "hass" else counts
-
-
-def _divisors(counts: torch.Tensor | int, steps: int, device: torch.device) -> torch.Tensor:
-    counts = torch.as_tensor(counts, device=device).flatten().float()
-    if len(counts) not in (1, steps):
-        raise ValueError(f"num_items_in_batch has {len(counts)} entries; give one number, or one for each of {steps}")
-    return counts.clamp(min=1)
 
 
 class _Unrolled:
@@ -250,87 +234,64 @@ class _Unrolled:
     def _summed(
         self, features: torch.Tensor, states: torch.Tensor, labels: torch.Tensor, chosen: torch.Tensor
     ) -> torch.Tensor:
-        terms = cross_entropy_terms if self.options.objective == "ttt" else regression_terms
-        states, labels = states.to(features.device), labels.to(features.device).clamp(min=0)
-        return chosen @ terms(self.head, features, states, labels, self.options)
+        states, labels = states.to(features.device), labels.to(features.device)
+        return chosen @ row_terms(self.head, features, states, labels, self.options)
 
 
-def cross_entropy_terms(
+def row_terms(
     head: EagleNetwork,
     features: torch.Tensor,
     states: torch.Tensor,
     labels: torch.Tensor,
     options: ResolvedEagleOptions,
 ) -> torch.Tensor:
-    """Return EAGLE-3's terms of rows: -sum_x p(x) log q(x), with p renormalised over the draft vocabulary.
+    """Return the terms of rows: the loss, what is shown of it, and the detached acceptance.
 
-    The term is 0 where the backbone's likeliest token is not in the draft vocabulary. `"tv"` and LK losses, which are
-    the acceptance itself, use p without renormalisation: a token that is never drafted is never accepted.
+    `"ttt"` (EAGLE-3): -sum_x p(x) log q(x), with p renormalised over the draft vocabulary; 0 where the backbone's
+    likeliest token is not in it. `"tv"` and LK losses, which are the acceptance itself, use p without renormalisation:
+    a token that is never drafted is never accepted.
+    `"eagle1"`: smooth L1 distance of features, and a small multiple of the distance of distributions, which alone is
+    shown. `"hass"`: the same, with the likeliest tokens a second time.
 
     Args:
         head: The head.
         features: Output of rows, [N, d].
         states: The backbone's last hidden states before the predicted tokens, [N, D].
         labels: [N] ids of the predicted tokens.
-        options: `divergence` and `label_weight` are read.
+        options: How the loss is computed.
 
     Returns:
-        [N, 3] float32: the loss, its part from distributions, and the acceptance, detached.
+        [N, 3] float32.
     """
+    ids, is_ttt = head.draft_ids, options.objective == "ttt"
     with torch.no_grad():
-        logits, ids = head.backbone_logits(states).float(), head.draft_ids
-        drafted = torch.isin(logits.argmax(-1), ids)
-        distribution = logits.log_softmax(-1)[:, ids]
-    log_distribution = head.draft_logits(features).float().log_softmax(-1)
-    accepted = acceptance(distribution, log_distribution.detach())
-    if options.divergence in ("cross_entropy", "kl", "reverse_kl"):
-        distribution = distribution.log_softmax(-1)
-    term = torch.where(drafted, divergence(options.divergence, distribution, log_distribution), 0.0)
-    return torch.stack([_mixed(term, head, log_distribution, labels, options), term, accepted], dim=-1)
-
-
-def regression_terms(
-    head: EagleNetwork,
-    features: torch.Tensor,
-    states: torch.Tensor,
-    labels: torch.Tensor,
-    options: ResolvedEagleOptions,
-) -> torch.Tensor:
-    """Return the terms of EAGLE-1 and HASS: smooth L1 distance of features, and distance of their distributions.
-
-    Arguments are those of `cross_entropy_terms`, with the states [N, d] at the same tokens.
-
-    Returns:
-        [N, 3] float32: the loss; for EAGLE-1 the distance of distributions alone, for HASS the loss; the acceptance,
-        detached.
-    """
-    with torch.no_grad():
-        distribution = head.backbone_logits(states).float().log_softmax(-1)
-    log_distribution = head.draft_logits(features).float().log_softmax(-1)
-    accepted = acceptance(distribution, log_distribution.detach())
+        logits = head.backbone_logits(states).float()
+        log_p = logits.log_softmax(-1)
+        log_p = log_p[:, ids] if is_ttt else log_p
+    log_q = head.draft_logits(features).float().log_softmax(-1)
+    accepted = acceptance(log_p, log_q.detach())
+    if is_ttt:
+        if options.divergence in ("cross_entropy", "kl", "reverse_kl"):
+            log_p = log_p.log_softmax(-1)
+        apart = divergence(options.divergence, log_p, log_q)
+        apart = torch.where(torch.isin(logits.argmax(-1), ids), apart, 0.0)
+        return torch.stack([_mixed(apart, head, log_q, labels, options), apart, accepted], dim=-1)
     distance = nn.functional.smooth_l1_loss(features.float(), states.float(), reduction="none").mean(-1)
-    apart = divergence(options.divergence, distribution, log_distribution)
-    loss = distance + _DISTRIBUTION_WEIGHT * _mixed(apart, head, log_distribution, labels, options)
+    apart = divergence(options.divergence, log_p, log_q)
+    loss = distance + _DISTRIBUTION_WEIGHT * _mixed(apart, head, log_q, labels, options)
     if options.objective == "eagle1":
         return torch.stack([loss, apart, accepted], dim=-1)
-    best, ids = distribution.exp().topk(min(options.topk, distribution.shape[-1]), dim=-1)
-    loss = loss - options.topk_weight * (best * log_distribution.gather(-1, ids)).sum(-1)
+    best, likeliest = log_p.exp().topk(min(options.topk, log_p.shape[-1]), dim=-1)
+    loss = loss - options.topk_weight * (best * log_q.gather(-1, likeliest)).sum(-1)
     return torch.stack([loss, loss, accepted], dim=-1)
 
 
 def _mixed(
-    apart: torch.Tensor,
-    head: EagleNetwork,
-    log_distribution: torch.Tensor,
-    labels: torch.Tensor,
-    options: ResolvedEagleOptions,
+    apart: torch.Tensor, head: EagleNetwork, log_q: torch.Tensor, labels: torch.Tensor, options: ResolvedEagleOptions
 ) -> torch.Tensor:
     """Return (1 - w) D(p, q) - w log q(label), [N]; the second part is 0 for a label outside the draft vocabulary."""
-    share, ids = options.label_weight, head.draft_ids
+    share = options.label_weight
     if not share:
         return apart
-    draft_id_of = torch.full((head.config.vocab_size,), -1, device=ids.device)
-    draft_id_of[ids] = torch.arange(len(ids), device=ids.device)
-    targets = draft_id_of[labels]
-    likelihood = log_distribution.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
-    return (1 - share) * apart - share * torch.where(targets >= 0, likelihood, 0.0)
+    found = labels[:, None] == head.draft_ids
+    return (1 - share) * apart - share * torch.where(found, log_q, 0.0).sum(-1)

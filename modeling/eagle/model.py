@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EagleHeadConfig
 from ...generation.attach import NoGenerationMixin, adopt_special_ids
-from ..heads.learning import counted_positions, run_backbone, split_states
+from ..heads.backbone_parts import output_embeddings, weight_of
+from ..heads.learning import FrozenBackboneMixin, States, counted_positions, run_backbone
 from ..heads.losses import IGNORE, check_targets
 from ..loading import HUB_OPTIONS, StrictLoadingMixin, check_is_there
-from ..loss_options import EagleLossOptions, ResolvedEagleOptions
+from ..loss_options import EagleLossOptions, OwnLossMixin, ResolvedEagleOptions
 from ..outputs import EagleOutput
-from ..remote_code import check_choice
 from ..tensor_files import read_tensors, refuse_unknown, weight_files
-from ..wrapped_models import OfBackboneMixin, unwrap
+from ..wrapped_models import OfBackboneMixin, has_own_cache, unwrap
 from .conversion import (
     backbone_config,
     check_vocabulary,
@@ -44,7 +43,9 @@ _CHAIN = 5
 """Default length of a chain, as in the published ones."""
 
 
-class EagleHead(StrictLoadingMixin, NoGenerationMixin, OfBackboneMixin, EagleNetwork):
+class EagleHead(
+    FrozenBackboneMixin, OwnLossMixin, StrictLoadingMixin, NoGenerationMixin, OfBackboneMixin, EagleNetwork
+):
     """An EAGLE head, apart from its backbone, which is unchanged.
 
     `hidden_states` below are those of transformers: a tuple over layers of [B, L, D], the last after the final norm.
@@ -63,9 +64,6 @@ class EagleHead(StrictLoadingMixin, NoGenerationMixin, OfBackboneMixin, EagleNet
 
     remote_classes = {"AutoModel": "EagleHead"}
     travels_when_pushed = False
-    base_model_prefix = ""
-    main_input_name = "input_ids"
-    supports_gradient_checkpointing = True
     _supports_sdpa = True
     drafts_trees = True
     loss_unit = "step"
@@ -105,7 +103,7 @@ class EagleHead(StrictLoadingMixin, NoGenerationMixin, OfBackboneMixin, EagleNet
             head.set_draft_ids(draft_ids)
         head = head.attach(backbone)
         if version == 3:
-            unembedding = cast(Any, backbone.get_output_embeddings()).weight
+            unembedding = weight_of(output_embeddings(backbone), head.lm_head.weight)
             with torch.no_grad():
                 head.lm_head.weight.copy_(unembedding[head.draft_ids.to(unembedding.device)])
         return head
@@ -120,14 +118,8 @@ class EagleHead(StrictLoadingMixin, NoGenerationMixin, OfBackboneMixin, EagleNet
             ValueError: Another hidden size, vocabulary or number of layers, or a backbone with its own cache class.
         """
         text, kind = backbone.config.get_text_config(), type(backbone).__name__
-        sizes = {
-            "hidden_size": (text.hidden_size, self.config.target_hidden_size),
-            "vocab_size": (text.vocab_size, self.config.vocab_size),
-        }
-        for name, (found, wanted) in sizes.items():
-            if found != wanted:
-                raise ValueError(f"{name}={found} of {kind}: this head needs {wanted}")
-        if hasattr(backbone, "_new_cache"):
+        self.check_sizes(backbone, hidden_size=self.config.target_hidden_size, vocab_size=self.config.vocab_size)
+        if has_own_cache(backbone):
             raise ValueError(f"backbone: {kind} has its own cache class, whose columns a head's cache cannot follow")
         resolved_aux_layers(self.config, text.num_hidden_layers)
 
@@ -180,7 +172,13 @@ class EagleHead(StrictLoadingMixin, NoGenerationMixin, OfBackboneMixin, EagleNet
         name, given = pretrained_model_name_or_path, kwargs.pop("config", None)
         fields = {"aux_layers": aux_layers, "norm_output": norm_output, "norm_before_residual": norm_before_residual}
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
-        raw = given.to_dict() if isinstance(given, PreTrainedConfig) else _config_dict(name, hub)
+        if isinstance(given, PreTrainedConfig):
+            raw = given.to_dict()
+        else:
+            check_is_there(name)
+            raw, _ = PreTrainedConfig.get_config_dict(name, **hub)
+        if not raw:
+            raise ValueError(f"{name}: no config.json")
         wants_info = kwargs.pop("output_loading_info", False)
         if raw.get("model_type") == EagleHeadConfig.model_type:
             changed = {key: value for key, value in fields.items() if value is not None}
@@ -209,21 +207,10 @@ class EagleHead(StrictLoadingMixin, NoGenerationMixin, OfBackboneMixin, EagleNet
         elif is_main_process:
             write_layout(self, folder, self.config.layout, state_dict)
 
-    def code_for(self, remote_code: str | None) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the code to save with the head; layouts of other libraries have none.
-
-        Raises:
-            ValueError: Code is requested for another layout than ours.
-        """
-        if self.config.layout == "tokenahead":
-            return super().code_for(remote_code)
-        check_choice(remote_code)
-        if remote_code in ("bundle", "package"):
-            raise ValueError(
-                f"remote_code={remote_code!r}: layout={self.config.layout!r} is for other tools; set config.layout = "
-                "'tokenahead', or leave remote_code out"
-            )
-        return {}, {}
+    def without_code(self) -> str | None:
+        """Return why no code can be saved in layouts of other libraries."""
+        layout = self.config.layout
+        return None if layout == "tokenahead" else f"layout={layout!r} is for other tools, and config.layout decides"
 
     def export(self, folder: str | PathLike, layout: str = "vllm") -> None:
         """Write a checkpoint for another library or engine.
@@ -275,63 +262,42 @@ class EagleHead(StrictLoadingMixin, NoGenerationMixin, OfBackboneMixin, EagleNet
     def _loss_options(self) -> ResolvedEagleOptions:
         return self.loss_options.resolved(self.config.version)
 
-    @can_return_tuple
-    def forward(
+    def learn(
         self,
+        states: States,
+        logits: torch.Tensor | None,
         input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        cached_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        counts: torch.Tensor | int | None,
+        shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> EagleOutput:
-        """Return the training loss on the frozen backbone, and the backbone's logits of the last position.
+        """Return the loss on states of the backbone, those that `learning_layers` names, [B, L, D] each; see `forward`.
 
         Row t of step i has a target where token t + 2 + i exists, is not padding, and its label is not -100.
-
-        Args:
-            input_ids: [B, L] int64.
-            attention_mask: [B, L], 0 for padding.
-            position_ids: [B or 1, L]; where they restart, a packed document begins.
-            labels: [B, L] int64, shifted here, -100 ignored.
-            num_items_in_batch: Rows with targets per step over all micro-batches, [steps] or one number (from the
-                Trainer).
-            cached_states: [B, L, S, D], the states that `learning_layers` names, from an earlier run of the backbone on
-                the same tokens: it is then not run, and there are no logits.
-            **kwargs: `shift_labels` [B, L], the target of every position, replaces `labels`; `output_hidden_states`
-                returns the backbone's states that were read; the rest is ignored.
-
-        Returns:
-            `EagleOutput`; `logits` is [B, 1, V].
 
         Raises:
             ValueError: Labels that are not token ids, or `loss_options` that contradict the head.
         """
-        if cached_states is not None:
-            states, logits = split_states(cached_states, self.learning_layers), None
-        else:
-            outputs = self._run_backbone(input_ids, attention_mask, position_ids)
-            states, logits = outputs.hidden_states, outputs.logits
-        labels = _labels(labels, kwargs.get("shift_labels"))
-        shown = cast(Any, states) if kwargs.get("output_hidden_states") and cached_states is None else None
+        labels = _labels(labels, shift_labels)
         if labels is None:
-            return EagleOutput(logits=logits, hidden_states=shown)
+            return EagleOutput(logits=logits)
         labels = check_targets(labels, self.config.vocab_size)
-        batch = TrainingBatch.of(input_ids, labels, attention_mask, position_ids, states[-1])
-        found = eagle_loss(self, self.fuse(states), batch, self._loss_options(), num_items_in_batch)
-        return EagleOutput(
-            loss=found.loss,
-            logits=logits,
-            hidden_states=shown,
-            step_losses=found.shown,
-            head_losses=found.means,
-            acceptances=found.acceptances,
-        )
+        batch = TrainingBatch.of(input_ids, labels, attention_mask, position_ids, cast(torch.Tensor, states[-1]))
+        found = eagle_loss(self, self.fuse(states), batch, self._loss_options(), counts)
+        found.logits = logits
+        return found
 
     def _run_backbone(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        logits_to_keep: int = 1,
     ) -> Any:
+        """Return the backbone's outputs, with the logits of the last position alone."""
         if position_ids is None and attention_mask is not None:
             position_ids = counted_positions(input_ids[..., None], attention_mask)
         with torch.no_grad():
@@ -340,11 +306,3 @@ class EagleHead(StrictLoadingMixin, NoGenerationMixin, OfBackboneMixin, EagleNet
 
 def _labels(labels: torch.Tensor | None, shift_labels: torch.Tensor | None) -> torch.Tensor | None:
     return labels if shift_labels is None else nn.functional.pad(shift_labels, (1, -1), value=IGNORE)
-
-
-def _config_dict(name: Any, hub: dict[str, Any]) -> dict[str, Any]:
-    check_is_there(name)
-    values, _ = PreTrainedConfig.get_config_dict(name, **hub)
-    if not values:
-        raise ValueError(f"{name}: no config.json")
-    return values

@@ -9,7 +9,7 @@ output is the feature of the next row while drafting.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -27,11 +27,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from ...configuration import EagleHeadConfig
 from ...generation.attach import AttachableDrafter
 from ..heads.backbone_parts import backbone_parts, dtype_of, frozen
+from ..heads.learning import States
 from ..masks import given_mask
 from .conversion import resolved_aux_layers
-
-States = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
-"""Hidden states of the backbone: L + 1 entries [B, T, D], of which unused ones may be None, or those by index."""
 
 
 def build_attention(config: EagleHeadConfig, index: int, width: int) -> nn.Module:
@@ -255,11 +253,7 @@ class EagleNetwork(AttachableDrafter, PreTrainedModel):
         return nn.functional.embedding(ids, cast(Any, table).weight.detach())
 
     def _mask(
-        self,
-        embeddings: torch.Tensor,
-        position_ids: torch.Tensor,
-        mask: torch.Tensor | None,
-        cache: Cache | None,
+        self, embeddings: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None
     ) -> torch.Tensor | None:
         if mask is not None and mask.dim() == 4:
             return given_mask(mask[:, 0], self.config, embeddings.dtype) if mask.dtype == torch.bool else mask

@@ -18,7 +18,7 @@ from ...generation.call.options import DraftOptions
 from ...generation.drafters.heads import DraftLayersSession, HeadSession
 from ..heads.backbone_parts import BackboneParts, frozen
 from ..heads.ff import FFHead
-from ..heads.losses import depth_targets, depth_weights, head_loss
+from ..heads.losses import IGNORE, counted, counts_of_update, depth_targets, depth_weights, head_loss
 from ..heads.registry import build_head, distribution_after, init_head, window_distribution
 from ..heads.window_distribution import WindowDistribution
 from ..indices import selected_positions
@@ -47,6 +47,7 @@ class EvaByteForMTPC(
 
     mtp_loss_weight: float = 1.0
     """lambda: the weight of the drafter's depths relative to the next-byte head's."""
+    silent_part = "head"
     remote_classes = {"AutoModel": "EvaByteModel", "AutoModelForCausalLM": "EvaByteForMTPC"}
 
     def __init__(self, config: EvaByteConfig) -> None:
@@ -286,6 +287,11 @@ class EvaByteForMTPC(
             **found,
         )
 
+    @property
+    def normalization(self) -> str:
+        """See `DepthCountsMixin`."""
+        return self.config.mtp_head.loss_normalization
+
     def _loss(
         self,
         features: torch.Tensor,
@@ -294,20 +300,19 @@ class EvaByteForMTPC(
         input_ids: torch.Tensor | None,
         counts: torch.Tensor | int | None,
         balance: torch.Tensor | None,
-    ) -> dict[str, torch.Tensor | None]:
+    ) -> dict[str, Any]:
         """Return the loss of the head and its means; a circuit that trains with its backbone adds the next byte's."""
         tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
-        parts, config = self.backbone_parts(), self.config.mtp_head
+        parts, config, scored = self.backbone_parts(), self.config.mtp_head, targets != IGNORE
+        resolved = counts_of_update(counted(scored, config.loss_normalization), counts, scored[..., 0].sum())
         found = head_loss(
-            self.head, config, features, targets, tokens, counts, parts, hidden, self._loss_scale(hidden), balance
+            self.head, config, features, targets, tokens, resolved, parts, hidden, self._loss_scale(hidden), balance
         )
-        shown = dict(acceptances=found.acceptances, missing_mass=found.missing, head_squares=found.squares)
         if self.mtp_head is None or not self.lm_head.weight.requires_grad:
-            return shown | dict(loss=found.loss, head_losses=found.means)
-        first = None if counts is None else torch.as_tensor(counts).flatten()[:1]
-        next_byte = MTPHeadConfig(window=1, gamma=config.gamma)
-        own, mean, *_ = head_loss(self.lm_head, next_byte, hidden, targets[..., :1], tokens, first)
-        return shown | dict(loss=found.loss + own, head_losses=found.means, backbone_loss=mean[0])
+            return dict(found)
+        next_byte = MTPHeadConfig(window=1, gamma=config.gamma, loss_normalization=config.loss_normalization)
+        own = head_loss(self.lm_head, next_byte, hidden, targets[..., :1], tokens, resolved[:1])
+        return dict(found) | dict(loss=found["loss"] + own["loss"], backbone_loss=own["head_losses"][0])
 
     def _loss_scale(self, like: torch.Tensor) -> torch.Tensor:
         """Return factors of the depths besides their weights, [n]; depth 1 of FF heads is the next-byte head."""

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...configuration import MTPHeadConfig
 from ...configuration.fields import check_options
 from ...configuration.head_families import HEAD_FAMILIES, takers
-from ...generation.attach import AttachableDrafter, adopt_special_ids
+from ...generation.attach import AttachableDrafter, NoGenerationMixin, adopt_special_ids
 from ...generation.call.options import DraftOptions
 from ...generation.drafters.heads import AttendingHeadSession, HeadSession
 from ..loading import StrictLoadingMixin
@@ -27,14 +27,20 @@ from .conversion import OfficialLayoutsMixin
 from .draft_layers import BoundLayers, DraftLayers, LayerAdapters
 from .family import HeadFamily, last_state
 from .learning import LearningMixin, counted_positions
-from .registry import build_head, distribution_after, family_of, head_features, init_head, window_distribution
+from .registry import build_head, distribution_after, family_of, init_head, window_distribution
 from .window_distribution import WindowDistribution
 
 _FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
 
 
 class MTPHeads(
-    LearningMixin, OfficialLayoutsMixin, StrictLoadingMixin, OfBackboneMixin, AttachableDrafter, PreTrainedModel
+    LearningMixin,
+    OfficialLayoutsMixin,
+    StrictLoadingMixin,
+    NoGenerationMixin,
+    OfBackboneMixin,
+    AttachableDrafter,
+    PreTrainedModel,
 ):
     """Multi-token heads for a backbone that is unchanged.
 
@@ -58,14 +64,13 @@ class MTPHeads(
     config_class = MTPHeadConfig
     remote_classes = {"AutoModel": "MTPHeads"}
     travels_when_pushed = False
-    base_model_prefix = ""
-    main_input_name = "input_ids"
-    supports_gradient_checkpointing = True
     drafts_trees = True
 
     def __init__(self, config: MTPHeadConfig) -> None:
         super().__init__(config)
         sizes = {"window": config.window, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+        if "unembed" in HEAD_FAMILIES[config.head_type].options and config.unembed == "shared":
+            del sizes["vocab_size"]  # that of the backbone, once there is one
         if missing := [name for name, value in sizes.items() if value is None]:
             raise ValueError(f"the config of MTPHeads lacks {', '.join(missing)}")
         self.loss_type = "ForCausalLM"
@@ -121,10 +126,6 @@ class MTPHeads(
         """Return what the heads borrow of the backbone for one call."""
         return backbone_parts(self.backbone) if self.is_attached else None
 
-    def _supports_logits_to_keep(self) -> bool:
-        """Refuse to be run by transformers itself, with a model that the heads are not attached to."""
-        raise RuntimeError("MTPHeads cannot assist this model: call heads.attach(backbone) first")
-
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         """Layers of a head keep no activations; most heads have none, and their loss is chunked anyway."""
         if any(isinstance(module, GradientCheckpointingLayer | LayerAdapters) for module in self.modules()):
@@ -133,26 +134,10 @@ class MTPHeads(
     def get_input_embeddings(self) -> None:
         """None: heads have no embeddings of their own (FSDP2 asks, to shard them apart)."""
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> None:
-        """Heads have no embeddings, and those that were made for one vocabulary fit no other.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(f"heads for vocab_size={self.config.vocab_size} cannot be resized: make new ones")
-
-    def code_for(self, remote_code: str | None) -> tuple[dict[str, str], dict[str, str]]:
-        """As for every class; the code of a family that was registered elsewhere is not known here.
-
-        Raises:
-            ValueError: Code is asked for, and the family is not of this library.
-        """
-        if remote_code in ("bundle", "package") and not self.family.is_built_in:
-            raise ValueError(
-                f"remote_code={remote_code!r}: head_type={self.config.head_type!r} is not of tokenahead, "
-                "and its code is not known here; leave remote_code out"
-            )
-        return super().code_for(remote_code)
+    def without_code(self) -> str | None:
+        """Return why no code can be saved with heads of a family that was registered elsewhere."""
+        known = f"head_type={self.config.head_type!r} is not of tokenahead, and its code is not known here"
+        return None if self.family.is_built_in else known
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         """Refuse a backbone that the heads were not made for.
@@ -160,17 +145,17 @@ class MTPHeads(
         Raises:
             ValueError: Another hidden size or vocabulary.
         """
-        text = backbone.config.get_text_config()
-        made, found = (self.config.hidden_size, self.config.vocab_size), (text.hidden_size, text.vocab_size)
-        for name, wanted, has in zip(("hidden_size", "vocab_size"), made, found):
-            if wanted != has:
-                raise ValueError(f"{name}: the heads were made for {wanted}, but {type(backbone).__name__} has {has}")
+        self.check_sizes(backbone, hidden_size=self.config.hidden_size)
+        if self.config.vocab_size is not None:
+            self.check_sizes(backbone, vocab_size=self.config.vocab_size)
         self.check_embedding(backbone)
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
         """Follow the backbone's dtype and device, and takes over its special ids."""
         self.to(device=compute_device(backbone), dtype=backbone.dtype if backbone.dtype.is_floating_point else None)
         adopt_special_ids(self.config, backbone)
+        self.config.vocab_size = self.head.vocab_size = backbone.config.get_text_config().vocab_size
+        self.family.fit(self.head, self.config, backbone)
         self._expected_embedding = None
 
     def start(self, options: DraftOptions) -> HeadSession:
@@ -263,9 +248,10 @@ class MTPHeads(
             layers = self.draft_layers.bind(self.backbone) if layers is None else layers
             drafted = layers(hidden_states[self.hidden_layers[0]], attention_mask, position_ids, cache)
             states = [drafted] * len(self.family.hidden_layers(self.config))
-            return head_features(self.head, self.config, states, attention_mask, position_ids, self._parts())
-        states = [hidden_states[index] for index in self.hidden_layers]
-        return head_features(self.head, self.config, states, attention_mask, position_ids, self._parts(), cache)
+            cache = None
+        else:
+            states = [hidden_states[index] for index in self.hidden_layers]
+        return self.family.features(self.head, states, attention_mask, position_ids, self._parts(), cache)
 
     def distribution(
         self,

@@ -23,7 +23,7 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, c
 from ...configuration.fields import field
 from ...configuration.mtp_families import REFUSED
 from ..masks import given_mask
-from ..wrapped_models import call_frozen, is_unit
+from ..wrapped_models import call_frozen, is_unit, weights_there
 
 
 @dataclass(frozen=True)
@@ -77,20 +77,17 @@ def backbone_parts(model: PreTrainedModel) -> BackboneParts:
     """Return the parts of a causal language model, which may have a `backbone_parts` of its own."""
     if isinstance(model, HasBackboneParts):
         return model.backbone_parts()
-    unembedding, text = output_embeddings(model), model.config.get_text_config()
-    scale = (field(text, "logit_scale") or 1.0) / (field(text, "logits_scaling") or 1.0)
     return BackboneParts(
-        unembed=partial(_unembed, unembedding, scale, field(text, "final_logit_softcapping")),
+        unembed=partial(_unembed, output_embeddings(model), model.config.get_text_config()),
         embed=partial(frozen, model.get_input_embeddings()),
         norm=lambda states: frozen(final_norm(model.get_decoder()), states),
     )
 
 
-def _unembed(unembedding: nn.Module, scale: float, cap: float | None, states: torch.Tensor) -> torch.Tensor:
-    """Return logits of states: those of the unembedding, scaled and capped as some families do."""
+def _unembed(unembedding: nn.Module, config: PreTrainedConfig, states: torch.Tensor) -> torch.Tensor:
     states = states.to(dtype_of(unembedding, states))
-    logits = scale * (frozen(unembedding, states) if torch.is_grad_enabled() else unembedding(states))
-    return logits if cap is None else cap * (logits / cap).tanh()
+    logits = frozen(unembedding, states) if torch.is_grad_enabled() else unembedding(states)
+    return finished_logits(logits, config)
 
 
 def frozen(module: nn.Module, *args: Any) -> Any:
@@ -120,6 +117,34 @@ def compute_device(model: PreTrainedModel) -> torch.device:
     hooks = (vars(module)["_hf_hook"] for module in model.modules() if "_hf_hook" in vars(module))
     devices = [device for hook in hooks if (device := vars(hook).get("execution_device")) is not None]
     return torch.device(devices[0]) if devices and model.device.type == "meta" else model.device
+
+
+@torch.no_grad()
+def weight_of(linear: nn.Module, like: torch.Tensor) -> torch.Tensor:
+    """Return the matrix [out, in] of a linear map, [out, in] as `like`, whose dtype and device the map can read.
+
+    Of a map that is quantised, offloaded or adapted, it is what the map makes of unit vectors.
+    """
+    if type(linear) is nn.Linear and not linear.weight.is_meta:
+        return linear.weight.detach()
+    unit = torch.eye(like.shape[1], dtype=like.dtype, device=like.device)
+    return (linear(unit) - linear(torch.zeros_like(unit[:1]))).T
+
+
+@torch.no_grad()
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Copy the weights of a layer of a backbone, which may be quantised, offloaded or adapted, into a plain one."""
+    for name, own in target.named_modules():
+        given = source.get_submodule(name)
+        if isinstance(own, nn.Linear) and type(given) is not nn.Linear:
+            own.weight.copy_(weight_of(given, own.weight))
+            if own.bias is not None:
+                own.bias.copy_(given(own.weight.new_zeros(1, own.in_features))[0])
+            continue
+        with weights_there(given):
+            stored = dict(given.named_parameters(recurse=False))
+            for part, weight in own.named_parameters(recurse=False):
+                weight.copy_(stored[part])
 
 
 _NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "norm_f")
@@ -175,7 +200,7 @@ class LayerSource:
 
     def norm(self) -> nn.Module:
         """Return a new norm like the model's final one."""
-        eps = config_field(self.config, "rms_norm_eps", "layer_norm_eps", default=1e-6)
+        eps = field(self.config, "rms_norm_eps", "layer_norm_eps", default=1e-6)
         return type(final_norm(self._body))(self.config.hidden_size, eps=eps)
 
 
@@ -219,9 +244,9 @@ def layer_options(
 
 def layer_kind(config: PreTrainedConfig, index: int) -> str:
     """Return how a layer attends, as `layer_types` calls it."""
-    if layer_types := config_field(config, "layer_types"):
+    if layer_types := field(config, "layer_types"):
         return layer_types[index]
-    return "full_attention" if config_field(config, "sliding_window") is None else "sliding_attention"
+    return "full_attention" if field(config, "sliding_window") is None else "sliding_attention"
 
 
 @cache
@@ -236,12 +261,6 @@ def set_cache_slots(layers: Iterable[nn.Module]) -> None:
         for module in layer.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
                 module.layer_idx = slot
-
-
-def config_field(config: PreTrainedConfig, *names: str, default: Any = None) -> Any:
-    """Return the first of some fields that a config has and that is not None."""
-    found = (getattr(config, name, None) for name in names)
-    return next((value for value in found if value is not None), default)
 
 
 def read_config(values: dict[str, Any] | None) -> PreTrainedConfig:
@@ -288,9 +307,8 @@ def finished_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Ten
 
     These changes keep the order of logits, but not losses, confidences and draft distributions.
     """
-    divisor, factor, cap = (
-        config_field(config, name) for name in ("logits_scaling", "logit_scale", "final_logit_softcapping")
-    )
+    names = "logits_scaling", "logit_scale", "final_logit_softcapping"
+    divisor, factor, cap = (field(config, name) for name in names)
     if divisor is not None:
         logits = logits / float(divisor)
     if factor is not None:

@@ -6,11 +6,12 @@ from typing import cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
 from ..tensor_files import Tensors
-from .backbone_parts import BackboneParts, required
+from .backbone_parts import BackboneParts, backbone_parts, required
 from .ff import FFHead
 
 
@@ -95,8 +96,8 @@ class OwnUnembeddings(nn.Module):
         self.heads = nn.ModuleList(FFHead(hidden_size, vocab_size, 1) for _ in range(count))
         self.bias = nn.Parameter(torch.zeros(count, vocab_size)) if bias else None
 
-    def forward(self, states: torch.Tensor, index: int, backbone: BackboneParts | None = None) -> torch.Tensor:
-        """Return the logits [..., V] of head `index` (from 0) at states [..., d]; the backbone is not needed."""
+    def forward(self, states: torch.Tensor, index: int) -> torch.Tensor:
+        """Return the logits [..., V] of head `index` (from 0) at states [..., d]."""
         logits = self.heads[index](states)[..., 0, :]
         return logits if self.bias is None else logits + self.bias[index]
 
@@ -109,44 +110,52 @@ class OwnUnembeddings(nn.Module):
             weight.copy_(backbone.unembed(unit).T)
 
 
-class SharedUnembedding(nn.Module):
-    """The backbone's unembedding for every head: no parameters."""
+class BlockHead(nn.Module):
+    """What Medusa and Hydra heads share: position 1 is the backbone's own distribution; `unembeddings` of the others.
 
-    def forward(self, states: torch.Tensor, index: int, backbone: BackboneParts | None = None) -> torch.Tensor:
-        """Return the logits [..., V] at states [..., d]."""
-        return required(backbone).unembed(states)
+    Args:
+        config: Head options: `window`, `unembed`.
+        hidden_size: d.
+        vocab_size: V.
+        bias: Whether unembeddings of their own have biases.
+    """
 
-    def start_from(self, backbone: BackboneParts) -> None:
-        """Nothing to copy."""
+    def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int, bias: bool = False) -> None:
+        super().__init__()
+        self.vocab_size, owns, count = vocab_size, config.unembed == "own", config.num_drafts
+        self.unembeddings = OwnUnembeddings(count, hidden_size, vocab_size, bias) if owns else None
 
+    def unembed(self, states: torch.Tensor, index: int, backbone: BackboneParts | None) -> torch.Tensor:
+        """Return the logits [..., V] of head `index` (from 0) at states [..., d]."""
+        return required(backbone).unembed(states) if self.unembeddings is None else self.unembeddings(states, index)
 
-def unembeddings(
-    config: MTPHeadConfig, hidden_size: int, vocab_size: int, bias: bool = False
-) -> OwnUnembeddings | SharedUnembedding:
-    """Return the unembeddings of all heads but the first, as `config.unembed` says."""
-    if config.unembed == "shared":
-        return SharedUnembedding()
-    return OwnUnembeddings(config.num_drafts, hidden_size, vocab_size, bias)
+    def start_from(self, backbone: PreTrainedModel) -> None:
+        """Every unembedding starts as the backbone's."""
+        if self.unembeddings is not None:
+            self.unembeddings.start_from(backbone_parts(backbone))
 
 
 def untied(tensors: Tensors, heads: int, blocks: int) -> tuple[bool, Tensors]:
-    """Return whether the blocks of every head are copies of one, and the tensors without the copies.
-
-    They are `blocks.{k}.{j}.linear.{weight, bias}`, for `heads` k and `blocks` j.
-    """
-    names = [(f"blocks.{k}.0.linear.{part}", f"blocks.{k}.{j}.linear.{part}")
-             for k in range(heads) for j in range(1, blocks) for part in ("weight", "bias")]  # fmt: skip
-    copies = {copy for first, copy in names if _equal(tensors.get(first), tensors.get(copy))}
-    if not names or len(copies) < len(names):
+    """Return whether the blocks of every head are copies of one, and the tensors without the copies."""
+    copies = _copies(heads, blocks)
+    pairs = [(tensors.get(first), tensors.get(copy)) for copy, first in copies.items()]
+    if not pairs or not all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs):
         return False, tensors
     return True, {name: tensor for name, tensor in tensors.items() if name not in copies}
+
+
+def with_copies(tensors: Tensors, heads: int, blocks: int) -> Tensors:
+    """Revert `untied`: return the tensors with a block of its own for every j."""
+    return {copy: tensors[first] for copy, first in _copies(heads, blocks).items() if first in tensors} | tensors
+
+
+def _copies(heads: int, blocks: int) -> dict[str, str]:
+    """Return the names of the blocks j > 0 of all heads k, and those of the first blocks."""
+    indices = ((k, j, part) for k in range(heads) for j in range(1, blocks) for part in ("weight", "bias"))
+    return {f"blocks.{k}.{j}.linear.{part}": f"blocks.{k}.0.linear.{part}" for k, j, part in indices}
 
 
 def _reset(linear: nn.Linear) -> None:
     init.zeros_(linear.weight)
     bound = linear.in_features**-0.5
     init.uniform_(linear.bias, -bound, bound)
-
-
-def _equal(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
-    return first is not None and second is not None and torch.equal(first, second)

@@ -8,7 +8,7 @@ circuit, no chain and no loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -168,15 +168,12 @@ class _ChunkedSums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *_handed_over(ctx, gradient * ctx.scale)
-
-
-def _handed_over(ctx: Any, factor: torch.Tensor) -> list[torch.Tensor | None]:
-    """Return the gradients that the forward made, scaled in place: a copy would be n r V d more."""
-    if ctx.gradients is None:
-        raise RuntimeError("backward went through this loss before; compute the loss again to go through it twice")
-    gradients, ctx.gradients = ctx.gradients, None
-    return [None if part is None else part.mul_(factor.to(part)) for part in gradients]
+        """Return the gradients that the forward made, scaled in place: a copy would be n r V d more."""
+        if ctx.gradients is None:
+            raise RuntimeError("backward went through this loss before; compute the loss again to go through it twice")
+        gradients, ctx.gradients = ctx.gradients, None
+        factor = gradient * ctx.scale
+        return None, None, *(None if part is None else part.mul_(factor.to(part)) for part in gradients)
 
 
 def _pass(
@@ -232,76 +229,3 @@ def _summed(module: nn.Module, totals: dict[torch.Tensor, torch.Tensor]) -> Iter
 
 def _split(argument: torch.Tensor | None, rows: int, count: int) -> Sequence[torch.Tensor | None]:
     return [None] * count if argument is None else argument.flatten(0, -2).split(rows)
-
-
-HeadStates = Callable[[int, torch.Tensor], torch.Tensor]
-"""From the number of a head and z [B, L, d] to what the unembedding reads, [B, L, d]."""
-
-
-def sums_one_by_one(
-    run: HeadStates,
-    layers: Iterable[nn.Module],
-    z: torch.Tensor,
-    targets: torch.Tensor,
-    weights: torch.Tensor,
-    unembed: Callable[[torch.Tensor], torch.Tensor],
-    vocab_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weighted sum of the cross-entropies of all heads; gradients are made at once and wait for backward.
-
-    Args:
-        run: A head.
-        layers: The heads' parameters, in order.
-        z: [B, L, d], the input of all heads.
-        targets: [B, L, heads] int64, -100 where nothing is scored.
-        weights: [heads], what the sum of each head is multiplied with.
-        unembed: From states to logits [..., V], with frozen parameters.
-        vocab_size: V.
-
-    Returns:
-        The scalar, and detached sums per head, [heads].
-    """
-    parameters = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
-    flat = [p for part in parameters for p in part]
-    task = (run, parameters, targets, weights, unembed, vocab_size, torch.is_grad_enabled())
-    return _OneByOne.apply(task, z, *flat)
-
-
-class _OneByOne(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, task: tuple[Any, ...], z: torch.Tensor, *_: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        run, parameters, targets, weights, unembed, vocab_size, learns = task
-        wanted = learns and ctx.needs_input_grad[1]
-        into_z = torch.zeros_like(z)
-        found, losses, sums = [], [], []
-        for k, own in enumerate(parameters):
-            with torch.set_grad_enabled(learns):
-                inputs = z.detach().requires_grad_(wanted)
-                part = Part(run(k, inputs), (targets[..., k : k + 1],), weights[k : k + 1])
-                loss, (summed,) = chunked_sums(_terms(unembed), nn.Module(), [part], vocab_size)
-                wanted_of = [*([inputs] if wanted else []), *(own if learns else [])]
-                gradients = list(torch.autograd.grad(loss, wanted_of, allow_unused=True)) if wanted_of else []
-            if wanted:
-                into_z += gradients.pop(0)
-            found += gradients if learns else [None] * len(own)
-            losses.append(loss.detach())
-            sums.append(summed)
-        ctx.gradients = [into_z if wanted else None, *found]
-        total, sums = torch.stack(losses).sum(), torch.cat(sums)
-        ctx.mark_non_differentiable(sums)
-        return total, sums
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *_handed_over(ctx, gradient)
-
-
-def _terms(unembed: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def terms(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = unembed(states)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return nn.functional.cross_entropy(logits, targets[:, 0], reduction="none")[:, None]
-
-    return terms

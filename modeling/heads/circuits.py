@@ -14,7 +14,6 @@ from itertools import count
 
 import torch
 
-from ..sampling import draw
 from .window_distribution import Choose, WindowDistribution, logsumexp, normalised_logits
 
 Walk = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -53,10 +52,6 @@ class LatentDistribution(WindowDistribution):
         """log q(z_owner(i), x_1..x_{i-1}) from log leaves at the tokens [..., n, r]: [..., n, r]."""
 
     @abstractmethod
-    def sample_owners(self, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Return states of every position's owner, [..., n]."""
-
-    @abstractmethod
     def _walk(self, unit: Scale) -> Walk:
         """Yield the weights [..., r] of each owner in turn, which `unit` scales; is sent the chosen token's leaves."""
 
@@ -88,12 +83,6 @@ class LatentDistribution(WindowDistribution):
         weights = finite_weights(self.owner_weights(self.evidence(tokens))[..., position, :]).softmax(-1)
         leaf = self.leaf_logits[..., position, :, :].softmax(-1)
         return (weights[..., None, :] @ leaf)[..., 0, :].log()
-
-    def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Draw states first, then all tokens at once."""
-        states = self.sample_owners(generator)[..., None, None]
-        rows = self.leaf_logits.gather(-2, states.expand(*states.shape[:-1], self.leaf_logits.shape[-1]))
-        return draw(rows[..., 0, :].softmax(-1), generator)
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Exact conditionals one after the other, in linear space (each is normalised, so nothing underflows)."""
@@ -154,10 +143,6 @@ class MixtureDistribution(LatentDistribution):
         before = torch.cat([self.root[..., None, :].expand_as(evidence[..., :1, :]), evidence[..., :-1, :]], dim=-2)
         return before.cumsum(-2)
 
-    def sample_owners(self, generator: torch.Generator | None = None) -> torch.Tensor:
-        """One state for all positions."""
-        return draw(self.root.exp(), generator)[..., None].expand(*self.root.shape[:-1], self.window)
-
     def condition(self, first: torch.Tensor) -> MixtureDistribution:
         """root'[z] ~ root[z] leaf_1[z, b]."""
         return MixtureDistribution(finite_weights(self.root + self._first_evidence(first)), self._leaves_after_first())
@@ -175,11 +160,7 @@ class ChainDistribution(LatentDistribution):
     """
 
     def __init__(
-        self,
-        root_logits: torch.Tensor,
-        trans_logits: torch.Tensor,
-        leaf_logits: torch.Tensor,
-        normalised: bool = False,
+        self, root_logits: torch.Tensor, trans_logits: torch.Tensor, leaf_logits: torch.Tensor, normalised: bool = False
     ) -> None:
         super().__init__(leaf_logits)
         self.root = root_logits if normalised else normalised_logits(root_logits)
@@ -195,20 +176,6 @@ class ChainDistribution(LatentDistribution):
             joint = weights[-1] + evidence[..., position, :]
             weights.append(logsumexp(joint[..., None] + self._step(position), -2))
         return torch.stack(weights, -2)
-
-    def sample_owners(self, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Return a next state for every state of every step, composed by doubling: log2(n) gathers."""
-        first = draw(self.root.exp(), generator)[..., None]
-        if self.window == 1:
-            return first
-        batch = self.root.shape[:-1]
-        steps = self.transitions.exp().expand(*batch, self.window - 1, self.rank, self.rank)
-        maps, reach = draw(steps, generator), 1
-        while reach < self.window - 1:
-            later = maps[..., reach:, :].gather(-1, maps[..., :-reach, :])
-            maps, reach = torch.cat([maps[..., :reach, :], later], dim=-2), 2 * reach
-        states = maps.gather(-1, first[..., None, :].expand(*batch, self.window - 1, 1))[..., 0]
-        return torch.cat([first, states], dim=-1)
 
     def condition(self, first: torch.Tensor) -> ChainDistribution:
         """root'[z_2] = sum_{z_1} q(z_1 | b) trans_1[z_1, z_2]."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,37 +17,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...configuration import HEAD_TYPES, MTPHeadConfig
 from ...configuration.head_families import HEAD_FAMILIES, HeadFamilyFacts
 from ..tensor_files import Tensors
-from .backbone_parts import BackboneParts
 from .window_distribution import WindowDistribution
 
 Directory = tuple[dict[str, Any], Tensors]
 """Fields and tensors of a directory."""
-
-
-class DistributionOf(Protocol):
-    """Returns the distribution of the next n tokens, in float32 (float64 stays)."""
-
-    def __call__(
-        self,
-        head: nn.Module,
-        config: MTPHeadConfig,
-        features: torch.Tensor,
-        backbone: BackboneParts | None,
-        start: int = 0,
-        stop: int | None = None,
-    ) -> WindowDistribution:
-        """Return the distribution at some positions.
-
-        Args:
-            head: The module that `HeadFamily.build` made, perhaps wrapped by peft.
-            config: Its config.
-            features: [..., F].
-            backbone: What is borrowed of the backbone; None without one.
-            start: The first position of the window that is read: what only earlier ones need may be left out, and
-                independent positions are those from here on.
-            stop: The position after the last one that is read; None: n.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -108,27 +81,30 @@ class HeadFamily:
     Args:
         facts: What a config and a card say of it.
         build: From the config, the width d and the number of token ids V to the module, which has `vocab_size`.
-        distribution: Of the module, at features.
+        distribution: From the module (perhaps wrapped by peft), its config, features [..., F], the backbone (or None),
+            `start` and `stop` to the distribution, in float32 (float64 stays). `start` is the first position that is
+            read, 0 by default: what only earlier ones need may be left out, and independent positions are those from
+            here on. `stop` is the position after the last one that is read; None: n.
         features: From the module, the states that `hidden_layers` names, attention mask, position ids, backbone and
             cache to features [B, T, F]; the last state by default.
         hidden_layers: Which states of the backbone it reads, as `output_hidden_states` counts them, the last included.
         layer_config: From a head's config and its backbone's to the config of the decoder layer that it needs, if any.
+        fit: From the module, its config and a backbone: what heads take over whenever they are attached.
         start_from: From the module and a backbone: new heads start as far as possible as the backbone's own.
         is_independent: Whether the distribution after the window's first token is the same, whatever that token is.
-        one_by_one: From a config to whether the module learns one head after the other (`LayerHead.one_by_one`).
         layouts: Formats of other tools.
         circuit: Its parameters, where `circuit_from_logits` can build its distribution.
     """
 
     facts: HeadFamilyFacts
     build: Callable[[MTPHeadConfig, int, int], nn.Module]
-    distribution: DistributionOf
+    distribution: Callable[..., WindowDistribution]
     features: Callable[..., torch.Tensor] = last_state
     hidden_layers: Callable[[MTPHeadConfig], list[int]] = lambda config: [-1]
     layer_config: Callable[[MTPHeadConfig, PreTrainedConfig], dict[str, Any] | None] = lambda config, text: None
+    fit: Callable[[Any, MTPHeadConfig, PreTrainedModel], None] = lambda head, config, backbone: None
     start_from: Callable[[Any, PreTrainedModel], None] = lambda head, backbone: None
     is_independent: bool = False
-    one_by_one: Callable[[MTPHeadConfig], bool] = lambda config: False
     layouts: Sequence[HeadLayout] = ()
     circuit: Circuit | None = None
 

@@ -196,14 +196,10 @@ def factorised_distribution(
     return FactorisedDistribution(exact(call(head, features, backbone, start, stop)["leaf_logits"]))
 
 
-def _build(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> nn.Module:
-    return {"full": FFHead, "shared": SharedHead}[config.leaf](hidden_size, vocab_size, config.num_depths)
-
-
 register(
     HeadFamily(
         FF,
-        _build,
+        lambda config, *sizes: (FFHead if config.leaf == "full" else SharedHead)(*sizes, config.num_depths),
         _distribution,
         is_independent=True,
         layouts=[HeadLayout("vllm", lambda folder, fields: False, _read_vllm, lambda config: None, _write_vllm)],

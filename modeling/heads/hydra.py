@@ -5,7 +5,6 @@ Directories of their authors, `hydra_lm_head.pt` and `config.json`, are read and
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -13,12 +12,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import Cache, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ...configuration import MTPHeadConfig
+from ...configuration.fields import field
 from ...configuration.head_families import HYDRA
-from ..tensor_files import Tensors, below, read_json, read_tensors, refuse_unknown
-from .backbone_parts import BackboneParts, LayerSource, backbone_parts, config_field, read_config, required
-from .blocks import ConcatBlock, ResidualBlock, repeated, unembeddings, untied
+from ..tensor_files import Names, Tensors, read_json, read_tensors, renamed
+from .backbone_parts import BackboneParts, LayerSource, read_config, required
+from .blocks import BlockHead, ConcatBlock, ResidualBlock, repeated, untied, with_copies
 from .family import Directory, HeadFamily, HeadLayout, register
 from .layer import DecoderLayers
 from .window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution, exact
@@ -27,11 +28,9 @@ EMBEDDING = "input_embed_fn.weight"
 """The backbone's embedding, which the authors' files repeat."""
 _PREFIX = "prefix_embeding_layer."  # sic
 _UNUSED = (_PREFIX + "embed_tokens.weight", _PREFIX + "layers.0.self_attn.rotary_emb.inv_freq")
-_BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(linear|res_connection)\.(weight|bias)$")
-_UNEMBEDDING = re.compile(r"hydra_lm_head\.(\d+)\.(?:1\.)?(weight|bias)$")
 
 
-class HydraHead(nn.Module):
+class HydraHead(BlockHead):
     """Head k = 1..n-1 predicts x_{t+1+k} from [s; e(x_{t+1}); ..; e(x_{t+k})]; position 1 is the backbone's own
     distribution.
 
@@ -44,8 +43,8 @@ class HydraHead(nn.Module):
     """
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
-        super().__init__()
-        self.config, self.vocab_size, count = config, vocab_size, config.num_drafts
+        super().__init__(config, hidden_size, vocab_size, bias=True)
+        self.config, count = config, config.num_drafts
         self.prefix = PrefixLayer(config) if config.arch == "prefix-mlp" else None
         self.firsts = nn.ModuleList(
             ConcatBlock((k + 2) * hidden_size, hidden_size) if config.grounded else ResidualBlock(hidden_size)
@@ -53,7 +52,6 @@ class HydraHead(nn.Module):
         )
         later = config.num_blocks - 1
         self.blocks = nn.ModuleList(repeated(later, config.tied_blocks, hidden_size) for _ in range(count))
-        self.unembeddings = unembeddings(config, hidden_size, vocab_size, bias=True)
 
     def features(
         self,
@@ -90,11 +88,7 @@ class HydraHead(nn.Module):
             torch.cat([state.expand(*known.shape[:-2], -1), known.flatten(-2)], -1) if self.config.grounded else state
         )
         states = self.blocks[k](block(inputs.to(block.linear.weight.dtype)))
-        return self.unembeddings(states, k, backbone)
-
-    def start_from(self, backbone: PreTrainedModel) -> None:
-        """Every unembedding starts as the backbone's."""
-        self.unembeddings.start_from(backbone_parts(backbone))
+        return self.unembed(states, k, backbone)
 
 
 class PrefixLayer(nn.Module):
@@ -112,9 +106,9 @@ class PrefixLayer(nn.Module):
         position_ids: torch.Tensor,
         cache: Cache | None = None,
     ) -> torch.Tensor:
-        """[B, T, d] to [B, T, d]; see `DecoderLayers.run`."""
+        """[B, T, d] to [B, T, d]; see `layer_options`."""
         states = states.to(next(self.layers.parameters()).dtype)
-        return self.norm(self.layers.run([states], self.rotary, attention_mask, position_ids, cache)[0])
+        return self.layers.run([states], self.norm, self.rotary, attention_mask, position_ids, cache)[0]
 
 
 def _hidden_layers(config: MTPHeadConfig) -> list[int]:
@@ -127,9 +121,9 @@ def _layer_config(config: MTPHeadConfig, text: PreTrainedConfig) -> dict[str, An
     if not HYDRA.attends(config):
         return None
     heads = text.num_attention_heads
-    keys = config_field(text, "num_key_value_heads", default=heads)
-    inner = config_field(text, "intermediate_size", default=4 * text.hidden_size)
-    return _prefix_config(text.hidden_size, inner, heads, keys, config_field(text, "rms_norm_eps", default=1e-6))
+    keys = field(text, "num_key_value_heads", default=heads)
+    inner = field(text, "intermediate_size", default=4 * text.hidden_size)
+    return _prefix_config(text.hidden_size, inner, heads, keys, field(text, "rms_norm_eps", default=1e-6))
 
 
 def _prefix_config(hidden_size: int, intermediate_size: int, heads: int, key_heads: int, eps: float) -> dict[str, Any]:
@@ -145,6 +139,17 @@ def _prefix_config(hidden_size: int, intermediate_size: int, heads: int, key_hea
         rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
     )
     return config.to_dict()
+
+
+def _take_epsilon(head: HydraHead, config: MTPHeadConfig, backbone: PreTrainedModel) -> None:
+    """Give the norms of the prefix layer the epsilon of the backbone's, which the authors' files do not say."""
+    epsilon = field(backbone.config.get_text_config(), "rms_norm_eps")
+    if head.prefix is None or epsilon is None:
+        return
+    config.backbone_config = cast(dict, config.backbone_config) | {"rms_norm_eps": epsilon}
+    for module in head.prefix.modules():
+        if isinstance(module, LlamaRMSNorm):
+            module.variance_epsilon = epsilon
 
 
 def _distribution(
@@ -170,6 +175,18 @@ def _distribution(
     return FactorisedDistribution(torch.stack([exact(part) for part in logits], -2).unsqueeze(-2))
 
 
+def _names(arch: str, blocks: int) -> Names:
+    """Return the names of heads with so many blocks each; of `prefix-mlp` a dropout stands before every block."""
+    prefix = arch == "prefix-mlp"
+    numbers = range(1, 2 * blocks, 2) if prefix else range(blocks)
+    ours = ["firsts.{k}", *(f"blocks.{{k}}.{j}" for j in range(blocks - 1))]
+    return [
+        *((f"hydra_mlp.{{k}}.{number}.{{rest}}", f"{own}.{{rest}}") for number, own in zip(numbers, ours)),
+        (f"hydra_lm_head.{{k}}.{'1.' if prefix else ''}{{part}}", "unembeddings.heads.{k}.{part}"),
+        (_PREFIX + "{rest}", "prefix.{rest}"),
+    ]
+
+
 def _read(folder: Path) -> Directory:
     """Return the options of the heads and their tensors; the backbone's embedding is among them under its own name.
 
@@ -180,26 +197,18 @@ def _read(folder: Path) -> Directory:
     arch = values.get("hydra_head_arch", "mlp")
     if arch not in ("mlp", "prefix-mlp"):
         raise ValueError(f"{folder}: hydra_head_arch={arch!r} is not supported; 'mlp' and 'prefix-mlp' are")
-    blocks = sorted({int(match[2]) for match in map(_BLOCK.match, tensors) if match})
-    ours, rows = {}, {}
-    for name, tensor in tensors.items():
-        if match := _BLOCK.match(name):
-            ours[_our_block(match, blocks.index(int(match[2])))] = tensor
-        elif match := _UNEMBEDDING.match(name):
-            rows[(int(match[1]), match[2])] = tensor
-        elif name.startswith(_PREFIX) and name not in _UNUSED:
-            ours["prefix." + name.removeprefix(_PREFIX)] = tensor
-    known = (name for name in tensors if _BLOCK.match(name) or _UNEMBEDDING.match(name) or name.startswith(_PREFIX))
-    refuse_unknown(folder, tensors.keys() - {*known, EMBEDDING})
-    heads = 1 + max(k for k, _ in rows)
-    ours |= {f"unembeddings.heads.{k}.weight": rows[k, "weight"] for k in range(heads)}
-    ours["unembeddings.bias"] = torch.stack([rows[k, "bias"] for k in range(heads)])
-    tied, ours = untied(ours, heads, len(blocks) - 1)
-    vocab_size, width = rows[0, "weight"].shape
+    blocks = 1 + max((int(name.split(".")[2]) for name in tensors if name.startswith("hydra_mlp.")), default=0)
+    blocks = blocks // 2 if arch == "prefix-mlp" else blocks
+    read = {name: tensor for name, tensor in tensors.items() if name not in (*_UNUSED, EMBEDDING)}
+    ours = renamed(read, _names(arch, blocks), folder)
+    heads = sum(name.startswith("unembeddings.") for name in ours) // 2
+    ours["unembeddings.bias"] = torch.stack([ours.pop(f"unembeddings.heads.{k}.bias") for k in range(heads)])
+    tied, ours = untied(ours, heads, blocks - 1)
+    vocab_size, width = ours["unembeddings.heads.0.weight"].shape
     options = {
         "head_type": "hydra",
         "window": heads + 1,
-        "num_blocks": len(blocks),
+        "num_blocks": blocks,
         "tied_blocks": tied,
         "unembed": "own",
         "arch": arch,
@@ -217,16 +226,11 @@ def _read(folder: Path) -> Directory:
 def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
     """Return the fields of config.json and tensors of `hydra_lm_head.pt`."""
     prefix, embedding = config.arch == "prefix-mlp", cast(torch.Tensor, backbone.get_input_embeddings().weight)
-    named = {EMBEDDING: embedding}
-    for k in range(config.num_drafts):
-        last = "1." if prefix else ""
-        named[f"hydra_lm_head.{k}.{last}weight"] = tensors[f"unembeddings.heads.{k}.weight"]
-        named[f"hydra_lm_head.{k}.{last}bias"] = tensors["unembeddings.bias"][k]
-        for block in range(config.num_blocks):
-            written = 2 * block + 1 if prefix else block  # dropouts stand between the blocks
-            ours = f"firsts.{k}." if block == 0 else f"blocks.{k}.{0 if config.tied_blocks else block - 1}."
-            named |= {f"hydra_mlp.{k}.{written}.{part}": tensor for part, tensor in below(tensors, ours).items()}
-    named |= {_PREFIX + name: tensor for name, tensor in below(tensors, "prefix.").items()}
+    every = with_copies(tensors, config.num_drafts, config.num_blocks - 1)
+    biases = enumerate(every.pop("unembeddings.bias"))
+    every |= {f"unembeddings.heads.{k}.bias": bias for k, bias in biases}
+    names = _names(config.arch, config.num_blocks)
+    named = renamed(every, names, "these heads", back=True) | {EMBEDDING: embedding}
     if prefix:  # their loader is strict about what it does not use
         head_dim = cast(dict, config.backbone_config)["head_dim"]
         named |= {_UNUSED[0]: embedding, _UNUSED[1]: 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)}
@@ -240,13 +244,8 @@ def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -
     return fields, named
 
 
-def _our_block(match: re.Match[str], rank: int) -> str:
-    block = f"firsts.{match[1]}" if rank == 0 else f"blocks.{match[1]}.{rank - 1}"
-    return f"{block}.{match[3]}.{match[4]}"
-
-
 def _stored_layer_config(folder: Path, tensors: Tensors, vocab_size: int) -> dict[str, Any]:
-    """Shapes say all but the norm's epsilon, which is that of the backbones these heads were released for."""
+    """Shapes say all but the norm's epsilon, which is the backbone's as soon as there is one."""
     frequencies = tensors.get(_UNUSED[1])
     if frequencies is None:
         raise ValueError(f"{folder}: without {_UNUSED[1]} the number of attention heads is not known")
@@ -264,6 +263,7 @@ register(
         features=lambda head, *context: head.features(*context),
         hidden_layers=_hidden_layers,
         layer_config=_layer_config,
+        fit=_take_epsilon,
         start_from=lambda head, backbone: head.start_from(backbone),
         layouts=[
             HeadLayout(

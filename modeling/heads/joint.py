@@ -43,14 +43,13 @@ class JointMTPModel(DepthCountsMixin, AroundBackboneMixin, OfBackboneMixin, PreT
     """
 
     config_class = None
-    base_model_prefix = ""
-    main_input_name = "input_ids"
-    supports_gradient_checkpointing = True
 
     def __init__(self, heads: MTPHeads) -> None:
         super().__init__(heads.config)
         if heads.draft_layers is not None:
             raise ValueError("draft layers leave the backbone as it is: train heads with draft_layers on a frozen one")
+        if heads.config.loss_normalization == "paper":
+            raise ValueError("loss_normalization='paper' is for heads on a frozen backbone; choose 'tokens'")
         self.heads, self.backbone = heads, heads.backbone
         self._no_split_modules = self.backbone._no_split_modules
         self.loss_type = "ForCausalLM"
@@ -59,15 +58,6 @@ class JointMTPModel(DepthCountsMixin, AroundBackboneMixin, OfBackboneMixin, PreT
     def window(self) -> int:
         """n: tokens that the heads' distribution covers."""
         return self.heads.window
-
-    @property
-    def mtp_loss_weight(self) -> float:
-        """lambda, the weight of the heads' loss; the backbone's own weighs 1."""
-        return self.heads.mtp_loss_weight
-
-    @mtp_loss_weight.setter
-    def mtp_loss_weight(self, value: float) -> None:
-        self.heads.mtp_loss_weight = float(value)
 
     @property
     def _first(self) -> float:
@@ -102,11 +92,10 @@ class JointMTPModel(DepthCountsMixin, AroundBackboneMixin, OfBackboneMixin, PreT
         targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
         own = (targets != IGNORE).sum((0, 1))
         counts = counts_of_update(own, num_items_in_batch)[:1]
-        loss, mean, *_ = chain_loss(
-            Readout(self.backbone), [states[-1]], [targets[..., 0]], self.config.vocab_size, ModuleLossOptions(), counts
-        )
-        heads_loss = cast(torch.Tensor, found.loss)
-        found.loss, found.backbone_loss = heads_loss + loss.to(heads_loss), mean[0]
+        readout, options = Readout(self.backbone), ModuleLossOptions()
+        first = chain_loss(readout, [states[-1]], [targets[..., 0]], self.config.vocab_size, options, counts)
+        loss, own_loss = cast(torch.Tensor, found.loss), cast(torch.Tensor, first.loss)
+        found.loss, found.backbone_loss = loss + own_loss.to(loss), cast(torch.Tensor, first.head_losses)[0]
         found.hidden_states = states if kwargs.get("output_hidden_states") else None
         return found
 

@@ -7,21 +7,22 @@ last layer the rest is a plain Llama.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import cast
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import Cache, LlamaConfig, PreTrainedModel
 from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import LAYER
-from ..tensor_files import Tensors, read_json, read_tensors, refuse_unknown
-from .backbone_parts import BackboneParts, LayerSource, layer_kind, layer_options, read_config, required
-from .chunks import sums_one_by_one
+from ..tensor_files import Tensors, read_json, read_tensors, renamed
+from ..wrapped_models import is_unit
+from .backbone_parts import BackboneParts, LayerSource, copy_weights, layer_kind, layer_options, read_config, required
 from .family import Directory, HeadFamily, HeadLayout, register
 from .ff import factorised_distribution
 
@@ -37,9 +38,14 @@ _LAYER = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
-_ELSE = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 _PLACES = {"layers": "model.layers", "extra_heads": "extra_heads"}
-_NAME = re.compile(r"(layers|extra_heads)\.(\d+)\.(.+)\.weight$")
+_NAMES = [
+    *((f"{place}.{{k}}.{part}.weight", f"{own}.{{k}}.{name}.weight")
+      for place, own in _PLACES.items() for part, name in _LAYER.items()),
+    ("tok_embeddings.weight", "model.embed_tokens.weight"),
+    ("norm.weight", "model.norm.weight"),
+    ("output.weight", "lm_head.weight"),
+]  # fmt: skip
 
 
 class DecoderLayers(nn.ModuleList):
@@ -52,28 +58,27 @@ class DecoderLayers(nn.ModuleList):
     def run(
         self,
         inputs: Sequence[torch.Tensor],
+        norm: Callable[[torch.Tensor], torch.Tensor],
         rotary: nn.Module,
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor,
         cache: Cache | None = None,
     ) -> list[torch.Tensor]:
-        """Return every layer's output [B, T, d] for its own input; arguments as for `layer_options`."""
-        options = self.options(inputs[0], rotary, attention_mask, position_ids, cache)
-        return [layer(part, **options) for layer, part in zip(self, inputs)]
+        """Return every layer's normed output [B, T, d] for its own input; arguments as for `layer_options`.
 
-    def options(
-        self,
-        states: torch.Tensor,
-        rotary: nn.Module,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor,
-        cache: Cache | None = None,
-    ) -> dict[str, Any]:
-        """Return what every layer takes besides its states."""
+        In training, several layers are recomputed in backward: the activations of one exist at a time.
+        """
         kind = layer_kind(self.config, -1)
-        return layer_options(
-            self.config, rotary, states, attention_mask, position_ids, cache, kind, cache_name=self.cache_name
+        options = layer_options(
+            self.config, rotary, inputs[0], attention_mask, position_ids, cache, kind, cache_name=self.cache_name
         )
+
+        def run(layer: nn.Module, part: torch.Tensor) -> torch.Tensor:
+            return norm(layer(part, **options))
+
+        recomputes = self.training and torch.is_grad_enabled() and len(self) > 1 and not any(map(is_unit, self))
+        call = partial(checkpoint, run, use_reentrant=False) if recomputes else run
+        return [call(layer, part) for layer, part in zip(self, inputs)]
 
 
 class LayerHead(nn.Module):
@@ -111,48 +116,9 @@ class LayerHead(nn.Module):
         `states` are those that `hidden_layers` names, [B, T, d] each; `cache` holds earlier positions, and is extended.
         """
         *below, last = states
-        outputs = self.layers.run(self._inputs(below), self.rotary, attention_mask, position_ids, cache)
-        normed = [backbone.norm(output) for output in outputs]
+        inputs, norm = self._inputs(below), backbone.norm
+        normed = self.layers.run(inputs, norm, self.rotary, attention_mask, position_ids, cache)
         return torch.cat(normed if self.config.first == "own" else [last.to(normed[0].dtype), *normed], -1)
-
-    def one_by_one(
-        self,
-        states: Mapping[int, torch.Tensor] | Sequence[torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor,
-        backbone: BackboneParts | None,
-        targets: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss of all heads with the memory of one (`sums_one_by_one`), where they read the same states.
-
-        Args:
-            states: By index, those below the last layer, and the last, [B, T, d].
-            attention_mask: [B, T], 0 for padding.
-            position_ids: [B or 1, T].
-            backbone: Whose norm and unembedding are borrowed.
-            targets: [B, T, n] int64, -100 where nothing is scored.
-            weights: [n].
-
-        Returns:
-            The scalar, and detached sums of cross-entropies per depth, [n].
-        """
-        z, backbone = states[-2].to(next(self.layers.parameters()).dtype), required(backbone)
-        options = self.layers.options(z, self.rotary, attention_mask, position_ids)
-
-        def run(k: int, inputs: torch.Tensor) -> torch.Tensor:
-            return backbone.norm(self.layers[k](inputs, **options))
-
-        borrowed = self.config.first == "backbone"
-        layers, unembed, vocab = list(self.layers), backbone.unembed, self.vocab_size
-        loss, sums = sums_one_by_one(run, layers, z, targets[..., borrowed:], weights[borrowed:], unembed, vocab)
-        if not borrowed:
-            return loss, sums
-        last = states[-1].to(z.dtype)
-        first, own = sums_one_by_one(
-            lambda k, inputs: inputs, [nn.Module()], last, targets, weights[:1], unembed, vocab
-        )
-        return loss + first, torch.cat([own, sums])
 
     def _inputs(self, below: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         dtype = next(self.layers.parameters()).dtype
@@ -180,36 +146,9 @@ class LayerHead(nn.Module):
 
     def start_from(self, backbone: PreTrainedModel) -> None:
         """Every layer starts as the backbone's last one, as its adapters, if it has any, make it."""
-        weights = _merged(cast(nn.ModuleList, backbone.get_decoder().layers)[-1])
+        last = cast(nn.ModuleList, backbone.get_decoder().layers)[-1]
         for layer in self.layers.children():
-            layer.load_state_dict(weights)
-
-
-@runtime_checkable
-class _Adapted(Protocol):
-    """A linear map of peft, which is no dependency of code that travels with heads."""
-
-    disable_adapters: bool
-    active_adapters: Sequence[str]
-
-    def get_base_layer(self) -> nn.Module: ...
-
-    def get_delta_weight(self, adapter: str) -> torch.Tensor: ...
-
-
-def _merged(layer: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a layer's weights, by the names that they have without adapters of peft."""
-    adapted = {name: module for name, module in layer.named_modules() if isinstance(module, _Adapted)}
-    weights = {
-        name.replace(".base_layer.", "."): value
-        for name, value in layer.state_dict().items()
-        if not any(name.startswith(f"{own}.") and ".base_layer." not in name for own in adapted)
-    }
-    for name, module in adapted.items():
-        for adapter in [] if module.disable_adapters else module.active_adapters:
-            key = f"{name}.weight"
-            weights[key] = weights[key] + module.get_delta_weight(adapter).to(weights[key])
-    return weights
+            copy_weights(last, layer)
 
 
 def _hidden_layers(config: MTPHeadConfig) -> list[int]:
@@ -250,16 +189,11 @@ def read_backbone(folder: Path) -> tuple[LlamaConfig, Tensors]:
 
 def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
     """Return the fields of params.json and tensors of `consolidated.pth`, which holds the backbone too."""
-    values, named = config.backbone_config or {}, {}
+    values = config.backbone_config or {}
     heads = values["num_attention_heads"]
-    back = {ours: theirs for theirs, ours in _ELSE.items()}
-    for name, tensor in backbone.state_dict().items():
-        match = re.match(r"model\.layers\.(\d+)\.(.+)\.weight$", name)
-        written = f"layers.{match[1]}" if match else back[name.removesuffix(".weight")] + ".weight"
-        named |= _layer_tensor(written, match[2], tensor, values) if match else {written: tensor}
-    for name, tensor in tensors.items():
-        _, index, part = name.removesuffix(".weight").split(".", 2)
-        named |= _layer_tensor(f"extra_heads.{index}", part, tensor, values)
+    head_dim = values.get("head_dim") or values["hidden_size"] // heads
+    ours = {name.replace("layers", "extra_heads", 1): tensor for name, tensor in tensors.items()}
+    named = renamed(_half_split(backbone.state_dict() | ours, head_dim, back=True), _NAMES, "this backbone", back=True)
     fields = {
         "dim": config.hidden_size,
         "n_heads": heads,
@@ -299,24 +233,7 @@ def _read_model(folder: Path) -> tuple[LlamaConfig, Tensors, int]:
         bos_token_id=None,
         eos_token_id=None,
     )
-    return config, _renamed(folder, tensors, config), count
-
-
-def _renamed(folder: Path, tensors: Tensors, config: LlamaConfig) -> Tensors:
-    ours, unknown = {}, []
-    for name, tensor in tensors.items():
-        match, stem = _NAME.match(name), name.removesuffix(".weight")
-        if match and match[3] in _LAYER:
-            part = _LAYER[match[3]]
-            ours[f"{_PLACES[match[1]]}.{match[2]}.{part}.weight"] = _half_split(
-                part, tensor, cast(int, config.head_dim)
-            )
-        elif stem in _ELSE:
-            ours[_ELSE[stem] + ".weight"] = tensor
-        else:
-            unknown.append(name)
-    refuse_unknown(folder, unknown)
-    return ours
+    return config, _half_split(renamed(tensors, _NAMES, folder), width // heads), count
 
 
 def _refusal(config: MTPHeadConfig) -> str | None:
@@ -326,18 +243,15 @@ def _refusal(config: MTPHeadConfig) -> str | None:
     return None if kind == "llama" else f"it holds Llama layers, not model_type={kind!r}"
 
 
-def _layer_tensor(prefix: str, part: str, tensor: torch.Tensor, values: dict[str, Any]) -> Tensors:
-    theirs = next(theirs for theirs, ours in _LAYER.items() if ours == part)
-    head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-    return {f"{prefix}.{theirs}.weight": _half_split(part, tensor, head_dim, back=True)}
-
-
-def _half_split(part: str, weight: torch.Tensor, head_dim: int, back: bool = False) -> torch.Tensor:
+def _half_split(tensors: Tensors, head_dim: int, back: bool = False) -> Tensors:
     """Reorder rows of queries and keys from rope pairs (0, 1), (2, 3), .. to pairs (i, i + D / 2), or back."""
-    if part not in ("self_attn.q_proj", "self_attn.k_proj"):
-        return weight
     pairs = (2, head_dim // 2) if back else (head_dim // 2, 2)
-    return weight.view(-1, *pairs, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+    turned = {
+        name: weight.view(-1, *pairs, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+        for name, weight in tensors.items()
+        if name.endswith(("q_proj.weight", "k_proj.weight"))
+    }
+    return tensors | turned
 
 
 register(
@@ -350,7 +264,6 @@ register(
         layer_config=lambda config, text: text.to_dict(),
         start_from=lambda head, backbone: head.start_from(backbone),
         is_independent=True,
-        one_by_one=lambda config: config.mix == "none",
         layouts=[
             HeadLayout(
                 "gloeckle",

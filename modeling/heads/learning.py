@@ -8,23 +8,78 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import MTPHeadConfig
 from ..loss_options import DepthCountsMixin
 from ..outputs import MTPOutput
-from ..wrapped_models import is_unit
 from .backbone_parts import BackboneParts
 from .draft_layers import DraftLayers
-from .layer import LayerHead
-from .losses import IGNORE, check_targets, counts_of_update, depth_targets, depth_weights, head_loss
-from .registry import family_of
+from .losses import depth_targets, depth_weights, head_loss
 
 States = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
+"""Hidden states of the backbone: L + 1 entries [B, T, D], of which unused ones may be None, or those by index."""
 
 
-class LearningMixin(DepthCountsMixin):
-    """The training forward of `MTPHeads`.
+class FrozenBackboneMixin:
+    """The training forward of a drafter that learns beside a frozen backbone, or from stored states of it."""
+
+    training: bool
+    learning_layers: list[int]
+    learn: Callable[..., CausalLMOutputWithPast]
+    _run_backbone: Callable[..., Any]
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        cached_states: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Return the loss of the drafter on the frozen backbone (`learn`), and the backbone's own logits.
+
+        Args:
+            input_ids: [B, L] int64.
+            attention_mask: [B, L], 0 for padding.
+            position_ids: [B or 1, L]; where they restart, a packed document begins.
+            labels: [B, L] int64, shifted here, -100 ignored.
+            logits_to_keep: Logits of the last so many positions only (0: all), or of these positions. None: of the last
+                one in training, which nobody reads, else of all.
+            num_items_in_batch: Targets per depth (or step) over all micro-batches, [n] or one number (from the
+                Trainer).
+            cached_states: [B, L, S, d], the states that `learning_layers` names, from an earlier run of the backbone on
+                the same tokens: it is then not run, and there are no logits.
+            **kwargs: `shift_labels` [B, L], the target of every position, in place of `labels`; `balance` [n], factors
+                of the depths (`loss_balance="rms"`); with `output_hidden_states` the backbone's states that were read
+                are returned; the rest is not read.
+
+        Returns:
+            `MTPOutput`, or the drafter's own.
+
+        Raises:
+            ValueError: Labels that are no token ids, or states of another number of layers.
+        """
+        if cached_states is not None:
+            states, logits = split_states(cached_states, self.learning_layers), None
+        else:
+            kept = int(self.training) if logits_to_keep is None else logits_to_keep
+            outputs = self._run_backbone(input_ids, attention_mask, position_ids, kept)
+            states, logits = outputs.hidden_states, outputs.logits
+        given = input_ids, attention_mask, position_ids, labels, num_items_in_batch
+        found = self.learn(states, logits, *given, **kwargs)
+        if kwargs.get("output_hidden_states") and cached_states is None:
+            found.hidden_states = cast(tuple, states)
+        return found
+
+
+class LearningMixin(FrozenBackboneMixin, DepthCountsMixin):
+    """How `MTPHeads` learn.
 
     Attributes:
         mtp_loss_weight: lambda, what the heads' loss is multiplied with.
@@ -38,8 +93,12 @@ class LearningMixin(DepthCountsMixin):
     hidden_layers: list[int]
     features: Callable[..., torch.Tensor]
     _parts: Callable[[], BackboneParts | None]
-    training: bool
     device: torch.device
+
+    @property
+    def normalization(self) -> str:
+        """See `DepthCountsMixin`."""
+        return self.config.loss_normalization
 
     @property
     def learning_layers(self) -> list[int]:
@@ -59,52 +118,6 @@ class LearningMixin(DepthCountsMixin):
         layers = self.hidden_layers
         with torch.no_grad():
             return run_backbone(self.backbone, input_ids, attention_mask, position_ids, layers, logits_to_keep)
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        logits_to_keep: int | torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        cached_states: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> MTPOutput:
-        """Return the discounted loss of the heads on the frozen backbone, and the backbone's own logits.
-
-        Args:
-            input_ids: [B, L] int64.
-            attention_mask: [B, L], 0 for padding.
-            position_ids: [B or 1, L]; where they restart, a packed document begins.
-            labels: [B, L] int64, shifted here, -100 ignored.
-            logits_to_keep: Logits of the last so many positions only (0: all), or of these positions. None: of the last
-                one in training, which nobody reads, else of all.
-            num_items_in_batch: Targets per depth over all micro-batches, [n] or one number (from the Trainer).
-            cached_states: [B, L, S, d], the states that `learning_layers` names, from an earlier run of the backbone on
-                the same tokens: it is then not run, and there are no logits.
-            **kwargs: `shift_labels` [B, L], the target of every position, in place of `labels`; `balance` [n], factors
-                of the depths (`loss_balance="rms"`); with `output_hidden_states` the backbone's states that were read
-                are returned; the rest is not read.
-
-        Returns:
-            `MTPOutput`.
-
-        Raises:
-            ValueError: Labels that are no token ids, or states of another number of layers.
-        """
-        if cached_states is not None:
-            states, logits = split_states(cached_states, self.learning_layers), None
-        else:
-            kept = int(self.training) if logits_to_keep is None else logits_to_keep
-            outputs = self._run_backbone(input_ids, attention_mask, position_ids, kept)
-            states, logits = outputs.hidden_states, outputs.logits
-        given = input_ids, attention_mask, position_ids, labels, num_items_in_batch
-        found = self.learn(states, logits, *given, **kwargs)
-        if kwargs.get("output_hidden_states") and cached_states is None:
-            found.hidden_states = cast(tuple, states)
-        return found
 
     def learn(
         self,
@@ -127,18 +140,6 @@ class LearningMixin(DepthCountsMixin):
         if labels is None and shift_labels is None:
             return MTPOutput(logits=logits)
         targets = depth_targets(labels, self.config.num_depths, attention_mask, position_ids, shift_labels)
-        teaches = self.config.loss_target == "teacher"
-        if self._goes_one_by_one():
-            check_targets(targets, cast(int, self.config.vocab_size))
-            own = (targets != IGNORE).sum((0, 1))
-            weights = depth_weights(self.config, counts_of_update(own, counts).float()) * self.loss_scale(first)
-            states = cast(Mapping[int, torch.Tensor], states)
-            if position_ids is None:
-                position_ids = counted_positions(states[-2], attention_mask)
-            loss, sums = cast(LayerHead, self.head).one_by_one(
-                states, attention_mask, position_ids, self._parts(), targets, weights
-            )
-            return MTPOutput(loss=loss, logits=logits, head_losses=sums / own)
         found = head_loss(
             self.head,
             self.config,
@@ -147,25 +148,12 @@ class LearningMixin(DepthCountsMixin):
             input_ids,
             counts,
             self._parts(),
-            states[-1] if teaches else None,
+            states[-1] if self.config.loss_target == "teacher" else None,
             self.loss_scale(first),
             balance,
         )
-        return MTPOutput(
-            loss=found.loss,
-            logits=logits,
-            head_losses=found.means,
-            acceptances=found.acceptances,
-            missing_mass=found.missing,
-            head_squares=found.squares,
-        )
-
-    def _goes_one_by_one(self) -> bool:
-        """Return whether heads can learn one after the other: layers that read the same states, from labels."""
-        config = self.config
-        plain = config.loss_target == "labels" and config.loss_balance == "none"
-        plain = plain and not any(map(is_unit, self.head.modules()))
-        return plain and family_of(config).one_by_one(config)
+        found.logits = logits
+        return found
 
     def loss_scale(self, first: float = 1.0) -> torch.Tensor:
         """What the depths of the loss are multiplied with besides weights, [n]: lambda, and `first` at depth 1."""

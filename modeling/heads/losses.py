@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import nn
 
 from ...configuration import MTPHeadConfig
+from ..outputs import MTPOutput
 from .backbone_parts import BackboneParts
 from .chunks import Part, chunked_sums
 from .registry import window_distribution
@@ -66,7 +67,7 @@ def _targets_of_shifted(
     return window_targets(labels, window, attention_mask, position_ids)[:, :-1]
 
 
-def check_targets(targets: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def check_targets(targets: torch.Tensor, vocab_size: int, name: str = "labels") -> torch.Tensor:
     """Return the targets [...] int64, if every one is a token id or -100.
 
     On an accelerator they are not read, which would stop the program until the device is done; there, the kernel that
@@ -76,11 +77,12 @@ def check_targets(targets: torch.Tensor, vocab_size: int) -> torch.Tensor:
         ValueError: A target that is neither.
     """
     if targets.device.type == "cpu":
-        wrong = targets[(targets != IGNORE) & ((targets < 0) | (targets >= vocab_size))]
+        ignored = (targets == IGNORE) & (name != "input_ids")
+        wrong = targets[~ignored & ((targets < 0) | (targets >= vocab_size))]
         if len(wrong):
             raise ValueError(
-                f"labels hold {int(wrong[0])}, but the vocabulary has {vocab_size} tokens: labels are ids from 0 to "
-                f"{vocab_size - 1}, or {IGNORE} where nothing is scored"
+                f"{name} hold {int(wrong[0])}, but the vocabulary has {vocab_size} tokens: ids go from 0 to "
+                f"{vocab_size - 1}, and labels may be {IGNORE} where nothing is scored; another tokenizer?"
             )
     return targets
 
@@ -167,13 +169,28 @@ def _discounts(like: torch.Tensor, gamma: float) -> torch.Tensor:
     return gamma ** torch.arange(len(like), device=like.device, dtype=like.dtype)
 
 
-def counts_of_update(own: torch.Tensor, given: torch.Tensor | int | None) -> torch.Tensor:
+def counted(scored: torch.Tensor, normalization: str = "tokens") -> torch.Tensor:
+    """Return what the summed terms of each depth are divided by, [n] int64: targets, or sequences (`"paper"`).
+
+    Args:
+        scored: [B, L, n] bool.
+        normalization: `MTPHeadConfig.loss_normalization`.
+    """
+    if normalization == "paper":
+        return scored.flatten(1).any(1).sum().expand(scored.shape[-1])
+    return scored.sum((0, 1))
+
+
+def counts_of_update(
+    own: torch.Tensor, given: torch.Tensor | int | None, first: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the targets per depth of a whole update, of which a micro-batch has `own`.
 
     Args:
         own: [n] int64, targets per depth in this micro-batch.
         given: `num_items_in_batch`: [n] from `MTPTrainer`; one number, the first depth's, from `Trainer`, and then the
             other depths are taken to be as much rarer as they are here; or None, where this is the whole update.
+        first: The number in this micro-batch of what one number counts; None: `own[0]`.
 
     Returns:
         [n].
@@ -184,10 +201,10 @@ def counts_of_update(own: torch.Tensor, given: torch.Tensor | int | None) -> tor
     if given is None:
         return own
     given = torch.as_tensor(given, device=own.device).flatten()
-    if len(given) == 1:
-        return own * given / own[0].clamp(min=1)
-    if len(given) != len(own):
+    if len(given) not in (1, len(own)):
         raise ValueError(f"num_items_in_batch has {len(given)} entries; give one number, or one for each of {len(own)}")
+    if len(given) < len(own):
+        return own * given / (own[0] if first is None else first).clamp(min=1)
     return given
 
 
@@ -195,24 +212,6 @@ def depth_means(terms: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """Return the detached mean of the valid terms per depth, [n] in nats; NaN where a depth has no target."""
     terms = torch.where(valid.bool(), terms.detach(), torch.zeros_like(terms))
     return terms.sum((0, 1)) / valid.sum((0, 1))
-
-
-class HeadLoss(NamedTuple):
-    """The loss of a head and what is shown of it; all but the first are detached.
-
-    Attributes:
-        loss: Scalar, in nats.
-        means: [n] mean term per depth, NaN where a depth has no target.
-        acceptances: [n] mean probability that a token drawn at a depth is kept, NaN at depth 1; None without a teacher.
-        missing: Scalar, the teacher's mean mass outside `loss_top_k`; None where all tokens are compared.
-        squares: [n] mean squared term, where depths are balanced by factors that were given.
-    """
-
-    loss: torch.Tensor
-    means: torch.Tensor
-    acceptances: torch.Tensor | None = None
-    missing: torch.Tensor | None = None
-    squares: torch.Tensor | None = None
 
 
 def head_loss(
@@ -226,7 +225,7 @@ def head_loss(
     last_states: torch.Tensor | None = None,
     scale: torch.Tensor | float = 1.0,
     balance: torch.Tensor | None = None,
-) -> HeadLoss:
+) -> MTPOutput:
     """Return the loss of a head over all windows of a batch, in chunks.
 
     A term is -log q(x_{t+j} | x_{t+1..t+j-1}), where x is the label if that is scored, and else the token observed; or,
@@ -246,14 +245,17 @@ def head_loss(
         balance: [n] factors of the depths, for `loss_balance="rms"`; None: those of this batch, which takes a pass.
 
     Returns:
-        See `HeadLoss`.
+        The loss, and what is shown of it, detached.
 
     Raises:
         ValueError: A target that is no token id, or a teacher where there is no backbone to teach.
     """
     vocab_size = cast(int, head.vocab_size)
     window, scored = targets.shape[-1], check_targets(targets, vocab_size) != IGNORE
-    own, tokens, unknown = scored.sum((0, 1)), targets.clamp(min=0), None
+    own, tokens, unknown = counted(scored, config.loss_normalization), targets.clamp(min=0), None
+    dtype, shares = torch.promote_types(features.dtype, torch.float32), None
+    if config.loss_normalization == "paper":
+        shares = scored.sum(1, keepdim=True).clamp(min=1).to(dtype).reciprocal().expand(scored.shape)
     if input_ids is not None and config.masked_tokens == "observe":
         tokens = torch.where(scored, targets, tokens_ahead(input_ids, window, 0))
     elif "masked_tokens" in config.family.options:
@@ -266,6 +268,7 @@ def head_loss(
         tokens: torch.Tensor,
         scored: torch.Tensor,
         unknown: torch.Tensor | None,
+        shares: torch.Tensor | None,
         *taught: torch.Tensor,
     ) -> torch.Tensor:
         distribution = window_distribution(head, config, part, backbone)
@@ -275,11 +278,11 @@ def head_loss(
             values = list(teacher.terms(distribution, tokens, taught))
         if balanced and balance is not None:
             values.append(values[0].detach().square())
-        return torch.cat([torch.where(scored, value, 0.0) for value in values], -1)
+        values = [torch.where(scored, value, 0.0) for value in values]
+        return torch.cat(values if shares is None else [value * shares for value in values], -1)
 
-    dtype = torch.promote_types(features.dtype, torch.float32)
-    weights = depth_weights(config, counts_of_update(own, counts).to(dtype)) * scale
-    arguments = (tokens, scored, unknown, *(() if teacher is None else teacher.arguments))
+    weights = depth_weights(config, counts_of_update(own, counts, scored[..., 0].sum()).to(dtype)) * scale
+    arguments = (tokens, scored, unknown, shares, *(() if teacher is None else teacher.arguments))
     part = Part(features, arguments, weights)
     size = window * config.rank * vocab_size * (1 if teacher is None else 2)
     if balanced:
@@ -291,27 +294,32 @@ def head_loss(
     means = list(sums.unflatten(0, (-1, window)) / own)
     if teacher is not None:
         means[1][0] = torch.nan  # nothing is drafted at depth 1
-    return HeadLoss(
-        loss,
-        means[0],
-        None if teacher is None else means[1],
-        None if teacher is None else teacher.missing,
-        means[-1] if balanced and balance is not None else None,
+    return MTPOutput(
+        loss=loss,
+        head_losses=means[0],
+        acceptances=None if teacher is None else means[1],
+        missing_mass=None if teacher is None else teacher.missing,
+        head_squares=means[-1] if balanced and balance is not None else None,
     )
 
 
 def depth_weights(config: MTPHeadConfig, counts: torch.Tensor) -> torch.Tensor:
     """Return what the summed terms of each depth are multiplied with, [n], from targets per depth [n]; 0 counts as 1.
 
-    `loss_weights`, or the family's own, are divided by the counts; where there are none, `gamma` gives weights that sum
-    to 1 (`discounted_weights`).
+    `loss_weights`, or the family's own recipe with `gamma` for its discount, are divided by the counts; where there are
+    none, `gamma` gives weights that sum to 1 (`discounted_weights`), but for `loss_normalization="paper"`.
     """
-    given = config.loss_weights
-    if given is None and config.family.loss_weights is not None:
-        given = config.family.loss_weights(len(counts))
-    if given is None:
-        return discounted_weights(counts, config.gamma)
-    return torch.tensor(given, dtype=counts.dtype, device=counts.device) / counts.clamp(min=1)
+    given, recipe = config.loss_weights, config.family.loss_weights
+    if given is None and recipe is not None:
+        given = recipe(len(counts))
+        if config.gamma is not None:
+            given = [given[0], *(config.gamma**k for k in range(1, len(counts)))]
+    if given is not None:
+        return torch.tensor(given, dtype=counts.dtype, device=counts.device) / counts.clamp(min=1)
+    gamma = cast(float, config.gamma)
+    if config.loss_normalization == "paper":
+        return _discounts(counts, gamma) / counts.clamp(min=1)
+    return discounted_weights(counts, gamma)
 
 
 def _rms_balance(

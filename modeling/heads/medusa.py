@@ -7,7 +7,6 @@ Merged: the same after `medusa_head.` in a model's files. vLLM: `blocks.{k}.laye
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,15 @@ from transformers import PreTrainedModel
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import MEDUSA
-from ..tensor_files import Tensors, read_json, read_tensors, refuse_unknown
-from .backbone_parts import BackboneParts, backbone_parts, required
-from .blocks import FeedForwardBlock, Repeated, repeated, unembeddings, untied
+from ..tensor_files import Names, Tensors, read_json, read_tensors, renamed
+from .backbone_parts import BackboneParts, required
+from .blocks import BlockHead, FeedForwardBlock, Repeated, repeated, untied, with_copies
 from .family import Directory, HeadFamily, HeadLayout, register
 from .ff import check_vllm_unembedding, factorised_distribution, vllm_fields
 from .window_distribution import exact
 
 
-class MedusaHead(nn.Module):
+class MedusaHead(BlockHead):
     """Head k = 1..n-1 predicts the token k + 1 ahead: W_k block(...block(h)); position 1 is the backbone's own
     distribution.
 
@@ -36,10 +35,8 @@ class MedusaHead(nn.Module):
     """
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
-        super().__init__()
-        self.vocab_size = vocab_size
+        super().__init__(config, hidden_size, vocab_size)
         self.blocks = nn.ModuleList(_blocks(config, hidden_size) for _ in range(config.num_drafts))
-        self.unembeddings = unembeddings(config, hidden_size, vocab_size)
 
     def forward(
         self,
@@ -60,11 +57,7 @@ class MedusaHead(nn.Module):
     def _logits(self, position: int, hidden_states: torch.Tensor, backbone: BackboneParts | None) -> torch.Tensor:
         if position == 0:
             return required(backbone).unembed(hidden_states)
-        return self.unembeddings(self.blocks[position - 1](hidden_states), position - 1, backbone)
-
-    def start_from(self, backbone: PreTrainedModel) -> None:
-        """Every unembedding starts as the backbone's."""
-        self.unembeddings.start_from(backbone_parts(backbone))
+        return self.unembed(self.blocks[position - 1](hidden_states), position - 1, backbone)
 
 
 def _blocks(config: MTPHeadConfig, hidden_size: int) -> Repeated:
@@ -74,14 +67,14 @@ def _blocks(config: MTPHeadConfig, hidden_size: int) -> Repeated:
     return Repeated([FeedForwardBlock(hidden_size, inner) for _ in range(config.num_blocks)], config.num_blocks)
 
 
-_OFFICIAL = {
-    re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)$"): "blocks.{0}.{1}.linear.{2}",
-    re.compile(r"(\d+)\.\d+\.(weight)$"): "unembeddings.heads.{0}.{1}",
-}
-_VLLM = {
-    re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$"): "blocks.{0}.{1}.linear.{2}",
-    re.compile(r"lm_heads\.(\d+)\.(weight)$"): "unembeddings.heads.{0}.{1}",
-}
+_OFFICIAL = (
+    ("{k}.{j}.linear.{part}", "blocks.{k}.{j}.linear.{part}"),
+    ("{k}.{j}.weight", "unembeddings.heads.{k}.weight"),
+)
+_VLLM = (
+    ("blocks.{k}.layers.{j}.{part}", "blocks.{k}.{j}.linear.{part}"),
+    ("lm_heads.{k}.weight", "unembeddings.heads.{k}.weight"),
+)
 
 
 def _read_official(folder: Path) -> Directory:
@@ -91,7 +84,7 @@ def _read_official(folder: Path) -> Directory:
         tensors = read_tensors(files[-1:])  # safetensors rather than a pickle
     else:
         tensors = read_tensors(sorted(folder.glob("*.safetensors")), "medusa_head.")
-    return _options(folder, values, _renamed(folder, tensors, _OFFICIAL))
+    return _options(folder, values, renamed(tensors, _OFFICIAL, folder))
 
 
 def _read_vllm(folder: Path) -> Directory:
@@ -103,7 +96,7 @@ def _read_vllm(folder: Path) -> Directory:
         raise ValueError(f"{folder}: token_map, a vocabulary of {len(tensors['token_map'])} tokens, is not supported")
     if values.get("original_lm_head"):
         tensors.pop("lm_heads.0.weight", None)
-    ours = _renamed(folder, tensors, _VLLM)
+    ours = renamed(tensors, _VLLM, folder)
     for name, tensor in list(ours.items()):
         if name.endswith("linear.weight"):
             ours.setdefault(name.removesuffix("weight") + "bias", tensor.new_zeros(len(tensor)))
@@ -115,13 +108,7 @@ def _write_official(config: MTPHeadConfig, tensors: Tensors, backbone: PreTraine
     fields: dict[str, Any] = {"medusa_num_heads": config.num_drafts, "medusa_num_layers": config.num_blocks}
     if config.unembed == "shared":
         fields["version"] = "2"
-    named = {}
-    for k in range(config.num_drafts):
-        for j in range(config.num_blocks):
-            named |= {f"{k}.{j}.linear.{part}": _block(config, tensors, k, j, part) for part in ("weight", "bias")}
-        if config.unembed == "own":
-            named[f"{k}.{config.num_blocks}.weight"] = tensors[f"unembeddings.heads.{k}.weight"]
-    return fields, named
+    return fields, _named(config, tensors, _OFFICIAL)
 
 
 def _write_vllm(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
@@ -130,18 +117,13 @@ def _write_vllm(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedMod
     fields = vllm_fields(config, num_hidden_layers=config.num_blocks, medusa_fc_bias=True)
     if not own:
         fields["original_lm_head"] = True
-    named = {} if own else {"lm_heads.0.weight": check_vllm_unembedding(backbone)}
-    for k in range(config.num_drafts):
-        for j in range(config.num_blocks):
-            for part in ("weight", "bias"):
-                named[f"blocks.{k}.layers.{j}.{part}"] = _block(config, tensors, k, j, part)
-        if own:
-            named[f"lm_heads.{k}.weight"] = tensors[f"unembeddings.heads.{k}.weight"]
-    return fields, named
+    shared = {} if own else {"lm_heads.0.weight": check_vllm_unembedding(backbone)}
+    return fields, shared | _named(config, tensors, _VLLM)
 
 
-def _block(config: MTPHeadConfig, tensors: Tensors, k: int, j: int, part: str) -> torch.Tensor:
-    return tensors[f"blocks.{k}.{0 if config.tied_blocks else j}.linear.{part}"]
+def _named(config: MTPHeadConfig, tensors: Tensors, names: Names) -> Tensors:
+    every = with_copies(tensors, config.num_drafts, config.num_blocks)
+    return renamed(every, names, "these heads", back=True, j=config.num_blocks)
 
 
 def _refusal(config: MTPHeadConfig) -> str | None:
@@ -150,17 +132,6 @@ def _refusal(config: MTPHeadConfig) -> str | None:
 
 def _is_official(folder: Path, fields: dict[str, Any]) -> bool:
     return bool(list(folder.glob("medusa_lm_head.*"))) or "medusa_num_heads" in fields
-
-
-def _renamed(folder: Path, tensors: Tensors, patterns: dict[re.Pattern[str], str]) -> Tensors:
-    ours = {}
-    for name, tensor in tensors.items():
-        for pattern, template in patterns.items():
-            if match := pattern.match(name):
-                ours[template.format(*match.groups())] = tensor
-                break
-    refuse_unknown(folder, (name for name in tensors if not any(pattern.match(name) for pattern in patterns)))
-    return ours
 
 
 def _options(folder: Path, values: dict[str, Any], ours: Tensors) -> Directory:
@@ -199,11 +170,7 @@ register(
         is_independent=True,
         layouts=[
             HeadLayout(
-                "vllm",
-                lambda folder, fields: fields.get("model_type") == "medusa",
-                _read_vllm,
-                _refusal,
-                _write_vllm,
+                "vllm", lambda folder, fields: fields.get("model_type") == "medusa", _read_vllm, _refusal, _write_vllm
             ),
             HeadLayout("medusa", _is_official, _read_official, _refusal, _write_official, "medusa_lm_head.safetensors"),
         ],

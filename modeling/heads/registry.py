@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
-from transformers import Cache
 
 from ...configuration import MTPHeadConfig
 from .backbone_parts import BackboneParts
@@ -31,23 +29,6 @@ class Resettable(Protocol):
 def family_of(config: MTPHeadConfig) -> HeadFamily:
     """Return the record of a config's family."""
     return FAMILIES[config.head_type]
-
-
-def head_features(
-    head: nn.Module,
-    config: MTPHeadConfig,
-    states: Sequence[torch.Tensor],
-    attention_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-    backbone: BackboneParts | None = None,
-    cache: Cache | None = None,
-) -> torch.Tensor:
-    """Return what the distribution of every position is made from, [B, T, F].
-
-    `states` are those that the family's `hidden_layers` names, [B, T, d] each; `attention_mask` is [B, past + T];
-    `cache`, the head's own keys and values of earlier positions, is extended.
-    """
-    return family_of(config).features(head, states, attention_mask, position_ids, backbone, cache)
 
 
 def build_head(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> nn.Module:

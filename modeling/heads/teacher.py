@@ -81,10 +81,8 @@ class Teacher:
                 log_p = self.backbone.unembed(parts[0]).to(log_q.dtype).log_softmax(-1)
         else:
             log_p, log_q = parts[1].to(log_q.dtype), lumped(log_q, parts[0])
-        share = self.config.loss_label_weight
-        distance = divergence(self.config.loss_divergence, log_p, log_q)
-        mixed = distance if share == 0 else (1 - share) * distance - share * likelihood[..., 1:]
-        accepted = acceptance(log_p, log_q.detach())
+        kind, share = self.config.loss_divergence, self.config.loss_label_weight
+        mixed, accepted = taught_terms(kind, share, log_p, log_q, likelihood[..., 1:])
         return torch.cat([-likelihood[..., :1], mixed], -1), nn.functional.pad(accepted, (1, 0))
 
 
@@ -103,6 +101,23 @@ def _ahead(values: torch.Tensor, window: int) -> torch.Tensor:
     """For every position the values [B, L, (n - 1) c] of the n - 1 following positions; 0 beyond the end."""
     padded = nn.functional.pad(values, (0, 0, 0, window - 1))
     return torch.cat([padded[:, k : k + values.shape[1]] for k in range(1, window)], -1)
+
+
+def taught_terms(
+    kind: str, share: float, log_p: torch.Tensor, log_q: torch.Tensor, likelihood: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (1 - share) D(p, q) - share log q(label), and the detached acceptance, [...] each.
+
+    Args:
+        kind: See `divergence`.
+        share: Of the labels' likelihood, 0 to 1; at 0 that is not read.
+        log_p: [..., v], normalised.
+        log_q: [..., v], normalised.
+        likelihood: log q(label), [...].
+    """
+    distance = divergence(kind, log_p, log_q)
+    mixed = distance if share == 0 else (1 - share) * distance - share * likelihood
+    return mixed, acceptance(log_p, log_q.detach())
 
 
 def divergence(kind: str, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:

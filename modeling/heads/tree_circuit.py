@@ -13,7 +13,6 @@ from functools import cached_property, lru_cache
 import torch
 
 from ..indices import numbers
-from ..sampling import draw
 from .circuits import LatentDistribution, Scale, Walk, finite_weights
 from .window_distribution import logsumexp, normalised_logits
 
@@ -175,18 +174,6 @@ class TreeDistribution(LatentDistribution):
     def _left_of(self, unit: Unit, parent: int, slots: dict[Unit | None, int]) -> int:
         """Return the slot of what a prefix that reaches `unit` has seen below its parent: its left sibling."""
         return slots[self.structure.left[parent]] if self.structure.right[parent] == unit else slots[None]
-
-    def sample_owners(self, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Return a state for every state of the parent, followed down the levels: one gather per level."""
-        tree = self.structure
-        states = [draw(self.root.exp(), generator)[..., None]]
-        order = {0: 0}
-        maps = draw(self.nodes.exp(), generator)
-        for level in tree.levels[1:]:
-            parents = _select(torch.cat(states, -1), [order[tree.parent[node]] for node in level], -1)
-            states.append(_select(maps, [node - 1 for node in level], -2).gather(-1, parents[..., None])[..., 0])
-            order |= {node: len(order) + i for i, node in enumerate(level)}
-        return _select(torch.cat(states, -1), [order[owner] for owner in tree.owner], -1)
 
     def condition(self, first: torch.Tensor) -> TreeDistribution:
         """Reweight the path from the first position's owner to the root: log n nodes."""

@@ -49,10 +49,6 @@ class WindowDistribution(ABC):
         """Return the distribution of x_2..x_n given x_1 = `first` [...], in the same family."""
 
     @abstractmethod
-    def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
-        """One window per batch element by ancestral sampling, [..., n]."""
-
-    @abstractmethod
     def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Let `choose` pick from each exact conditional in turn.
 
@@ -83,13 +79,29 @@ class WindowDistribution(ABC):
         """Return the argmax of each exact conditional in turn, [..., n] or the first `length` of them."""
         return self.draft(lambda probs: (probs.argmax(-1), probs), length)[0]
 
+    def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
+        """One window per batch element by ancestral sampling, [..., n]."""
+        return self.draft(lambda probs: (draw(probs, generator), probs))[0]
+
     def sample_with_probs(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """An ancestral sample and the distributions that its tokens follow, [..., length] and [..., length, v]."""
-        tokens = self.sample()
-        return tokens[..., :length], self.conditional_log_probs(tokens)[..., :length, :].exp()
+        return self.draft(lambda probs: (draw(probs), probs), length)
 
 
-class FactorisedDistribution(WindowDistribution):
+class _GivenConditionals(WindowDistribution):
+    """A distribution whose conditionals are given: none is computed from a joint distribution."""
+
+    def token_log_probs(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the conditionals at the tokens."""
+        chosen = self.conditional_log_probs(tokens).gather(-1, tokens[..., None])[..., 0]
+        return chosen if unknown is None else chosen.masked_fill(unknown, 0)
+
+    def prefix_log_prob(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
+        """Cumulated conditionals."""
+        return self.token_log_probs(tokens, unknown).cumsum(-1)
+
+
+class FactorisedDistribution(_GivenConditionals):
     """FF: q(x) = prod_i leaf_i[x_i] (Gloeckle et al. 2024).
 
     Args:
@@ -100,23 +112,9 @@ class FactorisedDistribution(WindowDistribution):
         self.leaf_logits = leaf_logits
         self.window = leaf_logits.shape[-3]
 
-    @property
-    def log_leaves(self) -> torch.Tensor:
-        """Normalised leaves, [..., n, v]."""
-        return normalised_logits(self.leaf_logits[..., 0, :])
-
-    def token_log_probs(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the leaves at the tokens."""
-        chosen = self.conditional_log_probs(tokens).gather(-1, tokens[..., None])[..., 0]
-        return chosen if unknown is None else chosen.masked_fill(unknown, 0)
-
-    def prefix_log_prob(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
-        """Cumulated leaves."""
-        return self.token_log_probs(tokens, unknown).cumsum(-1)
-
     def conditional_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
         """log leaf_i, whatever the tokens."""
-        return self.log_leaves.expand(*tokens.shape, -1)
+        return normalised_logits(self.leaf_logits[..., 0, :]).expand(*tokens.shape, -1)
 
     def next_log_probs(self, prefix: torch.Tensor) -> torch.Tensor:
         """Return the logits of leaf_{j+1}, whatever the prefix."""
@@ -127,10 +125,6 @@ class FactorisedDistribution(WindowDistribution):
         """Independence: the other positions as they are."""
         return FactorisedDistribution(self.leaf_logits[..., 1:, :, :])
 
-    def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Return every position at once."""
-        return draw(self.log_leaves.exp(), generator)
-
     def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return every position at once."""
         return choose(self.leaf_logits[..., :length, 0, :].softmax(-1))
@@ -139,12 +133,8 @@ class FactorisedDistribution(WindowDistribution):
         """Return the argmax of every leaf; no normalisation needed."""
         return self.leaf_logits[..., :length, 0, :].argmax(-1)
 
-    def sample_with_probs(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return every position at once; the distributions are computed once."""
-        return self.draft(lambda probs: (draw(probs), probs), length)
 
-
-class SequentialDistribution(WindowDistribution):
+class SequentialDistribution(_GivenConditionals):
     """q(x) = prod_k softmax(next_logits(e(x_1), .., e(x_{k-1})))[x_k].
 
     Binding a token is exact and free: every conditional is given, none is computed from a joint distribution. With
@@ -189,24 +179,13 @@ class SequentialDistribution(WindowDistribution):
         Raises:
             ValueError: An unknown token that a known one follows: it would have to be summed out.
         """
-        chosen = self.conditional_log_probs(tokens).gather(-1, tokens[..., None])[..., 0]
-        if unknown is None:
-            return chosen
-        if bool((unknown[..., :-1] & ~unknown[..., 1:]).any()):
+        if unknown is not None and bool((unknown[..., :-1] & ~unknown[..., 1:]).any()):
             raise ValueError("unknown: a sequential distribution can sum tokens out at the end of the window only")
-        return chosen.masked_fill(unknown, 0)
-
-    def prefix_log_prob(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
-        """Cumulated conditionals; unknown tokens may stand at the end of the window only (`token_log_probs`)."""
-        return self.token_log_probs(tokens, unknown).cumsum(-1)
+        return super().token_log_probs(tokens, unknown)
 
     def condition(self, first: torch.Tensor) -> SequentialDistribution:
         """Bind the embedding of `first`."""
         return SequentialDistribution(self.next_logits, self.embed, self.window - 1, self._extended(first[..., None]))
-
-    def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
-        """One token after the other."""
-        return self.draft(lambda probs: (draw(probs, generator), probs))[0]
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """One token after the other."""
@@ -218,13 +197,8 @@ class SequentialDistribution(WindowDistribution):
             distribution = distribution.condition(token)
         return torch.stack(tokens, -1), torch.stack(draft_probs, -2)
 
-    def sample_with_probs(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One token after the other; their distributions come with them."""
-        return self.draft(lambda probs: (draw(probs), probs), length)
-
     def _logits(self, prefix: torch.Tensor) -> torch.Tensor:
-        logits = self.next_logits(prefix)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return exact(self.next_logits(prefix))
 
     def _extended(self, tokens: torch.Tensor) -> torch.Tensor:
         new = self.embed(tokens).to(self.known.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from os import PathLike
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from ...configuration.ptp import PTPConfig
-from ..tensor_files import read_tensors
+from ..tensor_files import read_json, read_tensors
 
 _EMBEDDINGS = {"binary": ("bits", True), "linear_interpolation": ("interpolate", False)}
 _PREFIXES = re.compile(r"^(module\.|base_model\.model\.|student\.|backbone\.)+")
@@ -26,14 +25,14 @@ def read_official(folder: str | PathLike) -> tuple[PTPConfig, dict[str, torch.Te
         FileNotFoundError: No weights in the directory.
     """
     folder = Path(folder)
-    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    values = read_json(folder / "config.json")
     config = _config(folder, values)
-    renamed = {}
-    for name, tensor in _tensors(folder).items():
-        for ours, value in _renamed(_PREFIXES.sub("", name), tensor):
-            renamed[ours] = value
-    adapted = {name.split(".lora_")[0] for name in renamed if ".lora_A." in name}
-    return config, {_base_layer(name, adapted): tensor for name, tensor in renamed.items()}
+    found = dict(_renamed(_PREFIXES.sub("", name), tensor) for name, tensor in _tensors(folder).items())
+    for layer in [name.split(".lora_")[0] for name in found if ".lora_A." in name]:
+        for part in ("weight", "bias"):
+            if (tensor := found.pop(f"{layer}.{part}", None)) is not None:
+                found[f"{layer}.base_layer.{part}"] = tensor
+    return config, found
 
 
 def _config(folder: Path, values: dict[str, Any]) -> PTPConfig:
@@ -63,16 +62,11 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     raise FileNotFoundError(f"{folder}: no weights (*.safetensors, weights.npz, *.ckpt, *.pt, *.bin)")
 
 
-def _renamed(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+def _renamed(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     if name.startswith("u_embed."):
         own = name.rsplit(".", 1)
         if own[0].endswith("embedding"):  # anchors [3, H]
-            return [("uniform_embedding.projection.weight", tensor.T.contiguous())]
-        return [(f"uniform_embedding.projection.{own[1]}", tensor)]
+            return "uniform_embedding.projection.weight", tensor.T.contiguous()
+        return f"uniform_embedding.projection.{own[1]}", tensor
     name = re.sub(r"\.(lora_[AB])\.(default\.)?weight$", r".\1.default.weight", name.replace(".base_layer.", "."))
-    return [(f"backbone.{name}", tensor)]
-
-
-def _base_layer(name: str, adapted: set[str]) -> str:
-    layer, _, last = name.rpartition(".")
-    return f"{layer}.base_layer.{last}" if layer in adapted else name
+    return f"backbone.{name}", tensor

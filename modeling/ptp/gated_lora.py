@@ -111,7 +111,7 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_p
 
 
 class Siblings:
-    """Adapters that read the same input, in the order of their calls: all their A's are multiplied at once."""
+    """Adapters that read the same input, in the order of their calls: decoding multiplies all their A's at once."""
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
@@ -120,24 +120,6 @@ class Siblings:
     def __getstate__(self) -> dict[str, Any]:
         """Leave packed weights out of copies and pickles."""
         return {"layers": self.layers, "_packed": None}
-
-    def low(self, layer: Any, gate: Gate, x: torch.Tensor) -> torch.Tensor:
-        """Return A x of one adapter on auxiliary rows, [B, A, r] in its dtype, with gradients.
-
-        x is [B, Q, in] or [B Q, in], as the layer got it. The first adapter computes those of all, if the others are
-        called with the same tensor.
-        """
-        parts = gate.found(x, self)
-        if parts is None:
-            own = layer.lora_A[ADAPTER].weight
-            is_first = self.layers[0] is layer
-            down = self.together() if is_first else own
-            rows = gate.rows(x)[:, gate.start :].to(own.dtype)
-            parts = nn.functional.linear(rows, down).split(len(own), dim=-1)
-            if not is_first:
-                return parts[0]
-            gate.shared = x, self, parts
-        return parts[self.layers.index(layer)]
 
     def add(self, layer: Any, gate: Gate, x: torch.Tensor, result: torch.Tensor) -> bool:
         """Add s B A x to the auxiliary rows of `result` in place, without gradients and in few kernels.
@@ -164,11 +146,6 @@ class Siblings:
         else:
             base[:, gate.start :].baddbmm_(low, up.expand(len(base), -1, -1))
         return True
-
-    def together(self) -> torch.Tensor:
-        """Return the A's of all, [n r, in], with gradients."""
-        downs = [layer.lora_A[ADAPTER].weight for layer in self.layers]
-        return downs[0] if len(downs) == 1 else torch.cat(downs)
 
     def packed(self, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
         """Return the factors of decoding: the A's of all [n r, in], and each s B, transposed: [r, out].
@@ -243,14 +220,11 @@ def _join(parent: nn.Module, kind: type) -> None:
 
 def with_adapter(layer: Any, gate: Gate, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """Return `result` = W x with s B (A x) added on auxiliary rows; the others are unchanged."""
-    siblings, start = layer.siblings, gate.start
     is_learning = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    if not is_learning and siblings.add(layer, gate, x, result):
+    if not is_learning and layer.siblings.add(layer, gate, x, result):
         return result
-    base, down, up = gate.rows(result), layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
-    if any(half.is_meta for half in siblings.halves):  # offloaded: weights arrive with the call of their own layer
-        added = up(down(gate.rows(x)[:, start:].to(torch.promote_types(x.dtype, torch.float32))))
-    else:
-        added = nn.functional.linear(siblings.low(layer, gate, x), up.weight)
+    # the halves are called, not read: weights that are offloaded arrive with the call of their own layer
+    base, down, up, start = gate.rows(result), layer.lora_A[ADAPTER], layer.lora_B[ADAPTER], gate.start
+    added = up(down(gate.rows(x)[:, start:].to(torch.promote_types(x.dtype, torch.float32))))
     added = base[:, start:].add(added.to(result.dtype), alpha=layer.scaling[ADAPTER])
     return (added if start == 0 else torch.cat([base[:, :start], added], dim=1)).view(result.shape)

@@ -11,8 +11,9 @@ from inspect import signature
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...configuration.fields import field
+from ...configuration.fields import field, refuse
 from ...configuration.ptp import PTPConfig
+from ..wrapped_models import has_own_cache
 from .embedding import GREEDY
 
 
@@ -23,21 +24,18 @@ def check_config(config: PreTrainedConfig) -> None:
         ValueError: Sliding windows, or layers of other kinds than full attention.
     """
     kinds, window = set(field(config, "layer_types") or []), field(config, "sliding_window")
-    if window and field(config, "use_sliding_window") is not False and kinds != {"full_attention"}:
-        raise ValueError(
-            f"{config.model_type}: sliding_window={window}; auxiliary rows need a backbone with full "
-            "attention in every layer"
-        )
-    if kinds - {"full_attention"}:
-        raise ValueError(f"{config.model_type}: layers of types {sorted(kinds)}; only full attention can be verified")
+    slides = window and field(config, "use_sliding_window") is not False and kinds != {"full_attention"}
+    name, needed = config.model_type, "auxiliary rows need a backbone with full attention in every layer"
+    refuse(
+        [
+            (slides, f"{name}: sliding_window={window}; {needed}"),
+            (kinds - {"full_attention"}, f"{name}: layers of types {sorted(kinds)}; {needed}"),
+        ]
+    )
 
 
 def check_logits(config: PreTrainedConfig) -> None:
-    """Refuse a model whose logits are not those of its head.
-
-    Raises:
-        ValueError: Logits that are scaled or capped.
-    """
+    """Refuse a model whose logits are scaled or capped, and not those of its head."""
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if (value := field(config, name)) not in (None, 1.0):
             raise ValueError(f"{config.model_type}: {name}={value}; logits must be lm_head's own")
@@ -49,13 +47,23 @@ def check_model(backbone: PreTrainedModel) -> None:
     Raises:
         ValueError: A recurrent state, positions that cannot be chosen, attention without dense masks.
     """
-    name = backbone.config.model_type
-    if hasattr(backbone, "_new_cache"):
-        raise ValueError(f"{name}: its attention has a cache of its own and takes no dense masks, which rows need")
-    if backbone._is_stateful:
-        raise ValueError(f"{name}: a recurrent state cannot be cropped; only full attention can be verified")
-    if "position_ids" not in signature(backbone.get_decoder().forward).parameters:
-        raise ValueError(f"{name}: its forward takes no position_ids, and auxiliary rows need their own positions")
+    name, takes = backbone.config.model_type, signature(backbone.get_decoder().forward).parameters
+    refuse(
+        [
+            (
+                has_own_cache(backbone),
+                f"{name}: its attention has a cache of its own and takes no dense masks, which rows need",
+            ),
+            (
+                backbone._is_stateful,
+                f"{name}: a recurrent state cannot be cropped; only full attention can be verified",
+            ),
+            (
+                "position_ids" not in takes,
+                f"{name}: its forward takes no position_ids, and auxiliary rows need their own positions",
+            ),
+        ]
+    )
     check_attention(backbone.config, "auxiliary rows")
 
 

@@ -18,6 +18,7 @@ from ..heads.losses import check_targets, depth_targets
 from ..heads.window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
+from ..loss_options import OwnLossMixin
 from ..masks import additive_mask
 from ..outputs import PTPOutput, states_asked_for
 from ..wrapped_models import AroundBackboneMixin, PicklableMixin, caches_kept, checkpoints_activations, merged_copy
@@ -38,7 +39,9 @@ _RECOMMENDED = {"lora_rank": 64, "lora_alpha": 64}
 _OF_UNIFORMS = {"features": "arithmetic", "projection": "mlp"}
 
 
-class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin, AroundBackboneMixin, PreTrainedModel):
+class PTPForCausalLM(
+    OwnLossMixin, StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin, AroundBackboneMixin, PreTrainedModel
+):
     """A causal language model that also predicts blocks of tokens from uniforms (PTP), or from mask tokens.
 
     A forward may have auxiliary rows after its tokens, one per uniform (or mask). Gated adapters act on them
@@ -61,6 +64,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
         >>> out = model.generate(**inputs, do_sample=True, seed=7)  # the same output for the same seed
     """
 
+    own_trainer = "PTPSFTTrainer"
     config: PTPConfig
     config_class = PTPConfig
     uniform_embedding: UniformEmbedding | None
@@ -208,7 +212,7 @@ class PTPForCausalLM(StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Resize the backbone's embeddings and its head; nothing else depends on the vocabulary."""
-        embeddings = self.backbone.resize_token_embeddings(*args, **kwargs)
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
         self.config.backbone_config.vocab_size = self.backbone.config.vocab_size
         return embeddings
 

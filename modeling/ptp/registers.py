@@ -39,9 +39,6 @@ class RegisterModel(AroundBackboneMixin, OfBackboneMixin, PreTrainedModel):
     """
 
     config_class = None
-    base_model_prefix = ""
-    main_input_name = "input_ids"
-    supports_gradient_checkpointing = True
     _supports_sdpa = True
 
     def __init__(self, backbone: PreTrainedModel) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from ...configuration.fields import field
 from ...configuration.ptp import PTPConfig, PTPStudentConfig
@@ -15,12 +14,16 @@ from ...generation.attach import AttachableDrafter, adopt_special_ids
 from ...generation.parallel import ParallelDrafter
 from ..heads.window_distribution import WindowDistribution
 from ..loading import StrictLoadingMixin
-from ..wrapped_models import OfBackboneMixin, adapted_layers, adapter_marks, unwrap
+from ..wrapped_models import OfBackboneMixin, adapter_marks, unwrap
 from .embedding import SLOT_PARTS, slot_parts
 from .gated_lora import ADAPTER
 from .model import PTPForCausalLM
 
-_SAME = ("model_type", "hidden_size", "vocab_size", "num_hidden_layers")
+_SAME = (
+    *("model_type", "hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+"""Fields of a backbone that decide over the shapes of adapters."""
 
 
 class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, AttachableDrafter, PreTrainedModel):
@@ -48,9 +51,6 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, Attachabl
     config_class = PTPStudentConfig
     remote_classes = {"AutoModel": "PTPStudent"}
     travels_when_pushed = False
-    base_model_prefix = ""
-    main_input_name = "input_ids"
-    supports_gradient_checkpointing = True
     _supports_sdpa = True
 
     def __init__(self, config: PTPStudentConfig) -> None:
@@ -125,22 +125,8 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, Attachabl
         Raises:
             ValueError: Another kind of model, or another size.
         """
-        for name in _SAME:
-            own, theirs = (field(config, name) for config in (self.config.backbone_config, backbone.config))
-            if own != theirs:
-                raise ValueError(
-                    f"{name}: the student was made for {own!r}, but {type(backbone).__name__} has {theirs!r}"
-                )
-        layers = dict(backbone.named_modules())
-        layers |= {name: layer.get_base_layer() for name, layer in adapted_layers(backbone)}
-        for name, own in _layers(self.adapters):
-            sizes = own.lora_A[ADAPTER].in_features, own.lora_B[ADAPTER].out_features
-            theirs = _sizes(layers.get(name))
-            if sizes != theirs:
-                raise ValueError(
-                    f"{name}: the student was made for a layer of sizes {sizes}, but {type(backbone).__name__} has "
-                    f"{'none of that name' if theirs is None else theirs}"
-                )
+        made = self.config.get_text_config().get_text_config()
+        self.check_sizes(backbone, **{name: field(made, name) for name in _SAME})
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
         """Follow the backbone's device; its own parts have float32 at least, whatever the backbone's dtype."""
@@ -155,18 +141,6 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, Attachabl
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`PTPForCausalLM.forward` of the attached backbone with this student."""
         return self.whole(*args, **kwargs)
-
-    def _supports_logits_to_keep(self) -> bool:
-        """Refuse to be run by transformers itself."""
-        raise RuntimeError("PTPStudent cannot assist this model: call student.attach(backbone) first")
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> None:
-        """A student has no embeddings of tokens.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError("a PTPStudent has no embeddings of tokens: resize the backbone's, and make a new student")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle, without the backbone and the model made of it."""
@@ -198,13 +172,6 @@ def _adapters_like(backbone: nn.Module) -> nn.Module:
             linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
             parent.add_module(kind, made({ADAPTER: linear}))
     return root
-
-
-def _sizes(layer: nn.Module | None) -> tuple[int, int] | None:
-    """Return the features that a linear layer reads and writes; None of another or missing one."""
-    if isinstance(layer, nn.Linear):
-        return layer.in_features, layer.out_features
-    return (layer.weight.shape[0], layer.weight.shape[1]) if isinstance(layer, Conv1D) else None
 
 
 def _copy(config: PreTrainedConfig) -> PreTrainedConfig:

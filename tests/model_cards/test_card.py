@@ -135,7 +135,7 @@ def test_use_without_the_library_is_shown_where_its_code_travels(model, travels)
     assert card.data.library_name == ("transformers" if travels == "bundle" else "tokenahead")
     shown = 'AutoModelForCausalLM.from_pretrained("me/toy", trust_remote_code=True)' in card.text
     assert shown == (travels == "bundle") == ("pip install torch 'transformers==" in card.text)
-    assert "pip install tokenahead" in card.text
+    assert "pip install ./tokenahead" in card.text
 
 
 SECTIONS = (
@@ -219,6 +219,7 @@ def test_heads_apart_are_attached_to_their_backbone():
     config = MTPHeadConfig(window=4, hidden_size=32, vocab_size=320, base_model_name_or_path="me/base")
     card = render_card(config, None, repo_id="me/heads")
     assert (card.data.base_model, card.data["base_model_relation"]) == ("me/base", "adapter")
+    assert card.data.get("pipeline_tag") is None  # alone they write nothing
     assert 'MTPHeads.from_pretrained("me/heads").attach(backbone)' in card.text
 
 

@@ -70,10 +70,11 @@ def test_a_drafter_is_measured_on_its_backbone(tmp_path):
         ("empty.txt", "\n \n", "no prompt in it"),
         ("bad.jsonl", '"a"\n{', "line.*2"),
         ("other.jsonl", '{"promt": "a"}', "line.*1"),
+        ("latin.txt", "na\u00efve", "latin.txt.*UTF-8"),
     ],
 )
 def test_prompts_that_are_none(tmp_path, name, text, told):
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=told):
         read_prompts(tmp_path / name)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.every_model import NAMES, every_model, llama, moved_heads, prompt_for, same_texts, texts
+from tokenahead import PTPStudent
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}  # noqa: S301 - our own
 
@@ -96,3 +97,22 @@ def test_a_backbone_that_has_drafted_can_be_pickled(attached):
     assert torch.equal(twin.generate(prompt_for(base), **options), expected)
     for model, drafter in ((twin, moved_heads(twin)), (base, heads.attach(base))):
         assert torch.equal(model.generate(prompt_for(base), assistant_model=drafter, **options), expected)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["backbone first", "drafter first"])
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("kind", ["heads", "student"])
+def test_a_copy_of_a_pair_stays_a_pair(kind, how, order):
+    base = llama()
+    drafter = moved_heads(base, "shared") if kind == "heads" else PTPStudent.from_backbone(base, num_slots=3)
+    pair = base, drafter
+    copied = COPIES[how](tuple(pair[index] for index in order))
+    twin, other = copied[order[0]], copied[order[1]]
+    assert other.backbone is twin is not base and drafter.backbone is base
+    options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    text = twin.generate(prompt_for(twin), assistant_model=other, **options)
+    assert torch.equal(text, base.generate(prompt_for(base), **options))
+    other.detach()
+    assert "generate" not in vars(twin) and "generate" in vars(base)
+    alone = COPIES[how](drafter)
+    assert not alone.is_attached and not COPIES[how](base).generate.drafters

@@ -5,7 +5,8 @@ import torch
 from accelerate import cpu_offload, disk_offload
 
 from tests.every_model import NAMES, every_model, llama, moved_heads, prompt_for, same_texts, texts
-from tokenahead import MTPHeads
+from tests.families import family_model
+from tokenahead import DeepSeekMTP, MTPHeads
 
 OFFLOADS = {
     "cpu": lambda model, folder: cpu_offload(model, execution_device="cpu"),
@@ -51,3 +52,15 @@ def test_heads_on_an_offloaded_backbone(leaf):
     options = {"max_new_tokens": 9, "do_sample": False}
     text = offloaded.generate(ids, assistant_model=fresh, **options)
     assert torch.equal(text, llama().generate(ids, **options))
+
+
+@pytest.mark.parametrize("devices", ["auto", {"main": "disk", "mtp": "disk"}])
+def test_offloaded_modules_can_be_saved(devices, tmp_path):
+    model = family_model("deepseek_v3", num_nextn_predict_layers=2)
+    model.save_pretrained(tmp_path / "model")
+    half = {"cpu": sum(parameter.nbytes for parameter in model.parameters()) // 2}
+    options = {"device_map": devices, "max_memory": half, "offload_folder": tmp_path / "off"}
+    again = DeepSeekMTP.from_pretrained(tmp_path / "model", **options)
+    assert any(parameter.is_meta for parameter in again.parameters())
+    again.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "model/model.safetensors").read_bytes()

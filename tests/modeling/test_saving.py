@@ -70,6 +70,17 @@ def test_code_is_written_as_asked_and_leaves_no_trace_on_what_was_saved(kind, tm
     assert not (tmp_path / "zip").exists()
 
 
+def test_a_backbone_of_this_machine_is_named_by_its_whole_path(tmp_path, monkeypatch):
+    """Elsewhere `runs/base` would be the name of a repository."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "base").mkdir(parents=True)
+    heads = made("heads")
+    for name, saved in (("runs/base", str(tmp_path / "runs" / "base")), ("me/base", "me/base")):
+        heads.config.base_model_name_or_path = name
+        heads.save_pretrained("heads")
+        assert json.loads((tmp_path / "heads" / "config.json").read_text())["base_model_name_or_path"] == saved
+
+
 @pytest.mark.parametrize("kind", ["heads", "eagle"])
 def test_a_saved_drafter_is_tensors_and_a_config(kind, tmp_path):
     thing = made(kind)
@@ -85,7 +96,7 @@ def test_a_push_carries_the_code_of_models_and_none_of_drafters(tmp_path):
         part.save_pretrained(tmp_path)
     os.link(tmp_path / "config.json", tmp_path / "linked.json")  # as in the copy that a trainer pushes
     for part in (model, tokenizer):
-        part.add_code_of_push(tmp_path)
+        part.add_code(tmp_path, part.code_when_pushed())
     names = json.loads((tmp_path / "config.json").read_text())["auto_map"]
     assert names["AutoModelForCausalLM"].endswith("EvaByteForMTPC")
     assert "auto_map" not in (tmp_path / "linked.json").read_text()

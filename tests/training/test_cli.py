@@ -232,11 +232,6 @@ def test_the_demo_gets_its_arguments_and_fails_where_outputs_differ(monkeypatch,
     assert wanted.command == "tokenahead demo --seconds 3 --new-bytes 9 --seed 5 --batch-size 2"
 
 
-def test_training_in_the_demo_names_its_replacement(capsys):
-    code, line = error_of(capsys, "demo", "--train", "--minutes", "1")
-    assert code == 2 and "argument --train" in line and "tokenahead train examples/train/evabyte.yaml" in line
-
-
 def test_a_folder_of_someone_else_is_refused(capsys, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     code, line = error_of(capsys, "demo", "--output", tmp_path)

@@ -17,7 +17,7 @@ from tests.internals import completion_module as completion
 from tests.ptp_models import student
 from tests.training.conftest import small_model
 from tests.training.test_cli import Terminal, run
-from tokenahead import DeepSeekMTP, EvaByteForMTPC, EvaByteTokenizer, MTPHeadConfig, MTPHeads, PTPForCausalLM
+from tokenahead import DeepSeekMTP, EagleHead, EvaByteForMTPC, EvaByteTokenizer, MTPHeadConfig, MTPHeads, PTPForCausalLM
 
 SIZES = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=320)
 
@@ -210,6 +210,14 @@ def test_heads_are_attached_to_a_plain_model(llama, tmp_path, capsysbinary, monk
     drafting.clear()
     done = complete(Request(str(llama), b"x", str(tmp_path), dtype="bfloat16", max_new_tokens=9), lambda data: None)
     assert done.new_tokens == 9 and drafting
+
+
+def test_an_eagle_head_that_was_trained_drafts(llama, tmp_path):
+    EagleHead.from_backbone(LlamaForCausalLM.from_pretrained(llama), version=1).save_pretrained(tmp_path)
+    done = complete(Request(str(llama), b"x", str(tmp_path), max_new_tokens=9), lambda data: None)
+    assert done.data == data_of(llama, b"x", max_new_tokens=9) and done.accepted_by_position
+    with pytest.raises(ValueError, match="--heads"):
+        complete(Request(str(tmp_path), b"x"), lambda data: None)
 
 
 def test_heads_of_another_model_are_refused(llama, tmp_path, capsys):

@@ -22,9 +22,9 @@ def modules():
     return family_model("llama", vocab_size=320, num_nextn_predict_layers=2)
 
 
-def circuit():
+def circuit(**options):
     model = small_model()
-    model.set_head(head_type="cp", rank=2, window=3)
+    model.set_head(head_type="cp", rank=2, window=3, **options)
     return model
 
 
@@ -42,6 +42,7 @@ CASES = {
     "heads only": (heads, {}),
     "heads, lk of the likeliest": (heads, dict(loss_target="teacher", loss_divergence="lk", loss_top_k=20)),
     "heads, kl and labels": (heads, dict(loss_target="teacher", loss_divergence="kl", loss_label_weight=0.3)),
+    "heads, Eq. 4": (lambda: heads(head_type="cp", rank=2, loss_normalization="paper"), {}),
     "heads, balanced": (lambda: heads(head_type="medusa", loss_weights=[0.5, 0.3, 0.4]), dict(loss_balance="rms")),
     "heads, draft layers": (lambda: heads(head_type="cp", rank=2), dict(draft_layers=1, head_warmup=2)),
     "heads, joint": (heads, dict(train="all", head_warmup=0.5, drafter_lr_multiplier=3.0, loss_weight=0.4)),
@@ -51,6 +52,7 @@ CASES = {
     ),
     "layer, joint": (lambda: heads(head_type="layer"), dict(train="all")),
     "evabyte, joint": (small_model, dict(train="all", head_warmup=2, loss_weight=0.5)),
+    "circuit, Eq. 4": (lambda: circuit(loss_normalization="paper"), dict(train="all")),
     "circuit, reverse kl": (circuit, dict(train="all", loss_target="teacher", loss_divergence="reverse_kl")),
     "modules, joint, tv": (modules, dict(train="all", loss_target="teacher", loss_divergence="tv", loss_top_k=30)),
     "modules with adapters": (modules, dict(train="lora", lora_rank=2, drafter_lr_multiplier=2.0)),
@@ -122,7 +124,7 @@ def test_joint_models_are_saved_as_heads_and_backbone(tmp_path):
     backbone, ids = trainer.model.backbone, torch.arange(70, 90)[None]
     trainer.train()
     trainer.save_model(tmp_path / "out")
-    assert isinstance(trainer.model, JointMTPModel) and trainer.model.mtp_loss_weight > 0
+    assert isinstance(trainer.model, JointMTPModel) and trainer.model.heads.mtp_loss_weight > 0
     expected = backbone.eval()(ids).logits
     again = PeftModel.from_pretrained(llama(num_hidden_layers=2), tmp_path / "out" / "backbone").eval()
     torch.testing.assert_close(again(ids).logits, expected)
@@ -223,4 +225,4 @@ def test_values_out_of_range_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         TrainingStrategy(**fields)
     with pytest.raises(TypeError, match="'heads_only'"):
-        TrainingStrategy.from_dict({"heads_only": True})
+        TrainingStrategy(heads_only=True)

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from ...modeling import EvaByteForMTPC, MTPHeads
 from ...modeling.heads.losses import IGNORE, depth_targets
@@ -39,8 +38,6 @@ PICTURE = "analysis.png"
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return 0."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     settings = read_settings(named(argv), "analyze", AnalysisArguments)
     found = analyze(settings)
     print(summary(found))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from ...modeling.heads.losses import IGNORE
@@ -18,7 +16,6 @@ from ..utils import needs_extra
 from .settings import Settings
 
 with needs_extra("train", "reading data"):
-    import pyarrow.compute
     from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
     from datasets.exceptions import DatasetNotFoundError, DatasetsError
     from pyarrow import ArrowException
@@ -32,7 +29,6 @@ _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "
 _COLUMNS = (("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"))
 """The columns that training reads, in the order in which TRL looks for them; then `dataset_text_field`."""
 _LONGEST = 300  # letters of the message of a reader of files
-_ROWS_TO_READ = 1000  # of a stream of chats, whose turns are checked before training
 
 
 def load_data(
@@ -71,12 +67,7 @@ def load_data(
     if with_evaluation:
         hint = "; or set test_split_size, or eval_strategy='no'"
         chosen["eval"] = _split(data, test_name, "dataset_test_split", hint)
-    for name, rows in chosen.items():
-        _check_rows(rows, name, settings, tokenizer, vocab_size)
-        if isinstance(rows, IterableDataset):
-            check = _StreamCheck(name, settings.training.dataset_text_field, vocab_size)
-            chosen[name] = rows.map(check, features=rows.features)
-    return chosen
+    return {name: _checked(rows, name, settings, tokenizer, vocab_size) for name, rows in chosen.items()}
 
 
 def _loaded(settings: Settings) -> Any:
@@ -124,6 +115,8 @@ def _readable(name: str) -> Iterator[None]:
         raise
     except (DatasetsError, ArrowException, ValueError, TypeError, KeyError) as error:
         cause = error.__cause__ or error.__context__ or error
+        if isinstance(cause, UnicodeDecodeError):
+            raise ValueError(f"dataset_name={name} is no UTF-8 ({cause}): convert it") from error
         said = " ".join(str(cause).split())[:_LONGEST] or type(cause).__name__
         raise ValueError(f"dataset_name={name}: could not be read: {said}") from error
 
@@ -146,87 +139,33 @@ def _divided(rows: Data, size: float, seed: int) -> dict[str, Dataset]:
     return {"train": parts["train"], "test": parts["test"]}
 
 
-def _check_rows(rows: Data, name: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Refuse rows that nothing can be learned from: of a stream its first ones, of other data all."""
+def _checked(rows: Data, name: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Data:
+    """Refuse rows that nothing can be learned from; those of a stream as they come, after the first one."""
     with _readable(_source(settings)):  # a stream is read from here on
         first = next(iter(rows), None)
     if first is None:
         raise ValueError(f"the {name} data are empty: {_source(settings)} has no rows")
-    text = settings.training.dataset_text_field
-    columns = _columns_of(first, text)
+    check = _RowCheck(name, settings.training.dataset_text_field, vocab_size)
+    columns = check.columns_of(first)
     if not columns:
         raise ValueError(
-            f"the {name} data have the columns {', '.join(first)}; needed are {text!r} (dataset_text_field), "
+            f"the {name} data have the columns {', '.join(first)}; needed are {check.text!r} (dataset_text_field), "
             "'messages' or 'conversations' (chats), 'prompt' and 'completion', or 'input_ids'"
         )
-    _check_values(first, columns, name, "row 0")
-    if isinstance(rows, Dataset):
-        _check_columns(rows, columns, name, vocab_size)
-    has_chats = columns[0] in ("messages", "conversations")
-    if has_chats and tokenizer.chat_template is None and settings.training.chat_template_path is None:
+    has_template = tokenizer.chat_template is not None or settings.training.chat_template_path is not None
+    if columns[0] in ("messages", "conversations") and not has_template:
         raise ValueError(f"the {name} data are chats, but the tokenizer has no chat template: set chat_template_path")
-    if has_chats or (columns[0] == "prompt" and all(isinstance(first[column], list) for column in columns)):
-        chosen = rows.select_columns(columns)
-        for number, row in enumerate(chosen if isinstance(rows, Dataset) else islice(chosen, _ROWS_TO_READ)):
-            _check_chat(dict(row), f"row {number} of the {name} data")
+    check(first, "row 0")
+    if isinstance(rows, IterableDataset):
+        return rows.map(check, features=rows.features)
+    chosen = rows.select_columns(columns)
+    for number, row in enumerate(chosen.with_format("numpy") if "input_ids" in columns else chosen):
+        check(dict(row), f"row {number}")
+    return rows
 
 
-def _columns_of(row: dict[str, Any], text: str) -> list[str]:
-    """Return the columns of a row that training reads."""
-    for names in (*_COLUMNS, (text,)):
-        if row.keys() >= {*names}:
-            return [*names, *(["labels"] if names == ("input_ids",) and "labels" in row else [])]
-    return []
-
-
-def _check_values(row: dict[str, Any], columns: list[str], name: str, which: str) -> None:
-    for column in columns:
-        holds, wanted = _KINDS.get(column, (_is_text, "text"))
-        if not holds(row[column]):
-            raise ValueError(f"{column!r} of the {name} data must hold {wanted}, and {which} has {row[column]!r:.40}")
-
-
-def _check_columns(rows: Dataset, columns: list[str], name: str, vocab_size: int) -> None:
-    """Refuse columns of a file that hold something other than their name says; a column has one type, but for JSON."""
-    for column in columns:
-        table = rows.data.column(column)
-        if missing := table.null_count:
-            raise ValueError(f"{column!r} of the {name} data is null in {missing} row(s); leave them out")
-        if "extension<" in str(table.type):  # of `datasets`, for mixed values
-            for number, row in enumerate(rows.select_columns([column])):
-                _check_values(dict(row), [column], name, f"row {number}")
-        if "input_ids" in columns:  # those that the tokenizer makes are in the vocabulary
-            for chunk in table.chunks:  # memory-mapped, a chunk at a time
-                _check_ids(chunk.flatten().to_numpy(zero_copy_only=False), column, name, vocab_size)
-    if "labels" in columns:
-        _check_lengths(rows, name)
-
-
-def _check_lengths(rows: Dataset, name: str) -> None:
-    begun = 0
-    for ids, labels in zip(*(rows.data.column(column).chunks for column in ("input_ids", "labels"))):
-        lengths = [pyarrow.compute.call_function("list_value_length", [chunk]) for chunk in (ids, labels)]
-        for number, (num_ids, num_labels) in enumerate(zip(*(each.to_pylist() for each in lengths)), begun):
-            _check_pair(num_ids, num_labels, f"row {number} of the {name} data")
-        begun += len(ids)
-
-
-def _check_pair(num_ids: int, num_labels: int, row: str) -> None:
-    if num_ids != num_labels:
-        raise ValueError(
-            f"{row} has {num_ids} input_ids and {num_labels} labels: every id needs one, {IGNORE} where nothing is "
-            "scored"
-        )
-
-
-def _check_ids(ids: np.ndarray, column: str, name: str, vocab_size: int) -> None:
-    wrong = ids[((ids < 0) | (ids >= vocab_size)) & ((ids != IGNORE) | (column == "input_ids"))]
-    if len(wrong):
-        raise ValueError(f"{column} of the {name} data hold {wrong[0]}; the model has ids from 0 to {vocab_size - 1}")
-
-
-class _StreamCheck:
-    """Checks the rows of a stream as they come, for its first one says nothing about the others.
+class _RowCheck:
+    """Refuses rows that training cannot read.
 
     Args:
         name: Name of the data in messages.
@@ -237,14 +176,40 @@ class _StreamCheck:
     def __init__(self, name: str, text: str, vocab_size: int) -> None:
         self.name, self.text, self.vocab_size = name, text, vocab_size
 
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        columns = _columns_of(row, self.text)
-        _check_values(row, columns, self.name, "a row")
-        for column in columns if "input_ids" in columns else ():
-            _check_ids(np.asarray(row[column]), column, self.name, self.vocab_size)
-        if "labels" in columns:
-            _check_pair(len(row["input_ids"]), len(row["labels"]), f"a row of the {self.name} data")
+    def columns_of(self, row: Mapping[str, Any]) -> list[str]:
+        """Return the columns of a row that training reads."""
+        found = next((names for names in (*_COLUMNS, (self.text,)) if row.keys() >= {*names}), ())
+        return [*found, *(["labels"] if found == ("input_ids",) and "labels" in row else [])]
+
+    def __call__(self, row: Mapping[str, Any], which: str = "a row") -> Mapping[str, Any]:
+        columns = self.columns_of(row)
+        for column in columns:
+            holds, wanted = _KINDS.get(column, (_is_text, "text"))
+            if not holds(row[column]):
+                raise ValueError(
+                    f"{column!r} of the {self.name} data must hold {wanted}, and {which} has {row[column]!r:.40}"
+                )
+        which = f"{which} of the {self.name} data"
+        if "input_ids" in columns:
+            self._check_ids({column: np.asarray(row[column]) for column in columns}, which)
+        elif not any(_is_text(row[column]) for column in columns):
+            _check_chat({column: row[column] for column in columns}, which)
         return row
+
+    def _check_ids(self, found: dict[str, np.ndarray], which: str) -> None:
+        for column, ids in found.items():
+            wrong = ids[((ids < 0) | (ids >= self.vocab_size)) & ((ids != IGNORE) | (column == "input_ids"))]
+            if len(wrong):
+                raise ValueError(
+                    f"{column} of the {self.name} data hold {wrong[0]}; the model has ids from 0 to "
+                    f"{self.vocab_size - 1}"
+                )
+        lengths = {column: len(ids) for column, ids in found.items()}
+        if len({*lengths.values()}) > 1:
+            raise ValueError(
+                f"{which} has {lengths['input_ids']} input_ids and {lengths['labels']} labels: every id needs one, "
+                f"{IGNORE} where nothing is scored"
+            )
 
 
 def _check_chat(row: dict[str, Any], which: str) -> None:
@@ -271,8 +236,8 @@ def _is_chat(value: Any) -> bool:
 
 
 def _is_ids(value: Any) -> bool:
-    values = value.tolist() if isinstance(value, torch.Tensor | np.ndarray) else value  # rows saved as tensors
-    return isinstance(values, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in values)
+    ids = np.asarray(value)
+    return ids.ndim == 1 and (not len(ids) or ids.dtype.kind in "iu")
 
 
 def _is_text_or_chat(value: Any) -> bool:

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from transformers import PrinterCallback, set_seed
-from transformers.utils import logging
 
 from ... import __version__
 from ...generation.attach import AttachableDrafter
 from ..byte_text import is_byte_level
-from ..checkpoints import base_of, has_adapters, holds_model, trained_backbone
+from ..checkpoints import base_of, has_adapters, holds_model
 from ..completion import AttachedDecoder, load_config
 from ..evaluation import GREEDY, Comparison, Measurement, environment, hardware, sampled
 from ..evaluation.drafts import DraftMeasures, has_probs, measure_drafts
@@ -37,14 +36,13 @@ RESULTS = "results.json"
 """What a model card is made from."""
 PICTURE = "evaluation.png"
 _MEASURED = {FIGURES, RESULTS, PICTURE, "analysis.json", "analysis.png"}
-_OUT_OF_TRAINING = {"save_strategy": "no", "eval_strategy": "steps", "eval_steps": 1000, "max_steps": 1}
+_OUT_OF_TRAINING = {"save_strategy": "no", "eval_strategy": "steps", "eval_steps": 1000, "max_steps": 1,
+                    "disable_tqdm": True}  # fmt: skip
 _WITHOUT_TRAINING: dict[str, Any] = {"acceptance": False, "strategy": None}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return 0 where greedy texts are those of plain decoding."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     settings = read_settings(named(argv), "evaluate", EvaluationArguments)
     figures = evaluate(settings)
     print(summary(figures))
@@ -156,19 +154,9 @@ def _with_drafter(settings: Settings, folder: str) -> Settings:
         return _with_adapters(settings, folder)
     if settings.drafter.drafter in ("heads", "eagle"):
         drafter = replace(settings.drafter, drafter_name_or_path=folder, drafter_options=None)
-        return _with_trained_backbone(replace(settings, drafter=drafter), folder)
+        return with_moved_backbone(replace(settings, drafter=drafter))
     model = replace(settings.model, model_name_or_path=folder)
     return replace(settings, model=model, drafter=replace(settings.drafter, drafter="own", drafter_options=None))
-
-
-def _with_trained_backbone(settings: Settings, heads: str) -> Settings:
-    """Return the settings with the backbone that learned with heads: its directory, or adapters for the named one."""
-    folder = trained_backbone(heads)
-    if folder is None:
-        return settings
-    if has_adapters(folder):
-        return replace(settings, adapters=str(folder))
-    return replace(settings, model=replace(settings.model, model_name_or_path=str(folder)))
 
 
 def _with_adapters(settings: Settings, folder: str) -> Settings:

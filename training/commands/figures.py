@@ -6,7 +6,8 @@ In those of the demo a family of heads has one colour and one marker; ways of de
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ with needs_extra("demo", "figures"):
 
 LEARNING_CURVE = "learning_curve.png"
 """Name of the figure beside the log."""
-_FEW = 6  # lines between which a legend finds room
+_FEW, _IN_A_COLUMN = 6, 20  # lines between which a legend finds room, and which it lists below one another
 _OF_DEPTH = re.compile(r"(eval_)?loss_(?:head|step)_(\d+)$")
 _ACCEPTANCE = {
     "eval_expected_accepted": "expected, along held-out text",
@@ -50,7 +51,6 @@ def learning_figure(history: list[dict[str, Any]]) -> Figure:
             axes[1].plot(*_series(history, name), marker="o", markersize=3, color=f"C{index}", label=_ACCEPTANCE[name])
         axes[1].set(title="Accepted drafts per verification", xlabel="step", ylabel="drafts")
         _from_zero(axes[1])
-        axes[1].legend(loc="best", fontsize=8)
     _finish(axes)
     return figure
 
@@ -71,10 +71,6 @@ def _draw_losses(axes: Axes, history: list[dict[str, Any]]) -> None:
     has_dots = any(_depth(name)[1] for name in names)
     title = "Loss by depth" if names else "Loss"
     axes.set(title=title + (" (dots: held out)" if has_dots else ""), xlabel="step", ylabel="nats per token")
-    if axes.lines and depths > _FEW:  # many lines leave no room for a legend among them
-        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    elif axes.lines:  # there are none where the run ended before its first entry
-        axes.legend(fontsize=8, loc="best")
 
 
 def _color(depth: int, depths: int) -> Any:
@@ -114,7 +110,6 @@ def _draw_accuracies(axes: Axes, depths: list[dict[str, float]]) -> None:
     for marker, (name, label) in zip(_MARKERS, (("top_1", "the likeliest"), ("top_5", "among the 5 likeliest"))):
         axes.plot(numbers, [100 * row[name] for row in depths], marker=marker, label=f"true token is {label}")
     axes.set(title="What a draft knows by depth", xlabel="tokens ahead", ylabel="accuracy (%)", ylim=(-4, 104))
-    axes.legend(loc="best", fontsize=8)
 
 
 def _draw_losses_by_depth(axes: Axes, depths: list[dict[str, float]]) -> None:
@@ -125,14 +120,13 @@ def _draw_losses_by_depth(axes: Axes, depths: list[dict[str, float]]) -> None:
 
 def _draw_acceptance(axes: Axes, figures: dict[str, Any]) -> None:
     for marker, row in zip(_MARKERS, figures["decoding"]):
-        shares = [100 * share for share in row["accepted_by_position"]]
-        axes.plot(range(1, len(shares) + 1), shares, marker=marker, label=f"generated, {row['name']}")
+        axes.plot(*_shares(row["accepted_by_position"]), marker=marker, label=f"generated, {row['name']}")
     if figures["depths"]:
-        shares = [100 * row["accepted_block"] for row in figures["depths"]]
-        axes.plot(range(1, len(shares) + 1), shares, "k.:", label="expected along text, T=1")
+        axes.plot(
+            *_shares([row["accepted_block"] for row in figures["depths"]]), "k.:", label="expected along text, T=1"
+        )
     axes.set(title="How far drafts are accepted", xlabel="position in the draft", ylabel="accepted up to here (%)")
     axes.set(ylim=(-4, 104))
-    axes.legend(loc="best", fontsize=8)
 
 
 def analysis_figure(found: dict[str, Any]) -> Figure:
@@ -144,7 +138,6 @@ def analysis_figure(found: dict[str, Any]) -> Figure:
         if rows:
             axes[0].plot(*zip(*rows), style, label=label)
     axes[0].set(title="Loss of the token so far ahead", xlabel="tokens ahead", ylabel="nats")
-    axes[0].legend(loc="best", fontsize=8)
     if has_layers:
         axes[1].plot(range(1, len(found["layers"]) + 1), found["layers"], "C4o-")
         axes[1].set(title="Divergence of a layer's distribution from the last", xlabel="layer", ylabel="nats")
@@ -161,13 +154,18 @@ def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:
 
 
 def _finish(axes: Sequence[Axes]) -> None:
-    """Draw grids, and whole numbers along each horizontal axis, also for a single value."""
+    """Draw grids and legends, and whole numbers along each horizontal axis, also for a single value."""
     for one in axes:
         left, right = one.dataLim.intervalx
         if left == right:
             one.set_xlim(left - 1, right + 1)
         one.xaxis.set_major_locator(MaxNLocator(integer=True))
         one.grid(alpha=0.3)
+        named = len(one.get_legend_handles_labels()[0])
+        if named > _FEW:  # many lines leave no room for a legend among them
+            one.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), ncols=1 + named // _IN_A_COLUMN)
+        elif named:
+            one.legend(fontsize=8, loc="best")
 
 
 def _from_zero(axes: Axes) -> None:
@@ -178,9 +176,14 @@ def _from_zero(axes: Axes) -> None:
 
 SPEED_FIGURE, ACCEPTANCE_FIGURE = "speed.png", "acceptance.png"
 """Names of the files."""
-_FILLS = ("full", "left", "none")  # of the ways of decoding, in turn
-_THROUGHPUTS = 5  # of equal throughput, about
-_GAP = 0.09  # between labels of these lines, as a share of the axes
+_FILLS: dict[str, dict[str, Any]] = {
+    "filled": {"fillstyle": "full"},
+    "half": {"fillstyle": "left", "markerfacecoloralt": "white"},
+    "hollow": {"fillstyle": "full", "markerfacecolor": "white"},
+}
+"""Markers of the ways of decoding, in turn."""
+_POINT: dict[str, Any] = {"linestyle": "none", "markersize": 9, "markeredgewidth": 1.8}
+_PLAIN: dict[str, Any] = _POINT | {"marker": "x", "color": "black"}
 
 
 def cycle_ms(result: DecodingResult) -> float:
@@ -195,25 +198,26 @@ def save_figures(folder: Path, reports: Sequence[HeadReport]) -> None:
 
 
 def speed_figure(reports: Sequence[HeadReport]) -> Figure:
-    """Draw bytes per call against milliseconds per call, with lines of equal throughput (MtPC paper, Figure 1).
+    """Draw bytes per call against milliseconds per call (MtPC paper, Figure 1).
 
-    A cross marks plain decoding. A family has one colour and one marker: filled for greedy decoding, hollow for T = 1.
+    A cross marks plain decoding. A family has one colour and one marker; fills tell the ways of decoding apart.
     """
     figure = Figure(figsize=(7.6, 5.6), layout="constrained")
     axes = figure.add_subplot()
-    rows = [(index, turn, row) for index, report in enumerate(reports) for turn, row in enumerate(report.single)]
-    plain = _plain([row for _, _, row in rows])
-    points = [(cycle_ms(row), row.tokens_per_call) for *_, row in rows] + [(plain, 1.0)]
-    axes.set(xlim=_range([x for x, _ in points]), ylim=_range([y for _, y in points]))
-    for index, turn, row in rows:
-        style = f"C{index}", _MARKERS[index % len(_MARKERS)], _FILLS[turn % len(_FILLS)]
-        axes.add_line(_marker(*style, [cycle_ms(row)], [row.tokens_per_call]))
-    axes.add_line(_cross([plain], [1.0]))
-    _draw_throughputs(axes, [1000 * y / x for x, y in points])
-    axes.set(xlabel="milliseconds per call", ylabel="bytes per call")
-    axes.set_title("Up and to the left is faster\n(dotted: equal bytes per second)", pad=22)
-    ways = [row.name for row in reports[0].single] if reports else []
-    _add_legend(figure, [report.name for report in reports], ways)
+    heads = [_POINT | _family(index) for index in range(len(reports))]
+    for report, style in zip(reports, heads):
+        for row, fill in zip(report.single, cycle(_FILLS.values())):
+            axes.plot([cycle_ms(row)], [row.tokens_per_call], **style | fill)
+    times = [1000 / row.plain_tokens_per_second for report in reports for row in report.single]
+    axes.plot([sum(times) / len(times)], [1.0], **_PLAIN)
+    axes.margins(0.12)
+    axes.set(xlabel="milliseconds per call", ylabel="bytes per call", title="Up and to the left is faster")
+    named = [Line2D([], [], label=report.name, **style) for report, style in zip(reports, heads)]
+    for row, (word, fill) in zip(reports[0].single, cycle(_FILLS.items())):
+        point: dict[str, Any] = _POINT | {"marker": "o", "color": "grey"} | fill
+        named.append(Line2D([], [], label=f"{word}: {row.name}", **point))
+    named.append(Line2D([], [], label="one byte at a time", **_PLAIN))
+    figure.legend(handles=named, loc="outside lower center", ncols=4)
     return figure
 
 
@@ -224,95 +228,30 @@ def acceptance_figure(reports: Sequence[HeadReport]) -> Figure:
     """
     ways = [row.name for row in reports[0].single]
     figure = Figure(figsize=(3.6 * len(ways) + 0.6, 4.6), layout="constrained")
-    panels = figure.subplots(1, len(ways), sharey=True, squeeze=False)[0]
-    longest = 1
+    panels = figure.subplots(1, len(ways), sharex=True, sharey=True, squeeze=False)[0]
+    thin: dict[str, Any] = {"linewidth": 0.9, "alpha": 0.7}
     for axes, (turn, way) in zip(panels, enumerate(ways)):
         for index, report in enumerate(reports):
-            row = report.single[turn]
-            generated = [100 * share for share in row.accepted_by_position]
-            expected = [100 * share for share in row.expected_by_position]
-            colour, marker = f"C{index}", _MARKERS[index % len(_MARKERS)]
-            axes.plot(range(1, len(generated) + 1), generated, color=colour, marker=marker, markersize=5)
-            axes.plot(range(1, len(expected) + 1), expected, color=colour, linewidth=0.9, alpha=0.7)
-            longest = max(longest, len(generated), len(expected))
+            row, style = report.single[turn], _family(index)
+            axes.plot(*_shares(row.accepted_by_position), markersize=5, **style)
+            axes.plot(*_shares(row.expected_by_position), color=style["color"], **thin)
         axes.set(title=way, xlabel="position in the draft", ylim=(-4, 104), yticks=range(0, 101, 20))
-        axes.grid(alpha=0.3)
-    for axes in panels:
-        axes.set_xlim(1 - 0.06 * longest, longest + 0.06 * longest)
+        axes.margins(x=0.06)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        axes.grid(alpha=0.3)
     panels[0].set_ylabel("accepted up to here (%)")
-    heads = [Line2D([], [], color=f"C{i}", marker=_MARKERS[i], label=report.name) for i, report in enumerate(reports)]
-    thin = [Line2D([], [], color="grey", linewidth=0.9, label="thin: expected along held-out text")]
-    has_expected = any(row.expected_by_position for report in reports for row in report.single)
-    figure.legend(handles=heads + thin * has_expected, loc="outside lower center", ncols=5)
+    named = [Line2D([], [], label=report.name, **_family(index)) for index, report in enumerate(reports)]
+    if any(row.expected_by_position for report in reports for row in report.single):
+        named.append(Line2D([], [], label="thin: expected along held-out text", color="grey", **thin))
+    figure.legend(handles=named, loc="outside lower center", ncols=5)
     return figure
 
 
-def _plain(rows: Sequence[DecodingResult]) -> float:
-    """Return the milliseconds per plain call, mean over all runs."""
-    times = [1000 / row.plain_tokens_per_second for row in rows]
-    return sum(times) / len(times)
+def _family(index: int) -> dict[str, Any]:
+    """Return the colour and the marker of a family of heads."""
+    return {"color": f"C{index}", "marker": _MARKERS[index % len(_MARKERS)]}
 
 
-def _range(values: list[float]) -> tuple[float, float]:
-    """Return bounds with room for markers on both sides, also where all values are the same."""
-    room = 0.12 * (max(values) - min(values)) or 0.1 * max(values)
-    return min(values) - room, max(values) + room
-
-
-def _marker(
-    colour: str, marker: str, fill: str, x: Sequence[float] = (), y: Sequence[float] = (), label: str = ""
-) -> Line2D:
-    """Return a marker of a family, filled as the way of decoding says."""
-    return Line2D(
-        x,
-        y,
-        marker=marker,
-        color=colour,
-        fillstyle="left" if fill == "left" else "full",
-        markerfacecolor="white" if fill == "none" else colour,
-        markerfacecoloralt="white",
-        markeredgewidth=1.8,
-        markersize=9,
-        linestyle="none",
-        label=label,
-    )
-
-
-def _cross(x: Sequence[float] = (), y: Sequence[float] = (), label: str = "") -> Line2D:
-    """Return the cross of plain decoding."""
-    return Line2D(x, y, marker="x", color="black", markersize=9, markeredgewidth=1.8, linestyle="none", label=label)
-
-
-def _draw_throughputs(axes: Axes, measured: list[float]) -> None:
-    """Draw dotted lines through the origin, each labelled where it leaves the axes, so that no label meets a point."""
-    for throughput, (x, y), is_right in _exits(axes, measured):
-        axes.axline((0, 0), slope=throughput / 1000, linestyle=":", color="grey", linewidth=0.8, zorder=0)
-        offset, ha, va = ((4, 0), "left", "center") if is_right else ((0, 3), "center", "bottom")
-        label = f"{throughput:,.0f}/s"
-        axes.annotate(label, (x, y), offset, textcoords="offset points", color="grey", fontsize=8, ha=ha, va=va)
-
-
-def _exits(axes: Axes, measured: list[float]) -> Iterator[tuple[float, tuple[float, float], bool]]:
-    """Yield round throughputs (bytes/s), where their lines leave the axes, and whether that is on the right."""
-    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
-    previous = -1.0
-    for throughput in reversed(MaxNLocator(_THROUGHPUTS).tick_values(min(measured), max(measured))):
-        slope = throughput / 1000
-        if slope <= 0 or slope * right <= low or slope * left >= high:
-            continue
-        is_right = slope * right <= high
-        x, y = (right, slope * right) if is_right else (high / slope, high)
-        position = (x - left) / (right - left) + (high - y) / (high - low)  # along the upper and then the right side
-        if position - previous > _GAP:
-            previous = position
-            yield throughput, (x, y), is_right
-
-
-def _add_legend(figure: Figure, names: list[str], ways: list[str]) -> None:
-    families = [_marker(f"C{i}", _MARKERS[i % len(_MARKERS)], "full", label=name) for i, name in enumerate(names)]
-    words = {"full": "filled", "left": "half", "none": "hollow"}
-    used = [(_FILLS[turn % len(_FILLS)], way) for turn, way in enumerate(ways)]
-    fills = [_marker("grey", "o", fill, label=f"{words[fill]}: {way}") for fill, way in used]
-    plain = _cross(label="one byte at a time")
-    figure.legend(handles=[*families, *fills, plain], loc="outside lower center", ncols=4)
+def _shares(shares: Sequence[float]) -> tuple[Sequence[int], list[float]]:
+    """Return positions in the draft and percentages."""
+    return range(1, len(shares) + 1), [100 * share for share in shares]

@@ -19,13 +19,13 @@ from transformers import (
     Trainer,
 )
 
-from ...configuration import MTPHeadConfig, PTPConfig, PTPStudentConfig
+from ...configuration import MTPHeadConfig, PTPConfig
 from ...configuration.eagle import EagleHeadConfig
 from ...generation.attach import AttachableDrafter
 from ...modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, EvaByteTokenizer, MTPHeads, PTPForCausalLM
 from ...modeling.loss_options import EagleLossOptions, ModuleLossOptions
 from ..checkpoints import base_of, has_adapters, named_base, put_adapters, tokenizer_source, trained_backbone
-from ..completion import causal_class, load_config
+from ..completion import DRAFTERS, causal_class, load_config
 from ..features import STATES, FeatureDataset, cache_features
 from ..ptp.losses import PTPOptions
 from ..regeneration import regenerate
@@ -75,15 +75,10 @@ def build(settings: Settings) -> Trainee:
             "them into it, and name the merged one"
         )
     config = load_config(source, "model_name_or_path")
-    if isinstance(config, (MTPHeadConfig, EagleHeadConfig)):
+    if isinstance(config, DRAFTERS):
         raise ValueError(
-            f"model_name_or_path={source} holds a drafter without a backbone: name the backbone there, and the drafter "
-            "as drafter_name_or_path"
-        )
-    if isinstance(config, PTPStudentConfig):
-        raise ValueError(
-            f"model_name_or_path={source} holds a student without its backbone: give the directory of the whole model, "
-            "which student.whole.save_pretrained(directory) writes of an attached one"
+            f"model_name_or_path={source} holds a drafter without a backbone: name the backbone there, and heads or an "
+            "EAGLE head as drafter_name_or_path; of a student, what student.whole.save_pretrained(directory) writes"
         )
     backbone = _backbone(settings, source, config)
     tokenizer = _tokenizer(source, backbone)
@@ -112,9 +107,11 @@ def _backbone(settings: Settings, source: str, config: PreTrainedConfig) -> PreT
 def _tokenizer(source: str, backbone: PreTrainedModel) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_source(source))
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
         if not isinstance(backbone, EvaByteForMTPC):
-            raise
+            raise ValueError(
+                f"model_name_or_path={source} has no tokenizer that can be read: save the model's there ({error})"
+            ) from error
         tokenizer = EvaByteTokenizer()  # bytes are bytes, also where a directory has none
     size = backbone.config.get_text_config().vocab_size
     if len(tokenizer) > size:

@@ -21,7 +21,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ... import __version__
 from ...modeling.heads.joint import BACKBONE
-from ..checkpoints import has_adapters, holds_model, last_whole_checkpoint, missing_of
+from ..checkpoints import fault_of, has_adapters, holds_model, last_whole_checkpoint, write_checksums
 from ..utils import needs_extra, replace_text
 from .settings import Settings
 
@@ -75,7 +75,9 @@ def _git(folder: str | Path, *arguments: str) -> str:
 
 
 class RunWriter(TrainerCallback):
-    """Writes what a run is when its first step begins: a run that is refused until then writes nothing.
+    """Writes what a run is when its first step begins, and checksums of its checkpoints.
+
+    A run that is refused until the first step writes nothing.
 
     Args:
         folder: The run's.
@@ -93,6 +95,13 @@ class RunWriter(TrainerCallback):
         if state.is_world_process_zero and not self.is_written:
             write_run(*self.what)
         self.is_written = True
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write the checksums of a checkpoint, when every process has written its files."""
+        if args.world_size > 1:
+            torch.distributed.barrier()
+        if state.is_world_process_zero:
+            write_checksums(self.what[0] / f"checkpoint-{state.global_step}")
 
 
 @contextmanager
@@ -199,8 +208,8 @@ def checkpoint_to_resume(folder: Path, given: str | None, facts: dict[str, Any])
         return None
     if not Path(chosen).is_dir():
         raise FileNotFoundError(f"resume_from_checkpoint={chosen}: no such directory")
-    if lacking := missing_of(Path(chosen)):
-        raise ValueError(f"resume_from_checkpoint={chosen} was cut off while it was written: {lacking} is missing")
+    if fault := fault_of(Path(chosen)):
+        raise ValueError(f"resume_from_checkpoint={chosen}: {fault}; choose another checkpoint, or true for the last")
     _check_same_model(Path(chosen), facts)
     return chosen
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -13,11 +12,12 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from transformers import HfArgumentParser, get_scheduler
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from ..strategy import TrainingStrategy
 from ..utils import needs_extra
-from .typed import typed_fields, typed_options
+from .typed import typed, typed_fields, typed_options
 
 with needs_extra("train", "tokenahead train"):
     import yaml
@@ -75,14 +75,9 @@ class DrafterArguments:
     )
 
     def __post_init__(self) -> None:
-        for name, value in {**vars(self)}.items():
-            if name not in (*_SECTIONS, "acceptance"):
-                continue
-            if isinstance(value, str):
-                value = _from_json(name, value)
-                setattr(self, name, value)
-            if not (value is None or isinstance(value, dict) or (name == "acceptance" and isinstance(value, bool))):
-                raise ValueError(f"{name}={value!r} must be a mapping of options")
+        hints = dict.fromkeys(_SECTIONS, dict | None) | {"acceptance": dict | bool | None}
+        for name, hint in hints.items():
+            setattr(self, name, typed(name, vars(self)[name], hint))
         _check_least(self, 1, "early_stopping_patience")
 
     def options(self, section: str) -> dict[str, Any]:
@@ -106,7 +101,7 @@ class TrainConfig(SFTConfig):
     gradient_checkpointing: bool | None = _setting(
         None, "The older name of activation_checkpointing, for backbones that learn."
     )
-    disable_tqdm: bool | None = _setting(True, "tokenahead draws a bar of its own.")
+    disable_tqdm: bool | None = _setting(False, "Leave out the bar of the run.")
 
     def __post_init__(self) -> None:
         if self.deepspeed and find_spec("deepspeed") is None:  # transformers would keep half of its configuration
@@ -129,6 +124,9 @@ class TrainConfig(SFTConfig):
         if self.optim_args and not all("=" in part for part in self.optim_args.split(",")):
             raise ValueError(f"optim_args={self.optim_args!r} must be name=value, or several with commas")
         super().__post_init__()
+        known, installed = set(INTEGRATION_TO_CALLBACK), {*get_available_reporting_integrations()}
+        if absent := [name for name in self.report_to or () if name in known - installed]:
+            raise ValueError(f"report_to={absent[0]!r} needs a package that is not installed: pip install {absent[0]}")
 
 
 @dataclass
@@ -262,12 +260,23 @@ def read_settings(argv: Sequence[str], command: str, extra: type | None = None) 
     return settings
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice, of which YAML takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping of a node."""
+        keys = [key.value for key, _ in node.value]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.YAMLError(f"{twice[0]!r} stands twice in the mapping of line {node.start_mark.line + 1}")
+        return super().construct_mapping(node, deep)
+
+
 def _mapping(path: str) -> dict[str, Any]:
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path}: no such file of settings")
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping of settings, such as `model_name_or_path: ...`")
@@ -289,13 +298,6 @@ def _values(path: str, given: dict[str, Any], kinds: Sequence[type]) -> dict[str
     os.environ.update({name: str(value) for name, value in environment.items()})
     values = {kind: typed_fields(path, given, kind, _TYPES) for kind in every}
     return {name: value for kind in kinds for name, value in values[kind].items()}
-
-
-def _from_json(name: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise ValueError(f'{name}={text!r} must be JSON, such as \'{{"head_type": "cp"}}\'') from None
 
 
 def _check_least(arguments: object, least: int, *names: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,23 +10,19 @@ from typing import Any
 import torch
 from transformers import (
     EarlyStoppingCallback,
-    PrinterCallback,
+    ProgressCallback,
     Trainer,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
-    TrainingArguments,
     set_seed,
 )
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.utils import logging
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
 from ..acceptance_callback import AcceptanceCallback
-from ..byte_text import is_byte_level
 from ..checkpoints import best_or_last, is_finished
 from ..trainer_base import BaseTrainer
-from ..trl_trainers import NAMES, MTPSFTTrainer, PTPSFTTrainer
+from ..trl_trainers import MTPSFTTrainer, PTPSFTTrainer
 from ..utils import needs_extra
 from .data import load_data
 from .figures import draw_learning
@@ -57,11 +52,6 @@ from .typed import typed_options
 
 with needs_extra("train", "tokenahead train"):
     from trl import get_peft_config
-with needs_extra("demo", "the progress bar"):
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
-
-_SECONDS_BETWEEN_LINES = 20.0  # where there is no terminal to draw a bar on
 
 _STATES_OF_ADAM = 2
 _OF_TIME = ("runtime", "samples_per_second", "steps_per_second")
@@ -69,8 +59,6 @@ _OF_TIME = ("runtime", "samples_per_second", "steps_per_second")
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return 0 when the training is complete."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     settings = read_settings(argv, "train")
     train(settings)
     if torch.distributed.is_initialized():
@@ -110,11 +98,10 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
     settings = with_own_text(settings, trainee)
     trainer = make_trainer(settings, trainee, [*callbacks, RunWriter(folder, asked, facts)])
     check_best_metric(trainer)
-    trainer.remove_callback(PrinterCallback)  # every entry is in the file of metrics, and the bar shows the last
     check_space(folder, checkpoint_bytes(trainer), _kept(settings, trainer))
     pushes = settings.training.push_to_hub
     if pushes:  # what no card may show is said before the first step
-        trainer.create_model_card(dataset=asked.data.dataset_name)
+        trainer.create_model_card(dataset=_data_of(asked))
     try:
         if is_finished(resumed, settings.training.max_steps):
             _take_over(trainer, str(resumed))
@@ -126,19 +113,28 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
         with _no_push(settings):
             trainer.save_model()
     finally:
+        progress = trainer.pop_callback(ProgressCallback)
+        if isinstance(progress, ProgressCallback) and progress.training_bar is not None:
+            progress.training_bar.close()  # so that an error gets a line of its own
         if trainer.is_world_process_zero() and trainer.state.log_history:
             write_metrics(folder, trainer.state.log_history)
             draw_learning(trainer.state.log_history, folder)
     if pushes:
-        trainer.push_to_hub(dataset_name=asked.data.dataset_name)
+        trainer.push_to_hub(dataset_name=_data_of(asked))
     return trainer
+
+
+def _data_of(asked: Settings) -> list[str]:
+    """Return the names of the data, as the user gave them."""
+    name = asked.data.dataset_name
+    return [each.path for each in asked.mixture.datasets] if name is None else [name]
 
 
 def _check_before_text(settings: Settings, trainee: Trainee) -> None:
     """Refuse settings that need no data to be checked, before the backbone writes any."""
     settings.drafter.training_strategy()
     check_features(settings, trainee.model)
-    _callbacks(settings, trainee, settings.training.eval_strategy != "no")
+    _callbacks(settings, settings.training.eval_strategy != "no")
 
 
 def _take_over(trainer: Trainer, checkpoint: str) -> None:
@@ -170,7 +166,7 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
         "train_dataset": data["train"],
         "eval_dataset": data.get("eval"),
         "processing_class": trainee.tokenizer,
-        "callbacks": [*_callbacks(settings, trainee, with_evaluation), *callbacks],
+        "callbacks": [*_callbacks(settings, with_evaluation), *callbacks],
         "peft_config": get_peft_config(settings.model),
     }
     if is_parallel(trainee.model):
@@ -181,8 +177,8 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
     return MTPSFTTrainer(trainee.model, training, strategy=strategy, **given)
 
 
-def _callbacks(settings: Settings, trainee: Trainee, with_evaluation: bool) -> list[TrainerCallback]:
-    chosen: list[TrainerCallback] = [RunProgress("byte" if is_byte_level(trainee.tokenizer) else "token")]
+def _callbacks(settings: Settings, with_evaluation: bool) -> list[TrainerCallback]:
+    chosen: list[TrainerCallback] = []
     drafter = settings.drafter
     # a misspelt option is refused also where nothing is evaluated
     options = typed_options("acceptance", drafter.options("acceptance"), AcceptanceCallback)
@@ -235,94 +231,7 @@ def check_best_metric(trainer: Trainer) -> None:
     if asked is None or trainer.args.eval_strategy == "no":
         return
     known = ["loss", *(trainer._mean_names() if isinstance(trainer, BaseTrainer) else ())]
-    if isinstance(trainer, MTPSFTTrainer) and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-        known += NAMES
     for callback in trainer.callback_handler.callbacks:
         known += callback.metric_names(trainer) if hasattr(callback, "metric_names") else ()
     if asked.removeprefix("eval_") not in (*known, *_OF_TIME):
         raise ValueError(f"metric_for_best_model={asked!r} is in no evaluation of this run; choose {', '.join(known)}")
-
-
-_SHOWN = {
-    "loss": "loss",
-    "eval_loss": "held-out loss",
-    "eval_expected_accepted": "accepted drafts",
-    "num_correct": "slots right",
-}
-
-
-class RunProgress(TrainerCallback):
-    """Shows how far a run is; on one process of all.
-
-    Args:
-        unit: What a token is: `"byte"` or `"token"`.
-        console: Where to draw; without a terminal a line is printed now and then.
-    """
-
-    def __init__(self, unit: str = "token", console: Console | None = None) -> None:
-        self.unit, self.console = unit, console or Console(stderr=True, highlight=False)
-        self.figures: dict[str, float] = {}
-        self.progress: Progress | None = None
-        self._tokens_at_start: float | None = None
-        self._speed = 0.0
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Start the clock, and the bar where there is a terminal."""
-        self._started, self._first_step, self._last_line = time.perf_counter(), state.global_step, 0.0
-        if not state.is_world_process_zero or not self.console.is_terminal:
-            return
-        columns = SpinnerColumn(), TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(bar_width=None)
-        self.progress = Progress(*columns, TextColumn("{task.fields[figures]}"), console=self.console, expand=True)
-        self.task = self.progress.add_task("", total=state.max_steps, completed=state.global_step, figures="")
-        self.progress.start()
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Note figures and speed."""
-        logs = logs or {}
-        self.figures |= {name: logs[name] for name in _SHOWN if name in logs}
-        if "num_tokens" in logs and "loss" in logs:
-            elapsed = time.perf_counter() - self._started
-            if self._tokens_at_start is None:  # the steps up to the first entry set things up
-                self._tokens_at_start, self._started_counting = logs["num_tokens"], elapsed
-                self._speed = logs["num_tokens"] / elapsed
-            else:
-                passed = max(elapsed - self._started_counting, 1e-9)
-                self._speed = (logs["num_tokens"] - self._tokens_at_start) / passed
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Move the bar."""
-        if not state.is_world_process_zero:
-            return
-        if self.progress is not None:
-            self.progress.update(self.task, completed=state.global_step, figures=self.line(state))
-            return
-        elapsed = time.perf_counter() - self._started
-        if elapsed - self._last_line > _SECONDS_BETWEEN_LINES or state.global_step == state.max_steps:
-            self._last_line = elapsed
-            text = f"step {state.global_step}/{state.max_steps}  {self.line(state)}"
-            self.console.print(text, markup=False, soft_wrap=True)
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Stop the bar."""
-        if self.progress is not None:
-            self.progress.stop()
-
-    def line(self, state: TrainerState) -> str:
-        """Return figures, speed and time left."""
-        done = state.global_step - self._first_step
-        left = (time.perf_counter() - self._started) / max(done, 1) * (state.max_steps - state.global_step)
-        parts = [f"{_SHOWN[name]} {value:.3f}" for name, value in self.figures.items()]
-        if self._speed:
-            parts.append(f"{self._speed:,.0f} {self.unit}s/s")
-        return "  ".join([*parts, f"{int(left) // 60}:{int(left) % 60:02d} left"])

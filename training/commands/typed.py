@@ -116,20 +116,13 @@ def _chosen(name: str, value: Any, allowed: list[str]) -> Any:
 
 def _from_text(name: str, text: str, plain: set[Any]) -> Any:
     """Return the number, truth value or mapping that a text says, or the text itself where it is one."""
-    if dict in plain:
-        return _mapping_from_text(name, text, str in plain)
-    for kind, convert in {int: int, float: float, bool: string_to_bool}.items():
-        if kind in plain and str not in plain:
-            with suppress(ValueError, ArgumentTypeError):
-                return convert(text)
-    return text
-
-
-def _mapping_from_text(name: str, text: str, may_be_text: bool) -> Any:
-    with suppress(ValueError):
-        if isinstance(found := json.loads(text), dict):
-            return text if may_be_text else found
-    if may_be_text and Path(text).is_file():
+    if str in plain and dict not in plain:
+        return text
+    for convert in (json.loads, float, string_to_bool):
+        with suppress(ValueError, ArgumentTypeError):
+            if any(_fits(found := convert(text), kind) for kind in plain - {str}):
+                return text if str in plain else found
+    if dict not in plain or (str in plain and Path(text).is_file()):
         return text
     raise ValueError(f"{name}={text!r} must be a mapping, one as JSON, or the path of a file that has one")
 

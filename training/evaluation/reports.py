@@ -1,13 +1,11 @@
-"""Reports of what was measured of one head, of the machine, and the number of threads with which it is fastest."""
+"""Reports of what was measured of one head, and of the machine."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -103,50 +101,6 @@ def _of_linux() -> str:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         return ""
-
-
-_MOST = 8  # on matrices as small as the demo's, further threads would only wait for one another
-_WORTHWHILE = 0.95  # more threads must take less than this share of the time that fewer took
-
-
-@contextmanager
-def threads_as_before() -> Iterator[None]:
-    """Restore the number of threads at the end."""
-    before = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def use_fastest_threads(work: Callable[[], object], most: int) -> int:
-    """Set the number of threads with which `work` is fastest, trying 1, 2, 4, ... while each is faster.
-
-    Returns:
-        The number of threads.
-    """
-    torch.set_num_threads(1)
-    work()  # the first call also sets things up, and is not measured
-    count, best = 1, _seconds(work)
-    while count < min(most, _MOST):
-        more = min(2 * count, most, _MOST)
-        torch.set_num_threads(more)
-        seconds = _seconds(work)
-        if seconds > _WORTHWHILE * best:
-            break
-        count, best = more, seconds
-    torch.set_num_threads(count)
-    return count
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    """Return the shorter time of two calls."""
-    times = []
-    for _ in range(2):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return min(times)
 
 
 def describe_threads() -> str:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
 
 from ...configuration.ptp import PTPConfig
 from ...modeling.masks import additive_mask
@@ -26,7 +25,6 @@ from .completions import (
     at_columns,
     before_eos,
     completion_tokens,
-    draw_starts,
     token_intervals,
 )
 from .losses import target_probs
@@ -81,37 +79,16 @@ class PackedRows:
     @torch.no_grad()
     def read(self) -> Scores:
         """Return the backbone's own scores [B, T]; keys and values stay in a cache for the slots."""
-        outputs = self.model(
-            input_ids=self.sequences.tokens,
-            attention_mask=token_mask(self.sequences.documents),
-            position_ids=self.sequences.positions,
-            use_cache=True,
-            read=_states_and_head,
-        )
-        self.cache = outputs.past_key_values
-        states, head = outputs.read
-        return Scores(states, head, head.weight.shape[0])
+        mask = token_mask(self.sequences.documents)
+        return self._run(self.sequences.tokens, mask, self.sequences.positions, _scores)
 
-    def slots(self, inputs: SlotInputs, read: Read | None = None) -> Any:
-        """Return the logits [B, C, L, v] of slots after the cached tokens; or what a function computes from them.
-
-        Args:
-            inputs: Inputs of the slots.
-            read: Takes hidden states [B, C L, D] and the head.
-        """
+    def slots(self, inputs: SlotInputs, read: Read) -> Any:
+        """Return what a function computes of the slots after the cached tokens: hidden states [B, C L, D], the head."""
         mask, positions = self._layout(inputs.uniforms.shape[2])
         length = self.sequences.tokens.shape[1]
-        outputs = self.model(
-            input_ids=self.sequences.tokens[:, :0],
-            attention_mask=mask[:, :, length:],
-            position_ids=positions[:, length:],
-            past_key_values=self.cache,
-            use_cache=True,
-            read=read,
-            **inputs.flat(),
-        )
+        found = self._run(None, mask[:, :, length:], positions[:, length:], read, inputs)
         self.cache.crop(length - positions.shape[1])
-        return outputs.read if read else outputs.logits.unflatten(1, inputs.uniforms.shape[1:])
+        return found
 
     def everything(self, inputs: SlotInputs, read: Read) -> Any:
         """Run tokens and slots in one forward without a cache, for a backbone that learns too.
@@ -120,15 +97,29 @@ class PackedRows:
             inputs: Inputs of the slots.
             read: Takes hidden states [B, T + C L, D] and the head.
         """
-        mask, positions = self._layout(inputs.uniforms.shape[2])
-        return self.model(
-            input_ids=self.sequences.tokens,
+        return self._run(self.sequences.tokens, *self._layout(inputs.uniforms.shape[2]), read, inputs, use_cache=False)
+
+    def _run(
+        self,
+        tokens: torch.Tensor | None,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+        read: Read,
+        slots: SlotInputs | None = None,
+        use_cache: bool = True,
+    ) -> Any:
+        """Return what `read` computes of new rows; with a cache, they stay in it."""
+        outputs = self.model(
+            input_ids=self.sequences.tokens[:, :0] if tokens is None else tokens,
             attention_mask=mask,
             position_ids=positions,
-            use_cache=False,
+            past_key_values=self.cache if use_cache else None,
+            use_cache=use_cache,
             read=read,
-            **inputs.flat(),
-        ).read
+            **({} if slots is None else slots.flat()),
+        )
+        self.cache = outputs.past_key_values if use_cache else self.cache
+        return outputs.read
 
     @torch.no_grad()
     def invert(
@@ -192,17 +183,8 @@ class PackedRows:
         self, step: int, starts: torch.Tensor, slots: SlotInputs | None = None, tokens: torch.Tensor | None = None
     ) -> Scores:
         """Return the scores [B, C] after one more slot, or token, of C completions; it stays in the cache."""
-        outputs = self.model(
-            input_ids=self.sequences.tokens[:, :0] if tokens is None else tokens,
-            attention_mask=stepwise_mask(self.sequences.documents, starts, step),
-            position_ids=at_columns(self.sequences.positions, starts) + step,
-            past_key_values=self.cache,
-            use_cache=True,
-            read=_states_and_head,
-            **({} if slots is None else slots.flat()),
-        )
-        states, head = outputs.read
-        return Scores(states, head, head.weight.shape[0])
+        mask = stepwise_mask(self.sequences.documents, starts, step)
+        return self._run(tokens, mask, at_columns(self.sequences.positions, starts) + step, _scores, slots)
 
     def _layout(self, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         documents = self.sequences.documents
@@ -210,8 +192,8 @@ class PackedRows:
         return packed_mask(documents, self.starts, slots), positions
 
 
-def _states_and_head(hidden: torch.Tensor, head: nn.Module) -> tuple[torch.Tensor, nn.Module]:
-    return hidden, head
+def _scores(hidden: torch.Tensor, head: Any) -> Scores:
+    return Scores(hidden, head, head.weight.shape[0])
 
 
 class Teacher:
@@ -279,45 +261,6 @@ class Teacher:
             tokens[..., step] = scores.states[:, :, step].argmax(-1)
         return tokens, scores
 
-    @torch.no_grad()
-    def continued(self, sequences: Sequences, length: int) -> Sequences:
-        """Return sequences of the teacher: it continues a random beginning of every given sequence.
-
-        Args:
-            sequences: The batch; a sequence without a column to start at is all padding in the result.
-            length: Tokens to write, at least.
-
-        Raises:
-            TypeError: A teacher that cannot generate.
-        """
-        if not hasattr(self.model, "generate"):
-            raise TypeError(f"sequences='teacher' needs a teacher with generate(), not a {type(self.model).__name__}")
-        keys = torch.rand(sequences.tokens.shape, device=sequences.tokens.device)
-        starts, exists = draw_starts(sequences.startable, 1, keys)
-        width = int(starts.max())
-        columns = starts - width + torch.arange(width, device=starts.device)
-        own = at_columns(sequences.documents, starts)
-        columns, real = columns.clamp(min=0), (columns >= 0) & exists
-        real = real & (at_columns(sequences.documents, columns) == own)
-        prompt = at_columns(sequences.tokens, columns).masked_fill(~real, 0)
-        # if a sequence has no beginning, its padding is continued; the masks below leave that text out
-        text = self.model.generate(
-            prompt,
-            attention_mask=(real | ~exists).long(),
-            generation_config=verified_sampling(self.model, self.sampling, length),
-        )
-        written = before_eos(text[:, width:], eos_ids(self.model)) & exists
-        documents = torch.cat([real, written], dim=1).long()
-        scored = torch.cat([torch.zeros_like(real), written], dim=1)
-        return Sequences(text, documents, scored)
-
-
-def verified_sampling(model: Any, sampling: dict[str, Any], length: int) -> GenerationConfig:
-    """Return how a model samples `length` tokens of the distribution that decoding verifies, one at a time."""
-    eos = eos_ids(model)
-    options = {"eos_token_id": eos or None, "pad_token_id": (eos or [0])[0], **sampling}
-    return GenerationConfig(do_sample=True, use_mtp=False, max_new_tokens=length, **options)
-
 
 def eos_ids(model: Any) -> list[int]:
     """Return the end-of-text ids of a model's generation config; none if it has none."""
@@ -338,15 +281,16 @@ def student_drafts(rows: PackedRows, scores: Scores, config: PTPConfig, inputs: 
     Returns:
         [B, C, L] int64 (L + 1 for categorical slots).
     """
-    is_one_hot, uniforms = config.variant == "one_hot", inputs.uniforms
-    drafted = Scores.of_logits(rows.slots(replace(inputs, uniforms=uniforms[..., :-1])))
+    uniforms = inputs.uniforms
+    flat = rows.slots(replace(inputs, uniforms=uniforms[..., :-1]), _scores)
+    drafted = Scores(flat.states.unflatten(1, (uniforms.shape[1], -1)), flat.head, flat.size)
     if config.predicts_tokens:
-        return drafted.states.argmax(-1)
+        return drafted.mapped(lambda logits: (logits.argmax(-1),))[0]
 
     def picked(logits: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor]:
         return (pick(u, logits.double().softmax(-1)),)
 
-    if is_one_hot:
+    if config.variant == "one_hot":
         return drafted.mapped(picked, uniforms[..., :-1])[0]
     first = scores.at(rows.starts - 1)
     own = first.mapped(lambda logits, u: (pick(u, target_probs(logits, **config.sampling or {})),), uniforms[..., 0])[0]

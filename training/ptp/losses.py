@@ -13,13 +13,14 @@ from ...configuration.ptp import PTPConfig
 from ...modeling import PTPForCausalLM
 from ...modeling.heads.chunks import Part, chunked_sums
 from ...modeling.heads.losses import IGNORE
+from ...modeling.loss_options import check_values
 from ...modeling.sampling import pick
 
 METHODS = ("distil", "inverse")
 """Where uniforms come from: a teacher's distribution, or the student's own (inverse autoregressive training)."""
 LOSSES = ("ce", "kl", "reverse_kl", "bce")
 """How a slot's distribution is compared with its target."""
-SEQUENCES = ("dataset", "teacher", "student")
+SEQUENCES = ("dataset", "student")
 """Who writes the tokens that completions consist of."""
 
 
@@ -33,9 +34,9 @@ class PTPOptions:
                 teacher).
         loss: `"ce"`, `"kl"`, `"reverse_kl"` or `"bce"` (`slot_losses`). One-hot slots know their token, so that their
             target is certain; categorical ones have the teacher's distribution as target, or its sample with `"ce"`.
-        sequences: `"dataset"`: completions are pieces of the data; `"teacher"`: the teacher continues a random
-            beginning of every sequence; `"student"`: the student writes every completion itself. Use `"student"` only
-            after other training, because a student that ignores its uniforms would keep ignoring them.
+        sequences: `"dataset"`: completions are pieces of the data; `"student"`: the student writes every completion
+            itself. Use `"student"` only after other training, because a student that ignores its uniforms would keep
+            ignoring them. `training.regenerate` writes data of the teacher.
         completions: C, completions per sequence, each from a random start of its own.
         concentration: In training, a uniform lies at z ~ Beta(b, b) in the interval that picks its token, and this is
             b. 1 makes all positions equally likely, as they are in decoding, and evaluation always takes 1. The
@@ -64,28 +65,11 @@ class PTPOptions:
 
     def __post_init__(self) -> None:
         choices = {"method": METHODS, "loss": LOSSES, "sequences": SEQUENCES}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}")
-        if self.completions < 1:
-            raise ValueError(f"completions={self.completions} must be at least 1")
-        if not self.concentration > 0:
-            raise ValueError(f"concentration={self.concentration} must be above 0")
-        if not 0 < self.gamma <= 1:
-            raise ValueError(f"gamma={self.gamma} must lie in (0, 1]")
-        if not 0 <= self.greedy_share < 1:
-            raise ValueError(f"greedy_share={self.greedy_share} must lie in [0, 1)")
-        if self.base_weight < 0:
-            raise ValueError(f"base_weight={self.base_weight} must not be negative")
-        if self.method == "inverse":
-            self._check_inverse()
-
-    def _check_inverse(self) -> None:
-        """Refuse other losses and sequences: Algorithm 3 learns from data alone, by likelihood."""
-        wanted = {"loss": "ce", "sequences": "dataset"}
-        for name, value in wanted.items():
-            if getattr(self, name) != value:
-                raise ValueError(f"method='inverse' has {name}={value!r}, not {getattr(self, name)!r}")
+        ranges = {"completions": "[1, inf)", "concentration": "(0, inf)", "gamma": "(0, 1]", "greedy_share": "[0, 1)"}
+        check_values(self, choices, ranges | {"base_weight": "[0, inf)"})
+        for name, value in {"loss": "ce", "sequences": "dataset"}.items():  # Algorithm 3: from data, by likelihood
+            if self.method == "inverse" and vars(self)[name] != value:
+                raise ValueError(f"method='inverse' has {name}={value!r}, not {vars(self)[name]!r}")
 
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...modeling.heads.losses import IGNORE
+from ...modeling.loss_options import check_values
 from ...modeling.ptp.registers import RegisterModel
-from ..checkpoints import check_checkpoint
-from ..trainer_base import Collator, Inputs
+from ..trainer_base import Inputs
 from .completions import FixedDraws, RandomDraws, Sequences, at_columns, draw_starts
 from .trainer import UpdateTrainer, next_tokens
 
@@ -38,8 +38,7 @@ class MuToROptions:
     def __post_init__(self) -> None:
         if type(self.max_offset) is not int or self.max_offset < 1:
             raise ValueError(f"max_offset={self.max_offset!r} must be a whole number of at least 1")
-        if not 0 <= self.weight < 1:
-            raise ValueError(f"weight={self.weight} must lie in [0, 1)")
+        check_values(self, {}, {"weight": "[0, 1)"})
 
 
 @dataclass
@@ -110,8 +109,6 @@ class MuToRTrainer(UpdateTrainer):
         self, model: PreTrainedModel, args: Any = None, *, options: MuToROptions | None = None, **kwargs: Any
     ) -> None:
         self.options, self._owner = options or MuToROptions(), RegisterModel(model)
-        if kwargs.get("data_collator") is None:
-            kwargs["data_collator"] = Collator(kwargs.get("processing_class"))
         super().__init__(self._owner, args, **kwargs)
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -148,11 +145,6 @@ class MuToRTrainer(UpdateTrainer):
     def _pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> float:
         tokens, registers = (sums / counts.clamp(min=1)).tolist()
         return (1 - self.options.weight) * tokens + self.options.weight * registers
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
-        """Load the model and its register."""
-        check_checkpoint(resume_from_checkpoint, self._owner.backbone)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
 
 def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -107,8 +107,6 @@ class TaskMaker:
     def task(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], is_training: bool, reads: bool) -> Task:
         """Return a batch's task, drawn at random in training, else evenly; `reads`: the forward needs the cache."""
         options, sequences = self.options, Sequences.of(inputs)
-        if options.sequences == "teacher":
-            sequences = self.teacher.continued(sequences, 2 * self.length)
         draws = RandomDraws(options.concentration) if is_training else FixedDraws(sequences.documents)
         keys = draws.keys(sequences.documents)
         starts, exists = draw_starts(sequences.startable, options.completions, keys)

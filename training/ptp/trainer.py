@@ -6,29 +6,18 @@ import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ...configuration.ptp import SAMPLING
 from ...modeling import PTPForCausalLM, PTPStudent
 from ...modeling.heads.losses import IGNORE
 from ...modeling.wrapped_models import checkpoints_activations
-from ..checkpoints import check_checkpoint
-from ..trainer_base import (
-    BATCHES_TO_SEARCH,
-    BaseTrainer,
-    Collator,
-    Inputs,
-    check_data,
-    check_ids,
-    check_shards,
-    summed_over_processes,
-)
+from ..trainer_base import BaseTrainer, Collator, Inputs, check_depths, check_ids
 from .completions import Sequences
 from .forwards import Teacher
 from .losses import MaskReader, PTPOptions, SlotReader
@@ -51,12 +40,20 @@ class UpdateTrainer(BaseTrainer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        check_data(kwargs)
+        if kwargs.get("data_collator") is None:
+            kwargs["data_collator"] = self._own_collator(kwargs.get("processing_class"))
         super().__init__(*args, **kwargs)
-        check_data(vars(self))
-        _check_arguments(self)
-        check_shards(self)
+        if self.compute_metrics is not None:
+            raise ValueError(
+                f"compute_metrics= needs logits of texts, and a step of {type(self).__name__} has those of rows after "
+                "them; leave it out: the log and evaluate(...) have "
+                + ", ".join(f"eval_{name}" for name in self._mean_names())
+            )
         self.model_accepts_loss_kwargs = True  # sums are divided by the counts of a whole update
+
+    def _own_collator(self, tokenizer: Any) -> Any:
+        """Return the default collator; None leaves it to `Trainer`."""
+        return Collator(tokenizer)
 
     def _task(self, model: nn.Module, inputs: Inputs, is_training: bool) -> Any:
         """Return what is to be learned in this batch."""
@@ -100,40 +97,18 @@ class UpdateTrainer(BaseTrainer):
                 task.release()
         totals = torch.stack([self._counts(task) for task in tasks]).sum(0)
         if self.args.world_size > 1:
-            totals = summed_over_processes(self.accelerator, totals)
-        if self.state.global_step == 0 and not totals[0]:
-            self._refuse_barren_data()
+            totals = cast(torch.Tensor, self.accelerator.reduce(totals, "sum"))
+        if self.state.global_step == 0:
+            check_depths(totals[:1], lambda batch: Sequences.of(batch).startable.any()[None], self.get_train_dataloader)
         return [{**batch, TASK: task} for batch, task in zip(batches, tasks)], totals
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
-        """As in `Trainer`; a checkpoint of another model is refused."""
-        check_checkpoint(resume_from_checkpoint, self._owner)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _refuse_barren_data(self) -> None:
-        others = islice(self.get_train_dataloader(), BATCHES_TO_SEARCH)
-        if not any(Sequences.of(batch).startable.any() for batch in others):
-            raise ValueError(
-                "train_dataset has no targets: its labels are -100 everywhere, or no row is longer than one token"
-            )
-
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         """Return the share of this batch in the mean loss of an update.
 
-        Args:
-            model: The model, perhaps wrapped.
-            inputs: A batch.
-            return_outputs: Whether to return the outputs of `_learn`, too.
-            num_items_in_batch: [n], from `get_batch_samples`; None: this batch is the whole update.
-
-        Returns:
-            The loss, and with `return_outputs` the outputs.
+        As in `Trainer`; the outputs are those of `_learn`. `num_items_in_batch` is [n], from `get_batch_samples`, or
+        None where this batch is the whole update.
         """
         task = inputs.get(TASK) or self._task(model, inputs, model.training)
         counts = self._counts(task)
@@ -166,7 +141,6 @@ class UpdateTrainer(BaseTrainer):
         """Return the loss of an evaluation batch; its uniforms lie evenly in their intervals."""
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, self._prepare_inputs(self.without_repeated_rows(inputs)))
-        assert isinstance(loss, torch.Tensor)
         return loss.detach(), None, None
 
 
@@ -184,38 +158,6 @@ def at_rest(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
-
-
-def _check_arguments(trainer: UpdateTrainer) -> None:
-    """Refuse arguments that would be ignored.
-
-    Raises:
-        ValueError: There is one; the message says what to do instead.
-    """
-    name, means = type(trainer).__name__, trainer._mean_names()
-    if trainer.compute_metrics is not None:
-        raise ValueError(
-            f"compute_metrics= needs logits of texts, and a step of {name} has those of rows after them; leave it out: "
-            f"the log carries {means[0]} and eval_{means[0]}, and evaluate(...) returns them"
-        )
-    if trainer.args.label_smoothing_factor:
-        raise ValueError(
-            f"label_smoothing_factor={trainer.args.label_smoothing_factor} is for losses of labels, and {name} has a "
-            "loss of its own; set it to 0"
-        )
-
-
-def check_noise(args: TrainingArguments) -> None:
-    """Refuse noise where the backbone's own distribution is learned.
-
-    Raises:
-        ValueError: NEFTune.
-    """
-    if args.neftune_noise_alpha:
-        raise ValueError(
-            f"neftune_noise_alpha={args.neftune_noise_alpha} adds noise to the embeddings of the teacher, too, and its "
-            "distribution is what the slots learn; leave it out"
-        )
 
 
 LEARNING_RATE = 2e-3
@@ -265,17 +207,15 @@ class PTPTrainer(UpdateTrainer):
     ) -> None:
         self.options = options or PTPOptions()
         self._owner: PTPForCausalLM = _checked(model, self.options, teacher)
-        if kwargs.get("data_collator") is None:
-            kwargs["data_collator"] = self._own_collator(kwargs.get("processing_class"))
         super().__init__(model, _with_rate(args), **kwargs)
-        check_noise(self.args)
+        if self.args.neftune_noise_alpha:
+            raise ValueError(
+                f"neftune_noise_alpha={self.args.neftune_noise_alpha} adds noise to the embeddings of the teacher, "
+                "too, and its distribution is what the slots learn; leave it out"
+            )
         if teacher is not None:
             teacher = teacher.to(self.args.device).requires_grad_(False).eval()
         self._external = None if teacher is None else Teacher(teacher, self._owner.config.sampling or {})
-
-    def _own_collator(self, tokenizer: Any) -> Any:
-        """Return the default collator; None leaves it to `Trainer`."""
-        return Collator(tokenizer)
 
     @property
     def _maker(self) -> TaskMaker:
@@ -351,7 +291,7 @@ def _checked(model: nn.Module, options: PTPOptions, teacher: Any) -> PTPForCausa
         raise TypeError(f"PTPTrainer trains a PTPForCausalLM, not {type(model).__name__}; {hint}")
     variant = model.config.variant
     if options.sequences == "student" and not model.config.reads_uniforms:
-        raise ValueError("sequences='student' is for slots that read uniforms; choose 'dataset' or 'teacher' for masks")
+        raise ValueError("sequences='student' is for slots that read uniforms; choose 'dataset' for masks")
     if options.method == "inverse":
         if variant != "categorical" or not model.config.informative:
             raise ValueError(f"method='inverse' needs variant='categorical', not {variant!r}, and informative uniforms")

@@ -2,7 +2,6 @@
 to."""
 
 import json
-import logging
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,18 +149,6 @@ def test_shared_copies_are_written_where_they_were_read(saved):
     assert not any("shared_head.head" in name for name in folder_tensors(saved))
 
 
-def test_copies_that_differ_are_reported(saved, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    monkeypatch.setattr(logging.getLogger("tokenahead"), "propagate", True)
-    DeepSeekMTP.from_pretrained(saved)
-    assert "differs from" not in caplog.text
-    tensors = folder_tensors(saved)
-    tensors["model.layers.3.shared_head.head.weight"] += 1
-    rewrite(saved, tensors)
-    DeepSeekMTP.from_pretrained(saved)
-    assert "model.layers.3.shared_head.head.weight differs from lm_head.weight" in caplog.text
-
-
 def test_module_logits_only_where_they_are_wanted():
     model, ids = family_model("llama"), random_ids()
     assert model(ids).mtp_logits is not None
@@ -254,7 +241,7 @@ def test_modules_are_counted_in_the_file_where_the_config_does_not_say(tmp_path)
 
 def test_unknown_families_are_refused_by_name():
     config = AutoConfig.for_model("gpt2", n_layer=1)
-    with pytest.raises(ValueError, match="model_type=.*'gpt2'.*deepseek_v3"):
+    with pytest.raises(ValueError, match="model_type=.gpt2"):
         DeepSeekMTP(config)
 
 

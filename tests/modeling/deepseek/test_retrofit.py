@@ -3,13 +3,12 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.families import BACKBONES, family_config, random_ids, shake
-from tests.internals import MTPFamily, Readout
+from tests.internals import Readout
 from tests.internals import deepseek_readout as readout
 from tests.internals import deepseek_retrofit as retrofit
-from tests.internals import mtp_families_FAMILIES as FAMILIES
 from tests.models import left_padded
 from tokenahead import DeepSeekMTP
 
@@ -56,10 +55,29 @@ def test_a_layer_that_is_called_wrongly_is_noticed(monkeypatch):
         DeepSeekMTP.from_backbone(backbone_of("mistral"))
 
 
-def test_a_layer_that_a_folder_would_not_give_back_is_noticed(monkeypatch):
-    monkeypatch.setitem(FAMILIES, "qwen2_moe", MTPFamily(copies=(), retrofit=True))
-    with pytest.raises(ValueError, match="does.*2"):
+def test_a_layer_that_a_folder_would_not_give_back_is_noticed():
+    with pytest.raises(ValueError, match="qwen2_moe.*mlp"):
         DeepSeekMTP.from_backbone(backbone_of("qwen2_moe", mlp_only_layers=[0, 1]))
+
+
+REFUSED = {
+    "minicpm3": ({}, "residual_scale"),  # by the number of layers
+    "olmo": ({}, "no weights"),
+    "opt": ({"word_embed_proj_dim": 32}, r"model\.layers"),
+    "gpt2": ({}, "layers"),
+    "mamba": ({}, "layer_types"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_probed_saved_or_loaded_is_refused_by_name(name):
+    changes, reason = REFUSED[name]
+    sizes = dict(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    backbone = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(sizes | changes))).eval()
+    with pytest.raises(ValueError, match=f"{name}.*{reason}"):
+        DeepSeekMTP.from_backbone(backbone)
 
 
 def test_modules_are_made_from_the_last_layer_of_their_kind():

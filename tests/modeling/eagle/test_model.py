@@ -5,7 +5,17 @@ import pickle
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, DynamicCache, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    DynamicCache,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
 
 from tests.backbones import backbone
 from tests.eagle_models import CASES, golden_case, teacher_forced, tiny_backbone
@@ -190,7 +200,7 @@ def test_a_copy_of_the_embeddings_is_used_and_frozen():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 65}, "vocab_size=65.*LlamaForCausalLM.*64"),
+        ({"vocab_size": 65}, "vocab_size.*64.*LlamaForCausalLM.*65"),
         ({"hidden_size": 64}, "hidden_size.*32"),
         ({"num_hidden_layers": 4}, "aux_layers=.*2.*4.*5.*4"),
     ],
@@ -224,6 +234,15 @@ def test_a_head_must_be_attached():
 def test_a_backbone_with_its_own_cache_is_refused(trained):
     with pytest.raises(ValueError, match="cache"):
         EagleHead.from_backbone(trained, version=1)
+
+
+@pytest.mark.parametrize("kind", ["t5", "mamba", "bloom", "mpt"])
+def test_a_backbone_without_attention_or_rotary_positions_is_refused_by_name(kind):
+    config = AutoConfig.for_model(kind, vocab_size=64, hidden_size=16, num_hidden_layers=2)
+    model = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
+    base = model.from_config(config)
+    with pytest.raises(ValueError, match=type(base).__name__):
+        EagleHead.from_backbone(base, version=1)
 
 
 def test_a_copy_is_detached_and_equal():

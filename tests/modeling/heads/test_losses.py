@@ -10,6 +10,7 @@ from tests.internals import (
     counts_of_update,
     depth_means,
     depth_targets,
+    depth_weights,
     discounted_mtp_loss,
     head_loss,
     tokens_ahead,
@@ -140,9 +141,25 @@ def test_golden_terms_of_independent_heads():
     config = MTPHeadConfig(window=4)
     terms = -window_distribution(head, config, data["e"]).token_log_probs(targets.clamp(min=0))
     torch.testing.assert_close(terms[valid], data["observe.terms"][valid], rtol=0, atol=1e-12)
-    loss, means, *_ = head_loss(head, config, data["e"], targets, None)
+    loss, means, *_ = head_loss(head, config, data["e"], targets, None).to_tuple()
     torch.testing.assert_close(loss[None], data["observe.loss_global_over_gammasum"], rtol=0, atol=1e-12)
     torch.testing.assert_close(means, data["observe.L_j_global"], rtol=0, atol=1e-12)
+    config.loss_normalization = "paper"
+    whole = head_loss(head, config, data["e"], targets, None)
+    torch.testing.assert_close(whole.loss[None], data["observe.loss_paper_eq4"], rtol=0, atol=1e-12)
+    pieces = [head_loss(head, config, data["e"][[row]], targets[[row]], None, torch.tensor([2] * 4)) for row in (0, 1)]
+    torch.testing.assert_close(sum(piece.loss for piece in pieces), whole.loss)
+
+
+@pytest.mark.parametrize("head_type", ["medusa", "hydra", "layer"])
+def test_gamma_is_read_and_the_recipe_stands_where_there_is_none(head_type):
+    counts = torch.tensor([4.0, 2.0, 1.0])
+    recipe = MTPHeadConfig(head_type=head_type, window=3)
+    assert recipe.gamma is None
+    first, *weights = (depth_weights(recipe, counts) * counts).tolist()
+    assert weights == pytest.approx({"medusa": [0.8, 0.64], "hydra": [1, 1], "layer": [1, 1]}[head_type])
+    given = MTPHeadConfig(head_type=head_type, window=3, gamma=0.5)
+    assert (depth_weights(given, counts) * counts).tolist() == pytest.approx([first, 0.5, 0.25])
 
 
 def test_weights_by_hand():
@@ -263,7 +280,7 @@ def test_terms_without_a_target_give_no_gradient():
     head, config, hidden, targets = head_and_batch()
     targets[0] = IGNORE
     targets[..., 2] = IGNORE
-    loss, means, *_ = head_loss(head, config, hidden, targets, None)
+    loss, means, *_ = head_loss(head, config, hidden, targets, None).to_tuple()
     loss.backward()
     assert means[:2].isfinite().all() and means[2].isnan() and not means.requires_grad
     assert (hidden.grad[0] == 0).all() and (hidden.grad[1].abs().sum(-1) > 0).any()
@@ -283,16 +300,18 @@ def test_packed_documents_cost_what_they_cost_apart(kind, masked):
     labels = [document.clone() for document in ids]
     labels[2][3] = IGNORE
     targets = window_targets(torch.cat(labels)[None], 3, position_ids=packed_positions(*lengths))
-    packed, *_ = head_loss(head, config, torch.cat(documents)[None], targets, torch.cat(ids)[None])
+    packed, *_ = head_loss(head, config, torch.cat(documents)[None], targets, torch.cat(ids)[None]).to_tuple()
     hidden, tokens, apart_labels = (
         torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
         for rows, fill in ((documents, 0), (ids, 0), (labels, IGNORE))
     )
     apart_targets = window_targets(apart_labels, 3)
-    apart, *_ = head_loss(head, config, hidden, apart_targets, tokens)
+    apart, *_ = head_loss(head, config, hidden, apart_targets, tokens).to_tuple()
     torch.testing.assert_close(packed, apart)
     assert (targets != IGNORE).sum((0, 1)).tolist() == (apart_targets != IGNORE).sum((0, 1)).tolist()
-    across, *_ = head_loss(head, config, torch.cat(documents)[None], window_targets(torch.cat(labels)[None], 3), None)
+    across, *_ = head_loss(
+        head, config, torch.cat(documents)[None], window_targets(torch.cat(labels)[None], 3), None
+    ).to_tuple()
     assert abs(across - packed) > 1e-3
 
 

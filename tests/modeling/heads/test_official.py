@@ -147,14 +147,23 @@ def test_heads_of_a_merged_model_and_their_backbone(tmp_path):
         MTPHeads.backbone_from_official(tmp_path / "apart")
 
 
-def test_heads_without_unembeddings_need_to_be_told_the_vocabulary(tmp_path):
+def test_heads_without_unembeddings_read_the_vocabulary_of_their_backbone(tmp_path):
     base, heads = made("medusa")
     heads.export(tmp_path, "medusa")
     assert json.loads((tmp_path / "config.json").read_text())["version"] == "2"
-    with pytest.raises(ValueError, match="vocab_size"):
-        MTPHeads.from_official(tmp_path)
-    again = MTPHeads.from_official(tmp_path, vocab_size=64).attach(base)
+    again = MTPHeads.from_official(tmp_path).attach(base)
+    assert again.config.vocab_size == again.head.vocab_size == 64
     torch.testing.assert_close(distribution_of(again), distribution_of(heads), atol=1e-6, rtol=0)
+
+
+def test_the_prefix_layer_of_hydra_has_the_epsilon_of_the_backbone(tmp_path):
+    base = backbone(rms_norm_eps=1e-3)
+    heads = shaken(MTPHeads.from_backbone(base, window=4, **KINDS["hydra++"])).eval()
+    heads.export(tmp_path, "hydra")
+    again = MTPHeads.from_official(tmp_path).attach(base)
+    torch.testing.assert_close(distribution_of(again), distribution_of(heads), atol=1e-6, rtol=0)
+    again.save_pretrained(tmp_path / "ours")
+    assert MTPHeads.from_pretrained(tmp_path / "ours").config.backbone_config["rms_norm_eps"] == 1e-3
 
 
 def test_hydra_heads_refuse_a_backbone_with_other_embeddings(tmp_path):

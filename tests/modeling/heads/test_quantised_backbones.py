@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import nn
 
 from tests.every_model import llama, prompt_for
-from tokenahead import MTPHeads
+from tokenahead import EagleHead, MTPHeads
 
 
 class Int8Linear(nn.Linear):
@@ -47,3 +48,28 @@ def test_heads_train_and_draft(leaf):
     assert base.lm_head.scales.grad is None  # frozen, though it could be trained
     options = {"max_new_tokens": 6, "do_sample": False}
     assert torch.equal(base.generate(ids[:1], assistant_model=heads, **options), base.generate(ids[:1], **options))
+
+
+def offloaded() -> nn.Module:
+    return cpu_offload(llama(), execution_device="cpu")
+
+
+def in_codes() -> nn.Module:
+    base = llama()
+    for name, module in list(base.named_modules()):
+        if isinstance(module, nn.Linear):
+            base.set_submodule(name, Int8Linear(module))
+    return base
+
+
+@pytest.mark.parametrize(("make", "tolerance"), [(offloaded, 0.0), (in_codes, 2e-3)])
+def test_heads_copy_layers_and_unembeddings_of_any_form(make, tolerance):
+    plain, base = llama(), make()
+    eagle = {"version": 3, "aux_layers": [1, 2]}
+    for made in (
+        lambda base: MTPHeads.from_backbone(base, window=3, head_type="layer"),
+        lambda base: EagleHead.from_backbone(base, **eagle).lm_head,
+    ):
+        wanted, found = made(plain).state_dict(), made(base).state_dict()
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(found[name], tensor, atol=tolerance, rtol=0)

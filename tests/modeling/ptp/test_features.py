@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.internals import best_of, interval, pick, place, place_beta, uniform_features
+from tests.internals import best_of, beta_shares, interval, pick, place, uniform_features
 
 GOLDENS = Path(__file__).parents[2] / "data" / "ptp"
 LAWS = st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any)
@@ -83,7 +83,7 @@ def test_beta_placements_have_the_moments_of_beta():
     probs = torch.tensor([0.25, 0.5, 0.25], dtype=torch.float64)
     tokens = torch.ones(40_000, dtype=torch.long)
     for moments in json.loads((GOLDENS / "beta.json").read_text())["moments"]:
-        u, valid = place_beta(tokens, probs.expand(40_000, -1), moments["b"])
+        u, valid = place(tokens, probs.expand(40_000, -1), beta_shares(tokens, moments["b"]))
         z = (u.double() - 0.25) / 0.5
         assert valid.all() and abs(z.mean() - 0.5) < 0.01 and abs(z.var() - moments["var"]) < 0.005
 

@@ -111,6 +111,7 @@ def test_heads_complete_with_the_backbone_that_they_learned_with(learns, setting
     ids = torch.tensor([EvaByteTokenizer()("import os")["input_ids"]])
     wanted = backbone.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
     words = ["--heads", tmp_path / "run", "--max-new-tokens", "8", "--json", "import os"]
+    capsys.readouterr()  # the entries of the log
     code = run("generate", "--model", folders / "llama", *words)
     if learns == "all":
         whole = tmp_path / "run" / "backbone"

@@ -1,5 +1,6 @@
 """The figures of the commands: nothing lies over a legend's text, lines are told apart, axes count whole numbers."""
 
+import io
 import math
 
 import pytest
@@ -28,6 +29,20 @@ def ticks(axes):
 
 def test_a_run_that_ended_before_its_first_entry_has_a_picture_and_no_warning(recwarn):
     learning_figure([{"step": 1, "train_runtime": 1.0}])
+    assert [str(each.message) for each in recwarn] == []
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [
+        lambda: evaluation_figure({"depths": [], "decoding": []}),
+        lambda: analysis_figure({"depths": [{"depth": 1}], "layers": []}),
+        lambda: learning_figure(history_of(40)),
+    ],
+    ids=["nothing drafted", "nothing known", "many depths"],
+)
+def test_figures_are_drawn_without_warnings(figure, recwarn):
+    figure().savefig(io.BytesIO(), format="png")
     assert [str(each.message) for each in recwarn] == []
 
 

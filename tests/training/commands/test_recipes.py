@@ -75,7 +75,7 @@ def test_medusa_2(run, folders, tmp_path):
         rate = {2e-3 if id(parameter) in heads else 5e-4 for parameter in group["params"]}
         assert rate == {group["initial_lr"]}
     assert {rate for rates in watch.rates for rate in rates if rate == max(rates)} > {2e-3}, "a cosine goes down"
-    assert model.mtp_loss_weight == pytest.approx(0.2)
+    assert model.heads.mtp_loss_weight == pytest.approx(0.2)
     assert len(logged(trainer, "loss_backbone")) == STEPS and logged(trainer, "loss_head_6")
     config = json.loads((tmp_path / "run" / "backbone" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["lora_dropout"], len(config["target_modules"])) == (

@@ -97,6 +97,7 @@ WRONG = {
     "a file that is not there": ({"dataset_name": "nofile.jsonl"}, "dataset_name=nofile.jsonl"),
     "patience for nothing": ({"early_stopping_patience": 2}, "early_stopping_patience"),
     "DeepSpeed that is not installed": ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "deepspeed"),
+    "a service that is not installed": ({"report_to": "wandb"}, "report_to='wandb'"),
     "a column that is missing": ({"dataset_text_field": "body"}, "'body'"),
 }  # fmt: skip
 
@@ -202,6 +203,35 @@ def test_files_that_cannot_be_read_are_named(text, streaming, settings_of, tmp_p
     settings_of(drafter="heads", dataset_name=str(file), test_split_size=None, dataset_streaming=streaming)
     said = error_of(tmp_path, capsys)
     assert str(file) in said
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".csv", ".jsonl"])
+def test_data_in_another_encoding_are_named(suffix, settings_of, tmp_path, capsys):
+    file = tmp_path / f"rows{suffix}"
+    rows = {".txt": "naïve\n" * 9, ".csv": "text\n" + "naïve\n" * 9, ".jsonl": '{"text": "naïve"}\n' * 9}
+    file.write_bytes(rows[suffix].encode("latin-1"))
+    settings_of(drafter="heads", dataset_name=str(file), test_split_size=None)
+    said = error_of(tmp_path, capsys)
+    assert f"dataset_name={file}" in said and "UTF-8" in said
+
+
+def test_a_model_without_a_tokenizer_is_named(settings_of, folders, tmp_path, capsys):
+    AutoModelForCausalLM.from_pretrained(folders / "llama").save_pretrained(tmp_path / "bare")
+    settings_of(drafter="heads")
+    said = error_of(tmp_path, capsys, "--model_name_or_path", tmp_path / "bare")
+    assert f"model_name_or_path={tmp_path / 'bare'}" in said and "tokenizer" in said
+
+
+def test_keys_that_stand_twice_are_named(settings_of, tmp_path, capsys):
+    settings_of(drafter="heads")
+    file = tmp_path / "config.yaml"
+    for twice, name in (("warmup_steps: 1\nwarmup_steps: 2\n", "warmup_steps"),
+                        ("strategy: {train: all, train: lora}\n", "train")):  # fmt: skip
+        before = file.read_text()
+        file.write_text(before + twice)
+        said = error_of(tmp_path, capsys)
+        assert f"'{name}' stands twice" in said and str(file) in said
+        file.write_text(before)
 
 
 def test_a_missing_file_of_settings_is_named(tmp_path, capsys):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.internals import commands_train as train
+from tests.internals import last_whole_checkpoint
 from tests.training.commands import kill_client
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -76,12 +77,35 @@ def test_a_checkpoint_that_was_cut_off_is_passed_over(lost, settings_of, tmp_pat
     options = dict(max_steps=4, save_strategy="steps", save_steps=2, **HEADS)
     whole = train(settings_of(**options))
     (tmp_path / "run" / "checkpoint-4" / lost).unlink()
-    with pytest.warns(UserWarning, match=f"checkpoint-4 was cut off while it was written .{lost} is missing"):
+    with pytest.warns(UserWarning, match=f"checkpoint-4.*{lost} is missing"):
         resumed = train(settings_of(**options, resume_from_checkpoint="true"))
     assert losses(resumed) == pytest.approx(losses(whole), abs=1e-6)
     (tmp_path / "run" / "checkpoint-4" / lost).unlink()
-    with pytest.raises(ValueError, match=f"checkpoint-4 was cut off while it was written: {lost} is missing"):
+    with pytest.raises(ValueError, match=f"checkpoint-4.*{lost} is missing"):
         train(settings_of(**options, resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4")))
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(settings_of, tmp_path):
+    options = dict(max_steps=3, save_strategy="steps", save_steps=1, **HEADS)
+    train(settings_of(**options))
+    folder = tmp_path / "run" / "checkpoint-3"
+    files = {"config.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json"}
+    assert files <= {path.name for path in folder.iterdir()}
+    for name in sorted({path.name for path in folder.iterdir()} - {"checksums.json"}):
+        before = (folder / name).read_bytes()
+        for damage in (lambda data: data[: len(data) // 2], flipped):
+            (folder / name).write_bytes(damage(before))
+            with pytest.warns(UserWarning, match=f"checkpoint-3.*{name} is (damaged|missing)"):
+                assert last_whole_checkpoint(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-2")
+        (folder / name).write_bytes(before)
+    assert last_whole_checkpoint(tmp_path / "run") == str(folder)
+    (folder / "model.safetensors").write_bytes(flipped((folder / "model.safetensors").read_bytes()))
+    with pytest.raises(ValueError, match=r"checkpoint-3.*model.safetensors is damaged"):
+        train(settings_of(**options, resume_from_checkpoint=str(folder)))
 
 
 @pytest.mark.parametrize("run", ["heads only", "lora", "parallel"])

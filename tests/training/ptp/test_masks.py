@@ -23,11 +23,11 @@ def task_of(model, tmp_path, rows, **options):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize(("sequences", "sampler"), [("dataset", "mlp"), ("teacher", "mlp"), ("dataset", "none")])
-def test_masks_adapters_and_sampler_learn_and_nothing_else(loss, sequences, sampler, tmp_path):
+@pytest.mark.parametrize("sampler", ["mlp", "none"])
+def test_masks_adapters_and_sampler_learn_and_nothing_else(loss, sampler, tmp_path):
     model = student("mask", sampler=sampler, sampling=FOLDED)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    own = trainer(model, tmp_path, loss=loss, sequences=sequences, completions=3)
+    own = trainer(model, tmp_path, loss=loss, completions=3)
     own.train()
     assert own.state.log_history[0]["loss"] > 0
     for name, parameter in model.named_parameters():

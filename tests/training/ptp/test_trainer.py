@@ -115,6 +115,10 @@ def test_completions_stay_in_their_document_and_start_at_targets(tmp_path):
         assert int(completions.known[0, completion].sum()) in (0, min(3, end - start))
 
 
+def logits_of(hidden: torch.Tensor, head: torch.nn.Module) -> torch.Tensor:
+    return head(hidden)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_both_ways_through_the_model_agree(variant):
     model = student(variant, backbone().double())
@@ -123,10 +127,10 @@ def test_both_ways_through_the_model_agree(variant):
     rows = PackedRows(model, batch, starts, variant == "one_hot")
     inputs = SlotInputs(torch.rand(2, 4, 3))
     own = rows.read()
-    cached = rows.slots(inputs)
-    logits = rows.everything(inputs, lambda hidden, head: head(hidden))
-    torch.testing.assert_close(cached.flatten(1, 2), logits[:, 8:])
-    torch.testing.assert_close(rows.slots(inputs), cached)  # the cache was left as it was
+    cached = rows.slots(inputs, logits_of)
+    logits = rows.everything(inputs, logits_of)
+    torch.testing.assert_close(cached, logits[:, 8:])
+    torch.testing.assert_close(rows.slots(inputs, logits_of), cached)  # the cache was left as it was
     torch.testing.assert_close(own.logits(own.states)[0], logits[0, :8])
 
 
@@ -152,7 +156,8 @@ def test_inverse_training_finds_the_students_own_uniforms(reads_state, tmp_path)
     with torch.no_grad():
         found = own._task(model, own.data_collator(texts(backbone())), True)
         u, reached, completions = found.u, found.reached, found.completions
-        distribution = found.rows.slots(found.inputs).softmax(-1)  # one forward confirms what was found step by step
+        # one forward confirms what was found step by step
+        distribution = found.rows.slots(found.inputs, logits_of).softmax(-1).unflatten(1, u[..., 1:].shape[1:])
         first = at_columns(model(found.sequences.tokens).logits, completions.starts - 1).softmax(-1)
     assert reached.sum() > 40
     picked = torch.cat([pick(u[..., 0], first)[..., None], pick(u[..., 1:], distribution)], dim=-1)
@@ -218,22 +223,6 @@ def test_drafts_are_judged_as_their_texts_are():
             torch.testing.assert_close(target_probs(judged.scores.states[row, completion], **FOLDED), distribution)
 
 
-def test_continued_texts_begin_with_the_data():
-    teacher = backbone()
-    teacher.generation_config.eos_token_id = 5
-    rows = ids(6, 9)
-    mask = torch.ones_like(rows)
-    mask[0] = 0
-    batch = Sequences.of({"input_ids": rows, "attention_mask": mask})
-    text = Teacher(teacher, {"temperature": 1.0, "top_k": 0, "top_p": 1.0}).continued(batch, 8)
-    assert not text.documents[0].any() and not text.scored[0].any()
-    for row in range(1, 6):
-        known = text.tokens[row][(text.documents[row] > 0) & ~text.scored[row]]
-        assert len(known) and torch.equal(known, rows[row, : len(known)])
-        written = text.tokens[row][text.scored[row]].tolist()
-        assert written and 5 not in written[:-1]
-
-
 def test_evaluation_is_logged_and_the_student_survives_a_folder(tmp_path):
     model = student(sampling=FOLDED)
     data = texts(backbone(), **FOLDED)
@@ -277,5 +266,3 @@ def test_bad_teachers_and_data(tmp_path):
         trainer(student(), tmp_path, teacher=other)
     with pytest.raises(ValueError, match="input_ids.*1"):
         Sequences.of({"input_ids": ids(2, 1)})
-    with pytest.raises(TypeError, match="teacher"):
-        Teacher(torch.nn.Identity(), FOLDED).continued(Sequences.of({"input_ids": ids(2, 4)}), 3)

@@ -1,0 +1,58 @@
+"""Trainers of TRL on models that draft: what they do not train is said, and what they cannot train is refused."""
+
+import logging
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+from tests.training.test_evaluation_loss import llama
+from tokenahead import DeepSeekMTP, MTPHeads, PTPForCausalLM
+
+SETTINGS = dict(max_steps=2, report_to=[], use_cpu=True, per_device_train_batch_size=2, save_strategy="no", bf16=False)
+MAKERS = {
+    "heads": lambda backbone: MTPHeads.from_backbone(backbone, window=3),
+    "modules": lambda backbone: DeepSeekMTP.from_backbone(backbone, 1),
+    "ptp": lambda backbone: PTPForCausalLM.from_backbone(backbone, num_slots=2),
+}
+
+
+def train(kind, method, folder):
+    words = Tokenizer(models.WordLevel({chr(97 + index): index for index in range(26)}, unk_token="a"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a", eos_token="b")
+    model = MAKERS[kind](llama(num_hidden_layers=2))
+    if method == "sft":
+        data, config = (
+            Dataset.from_dict({"text": ["a b c d e f"] * 4}),
+            SFTConfig(str(folder), max_length=8, **SETTINGS),
+        )
+        trainer = SFTTrainer(model, config, train_dataset=data, processing_class=tokenizer)
+    else:
+        config = GRPOConfig(str(folder), num_generations=2, max_completion_length=3, **SETTINGS)
+        data = Dataset.from_dict({"prompt": ["a b c d"] * 4})
+        rewards = [lambda completions, **_: [float(len(text)) for text in completions]]
+        trainer = GRPOTrainer(model, rewards, config, data, processing_class=tokenizer)
+    trainer.train()
+    return model
+
+
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+@pytest.mark.parametrize("kind", ["heads", "ptp"])
+def test_what_cannot_learn_is_refused_by_name(kind, method, tmp_path):
+    with pytest.raises(RuntimeError, match="MTPHeads.*MTPSFTTrainer" if kind == "heads" else "PTP.*PTPSFTTrainer"):
+        train(kind, method, tmp_path)
+
+
+def test_modules_that_do_not_learn_are_said_once(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        logging.getLogger("transformers").propagate = True
+        model = train("modules", "sft", tmp_path)
+    assert sum("MTPSFTTrainer" in record.message for record in caplog.records) == 1
+    caplog.clear()
+    model.train()(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]]))
+    model.eval()(torch.tensor([[1, 2, 3]]))
+    assert not caplog.records

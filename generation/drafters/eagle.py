@@ -102,7 +102,7 @@ class EagleSession(DraftSession):
     ) -> torch.Tensor:
         """Rows of the head in a row behind those before; or a level of a tree, and what it sees of all levels."""
         rows, size = self.rows, ids.shape[1]
-        rows.is_exact = seen is None and not rows.needs_mask
+        rows.is_exact = seen is None and not rows.needs_mask(size)
         mask = None if rows.is_exact else rows.visible(size, new=seen)[:, None]
         places = cached_range(rows.ahead, size, ids.device) if seen is None else level
         positions = (rows.counts[:, None] + places).clamp(min=0).expand(-1, size)

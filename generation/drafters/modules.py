@@ -150,7 +150,7 @@ class ModuleSession(DraftSession):
         config = self.model.config.get_text_config()
         window = config.sliding_window if kind == "sliding_attention" else None
         chunk = config.attention_chunk_size if kind == "chunked_attention" else None
-        rows.is_exact = seen is None and not rows.needs_mask
+        rows.is_exact = seen is None and not rows.needs_mask(size)
         mask = None if rows.is_exact else rows.visible(size, window, chunk, new=seen, depths=places)[:, None]
         own = cached_range(rows.ahead, size, rows.ends.device) if places is None else places[:, -size:]
         return {

@@ -13,6 +13,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
+    StaticLayer,
 )
 
 from ...modeling.ptp.inputs import check_attention
@@ -122,6 +123,30 @@ def _has_alibi(backbone: PreTrainedModel) -> bool:
 def _is_local(config: Any) -> bool:
     """Whether any layer has GPT-Neo's attention window, which it makes of columns itself."""
     return "local" in (getattr(config, "attention_layers", None) or ())
+
+
+def check_cache(cache: Cache, sequences: int, tokens: int) -> None:
+    """Refuse a cache that was given and does not fit a call.
+
+    Args:
+        cache: As the user passed it.
+        sequences: Of the call.
+        tokens: That the call feeds at most, those of the cache among them.
+
+    Raises:
+        ValueError: It holds another number of sequences, or has no room for the tokens.
+    """
+    held = next((len(layer.keys) for layer in cache.layers if getattr(layer, "keys", None) is not None), sequences)
+    if held != sequences:
+        raise ValueError(
+            f"past_key_values holds {held} sequences, and the call has {sequences}: pass the cache of this batch"
+        )
+    room = [layer.get_max_length() for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding]
+    if room and min(room) < tokens:
+        raise ValueError(
+            f"past_key_values has room for {min(room)} tokens, and the call may feed {tokens}: make its max_cache_len "
+            f"longer by {tokens - min(room)}, or ask for fewer new tokens"
+        )
 
 
 def is_repackable(cache: Cache | None) -> bool:

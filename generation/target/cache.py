@@ -77,10 +77,10 @@ class Rows:
         """Whether all sequences end in the same column."""
         return len(set(self.lengths)) == 1
 
-    @property
-    def needs_mask(self) -> bool:
-        """Whether a chain needs a mask: without one, all columns up to the block's end are seen, and in their order."""
-        return self.mask is not None or self.window > 0 or not self.is_even
+    def needs_mask(self, fed: int) -> bool:
+        """Return whether a chain needs a mask: where the model would make one itself, ours repeats no keys."""
+        begins = max(self.lengths) + self.ahead
+        return self.mask is not None or self.window > 0 or not self.is_even or (fed > 1 and begins > 0)
 
     def take_over(self, cache: Cache) -> None:
         """Replace the layers of a cache, one after the other, by layers that never move and hold what they held."""
@@ -324,7 +324,7 @@ class RowLayer(CacheLayerMixin):
         """
         rows, width = self.rows, max(self.rows.lengths)
         seen = None
-        if rows.needs_mask or window is not None:
+        if rows.needs_mask(1) or window is not None:
             rows.ahead = -1  # what the last token sees
             seen, width = rows.visible(1, window)[:, 0], rows.width(1, self.size)
         keys, values = cast(torch.Tensor, self.keys), cast(torch.Tensor, self.values)

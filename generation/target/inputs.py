@@ -143,7 +143,7 @@ def block_mask(
     auxiliary = None if tree is None else tree.auxiliary
     new = None if tree is None or tree.is_chain else tree.mask()
     new = new if auxiliary is None else auxiliary.mask[None]
-    rows.is_exact = new is None and not rows.needs_mask
+    rows.is_exact = new is None and not rows.needs_mask(fed)
     if rows.is_exact:
         return None
     kinds: set[str] = set(getattr(config, "layer_types", None) or ())

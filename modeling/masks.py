@@ -47,7 +47,7 @@ def grouped_attention(
 ) -> tuple[torch.Tensor, None]:
     """Return what transformers' "sdpa" does, without a copy of keys and values where the mask is ours."""
     groups, (batch, heads, fed, _) = query.shape[1] // key.shape[1], query.shape
-    if groups == 1 or not getattr(attention_mask, _MARK, False):
+    if attention_mask is None or groups == 1 or not getattr(attention_mask, _MARK, False):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     packed = query.reshape(batch, heads // groups, groups * fed, -1)
     mask = attention_mask.repeat(1, 1, groups, 1)

@@ -6,8 +6,9 @@
 
 Heads and EAGLE heads learn from features of the frozen backbone that are kept on disk; modules, PTP and the small model
 run whole models. Time is the processor's. Tokens per call are those of greedy and of sampled text (T = 1). Speed-ups
-are ratios to plain decoding of the same prompts by turns. Kernels, syncs and copies per cycle are counted on the
-processor (`counting.py`). Drafts are chains as long as the window of heads (`--draft`).
+are ratios to plain decoding of the same prompts by turns; of text that repeats more than half of itself, none is shown.
+Kernels, syncs and copies per cycle are counted on the processor (`counting.py`). Drafts are chains as long as the
+window of heads (`--draft`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -38,7 +40,9 @@ from tokenahead import (
     NgramDrafter,
     PTPForCausalLM,
 )
+from tokenahead.training.evaluation import repeated_share
 from tokenahead.training.features import cache_features
+from tokenahead.training.results import DEGENERATE_SHARE
 from tokenahead.training.strategy import TrainingStrategy
 from tokenahead.training.utils import replace_text
 
@@ -106,17 +110,22 @@ def measure(
     model = options.pop("model", backbone)
     ways = {"plain": {"use_mtp": False} if model is not backbone else {}, "drafts": options}
     for mode, how in {"greedy": dict(do_sample=False), "sampled": dict(do_sample=True, top_k=0)}.items():
-        seconds, calls = {"plain": 0.0, "drafts": 0.0}, 0
+        seconds, calls, repeated = {"plain": 0.0, "drafts": 0.0}, 0, 0.0
         for number, prompt in enumerate(prompts):
             for kind, extra in ways.items():
                 torch.manual_seed(number)
                 started = time.process_time()
                 found = model.generate(**prompt, **how, **ALWAYS, max_new_tokens=new_tokens, **extra)
                 seconds[kind] += time.process_time() - started
-                calls += found.speculation.backbone_calls if kind == "drafts" else 0
+                if kind == "drafts":
+                    calls += found.speculation.backbone_calls
+                    repeated += repeated_share(found.sequences[0, -new_tokens:].tolist()) / len(prompts)
         counts = {kind: _counts(model, {**prompts[0], **how, **ALWAYS, **extra}) for kind, extra in ways.items()}
         figures[f"tokens per call, {mode}"] = len(prompts) * new_tokens / calls
-        figures[f"speed-up, {mode}"] = seconds["plain"] / seconds["drafts"]
+        figures[f"repeated, {mode}"] = repeated
+        figures[f"speed-up, {mode}"] = (
+            seconds["plain"] / seconds["drafts"] if repeated <= DEGENERATE_SHARE else math.nan
+        )
         figures[f"kernels per cycle over plain, {mode}"] = counts["drafts"]["kernels"] - counts["plain"]["kernels"]
         figures |= {f"{name} per cycle, {mode}": counts["drafts"][name] for name in ("syncs", "copies")}
     return figures

@@ -6,8 +6,8 @@
     python benchmarks/marginal.py small middle large
 
 At places of held-out text: how often the likeliest token is the text's, with the tokens between summed out (the best
-that heads without access to them can do), and with them known. The places are those at which `benchmarks/strategies.py`
-takes the accuracies of heads. Behind `+-` is the standard error, from the spread between texts.
+that heads without access to them can do), and with them known. Behind `+-` is the standard error, from the spread
+between texts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from pathlib import Path
 
 import torch
 from corpus import load_corpus
-from strategies import PLACES, bits, held_out_rows
+from strategies import LENGTH, bits, held_out_rows
 from transformers import LlamaForCausalLM
 
 from tokenahead.training.analysis import marginal_log_probs
+
+PLACES = torch.arange(32, LENGTH - 16, 4)
+"""Columns behind which distributions are compared."""
 
 
 def shown(right: torch.Tensor) -> str:

@@ -1,11 +1,12 @@
 """Sequential modules: our `generate` beside transformers' own `use_mtp`, in one run.
 
     python benchmarks/modules.py                          # the trained golden (D = 2), and a D = 1 model trained here
-    python benchmarks/modules.py --minutes 3 --calls 20 --new-tokens 64
+    python benchmarks/modules.py --minutes 3 --calls 20 --new-tokens 64 --sampled
 
 The D = 1 model is a small DeepSeek-V3 that learns the Python standard library's source, byte by byte, for
 `--minutes`. transformers finds module weights only under the layer numbers of the released checkpoints; its pattern is
 patched to this model's. It reads the modules from disk in every call; `reads` counts the opened safetensors files.
+Speeds are ratios to plain decoding and to `use_mtp`; of text that repeats more than half of itself, none is shown.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel, modeling_layers
 
 from tokenahead import DeepSeekMTP
+from tokenahead.training.evaluation import repeated_share
+from tokenahead.training.results import DEGENERATE_SHARE
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "data" / "deepseek_mtp" / "dsv3_d2_trained"
 
@@ -159,13 +162,15 @@ def compare(folder: str | Path, prompts: torch.Tensor, arguments: argparse.Names
     for drafts in sorted({depth, 2, 3, 4}):
         ways.append(Way(f"tokenahead, {drafts} drafts", ours, ours.main.base_model, {"num_assistant_tokens": drafts}))
     for way in ways:
+        way.options |= {"do_sample": True, "top_k": 0} if arguments.sampled else {}
         way.call(prompts[0][None], 16)
         way.forget()
     for call in range(arguments.calls):
         for way in ways:
             way.call(prompts[call % len(prompts)][None], arguments.new_tokens)
     table = Table(title=f"D = {depth}, {arguments.calls} calls of {arguments.new_tokens} tokens, by turns")
-    for column in ("decoding", "tokens per forward", "tokens/s", "of use_mtp", "reads per call", "identical"):
+    columns = ("decoding", "tokens per forward", "repeated", "of plain", "of use_mtp", "reads per call", "identical")
+    for column in columns:
         table.add_column(column, justify="right")
     for way in ways:
         table.add_row(*row(way, ways, arguments.new_tokens))
@@ -175,14 +180,16 @@ def compare(folder: str | Path, prompts: torch.Tensor, arguments: argparse.Names
 def row(way: Way, ways: list[Way], new_tokens: int) -> list[str]:
     """Cells of the table."""
     calls = len(way.times)
-    ratio = statistics.median(theirs / ours for theirs, ours in zip(ways[1].times, way.times))
+    repeated = statistics.mean(repeated_share(text[0, -new_tokens:].tolist()) for text in way.texts)
+    ratios = (statistics.median(a / b for a, b in zip(other.times, way.times)) for other in ways[:2])
+    shown = [f"{ratio:.2f}" if repeated <= DEGENERATE_SHARE else "none claimed" for ratio in ratios]
     return [
         way.name,
         f"{new_tokens * calls / way.forwards:.2f}",
-        f"{new_tokens / statistics.median(way.times):.0f}",
-        f"{ratio:.2f}",
+        f"{repeated:.0%}",
+        *shown,
         f"{way.reads / calls:.0f}",
-        "yes" if all(map(torch.equal, way.texts, ways[0].texts)) else "NO",
+        "drawn" if way.options.get("do_sample") else "yes" if all(map(torch.equal, way.texts, ways[0].texts)) else "NO",
     ]
 
 
@@ -192,6 +199,7 @@ def main() -> None:
     parser.add_argument("--unroll", type=int, default=3, help="steps that its module is trained on its own output")
     parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--sampled", action="store_true", help="draw at T = 1 instead of greedy decoding")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

@@ -96,7 +96,7 @@ def measure(
         how = mode.options | {"seed": 7, "max_new_tokens": new_tokens}
         texts = ([model.generate(**one, **how, use_mtp=drafts) for drafts in (True, False)] for one in inputs)
         result = replace(result, identical=all(torch.equal(*pair) for pair in texts))
-    return result, found.accepted_by_position
+    return result, found.result.accepted_by_position
 
 
 def acceptance(model: PTPForCausalLM, prompts: list[str], mode: DecodingMode, new_tokens: int) -> float:

@@ -21,7 +21,8 @@ class EvaByteConfig(PreTrainedConfig):
     Args:
         window_size: Tokens per EVA window; a token attends to its own window byte by byte, to earlier ones by chunk.
         chunk_size: Tokens per summary; must divide `window_size`.
-        num_pred_heads: Number of next-token heads N in `lm_head.weight` [N * vocab_size, hidden_size].
+        num_pred_heads: Number of next-token heads N in `lm_head.weight` of checkpoints, [N * vocab_size, hidden_size];
+            a model holds the first as `lm_head` and the others as `draft_heads`.
         norm_add_unit_offset: RMSNorm multiplies by 1 + weight.
         fp32_logits: Logits are returned in float32.
         mtp_head: The head that drafts (`MTPHeadConfig` or a dict of its fields). `window` defaults to
@@ -114,8 +115,6 @@ class EvaByteConfig(PreTrainedConfig):
                 f"num_key_value_heads={self.num_key_value_heads} must equal num_attention_heads="
                 f"{self.num_attention_heads}: EvaByte has no grouped attention"
             )
-        if self.tie_word_embeddings:
-            raise ValueError("tie_word_embeddings=True: EvaByte's lm_head holds several heads and cannot be tied")
         if self.mtp_head.family.apart_only:
             owned = ", ".join(name for name, family in HEAD_FAMILIES.items() if not family.apart_only)
             raise ValueError(
@@ -124,9 +123,9 @@ class EvaByteConfig(PreTrainedConfig):
             )
         if self.mtp_head.family.rows_of_lm_head and self.mtp_head.leaf != "full":
             raise ValueError(
-                f"mtp_head.leaf={self.mtp_head.leaf!r}: EvaByte's FF heads are rows of lm_head, leaf='full'"
+                f"mtp_head.leaf={self.mtp_head.leaf!r}: EvaByte's FF heads are rows of one matrix, leaf='full'"
             )
-        if self.mtp_head.window > self.window_size:
+        if (self.mtp_head.window or 0) > self.window_size:
             raise ValueError(
                 f"mtp_head.window={self.mtp_head.window} exceeds window_size={self.window_size}: "
                 "a draft may cross one window border at most"

@@ -22,11 +22,11 @@ CORE = {
         "_prepare_generation_config": "reads the options of a call",
         "_sample": "decodes plainly where nothing is drafted",
         "_supports_default_dynamic_cache": "whether the cache is a DynamicCache",
+        "_update_model_kwargs_for_generation": "what the model is given after one more token",
     },
     "transformers.modeling_utils:PreTrainedModel": {
         "_can_set_attn_implementation": "overridden: a wrapper answers for its backbone",
         "_can_set_experts_implementation": "overridden: a wrapper answers for its backbone",
-        "_get_resized_lm_head": "overridden: resizes all heads with the embeddings",
         "_gradient_checkpointing_func": "set on layers: wrapped, so that gates are open again in backward",
         "_hf_peft_config_loaded": "whether adapters were added with `add_adapter`",
         "_init_weights": "overridden: initialises our modules",
@@ -41,6 +41,7 @@ CORE = {
         "_supports_flash_attn": "set: as the backbone's",
         "_supports_flex_attn": "set: as the backbone's",
         "_supports_sdpa": "set: models that take `attn_implementation='sdpa'`",
+        "_tied_weights_keys": "set: the output embeddings, which a config may tie to the embeddings of the input",
     },
     "transformers.configuration_utils:PreTrainedConfig": {
         "_attn_implementation": "the attention that a model uses; kept where a config becomes part of another",

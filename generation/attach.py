@@ -9,131 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, cast
-from weakref import WeakKeyDictionary
+from typing import Any, cast
 
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from .. import __version__
+from ..configuration.fields import field
 from ..modeling.wrapped_models import drop_collectors, unwrap
-from .call.options import CallOptions, DraftOptions
-from .call.schedule import AdaptiveSchedule
+from .call.options import first_set
+from .drafter import BaseDrafter
 from .generate import decoding, prepared_call
-from .protocols import DraftSession, SpeculativeCache
+from .protocols import SpeculativeCache
 from .target.backbones import check_backbone
-from .trees.choice import DEEPEST
-from .trees.growth import tree_options
-from .verification.verifiers import GreedyVerifier, SampledVerifier, Verifier
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-_TREE_CHOICES: WeakKeyDictionary[Any, dict[bool, dict[str, int]]] = WeakKeyDictionary()
-"""By drafter: a copy or a pickle chooses its own trees, for another backbone or another machine may be below it."""
-_SCHEDULES: WeakKeyDictionary[Any, dict[tuple[Any, ...], AdaptiveSchedule]] = WeakKeyDictionary()
-"""By drafter, and by what decides over a cycle's cost: what adaptive calls have learned."""
-
-
-class BaseDrafter:
-    """What most drafters share: token and block verification, greedy and sampled.
-
-    Attributes:
-        window: Tokens that a call may yield: the next one, and one for each drafted token.
-        drafts_trees: Whether the drafter takes `draft_tree`.
-    """
-
-    rules: tuple[str, ...] = ("block", "token")
-    window: int
-    drafts_trees: ClassVar[bool] = False
-
-    def longest_draft(self) -> int | None:
-        """Return window - 1: the first token of a window is the ordinary next token."""
-        return max(self.window - 1, 0)
-
-    def default_draft(self) -> int:
-        """Return as many as a draft may have."""
-        return self.longest_draft() or 0
-
-    def runner(self, backbone: PreTrainedModel) -> PreTrainedModel:
-        """Return the backbone itself."""
-        return backbone
-
-    def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
-        """Return None: nothing rules out these drafts."""
-        return None
-
-    def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
-        """Return none: transformers' own apply."""
-        return {}
-
-    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Refuse options of other kinds of drafters, and complete a tree, whose longest path is the draft's length.
-
-        Raises:
-            ValueError: An option that this kind does not have, or a tree that cannot be.
-        """
-        for name in options.extra:
-            kind = "sequential modules" if name == "draft_vocabulary" else "parallel token prediction"
-            raise ValueError(f"{name}= is an option of {kind}, and {type(self).__name__} has none")
-        if options.draft_tree is None:
-            return options
-        if not self.drafts_trees:
-            raise ValueError(
-                f"draft_tree={options.draft_tree!r}: {type(self).__name__} drafts chains only; leave it out"
-            )
-        return self.prepare_tree(options, config)
-
-    @property
-    def tree_choices(self) -> dict[bool, dict[str, int]]:
-        """The trees that `draft_tree="auto"` chose, of greedy (False) and of sampled calls; empty it to choose anew."""
-        return _TREE_CHOICES.setdefault(self, {})
-
-    @property
-    def schedules(self) -> dict[tuple[Any, ...], AdaptiveSchedule]:
-        """What calls with `num_assistant_tokens_schedule="adaptive"` have learned; empty it to begin anew."""
-        return _SCHEDULES.setdefault(self, {})
-
-    def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Validate and complete `draft_tree`; `"auto"` is what was chosen before, or stays until the prompt is known.
-
-        Raises:
-            ValueError: A tree that cannot be, or that is deeper than the drafter.
-        """
-        tree, number, longest = options.draft_tree, options.num_assistant_tokens, self.longest_draft()
-        if longest == 0:
-            raise ValueError(f"draft_tree={tree!r}: this {type(self).__name__} drafts nothing; leave it out")
-        if tree == "auto":
-            tree = self.tree_choices.get(bool(config.do_sample), "auto")
-        if tree == "auto":
-            return replace(options, num_assistant_tokens=number or longest or DEEPEST)
-        tree, deepest = tree_options(tree, longest)
-        return replace(options, draft_tree=tree, num_assistant_tokens=min(number or deepest, deepest))
-
-    def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
-        """Return a greedy verifier where the call is greedy, else one of the rule that was asked for."""
-        return SampledVerifier(options.verification) if options.do_sample else GreedyVerifier()
-
-    def schedule_of(self, session: DraftSession, options: DraftOptions) -> AdaptiveSchedule:
-        """Return a schedule that begins with what earlier calls of the same kind learned.
-
-        Short calls would otherwise pay for trials of lengths that are known not to pay. Every call has a copy of its
-        own, which is remembered when the call ends well, so that calls in several threads do not meet.
-        """
-        known = self.schedules.get(_kind_of(session, options))
-        return AdaptiveSchedule(session.num_tokens, session.lookahead) if known is None else known.resumed()
-
-    def remember(self, schedule: AdaptiveSchedule, session: DraftSession, options: DraftOptions) -> None:
-        """Keep what a call learned for later calls of the same kind."""
-        self.schedules[_kind_of(session, options)] = schedule
-
-
-def _kind_of(session: DraftSession, options: DraftOptions) -> tuple[Any, ...]:
-    """Return what decides over the cost of a cycle."""
-    processors = tuple(type(processor).__name__ for processor in options.processing.processors)
-    return (
-        len(options.prompt), options.do_sample, session.num_tokens, session.lookahead, str(options.draft_tree),
-        processors,
-    )  # fmt: skip
 
 
 class MTPGenerationMixin(BaseDrafter, GenerationMixin):
@@ -219,11 +109,13 @@ class AttachableDrafter(BaseDrafter):
     def on_detach(self) -> None:
         """Lets go of it."""
 
-    def attach(self, backbone: PreTrainedModel) -> Any:
+    def attach(self, backbone: PreTrainedModel, default: bool = False) -> Any:
         """Makes `backbone.generate` accept this drafter as `assistant_model`; nothing else about it changes.
 
         Args:
             backbone: Any causal language model of transformers; of a PeftModel or a compiled model, the model within.
+            default: It also drafts where a call names no `assistant_model`, as pipelines, trainers and evaluation
+                harnesses do; the last drafter that was attached so does.
 
         Returns:
             The drafter itself.
@@ -246,6 +138,8 @@ class AttachableDrafter(BaseDrafter):
                 learned.clear()
             self.on_attach(backbone)
             Route.of(backbone).drafters.append(self)
+        if default:
+            Route.of(backbone).default = self
         return self
 
     def detach(self) -> Any:
@@ -317,6 +211,7 @@ class Route:
 
     Attributes:
         drafters: What is attached to it.
+        default: The one of them that drafts where a call names none; None: nobody.
         version: Of this code: drafters of several directories, each with its own copy of the code, share one route.
     """
 
@@ -327,6 +222,7 @@ class Route:
         tie.backbone, self.drafters = backbone, tie.drafters
         for drafter in self.drafters:  # of a copy or a pickle, and made before the backbone
             drafter._backbones = [backbone]
+        self.default: AttachableDrafter | None = None
 
     @classmethod
     def of(cls, backbone: PreTrainedModel) -> Route:
@@ -349,6 +245,7 @@ class Route:
     def remove(self, drafter: AttachableDrafter) -> None:
         """Takes a drafter off, and the route with the last one."""
         self.drafters[:] = [other for other in self.drafters if other is not drafter]
+        self.default = None if self.default is drafter else self.default
         if not self.drafters:
             drop_collectors(self.backbone)
             del self.backbone.generate, self.backbone.__getstate__
@@ -362,11 +259,12 @@ class Route:
         """Call `backbone.generate`."""
         backbone = self.backbone
         generate = partial(type(backbone).generate, backbone)
-        assistant = self._drafter_of(kwargs.get("assistant_model"))
+        assistant = kwargs.get("assistant_model")
+        assistant = self._unnamed(kwargs) if assistant is None else self._drafter_of(assistant)
         if getattr(assistant, "is_attached", None) is None:  # also a drafter of code that came with a directory has it
             return generate(*args, **kwargs)
-        self._check(assistant)
-        kwargs.pop("assistant_model")
+        self._check(cast(AttachableDrafter, assistant))
+        kwargs.pop("assistant_model", None)
         call = prepared_call(generate, backbone, assistant, args, kwargs)
         with decoding(backbone):
             return generate(**call)
@@ -374,6 +272,26 @@ class Route:
     def _drafter_of(self, assistant: Any) -> Any:
         """Return the drafter that an assistant became when it was attached; other assistants unchanged."""
         return next((drafter for drafter in self.drafters if drafter.matches(assistant)), assistant)
+
+    def _unnamed(self, kwargs: dict[str, Any]) -> AttachableDrafter | None:
+        """Return what drafts in a call that names no assistant.
+
+        Raises:
+            ValueError: `use_mtp=True`, and nobody would draft.
+        """
+        sources = (kwargs, kwargs.get("generation_config"), self.backbone.generation_config)
+        if self.default is not None or not self.drafters:
+            # in transformers' own assisted loop the backbone drafts itself, one token at a time
+            return None if first_set("is_assistant", sources[1:]) else self.default
+        config = self.backbone.config.get_text_config()
+        has_own_drafts = isinstance(self.backbone, BaseDrafter) or field(config, "num_mtp_layers") is not None
+        if first_set("use_mtp", sources) and not (has_own_drafts or first_set("prompt_lookup_num_tokens", sources)):
+            names = ", ".join(type(drafter).__name__ for drafter in self.drafters)
+            raise ValueError(
+                f"use_mtp=True names no drafter, and {type(self.backbone).__name__} has none of its own: pass an "
+                f"attached one ({names}) as assistant_model=, or attach it as attach(backbone, default=True)"
+            )
+        return None
 
     def _check(self, assistant: AttachableDrafter) -> None:
         if not any(drafter is assistant for drafter in self.drafters):

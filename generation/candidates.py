@@ -14,7 +14,8 @@ from transformers.generation import CandidateGenerator
 
 from .call.options import CallOptions, DraftOptions
 from .call.sequences import NewTokens, Sequences
-from .protocols import Drafter, DraftSession
+from .drafter import BaseDrafter
+from .protocols import DraftSession
 from .target.target import TargetOutput
 from .trees.contract import VerificationResult
 
@@ -100,7 +101,7 @@ class CandidateAdapter(CandidateGenerator):
 
 
 def candidate_generator(
-    drafter: Drafter,
+    drafter: BaseDrafter,
     backbone: PreTrainedModel,
     config: GenerationConfig,
     processors: LogitsProcessorList,

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from transformers import (
     DynamicCache,
+    EncoderDecoderCache,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -35,15 +36,17 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
-from ..configuration.fields import learned_positions
+from ..configuration.fields import field, learned_positions
 from ..modeling.wrapped_models import caches_kept
+from .call.keywords import Keywords
 from .call.options import OWN, CallOptions, DraftOptions, obstacle, prepared_options, warn_of_unread
 from .call.processing import counts_calls
 from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer, with_resolved
+from .drafter import BaseDrafter
 from .loop import SpeculativeLoop
-from .protocols import Drafter, SpeculativeCache
+from .protocols import SpeculativeCache
 from .target.backbones import can_roll_back, check_cache, check_trees, is_repackable
-from .target.inputs import crosses_border, last_position_of_trials, not_continued
+from .target.inputs import crosses_border, last_position_of_trials
 from .trees.choice import choose_tree
 
 logger = logging.get_logger(__name__)
@@ -70,7 +73,7 @@ class Call:
 
     generate: Callable[..., Any]
     backbone: PreTrainedModel
-    drafter: Drafter
+    drafter: BaseDrafter
     options: CallOptions
     streamer: BaseStreamer | None
     synced_gpus: bool
@@ -80,7 +83,7 @@ class Call:
 def prepared_call(
     generate: Callable[..., Any],
     backbone: PreTrainedModel,
-    drafter: Drafter | None,
+    drafter: BaseDrafter | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     new_cache: Callable[[], SpeculativeCache] | None = None,
@@ -175,6 +178,8 @@ def speculative_decoding(
     reason = None
     if options.is_ours:
         reason = _obstacle_in_call(options, model, input_ids, logits_processor, generation_config, model_kwargs)
+        keywords = Keywords(model, model_kwargs, input_ids, options.draft_tree is not None)
+        reason = reason or keywords.reason or _obstacle_of_runner(call.drafter.runner, model, keywords)
     if reason is not None and options.needs_our_loop:
         _refuse_source(reason, options)
     if reason is not None:
@@ -190,7 +195,7 @@ def speculative_decoding(
     schedule = call.drafter.schedule_of(session, made) if made.schedule == "adaptive" else None
     loop = SpeculativeLoop(
         model, call.drafter.runner(model), session, call.drafter.make_verifier(made, session), made, schedule,
-        generation_config, stopping_criteria, model_kwargs, call.streamer, call.cache_is_given,
+        generation_config, stopping_criteria, model_kwargs, keywords, call.streamer, call.cache_is_given,
     )  # fmt: skip
     output = loop.run(call.synced_gpus)
     if schedule is not None:
@@ -251,7 +256,7 @@ def _check_given_cache(call: dict[str, Any], config: GenerationConfig) -> None:
 
 def _decided(
     options: CallOptions,
-    drafter: Drafter,
+    drafter: BaseDrafter,
     backbone: PreTrainedModel,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
@@ -276,29 +281,35 @@ def _decided(
             speculates = False
     if speculates and options.draft_tree is not None:
         check_trees(backbone)
-    if options.needs_our_loop and (reason := obstacle(config, model_kwargs, of_drafts=False)):
+    if options.needs_our_loop and (reason := obstacle(config, of_drafts=False)):
         _refuse_source(reason, options)
     number = _draft_length(options.num_assistant_tokens, drafter)
     return replace(options, speculates=speculates, num_assistant_tokens=number)
 
 
 def _reason_to_decode_plainly(
-    drafter: Drafter,
+    drafter: BaseDrafter,
     backbone: PreTrainedModel,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
     has_own_cache: bool,
 ) -> str | None:
     cache = model_kwargs.get("past_key_values")
-    if isinstance(cache, StaticCache):
-        return "a StaticCache"
+    if isinstance(cache, StaticCache | EncoderDecoderCache):
+        return f"past_key_values of class {type(cache).__name__}"
     if not has_own_cache:
         if cache is not None and not is_repackable(cache) and not isinstance(cache, SpeculativeCache):
             return f"past_key_values with layers that cannot go back ({type(cache).__name__})"
         if not can_roll_back(backbone) or not backbone._supports_default_dynamic_cache():
             return f"the recurrent states of {type(backbone).__name__}, which cannot go back behind a rejected draft"
-    own = drafter.obstacle(config, model_kwargs)
-    return obstacle(config, model_kwargs) or own
+    if (
+        field(backbone.config.get_text_config(), "cross_attention_layers")
+        and model_kwargs.get("pixel_values") is not None
+    ):
+        return "pixel_values, which cross attention keeps among the layers of the cache"
+    if drafter.reads_prompt and model_kwargs.get("inputs_embeds") is not None and model_kwargs.get("input_ids") is None:
+        return "inputs_embeds without the input_ids of the prompt"
+    return obstacle(config) or drafter.obstacle(config, model_kwargs)
 
 
 def _obstacle_in_call(
@@ -313,8 +324,20 @@ def _obstacle_in_call(
     counting = next((processor for processor in processors if counts_calls(processor)), None)
     if counting is not None:
         return f"{type(counting).__name__}, which counts its calls"
-    end = config.max_length + 2 * max(options.num_assistant_tokens or 0, _DEPTH)
-    return crosses_border(model, model_kwargs, input_ids, end) or not_continued(model_kwargs, input_ids)
+    embeds = model_kwargs.get("inputs_embeds")
+    unwritten = 0 if embeds is None else embeds.shape[1] - input_ids.shape[1]
+    if unwritten and options.draft_tree == "auto":
+        return "draft_tree='auto' beside inputs_embeds"
+    end = config.max_length + unwritten + 2 * max(options.num_assistant_tokens or 0, _DEPTH)
+    return crosses_border(model, model_kwargs, input_ids, end)
+
+
+def _obstacle_of_runner(runner: Callable[[Any], Any], model: PreTrainedModel, keywords: Keywords) -> str | None:
+    """Return what the model's own forward takes, where another one runs its layers."""
+    is_empty = not (keywords.constant or keywords.is_asked)
+    if is_empty or runner(model) is model:
+        return None
+    return f"{next(iter(keywords.constant), 'prepare_inputs_for_generation')}="
 
 
 def _with_chosen_tree(
@@ -326,7 +349,7 @@ def _with_chosen_tree(
 ) -> CallOptions:
     """Return the options with the tree that `draft_tree="auto"` finds by trials on this prompt."""
 
-    def trial(drafter: Drafter, prompt: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+    def trial(drafter: BaseDrafter, prompt: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         return call.generate(**prepared_call(call.generate, call.backbone, drafter, (prompt,), kwargs))
 
     common = {name: model_kwargs[name] for name in model_kwargs.keys() - _OF_THE_CALL}
@@ -377,7 +400,7 @@ def _refuse_unread(own: dict[str, Any], config: GenerationConfig) -> None:
         raise ValueError(f"{given}= is not read by {other}, which drafts here; drop one of them")
 
 
-def _draft_length(asked: int | None, drafter: Drafter) -> int:
+def _draft_length(asked: int | None, drafter: BaseDrafter) -> int:
     longest = drafter.longest_draft()
     if asked is None:
         return drafter.default_draft()

@@ -18,10 +18,12 @@ import time
 from typing import Any, cast
 
 import torch
-from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import Cache, EncoderDecoderCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from ..configuration.fields import learned_positions
+from ..modeling.indices import to_device
+from .call.keywords import Keywords
 from .call.options import DraftOptions
 from .call.outputs import GenerateSpeculativeOutput, Records, Speculation
 from .call.schedule import DraftSchedule
@@ -49,6 +51,7 @@ class SpeculativeLoop:
         config: Generation config, prepared by transformers.
         criteria: Stopping criteria, prepared.
         model_kwargs: Keyword arguments of the model, prepared, the cache among them.
+        keywords: Those that forwards after the prompt are given, too.
         streamer: Receives every column of tokens once all open sequences have it.
         cache_is_given: Whether the user passed the cache, and may look into it after the call.
     """
@@ -66,12 +69,14 @@ class SpeculativeLoop:
         config: GenerationConfig,
         criteria: StoppingCriteriaList,
         model_kwargs: dict[str, Any],
+        keywords: Keywords,
         streamer: BaseStreamer | None = None,
         cache_is_given: bool = False,
     ) -> None:
         prompt, self.processing = options.prompt, options.processing
         self.backbone, self.runner, self.session, self.verifier = backbone, runner, session, verifier
         self.config, self.schedule, self.model_kwargs, self.streamer = config, schedule, model_kwargs, streamer
+        self.keywords = keywords
         self.cache_is_seen = cache_is_given or config.return_dict_in_generate
         self.hidden_layers: HiddenLayers = True if config.output_hidden_states else session.hidden_layers
         self.tokens, self.streamed = Sequences(prompt), prompt.shape[1]
@@ -83,6 +88,7 @@ class SpeculativeLoop:
         self.statistics = Speculation([[] for _ in prompt], [[] for _ in prompt], rows_depths=[[] for _ in prompt])
         self.table = learned_positions(backbone.config.get_text_config())
         self.starts: list[int] | None = None
+        self.unwritten = 0  # columns of the cache without ids: embeddings, or an earlier call's
 
     def run(self, synced_gpus: bool = False) -> GenerateSpeculativeOutput | torch.Tensor:
         """Decode until every sequence has ended.
@@ -101,9 +107,10 @@ class SpeculativeLoop:
             tree = self.session.propose(self.tokens, length)
             drafted = time.perf_counter()
             block = torch.cat([self.tokens.last()[:, None], tree.tokens], dim=1)
+            self.target.keywords = self.keywords.of_block(self.tokens, tree.tokens, tree.depth, self.done)
             outputs = self.target.forward(block, tree, self.hidden_layers)
             called = time.perf_counter()
-            outputs.logits = outputs.logits.to(block.device, torch.float32)
+            outputs.logits = to_device(outputs.logits, block.device, torch.float32)
             scores = self.processing(self.tokens, outputs.logits, tree, self.done)
             result = self.verifier.verify(tree, scores)
             accepted, new_tokens = self._settle(tree, result, outputs, scores)
@@ -124,9 +131,12 @@ class SpeculativeLoop:
         wanted = self.model_kwargs | {"output_hidden_states": self.hidden_layers}
         prompt = self.tokens.ids[:, : self.tokens.prompt_length]
         outputs = self.backbone._prefill(prompt, self.config, wanted)
-        self.target = self._target(outputs.past_key_values)
-        if self.table is not None and isinstance(self.target, ColumnTarget):
-            self.starts = self.target.next_positions()
+        cache = outputs.past_key_values
+        # beside what a model with cross attention keeps of its encoder, which it reads anew in every forward
+        self.target = self._target(cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache)
+        if isinstance(self.target, ColumnTarget):
+            self.unwritten = self.target.mask.shape[1] - self.tokens.prompt_length
+            self.starts = None if self.table is None else self.target.next_positions()
         self.statistics.backbone_calls += 1
         logits = outputs.logits[:, -1:].to(prompt.device, torch.float32)
         tree = DraftTree.chain(prompt[:, :0])
@@ -140,8 +150,8 @@ class SpeculativeLoop:
         mask = self.model_kwargs.get("attention_mask")
         if isinstance(cache, SpeculativeCache):
             return RowLengthTarget(self.runner, cache, mask)
-        room = self.config.max_length, self.span
-        return target_of(self.runner, cache, self.tokens.ends, mask, self.model_kwargs, *room)
+        given = self.model_kwargs | {"position_ids": self.keywords.position_ids}
+        return target_of(self.runner, cache, self.tokens.ends, mask, given, self.config.max_length, self.span)
 
     def _length(self) -> int:
         """Return the longest path to draft now: verification adds one more token, and nothing goes beyond the end."""
@@ -151,7 +161,7 @@ class SpeculativeLoop:
             return wanted
         open_lengths = [n for n, done in zip(self.tokens.lengths, self.done) if not done]
         room = max((self.stopping.room(n) for n in open_lengths), default=1)
-        return max(min(wanted, room - 1, ahead), 0)
+        return self.keywords.longest(self.tokens, max(min(wanted, room - 1, ahead), 0), self.done)
 
     def _positions_ahead(self) -> int:
         """Return how many positions a table of them has after b in every open sequence.
@@ -272,6 +282,7 @@ class SpeculativeLoop:
             tree = DraftTree.chain(self.tokens.ids[:, :0])
             self.statistics.backbone_calls += 1
             self._positions_ahead()
+            self.target.keywords = self.keywords.of_block(self.tokens, tree.tokens, 0, self.done)
             self.target.forward(self.tokens.last()[:, None], tree, None)
             self.target.keep(kept)
-        self.target.align(longest - 1)
+        self.target.align(longest - 1 + self.unwritten)

@@ -15,8 +15,9 @@ from transformers.utils import logging
 
 from ..configuration.ptp import SAMPLING, PTPConfig
 from ..modeling.heads.window_distribution import WindowDistribution
-from .attach import BaseDrafter, MTPGenerationMixin
+from .attach import MTPGenerationMixin
 from .call.options import CallOptions, DraftOptions, first_set
+from .drafter import BaseDrafter
 from .drafters.parallel import BestOfSession, CentralVerifier, ParallelSession
 from .protocols import DraftSession
 from .verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Uniforms, Verifier
@@ -36,6 +37,7 @@ class ParallelDrafter(BaseDrafter):
     config: PTPConfig
     slot_distribution: Callable[[torch.Tensor, torch.Tensor], WindowDistribution]
     rules = ("coupled", "block", "token")
+    reads_prompt = False
 
     @property
     def window(self) -> int:
@@ -223,12 +225,16 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
         self._check_length(args[0] if args else kwargs.get("inputs", kwargs.get("input_ids")), kwargs)
         return super().generate(*args, **kwargs)
 
-    def attach(self, backbone: PreTrainedModel) -> ParallelAssistant:
+    def attach(
+        self, backbone: PreTrainedModel, default: bool = False, vocab_size: int | None = None
+    ) -> ParallelAssistant:
         """Lets this model draft for a larger one, whose `generate` then takes it as `assistant_model`.
 
         Args:
             backbone: Any causal language model of transformers with the same vocabulary; of a PeftModel, the model
                 within.
+            default: Whether it also drafts where a call names no `assistant_model`.
+            vocab_size: How many ids mean the same token in both, where they are padded otherwise (`AssistantDrafter`).
 
         Returns:
             The drafter, which may be passed as well, and which `detach()` takes off again.
@@ -238,7 +244,7 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
         """
         from .drafters.parallel_assistant import ParallelAssistant  # it imports the models, which import this
 
-        return ParallelAssistant(self).attach(backbone)
+        return ParallelAssistant(self, vocab_size).attach(backbone, default)
 
     def _check_length(self, prompt: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
         """Validate the length of prompt and new tokens.

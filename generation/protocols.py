@@ -1,6 +1,5 @@
-"""The contracts of speculative decoding: what the entry, the loop and the target need of drafters and caches.
+"""The contracts of speculative decoding: what the loop and the target need of draft sessions and caches.
 
-    Drafter            what a user holds: an attached head, or a model that drafts for itself
     DraftSession       the drafts of one call of `generate`
     CacheView          what a session may read of the backbone's cache
     SpeculativeCache   a cache that knows a length per sequence
@@ -13,15 +12,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
 
 if TYPE_CHECKING:
-    from .call.options import CallOptions, DraftOptions
-    from .call.schedule import AdaptiveSchedule
     from .call.sequences import NewTokens, Sequences
     from .target.target import HiddenLayers, TargetOutput
     from .trees.contract import DraftTree, VerificationResult
-    from .verification.verifiers import Verifier
 
 
 class CacheView(Protocol):
@@ -74,66 +69,6 @@ class DraftSession(Protocol):
     def coverage(self, tokens: torch.Tensor) -> float | None:
         """Return the share of tokens [N] that could be drafted; None: every token could."""
         return None
-
-
-class Drafter(Protocol):
-    """Makes the draft sessions of calls of `generate`; `attach.BaseDrafter` has defaults for most methods.
-
-    Attributes:
-        rules: Names that `verification` may choose; the first is the default.
-        tree_choices: The trees that `draft_tree="auto"` chose, of greedy (False) and of sampled calls.
-    """
-
-    rules: tuple[str, ...]
-
-    @property
-    def tree_choices(self) -> dict[bool, dict[str, int]]:
-        """See the class."""
-        ...
-
-    def longest_draft(self) -> int | None:
-        """Return the most tokens that a draft may have; None: any number."""
-        ...
-
-    def default_draft(self) -> int:
-        """Return how many tokens are drafted where nobody asks for a number."""
-        ...
-
-    def runner(self, backbone: PreTrainedModel) -> PreTrainedModel:
-        """Return what runs the forwards of a call: on tokens it must be the backbone."""
-        ...
-
-    def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
-        """Return what in a call rules out these drafts, in the user's words; None: nothing."""
-        ...
-
-    def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
-        """Return fields of the GenerationConfig that take these values where no source sets them."""
-        ...
-
-    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Validate the options that only this kind of drafter knows, and return them with its defaults."""
-        ...
-
-    def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Validate and complete `draft_tree`."""
-        ...
-
-    def start(self, options: DraftOptions) -> DraftSession:
-        """Return the drafts of one call."""
-        ...
-
-    def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
-        """Return what verifies the drafts of one call."""
-        ...
-
-    def schedule_of(self, session: DraftSession, options: DraftOptions) -> AdaptiveSchedule:
-        """Return an adaptive schedule that begins with what earlier calls of the same kind learned."""
-        ...
-
-    def remember(self, schedule: AdaptiveSchedule, session: DraftSession, options: DraftOptions) -> None:
-        """Keep what a call learned for later calls of the same kind."""
-        ...
 
 
 @runtime_checkable

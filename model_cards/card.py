@@ -58,7 +58,7 @@ def render_card(
         base_model: Hub id (or ids) of the model that this one derives from.
         model_name: Title; None takes the last part of `repo_id`, or the class name.
         repo_id: Where the model is or will be on the Hub, for the example code.
-        picture: File name of the figure of acceptance by draft position, which lies beside the card.
+        picture: File name of the figure of accepted drafts, which lies beside the card.
         training_description: How the model was trained, as Markdown; None says that this was not described.
         metadata: Further fields of `ModelCardData` (`datasets`, `tags`, ...); not those that have an argument here.
         remote_code: What of the model's code travels with it, as for `push_to_hub`; `"bundle"` gives a section on use
@@ -289,7 +289,8 @@ def _figures(row: DecodingResult, unit: str) -> list[tuple[str, str, float]]:
         ("tokens_per_second", f"{unit.capitalize()}s per second", row.tokens_per_second),
     ]
     if row.expected_tokens_per_call is not None:
-        label = f"Expected {unit}s per backbone call, teacher-forced"
+        drafts = f", drafts of {row.draft_length}" if row.draft_length else ""
+        label = f"Expected {unit}s per verification{drafts}"
         figures.append(("expected_tokens_per_call", label, row.expected_tokens_per_call))
     if row.repeated_share is not None:
         figures.append(("repetition", "Share of repeated text", row.repeated_share))

@@ -170,7 +170,7 @@ def _measured(
         command=_command(request),
         library_version=__version__,
         unit="byte" if is_byte_level(tokenizer) else "token",
-        accepted_by_position=found[0].accepted_by_position,
+        accepted_by_position=found[0].result.accepted_by_position,
         environment=environment(),
     )
 

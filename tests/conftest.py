@@ -11,6 +11,7 @@ if "HF_MODULES_CACHE" not in os.environ:  # code that travels with models is not
     atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import hypothesis
 import pytest
 import torch
 
@@ -21,13 +22,29 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
 
 
+hypothesis.settings.register_profile("repeats", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("explores", deadline=None, database=None, print_blob=True)
+
+
+def explores(config):
+    """Whether slow tests are asked for: then property tests run beside them, on examples that nobody has seen."""
+    return "slow" in config.option.markexpr.replace("not slow", "")
+
+
+def pytest_configure(config):
+    """Choose what property tests try, before modules are imported whose settings build on it."""
+    hypothesis.settings.load_profile("explores" if explores(config) else "repeats")
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(config, items):
-    """Give the marker `core` to the tests listed in tests/core.py."""
+    """Give the marker `core` to the tests listed in tests/core.py, and `slow` to property tests that explore."""
     config.stash[COLLECTED] = {item.nodeid: item.get_closest_marker("slow") is not None for item in items}
     for item in items:
         if is_core(item.nodeid):
             item.add_marker("core")
+        if explores(config) and (hypothesis.is_hypothesis_test(item.obj) or item.path.stem == "test_fuzz"):
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

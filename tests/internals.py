@@ -95,6 +95,7 @@ _NAMES = {
         "SlotLayout",
         "split_budget",
     ),
+    "tokenahead.generation.drafters.vocabulary": ("SharedVocabulary",),
     "tokenahead.generation.loop": ("SpeculativeLoop",),
     "tokenahead.generation.target.backbones": ("target_of",),
     "tokenahead.generation.target.cache": ("RowLayer", "cache_module_Rows"),
@@ -175,6 +176,7 @@ _NAMES = {
     ),
     "tokenahead.modeling.loss_options": ("EagleLossOptions", "ModuleLossOptions", "TrainableDrafter"),
     "tokenahead.modeling.gemma4": ("buildable",),
+    "tokenahead.modeling.heads.backbone_parts": ("backbone_parts",),
     "tokenahead.modeling.heads.circuit_head": (
         "CircuitHead",
         "circuit_from_logits",
@@ -325,11 +327,12 @@ _NAMES = {
         "sampled",
     ),
     "tokenahead.training.evaluation.drafts": (
-        "measure_drafts",
+        "DraftMeasures",
         "rank_accuracies",
         "drafted_probs",
+        "text_of",
     ),
-    "tokenahead.training.evaluation.expected": ("TeacherForced",),
+    "tokenahead.training.evaluation.expected": ("ExpectedCalls", "acceptance_along", "ratio_of_sums"),
     "tokenahead.training.evaluation.reports": (
         "HeadReport",
         "read_reports",

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
+from tests.conftest import explores
 from tests.core import COLLECTED, CORE, is_core
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,3 +25,17 @@ def test_every_entry_matches_a_fast_test(request):
     entries = [f"{file}::{name}" for file, listed in CORE.items() for name in listed]
     assert [entry for entry in entries if entry not in names] == []
     assert [node for node in slow if slow[node] and is_core(node)] == []
+
+
+def test_property_tests_repeat_unless_slow_ones_are_asked_for(request, monkeypatch):
+    asked = request.config.option
+    assert settings().derandomize is not explores(request.config)
+    for expression, expected in {
+        "": False,
+        "not slow": False,
+        "core": False,
+        "slow": True,
+        "slow or core": True,
+    }.items():
+        monkeypatch.setattr(asked, "markexpr", expression)
+        assert explores(request.config) is expected

@@ -25,7 +25,6 @@ PARAMETERS = {
     "_supports_default_dynamic_cache": "",
     "_can_set_attn_implementation": "",
     "_can_set_experts_implementation": "",
-    "_get_resized_lm_head": "old_lm_head new_num_tokens",
     "_init_weights": "module",
     "_set_gradient_checkpointing": "enable",
     "_convert_id_to_token": "index",
@@ -43,6 +42,7 @@ PARAMETERS = {
 OTHERS = [
     (torch.nn.Module, "_apply"),
     (torch.nn.Linear(1, 1), "_forward_hooks"),
+    (torch.nn.Linear(1, 1), "_forward_pre_hooks"),
     (torch.Tensor, "_version"),
     (torch, "_standard_gamma"),
     (peft.LoraConfig, "_register_custom_module"),

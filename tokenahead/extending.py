@@ -6,11 +6,12 @@ may move. The contract of `SpeculativeCache` is provisional.
 """
 
 from .configuration.head_families import HeadFamilyFacts
-from .generation.attach import AttachableDrafter, BaseDrafter, MTPGenerationMixin
+from .generation.attach import AttachableDrafter, MTPGenerationMixin
 from .generation.call.options import CallOptions, DraftOptions, draft_probs
 from .generation.call.sequences import NewTokens, Sequences
 from .generation.candidates import CandidateAdapter, candidate_generator
-from .generation.protocols import CacheView, Drafter, DraftSession, SpeculativeCache
+from .generation.drafter import BaseDrafter
+from .generation.protocols import CacheView, DraftSession, SpeculativeCache
 from .generation.target.target import TargetOutput
 from .generation.trees import DraftTree, VerificationResult, drawn_tree, dynamic_tree, static_tree
 from .generation.trees.growth import Ancestry, Growth, grow
@@ -21,6 +22,7 @@ from .modeling.heads.ff import factorised_distribution
 from .modeling.heads.window_distribution import WindowDistribution
 from .modeling.loss_options import TrainableDrafter
 
+Drafter = BaseDrafter
 __all__ = [
     "Ancestry",
     "AttachableDrafter",

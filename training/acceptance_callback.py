@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,20 +13,27 @@ from transformers.utils import logging
 
 from ..generation.attach import AttachableDrafter
 from ..modeling.heads.joint import JointMTPModel
-from .evaluation.drafts import DraftMeasures, has_probs, measure_drafts, verified_drafts
-from .trainer_base import BaseTrainer, without_peft
+from .evaluation.drafts import DraftMeasures, has_probs, usual_drafts
+from .trainer_base import BaseTrainer, draft_layers_of, drafter_of, without_peft
 
 logger = logging.get_logger(__name__)
 _GENERATED = ("generated_accepted", "generated_tokens_per_call")
+_CONSTRAINED = "constrained_accepted"
 
 
 class AcceptanceCallback(TrainerCallback):
     """Adds acceptance to the metrics of every evaluation, for the log, the best checkpoint and early stopping.
 
-    - `eval_expected_accepted`: drafts that one block verification is expected to accept at T = 1, along the evaluation
-      data (an expectation, not a sample: see `evaluation.expected`), and `eval_accepted_1`, `eval_accepted_2`, ...: the
-      share of drafts of which at least so many tokens are accepted. Equal for any batch size and number of processes.
-      PTP models have no distributions that are known without their uniforms: they log `eval_num_correct` instead.
+    - `eval_expected_accepted`: drafts that one block verification of decoding at T = 1 is expected to accept along the
+      evaluation data, with drafts as long as the drafter's usual ones (`evaluation.expected`: exact where the data are
+      the backbone's own text, an approximation elsewhere), and `eval_accepted_1`, `eval_accepted_2`, ...: the share of
+      verifications that accept at least so many. Equal for any batch size and number of processes. PTP models have no
+      distributions that are known without their uniforms: they log `eval_num_correct` instead.
+    - where the backbone learns, too, `eval_backbone_loss`, in nats per token of the same text, and
+      `eval_constrained_accepted`: the accepted drafts of a checkpoint whose backbone loss is within `tolerance` of the
+      best so far, and 0 of others. As `metric_for_best_model` it chooses, among all such checkpoints that are on the
+      disk, the one with most accepted drafts. Acceptance alone is refused there: flat distributions are easy to draft,
+      so that it prefers the worst backbone.
     - `eval_generated_accepted` and `eval_generated_tokens_per_call`: mean accepted drafts per verification, and new
       tokens per call of the backbone, of continuations of held-out rows sampled at T = 1.
 
@@ -40,9 +48,11 @@ class AcceptanceCallback(TrainerCallback):
         prompt_tokens: Length of the prompts.
         new_tokens: Tokens to generate.
         seed: Seed of the samples.
+        tolerance: Nats by which a backbone may be worse than the best one.
 
     Raises:
-        ValueError: A number below its least value.
+        ValueError: A number below its least value; when training begins, acceptance alone as `metric_for_best_model`
+            where the backbone learns.
 
     Example:
         >>> args = TrainingArguments("out", eval_strategy="steps", save_strategy="steps", load_best_model_at_end=True,
@@ -58,15 +68,18 @@ class AcceptanceCallback(TrainerCallback):
         prompt_tokens: int = 64,
         new_tokens: int = 64,
         seed: int = 0,
+        tolerance: float = 0.01,
     ) -> None:
         least = {"rows": 1, "generate_every": 0, "prompts": 1, "prompt_tokens": 1, "new_tokens": 1}
+        least |= {"tolerance": 0}
         given = {"rows": rows, "generate_every": generate_every, "prompts": prompts}
-        given |= {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
+        given |= {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "tolerance": tolerance}
         for name, value in given.items():
             if value is not None and value < least[name]:
                 raise ValueError(f"{name}={value} must be at least {least[name]}")
         self.rows, self.generate_every, self.prompts = rows, generate_every, prompts
         self.prompt_tokens, self.new_tokens, self.seed = prompt_tokens, new_tokens, seed
+        self.tolerance = tolerance
         self._evaluations = 0
         self._trainer: Trainer | None = None
 
@@ -77,13 +90,33 @@ class AcceptanceCallback(TrainerCallback):
         return self
 
     def metric_names(self, trainer: Trainer) -> list[str]:
-        """Return the metrics of every evaluation, which may select checkpoints: names without `eval_`."""
+        """Return the metrics of every evaluation, which may select checkpoints: names without `eval_`.
+
+        Raises:
+            ValueError: Acceptance alone shall select them where the backbone learns.
+        """
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             return []
         model = _model_of(trainer)
-        counts = range(1, verified_drafts(model) + 1) if has_probs(model) else ()
+        counts = range(1, usual_drafts(model) + 1) if has_probs(model) else ()
         expected = ["expected_accepted", *(f"accepted_{count}" for count in counts)] if counts else []
-        return expected + (list(_GENERATED) if self.generate_every == 1 else [])
+        expected += list(_GENERATED) if self.generate_every == 1 else []
+        if not _backbone_learns(trainer.model):
+            return expected
+        if (trainer.args.metric_for_best_model or "").removeprefix("eval_") in expected:
+            raise ValueError(
+                f"metric_for_best_model={trainer.args.metric_for_best_model!r} prefers the backbone that is worst, for "
+                f"its flat distributions are easy to draft: choose {_CONSTRAINED!r}, the best acceptance among "
+                f"checkpoints whose backbone loss is within tolerance={self.tolerance:g} of the best"
+            )
+        return [*expected, "backbone_loss", *([_CONSTRAINED] if counts else [])]
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuse acceptance alone where the backbone learns, if the trainer is a plain one."""
+        if self._trainer is not None:
+            self.metric_names(self._trainer)
 
     def on_evaluate(
         self,
@@ -131,12 +164,40 @@ class AcceptanceCallback(TrainerCallback):
         measures = DraftMeasures()
         for batch in trainer.get_eval_dataloader(_first(data, self.rows)):
             batch = trainer._prepare_inputs(batch)
-            batch = trainer.without_repeated_rows(batch) if isinstance(trainer, BaseTrainer) else batch
-            measures = measure_drafts(model, batch, measures)
+            measures.add(model, trainer.without_repeated_rows(batch) if isinstance(trainer, BaseTrainer) else batch)
         measures = measures.reduced(trainer.accelerator)
-        shares = measures.means().get("accepted_block", [])
-        by_count = {f"accepted_{count}": share for count, share in enumerate(shares, 1)}
-        return ({"expected_accepted": sum(shares)} if shares else {}) | by_count
+        if not measures.calls:
+            return {}
+        expected = measures.calls["block"]
+        found = {"expected_accepted": expected.tokens_per_call - 1}
+        found |= {f"accepted_{count}": share for count, share in enumerate(expected.by_position, 1)}
+        if _backbone_learns(trainer.model):
+            found["backbone_loss"] = measures.means()["backbone_loss"][0]
+            found[_CONSTRAINED] = self._constrained(trainer, found["backbone_loss"], found["expected_accepted"])
+        return found
+
+    def _constrained(self, trainer: Trainer, loss: float, accepted: float) -> float:
+        """Return the constrained metric, and let the trainer's state point to the best checkpoint by it.
+
+        A better backbone may exclude the checkpoint that was the best one, so that an earlier one takes its place.
+        """
+        args, state = trainer.args, trainer.state
+        earlier = [entry for entry in state.log_history if "eval_backbone_loss" in entry]
+        bound = min([loss, *(entry["eval_backbone_loss"] for entry in earlier)]) + self.tolerance
+        folders = {entry["step"]: Path(str(args.output_dir), f"checkpoint-{entry['step']}") for entry in earlier}
+        allowed = {
+            entry["step"]: entry["eval_expected_accepted"]
+            for entry in earlier
+            if entry["eval_backbone_loss"] <= bound and folders[entry["step"]].is_dir()
+        }
+        is_allowed = loss <= bound
+        if (args.metric_for_best_model or "").removeprefix("eval_") == _CONSTRAINED and state.best_metric is not None:
+            best = max(allowed, key=lambda step: allowed[step], default=None)
+            if best is not None and not (is_allowed and accepted > allowed[best]):
+                state.best_global_step, state.best_metric = best, allowed[best]
+            elif is_allowed:
+                state.best_metric = float("-inf")  # this one will be the best
+        return accepted if is_allowed else 0.0
 
     def _generated(self, trainer: Trainer, model: Any, data: Any) -> dict[str, float]:
         """Generate on every process: each samples the same texts, so that none waits for another."""
@@ -182,6 +243,13 @@ def sampled_speculation(model: Any, prompt: torch.Tensor, new_tokens: int) -> An
         model.train(was_training)
         backbone.train(was_learning)
     return output.speculation
+
+
+def _backbone_learns(model: Any) -> bool:
+    """Return whether more than the drafter of a trained model learns."""
+    parts = [part for part in (drafter_of(model), draft_layers_of(model)) if part is not None]
+    drafter = {id(parameter) for part in parts for parameter in part.parameters()}
+    return any(each.requires_grad and id(each) not in drafter for each in model.parameters())
 
 
 def _model_of(trainer: Trainer) -> Any:

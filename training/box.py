@@ -23,16 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from .. import __version__
 from ..modeling import EvaByteForMTPC, EvaByteTokenizer
 from ..modeling.evabyte.tokenizer import BYTE_OFFSET
-from .evaluation import (
-    MODES,
-    Comparison,
-    ExpectedAcceptance,
-    HeadReport,
-    Measurement,
-    TeacherForced,
-    environment,
-    hardware,
-)
+from .evaluation import MODES, Comparison, HeadReport, Measurement, environment, hardware
 from .evaluation.drafts import window_bits
 from .results import DecodingResult, MeasuredResults
 
@@ -217,7 +208,7 @@ def _prompt(content: bytes, end: int, length: int) -> str:
     return piece[cut:].decode("ascii")
 
 
-_EXPECTED_SHARE = 0.25  # of the time
+_BITS_SHARE, _EXPECTED_SHARE = 0.1, 0.15  # of the time
 _BATCH_SHARE = 0.35  # of the time for decoding, where batches are measured, too
 _TEXTS_AT_ONCE = 4
 _BATCH_BYTES = 64  # per completion in batches, at most
@@ -283,39 +274,27 @@ class BoxMeasurement:
             Reports, and for every head the comparisons at batch 1, which hold the texts.
         """
         before, started = environment(), time.monotonic()
-        expected, bits = self._expected(box)
-        left = self.seconds - (time.monotonic() - started)
+        bits = self._bits(box)
+        left = (1 - _EXPECTED_SHARE) * self.seconds - (time.monotonic() - started)
         batch_left = _BATCH_SHARE * left if self.batch_size > 1 else 0.0
         prompts = excerpt_prompts(box.excerpts, self.most_prompts, self.seed, _PREFIX)
         comparisons = self._decode(box, prompts, 1, left - batch_left)
         batches = self._decode(box, prompts, self.batch_size, batch_left) if self.batch_size > 1 else {}
         reports = []
         for kind, model in box.models.items():
-            rows = [_with_expected(row, expected[kind, row.mode.name]) for row in comparisons[kind]]
-            rows += [row.result for row in batches.get(kind, [])]
+            rows = [row.result for row in [*comparisons[kind], *batches.get(kind, [])]]
             reports.append(HeadReport.of(model, self._measured(model, rows, bits, box, before)))
         return reports, comparisons
 
-    def _expected(self, box: Box) -> tuple[dict[tuple[str, str], ExpectedAcceptance], torch.Tensor]:
-        """Return acceptance by head and way of decoding, and the bits per byte of the excerpts that were measured."""
-        deadline = time.monotonic() + _EXPECTED_SHARE * self.seconds
-        backbone, window = box.models["ff"], box.models["ff"].window
-        found: dict[tuple[str, str], list[torch.Tensor]] = {}
-        bits = []
+    def _bits(self, box: Box) -> torch.Tensor:
+        """Return the bits per byte of as many excerpts as there is time for."""
+        deadline, found = time.monotonic() + _BITS_SHARE * self.seconds, []
         for ids in excerpt_windows(box.excerpts).split(_TEXTS_AT_ONCE):
-            self.on_step(f"expected acceptance on held-out text, {len(bits) * _TEXTS_AT_ONCE} excerpts done")
-            bits.append(window_bits(backbone, ids))
-            for mode in MODES:
-                if mode.temperature == 1.0:
-                    places = TeacherForced.on_text(backbone, ids, window, batch_size=_TEXTS_AT_ONCE)
-                else:
-                    prefixes = ids[:, :_PREFIX]
-                    places = TeacherForced.on_continuations(backbone, prefixes, window, mode, seed=self.seed)
-                for kind, model in box.models.items():
-                    found.setdefault((kind, mode.name), []).append(places.reached(model, mode))
+            self.on_step(f"bits per byte of held-out text, {len(found) * _TEXTS_AT_ONCE} excerpts done")
+            found.append(window_bits(box.models["ff"], ids))
             if time.monotonic() > deadline:
                 break
-        return {key: ExpectedAcceptance.of(torch.cat(parts)) for key, parts in found.items()}, torch.cat(bits)
+        return torch.cat(found)
 
     def _decode(self, box: Box, prompts: list[str], batch_size: int, seconds: float) -> dict[str, list[Comparison]]:
         words = "decoding by turns" if batch_size == 1 else f"decoding {batch_size} prompts at once"
@@ -339,7 +318,7 @@ class BoxMeasurement:
             dataset_description=f"Source of {', '.join(packages)}, of which nothing was trained on: {prompts} "
             f"of up to {_PREFIX} bytes, each completed with {self.new_bytes} bytes (in batches with at most "
             f"{_BATCH_BYTES}, and drafts as long as pays: the schedule `adaptive`); {len(bits)} excerpts of "
-            f"{EXCERPT:,} bytes for the figures that are computed along a text.",
+            f"{EXCERPT:,} bytes for the bits per byte.",
             hardware=hardware(),
             dtype=str(model.dtype).removeprefix("torch."),
             command=self.command,
@@ -352,12 +331,3 @@ class BoxMeasurement:
             },
             environment=before,
         )
-
-
-def _with_expected(comparison: Comparison, expected: ExpectedAcceptance) -> DecodingResult:
-    by_position = [round(share, 5) for share in expected.by_position]
-    return replace(
-        comparison.result,
-        expected_tokens_per_call=round(expected.tokens_per_call, 5),
-        expected_by_position=by_position,
-    )

@@ -238,7 +238,8 @@ def explanation(reports: Sequence[HeadReport]) -> Iterator[str]:
     yield "ms: milliseconds of such a call, with drafting and verification."
     rows = [(report, row) for report in reports for row in report.measured.results]
     if any(row.expected_tokens_per_call is not None for _, row in rows):
-        yield "expected: computed along held-out text for drafts as long as the window; nothing is drawn."
+        yield "expect: bytes per verification, computed along the plain texts for drafts of the same length;"
+        yield "unlike per call, it leaves out the prompt's own call."
     yield "repeats: text covered by passages that stand in it twice; above 50 % no speed-up is claimed."
     yield "same: greedy texts are compared byte by byte; sampled ones have the same distribution."
     loops = [f"{report.name} {row.name}" for report, row in rows if row.is_degenerate]

@@ -36,13 +36,17 @@ class DecodingResult:
         plain_new_tokens: Tokens that the plain run produced; None if as many as the speculative run.
         batch_size: Prompts per call. In a batch, `backbone_calls` counts a call once for every row that it served.
         per_prompt: Tokens per call of every prompt, for the spread; empty if not kept.
-        accepted_by_position: For draft positions 1, 2, ...: the share (0 to 1) of the drafts at least that long that
-            were accepted up to and including that position; empty if not kept.
+        accepted_by_position: For draft positions 1, 2, ...: the share (0 to 1) of verifications that accept so many
+            drafts, whatever the length of theirs; empty if not kept.
         repeated_share: Share (0 to 1) of the text that passages cover which stand in it more than once; None if not
             looked at.
-        expected_tokens_per_call: Teacher-forced expectation on held-out text, without sampling noise; None if not
-            computed.
-        expected_by_position: The same for every draft position: the probability that drafts are accepted up to there.
+        draft_length: Tokens of the longest draft; None if not kept.
+        tokens_per_verification: (New tokens - 1) / verifications, a ratio of sums over prompts; None if not kept.
+        standard_error: That of `tokens_per_verification` over prompts; None of a single one.
+        expected_tokens_per_call: What `tokens_per_verification` is expected to be for drafts of `draft_length`,
+            computed along the plain texts without drawing drafts; None if not computed.
+        expected_standard_error: That over texts.
+        expected_by_position: What `accepted_by_position` is expected to be.
         processor_seconds: Processor seconds of the speculative run; None if not taken.
         plain_processor_seconds: Those of the plain run.
 
@@ -68,7 +72,11 @@ class DecodingResult:
     per_prompt: list[float] = field(default_factory=list)
     accepted_by_position: list[float] = field(default_factory=list)
     repeated_share: float | None = None
+    draft_length: int | None = None
+    tokens_per_verification: float | None = None
+    standard_error: float | None = None
     expected_tokens_per_call: float | None = None
+    expected_standard_error: float | None = None
     expected_by_position: list[float] = field(default_factory=list)
     processor_seconds: float | None = None
     plain_processor_seconds: float | None = None
@@ -128,8 +136,7 @@ class MeasuredResults:
         command: The command that repeats the run.
         library_version: The version of tokenahead that ran.
         unit: What one token is, in the singular.
-        accepted_by_position: For draft positions 1, 2, ...: the share (0 to 1) of the drafts at least that long that
-            were accepted up to and including that position.
+        accepted_by_position: As that of a result, for files of one way of decoding.
         bits_per_byte: Cross-entropy of the next-token head on held-out text, in bits per byte of text.
         extra: Further facts to show, by name.
         environment: Versions of torch, transformers and Python, the processor, threads and load of the machine, by
@@ -245,6 +252,7 @@ def _all(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda values: isinstance(values, list) and all(map(holds, values))
 
 
+_ERROR = "a finite number of at least 0", lambda value: _is_finite(value) and value >= 0
 _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("a text that is not empty", _is_text),
     "bool": ("True or False", lambda value: isinstance(value, bool)),
@@ -252,6 +260,7 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "float": ("a finite number above 0", lambda value: _is_finite(value) and value > 0),
     "list[float]": ("a list of shares between 0 and 1", _all(_is_share)),
     "repeated_share": ("a share between 0 and 1", _is_share),
+    **dict.fromkeys(("standard_error", "expected_standard_error"), _ERROR),
     "per_prompt": ("a list of finite numbers", _all(_is_finite)),
     "results": ("a list of at least one DecodingResult, whose names occur once", _are_results),
     "dict[str, str | int | float]": (

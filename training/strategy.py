@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from ..modeling.heads.ff import FFHead
 from ..modeling.heads.losses import balance_factors
 from ..modeling.heads.teacher import DIVERGENCES
 from ..modeling.loss_options import check_values
@@ -208,9 +207,6 @@ class HeadWarmup(TrainerCallback):
         is_over = state.global_step >= self.strategy.warmup_steps(state.max_steps)
         for parameter in self.waiting:
             parameter.requires_grad_(is_over)
-        for module in model.modules():
-            if self.strategy.train == "all" and isinstance(module, FFHead):
-                module.target_frozen = not is_over  # the next-token head, which shares a tensor with FF heads
 
 
 class LossBalance(TrainerCallback):

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 
 from ..modeling import PTPForCausalLM
-from ..modeling.heads.ff import FFHead
 from ..modeling.loss_options import TrainableDrafter
 from .preparation import callbacks_of, prepare
 from .strategy import LossBalance, TrainingStrategy
@@ -124,14 +123,6 @@ class MTPTrainer(BaseTrainer):
     def _drafter(self) -> TrainableDrafter:
         """The model without what distribution and peft wrap around it."""
         return without_peft(self._owner)
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return the names of the parameters that decay; tensors with frozen rows do not."""
-        warms_up = self.strategy is not None and bool(self.strategy.head_warmup)
-        heads = [module for module in model.modules() if isinstance(module, FFHead)]
-        shared = {id(p) for head in heads if head.target_frozen or warms_up for p in head.parameters()}
-        frozen = {name for name, parameter in model.named_parameters() if id(parameter) in shared}
-        return [name for name in super().get_decay_parameter_names(model) if name not in frozen]
 
     def compute_loss(
         self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -7,7 +7,6 @@ the model's own loss on the chosen completions, drafter included, is an auxiliar
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -17,7 +16,6 @@ import torch
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, Trainer
-from transformers.utils.generic import ModelOutput
 
 from ..generation.attach import AttachableDrafter
 from ..modeling import DeepSeekMTP, EvaByteForMTPC
@@ -32,7 +30,6 @@ from .trainer_base import Inputs, without_peft
 from .utils import needs_extra
 
 with needs_extra("train", "a trainer of TRL"):
-    from trl.trainer.dpo_config import DPOConfig
     from trl.trainer.dpo_trainer import DPOTrainer
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
@@ -198,7 +195,7 @@ class MTPDPOTrainer(DPOTrainer):
 
     Raises:
         TypeError: Attached heads, or a model that does not draft for itself.
-        ValueError: A weight below 0 or not finite, or `precompute_ref_log_probs`.
+        ValueError: A weight below 0 or not finite.
 
     Example:
         >>> MTPDPOTrainer(model, reference, DPOConfig("out"), train_dataset=pairs, processing_class=tokenizer).train()
@@ -220,13 +217,10 @@ class MTPDPOTrainer(DPOTrainer):
             )
         if not 0 <= drafter_weight < math.inf:
             raise ValueError(f"drafter_weight={drafter_weight} must be a number of at least 0")
-        if isinstance(args, DPOConfig) and args.precompute_ref_log_probs:
-            raise ValueError("precompute_ref_log_probs=True takes rows of other heads for tokens; leave it at False")
         self.drafter_weight = drafter_weight
         super().__init__(model, ref_model, args, **kwargs)
         for each in (self.accelerator.unwrap_model(self.model), self.ref_model):
             if each is not None:
-                _score_own_distribution(without_peft(each))
                 without_peft(each).has_warned = True  # the auxiliary term trains the drafter
 
     def compute_loss(
@@ -244,33 +238,3 @@ class MTPDPOTrainer(DPOTrainer):
         self._metrics["train" if model.training else "eval"]["drafter_loss"].append(own.detach().item())
         loss = loss + self.drafter_weight * own
         return (loss, *rest) if return_outputs else loss
-
-
-def _score_own_distribution(model: PreTrainedModel) -> None:
-    """Compute the log-probabilities that TRL asks for from the model's next-token logits.
-
-    TRL would multiply states with all rows of `lm_head.weight`, which in EvaByte are those of all heads.
-    """
-    asked = model.forward
-
-    @functools.wraps(type(model).forward)
-    def forward(*args: Any, fused_lm_head: bool = False, labels: Any = None, **kwargs: Any) -> Any:
-        if not fused_lm_head:
-            return asked(*args, labels=labels, **kwargs)
-        outputs = asked(*args, **kwargs)
-        targets = labels[:, 1:]
-        scored = targets != -100
-        distribution = outputs.logits[:, :-1].float().log_softmax(-1)
-        log_probs = distribution.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-        mean = (outputs.logits[:, :-1].float().mean(-1)).masked_fill(~scored, 0.0)
-        return ModelOutput(
-            log_probs=torch.where(scored, log_probs, 0.0),
-            entropy=torch.where(scored, -(distribution.exp() * distribution).sum(-1), 0.0).detach(),
-            log_sum_sq_probs=torch.where(scored, (2 * distribution).logsumexp(-1), 0.0),
-            mean_logits=mean.detach(),
-            is_top1=(distribution.argmax(-1) == targets) & scored,
-            label_mask=scored,
-            aux_loss=outputs.get("aux_loss"),
-        )
-
-    model.forward = forward

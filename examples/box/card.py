@@ -77,18 +77,18 @@ def _log(lines: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _results(reports: Sequence[HeadReport]) -> Iterator[str]:
-    yield "One backbone, the same budget for every head. `expected` is teacher-forced on held-out text, for"
-    yield "drafts of 15 bytes: for T = 1 along the text itself, else along what the backbone writes behind it. The rest"
-    yield "was generated, by turns with plain decoding; the range is that over prompts. `by processor` is the speed-up"
-    yield "in processor time, which other programs disturb less."
-    columns = "head", "parameters", "decoding", "expected", "bytes per call", "bytes/s", "plain", "speed-up"
-    yield from ("", f"| {' | '.join(columns)} | by processor | repeated |")
-    yield "|---|---:|---|---:|---|---:|---:|---:|---:|---:|"
+    yield "One backbone, the same budget for every head. All was generated, by turns with plain decoding; the range is"
+    yield "that over prompts. `per verification` leaves out the prompt's own call, and `expected` is the same, computed"
+    yield "along the plain texts for drafts of the length beside it; both with the standard error over prompts. `by"
+    yield "processor` is the speed-up in processor time, which other programs disturb less."
+    columns = "head", "parameters", "decoding", "bytes per call", "per verification", "expected", "bytes/s", "plain"
+    yield from ("", f"| {' | '.join(columns)} | speed-up | by processor | repeated |")
+    yield "|---|---:|---|---|---:|---:|---:|---:|---:|---:|---:|"
     for report in reports:
         for row in report.measured.results:
             by_processor = None if row.is_degenerate else row.processor_speed_up
             cells = (
-                report.name, f"{report.parameters:,}", row.name, _number(row.expected_tokens_per_call), _per_call(row),
+                report.name, f"{report.parameters:,}", row.name, _per_call(row), *_per_verification(row),
                 *_speeds(row, "(repeats itself)"), _number(by_processor), _number(row.repeated_share, ".0%"),
             )  # fmt: skip
             yield f"| {' | '.join(cells)} |"
@@ -98,6 +98,17 @@ def _results(reports: Sequence[HeadReport]) -> Iterator[str]:
 def _per_call(row: DecodingResult) -> str:
     low, high = row.spread or (row.tokens_per_call,) * 2
     return f"{row.tokens_per_call:.2f} ({low:.1f} to {high:.1f})"
+
+
+def _per_verification(row: DecodingResult) -> tuple[str, str]:
+    """Return tokens per verification as decoded and as expected, with standard errors and the length of drafts."""
+    expected = _with_error(row.expected_tokens_per_call, row.expected_standard_error)
+    drafts = f" (drafts of {row.draft_length})" if expected else ""
+    return _with_error(row.tokens_per_verification, row.standard_error), expected + drafts
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    return _number(value) + ("" if error is None else f" ± {error:.2f}")
 
 
 def _speeds(row: DecodingResult, none: str) -> tuple[str, str, str]:
@@ -119,15 +130,15 @@ def first_screen(reports: Sequence[HeadReport]) -> str:
         "",
         f"    {first.command}",
         "",
-        "| decoding | head | bytes per call (range over prompts) | expected on held-out text | bytes/s | plain | "
+        "| decoding | head | bytes per call (range over prompts) | per verification | expected | bytes/s | plain | "
         "speed-up |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name in [row.name for row in first.results]:
         rows = [(report, row) for report in reports for row in report.measured.results if row.name == name]
         report, row = max(rows, key=lambda pair: pair[1].tokens_per_second)
         speeds = _speeds(row, "none claimed: the text repeats itself")
-        cells = (row.name, report.name, _per_call(row), _number(row.expected_tokens_per_call), *speeds)
+        cells = (row.name, report.name, _per_call(row), *_per_verification(row), *speeds)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -13,7 +13,8 @@ from ...modeling.sampling import draw
 from .processing import Processing
 
 if TYPE_CHECKING:
-    from ..protocols import Drafter, DraftSession
+    from ..drafter import BaseDrafter
+    from ..protocols import DraftSession
 
 logger = logging.get_logger(__name__)
 
@@ -60,13 +61,20 @@ class CallOptions:
         return self.speculates or self.needs_our_loop
 
     @classmethod
-    def read(cls, own: dict[str, Any], sources: tuple[Any, ...], left_out: tuple[str, ...] = ()) -> CallOptions:
+    def read(
+        cls,
+        own: dict[str, Any],
+        sources: tuple[Any, ...],
+        left_out: tuple[str, ...] = (),
+        of_assistant: GenerationConfig | None = None,
+    ) -> CallOptions:
         """Takes every option from where it is set first, and checks it.
 
         Args:
             own: The keyword arguments of `OWN` that were given.
             sources: Keyword arguments, the config that was passed, the model's own config.
             left_out: Names of `OWN` that are read from `own` alone.
+            of_assistant: The config of a model that drafts, which says last how many tokens it drafts.
 
         Raises:
             ValueError: A value that cannot be meant, or a tensor on a config; the message names the option and what
@@ -75,7 +83,7 @@ class CallOptions:
         for source in sources[1:]:
             _refuse_tensors(source)
         use_mtp, number, schedule, threshold = (
-            first_set(name, sources)
+            first_set(name, (*sources, None if name == "use_mtp" else of_assistant))
             for name in (
                 "use_mtp",
                 "num_assistant_tokens",
@@ -97,7 +105,11 @@ class CallOptions:
 
 
 def prepared_options(
-    drafter: Drafter, backbone: PreTrainedModel, own: dict[str, Any], sources: tuple[Any, ...], config: GenerationConfig
+    drafter: BaseDrafter,
+    backbone: PreTrainedModel,
+    own: dict[str, Any],
+    sources: tuple[Any, ...],
+    config: GenerationConfig,
 ) -> CallOptions:
     """The options of a call, completed by what drafts (`DraftSession.prepare_call`).
 
@@ -116,7 +128,8 @@ def prepared_options(
         ValueError: An option that cannot be meant, or that this kind of drafter does not have.
     """
     # as an assistant in transformers' own loop, the backbone is passed the config of its target
-    options = CallOptions.read(own, sources, OWN[1:] if getattr(sources[1], "is_assistant", None) else ())
+    left_out = OWN[1:] if getattr(sources[1], "is_assistant", None) else ()
+    options = CallOptions.read(own, sources, left_out, drafter.assistant_config())
     _check_rule(options, drafter.rules)
     try:
         return drafter.prepare_call(options, config)
@@ -124,7 +137,7 @@ def prepared_options(
         saved = _saved(own, sources)
         if drafter is backbone or not saved:
             raise
-        options = drafter.prepare_call(CallOptions.read(own, sources, saved), config)
+        options = drafter.prepare_call(CallOptions.read(own, sources, saved, drafter.assistant_config()), config)
         logger.warning_once(f"The generation_config of {type(backbone).__name__} is not followed in all: {error}")
         return options
 
@@ -178,12 +191,11 @@ def _check(use_mtp: Any, number: Any, schedule: Any, threshold: Any) -> None:
         raise ValueError(f"assistant_confidence_threshold={threshold!r} must lie between 0 and 1")
 
 
-def obstacle(config: GenerationConfig, model_kwargs: dict[str, Any], of_drafts: bool = True) -> str | None:
+def obstacle(config: GenerationConfig, of_drafts: bool = True) -> str | None:
     """What in a call rules out our loop on any backbone, in the user's words.
 
     Args:
         config: Of the call.
-        model_kwargs: Of the call.
         of_drafts: Also name the caches that cannot go back, which hinder drafts alone.
     """
     for name, is_plain in _PLAIN.items():
@@ -196,7 +208,7 @@ def obstacle(config: GenerationConfig, model_kwargs: dict[str, Any], of_drafts: 
         return "constrained beams"
     if type(config.watermarking_config).__name__ == "SynthIDTextWatermarkingConfig":
         return "a SynthID watermark, which counts its calls"
-    return "inputs_embeds" if model_kwargs.get("inputs_embeds") is not None else None
+    return None
 
 
 _PLAIN = {

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import learned_positions
 from ...modeling.gemma4 import borrows_states, load_assistant
-from ...modeling.indices import cached_arange
+from ...modeling.indices import cached_arange, to_device
 from ...modeling.masks import additive_mask
 from ..attach import AttachableDrafter
 from ..call.options import DraftOptions
@@ -36,6 +36,7 @@ from ..target.cache import RowLayer
 from ..target.replay import is_recurrent
 from ..target.target import TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
+from .vocabulary import SharedVocabulary, shared_vocabulary
 
 
 class AssistantDrafter(AttachableDrafter):
@@ -44,7 +45,10 @@ class AssistantDrafter(AttachableDrafter):
     Args:
         model: A causal language model of transformers with attention in every layer; or an assistant of Gemma 4
             (`gemma4_assistant`), which reads the backbone's own keys and values.
-        num_tokens: Tokens to draft, unless `num_assistant_tokens` says otherwise.
+        num_tokens: Tokens to draft, unless `num_assistant_tokens` says otherwise: of a call, of the backbone's
+            generation config, or of the model's own. `assistant_confidence_threshold` is looked up there, too.
+        vocab_size: How many ids mean the same token in both models, where their embeddings are padded to different
+            sizes: `len(tokenizer)`. None: the tokenizers beside the two models say it.
 
     Raises:
         ValueError: `num_tokens` below 1.
@@ -55,7 +59,7 @@ class AssistantDrafter(AttachableDrafter):
         >>> out = large.generate(**inputs, assistant_model=drafter)  # or assistant_model=small
     """
 
-    def __init__(self, model: PreTrainedModel, num_tokens: int = 5) -> None:
+    def __init__(self, model: PreTrainedModel, num_tokens: int = 5, vocab_size: int | None = None) -> None:
         if not isinstance(num_tokens, int) or num_tokens < 1:
             raise ValueError(f"num_tokens={num_tokens!r} must be a whole number of at least 1")
         if isinstance(model, AttachableDrafter) or not (isinstance(model, nn.Module) and hasattr(model, "config")):
@@ -64,22 +68,23 @@ class AssistantDrafter(AttachableDrafter):
                 "(AssistantDrafter.from_pretrained reads a directory or a name); other drafters attach by themselves"
             )
         self._backbones = []
-        self.model, self.num_tokens = model, num_tokens
+        self.model, self.num_tokens, self.vocab_size = model, num_tokens, vocab_size
+        self.vocabulary: SharedVocabulary | None = None
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | PathLike, *, num_tokens: int | None = None, **kwargs: Any
+        cls, folder: str | PathLike, *, num_tokens: int = 5, vocab_size: int | None = None, **kwargs: Any
     ) -> AssistantDrafter:
         """Loads a drafting model, not attached yet.
 
         Args:
             folder: A directory or a repository of the Hub; of Gemma 4's assistants, too, which `AutoModelForCausalLM`
                 of transformers 5.23.0 cannot build.
-            num_tokens: Tokens to draft; None for the class's default.
+            num_tokens: Tokens to draft.
+            vocab_size: See the class.
             **kwargs: Of transformers' `from_pretrained`: `dtype`, `device_map`, `revision`, ...
         """
-        model = load_assistant(folder, **kwargs)
-        return cls(model) if num_tokens is None else cls(model, num_tokens)
+        return cls(load_assistant(folder, **kwargs), num_tokens, vocab_size)
 
     def matches(self, model: Any) -> bool:
         """The drafting model itself, once it is attached."""
@@ -102,12 +107,7 @@ class AssistantDrafter(AttachableDrafter):
             )
         if borrows_states(self.model.config):
             check_lender(self.model, backbone)
-        own, theirs = (model.config.get_text_config().vocab_size for model in (self.model, backbone))
-        if own != theirs:
-            raise ValueError(
-                f"vocab_size: the assistant {type(self.model).__name__} has {own} ids, but {type(backbone).__name__} "
-                f"has {theirs}; they must share a tokenizer"
-            )
+        self.vocabulary = shared_vocabulary(self.model, backbone, self.vocab_size)
         is_free = self.model._supports_default_dynamic_cache() and not self.model._is_stateful
         if not is_free or is_recurrent(DynamicCache(config=self.model.config)):
             raise ValueError(
@@ -123,10 +123,18 @@ class AssistantDrafter(AttachableDrafter):
         """`num_tokens`."""
         return self.num_tokens
 
+    def assistant_config(self) -> GenerationConfig | None:
+        """The drafting model's."""
+        return self.model.generation_config
+
     def start(self, options: DraftOptions) -> DraftSession:
         """One call's chains."""
         chain = Gemma4Chain if borrows_states(self.model.config) else AssistantSession
-        return chain(self.model, options)
+        return chain(self.model, options, self.shared_with(options.backbone))
+
+    def shared_with(self, backbone: PreTrainedModel) -> SharedVocabulary:
+        """The ids that both models have."""
+        return self.vocabulary or shared_vocabulary(self.model, backbone, self.vocab_size)
 
 
 class AssistantSession(DraftSession):
@@ -138,8 +146,9 @@ class AssistantSession(DraftSession):
 
     supports_confidence_threshold = True
 
-    def __init__(self, model: PreTrainedModel, options: DraftOptions) -> None:
+    def __init__(self, model: PreTrainedModel, options: DraftOptions, vocabulary: SharedVocabulary) -> None:
         self.model, self.options, self.num_tokens = model, options, options.num_tokens
+        self.vocabulary = vocabulary
         self.lag = 0  # tokens that cycles without drafts left out
         self.table = learned_positions(model.config.get_text_config()) or 2**31  # beyond it the backbone goes on alone
 
@@ -154,7 +163,7 @@ class AssistantSession(DraftSession):
         if 0 < prompt.shape[1] <= self.table:
             positions = (mask.cumsum(1) - 1).clamp(min=0)
             self.model(
-                prompt.to(device),
+                self.vocabulary.readable(prompt).to(device),
                 attention_mask=mask.long().to(device),
                 position_ids=positions.to(device),
                 past_key_values=cache,
@@ -169,10 +178,10 @@ class AssistantSession(DraftSession):
         if length < 1:
             self.lag += 1
             return DraftTree.chain(tokens.ids[:, :0])
-        block, drafts, probs = tokens.newest(2 + self.lag), [], []
+        block, drafts, probs = self.vocabulary.readable(tokens.newest(2 + self.lag)), [], []
         for _ in range(length):
             logits = self.target.extend(block.to(self.model.device), logits_to_keep=1).logits[:, -1]
-            token, distribution = self.options.choose(logits.to(tokens.ids.device))
+            token, distribution = self.vocabulary.choose(logits.to(tokens.ids.device), self.options)
             drafts.append(token)
             probs.append(distribution)
             if self.options.is_unsure(token, distribution):
@@ -237,13 +246,15 @@ class Gemma4Chain(DraftSession):
     Args:
         model: transformers' `Gemma4AssistantForCausalLM`, or the same of a unified model.
         options: Of the call.
+        vocabulary: What the two share.
     """
 
     hidden_layers = -1
     supports_confidence_threshold = True
 
-    def __init__(self, model: PreTrainedModel, options: DraftOptions) -> None:
+    def __init__(self, model: PreTrainedModel, options: DraftOptions, vocabulary: SharedVocabulary) -> None:
         self.model, self.options, self.num_tokens = model, options, options.num_tokens
+        self.vocabulary = vocabulary
         self.layers = lending_layers(options.backbone.config.get_text_config())
 
     def begin(self, outputs: Any, view: CacheView) -> None:
@@ -254,7 +265,8 @@ class Gemma4Chain(DraftSession):
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Keeps the state before each sequence's last token; a sequence that has ended keeps any."""
         states = outputs.state()
-        self.state = states[cached_arange(len(states), states.device), result.num_accepted.to(states.device)][:, None]
+        last = to_device(result.num_accepted, states.device)
+        self.state = states[cached_arange(len(states), states.device), last][:, None]
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """A chain of up to `length` tokens after every sequence; it ends with a token of which no sequence was sure."""
@@ -264,7 +276,7 @@ class Gemma4Chain(DraftSession):
         drafts, probs = [], []
         while len(drafts) < length and not (drafts and self.options.is_unsure(token, probs[-1])):
             logits, state = self._step(token, state, lent)
-            token, distribution = self.options.choose(logits.to(tokens.ids.device))
+            token, distribution = self.vocabulary.choose(logits.to(tokens.ids.device), self.options)
             drafts.append(token)
             probs.append(distribution)
         return DraftTree.chain(torch.stack(drafts, 1), torch.stack(probs, 1) if self.options.do_sample else None)

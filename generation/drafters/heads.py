@@ -21,7 +21,7 @@ import torch
 from transformers import DynamicCache
 
 from ...modeling.heads.window_distribution import WindowDistribution
-from ...modeling.indices import cached_arange, cached_range
+from ...modeling.indices import cached_arange, cached_range, to_device
 from ...modeling.sampling import draw
 from ..call.options import DraftOptions
 from ..call.sequences import Sequences
@@ -75,7 +75,7 @@ class HeadSession(DraftSession):
         """
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
-        last, is_tree = tokens.last().to(self.hidden.device), self.options.draft_tree is not None
+        last, is_tree = to_device(tokens.last(), self.hidden.device), self.options.draft_tree is not None
         hidden = self.hidden
         if is_tree:
             hidden, last = hidden[:, None], last[:, None]
@@ -106,7 +106,7 @@ class HeadSession(DraftSession):
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Keeps the state before each sequence's last token; a sequence that has ended keeps any."""
         states = self.read(outputs.hidden_states or ())
-        self.hidden = states[cached_arange(len(states), states.device), result.num_accepted.to(states.device)]
+        self.hidden = states[cached_arange(len(states), states.device), to_device(result.num_accepted, states.device)]
 
     def _choose(self, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q = self.options.processing.warp(probs)
@@ -191,7 +191,7 @@ class AttendingHeadSession(HeadSession):
         if kept.longest == 0:
             return
         features = self._run(outputs.first(kept.longest), kept.longest)
-        last = result.num_accepted.clamp(max=kept.longest - 1).to(features.device)  # one that has ended keeps any
+        last = to_device(result.num_accepted.clamp(max=kept.longest - 1), features.device)  # an ended one's is any
         self.hidden = features[cached_arange(len(features), features.device), last]
         self.rows.keep(kept)
 
@@ -238,5 +238,5 @@ class DraftLayersSession(HeadSession):
         features = self.run(outputs.state(self.layer)[:, : kept.longest], cache=self.cache)
         self.cache.keep_last(kept.longest, kept)
         # a sequence that has ended keeps any
-        last = result.num_accepted.clamp(max=kept.longest - 1).to(features.device)
+        last = to_device(result.num_accepted.clamp(max=kept.longest - 1), features.device)
         self.hidden = features[cached_arange(len(features), features.device), last]

@@ -35,7 +35,7 @@ class NgramDrafter(AttachableDrafter):
         >>> out = model.generate(**inputs, assistant_model=drafter)
     """
 
-    drafts_trees = True
+    drafts_trees, reads_prompt = True, False
 
     def __init__(self, longest: int = 3, num_tokens: int = 10, branches: int = 1) -> None:
         for name, value in {"longest": longest, "num_tokens": num_tokens, "branches": branches}.items():

@@ -20,6 +20,7 @@ from ..trees.contract import DraftTree, VerificationResult
 from ..verification.verifiers import Uniforms
 from .assistant import AssistantDrafter, AssistantSession
 from .parallel import ParallelSession
+from .vocabulary import SharedVocabulary
 
 
 class ParallelAssistant(ParallelDrafter, AssistantDrafter):
@@ -30,14 +31,17 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
 
     Args:
         model: A `PTPForCausalLM`.
+        vocab_size: See `AssistantDrafter`.
 
     Example:
         >>> small.attach(large)
         >>> out = large.generate(**inputs, assistant_model=small, do_sample=True, seed=7)
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model, num_tokens=model.config.num_slots)
+    reads_prompt = True
+
+    def __init__(self, model: PreTrainedModel, vocab_size: int | None = None) -> None:
+        super().__init__(model, model.config.num_slots, vocab_size)
 
     @property
     def config(self) -> Any:
@@ -80,7 +84,7 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
     def start(self, options: DraftOptions) -> SeparateSession:
         """One call's chains."""
         self.warn_of_mismatch(options)
-        return SeparateSession(self.model, options, make_uniforms(options))
+        return SeparateSession(self.model, options, make_uniforms(options), self.shared_with(options.backbone))
 
 
 class SeparateSession(ParallelSession):
@@ -92,10 +96,12 @@ class SeparateSession(ParallelSession):
 
     lookahead = 0
 
-    def __init__(self, model: PreTrainedModel, options: DraftOptions, uniforms: Uniforms) -> None:
+    def __init__(
+        self, model: PreTrainedModel, options: DraftOptions, uniforms: Uniforms, vocabulary: SharedVocabulary
+    ) -> None:
         super().__init__(model.config, options, uniforms, distribution=model.slot_distribution)
         self.hidden_layers = None  # slots read states of their own model
-        self.chain = AssistantSession(model, options)
+        self.chain, self.vocabulary = AssistantSession(model, options, vocabulary), vocabulary
         self.unfed: list[int] = []
         """Tokens of every sequence that the drafting model has not read."""
 
@@ -140,7 +146,7 @@ class SeparateSession(ParallelSession):
         exists = torch.ones_like(drawn, dtype=torch.bool)
         if self.is_one_hot:
             return self._drafts(slots, drawn, exists)
-        distribution = first.to(torch.promote_types(first.dtype, torch.float32)).softmax(-1)
+        distribution = self.vocabulary.fitted(first.to(torch.promote_types(first.dtype, torch.float32)).softmax(-1))
         distribution = self.options.processing.warp(distribution) if self.options.do_sample else distribution
         token = pick(drawn[:, 0], distribution) if self.options.do_sample else distribution.argmax(-1)
         probs = distribution[:, None] if self.gives_probs else None
@@ -149,6 +155,10 @@ class SeparateSession(ParallelSession):
         tokens, others = self._drafts(slots, drawn[:, 1:], exists[:, 1:], token)
         probs = probs if probs is None else torch.cat([probs.to(others.dtype), others], dim=1)
         return torch.cat([token[:, None], tokens], dim=1), probs
+
+    def _pick(self, probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `ParallelSession`; over the ids of the model that verifies."""
+        return super()._pick(self.vocabulary.fitted(probs), uniforms)
 
     def _read(self, tokens: Sequences, drawn: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Feeds what is new, and slots after it: logits [B, v] of the last token; logits or states of the slots."""
@@ -163,7 +173,7 @@ class SeparateSession(ParallelSession):
             positions = positions.clamp(max=self.config.learned_positions - 1)
         inputs = self._slot_inputs(drawn[:, :slots], gaps, device) if slots else {}
         outputs = model(
-            tokens.newest(fed).to(device),
+            self.vocabulary.readable(tokens.newest(fed)).to(device),
             attention_mask=block_mask(rows, fed + slots, model.config.get_text_config(), model.dtype),
             position_ids=positions,
             past_key_values=self.chain.target.cache,

@@ -39,8 +39,8 @@ _FIXED = tuple(kind for kind in _KINDS if kind is not LinearAttentionAndFullAtte
 """Layers of which a copy that never moves is known."""
 
 
-_FORGETFUL = ("jamba", "zamba")
-"""Kinds whose mixers read a block of several tokens as if no state stood before it."""
+_FORGETFUL = ("jamba", "zamba", "recurrent_gemma")
+"""Kinds whose mixers read a block of several tokens otherwise than its tokens: as if no state stood before it, say."""
 
 
 _ALIBI = ("bloom", "mpt")
@@ -49,6 +49,10 @@ _ALIBI = ("bloom", "mpt")
 
 _CAUSAL = ("gpt_neox_japanese",)
 """Decoders of which neither config nor layers say so."""
+
+
+_PICTURES_APART = ("git",)
+"""Models whose cache begins with columns of a picture, of which masks have none."""
 
 
 def check_backbone(backbone: PreTrainedModel) -> None:
@@ -66,6 +70,11 @@ def check_backbone(backbone: PreTrainedModel) -> None:
         raise ValueError(
             f"{name}: with is_decoder=False its tokens attend to those behind them, so that drafts would change what "
             "stands before them; attach to a causal language model"
+        )
+    if backbone.config.model_type in _PICTURES_APART:
+        raise ValueError(
+            f"{name}: its cache has columns of a picture that its masks lack, so that sequences which keep different "
+            "numbers of drafts would attend to other columns; attach to another backbone"
         )
     if not backbone._is_stateful and "past_key_values" not in signature(type(backbone).forward).parameters:
         raise ValueError(

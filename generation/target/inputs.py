@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.generation import utils
 
 from ...configuration.fields import rotary_border
 from ...modeling.masks import given_mask
@@ -23,13 +22,6 @@ from .cache import Rows
 
 _TYPES = {"token_type_ids": True, "mm_token_type_ids": False}
 """Kinds of tokens, and whether the last one goes on; what is written is text, of kind 0, elsewhere."""
-
-
-_KNOWN = {"input_ids", "attention_mask", "position_ids", "labels", *_TYPES}
-
-
-_READ_ONCE = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
-"""What is read with the prompt alone: images and sound."""
 
 
 _WITHOUT_COLUMNS = {"linear_attention", "conv", "moe", "mlp"}
@@ -71,20 +63,6 @@ class Continuation:
             positions = positions.clamp(max=last_position)
         fed = places.shape[1]
         return {"position_ids": positions} | {name: types.expand(-1, fed) for name, types in self.types.items()}
-
-
-def not_continued(model_kwargs: dict[str, Any], prompt: torch.Tensor) -> str | None:
-    """The name of an input that says something of every token of a prompt [B, L], and that nobody knows how to go on.
-
-    Args:
-        model_kwargs: Prepared keyword arguments of the model.
-        prompt: [B, L] int64.
-    """
-    for name, value in model_kwargs.items():
-        is_tensor = isinstance(value, torch.Tensor) and value.dim() > 1 and name not in _KNOWN | _READ_ONCE
-        if is_tensor and tuple(value.shape[:2]) == tuple(prompt.shape):
-            return f"{name}="
-    return None
 
 
 def crosses_border(model: PreTrainedModel, model_kwargs: dict[str, Any], prompt: torch.Tensor, end: int) -> str | None:

@@ -56,8 +56,7 @@ class RepackedTarget(ColumnTarget):
             past_key_values=self.cache,
             use_cache=True,
             attention_mask=torch.nn.functional.pad(self.mask, (0, self.fed), value=True) if self.is_padded else None,
-            **self.continuation.inputs(places, self.last_position),
-            **options,
+            **(self.continuation.inputs(places, self.last_position) | options),
         )
 
     def keep(self, kept: NewTokens, path: torch.Tensor | None = None) -> None:

@@ -83,17 +83,18 @@ class Replay:
         self.before, self.inputs = {}, {}
 
     def _replay(self, index: int, mixer: nn.Module, rows: list[int], count: int) -> None:
-        layer = self.cache.layers[index]
+        layer, inputs = self.cache.layers[index], self.inputs[index]
+        # hooks may know the place of each sequence in the batch: peft's adapters of single sequences
+        fed = list(range(len(inputs))) if any(module._forward_pre_hooks for module in mixer.modules()) else rows
         view = copy.copy(layer)
         for name, states in self.before[index].items():
-            setattr(view, name, getattr(layer, name) | {i: state[rows] for i, state in states.items()})
+            setattr(view, name, getattr(layer, name) | {i: state[fed] for i, state in states.items()})
         view.has_previous_state = dict(layer.has_previous_state)
         if count:
-            inputs = self.inputs[index]
-            mixer(inputs[torch.tensor(rows, device=inputs.device), :count], **{_cache_name(mixer): _Only(index, view)})
+            mixer(inputs[torch.tensor(fed, device=inputs.device), :count], **{_cache_name(mixer): _Only(index, view)})
         for name, states in self.before[index].items():
             for i in states:
-                getattr(layer, name)[i][rows] = getattr(view, name)[i]
+                getattr(layer, name)[i][rows] = getattr(view, name)[i][[fed.index(row) for row in rows]]
 
 
 class _Only(Cache):

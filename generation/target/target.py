@@ -7,8 +7,10 @@ every sequence's length themselves. `target_of` chooses. Knows neither distribut
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 import torch
@@ -76,11 +78,13 @@ class Target(CacheView, Protocol):
     Attributes:
         supports_rollback: Whether rows keep different numbers of tokens; else all sequences keep b, those that have
             ended, too.
+        keywords: What else the model is given in the next forward; the loop sets it.
     """
 
     cache: Cache
     supports_rollback: bool
     last_position: int | None
+    keywords: Mapping[str, Any] = MappingProxyType({})
 
     def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
         """One backbone call on block [B, m + 1], b and the nodes, after every sequence's prefix."""
@@ -117,7 +121,8 @@ class RowLengthTarget(Target):
     last_position = None
 
     def __init__(self, model: PreTrainedModel, cache: Cache, mask: torch.Tensor | None = None) -> None:
-        self.model, self.cache = model, cache
+        self.model, self.cache = model, cast(SpeculativeCache, cache)
+        self.cache.activate_past_recording()  # a draft may be longer than what a forward leaves for rollback by itself
         self.mask = cast(torch.Tensor, mask)  # None without padding; only sessions of such caches read it
 
     def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
@@ -130,14 +135,19 @@ class RowLengthTarget(Target):
             raise ValueError(f"{type(self.cache).__name__} takes chains, and no trees of drafts: leave draft_tree out")
         self.fed = block.shape[1]
         outputs = self.model(
-            block, past_key_values=self.cache, use_cache=True, return_dict=True, output_hidden_states=hidden_layers
+            block,
+            past_key_values=self.cache,
+            use_cache=True,
+            return_dict=True,
+            output_hidden_states=hidden_layers,
+            **self.keywords,
         )
         return TargetOutput(outputs.logits, outputs.hidden_states)
 
     def keep(self, kept: NewTokens, path: torch.Tensor | None = None) -> None:
         """See `Target`."""
         self.new_tokens = kept
-        cast(SpeculativeCache, self.cache).keep_last(self.fed, kept)
+        self.cache.keep_last(self.fed, kept)
 
     def align(self, columns: int) -> None:
         """Nothing to do: every sequence starts where it ends."""
@@ -191,7 +201,7 @@ class ColumnTarget(Target):
             raise ValueError(
                 f"{type(self.model).__name__} has {reason} chains and no trees of drafts: leave draft_tree out"
             )
-        options: dict[str, Any] = {"output_hidden_states": hidden_layers, "return_dict": True}
+        options: dict[str, Any] = {"output_hidden_states": hidden_layers, "return_dict": True, **self.keywords}
         with nullcontext() if self.replay is None else self.replay.record():
             return self._forward(block, tree, options)
 
@@ -265,8 +275,7 @@ class RowTarget(ColumnTarget):
             past_key_values=self.cache,
             use_cache=True,
             attention_mask=block_mask(self.rows, fed, config, self.model.dtype, tree),
-            **self.continuation.inputs(self.counts[:, None] + places, last),
-            **options,
+            **(self.continuation.inputs(self.counts[:, None] + places, last) | options),
         )
 
     def keep(self, kept: NewTokens, path: torch.Tensor | None = None) -> None:

@@ -25,7 +25,7 @@ from .building import level_sizes
 from .contract import DraftTree, VerificationResult
 
 if TYPE_CHECKING:
-    from ..protocols import Drafter
+    from ..drafter import BaseDrafter
 
 DEEPEST = 8
 """The longest path that is tried, in tokens."""
@@ -57,7 +57,7 @@ Decode = Callable[[dict[str, int], int], "Trial"]
 
 def choose_tree(
     generate: Callable[[Any, torch.Tensor, dict[str, Any]], Any],
-    drafter: Drafter,
+    drafter: BaseDrafter,
     options: CallOptions,
     config: GenerationConfig,
     prompt: torch.Tensor,

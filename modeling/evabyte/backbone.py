@@ -24,7 +24,7 @@ from ...configuration import EvaByteConfig
 from ..heads.registry import init_head
 from ..loading import StrictLoadingMixin
 from .attention import EvaAttention, States
-from .cache import EvaByteCache, EvaCacheLayer, EvaRows
+from .cache import EvaByteCache, EvaCacheLayer, SequenceLengths
 from .geometry import EvaBlock, Rows
 
 Layer = Callable[..., torch.Tensor]
@@ -175,25 +175,19 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         """Return the last states of the forward from embeddings [B, L, D] on, and those that were requested."""
         rows = _rows(hidden, attention_mask, position_ids if cache is None else None)
         hidden = hidden if rows is None else rows.gather(hidden)
-        counts = _counts(hidden, rows if cache is not None else None)
-        plan = EvaRows(self.config.window_size, self.config.chunk_size) if cache is None else cache.rows
+        counts = [hidden.shape[1]] * hidden.shape[0] if rows is None or cache is None else rows.counts.tolist()
+        plan = SequenceLengths(self.config.window_size, self.config.chunk_size) if cache is None else cache.sequences
         block = plan.begin(counts, hidden.shape[1], hidden.device)
         block.with_mask(hidden.dtype, explicit=self.config._attn_implementation == "eager")
-        keep = _Keep(self.config, output_hidden_states, rows)
-        hidden = self._run_layers(hidden, block, cache, keep, self.layers if layers is None else layers)
-        plan.finish(block, counts)
-        return hidden if rows is None else rows.restore(hidden), keep.result()
-
-    def _run_layers(
-        self, hidden: torch.Tensor, block: EvaBlock, cache: EvaByteCache | None, keep: _Keep, layers: Iterable[Layer]
-    ) -> torch.Tensor:
         rotary = self.rotary_emb(hidden, block.positions())
-        for index, layer in enumerate(layers):
-            keep(hidden)
+        chosen, states = _chosen(self.config, output_hidden_states), []
+        for index, layer in enumerate(self.layers if layers is None else layers):
+            states.append(_restored(hidden, rows) if index in chosen else None)
             hidden = layer(hidden, rotary, block, cache=None if cache is None else cache.layers[index])
-        hidden = self.norm(hidden)
-        keep(hidden)
-        return hidden
+        hidden = _restored(self.norm(hidden), rows)
+        states.append(hidden if self.config.num_hidden_layers in chosen else None)
+        plan.finish(block, counts)
+        return hidden, tuple(states) if chosen else None
 
     def _cache(self, cache: Cache | None, use_cache: bool | None) -> EvaByteCache | None:
         if cache is not None and not isinstance(cache, EvaByteCache):
@@ -206,27 +200,13 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         return EvaByteCache(self.config) if wanted and cache is None else cache
 
 
-class _Keep:
-    """Collects the requested hidden states, back in the batch's columns."""
-
-    def __init__(self, config: EvaByteConfig, wanted: bool | int | list[int] | None, rows: Rows | None) -> None:
-        wanted = config.output_hidden_states if wanted is None else wanted
-        total = config.num_hidden_layers + 1
-        if isinstance(wanted, bool) or wanted is None:
-            chosen = range(total if wanted else 0)
-        else:
-            chosen = [wanted] if isinstance(wanted, int) else wanted
-        self.chosen = {index % total for index in chosen}
-        self.rows = rows
-        self.states: list[torch.Tensor | None] = []
-
-    def __call__(self, hidden: torch.Tensor) -> None:
-        selected = len(self.states) in self.chosen
-        restored = hidden if self.rows is None or not selected else self.rows.restore(hidden)
-        self.states.append(restored if selected else None)
-
-    def result(self) -> KeptStates | None:
-        return tuple(self.states) if self.chosen else None
+def _chosen(config: EvaByteConfig, wanted: bool | int | list[int] | None) -> set[int]:
+    """Return the indices of the hidden states to return."""
+    wanted = config.output_hidden_states if wanted is None else wanted
+    total = config.num_hidden_layers + 1
+    if wanted is None or isinstance(wanted, bool):
+        return set(range(total)) if wanted else set()
+    return {index % total for index in ([wanted] if isinstance(wanted, int) else wanted)}
 
 
 def _norm(config: EvaByteConfig) -> EvaByteRMSNorm:
@@ -240,8 +220,11 @@ def _rows(hidden: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.T
     if position_ids is not None and bool((position_ids[:, 1:] == 0).any()):
         everything = torch.ones(batch, length, dtype=torch.bool, device=hidden.device)
         return Rows.from_documents(everything if real is None else real, position_ids)
-    return None if real is None else Rows.from_mask(real)
+    if real is None or (real.device.type == "cpu" and bool(real.all())):  # elsewhere a look would wait for the device
+        return None
+    return Rows.from_mask(real)
 
 
-def _counts(hidden: torch.Tensor, rows: Rows | None) -> list[int]:
-    return [hidden.shape[1]] * hidden.shape[0] if rows is None else rows.counts.tolist()
+def _restored(states: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+    """Return states in the columns of the batch."""
+    return states if rows is None else rows.restore(states)

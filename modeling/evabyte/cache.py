@@ -1,6 +1,6 @@
 """The EVA cache: an open window of raw keys and values, and chunk summaries of every window before it.
 
-A row of a layer's buffer is laid out as [summaries | raw tokens], the raw part starting with the first token of a
+A sequence in a layer's buffer is laid out as [summaries | raw tokens], the raw part starting with the first token of a
 window, so that attention reads one slice. Windows are summarised ("folded") lazily, by the next forward: until then a
 rollback is a change of length. The attention layer passes in how summaries are computed.
 """
@@ -22,17 +22,17 @@ Summarise = Callable[[torch.Tensor, torch.Tensor], States]
 _CAPACITY_STEP = 64
 
 
-class EvaRows:
-    """Per-row lengths of a cache, shared by its layers; plain integers, so that no layer waits for the device.
+class SequenceLengths:
+    """Lengths of the sequences in a cache, shared by its layers; plain integers, so that no layer waits for the device.
 
-    While rows differ, lengths and starts are mirrored on the device and follow what forwards and rollbacks do there, so
-    that a cycle of decoding copies only the counts of its new tokens.
+    While sequences differ, lengths and starts are mirrored on the device and follow what forwards and rollbacks do
+    there, so that a cycle of decoding copies only the counts of its new tokens.
 
     Attributes:
-        lengths: True tokens per row.
-        starts: Position of each row's first raw token, a multiple of the window.
-        gaps: Columns of padding, per row.
-        settled: Tokens per row that no later `crop` will remove, while past recording is on.
+        lengths: True tokens per sequence.
+        starts: Position of each sequence's first raw token, a multiple of the window.
+        gaps: Columns of padding, per sequence.
+        settled: Tokens per sequence that no later `crop` will remove, while past recording is on.
     """
 
     def __init__(self, window: int, chunk: int) -> None:
@@ -40,7 +40,7 @@ class EvaRows:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Forget all sequences."""
         self.lengths, self.starts, self.gaps, self.settled = [], [], [], []
         self._mirror: States | None = None
 
@@ -53,19 +53,19 @@ class EvaRows:
         return lengths - starts, starts // self.chunk
 
     def begin(self, counts: list[int], length: int, device: torch.device) -> EvaBlock:
-        """Plan a forward that appends `counts[r]` tokens to row r, in `length` columns."""
+        """Plan a forward that appends `counts[r]` tokens to sequence r, in `length` columns."""
         if not self.lengths:
             self.lengths, self.starts, self.gaps, self.settled = ([0] * len(counts) for _ in range(4))
         if len(counts) != len(self.lengths):
-            raise ValueError(f"the cache holds {len(self.lengths)} rows, but the input has {len(counts)}")
-        old = self.starts
-        self.starts = [self._foldable(row) // self.window * self.window for row in range(len(counts))]
-        ends = [n + count for n, count in zip(self.lengths, counts)]
-        # a forward of more than one window keeps a window of rollback and no more, recording or not
+            raise ValueError(f"the cache holds {len(self.lengths)} sequences, but the input has {len(counts)}")
+        old, self.starts = self.starts, [self._border(n) for n in self._foldable()]
         if self.starts != old:
             self._mirror = None
-        keep = [max(start, (end - self.window) // self.window * self.window) for start, end in zip(self.starts, ends)]
-        settle = keep if length > self.window else self.starts
+        settle = self.starts
+        # a prompt, or a long block that nobody records, keeps one window of rollback: raw keys would fill the memory
+        if length > self.window and not (self.record_past and any(self.lengths)):
+            ends = (n + count - self.window for n, count in zip(self.lengths, counts))
+            settle = [max(start, self._border(end)) for start, end in zip(self.starts, ends)]
         return EvaBlock(
             length=length,
             window=self.window,
@@ -88,39 +88,46 @@ class EvaRows:
         self.starts = [start + fold * self.window for start, fold in zip(self.starts, block.settle)]
 
     def keep_last(self, fed: int, kept: NewTokens) -> None:
-        """Keep the first `kept.counts[r]` of the last `fed` tokens of row r."""
+        """Keep the first `kept.counts[r]` of the last `fed` tokens of sequence r."""
         mirror = self._mirror
         self.crop([fed - count for count in kept.counts])
         if mirror is not None and len(set(self.lengths)) > 1:
             self._mirror = mirror[0] + (kept.on_device - fed), mirror[1]
 
     def crop(self, removed: list[int]) -> None:
-        """Roll back `removed[r]` tokens of row r.
+        """Roll back `removed[r]` tokens of sequence r.
 
         Raises:
-            ValueError: A negative count, more tokens than the row has, or tokens whose raw keys were folded away.
+            ValueError: A negative count, more tokens than the sequence has, or tokens whose raw keys were folded away.
         """
-        for row, (n, start, count) in enumerate(zip(self.lengths, self.starts, removed)):
+        for index, (n, start, count) in enumerate(zip(self.lengths, self.starts, removed)):
             if count < 0:
-                raise ValueError(f"crop: row {row} would grow by {-count}; pass 0 or a negative number of tokens")
+                raise ValueError(
+                    f"crop: sequence {index} would grow by {-count}; pass 0 or a negative number of tokens"
+                )
             if count > n - start:
                 raise ValueError(
-                    f"crop: cannot remove {count} tokens of row {row}: it holds {n}, and those before {start} are kept "
-                    f"as summaries only; crop before the next forward, by at most {n - start}"
+                    f"crop: cannot remove {count} tokens of sequence {index}: it holds {n}, and those before {start} "
+                    f"are summarised; crop before the next forward, by at most {n - start}"
                 )
         self.lengths = [n - count for n, count in zip(self.lengths, removed)]
-        self._mirror = None
-        self.settled = list(self.lengths)
+        self.settled, self._mirror = list(self.lengths), None
 
     def select(self, indices: list[int]) -> None:
-        """Make row `indices[r]` the new row r."""
+        """Make sequence `indices[r]` the new sequence r."""
         for name in ("lengths", "starts", "gaps", "settled"):
             setattr(self, name, [getattr(self, name)[index] for index in indices])
         self._mirror = None
 
-    def _foldable(self, row: int) -> int:
-        n = self.lengths[row]
-        return max(self.starts[row], self.settled[row], n - self.window) if self.record_past else n
+    def _border(self, position: int) -> int:
+        """Return the first position of a window."""
+        return position // self.window * self.window
+
+    def _foldable(self) -> list[int]:
+        """Return how many tokens of each sequence will never be rolled back."""
+        if not self.record_past:
+            return self.lengths
+        return [max(*each, n - self.window) for n, *each in zip(self.lengths, self.starts, self.settled)]
 
 
 class EvaCacheLayer(CacheLayerMixin):
@@ -132,9 +139,9 @@ class EvaCacheLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, rows: EvaRows) -> None:
+    def __init__(self, sequences: SequenceLengths) -> None:
         super().__init__()
-        self.rows = rows
+        self.sequences = sequences
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate empty buffers of the dtype and on the device of the first states."""
@@ -160,7 +167,7 @@ class EvaCacheLayer(CacheLayerMixin):
         return self.keys[:, :, : block.used], self.values[:, :, : block.used]
 
     def raw(self, block: EvaBlock, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return raw slots 0 .. total - 1 of every row, [R, H, total, d]; unwritten ones hold zeros or old values."""
+        """Return raw slots 0 .. total - 1 of all sequences, [R, H, total, d]; unwritten ones hold anything."""
         self._reserve(max(block.summaries) + total)
         if block.is_uniform:
             start = block.summaries[0]
@@ -179,8 +186,8 @@ class EvaCacheLayer(CacheLayerMixin):
         self.keys, self.values = self.keys[:, :, :needed].clone(), self.values[:, :, :needed].clone()
 
     def get_seq_length(self) -> int:
-        """Return the number of columns in the cache: tokens plus padding of the longest row."""
-        return max((n + gap for n, gap in zip(self.rows.lengths, self.rows.gaps)), default=0)
+        """Return the number of columns in the cache: tokens plus padding of the longest sequence."""
+        return max(map(int.__add__, self.sequences.lengths, self.sequences.gaps), default=0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the length and offset of a plain mask over all columns (EVA builds its own)."""
@@ -196,7 +203,7 @@ class EvaCacheLayer(CacheLayerMixin):
         self.is_initialized = False
 
     def select(self, indices: torch.Tensor) -> None:
-        """Make row `indices[r]` of the buffers the new row r."""
+        """Make sequence `indices[r]` of the buffers the new sequence r."""
         if self.is_initialized:
             self.keys, self.values = (b.index_select(0, indices.to(b.device)) for b in (self.keys, self.values))
 
@@ -210,22 +217,23 @@ class EvaCacheLayer(CacheLayerMixin):
     def _fold(
         self, block: EvaBlock, windows: list[int], summaries: list[int], raw: list[int], summarise: Summarise
     ) -> None:
-        for row, count in enumerate(windows):
+        for index, count in enumerate(windows):
             if count == 0:
                 continue
-            start, size = summaries[row], count * block.window
-            keys, values = (b[row : row + 1, :, start : start + raw[row]].clone() for b in (self.keys, self.values))
-            folded = summarise(keys[:, :, :size], values[:, :, :size])
-            for buffer, states, summary in ((self.keys, keys, folded[0]), (self.values, values, folded[1])):
-                kept = torch.cat([summary.to(states.dtype), states[:, :, size:]], dim=2)
-                buffer[row, :, start : start + kept.shape[2]] = kept[0]
+            start, size = summaries[index], count * block.window
+            states = [b[index : index + 1, :, start : start + raw[index]].clone() for b in (self.keys, self.values)]
+            folded = summarise(*(each[:, :, :size] for each in states))
+            for buffer, each, summary in zip((self.keys, self.values), states, folded):
+                shorter = torch.cat([summary.to(each.dtype), each[:, :, size:]], dim=2)
+                buffer[index, :, start : start + shorter.shape[2]] = shorter[0]
 
 
 class EvaByteCache(Cache):
-    """Cache of an EvaByte model: per row the open window raw, earlier windows as one summary per chunk.
+    """Cache of an EvaByte model: per sequence the open window raw, earlier windows as one summary per chunk.
 
-    Rows may have different lengths. `crop` rolls back any number of tokens of the last forward (of its last window,
-    where it was longer); `activate_past_recording` keeps tokens added since the last `crop`, up to a window.
+    Sequences may have different lengths. `crop` rolls back any number of tokens of the last forward (of its last
+    window, where it was the first, or was longer and nothing is recorded); `activate_past_recording` keeps the whole
+    block of the last forward, and tokens of forwards since the last `crop` up to a window.
 
     Memory: with W the window and C the chunk, at most 2 W raw tokens plus the block, and one summary per C tokens.
 
@@ -235,46 +243,46 @@ class EvaByteCache(Cache):
     Example:
         >>> cache = EvaByteCache(model.config)
         >>> out = model(ids, past_key_values=cache)
-        >>> cache.crop(-2)  # or a tensor with one number per row
+        >>> cache.crop(-2)  # or a tensor with one number per sequence
     """
 
     layers: list[EvaCacheLayer]
 
     def __init__(self, config: EvaByteConfig) -> None:
-        self.rows = EvaRows(config.window_size, config.chunk_size)
-        super().__init__(layers=[EvaCacheLayer(self.rows) for _ in range(config.num_hidden_layers)])
+        self.sequences = SequenceLengths(config.window_size, config.chunk_size)
+        super().__init__(layers=[EvaCacheLayer(self.sequences) for _ in range(config.num_hidden_layers)])
 
     @property
     def lengths(self) -> list[int]:
-        """True tokens per row."""
-        return list(self.rows.lengths)
+        """True tokens per sequence."""
+        return list(self.sequences.lengths)
 
     @property
     def batch_size(self) -> int:
-        """Number of rows, or -1 before the first forward."""
-        return len(self.rows.lengths) or -1
+        """Number of sequences, or -1 before the first forward."""
+        return len(self.sequences.lengths) or -1
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Roll back the last tokens.
 
         Args:
-            tokens_to_remove: 0 or a negative int for all rows, or a [B] tensor of such numbers.
+            tokens_to_remove: 0 or a negative int for all sequences, or a [B] tensor of such numbers.
 
         Raises:
             ValueError: A positive number, or tokens whose raw keys were folded away (nothing has changed then).
         """
-        rows = len(self.rows.lengths)
-        removed = [tokens_to_remove] * rows if isinstance(tokens_to_remove, int) else tokens_to_remove.tolist()
-        if len(removed) != rows:
-            raise ValueError(f"crop: got {len(removed)} numbers for {rows} rows")
-        self.rows.crop([-count for count in removed])
+        batch = len(self.lengths)
+        removed = [tokens_to_remove] * batch if isinstance(tokens_to_remove, int) else tokens_to_remove.tolist()
+        if len(removed) != batch:
+            raise ValueError(f"crop: tokens_to_remove has {len(removed)} numbers for {batch} sequences")
+        self.sequences.crop([-count for count in removed])
 
     def keep_last(self, fed: int, kept: NewTokens) -> None:
-        """Keep the first `kept.counts[r]` of the last `fed` tokens of row r."""
-        self.rows.keep_last(fed, kept)
+        """Keep the first `kept.counts[r]` of the last `fed` tokens of sequence r."""
+        self.sequences.keep_last(fed, kept)
 
     def drop_padding(self, mask: torch.Tensor) -> None:
-        """Roll back the tokens that plain decoding added to finished rows, which the mask marks as padding.
+        """Roll back the tokens that plain decoding added to finished sequences, which the mask marks as padding.
 
         Args:
             mask: [B, columns], 0 for padding; its first columns are those of the cache.
@@ -282,48 +290,47 @@ class EvaByteCache(Cache):
         Raises:
             ValueError: Padding whose raw keys were summarised.
         """
-        rows = self.rows
+        sequences = self.sequences
         real = mask[:, : self.get_seq_length()].sum(1).tolist()
-        surplus = [max(n - own, 0) for n, own in zip(rows.lengths, real)]
+        surplus = [max(n - own, 0) for n, own in zip(sequences.lengths, real)]
         if any(surplus):
             try:
-                rows.crop(surplus)
+                sequences.crop(surplus)
             except ValueError as error:
                 raise ValueError(
-                    "past_key_values: a row of this cache ended more than a window before the others, and what it was "
-                    "fed since then is folded into summaries; leave past_key_values out"
+                    "past_key_values: a sequence of this cache ended more than a window before the others, and what "
+                    "came after its end is folded into summaries; leave past_key_values out"
                 ) from error
-            rows.gaps = [gap + extra for gap, extra in zip(rows.gaps, surplus)]
+            sequences.gaps = [gap + extra for gap, extra in zip(sequences.gaps, surplus)]
 
     def activate_past_recording(self) -> None:
-        """Keep raw keys since the last `crop`, up to a window, so that several forwards can be rolled back."""
-        self.rows.settled, self.rows.record_past = list(self.rows.lengths), True
+        """Keep raw keys of the last forward and, up to a window, of others since `crop`: all can be rolled back."""
+        self.sequences.settled, self.sequences.record_past = self.lengths, True
 
     def reset(self) -> None:
         """Empty the cache."""
         super().reset()
-        self.rows.clear()
+        self.sequences.clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Make row `beam_idx[r]` the new row r."""
+        """Make sequence `beam_idx[r]` the new sequence r."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`, in that order; a boolean mask works too."""
+        """Keep the sequences `indices`, in that order; a boolean mask works too."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
-        self.rows.select(indices.tolist())
+        self.sequences.select(indices.tolist())
         for layer in self.layers:
             layer.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
-        rows = torch.arange(len(self.rows.lengths)).repeat_interleave(repeats)
-        self.batch_select_indices(rows)
+        """Repeat every sequence `repeats` times."""
+        self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
 
 
 def _write(buffer: torch.Tensor, states: torch.Tensor, block: EvaBlock) -> None:
-    """Write states [R, H, M, d] after each row's past, in place."""
+    """Write states [R, H, M, d] after each sequence's past, in place."""
     if block.is_uniform:
         start = block.summaries[0] + block.offsets[0]
         buffer[:, :, start : start + block.length] = states

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
 from ..heads.draft_layers import LayerAdapters
-from ..heads.ff import FFHead
 from ..heads.registry import init_head
 from ..heads.window_distribution import WindowDistribution
 from .backbone import EvaByteDecoderLayer, EvaByteModel
@@ -53,7 +53,7 @@ class DraftLayersMixin:
 
     config: EvaByteConfig
     model: EvaByteModel
-    lm_head: FFHead
+    lm_head: nn.Linear
     draft_layers: EvaDraftLayers | None
     train_only: Callable[[str], None]
     distribution_of_features: Callable[[torch.Tensor], WindowDistribution]

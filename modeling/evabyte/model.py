@@ -16,11 +16,11 @@ from ...configuration.fields import check_options
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import DraftOptions
 from ...generation.drafters.heads import DraftLayersSession, HeadSession
-from ..heads.backbone_parts import BackboneParts, frozen
+from ..heads.backbone_parts import backbone_parts
 from ..heads.ff import FFHead
 from ..heads.losses import IGNORE, counted, counts_of_update, depth_targets, depth_weights, head_loss
 from ..heads.registry import build_head, distribution_after, init_head, window_distribution
-from ..heads.window_distribution import WindowDistribution
+from ..heads.window_distribution import FactorisedDistribution, WindowDistribution, exact
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..loss_options import DepthCountsMixin
@@ -28,6 +28,7 @@ from ..outputs import MTPOutput
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
 from .draft_layers import DraftLayersMixin, EvaDraftLayers, with_layer
+from .own_head import OwnAndDraftHeads, split_state_dict
 
 _APART = ("hidden_size", "vocab_size", "base_model_name_or_path")  # fields of attached heads only
 
@@ -47,21 +48,25 @@ class EvaByteForMTPC(
 
     mtp_loss_weight: float = 1.0
     """lambda: the weight of the drafter's depths relative to the next-byte head's."""
-    silent_part = "head"
+    silent_part = "_silent_head"
     remote_classes = {"AutoModel": "EvaByteModel", "AutoModelForCausalLM": "EvaByteForMTPC"}
+    reads_prompt = False
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: EvaByteConfig) -> None:
         super().__init__(config)
         if config.mtp_head.family.rows_of_lm_head:
-            config.num_pred_heads = max(config.num_pred_heads, config.mtp_head.window)
+            config.num_pred_heads = max(config.num_pred_heads, config.mtp_head.window or 0)
         self.loss_type = "ForCausalLM"
         self.model = EvaByteModel(config)
-        self.lm_head = FFHead(config.hidden_size, config.vocab_size, config.num_pred_heads)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        drafts = config.num_pred_heads - 1
+        self.draft_heads = FFHead(config.hidden_size, config.vocab_size, drafts) if drafts else None
+        self.register_load_state_dict_pre_hook(split_state_dict)
         self.mtp_head = self._circuit()
         self.draft_layers = EvaDraftLayers(config) if config.mtp_head.draft_layers else None
         self.post_init()
-        if self.draft_layers is not None:
-            self.train_only("drafter")
+        self._freeze()
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
@@ -94,26 +99,34 @@ class EvaByteForMTPC(
         adds_layers = is_stored and wanted.draft_options() != stored.draft_options()
         config.mtp_head = wanted if is_stored and not adds_layers else stored
         if config.mtp_head.family.rows_of_lm_head:
-            config.mtp_head.window = min(config.mtp_head.window, config.num_pred_heads)
+            config.mtp_head.window = min(config.mtp_head.window or 0, config.num_pred_heads)
         loaded = super().from_pretrained(name, *args, config=config, **(hub | dtypes | kwargs))
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if adds_layers:
             model.add_draft_layers(wanted.draft_layers, wanted.draft_lora_rank, wanted.draft_lora_alpha)
         elif config.mtp_head is not wanted:
             model.set_head(**wanted.options())
-        if model.draft_layers is not None:
-            model.train_only("drafter")  # loading makes every parameter anew
+        model._freeze()  # loading makes every parameter anew
         return loaded
 
     @property
     def window(self) -> int:
         """n: tokens that the head's distribution covers; a draft has n - 1."""
-        return self.config.mtp_head.window
+        return self.config.mtp_head.window or 0
 
     @property
     def head(self) -> nn.Module:
-        """The module that drafts: `lm_head` for FF heads, else `mtp_head`."""
-        return self.lm_head if self.mtp_head is None else self.mtp_head
+        """The module that drafts: `mtp_head`, or `draft_heads` for FF heads (the own head, if there is no other)."""
+        return self.mtp_head or self.draft_heads or self.lm_head
+
+    @property
+    def _silent_head(self) -> nn.Module:
+        """The head; nothing, where the own head is the only one."""
+        return self.mtp_head or self.draft_heads or nn.Module()
+
+    @property
+    def _all_heads(self) -> OwnAndDraftHeads:
+        return OwnAndDraftHeads(self.lm_head, self.draft_heads, self.config.vocab_size)
 
     def set_head(self, **options: Any) -> None:
         """Replace the head; the new one is initialised from the FF heads.
@@ -143,13 +156,27 @@ class EvaByteForMTPC(
         self.draft_layers = layers
         self.mtp_head = None if head is None else head.to(self.lm_head.weight)
         if head is None:
-            self.lm_head.extend(self.window, self.config.initializer_range)
-            self.config.num_pred_heads = self.lm_head.num_heads
+            self._append_heads(self.window - self.config.num_pred_heads)
+        else:
+            for module in head.modules():
+                init_head(module, self.config.initializer_range)
+            if self.config.mtp_head.leaf == "full":
+                rows = torch.cat([each.weight for each in (self.lm_head, self.draft_heads) if each is not None])
+                head.copy_leaves(rows.unflatten(0, (-1, self.config.vocab_size)))
+        self.head.requires_grad_(True)
+        self._freeze()
+
+    def _append_heads(self, count: int) -> None:
+        if count <= 0:
             return
-        for module in head.modules():
-            init_head(module, self.config.initializer_range)
-        if self.config.mtp_head.leaf == "full":
-            head.copy_leaves(self.lm_head)
+        config = self.config
+        more = FFHead(config.hidden_size, config.vocab_size, count).to(self.lm_head.weight)
+        more.reset_head(config.initializer_range)
+        if self.draft_heads is None:
+            self.draft_heads = more
+        else:
+            self.draft_heads.append(more)
+        config.num_pred_heads += count
 
     def _circuit(self) -> nn.Module | None:
         config = self.config.mtp_head
@@ -157,37 +184,29 @@ class EvaByteForMTPC(
             return None
         return build_head(config, self.config.hidden_size, self.config.vocab_size)
 
-    def backbone_parts(self) -> BackboneParts:
-        """Return the next-byte head and the embedding, as heads borrow them, without gradients for their weights."""
-        return BackboneParts(
-            unembed=lambda states: frozen(self.lm_head, states.to(self.lm_head.weight.dtype), 1)[..., 0, :],
-            embed=lambda tokens: frozen(self.model.embed_tokens, tokens),
-            norm=lambda states: frozen(self.model.norm, states),
-        )
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resize embeddings and all heads; every head keeps its own rows.
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Embedding:
+        """Resize embeddings and all heads; every head keeps its own rows, new ones are means, or drawn.
 
         Raises:
             ValueError: A head that cannot follow; nothing is changed.
         """
         if self.mtp_head is not None and not callable(getattr(self.mtp_head, "resize", None)):
             raise ValueError(f"heads of head_type={self.config.mtp_head.head_type!r} cannot be resized")
-        return super().resize_token_embeddings(*args, **kwargs)
-
-    def _get_resized_lm_head(
-        self, old_lm_head: FFHead, new_num_tokens: int | None = None, mean_resizing: bool = True, **kwargs: Any
-    ) -> FFHead:
-        """Resize all heads with the embeddings; new rows are means, or drawn."""
-        for head in (old_lm_head, self.mtp_head):
-            if head is not None and new_num_tokens is not None:
-                head.resize(new_num_tokens, None if mean_resizing else self.config.initializer_range)
-        return old_lm_head
+        embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        for head in (self.draft_heads, self.mtp_head):
+            if head is not None:
+                head.resize(self.config.vocab_size, None if mean_resizing else self.config.initializer_range)
+        return embeddings
 
     def train_only(self, part: str) -> None:
         """Choose what is trained: `"all"`, or `"drafter"` (also `"heads"`) with backbone and next-byte head frozen.
 
-        FF heads share a tensor with the next-byte head; its rows get no gradient, and `MTPTrainer` no weight decay.
+        Draft heads beside a circuit draft nothing and are always frozen.
 
         Raises:
             ValueError: An unknown part, or all of a model with draft layers, which need a frozen backbone.
@@ -196,17 +215,30 @@ class EvaByteForMTPC(
             raise ValueError(f"train_only({part!r}): choose 'all' or 'drafter'")
         if part == "all" and self.draft_layers is not None:
             raise ValueError("train_only('all'): draft layers need a frozen backbone; choose 'drafter'")
+        self.head.requires_grad_(True)
         self.model.requires_grad_(part == "all")
-        self.lm_head.requires_grad_(part == "all" or self.mtp_head is None)
-        self.lm_head.target_frozen = part != "all" and self.mtp_head is None
+        self.lm_head.requires_grad_(part == "all")
+        self._freeze()
+
+    def _freeze(self) -> None:
+        """Freeze what never learns: draft heads that draft nothing, and the backbone below draft layers."""
+        if self.draft_heads is not None and (self.mtp_head is not None or self.window == 1):
+            self.draft_heads.requires_grad_(False)
+        if self.draft_layers is not None:
+            self.model.requires_grad_(False)
+            self.lm_head.requires_grad_(False)
 
     def distribution_of_features(self, features: torch.Tensor) -> WindowDistribution:
         """Return the distribution of the next `window` tokens given `features` [..., D]."""
-        return window_distribution(self.head, self.config.mtp_head, features, self.backbone_parts())
+        head = self.mtp_head or self._all_heads
+        return window_distribution(head, self.config.mtp_head, features, backbone_parts(self))
 
     def distribution_after(self, features: torch.Tensor, last: torch.Tensor, length: int) -> WindowDistribution:
         """Return the distribution of the next `length` tokens given `features` [..., F] and the next token [...]."""
-        return distribution_after(self.head, self.config.mtp_head, features, last, length, self.backbone_parts())
+        if self.mtp_head is None:  # positions are independent: neither the own head nor `last` is read
+            logits = self.draft_heads(features.to(self.draft_heads.weight.dtype), length)
+            return FactorisedDistribution(exact(logits.unsqueeze(-2)))
+        return distribution_after(self.mtp_head, self.config.mtp_head, features, last, length, backbone_parts(self))
 
     def window_distribution(self, hidden_states: torch.Tensor) -> WindowDistribution:
         """Return the distribution of the next `window` tokens given last hidden states [..., D].
@@ -272,8 +304,8 @@ class EvaByteForMTPC(
         )
         hidden = outputs.last_hidden_state
         kept = selected_positions(hidden, logits_to_keep)
-        logits = self.lm_head(kept, None if return_all_pred_logits else 1)
-        logits = logits if return_all_pred_logits and self.config.num_pred_heads > 1 else logits[..., 0, :]
+        shows_all = return_all_pred_logits and self.config.num_pred_heads > 1
+        logits = (self._all_heads if shows_all else self.lm_head)(kept)
         found = {}
         if learns:
             targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
@@ -303,15 +335,15 @@ class EvaByteForMTPC(
     ) -> dict[str, Any]:
         """Return the loss of the head and its means; a circuit that trains with its backbone adds the next byte's."""
         tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
-        parts, config, scored = self.backbone_parts(), self.config.mtp_head, targets != IGNORE
+        head = self.mtp_head or self._all_heads
+        parts, config, scored = backbone_parts(self), self.config.mtp_head, targets != IGNORE
         resolved = counts_of_update(counted(scored, config.loss_normalization), counts, scored[..., 0].sum())
-        found = head_loss(
-            self.head, config, features, targets, tokens, resolved, parts, hidden, self._loss_scale(hidden), balance
-        )
-        if self.mtp_head is None or not self.lm_head.weight.requires_grad:
+        scale = self._loss_scale(hidden)
+        found = head_loss(head, config, features, targets, tokens, resolved, parts, hidden, scale, balance)
+        if self.mtp_head is None or not any(parameter.requires_grad for parameter in self.lm_head.parameters()):
             return dict(found)
         next_byte = MTPHeadConfig(window=1, gamma=config.gamma, loss_normalization=config.loss_normalization)
-        own = head_loss(self.lm_head, next_byte, hidden, targets[..., :1], tokens, resolved[:1])
+        own = head_loss(self._all_heads, next_byte, hidden, targets[..., :1], tokens, resolved[:1])
         return dict(found) | dict(loss=found["loss"] + own["loss"], backbone_loss=own["head_losses"][0])
 
     def _loss_scale(self, like: torch.Tensor) -> torch.Tensor:
@@ -342,11 +374,10 @@ class EvaByteForMTPC(
         return DraftLayersSession(self.distribution_after, options, layer, run, self._new_cache())
 
     def own_cache(self) -> Callable[[], EvaByteCache]:
-        """What makes the cache that `generate` starts with."""
+        """Return what makes the cache that `generate` starts with."""
         return self._new_cache
 
     def _new_cache(self) -> EvaByteCache:
-        """Return the cache that `generate` starts with."""
         return EvaByteCache(self.config)
 
 

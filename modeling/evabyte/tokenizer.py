@@ -123,9 +123,7 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         }
         added = _complete_added_tokens(kwargs.pop("added_tokens_decoder", None) or {})
         _check_named_tokens(named, known={token.content for token in added.values()})
-        kwargs.pop(
-            "auto_map", None
-        )  # it names code files of the directory read, which a saved directory would not have
+        kwargs.pop("auto_map", None)  # it names code of the directory that is read, which a saved one would not have
         extra = kwargs.pop("extra_special_tokens", None) or kwargs.pop("additional_special_tokens", None) or ()
         kwargs["extra_special_tokens"] = list(dict.fromkeys([*SPECIAL_TOKENS, *map(str, extra)]))
         kwargs["special_tokens_pattern"] = "bos"
@@ -163,9 +161,8 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
             One string per token: a special's literal, or the Latin-1 character that stands for a byte.
 
         Raises:
-            ValueError: The text holds a lone surrogate.
+            UnicodeEncodeError: The text holds a lone surrogate.
         """
-        _refuse_surrogates(text)
         if kwargs.get("split_special_tokens", self.split_special_tokens):
             return self._tokenize(text)
         tokens: list[str] = []
@@ -245,7 +242,8 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
 
         Raises:
             jinja2.TemplateError: A role other than user or assistant.
-            ValueError: No messages, a lone surrogate, or an option that a mask cannot be combined with.
+            ValueError: No messages, or an option that a mask cannot be combined with.
+            UnicodeEncodeError: A lone surrogate.
         """
         if not return_assistant_tokens_mask:
             return super().apply_chat_template(conversation, *args, **kwargs)
@@ -294,7 +292,6 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
 
     def _ids_and_marks(self, text: str, spans: list[tuple[int, int]], **options: Any) -> tuple[list[int], list[int]]:
         """Return the ids of a rendered chat and, for each, `_ASSISTANT` or `_OTHERS`; spans are the assistant's."""
-        _refuse_surrogates(text)  # here, so that the position is that in the whole chat
         cuts = [0, *(cut for span in spans for cut in span), len(text)]
         ids: list[int] = []
         marks: list[int] = []
@@ -349,14 +346,3 @@ def _as_batch(conversation: Any) -> tuple[list[Any], bool]:
         ]
         for chat in chats
     ], is_batched
-
-
-def _refuse_surrogates(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"text holds the lone surrogate U+{ord(text[error.start]):04X} at position {error.start}, which UTF-8"
-            " cannot encode; repair the text, for example with"
-            " text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
-        ) from None

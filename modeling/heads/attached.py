@@ -64,7 +64,7 @@ class MTPHeads(
     config_class = MTPHeadConfig
     remote_classes = {"AutoModel": "MTPHeads"}
     travels_when_pushed = False
-    drafts_trees = True
+    drafts_trees, reads_prompt = True, False
 
     def __init__(self, config: MTPHeadConfig) -> None:
         super().__init__(config)

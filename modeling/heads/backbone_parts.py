@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -52,15 +52,6 @@ def required(backbone: BackboneParts | None) -> BackboneParts:
     return backbone
 
 
-@runtime_checkable
-class HasBackboneParts(Protocol):
-    """A model that says itself what heads borrow of it."""
-
-    def backbone_parts(self) -> BackboneParts:
-        """Return the parts."""
-        ...
-
-
 def output_embeddings(model: PreTrainedModel) -> nn.Linear:
     """Return the unembedding of a causal language model: a linear map, or a quantised one that is called alike.
 
@@ -74,14 +65,18 @@ def output_embeddings(model: PreTrainedModel) -> nn.Linear:
 
 
 def backbone_parts(model: PreTrainedModel) -> BackboneParts:
-    """Return the parts of a causal language model, which may have a `backbone_parts` of its own."""
-    if isinstance(model, HasBackboneParts):
-        return model.backbone_parts()
+    """Return the parts of a causal language model; each is looked up when it is first called."""
     return BackboneParts(
-        unembed=partial(_unembed, output_embeddings(model), model.config.get_text_config()),
-        embed=partial(frozen, model.get_input_embeddings()),
-        norm=lambda states: frozen(final_norm(model.get_decoder()), states),
+        unembed=_looked_up(lambda: partial(_unembed, output_embeddings(model), model.config.get_text_config())),
+        embed=_looked_up(lambda: partial(frozen, model.get_input_embeddings())),
+        norm=_looked_up(lambda: partial(frozen, final_norm(model.get_decoder()))),
     )
+
+
+def _looked_up(look_up: Callable[[], Callable[[torch.Tensor], torch.Tensor]]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that the first call looks up: most heads read no part, and a look-up takes longer than they."""
+    found = cache(look_up)
+    return lambda inputs: found()(inputs)
 
 
 def _unembed(unembedding: nn.Module, config: PreTrainedConfig, states: torch.Tensor) -> torch.Tensor:

@@ -86,14 +86,14 @@ class SummedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, total: torch.Tensor, anchor: torch.Tensor, skip: int
+        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, total: torch.Tensor, anchor: torch.Tensor
     ) -> torch.Tensor:
-        """Return [..., R] of inputs [..., D] and a weight [R, D]; its gradient, but for `skip` rows, goes to `total`.
+        """Return [..., R] of inputs [..., D] and a weight [R, D], whose gradient goes to `total`.
 
         `anchor`: see `WeightTotal`.
         """
         ctx.save_for_backward(inputs, weight)
-        ctx.total, ctx.skip = total, skip
+        ctx.total = total
         return nn.functional.linear(inputs, weight)
 
     @staticmethod
@@ -102,12 +102,12 @@ class SummedLinear(torch.autograd.Function):
         inputs, weight = ctx.saved_tensors
         flat, rows = gradient.flatten(0, -2), inputs.flatten(0, -2).to(gradient.dtype)
         step = max(1, _GRADIENTS_PER_BLOCK // rows.shape[-1])
-        for start in range(ctx.skip, flat.shape[-1], step):
+        for start in range(0, flat.shape[-1], step):
             part = flat[:, start : start + step]
             ctx.total[start : start + part.shape[1]] += part.T @ rows
         wanted = ctx.needs_input_grad[0]
         into_inputs = (gradient @ weight.to(gradient.dtype)).to(inputs.dtype) if wanted else None
-        return into_inputs, None, None, ctx.total.new_zeros(()), None
+        return into_inputs, None, None, ctx.total.new_zeros(())
 
 
 def chunked_sums(

@@ -103,11 +103,10 @@ class CircuitHead(nn.Module):
         self.vocab_size = vocab_size
 
     @torch.no_grad()
-    def copy_leaves(self, heads: FFHead) -> None:
-        """Give all states of position i the weights of FF head i (of the last head, beyond it): then q is FF's
-        distribution."""
-        rows = heads.weight.unflatten(0, (heads.num_heads, heads.vocab_size))
-        source = [min(i, heads.num_heads - 1) for i in range(self.config.num_depths) for _ in range(self.config.rank)]
+    def copy_leaves(self, rows: torch.Tensor) -> None:
+        """Give all states of position i the rows of FF head i (of the last head, beyond it): then q is FF's
+        distribution. `rows` is [heads, V, d]."""
+        source = [min(i, len(rows) - 1) for i in range(self.config.num_depths) for _ in range(self.config.rank)]
         cast(FFHead, self.leaf).weight.copy_(rows[source].flatten(0, 1))
 
 

@@ -36,9 +36,7 @@ class FFHead(SummingModule):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_heads * vocab_size, hidden_size))
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as in `nn.Linear`, which peft would adapt in the wrong shape
-        self.bias = None  # read by libraries that take an unembedding for a linear layer, such as TRL
         self.vocab_size, self.num_heads = vocab_size, num_heads
-        self.target_frozen = False
 
     def forward(
         self,
@@ -49,27 +47,21 @@ class FFHead(SummingModule):
     ) -> torch.Tensor:
         """Return the logits [..., num_heads - start, V] of hidden states [..., D], in the dtype of the weights.
 
-        The first `num_heads` heads are evaluated (all by default; 1 costs what an ordinary `lm_head` costs), without
-        the first `start` (not in training). The backbone is not needed.
+        The first `num_heads` heads are evaluated (all by default), without the first `start` (not in training). The
+        backbone is not needed.
         """
         count = self.num_heads if num_heads is None else num_heads
         weight = self.weight[start * self.vocab_size : count * self.vocab_size]
         if self.weight_total is not None:
-            total, skip = self.weight_total, self.vocab_size if self.target_frozen else 0
-            logits = SummedLinear.apply(hidden_states, weight.detach(), total.total, total.anchor, skip)
+            total = self.weight_total
+            logits = SummedLinear.apply(hidden_states, weight.detach(), total.total, total.anchor)
             return logits.unflatten(-1, (count, self.vocab_size))
-        if self.target_frozen and torch.is_grad_enabled():
-            weight = torch.cat([weight[: self.vocab_size].detach(), weight[self.vocab_size :]])
         return nn.functional.linear(hidden_states, weight).unflatten(-1, (count - start, self.vocab_size))
 
-    def extend(self, num_heads: int, std: float) -> None:
-        """Append heads, drawn from N(0, std^2), until there are `num_heads`; the old ones stay as they are."""
-        missing = num_heads - self.num_heads
-        if missing <= 0:
-            return
-        new = torch.randn(missing * self.vocab_size, self.weight.shape[1], device=self.weight.device) * std
-        self.weight = nn.Parameter(torch.cat([self.weight.detach(), new.to(self.weight.dtype)]))
-        self.num_heads = num_heads
+    def append(self, more: FFHead) -> None:
+        """Append other heads; the old ones stay as they are."""
+        self.weight = nn.Parameter(torch.cat([self.weight.detach(), more.weight.detach()]))
+        self.num_heads += more.num_heads
 
     @torch.no_grad()
     def resize(self, vocab_size: int, std: float | None) -> None:

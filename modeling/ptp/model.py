@@ -22,7 +22,7 @@ from ..loss_options import OwnLossMixin
 from ..masks import additive_mask
 from ..outputs import PTPOutput, states_asked_for
 from ..wrapped_models import AroundBackboneMixin, PicklableMixin, caches_kept, checkpoints_activations, merged_copy
-from .embedding import SLOT_PARTS, Sampler, UniformEmbedding, slot_parts
+from .embedding import Sampler, UniformEmbedding, slot_parts
 from .gated_lora import ADAPTER, Gate, gate_linears, keep_gates, opened
 from .inputs import (
     check_config,
@@ -74,7 +74,6 @@ class PTPForCausalLM(
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _keep_in_fp32_modules_strict = {"lora_A", "lora_B", *SLOT_PARTS}  # bfloat16 would round their steps away
 
     def __init__(self, config: PTPConfig, backbone: PreTrainedModel | None = None) -> None:
         if config.backbone_config is None:
@@ -88,8 +87,11 @@ class PTPForCausalLM(
         if attention is not None:  # putting it into a model resets it as well
             self.backbone.config._attn_implementation = attention
         check_model(self.backbone)
-        for name, part in slot_parts(config, config.backbone_config.hidden_size).items():
+        parts = slot_parts(config, config.backbone_config.hidden_size)
+        for name, part in parts.items():
             setattr(self, name, part)
+        own = {name for name, part in parts.items() if part is not None}
+        self._keep_in_fp32_modules_strict = {"lora_A", "lora_B", *own}  # bfloat16 would round their steps away
         head = self.backbone.get_output_embeddings()
         gate_linears(self.backbone, config.lora_rank, config.lora_alpha, skip=head)
         self.post_init()

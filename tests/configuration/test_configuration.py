@@ -39,7 +39,6 @@ def test_rope_theta_survives_the_round_trip(tmp_path):
         ({"hidden_size": 6}, ["must be even"]),
         ({"num_key_value_heads": 1}, ["num_key_value_heads=1"]),
         ({"num_pred_heads": 0}, ["num_pred_heads=0"]),
-        ({"tie_word_embeddings": True}, ["tie_word_embeddings"]),
         ({"mtp_head": {"window": 33}}, ["mtp_head.window=33", "window_size=32"]),
         ({"mtp_head": {"window": 0}}, ["window=0", "at least 1"]),
         ({"mtp_head": {"head_type": "medusa"}}, ["head_type='medusa'", "ff"]),

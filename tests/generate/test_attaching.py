@@ -193,3 +193,63 @@ def test_drafters_are_attached_to_the_model_within_a_compiled_one(wrap):
 def test_what_is_no_model_of_transformers_is_refused_at_the_door(take):
     with pytest.raises(TypeError, match="PreTrainedModel"):
         take(torch.nn.Linear(2, 2))
+
+
+DEFAULTS = MAKE | {
+    "eagle": lambda model: EagleHead.from_backbone(model),
+    "student": lambda model: PTPStudent.from_backbone(model, num_slots=3),
+    "parallel": lambda model: PTPForCausalLM.from_backbone(copy.deepcopy(model), num_slots=3),
+}
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_the_default_drafts_where_no_assistant_is_named(kind, tmp_path):
+    model, told = backbone(), dict(return_dict_in_generate=True)
+    plain = model.generate(PROMPT, **OPTIONS)
+    drafter = DEFAULTS[kind](backbone() if kind == "parallel" else model)
+    drafter = drafter.attach(model, default=True)
+    for options in ({}, {"use_mtp": True}):
+        out = model.generate(PROMPT, **OPTIONS, **told, **options)
+        assert torch.equal(out.sequences, plain) and out.speculation.backbone_calls > 0
+    assert not hasattr(model.generate(PROMPT, **OPTIONS, **told, use_mtp=False), "speculation")
+    assert not hasattr(copy.deepcopy(model).generate(PROMPT, **OPTIONS, **told), "speculation")
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert "generate" not in vars(again) and "default" not in (tmp_path / "generation_config.json").read_text()
+    drafter.detach()
+    assert not hasattr(model.generate(PROMPT, **OPTIONS, **told), "speculation")
+    drafter.attach(model)
+    assert not hasattr(model.generate(PROMPT, **OPTIONS, **told), "speculation")
+
+
+def test_a_default_serves_pipelines_and_adapters_and_no_other_loop():
+    model = backbone()
+    plain = model.generate(PROMPT[:1], **OPTIONS | {"attention_mask": None})
+    first, second = (NgramDrafter(num_tokens=count).attach(model, default=True) for count in (2, 4))
+    out = model.generate(PROMPT, **OPTIONS, return_dict_in_generate=True)
+    assert max(len(draft) for row in out.speculation.rows_drafts for draft in row) == 4
+    out = model.generate(PROMPT, **OPTIONS, return_dict_in_generate=True, assistant_model=first)
+    assert max(len(draft) for row in out.speculation.rows_drafts for draft in row) == 2
+    adapted = peft.get_peft_model(model, ADAPTER)
+    assert hasattr(adapted.generate(input_ids=PROMPT, **OPTIONS, return_dict_in_generate=True), "speculation")
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=word_tokenizer())
+    text = pipe("w5. w6. w7. w5.", max_new_tokens=8, do_sample=False)[0]["generated_text"]
+    second.detach()
+    assert pipe("w5. w6. w7. w5.", max_new_tokens=8, do_sample=False)[0]["generated_text"] == text
+    larger, options = backbone(seed=2), dict(max_new_tokens=12, do_sample=False)
+    first.attach(model, default=True)
+    with_assistant = larger.generate(PROMPT[:1], **options, assistant_model=model)  # transformers' own assisted loop
+    assert torch.equal(with_assistant, larger.generate(PROMPT[:1], **options))
+    lookup = model.generate(PROMPT[:1], **OPTIONS | {"attention_mask": None}, prompt_lookup_num_tokens=2)
+    assert torch.equal(lookup, plain)
+
+
+def test_use_mtp_without_a_named_drafter_says_what_to_do():
+    model = backbone()
+    NgramDrafter().attach(model)
+    message = r"use_mtp=True.*LlamaForCausalLM.*NgramDrafter.*assistant_model=.*attach\(backbone, default=True\)"
+    with pytest.raises(ValueError, match=message):
+        model.generate(PROMPT, **OPTIONS, use_mtp=True)
+    model.generation_config.use_mtp = True
+    with pytest.raises(ValueError, match=message):
+        model.generate(PROMPT, **OPTIONS)

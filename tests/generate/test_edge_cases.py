@@ -165,13 +165,37 @@ def test_processors_that_count_their_calls_say_so(speculating):
         speculating.generate(logits_processor=LogitsProcessorList([ours]), use_mtp=True)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_prompt_of_embeddings(speculating, rows):
+    """Drafts of heads and n-grams need no ids of the prompt; assistants do, and leave it to plain decoding."""
+    model, more = speculating.model, dict(return_dict_in_generate=True)
+    table = model.get_input_embeddings()
+    mask = torch.ones_like(PROMPT)
+    mask[0, :2] = 0
+    asked = dict(attention_mask=mask[:rows], max_new_tokens=20)
+    want = speculating.plain(PROMPT[:rows], **asked)
+    embeds = table(PROMPT[:rows])
+    out = speculating.generate(None, inputs_embeds=embeds, **asked, **more)
+    assert torch.equal(out.sequences, want[:, 7:])
+    assert hasattr(out, "speculation") != isinstance(speculating.options.get("assistant_model"), AssistantDrafter)
+    whole = speculating.generate(None, input_ids=PROMPT[:rows], inputs_embeds=embeds, **asked, **more)
+    assert torch.equal(whole.sequences, want) and whole.speculation.backbone_calls > 0
+    again = torch.cat([PROMPT[:rows], out.sequences, torch.full((rows, 1), 9)], dim=1)
+    mask = torch.nn.functional.pad(mask[:rows], (0, 21), value=1)
+    cache = whole.past_key_values if isinstance(speculating.options.get("assistant_model"), AssistantDrafter) else None
+    cache = out.past_key_values if cache is None else cache
+    got = speculating.generate(again, past_key_values=cache, attention_mask=mask)
+    assert torch.equal(got, speculating.plain(again, attention_mask=mask))
+
+
 @pytest.mark.parametrize("variant", ["one_hot", "categorical"])
-def test_parallel_prediction_decodes_embeddings_plainly(variant):
+def test_parallel_prediction_takes_embeddings(variant):
     model, prompt = student(variant), ids(2, 6)
     embeds, options = model.get_input_embeddings()(prompt), dict(max_new_tokens=8, do_sample=False)
     mask = torch.ones_like(prompt)
     want = model.generate(prompt, attention_mask=mask, use_mtp=False, **options)
-    assert torch.equal(model.generate(inputs_embeds=embeds, attention_mask=mask, **options), want[:, 6:])
+    out = model.generate(inputs_embeds=embeds, attention_mask=mask, use_mtp=True, **options)
+    assert torch.equal(out, want[:, 6:])
     with torch.no_grad():
         torch.testing.assert_close(model(inputs_embeds=embeds).logits, model(prompt).logits)
         slots = torch.rand(2, 3)

@@ -148,3 +148,25 @@ def test_a_models_own_config_does_not_break_drafts_of_transformers():
         model.generation_config.draft_tree = TREE
         assert model.generate(PROMPT, prompt_lookup_num_tokens=2, **common).shape == (1, 11)
         assert model.generate(PROMPT, assistant_model=assistant, **common).shape == (1, 11)
+
+
+def test_the_assistant_says_last_how_many_tokens_it_drafts():
+    """transformers' documented place is the assistant's own generation config."""
+    model, small = llama(), llama()
+    small.generation_config.num_assistant_tokens = 3
+    drafter = AssistantDrafter(small, num_tokens=6).attach(model)
+    for assistant in (drafter, small):
+        assert max(sizes(model.generate(PROMPT, assistant_model=assistant, **PLAIN))) == 3
+    model.generation_config.num_assistant_tokens = 2
+    assert max(sizes(model.generate(PROMPT, assistant_model=drafter, **PLAIN))) == 2
+    assert max(sizes(model.generate(PROMPT, assistant_model=drafter, **PLAIN, num_assistant_tokens=4))) == 4
+    model.generation_config.num_assistant_tokens = None
+    config = GenerationConfig(**PLAIN, num_assistant_tokens=1)
+    assert max(sizes(model.generate(PROMPT, assistant_model=drafter, generation_config=config))) == 1
+    small.generation_config.assistant_confidence_threshold = 1.0  # no token is that sure
+    assert max(sizes(model.generate(PROMPT, assistant_model=drafter, **PLAIN))) == 1
+    out = model.generate(PROMPT, assistant_model=drafter, **PLAIN, assistant_confidence_threshold=0.0)
+    assert max(sizes(out)) == 3
+    small.generation_config.num_assistant_tokens = 0
+    with pytest.raises(ValueError, match="num_assistant_tokens=0"):
+        model.generate(PROMPT, assistant_model=drafter, **PLAIN)

@@ -48,13 +48,13 @@ def check_result(tree: DraftTree, picks: torch.Tensor) -> None:
         assert result.nodes[row].tolist() == kept + [-1] * padding
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150)
 @given(case=trees())
 def test_follow_walks_as_one_row_at_a_time(case):
     check_result(*case)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60)
 @given(case=trees())
 def test_follow_walks_along_chains(case):
     tree, picks = case

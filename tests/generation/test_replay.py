@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, JambaConfig, JambaForCausalLM
 
 from tests.families import RECURRENT, family_config, random_ids, shake
@@ -160,3 +161,20 @@ def test_a_module_that_takes_no_cache_is_no_mixer():
     mixer.router = torch.nn.Linear(2, 2)
     mixer.router.layer_idx = number
     assert Replay(model.get_decoder(), cache).mixers == mixers
+
+
+def test_adapters_named_for_every_row_are_those_of_the_row_in_replay():
+    """peft gives each sequence of a batch an adapter of its own, by its place in the batch."""
+    model = recurrent_model("qwen3_next")
+    targets = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"]
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    adapted.add_adapter("other", LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    adapted.eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    drafter = NgramDrafter(longest=1, num_tokens=4).attach(adapted)
+    batch = left_padded([torch.arange(5, 9).repeat(2), torch.arange(7, 11), torch.arange(4, 10), torch.arange(8, 14)])
+    options = batch | dict(max_new_tokens=16, do_sample=False, adapter_names=["default", "other", "__base__", "other"])
+    plain = adapted.generate(**options)
+    out = adapted.generate(**options, assistant_model=drafter, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, plain)
+    assert len({len(row) for row in out.speculation.rows_accepted}) > 1

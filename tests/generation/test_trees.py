@@ -34,7 +34,7 @@ def ancestors(parents: list[int], place: int) -> list[int]:
     return [0] if place == 0 else [*ancestors(parents, parents[place - 1] + 1), place]
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@settings(max_examples=80)
 @given(st.lists(st.lists(st.integers(0, 100), min_size=12, max_size=12), min_size=1, max_size=3), st.integers(0, 12))
 def test_mask_positions_and_paths_are_those_of_every_row(rows, size):
     parents = [[row[node] % (node + 1) - 1 for node in range(size)] for row in rows]

@@ -354,14 +354,14 @@ def check_probs(rule: str, draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor
 
 
 @pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@settings(max_examples=80)
 @given(case=probs(torch.float64))
 def test_distributions_are_distributions(rule, case):
     check_probs(rule, *case, tolerance=1e-12)
 
 
 @pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@settings(max_examples=80)
 @given(case=probs(torch.float32))
 def test_distributions_are_distributions_in_float32(rule, case):
     check_probs(rule, *case, tolerance=1e-5)
@@ -369,7 +369,7 @@ def test_distributions_are_distributions_in_float32(rule, case):
     assert case[2][0, accepted[0], added[0]] > 0
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60)
 @given(case=probs(torch.float64))
 def test_block_follows_its_recursion(case):
     """The closed form against P_i = min(1, P_{i-1} p_i / q_i) and h_i = Z_i / (Z_i + 1 - P_i), one step at a time."""

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from tests.conftest import explores
 from tests.matrix.models import Entry, entry
 from tests.models import left_padded
 
@@ -128,16 +129,15 @@ def compare(entry: Entry, rows: list[list[int]], asked: dict[str, Any], how: dic
 
 
 @pytest.mark.parametrize(("number", "name"), list(enumerate(MODELS)), ids=MODELS)
-def test_one_text(number, name):
+def test_one_text(number, name, request):
     model = entry(name)
 
-    @seed(number)
-    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
     @given(prompts(model.vocabulary), targets(model.vocabulary), drafts(name))
     def check(rows: list[list[int]], asked: dict[str, Any], how: dict[str, Any]) -> None:
         compare(model, rows, asked, how)
 
-    check()
+    check() if explores(request.config) else seed(number)(check)()
 
 
 def test_there_are_enough_examples():

@@ -59,6 +59,9 @@ def test_spread_expectation_and_repetition_are_shown_and_loops_claim_no_speed(mo
     assert table_row(card, "greedy")[5:] == ["2.50", "yes", "3.00 to 5.00", "3.50", "12 %"]
     assert table_row(card, r"sampled, a \| b")[5:] == ["not claimed", "not compared", "-", "-", "75 %"]
     assert table_row(card, "Accepted, greedy") == ["50 %", "25 %", "12 %"]
+    kept |= {"draft_length": 5, "tokens_per_verification": 3.6, "standard_error": 0.1, "expected_standard_error": 0.04}
+    whole = render_card(model, dataclasses.replace(results, results=[dataclasses.replace(row, **kept)]))
+    assert table_row(whole, "greedy")[-1] == "3.50 ± 0.04 (drafts of 5); decoded 3.60 ± 0.10"
     assert "torch 2.13; threads 2\n" in card.text
     assert [e.metric_name for e in card.data.eval_results if e.metric_type == "speed_up"] == [
         "Speed-up over one byte at a time, greedy"

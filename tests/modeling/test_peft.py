@@ -27,13 +27,13 @@ def trained(model: torch.nn.Module) -> set[str]:
 def test_all_linear_leaves_the_head_alone(name):
     model = get_peft_model(every_model(name), lora(target_modules="all-linear"))
     adapted = {key.split(".lora_")[0] for key in trained(model)}
-    assert any("self_attn" in key for key in adapted) and not any("lm_head" in key for key in adapted)
+    assert any("self_attn" in key for key in adapted) and not any("head" in key for key in adapted)
     assert same_texts(model, texts(model, use_mtp=False), use_mtp=None) or name  # sampled texts may differ
     expected, found = (texts(model, use_mtp=how)[0] for how in (False, True))
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("target", ["lm_head", "mtp_head.leaf"])
+@pytest.mark.parametrize("target", ["draft_heads", "mtp_head.leaf"])
 def test_heads_of_several_tokens_are_no_targets(target):
     with pytest.raises(ValueError, match="FFHead.*is not supported"):
         get_peft_model(every_model("evabyte_btree"), lora(target_modules=[target]))
@@ -42,7 +42,7 @@ def test_heads_of_several_tokens_are_no_targets(target):
 @pytest.mark.parametrize(
     ("name", "module"),
     [
-        ("evabyte_ff", "lm_head"),
+        ("evabyte_ff", "draft_heads"),
         ("evabyte_btree", "mtp_head"),
         ("evabyte_shared", "mtp_head"),
         ("deepseek", "mtp"),

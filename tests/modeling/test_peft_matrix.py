@@ -33,7 +33,7 @@ def make(name: str) -> torch.nn.Module:
 
 
 def config_for(name: str, way: str) -> LoraConfig:
-    drafter = "mtp" if OWNERS[name] is None else "lm_head" if OWNERS[name] == "ff" else "mtp_head"
+    drafter = "mtp" if OWNERS[name] is None else "draft_heads" if OWNERS[name] == "ff" else "mtp_head"
     saved = [drafter] if way == "modules to save" else None
     return LoraConfig(r=2, init_lora_weights=False, modules_to_save=saved, **WAYS[way])
 

@@ -5,7 +5,7 @@ import torch
 from transformers import EarlyStoppingCallback, Trainer
 
 from tests.every_model import llama
-from tests.internals import measure_drafts
+from tests.internals import DraftMeasures
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tokenahead import MTPHeads
 from tokenahead.training import AcceptanceCallback
@@ -24,7 +24,7 @@ def heads():
 
 def test_metrics_are_those_of_the_data_whatever_the_batch_size(tmp_path):
     model, rows = small_model(), ragged_rows()
-    expected = measure_drafts(model, batch_of(rows)).expected_accepted()
+    expected = DraftMeasures().add(model, batch_of(rows)).calls["block"].tokens_per_call - 1
     for size in (1, 3, 8):
         trainer = trainer_for(model, tmp_path, rows, per_device_eval_batch_size=size)
         trainer.add_callback(AcceptanceCallback(rows=None, generate_every=0))
@@ -71,6 +71,59 @@ def test_it_chooses_the_best_checkpoint_and_stops_early(tmp_path):
     trainer.train()
     assert trainer.state.global_step == 3 and trainer.state.best_model_checkpoint.endswith("checkpoint-1")
     assert trainer.state.best_metric == pytest.approx(trainer.evaluate()["eval_expected_accepted"])
+
+
+def test_acceptance_alone_is_refused_where_the_backbone_learns(tmp_path):
+    options = dict(
+        max_steps=2, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="expected_accepted", greater_is_better=True,
+    )  # fmt: skip
+    trainer = trainer_for(small_model(), tmp_path, ragged_rows(), Trainer, **options)
+    AcceptanceCallback(generate_every=0).bind(trainer)
+    with pytest.raises(ValueError, match="expected_accepted.*constrained_accepted"):
+        trainer.train()
+    trainer = trainer_for(heads(), tmp_path, ragged_rows(), **options)  # of heads alone it is the choice
+    assert "constrained_accepted" not in AcceptanceCallback().metric_names(trainer)
+
+
+LOSSES = [2.0, 1.5, 1.52, 1.0, 1.1]
+ACCEPTED = [0.9, 0.5, 0.6, 0.2, 0.3]
+
+
+@pytest.mark.parametrize(("tolerance", "best"), [(0.0, 4), (0.05, 4), (0.15, 5), (0.6, 3), (1.0, 1)])
+def test_the_best_acceptance_among_backbones_that_are_good_enough(tolerance, best, tmp_path, monkeypatch):
+    options = dict(
+        max_steps=5, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, learning_rate=0.0,
+        load_best_model_at_end=True, metric_for_best_model="constrained_accepted", greater_is_better=True,
+    )  # fmt: skip
+    trainer = trainer_for(small_model(), tmp_path, ragged_rows(), **options)
+    callback = AcceptanceCallback(generate_every=0, tolerance=tolerance)
+    trainer.add_callback(callback)
+    known = iter(zip(LOSSES, ACCEPTED))
+
+    def measured(*_):
+        loss, accepted = next(known)
+        constrained = callback._constrained(trainer, loss, accepted)
+        return {"backbone_loss": loss, "expected_accepted": accepted, "constrained_accepted": constrained}
+
+    monkeypatch.setattr(callback, "_expected", measured)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
+    assert trainer.state.best_metric == ACCEPTED[best - 1]
+
+
+def test_a_backbone_that_learns_has_its_loss_among_the_metrics(tmp_path):
+    model = small_model()
+    trainer = trainer_for(model, tmp_path, ragged_rows())
+    trainer.add_callback(AcceptanceCallback(rows=None, generate_every=0))
+    metrics = trainer.evaluate()
+    assert metrics["eval_constrained_accepted"] == metrics["eval_expected_accepted"]
+    batch = batch_of(ragged_rows())
+    batch["labels"][:, 0] = -100  # nothing predicts it
+    logits, labels = model(**{name: batch[name] for name in ("input_ids", "attention_mask")}).logits, batch["labels"]
+    scored = (labels[:, 1:] != -100) & (labels[:, :-1] != -100)  # all but the first token of each text
+    losses = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+    assert metrics["eval_backbone_loss"] == pytest.approx(losses[scored].mean().item(), rel=1e-4)
 
 
 def test_a_plain_trainer_gets_them_too(tmp_path):

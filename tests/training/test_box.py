@@ -31,7 +31,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_box_gives_back_its_heads(box: Path) -> None:
     models, tokenizer = load_heads(box)
     model, other = models["btree"], models["ff"]
-    assert list(models) == ["ff", "btree"] and torch.equal(model.lm_head.weight[:320], other.lm_head.weight[:320])
+    assert list(models) == ["ff", "btree"] and torch.equal(model.lm_head.weight, other.lm_head.weight)
     assert model.config.mtp_head.head_type == "btree" and model.window == 16
     inputs = tokenizer("def main(", return_tensors="pt")
     drafted = model.generate(**inputs, max_new_tokens=12, do_sample=False, return_dict_in_generate=True)

@@ -16,11 +16,11 @@ from tokenahead.training import MTPDPOTrainer
 PAIRS = {"prompt": ["say: "] * 4, "chosen": ["hello world"] * 4, "rejected": ["go away now"] * 4}
 
 
-def trainer_of(model, folder, **options):
+def trainer_of(model, folder, settings=None, **options):
     config = DPOConfig(
-        str(folder), use_cpu=True, bf16=False, report_to="none", save_strategy="no", max_steps=8, logging_steps=1,
+        str(folder), use_cpu=True, bf16=False, report_to="none", save_strategy="no", logging_steps=1,
         learning_rate=3e-3, per_device_train_batch_size=4, gradient_checkpointing=False, max_length=64, beta=0.5,
-        lr_scheduler_type="constant", disable_tqdm=True,
+        lr_scheduler_type="constant", disable_tqdm=True, **({"max_steps": 8} | (settings or {})),
     )  # fmt: skip
     data = Dataset.from_dict(PAIRS)
     given = dict(train_dataset=data, processing_class=EvaByteTokenizer())
@@ -38,11 +38,20 @@ def test_preferences_and_drafter_learn_together(make, tmp_path):
     assert entries[-1]["rewards/margins"] > 0.1 and entries[-1]["drafter_loss"] < entries[0]["drafter_loss"] - 0.1
 
 
+def test_log_probs_of_the_reference_may_be_computed_before(tmp_path):
+    logs = []
+    for settings in ({}, {"precompute_ref_log_probs": True}):
+        trainer = trainer_of(tiny_model(), tmp_path, settings | {"max_steps": 2}, drafter_weight=0.0)
+        trainer.train()
+        logs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert logs[1] == pytest.approx(logs[0], abs=1e-5)
+
+
 def test_without_the_term_the_drafter_stays_behind(tmp_path):
     model = tiny_model()
-    before = model.lm_head.weight[320:].detach().clone()
+    own, drafts = model.lm_head.weight.detach().clone(), model.draft_heads.weight.detach().clone()
     trainer_of(model, tmp_path, drafter_weight=0.0).train()
-    assert torch.equal(model.lm_head.weight[320:], before) and not torch.equal(model.lm_head.weight[:320], before[:320])
+    assert torch.equal(model.draft_heads.weight, drafts) and not torch.equal(model.lm_head.weight, own)
 
 
 def test_what_does_not_draft_for_itself_is_refused(tmp_path):

@@ -78,20 +78,11 @@ def test_heads_learn_while_backbone_and_target_stay_bit_equal(tmp_path):
     before = copy.deepcopy(model.state_dict())
     model.train_only("heads")
     trainer_for(model, tmp_path, ragged_rows(), learning_rate=1e-2, weight_decay=0.5, max_steps=5).train()
-    after, vocab = model.state_dict(), model.config.vocab_size
+    after = model.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {"lm_head.weight"}
-    assert torch.equal(before["lm_head.weight"][:vocab], after["lm_head.weight"][:vocab])
-    moved = (before["lm_head.weight"] != after["lm_head.weight"])[vocab:].view(3, -1).float().mean(1)
+    assert changed == {"draft_heads.weight"}
+    moved = (before["draft_heads.weight"] != after["draft_heads.weight"]).view(3, -1).float().mean(1)
     assert (moved > 0.9).all()
-
-
-def test_without_a_frozen_target_the_head_decays_like_other_matrices(tmp_path):
-    model = small_model()
-    trainer = trainer_for(model, tmp_path, ragged_rows())
-    assert "lm_head.weight" in trainer.get_decay_parameter_names(model)
-    model.train_only("heads")
-    assert "lm_head.weight" not in trainer.get_decay_parameter_names(model)
 
 
 @pytest.mark.parametrize(("size", "accumulation"), [(8, 1), (2, 4), (1, 8)])

@@ -18,8 +18,8 @@ from ...generation.attach import AttachableDrafter
 from ..byte_text import is_byte_level
 from ..checkpoints import base_of, has_adapters, holds_model
 from ..completion import AttachedDecoder, load_config
-from ..evaluation import GREEDY, Comparison, Measurement, environment, hardware, sampled
-from ..evaluation.drafts import DraftMeasures, has_probs, measure_drafts
+from ..evaluation import GREEDY, Comparison, DraftMeasures, Measurement, environment, hardware, sampled
+from ..evaluation.drafts import has_probs, usual_drafts
 from ..results import MeasuredResults
 from ..utils import needs_extra, replace_picture, replace_text
 from .figures import evaluation_figure
@@ -74,18 +74,21 @@ def evaluate(settings: Settings) -> dict[str, Any]:
     asked: EvaluationArguments = settings.extra
     settings, trainee, trainer = drafter_and_data(settings)
     metrics = trainer.evaluate()
-    measures = DraftMeasures()
-    if has_probs(trainee.model):
-        for batch in trainer.get_eval_dataloader(first_rows(trainer.eval_dataset, asked.rows)):
-            measure_drafts(trainee.model, batch, measures)
     comparisons = decode(trainee, prompts(trainer, trainee, asked), asked, settings.training.seed)
+    length = max(each.result.draft_length or 0 for each in comparisons) or None
+    measures = DraftMeasures(length=length)
+    if has_probs(trainee.model):
+        measures.depths = max(length or 0, usual_drafts(trainee.model))
+        for batch in trainer.get_eval_dataloader(first_rows(trainer.eval_dataset, asked.rows)):
+            measures.add(trainee.model, batch)
     figures = {
         "model": settings.model.model_name_or_path,
         "adapters": settings.adapters,
         "drafter": settings.drafter.drafter_name_or_path,
         "data": settings.data.dataset_name,
         "losses": {name: value for name, value in metrics.items() if "loss" in name or "correct" in name},
-        **by_depth(measures),
+        "depths": by_depth(measures),
+        "held_out": along_held_out(measures),
         "decoding": [
             asdict(each.result) | {"tokens_per_call": each.result.tokens_per_call, "speed_up": each.result.speed_up}
             for each in comparisons
@@ -94,7 +97,7 @@ def evaluate(settings: Settings) -> dict[str, Any]:
     }
     folder = settings.output
     replace_text(folder / FIGURES, json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
-    _results(settings, trainee, comparisons, measures, asked).to_json(folder / RESULTS)
+    _results(settings, trainee, comparisons, asked).to_json(folder / RESULTS)
     replace_picture(folder / PICTURE, evaluation_figure(figures))
     return figures
 
@@ -206,29 +209,40 @@ def decode(trainee: Trainee, texts: list[str], asked: EvaluationArguments, seed:
     return measurement.compare({"it": model}, trainee.tokenizer, modes)["it"]
 
 
-def by_depth(measures: DraftMeasures) -> dict[str, Any]:
-    """Return rows by depth (2 is the first drafted token), and sums over a draft."""
+def by_depth(measures: DraftMeasures) -> list[dict[str, float]]:
+    """Return losses and accuracies by depth; 2 is the first drafted token."""
     means = measures.means()
-    rows = [dict(zip(means, values), depth=depth) for depth, values in enumerate(zip(*means.values()), 2)]
-    rules = ("block", "token", "greedy")
-    expected = {rule: measures.expected_accepted(rule) for rule in rules} if means else {}
-    return {"depths": [{"depth": row.pop("depth"), **row} for row in rows], "expected_accepted": expected}
+    return [{"depth": depth, **dict(zip(means, values))} for depth, values in enumerate(zip(*means.values()), 2)]
+
+
+def along_held_out(measures: DraftMeasures) -> dict[str, Any]:
+    """Return the tokens per call that are expected along held-out rows; empty where nothing is known."""
+    if not measures.calls:
+        return {}
+    return {
+        "text": "held-out rows, T = 1: an approximation, for they are not the model's own text",
+        "draft_length": measures.calls["block"].drafts,
+        "accepted_by_position": measures.calls["block"].by_position,
+        **{f"tokens_per_call_{rule}": found.tokens_per_call for rule, found in measures.calls.items()},
+    }
 
 
 def summary(figures: dict[str, Any]) -> str:
     """Return a few lines for a person."""
     lines = [f"held-out loss {figures['losses'].get('eval_loss', math.nan):.3f} nats"]
     for row in figures["depths"]:
-        lines.append(
-            f"depth {row['depth']}: loss {row['loss']:.3f}, top-1 {row['top_1']:.3f}, top-5 {row['top_5']:.3f}, "
-            f"accepted up to here {row['accepted_block']:.3f}"
-        )
-    if figures["expected_accepted"]:
-        lines.append("expected accepted drafts: " + ", ".join(
-            f"{rule} {value:.3f}" for rule, value in figures["expected_accepted"].items()))  # fmt: skip
+        shown = f"loss {row['loss']:.3f}, top-1 {row['top_1']:.3f}, top-5 {row['top_5']:.3f}"
+        lines.append(f"depth {row['depth']}: {shown}")
+    if held_out := figures["held_out"]:
+        both = ", ".join(f"{rule} {held_out[f'tokens_per_call_{rule}']:.3f}" for rule in ("block", "token"))
+        lines.append(f"expected per call along {held_out['text']}; drafts of {held_out['draft_length']}: {both}")
     for row in figures["decoding"]:
         same = {None: "", True: ", same text", False: ", NOT the same text"}[row["identical"]]
-        lines.append(f"{row['name']}: {row['tokens_per_call']:.3f} per call, {row['speed_up']:.2f} x plain{same}")
+        counted = f"{row['tokens_per_call']:.3f} per call, {row['speed_up']:.2f} x plain{same}"
+        if (expected := row["expected_tokens_per_call"]) is not None:
+            drafts = f"drafts of {row['draft_length']}"
+            counted += f"; {row['tokens_per_verification']:.3f} per verification, expected {expected:.3f} ({drafts})"
+        lines.append(f"{row['name']}: {counted}")
     return "\n".join(lines)
 
 
@@ -236,19 +250,11 @@ def _results(
     settings: Settings,
     trainee: Trainee,
     comparisons: list[Comparison],
-    measures: DraftMeasures,
     asked: EvaluationArguments,
 ) -> MeasuredResults:
-    expected = {"sampled, T=1": "block", "greedy": "greedy"}
-    rows = []
-    for each in comparisons:
-        rule = expected.get(each.result.name)
-        shares = measures.means().get(f"accepted_{rule}") if rule else None
-        known = {"expected_by_position": shares, "expected_tokens_per_call": 1 + sum(shares)} if shares else {}
-        rows.append(replace(each.result, **known))
     name = Path(settings.data.dataset_name or "mixture").name
     return MeasuredResults(
-        results=rows,
+        results=[each.result for each in comparisons],
         dataset_name=name,
         dataset_description=f"beginnings of {len(comparisons[0].completions)} held-out rows, up to "
         f"{asked.prompt_tokens} tokens each, continued with {asked.new_tokens}",
@@ -257,6 +263,6 @@ def _results(
         command=" ".join(["tokenahead", *sys.argv[1:]]),
         library_version=__version__,
         unit="byte" if is_byte_level(trainee.tokenizer) else "token",
-        accepted_by_position=comparisons[0].accepted_by_position,
+        accepted_by_position=comparisons[0].result.accepted_by_position,
         environment=environment(),
     )

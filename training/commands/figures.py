@@ -27,7 +27,7 @@ LEARNING_CURVE = "learning_curve.png"
 _FEW, _IN_A_COLUMN = 6, 20  # lines between which a legend finds room, and which it lists below one another
 _OF_DEPTH = re.compile(r"(eval_)?loss_(?:head|step)_(\d+)$")
 _ACCEPTANCE = {
-    "eval_expected_accepted": "expected, along held-out text",
+    "eval_expected_accepted": "expected, along held-out text, T = 1",
     "eval_generated_accepted": "generated, T = 1",
     "num_correct": "slots right (training)",
     "eval_num_correct": "slots right (held out)",
@@ -39,6 +39,7 @@ _LINES = {
     "head_given": ("drafter, tokens between known", "C2D--"),
     "backbone_given": ("backbone, tokens between known", "k^:"),
 }
+_MISSING = 0.1  # of the mass of continuations, beyond which a marginal is hollow
 
 
 def learning_figure(history: list[dict[str, Any]]) -> Figure:
@@ -121,11 +122,9 @@ def _draw_losses_by_depth(axes: Axes, depths: list[dict[str, float]]) -> None:
 def _draw_acceptance(axes: Axes, figures: dict[str, Any]) -> None:
     for marker, row in zip(_MARKERS, figures["decoding"]):
         axes.plot(*_shares(row["accepted_by_position"]), marker=marker, label=f"generated, {row['name']}")
-    if figures["depths"]:
-        axes.plot(
-            *_shares([row["accepted_block"] for row in figures["depths"]]), "k.:", label="expected along text, T=1"
-        )
-    axes.set(title="How far drafts are accepted", xlabel="position in the draft", ylabel="accepted up to here (%)")
+    if held_out := figures["held_out"]:
+        axes.plot(*_shares(held_out["accepted_by_position"]), "k.:", label="expected along held-out text, T=1")
+    axes.set(title="How many drafts are accepted", xlabel="drafts", ylabel="verifications that accept so many (%)")
     axes.set(ylim=(-4, 104))
 
 
@@ -137,6 +136,11 @@ def analysis_figure(found: dict[str, Any]) -> Figure:
         rows = [(row["depth"], row[name]) for row in found["depths"] if name in row]
         if rows:
             axes[0].plot(*zip(*rows), style, label=label)
+    beyond = [row for row in found["depths"] if row.get("missing_mass", 0) > _MISSING]
+    if beyond:
+        label = f"hollow: more than {_MISSING:.0%} of the continuations left out"
+        points = [row["depth"] for row in beyond], [row["marginal"] for row in beyond]
+        axes[0].plot(*points, "C0o", markerfacecolor="white", zorder=3, label=label)
     axes[0].set(title="Loss of the token so far ahead", xlabel="tokens ahead", ylabel="nats")
     if has_layers:
         axes[1].plot(range(1, len(found["layers"]) + 1), found["layers"], "C4o-")
@@ -178,10 +182,12 @@ SPEED_FIGURE, ACCEPTANCE_FIGURE = "speed.png", "acceptance.png"
 """Names of the files."""
 _FILLS: dict[str, dict[str, Any]] = {
     "filled": {"fillstyle": "full"},
-    "half": {"fillstyle": "left", "markerfacecoloralt": "white"},
-    "hollow": {"fillstyle": "full", "markerfacecolor": "white"},
+    "left half": {"fillstyle": "left", "markerfacecoloralt": "white"},
+    "lower half": {"fillstyle": "bottom", "markerfacecoloralt": "white"},
 }
 """Markers of the ways of decoding, in turn."""
+_HOLLOW: dict[str, Any] = {"fillstyle": "full", "markerfacecolor": "white"}
+"""Markers of text that repeats itself."""
 _POINT: dict[str, Any] = {"linestyle": "none", "markersize": 9, "markeredgewidth": 1.8}
 _PLAIN: dict[str, Any] = _POINT | {"marker": "x", "color": "black"}
 
@@ -200,14 +206,15 @@ def save_figures(folder: Path, reports: Sequence[HeadReport]) -> None:
 def speed_figure(reports: Sequence[HeadReport]) -> Figure:
     """Draw bytes per call against milliseconds per call (MtPC paper, Figure 1).
 
-    A cross marks plain decoding. A family has one colour and one marker; fills tell the ways of decoding apart.
+    A cross marks plain decoding. A family has one colour and one marker; fills tell the ways of decoding apart, and
+    results whose text repeats itself are hollow.
     """
-    figure = Figure(figsize=(7.6, 5.6), layout="constrained")
+    figure = Figure(figsize=(7.6, 5.8), layout="constrained")
     axes = figure.add_subplot()
     heads = [_POINT | _family(index) for index in range(len(reports))]
     for report, style in zip(reports, heads):
         for row, fill in zip(report.single, cycle(_FILLS.values())):
-            axes.plot([cycle_ms(row)], [row.tokens_per_call], **style | fill)
+            axes.plot([cycle_ms(row)], [row.tokens_per_call], **style | (_HOLLOW if row.is_degenerate else fill))
     times = [1000 / row.plain_tokens_per_second for report in reports for row in report.single]
     axes.plot([sum(times) / len(times)], [1.0], **_PLAIN)
     axes.margins(0.12)
@@ -217,14 +224,18 @@ def speed_figure(reports: Sequence[HeadReport]) -> Figure:
         point: dict[str, Any] = _POINT | {"marker": "o", "color": "grey"} | fill
         named.append(Line2D([], [], label=f"{word}: {row.name}", **point))
     named.append(Line2D([], [], label="one byte at a time", **_PLAIN))
-    figure.legend(handles=named, loc="outside lower center", ncols=4)
+    for way in dict.fromkeys(row.name for report in reports for row in report.single if row.is_degenerate):
+        point = _POINT | {"marker": "o", "color": "grey"} | _HOLLOW
+        named.append(Line2D([], [], label=f"hollow: {way}, repeats itself: no claim", **point))
+    figure.legend(handles=named, loc="outside lower center", ncols=3)
     return figure
 
 
 def acceptance_figure(reports: Sequence[HeadReport]) -> Figure:
-    """Draw the share of drafts accepted up to each position: a panel for each way of decoding, a line for each head.
+    """Draw the share of verifications that accept so many drafts: a panel per way of decoding, a line per head.
 
-    Lines with markers are what was generated; thin lines without are what is expected along held-out text.
+    Lines with markers are what was generated, hollow where the text repeats itself; thin lines without are what is
+    expected along plain texts.
     """
     ways = [row.name for row in reports[0].single]
     figure = Figure(figsize=(3.6 * len(ways) + 0.6, 4.6), layout="constrained")
@@ -233,17 +244,21 @@ def acceptance_figure(reports: Sequence[HeadReport]) -> Figure:
     for axes, (turn, way) in zip(panels, enumerate(ways)):
         for index, report in enumerate(reports):
             row, style = report.single[turn], _family(index)
-            axes.plot(*_shares(row.accepted_by_position), markersize=5, **style)
+            fill = _HOLLOW if row.is_degenerate else {}
+            axes.plot(*_shares(row.accepted_by_position), markersize=5, **style | fill)
             axes.plot(*_shares(row.expected_by_position), color=style["color"], **thin)
-        axes.set(title=way, xlabel="position in the draft", ylim=(-4, 104), yticks=range(0, 101, 20))
+        axes.set(title=way, xlabel="drafts", ylim=(-4, 104), yticks=range(0, 101, 20))
         axes.margins(x=0.06)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("accepted up to here (%)")
+    panels[0].set_ylabel("verifications that accept so many (%)")
     named = [Line2D([], [], label=report.name, **_family(index)) for index, report in enumerate(reports)]
-    if any(row.expected_by_position for report in reports for row in report.single):
-        named.append(Line2D([], [], label="thin: expected along held-out text", color="grey", **thin))
-    figure.legend(handles=named, loc="outside lower center", ncols=5)
+    rows = [row for report in reports for row in report.single]
+    if any(row.expected_by_position for row in rows):
+        named.append(Line2D([], [], label="thin: expected along plain texts", color="grey", **thin))
+    if any(row.is_degenerate for row in rows):
+        named.append(Line2D([], [], label="hollow: the text repeats itself", marker="o", color="grey", **_HOLLOW))
+    figure.legend(handles=named, loc="outside lower center", ncols=3)
     return figure
 
 

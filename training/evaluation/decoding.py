@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from statistics import mean
 from typing import Any
 
@@ -12,9 +13,15 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..results import DecodingResult
+from .drafts import DraftMeasures, has_probs, text_of
+from .expected import GREEDY_RULE, SAMPLED, ratio_of_sums
 
 REPEATED_GRAM = 16
 """Ids of a passage that counts as repeated if it stands in a text twice."""
+_FREE = ("verification", "num_assistant_tokens")  # options that leave what is written as it is
+_CHANGES = {"repetition_penalty", "no_repeat_ngram_size", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
+            "bad_words_ids", "suppress_tokens", "sequence_bias", "min_length", "min_new_tokens",
+            "num_assistant_tokens_schedule", "assistant_confidence_threshold"}  # fmt: skip
 _WARM_UP = 8  # tokens of a first call that is not measured, because it also sets things up
 
 
@@ -40,10 +47,18 @@ class DecodingMode:
         """Temperature of the samples; 0 for greedy decoding."""
         return float(self.options.get("temperature", 1.0)) if self.is_sampled else 0.0
 
+    @property
+    def rule(self) -> str | None:
+        """How drafts are verified, where the calls that this takes can be expected along a text; None elsewhere."""
+        rule = self.options.get("verification", SAMPLED[0]) if self.is_sampled else GREEDY_RULE[0]
+        rest = {name: value for name, value in self.options.items() if name not in _FREE}
+        plain = sampled(self.temperature) if self.is_sampled else GREEDY
+        return rule if rest == plain.options and rule in (*SAMPLED, *GREEDY_RULE) else None
+
 
 def sampled(temperature: float) -> DecodingMode:
-    """Return sampling from the whole distribution: transformers' default `top_k=50` is switched off."""
-    options = {"do_sample": True, "temperature": float(temperature), "top_k": 0}
+    """Return sampling from the whole distribution, whatever a model's own defaults are (transformers': `top_k=50`)."""
+    options = {"do_sample": True, "temperature": float(temperature), "top_k": 0, "top_p": 1.0}
     return DecodingMode(f"sampled, T={temperature:g}", options)
 
 
@@ -78,13 +93,11 @@ class Comparison:
         mode: The way of decoding.
         result: Counts and times.
         completions: The speculative runs, one per prompt.
-        accepted_by_position: For draft positions 1, 2, ...: the share of drafts accepted up to there, over all prompts.
     """
 
     mode: DecodingMode
     result: DecodingResult
     completions: list[Completion]
-    accepted_by_position: list[float]
 
 
 @dataclass(frozen=True)
@@ -182,7 +195,9 @@ class Measurement:
             difference = None if mode.is_sampled else _difference(model, tokenizer, prompt, expected.ids, row.ids)
             completions.append(Completion(prompt, row.ids, drafted_flags(row.accepted, len(row.ids)), difference))
         accepted = [count for row in runs.rows for count in row.accepted]
-        by_position = acceptance_by_position(accepted, [length for row in runs.rows for length in row.drafted])
+        length = max((drafted for row in runs.rows for drafted in row.drafted), default=0)
+        counted = [(len(row.ids) - 1.0, float(len(row.accepted))) for row in runs.rows if row.accepted]
+        ratio, error = ratio_of_sums(*torch.tensor(counted, dtype=torch.float64).T) if counted else (None, None)
         result = DecodingResult(
             name=mode.name if self.batch_size == 1 else f"{mode.name}, batch {self.batch_size}",
             do_sample=mode.is_sampled,
@@ -194,12 +209,30 @@ class Measurement:
             plain_new_tokens=plain.new_tokens,
             batch_size=self.batch_size,
             per_prompt=[round(len(row.ids) / row.calls, 4) for row in runs.rows],
-            accepted_by_position=by_position,
+            accepted_by_position=acceptance_by_position(accepted, length),
             repeated_share=mean(repeated_share(row.ids) for row in runs.rows),
+            draft_length=length or None,
+            tokens_per_verification=ratio or None,
+            standard_error=error,
             processor_seconds=runs.processor_seconds,
             plain_processor_seconds=plain.processor_seconds,
+            **self._expected(model, tokenizer, mode, plain.rows, length),
         )
-        return Comparison(mode, result, completions, by_position)
+        return Comparison(mode, result, completions)
+
+    def _expected(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, mode: DecodingMode, rows: Sequence[_Row], length: int
+    ) -> dict[str, Any]:
+        """Return what drafts of this length are expected to take along the plain texts; empty where nobody can tell."""
+        drafter, rule = vars(model).get("drafter", model), mode.rule
+        changed = model.generation_config.to_diff_dict().keys() & _CHANGES
+        if rule is None or changed or not length or not has_probs(drafter):
+            return {}
+        measures = DraftMeasures(mode.temperature, length)
+        for prompt, row in zip(self.prompts, rows):
+            ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
+            measures.add(drafter, text_of(ids, ids.new_tensor([row.ids])))
+        return measures.calls[rule].fields() if rule in measures.calls else {}
 
 
 def compare_decoding(
@@ -337,20 +370,25 @@ def _difference(
     return f"token {index + 1} is {got[index]} and not {expected[index]}, whose logit is higher by {gap:.2g}"
 
 
-def acceptance_by_position(accepted: Sequence[int], drafted: Sequence[int]) -> list[float]:
-    """Return, for draft positions 1, 2, ..., the share of drafts at least so long that were accepted up to there."""
-    pairs = list(zip(accepted, drafted, strict=True))
-    shares = []
-    for position in range(1, max(drafted, default=0) + 1):
-        reached = [count >= position for count, length in pairs if length >= position]
-        shares.append(sum(reached) / len(reached))
-    return shares
+def acceptance_by_position(accepted: Sequence[int], length: int) -> list[float]:
+    """Return, for draft positions 1 .. length, the share of all verifications that accept so many drafts."""
+    return [sum(count >= position for count in accepted) / len(accepted) for position in range(1, length + 1)]
 
 
 def repeated_share(ids: Sequence[int], gram: int = REPEATED_GRAM) -> float:
-    """Return the share of a text that is covered by passages of `gram` ids that occur in it more than once."""
+    """Return the share of a text that passages of `gram` ids cover which occur in it more than once, and short loops.
+
+    A loop is a passage of less than `gram` ids that is followed by itself, so often that it fills a passage, or all of
+    a text that is shorter.
+    """
     found: dict[tuple[int, ...], list[int]] = {}
     for start in range(len(ids) - gram + 1):
         found.setdefault(tuple(ids[start : start + gram]), []).append(start)
     covered = {start + i for starts in found.values() if len(starts) > 1 for start in starts for i in range(gram)}
+    for period in range(1, gram):
+        least = max(min(gram, len(ids)), 2 * period)
+        for is_same, group in groupby(range(len(ids) - period), lambda i: ids[i] == ids[i + period]):  # noqa: B023
+            run = list(group)
+            if is_same and len(run) + period >= least:
+                covered.update(range(run[0], run[-1] + period + 1))
     return len(covered) / max(1, len(ids))

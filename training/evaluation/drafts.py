@@ -1,8 +1,8 @@
-"""Distributions of drafts and of the backbone along known text, and what is measured of them by draft position.
+"""Distributions of drafts and of the backbone along known text, and what is measured of them.
 
 The verifier's distribution of the token at depth j is the backbone's own, j - 1 positions further on: one forward gives
-it for every depth. The drafter's is conditioned on the true tokens before it. Nothing is drawn; acceptance is that of
-`expected.accepted_up_to`.
+it for every depth. The drafter's is conditioned on the true tokens before it. Nothing is drawn; `expected` makes calls
+of it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ from ...modeling.heads.attached import MTPHeads
 from ...modeling.heads.backbone_parts import backbone_parts
 from ...modeling.heads.chunks import LOGITS_PER_CHUNK
 from ...modeling.heads.losses import IGNORE, depth_targets, tokens_ahead
-from .expected import accepted_up_to
+from .expected import GREEDY_RULE, SAMPLED, ExpectedCalls, acceptance_along
 
 Batch = Mapping[str, torch.Tensor]
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
-_EAGLE_STEPS = 5
-"""Drafted tokens of an EAGLE head that are measured; it can draft any number."""
 
 
 @dataclass(frozen=True)
@@ -38,31 +36,33 @@ class DraftedProbs:
     """Some positions of a text, and the distributions of the tokens that are drafted after them.
 
     Attributes:
+        rows: [N] int64, where the positions stand in the batch.
+        columns: [N] int64, the same.
         draft: [N, m, v], log-probabilities of the drafter for drafts 1 to m, given the true tokens before each.
         target: [N, m, v], the backbone's logits for the same tokens.
         tokens: [N, m] int64, the tokens that follow.
         scored: [N, m] bool, True where that token and all before it in the draft are targets.
     """
 
+    rows: torch.Tensor
+    columns: torch.Tensor
     draft: torch.Tensor
     target: torch.Tensor
     tokens: torch.Tensor
     scored: torch.Tensor
 
 
-def has_probs(model: nn.Module) -> bool:
+def has_probs(model: object) -> bool:
     """Return whether `drafted_probs` supports a model; PTP's slots have no distribution without their uniforms."""
     return isinstance(model, (EvaByteForMTPC, MTPHeads, DeepSeekMTP, EagleHead))
 
 
-def verified_drafts(model: Any) -> int:
-    """Return how many tokens of a draft `drafted_probs` has distributions of."""
-    if isinstance(model, EagleHead):
-        return _EAGLE_STEPS
-    return max(model.num_modules, model.num_depths) if isinstance(model, DeepSeekMTP) else model.window - 1
+def usual_drafts(model: Any) -> int:
+    """Return how many tokens a model drafts where nobody says otherwise, or 1 for modules that draft none."""
+    return model.window - 1 if isinstance(model, EvaByteForMTPC) else max(1, model.default_draft())
 
 
-def drafted_probs(model: Any, batch: Batch) -> Iterator[DraftedProbs]:
+def drafted_probs(model: Any, batch: Batch, length: int | None = None) -> Iterator[DraftedProbs]:
     """Yield the distributions of all drafts along a batch of texts, some positions at a time.
 
     The first drafted token is two tokens ahead of a position: the next one is the verifier's own.
@@ -70,19 +70,19 @@ def drafted_probs(model: Any, batch: Batch) -> Iterator[DraftedProbs]:
     Args:
         model: An `EvaByteForMTPC`, `MTPHeads`, `EagleHead` (attached) or `DeepSeekMTP`, not wrapped.
         batch: `input_ids` and `labels` [B, L] and, optionally, `attention_mask` and `position_ids`.
+        length: m, tokens per draft; None: `usual_drafts`.
 
     Raises:
         TypeError: Another model.
     """
+    if not has_probs(model):
+        raise TypeError(
+            f"a {type(model).__name__} has no distributions of drafts before they are drawn; measure what it generates"
+        )
+    length = length or usual_drafts(model)
     if isinstance(model, EagleHead):
-        return _of_eagle(model, batch)
-    if isinstance(model, DeepSeekMTP):
-        return _of_modules(model, batch)
-    if has_probs(model):
-        return _of_heads(model, batch)
-    raise TypeError(
-        f"a {type(model).__name__} has no distributions of drafts before they are drawn; measure what it generates"
-    )
+        return _of_eagle(model, batch, length)
+    return (_of_modules if isinstance(model, DeepSeekMTP) else _of_heads)(model, batch, length)
 
 
 def _given(batch: Batch) -> dict[str, torch.Tensor]:
@@ -93,25 +93,23 @@ def _targets(batch: Batch, window: int) -> torch.Tensor:
     return depth_targets(batch["labels"], window, batch.get("attention_mask"), batch.get("position_ids"))
 
 
-def _of_heads(model: Any, batch: Batch) -> Iterator[DraftedProbs]:
-    given = _given(batch)
-    if isinstance(model, MTPHeads):
-        states = model._run_backbone(given["input_ids"], given.get("attention_mask"), given.get("position_ids"))
-        states = states.hidden_states
-        features = model.features(states, given.get("attention_mask"), given.get("position_ids"))
-        distribution_of, unembed = model.distribution_of_features, backbone_parts(model.backbone).unembed
+def _of_heads(model: Any, batch: Batch, length: int) -> Iterator[DraftedProbs]:
+    given, backbone = _given(batch), model.backbone if isinstance(model, MTPHeads) else model
+    padding = given.get("attention_mask"), given.get("position_ids")
+    if backbone is model:
+        wanted = {"output_hidden_states": model.hidden_layers, "logits_to_keep": 1}
+        states = model(**given, use_cache=False, **wanted).hidden_states
     else:
-        states = model(
-            **given, use_cache=False, output_hidden_states=model.hidden_layers, logits_to_keep=1
-        ).hidden_states
-        features = model.features(states, given.get("attention_mask"), given.get("position_ids"))
-        distribution_of, unembed = model.distribution_of_features, backbone_parts(model).unembed
-    targets, window = _targets(batch, model.window), model.window
-    tokens = torch.where(targets == IGNORE, tokens_ahead(batch["input_ids"], window, 0), targets)
+        states = model._run_backbone(given["input_ids"], *padding).hidden_states
+    features, unembed = model.features(states, *padding), backbone_parts(backbone).unembed
+    targets = _targets(batch, length + 1)
+    tokens = torch.where(targets == IGNORE, tokens_ahead(batch["input_ids"], length + 1, 0), targets)
 
     def probs(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        own = distribution_of(features[rows, columns]).conditional_log_probs(tokens[rows, columns])
-        return own[:, 1:].float()
+        window = tokens[rows, columns]
+        after = model.distribution_after(features[rows, columns], window[:, 0], length)
+        drafts = nn.functional.pad(window[:, 1:], (0, after.window - length))  # trees of circuits keep whole windows
+        return after.conditional_log_probs(drafts)[:, :length].float()
 
     yield from _chunks(probs, unembed, states[-1], targets, tokens, model.config.vocab_size)
 
@@ -144,6 +142,8 @@ def _chunks(
     for row, column in zip(rows.split(size), columns.split(size)):
         seen = (column[:, None] + ahead).clamp(max=last)
         yield DraftedProbs(
+            row,
+            column,
             probs(row, column),
             unembed(states[row[:, None], seen]).float(),
             tokens[row, column, 1:],
@@ -151,23 +151,26 @@ def _chunks(
         )
 
 
-def _of_modules(model: DeepSeekMTP, batch: Batch) -> Iterator[DraftedProbs]:
-    depths = max(model.num_modules, model.num_depths)
+def _of_modules(model: DeepSeekMTP, batch: Batch, length: int) -> Iterator[DraftedProbs]:
     outputs = model.get_decoder()(**_given(batch), use_cache=False)
     hidden, embeds = outputs.last_hidden_state, model.get_input_embeddings()(batch["input_ids"])
-    chain = model._chain(hidden, embeds, batch.get("attention_mask"), batch.get("position_ids"), depths)[1:]
-    length = hidden.shape[1]
-    states = torch.stack([nn.functional.pad(state, (0, 0, 0, length - state.shape[1])) for state in chain], dim=2)
-    targets = _targets(batch, depths + 1)
-    tokens = targets.clamp(min=0)
+    chain = model._chain(hidden, embeds, batch.get("attention_mask"), batch.get("position_ids"), length)[1:]
+    states = _stacked(chain, hidden.shape[1])
+    targets = _targets(batch, length + 1)
 
     def probs(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         return model.readout(states[rows, columns]).float().log_softmax(-1)
 
-    yield from _chunks(probs, model.readout, hidden, targets, tokens, model.config.get_text_config().vocab_size)
+    size = model.config.get_text_config().vocab_size
+    yield from _chunks(probs, model.readout, hidden, targets, targets.clamp(min=0), size)
 
 
-def _of_eagle(head: EagleHead, batch: Batch, steps: int = _EAGLE_STEPS) -> Iterator[DraftedProbs]:
+def _stacked(steps: list[torch.Tensor], length: int) -> torch.Tensor:
+    """Return the states [B, R, d] of several steps as one tensor [B, length, m, d], 0 beyond their ends."""
+    return torch.stack([nn.functional.pad(step, (0, 0, 0, length - step.shape[1])) for step in steps], dim=2)
+
+
+def _of_eagle(head: EagleHead, batch: Batch, length: int) -> Iterator[DraftedProbs]:
     """Yield for an EAGLE head: row t of step i - 1 drafts token t + 1 + i, from the head's outputs as in decoding."""
     given = _given(batch)
     outputs = head.backbone(
@@ -176,14 +179,8 @@ def _of_eagle(head: EagleHead, batch: Batch, steps: int = _EAGLE_STEPS) -> Itera
     states, features = outputs.hidden_states[-1], head.fuse(outputs.hidden_states)
     mask = given.get("attention_mask")
     whole = TrainingBatch.of(given["input_ids"], batch["labels"], mask, given.get("position_ids"), states)
-    targets, length = _targets(batch, steps + 1), states.shape[1]
-    unrolled = torch.stack(
-        [
-            nn.functional.pad(rows, (0, 0, 0, length - rows.shape[1]))
-            for rows in _unrolled(head, features, whole, steps)
-        ],
-        dim=2,
-    )
+    targets = _targets(batch, length + 1)
+    unrolled = _stacked(_unrolled(head, features, whole, length), states.shape[1])
     ids = head.draft_ids
 
     def probs(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -216,46 +213,77 @@ TOP_K = (1, 5)
 
 @dataclass
 class DraftMeasures:
-    """Sums over text positions, by draft position: the j-th drafted token is j + 1 tokens ahead.
+    """What is measured along texts: sums by draft position (the j-th draft is j + 1 tokens ahead), and expected calls.
 
     Attributes:
-        sums: By name, [m] float64.
-        counts: [m] float64, positions whose first j drafted tokens are all targets.
+        temperature: Of the target and the drafter; 0: greedy.
+        length: m, tokens per draft; None: `usual_drafts`.
+        depths: Draft positions with sums; None: those of a draft.
+        sums: By name, [depths] float64: `loss` and `top_k` of the drafter, `backbone_loss` of its target.
+        counts: [depths] float64, positions whose first j drafted tokens are all targets.
+        calls: By the rule of verification; sampled drafts have both rules.
     """
 
+    temperature: float = 1.0
+    length: int | None = None
+    depths: int | None = None
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     counts: torch.Tensor | None = None
+    calls: dict[str, ExpectedCalls] = field(default_factory=dict)
 
-    def add(self, probs: DraftedProbs) -> None:
-        """Add positions."""
-        target, scored = probs.target.log_softmax(-1), probs.scored
-        chosen = probs.draft.gather(-1, probs.tokens[..., None])
+    @torch.no_grad()
+    def add(self, model: Any, batch: Batch) -> DraftMeasures:
+        """Add a batch of texts, in evaluation mode; arguments as for `drafted_probs`. Returns itself."""
+        rules, was_training = SAMPLED if self.temperature else GREEDY_RULE, model.training
+        places = torch.zeros(batch["input_ids"].shape, dtype=torch.bool)
+        accepted: dict[str, torch.Tensor] = {}
+        model.eval()
+        try:
+            for probs in drafted_probs(model, batch, self.depths or self.length):
+                self._add_positions(probs)
+                at = probs.rows.cpu(), probs.columns.cpu()
+                places[at] = True
+                drafted = [part[:, : self.length] for part in (probs.draft, probs.target, probs.tokens)]
+                for rule in rules:
+                    found = acceptance_along(*drafted, self.temperature, rule).cpu()
+                    whole = accepted.setdefault(rule, found.new_zeros(*places.shape, found.shape[-1]))
+                    whole[at] = found
+        finally:
+            model.train(was_training)
+        self._add_calls({rule: ExpectedCalls.along(whole, places) for rule, whole in accepted.items()})
+        return self
+
+    def _add_positions(self, probs: DraftedProbs) -> None:
+        token = probs.tokens[..., None]
+        chosen = probs.draft.gather(-1, token)
         rank = (probs.draft > chosen).sum(-1)
         terms = {
             "loss": -chosen[..., 0],
-            "accepted_block": accepted_up_to(probs.tokens, probs.draft, target, 1.0, "block"),
-            "accepted_token": accepted_up_to(probs.tokens, probs.draft, target, 1.0, "token"),
-            "accepted_greedy": accepted_up_to(probs.tokens, probs.draft, target, 0.0, "block"),
-            "overlap": torch.minimum(probs.draft, target).exp().sum(-1),
+            "backbone_loss": -probs.target.log_softmax(-1).gather(-1, token)[..., 0],
             **{f"top_{k}": (rank < k).float() for k in TOP_K},
         }
         for name, values in terms.items():
-            total = torch.where(scored, values.double(), 0.0).sum(0).cpu()
+            total = torch.where(probs.scored, values.double(), 0.0).sum(0).cpu()
             self.sums[name] = self.sums.get(name, 0.0) + total
-        counts = scored.sum(0).double().cpu()
+        counts = probs.scored.sum(0).double().cpu()
         self.counts = counts if self.counts is None else self.counts + counts
 
+    def _add_calls(self, calls: Mapping[str, ExpectedCalls]) -> None:
+        for rule, found in calls.items():
+            self.calls[rule] = self.calls[rule] + found if rule in self.calls else found
+
     def reduced(self, accelerator: Any) -> DraftMeasures:
-        """Return the sum over all processes; every one of them calls this."""
+        """Return the measures of all processes; every one of them calls this."""
         if accelerator.num_processes == 1:
             return self
         everyone: list[Any] = [None] * accelerator.num_processes
-        torch.distributed.all_gather_object(everyone, (self.sums, self.counts))
-        total = DraftMeasures()
-        for sums, counts in everyone:
+        torch.distributed.all_gather_object(everyone, (self.sums, self.counts, self.calls))
+        total = DraftMeasures(self.temperature, self.length, self.depths)
+        for sums, counts, calls in everyone:
             if counts is not None:
                 total.counts = counts if total.counts is None else total.counts + counts
                 total.sums = {name: total.sums.get(name, 0.0) + values for name, values in sums.items()}
+                total._add_calls(calls)
         return total
 
     def means(self) -> dict[str, list[float]]:
@@ -265,29 +293,10 @@ class DraftMeasures:
         drafts = int((self.counts > 0).sum())
         return {name: (values[:drafts] / self.counts[:drafts]).tolist() for name, values in self.sums.items()}
 
-    def expected_accepted(self, rule: str = "block") -> float | None:
-        """Return how many drafts one verification is expected to accept at T = 1; None if nothing was measured."""
-        means = self.means()
-        return sum(means[f"accepted_{rule}"]) if means else None
 
-
-@torch.no_grad()
-def measure_drafts(model: Any, batch: Batch, measures: DraftMeasures | None = None) -> DraftMeasures:
-    """Add a batch to measures, or to new ones, in evaluation mode.
-
-    Args:
-        model: See `drafted_probs`.
-        batch: See `drafted_probs`.
-        measures: Measures to add to; None: new ones.
-    """
-    measures, was_training = measures or DraftMeasures(), model.training
-    model.eval()
-    try:
-        for probs in drafted_probs(model, batch):
-            measures.add(probs)
-    finally:
-        model.train(was_training)
-    return measures
+def text_of(prompts: torch.Tensor, new: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return prompts [B, P] and what was written after them [B, T + 1] as a batch that scores the latter."""
+    return {"input_ids": torch.cat([prompts, new], 1), "labels": torch.cat([torch.full_like(prompts, IGNORE), new], 1)}
 
 
 @torch.no_grad()

@@ -1,16 +1,23 @@
-"""Expected acceptance, teacher-forced: of a head's drafts along a given text, without drawing any draft.
+"""Expected calls along a text: how many verifications speculative decoding would take to write it, without drawing.
 
-Let x be a text that follows the target's distributions p_i, and q_i a head's distributions conditioned on the tokens of
-x before them (including the first token of the window, which the last verification added). With P_k and Q_k the
-products of p_i(x_i) and q_i(x_i), block verification (Sun et al. 2024) accepts the first k drafts of x with the weight
-w_k = min(w_{k-1} p_k / q_k, 1), so that over drafts from q
+Let x_0 .. x_T be a text that follows the target's distributions p, and q the drafter's, both conditioned on the tokens
+of x before each. Of a cycle that begins with x_t, the first k drafts are accepted, and the text goes on as x does, with
+the probability p(x_{t+1}) .. p(x_{t+k}) m_k(t), where with P_j and Q_j the products of p and q over x_{t+1} .. x_{t+j}
 
-    P(accepted >= k) = E_q[w_k] = E_p[w_k Q_k / P_k] = E_p[min_{j <= k} Q_j / P_j]
-                     = E_p[sum_v min(m_{k-1} p_k(v), (Q_{k-1} / P_{k-1}) q_k(v))],   m_k = min_{j <= k} Q_j / P_j,
+    block (Sun et al. 2024)         m_k = min over j <= k of min(1, Q_j / P_j)
+    token (Leviathan et al. 2023)   m_k = product over j <= k of min(1, q_j / p_j)
+    greedy                          m_k = 1 while argmax q = argmax p
 
-where the last step sums the k-th token out. Token verification (Leviathan et al. 2023) gives in the same way
-E_p[prod_{j < k} min(1, q_j / p_j) sum_v min(p_k(v), q_k(v))]. Both are sums over the text's own tokens: nothing is
-drawn, all heads are measured at the same positions, and one forward of the backbone serves them all.
+Verification is lossless, so that what follows the accepted drafts has the distribution of the text whatever was
+accepted: P(at least k accepted, x_{t+1} .. x_{t+k+1}) = P(at least k accepted, x_{t+1} .. x_{t+k}) p(x_{t+k+1}). So
+m_k(t) is the probability that at least k drafts are accepted given that x is what is written, and the probability w_t
+that a cycle begins with x_t follows from one pass over the text:
+
+    w_0 = 1,    w_{t+k+1} += w_t (m_k(t) - m_{k+1}(t))    for k = 0 .. m,    m_0 = 1, m_{m+1} = 0
+
+The sum of w is the expected number of verifications of this very text, and T over it the tokens per call. Exact for
+chains of a constant length m along text of the target's own distribution, from drafters whose state depends on verified
+tokens alone. Near its end, drafts are cut to what is left.
 """
 
 from __future__ import annotations
@@ -19,185 +26,116 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
-from ...generation.verification.chains import check_rule
-from ...modeling.sampling import draw
-from .decoding import DecodingMode
+from ...modeling.heads.losses import tokens_ahead
 
-_CHUNK = 128  # positions per evaluation of a head's distributions: [positions, n, v] in float64 must fit into memory
+SAMPLED, GREEDY_RULE = ("block", "token"), ("greedy",)
+"""Ways to verify sampled drafts, and greedy ones."""
+
+
+def acceptance_along(
+    draft: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor, temperature: float, rule: str
+) -> torch.Tensor:
+    """Return m_k, the probability that at least k drafts are accepted given the text, for k = 1 .. m.
+
+    Args:
+        draft: [..., m, V], log-probabilities of the drafter, each conditioned on the text before it.
+        target: [..., m, V], logits of the target for the same tokens.
+        tokens: [..., m] int64, the text.
+        temperature: Applied to both.
+        rule: `"block"`, `"token"` or `"greedy"`.
+
+    Returns:
+        [..., m] float64.
+    """
+    if rule == "greedy":
+        return (draft.argmax(-1) == target.argmax(-1)).double().cumprod(-1)
+    chosen = tokens[..., None]
+    q, p = ((x.double() / temperature).log_softmax(-1).gather(-1, chosen)[..., 0] for x in (draft, target))
+    if rule == "token":
+        return (q - p).clamp(max=0).cumsum(-1).exp()
+    return (q - p).cumsum(-1).cummin(-1).values.clamp(max=0).exp()
+
+
+def cycle_starts(accepted: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return w, the probability that a cycle begins at each position, [B, L] float64.
+
+    Args:
+        accepted: [B, L, m], m_k of the drafts at each position; 0 where they would reach beyond the text.
+        places: [B, L] bool, True where a cycle may begin; every run of them is a text of its own.
+    """
+    jumps = (pad(accepted, (1, 0), value=1.0) - pad(accepted, (0, 1))) * places[..., None]
+    length, reach = jumps.shape[1:]
+    starts = pad((places & ~pad(places, (1, -1))).double(), (0, reach))
+    for position in range(length):
+        starts[:, position + 1 : position + 1 + reach] += starts[:, position, None] * jumps[:, position]
+    return starts[:, :length] * places
+
+
+def ratio_of_sums(tokens: torch.Tensor, calls: torch.Tensor) -> tuple[float, float | None]:
+    """Return the tokens per call of texts [N], as a ratio of sums, and its standard error over texts; None of one."""
+    tokens, calls = tokens.double(), calls.double()
+    ratio, count = float(tokens.sum() / calls.sum()), len(tokens)
+    if count == 1:
+        return ratio, None
+    spread = float((tokens - ratio * calls).square().sum()) * count / (count - 1)
+    return ratio, spread**0.5 / float(calls.sum())
 
 
 @dataclass(frozen=True)
-class ExpectedAcceptance:
-    """How many tokens of drafts are expected to be accepted.
+class ExpectedCalls:
+    """What decoding of texts is expected to take.
 
     Attributes:
-        by_position: For draft positions 1, 2, ...: the probability that the drafts are accepted up to there.
-        standard_error: Standard error of `tokens_per_call`, from the spread between texts (positions of one text are
-            not independent).
-        places: Number of positions of the texts that were measured.
+        tokens: [N], tokens of each text after its first: T.
+        calls: [N] float64, expected verifications of each text.
+        accepted: [N, m] float64, how many of them are expected to accept at least 1 .. m drafts.
     """
 
-    by_position: list[float]
-    standard_error: float
-    places: int
+    tokens: torch.Tensor
+    calls: torch.Tensor
+    accepted: torch.Tensor
+
+    @classmethod
+    def along(cls, accepted: torch.Tensor, places: torch.Tensor) -> ExpectedCalls:
+        """Return what the texts of a batch take; rows without a place are left out.
+
+        Args:
+            accepted: [B, L, m], m_k of the drafts after each position, whatever it is beyond the end of a text.
+            places: [B, L] bool, see `cycle_starts`.
+        """
+        accepted, places = accepted.cpu(), places.cpu()
+        is_left = places[..., None] & tokens_ahead(places, accepted.shape[-1], False).cumprod(-1).bool()
+        accepted = torch.where(is_left, accepted, 0.0)
+        starts, has_text = cycle_starts(accepted, places), places.any(1)
+        found = places.sum(1), starts.sum(1), (starts[..., None] * accepted).sum(1)
+        return cls(*(each[has_text] for each in found))
+
+    def __add__(self, other: ExpectedCalls) -> ExpectedCalls:
+        return ExpectedCalls(*(torch.cat(pair) for pair in zip(vars(self).values(), vars(other).values())))
+
+    @property
+    def drafts(self) -> int:
+        """m, the length of a draft."""
+        return self.accepted.shape[-1]
 
     @property
     def tokens_per_call(self) -> float:
-        """Expected tokens of a call: the accepted drafts and the token that verification adds."""
-        return 1.0 + sum(self.by_position)
+        """Expected tokens of a verification: the accepted drafts, and the token that it adds."""
+        return ratio_of_sums(self.tokens, self.calls)[0]
 
-    @classmethod
-    def of(cls, reached: torch.Tensor) -> ExpectedAcceptance:
-        """Return the means of P(accepted >= k) [N, S, m] at S positions in each of N texts."""
-        per_text = reached.sum(-1).mean(-1)
-        error = float(per_text.std()) / len(reached) ** 0.5 if len(reached) > 1 else float("nan")
-        return cls(reached.mean((0, 1)).clamp(0, 1).tolist(), error, reached[..., 0].numel())
+    @property
+    def standard_error(self) -> float | None:
+        """Standard error of `tokens_per_call`, from the spread between texts; None of one."""
+        return ratio_of_sums(self.tokens, self.calls)[1]
 
+    @property
+    def by_position(self) -> list[float]:
+        """For draft positions 1, 2, ...: the share of verifications that accept so many; 1 + its sum is the above."""
+        return (self.accepted.sum(0) / self.calls.sum()).clamp(0, 1).tolist()
 
-class TeacherForced:
-    """Positions of texts, with the backbone's states and distributions: computed once for all heads of a backbone.
-
-    Args:
-        hidden: [N, S, d] states at S positions in each of N texts, from which heads draft.
-        windows: [N, S, n] int64, the tokens after each position; the first is the one that a verification added.
-        logits: [N, S, n - 1, v], the target's logits of the tokens after the first.
-    """
-
-    def __init__(self, hidden: torch.Tensor, windows: torch.Tensor, logits: torch.Tensor) -> None:
-        self.hidden, self.windows, self.logits = hidden, windows, logits
-
-    @classmethod
-    @torch.no_grad()
-    def on_text(
-        cls, backbone: Any, ids: torch.Tensor, window: int, first: int = 64, every: int = 16, batch_size: int = 8
-    ) -> TeacherForced:
-        """Return positions of the texts themselves: right for T = 1, because the backbone was trained on such texts.
-
-        Args:
-            backbone: The model.
-            ids: [N, L] int64.
-            window: n.
-            first: Column of the first position.
-            every: Columns between positions.
-            batch_size: Texts per forward.
-
-        Raises:
-            ValueError: Texts that are too short for one position.
-        """
-        columns = torch.arange(first, max(first, ids.shape[1] - window), every)
-        if not len(columns):
-            raise ValueError(
-                f"ids has {ids.shape[1]} columns; first={first} and window={window} need more than {first + window}"
-            )
-        parts = []
-        for part in ids.split(batch_size):
-            outputs = backbone(part, use_cache=False, output_hidden_states=[-1])
-            parts.append(_cut(outputs.hidden_states[-1], part, outputs.logits, columns, window))
-        return cls(*(torch.cat(tensors) for tensors in zip(*parts)))
-
-    @classmethod
-    @torch.no_grad()
-    def on_continuations(
-        cls, backbone: Any, prefixes: torch.Tensor, window: int, mode: DecodingMode, places: int = 16, seed: int = 0
-    ) -> TeacherForced:
-        """Return positions of the backbone's own continuations: right for greedy decoding and any temperature.
-
-        Args:
-            backbone: The model.
-            prefixes: [N, L] int64.
-            window: n.
-            mode: Way of decoding, of which only the temperature is read.
-            places: Number of positions after each prefix, from its last token on.
-            seed: Seed of sampled continuations.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        cache, inputs, hidden, logits, tokens = None, prefixes, [], [], []
-        for _ in range(places + window - 1):
-            outputs = backbone(
-                inputs, past_key_values=cache, use_cache=True, output_hidden_states=[-1], logits_to_keep=1
-            )
-            cache = outputs.past_key_values
-            hidden.append(outputs.hidden_states[-1][:, -1])
-            logits.append(outputs.logits[:, -1])
-            inputs = _next(logits[-1], mode.temperature, generator)[:, None]
-            tokens.append(inputs)
-        # column i of `hidden` and `logits` comes before token i: shift the text, so that columns count as in `on_text`
-        text = torch.cat([prefixes[:, -1:], *tokens], dim=1)
-        return cls(*_cut(torch.stack(hidden, 1), text, torch.stack(logits, 1), torch.arange(places), window))
-
-    def acceptance(self, drafter: Any, mode: DecodingMode, rule: str = "block") -> ExpectedAcceptance:
-        """Return the expected acceptance of a head's drafts of n - 1 tokens; arguments as for `reached`."""
-        return ExpectedAcceptance.of(self.reached(drafter, mode, rule))
-
-    @torch.no_grad()
-    def reached(self, drafter: Any, mode: DecodingMode, rule: str = "block") -> torch.Tensor:
-        """Return P(accepted >= k) for k = 1..n - 1 at every position.
-
-        Args:
-            drafter: A model with the method `window_distribution` of states.
-            mode: Greedy, or a temperature, which is applied to both distributions.
-            rule: `"block"` or `"token"`, for sampled drafts.
-
-        Returns:
-            [N, S, n - 1] float64.
-
-        Raises:
-            ValueError: An unknown rule.
-        """
-        check_rule(rule)
-        count, positions = self.windows.shape[:2]
-        flat = [tensor.flatten(0, 1).split(_CHUNK) for tensor in (self.hidden, self.windows, self.logits)]
-        found = []
-        for hidden, window, logits in zip(*flat):
-            drafted = drafter.window_distribution(hidden).conditional_log_probs(window)[:, 1:]
-            found.append(accepted_up_to(window[:, 1:], drafted, logits, mode.temperature, rule))
-        return torch.cat(found).view(count, positions, -1)
-
-
-def _next(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
-    if not temperature:
-        return logits.argmax(-1)
-    return draw((logits.float() / temperature).softmax(-1), generator)
-
-
-def _cut(
-    hidden: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor, columns: torch.Tensor, window: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return states [N, S, d], windows [N, S, n] and logits [N, S, n - 1, v] at some columns."""
-    ahead = columns[:, None] + torch.arange(1, window + 1)
-    return hidden[:, columns], ids[:, ahead], logits[:, ahead[:, :-1]]
-
-
-def accepted_up_to(
-    tokens: torch.Tensor, drafted: torch.Tensor, logits: torch.Tensor, temperature: float, rule: str
-) -> torch.Tensor:
-    """Return P(accepted >= k) for k = 1..m.
-
-    Args:
-        tokens: [M, m], the text.
-        drafted: [M, m, v] log q_i.
-        logits: [M, m, v], those of the target.
-        temperature: 0: greedy.
-        rule: `"block"` or `"token"`, for sampled drafts.
-
-    Returns:
-        [M, m] float64.
-    """
-    if not temperature:
-        return (drafted.argmax(-1) == logits.argmax(-1)).double().cumprod(1)
-    q = (drafted.double() / temperature).log_softmax(-1)
-    p = (logits.double() / temperature).log_softmax(-1)
-    text = tokens[..., None]
-    before = _accepted_before(q.gather(-1, text)[..., 0], p.gather(-1, text)[..., 0], rule)
-    return torch.minimum(before[0][..., None] + p, before[1][..., None] + q).exp().sum(-1)
-
-
-def _accepted_before(q: torch.Tensor, p: torch.Tensor, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log m_{k-1} and log Q_{k-1} / P_{k-1} (blocks), or twice log prod of min(1, q_j / p_j), [M, m]."""
-    ratio = torch.nn.functional.pad((q - p)[:, :-1], (1, 0))
-    if rule == "token":
-        accepted = ratio.clamp(max=0).cumsum(1)
-        return accepted, accepted
-    total = ratio.cumsum(1)
-    return total.cummin(1).values, total
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a `DecodingResult`."""
+        names = "expected_tokens_per_call", "expected_standard_error", "expected_by_position"
+        return dict(zip(names, (self.tokens_per_call, self.standard_error, self.by_position)))

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.models import GOLDENS, left_padded, tiny_model
-from tokenahead import EvaByteCache, EvaByteForMTPC
+from tokenahead import EvaByteCache, EvaByteForMTPC, NgramDrafter
 
 MODEL = tiny_model()
 WINDOW = MODEL.config.window_size
@@ -53,8 +53,8 @@ def test_any_schedule_of_blocks_and_rollbacks_equals_the_full_forward(prefill, s
     MODEL(truth[:, :prefill], past_key_values=cache)
     at = prefill
     for length, share in steps:
-        kept = int(share * min(length, WINDOW))
-        rollback = min(length, WINDOW) - kept
+        longest = length if recording else min(length, WINDOW)
+        rollback = longest - int(share * longest)
         block = truth[:, at : at + length].clone()
         block[:, length - rollback :] = block[:, length - rollback :].flip(1)
         if block.shape[1] < length:
@@ -70,11 +70,13 @@ def test_any_schedule_of_blocks_and_rollbacks_equals_the_full_forward(prefill, s
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=2, max_size=4),
-    steps=st.lists(st.tuples(st.integers(1, 33), st.lists(st.floats(0, 1), min_size=4, max_size=4)), max_size=6),
+    steps=st.lists(st.tuples(st.integers(1, 80), st.lists(st.floats(0, 1), min_size=4, max_size=4)), max_size=6),
 )
+@example(lengths=[17, 1], steps=[(3, [0.75] * 4), (15, [0.8125] * 4), (33, [0.0] * 4)])
 @torch.no_grad()
-def test_rows_keep_different_numbers_of_tokens(lengths, steps):
+def test_sequences_keep_different_numbers_of_tokens(lengths, steps):
     cache = EvaByteCache(MODEL.config)
+    cache.activate_past_recording()
     MODEL(**left_padded([row[:n] for row, n in zip(TEXT, lengths)]), past_key_values=cache)
     at = list(lengths)
     for length, shares in steps:
@@ -83,8 +85,7 @@ def test_rows_keep_different_numbers_of_tokens(lengths, steps):
         for row, n in enumerate(at):
             expected = full_logits(TEXT[row : row + 1, : n + length])[0, n:]
             torch.testing.assert_close(logits[row], expected, atol=2e-5, rtol=0)
-        least = max(0, length - MODEL.config.window_size)  # a longer block keeps one window of rollback
-        kept = [max(int(share * length), least) for share in shares[: len(at)]]
+        kept = [int(share * length) for share in shares[: len(at)]]
         cache.crop(torch.tensor(kept) - length)
         at = [n + keep for n, keep in zip(at, kept)]
         assert cache.lengths == at
@@ -155,6 +156,27 @@ def test_recording_lets_several_forwards_be_rolled_back_together():
     assert cache.lengths == [28]
     logits = MODEL(TEXT[:1, 28:60], past_key_values=cache).logits
     torch.testing.assert_close(logits, full_logits(TEXT[:1, :60])[:, 28:], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_drafts_longer_than_a_window(batch):
+    prompt = TEXT[:1, :7].repeat(batch, 6)
+    options = {"max_new_tokens": 90, "do_sample": False, "pad_token_id": 0}
+    model = tiny_model()
+    plain = model.generate(prompt, use_mtp=False, **options)
+    drafter = NgramDrafter(num_tokens=2 * WINDOW + 5).attach(model)
+    found = model.generate(prompt, assistant_model=drafter, return_dict_in_generate=True, **options)
+    assert torch.equal(found.sequences, plain)
+    drafts = found.speculation.drafts if batch == 1 else found.speculation.drafts[0]
+    assert max(map(len, drafts)) > WINDOW
+
+
+@torch.no_grad()
+def test_a_long_prompt_is_folded_at_once():
+    cache = EvaByteCache(MODEL.config)
+    cache.activate_past_recording()
+    MODEL(TEXT[:1], past_key_values=cache)
+    assert cache.layers[0].keys.shape[2] < 200
 
 
 def test_a_batch_of_another_size_is_refused():

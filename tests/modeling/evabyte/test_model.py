@@ -50,7 +50,7 @@ def test_chunk_summaries_in_the_cache(case):
     for key in keys:
         name, layer = key.split(".layer")[0], int(key.split(".layer")[1].split(".")[0])
         cache = model(gold[f"{name}.input_ids"][None]).past_key_values
-        folded = cache.rows.starts[0] // model.config.chunk_size
+        folded = cache.sequences.starts[0] // model.config.chunk_size
         assert folded > 0
         for states, which in ((cache.layers[layer].keys, "k"), (cache.layers[layer].values, "v")):
             torch.testing.assert_close(states[0, :, :folded], gold[key[:-1] + which][:, :folded], atol=1e-4, rtol=0)
@@ -78,7 +78,7 @@ def test_loss_and_gradients_per_head(case):
     ids = gold[name.replace("loss", "full") + ".input_ids"]
     labels = gold[f"{name}.labels"]
     hidden = model.model(ids[None]).last_hidden_state
-    logits = model.lm_head(hidden)[0]
+    logits = torch.stack([model.lm_head(hidden)[0], *model.draft_heads(hidden)[0].unbind(1)], dim=1)
     loss = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100
     )
@@ -180,12 +180,13 @@ def test_window_may_differ_from_the_stored_heads(window, tmp_path):
     official = load_file(GOLDENS / CASES[0] / "model.safetensors")["lm_head.weight"]
     model = EvaByteForMTPC.from_pretrained(GOLDENS / CASES[0], mtp_head={"window": window}).eval()
     assert model.window == window
-    assert torch.equal(model.lm_head.weight[: len(official)], official)
-    assert model.config.num_pred_heads == max(8, window) == model.lm_head.weight.shape[0] // 320
+    assert torch.equal(torch.cat([model.lm_head.weight, model.draft_heads.weight])[: len(official)], official)
+    assert model.config.num_pred_heads == max(8, window) == 1 + model.draft_heads.weight.shape[0] // 320
     model.save_pretrained(tmp_path)
     again = EvaByteForMTPC.from_pretrained(tmp_path)
     assert again.window == window
     assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+    assert torch.equal(again.draft_heads.weight, model.draft_heads.weight)
 
 
 def test_cache_of_another_kind_is_refused():

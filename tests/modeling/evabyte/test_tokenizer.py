@@ -8,7 +8,7 @@ from pathlib import Path
 import jinja2
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TextStreamer
 
@@ -94,7 +94,6 @@ def test_golden_error_case_other_roles_are_refused(role, mask):
 
 
 @given(PLAIN_TEXT)
-@settings(deadline=None)
 def test_text_without_literals_is_its_bytes_and_comes_back(text):
     ids = TOKENIZER(text)["input_ids"]
     assert ids == [1, *(byte + 64 for byte in text.encode())]
@@ -102,7 +101,6 @@ def test_text_without_literals_is_its_bytes_and_comes_back(text):
 
 
 @given(st.lists(PLAIN_TEXT | LITERALS, max_size=8).map("".join))
-@settings(deadline=None)
 def test_any_text_comes_back_and_split_special_tokens_makes_bytes_of_literals(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False)) == text
     split = TOKENIZER.encode(text, add_special_tokens=False, split_special_tokens=True)
@@ -110,7 +108,6 @@ def test_any_text_comes_back_and_split_special_tokens_makes_bytes_of_literals(te
 
 
 @given(st.lists(st.integers(0, 319)))
-@settings(deadline=None)
 def test_decoding_drops_invalid_bytes_and_with_skip_all_ids_below_64(ids):
     whole = b"".join(bytes([index - 64]) if index >= 64 else SPECIAL_TOKENS[index].encode() for index in ids)
     assert TOKENIZER.decode(ids) == whole.decode(errors="ignore")
@@ -138,28 +135,13 @@ def test_ids_outside_the_vocabulary_are_refused(index):
         TOKENIZER.decode([161, index])
 
 
-@pytest.mark.parametrize(
-    "text, code_point, position",
-    [("a\ud83d", "U\\+D83D", 1), ("\udc00b\ud800", "U\\+DC00", 0), ("é<|eot_id|>xy\udfff", "U\\+DFFF", 13)],
-)
-def test_lone_surrogates_are_refused_with_their_position(text, code_point, position):
-    message = f"lone surrogate {code_point} at position {position},"
-    with pytest.raises(ValueError, match=message):
-        TOKENIZER(text)
-    with pytest.raises(ValueError, match=message):
-        TOKENIZER(["fine", text], split_special_tokens=True)
-
-
-def test_the_repair_that_the_surrogate_error_proposes_works():
-    text = "a\ud83d\ude00b\ud800"
-    repaired = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    assert TOKENIZER.decode(TOKENIZER(repaired)["input_ids"], skip_special_tokens=True) == "a😀b\ufffd"
-
-
-def test_surrogate_position_in_a_masked_chat_counts_from_the_start_of_the_chat():
-    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "ab\ud800"}]
-    position = TOKENIZER.apply_chat_template(chat, tokenize=False).index("\ud800")
-    with pytest.raises(ValueError, match=f"at position {position},"):
+@pytest.mark.parametrize("text", ["a\ud83d", "\udc00b\ud800", "é<|eot_id|>xy\udfff"])
+def test_lone_surrogates_are_refused(text):
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
+    for texts in (text, ["fine", text]):
+        with pytest.raises(UnicodeEncodeError, match="ud83d|udc00|udfff"):
+            TOKENIZER(texts)
+    with pytest.raises(UnicodeEncodeError, match="surrogates"):
         TOKENIZER.apply_chat_template(chat, return_assistant_tokens_mask=True)
 
 

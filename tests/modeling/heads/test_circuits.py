@@ -199,7 +199,7 @@ def leaf_logits(draw):
     return logits[:, None]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60)
 @given(logits=leaf_logits())
 def test_masked_and_extreme_leaves(logits):
     distribution = FactorisedDistribution(logits)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from tests.internals import HEAD_FAMILIES, build_head, init_head, window_distribution
+from tests.internals import HEAD_FAMILIES, backbone_parts, build_head, init_head, window_distribution
 from tests.internals import heads_FAMILIES as FAMILIES
 from tests.models import tiny_model
 from tokenahead import MTPHeadConfig
@@ -74,17 +74,19 @@ def test_a_head_that_peft_wraps_is_asked_by_contract():
 def test_ff_heads_are_no_linear_layer_that_peft_would_adapt_in_another_shape():
     model = tiny_model()
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
-    assert not any("lm_head" in name for name, _ in adapted.named_parameters() if "lora" in name)
+    assert not any(
+        "lm_head" in name or "draft_heads" in name for name, _ in adapted.named_parameters() if "lora" in name
+    )
     adapted(input_ids=TOKENS, labels=TOKENS).loss.backward()
     with pytest.raises(ValueError, match="FFHead"):
-        peft.get_peft_model(tiny_model(), peft.LoraConfig(target_modules=["lm_head"]))
+        peft.get_peft_model(tiny_model(), peft.LoraConfig(target_modules=["draft_heads"]))
 
 
 def test_the_shared_unembedding_gets_no_gradient():
     head = build_head(MTPHeadConfig(window=3, leaf="shared"), 32, 320)
     model = tiny_model()
     config = MTPHeadConfig(window=3, leaf="shared")
-    window_distribution(head, config, torch.randn(2, 32), model.backbone_parts()).leaf_logits.sum().backward()
+    window_distribution(head, config, torch.randn(2, 32), backbone_parts(model)).leaf_logits.sum().backward()
     assert head.maps.grad is not None and model.lm_head.weight.grad is None
     with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
         window_distribution(head, config, torch.randn(2, 32))

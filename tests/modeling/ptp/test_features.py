@@ -20,7 +20,7 @@ def distribution(weights: list[int]) -> torch.Tensor:
     return counts / counts.sum()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(LAWS, st.floats(0, 1, exclude_max=True))
 def test_a_pick_is_possible_and_lies_in_its_interval(weights, value):
     probs, u = distribution(weights), torch.tensor(value, dtype=torch.float64)
@@ -29,7 +29,7 @@ def test_a_pick_is_possible_and_lies_in_its_interval(weights, value):
     assert probs[token] > 0 and low <= u < high
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(LAWS, st.floats(0, 1), st.data())
 def test_a_placed_uniform_picks_its_token(weights, z, data):
     probs = distribution(weights)

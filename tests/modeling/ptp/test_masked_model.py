@@ -127,6 +127,13 @@ def test_masks_and_their_head_train_in_float32_beside_a_backbone_of_bfloat16(tmp
     assert all(p.requires_grad for part in (model.sampler, model.mask_embedding) for p in part.parameters())
 
 
+@pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
+def test_what_stays_in_float32_exists(variant):
+    model = student(variant)
+    names = [name for name, _ in model.named_modules()]
+    assert all(any(part in name for name in names) for part in model._keep_in_fp32_modules_strict)
+
+
 def test_what_does_not_go_together():
     model, tokens = masked(), ids(1, 3)
     with pytest.raises(ValueError, match="0.*3.*num_slots=.*3"):

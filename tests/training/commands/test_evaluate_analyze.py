@@ -45,14 +45,16 @@ def test_every_drafter_is_measured(name, folders, data, tmp_path, capsys):
     if name != "ptp":
         assert [row["depth"] for row in found["depths"]] == list(range(2, len(found["depths"]) + 2))
         assert all(0 <= row["top_1"] <= row["top_5"] <= 1 for row in found["depths"])
-        block, token = (found["expected_accepted"][rule] for rule in ("block", "token"))
-        assert block == pytest.approx(sum(row["accepted_block"] for row in found["depths"])) and block >= token - 1e-9
+        block, token = (found["held_out"][f"tokens_per_call_{rule}"] for rule in ("block", "token"))
+        assert block == pytest.approx(1 + sum(found["held_out"]["accepted_by_position"])) and block >= token - 1e-9
+        assert greedy["expected_tokens_per_call"] == pytest.approx(greedy["tokens_per_verification"], abs=1e-4)
+        assert found["held_out"]["draft_length"] == greedy["draft_length"] == len(greedy["expected_by_position"])
     if name in ("evabyte", "modules", "heads"):
         losses = found["losses"]
         assert found["depths"][0]["loss"] == pytest.approx(losses["eval_loss_head_2"], rel=1e-4)
     assert MeasuredResults.from_json(out / "results.json").results[0].name == "greedy"
     assert (out / "evaluation.png").stat().st_size > 1000
-    assert "expected accepted" in capsys.readouterr().out or name == "ptp"
+    assert "expected per call" in capsys.readouterr().out or name == "ptp"
 
 
 def test_a_file_for_training_means_what_the_training_has_left(settings_of, tmp_path):
@@ -66,7 +68,9 @@ def test_a_file_for_training_means_what_the_training_has_left(settings_of, tmp_p
     assert settings.drafter.drafter_name_or_path == str(tmp_path / "run") and settings.drafter.drafter_options is None
 
 
-PEFT = dict(model="evabyte", use_peft=True, lora_target_modules=["q_proj", "v_proj"], lora_modules_to_save=["lm_head"])
+PEFT = dict(
+    model="evabyte", use_peft=True, lora_target_modules=["q_proj", "v_proj"], lora_modules_to_save=["draft_heads"]
+)
 PARTS = {
     "peft": PEFT,
     "new head, lora": dict(model="evabyte", drafter_options={"head_type": "cp"}, strategy={"train": "lora"}),

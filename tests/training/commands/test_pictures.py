@@ -9,11 +9,13 @@ from tests.internals import analysis_figure, evaluation_figure, learning_figure
 
 
 def figures_of(depths, loss=2.0):
-    rows = [
-        {"depth": depth, "top_1": 0.5, "top_5": 0.8, "loss": loss, "accepted_block": 0.4}
-        for depth in range(2, 2 + depths)
-    ]
-    return {"depths": rows, "decoding": [{"name": "greedy", "accepted_by_position": [0.3] * max(depths, 1)}]}
+    rows = [{"depth": depth, "top_1": 0.5, "top_5": 0.8, "loss": loss} for depth in range(2, 2 + depths)]
+    decoding = [{"name": "greedy", "accepted_by_position": [0.3] * max(depths, 1)}]
+    return {
+        "depths": rows,
+        "decoding": decoding,
+        "held_out": {"accepted_by_position": [0.4] * depths} if depths else {},
+    }
 
 
 def history_of(depths, steps=3):
@@ -35,7 +37,7 @@ def test_a_run_that_ended_before_its_first_entry_has_a_picture_and_no_warning(re
 @pytest.mark.parametrize(
     "figure",
     [
-        lambda: evaluation_figure({"depths": [], "decoding": []}),
+        lambda: evaluation_figure({"depths": [], "decoding": [], "held_out": {}}),
         lambda: analysis_figure({"depths": [{"depth": 1}], "layers": []}),
         lambda: learning_figure(history_of(40)),
     ],
@@ -67,6 +69,12 @@ def test_one_value_alone_stands_at_a_whole_number(figure):
     drawn = figure()
     assert all(tick == int(tick) for axes in drawn.axes for tick in ticks(axes))
     assert all(line.get_marker() not in ("None", "") for line in drawn.axes[-1].get_lines())
+
+
+def test_marginals_that_leave_much_out_are_hollow():
+    depths = [{"depth": depth, "marginal": 1.0 + depth, "missing_mass": 0.06 * (depth - 1)} for depth in (1, 2, 3)]
+    hollow = analysis_figure({"depths": depths, "layers": []}).axes[0].get_lines()[-1]
+    assert list(hollow.get_xdata()) == [3] and hollow.get_markerfacecolor() == "white"
 
 
 def test_every_depth_has_a_colour_of_its_own():

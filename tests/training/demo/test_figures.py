@@ -1,5 +1,6 @@
 """The figures can be read: every word lies inside them, none on another one, and every marker inside its axes."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -79,7 +80,15 @@ def words(figure) -> list:
     return [(text.get_text(), text.get_window_extent(renderer)) for text in texts if text not in hidden]
 
 
+def loops() -> list[HeadReport]:
+    reports = heads(SPREAD)
+    for report in reports:
+        report.measured.results[0] = replace(report.measured.results[0], repeated_share=0.7)
+    return reports
+
+
 CASES = {
+    "loops": lambda: figures.speed_figure(loops()),
     "measured": lambda: figures.speed_figure(heads(MEASURED)),
     "spread": lambda: figures.speed_figure(heads(SPREAD)),
     "equal": lambda: figures.speed_figure(heads(EQUAL)),
@@ -119,8 +128,19 @@ def test_a_family_has_one_colour_and_the_way_of_decoding_is_the_fill():
     points = [line for line in axes.lines if line.get_linestyle() == "None" and line.get_marker() != "x"]
     colours = [to_hex(line.get_color()) for line in points]
     assert len(points) == 12 and colours[::3] == colours[1::3] == colours[2::3] and len(set(colours)) == 4
-    assert [line.get_fillstyle() for line in points[:2]] == ["full", "left"]
-    assert [to_hex(line.get_markerfacecolor()) for line in points[:3]] == [colours[0], colours[0], "#ffffff"]
+    assert [line.get_fillstyle() for line in points[:3]] == ["full", "left", "bottom"]
+    assert [to_hex(line.get_markerfacecolor()) for line in points[:3]] == [colours[0]] * 3
+
+
+def test_text_that_repeats_itself_is_hollow_and_the_legend_says_why():
+    reports = loops()
+    figure = figures.speed_figure(reports)
+    points = [line for line in figure.axes[0].lines if line.get_linestyle() == "None" and line.get_marker() != "x"]
+    assert {to_hex(line.get_markerfacecolor()) for line in points[::3]} == {"#ffffff"}
+    assert "#ffffff" not in {to_hex(line.get_markerfacecolor()) for line in points[1::3] + points[2::3]}
+    assert any("hollow: greedy" in text.get_text() for text in figure.legends[0].get_texts())
+    drawn = figures.acceptance_figure(reports).axes[0].lines
+    assert all(to_hex(line.get_markerfacecolor()) == "#ffffff" for line in drawn[::2])
 
 
 def test_plain_decoding_stands_at_one_byte_per_call():

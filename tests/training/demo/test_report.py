@@ -26,7 +26,7 @@ def comparison(mode=GREEDY, identical: bool | None = True, difference: str | Non
         identical=identical,
     )
     completion = Completion("prompt", ids("ab"), [False, True], difference)
-    return Comparison(mode, result, [completion], [0.75, 0.5])
+    return Comparison(mode, result, [completion])
 
 
 @pytest.mark.parametrize(

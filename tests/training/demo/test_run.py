@@ -53,7 +53,10 @@ def test_results_come_with_their_circumstances(box: Path) -> None:
     bits = -logits.gather(-1, ids[:, 1:, None]).mean() / torch.log(torch.tensor(2.0))
     for report in reports:
         assert [row.name for row in report.measured.results] == ["greedy", "sampled, T=0.7", "sampled, T=1"]
-        assert all(len(row.expected_by_position) == 15 for row in report.single)
+        drafts = report.measured.extra["Drafted bytes"]
+        assert all(len(row.expected_by_position) == row.draft_length == drafts for row in report.single)
+        greedy = report.single[0]
+        assert greedy.expected_tokens_per_call == pytest.approx(greedy.tokens_per_verification, abs=1e-4)
         assert all(row.identical is True for row in report.measured.results if not row.do_sample)
         assert {"torch", "transformers", "python", "processor", "threads"} <= set(report.measured.environment)
         assert report.measured.bits_per_byte == pytest.approx(float(bits), rel=1e-4)

@@ -33,7 +33,7 @@ def test_greedy_runs_are_compared_token_by_token(model):
         assert completion.ids == output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
         assert sum(completion.drafted) == sum(output.speculation.accepted)
         assert len(completion.drafted) == 20
-    assert len(comparison.accepted_by_position) == 3
+    assert len(comparison.result.accepted_by_position) == 3
 
 
 def test_a_difference_is_found_and_explained(model, monkeypatch):
@@ -94,7 +94,7 @@ def test_samples_follow_from_the_seed(model):
 def test_every_way_sees_the_same_prompts_wherever_the_time_ends(model, monkeypatch):
     other = small_model(1).eval()
     other.model.load_state_dict(model.model.state_dict())
-    other.lm_head.weight.data[:320] = model.lm_head.weight.data[:320]
+    other.lm_head.load_state_dict(model.lm_head.state_dict())
     clock = iter(range(0, 10_000, 10))  # every look at the clock takes ten seconds
     monkeypatch.setattr(decoding.time, "monotonic", lambda: next(clock))
     done = []
@@ -123,10 +123,13 @@ def test_a_batch_gives_the_texts_of_its_rows_and_counts_a_call_for_every_row(mod
 def test_results_say_how_they_spread_and_whether_the_text_repeats_itself(model):
     with torch.no_grad():  # the next byte is always the same one
         model.lm_head.weight.zero_()
+        model.draft_heads.weight.zero_()
     result = compare_decoding(model, EvaByteTokenizer(), PROMPTS, GREEDY, 40).result
     assert result.repeated_share == 1.0 and result.is_degenerate
     assert result.spread == (min(result.per_prompt), max(result.per_prompt)) and result.processor_speed_up > 0
-    assert result.accepted_by_position == [1.0, 1.0, 1.0]
+    assert result.accepted_by_position == [1.0, 1.0, 0.9]  # the last draft is cut to what is left
+    assert result.expected_by_position == result.accepted_by_position
+    assert result.expected_tokens_per_call == pytest.approx(result.tokens_per_verification)
 
 
 def test_nothing_to_measure_is_refused(model):

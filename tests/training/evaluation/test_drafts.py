@@ -6,7 +6,7 @@ from transformers import DynamicCache
 
 from tests.every_model import llama
 from tests.families import family_model
-from tests.internals import drafted_probs, measure_drafts
+from tests.internals import DraftMeasures, drafted_probs
 from tests.models import tiny_model
 from tokenahead import EagleHead, MTPHeads
 
@@ -39,9 +39,9 @@ def test_distributions_are_normalised_and_the_losses_are_those_of_the_model(name
     for probs in drafted_probs(model, batch):
         mass = probs.draft.exp().sum(-1)
         torch.testing.assert_close(mass, torch.ones_like(mass), rtol=0, atol=1e-5)
-    means = measure_drafts(model, batch).means()
-    assert all(0 <= share <= 1 for share in means["accepted_block"])
-    assert all(a <= b + 1e-9 for a, b in zip(means["accepted_token"], means["accepted_block"]))
+    measures = DraftMeasures().add(model, batch)
+    means, calls = measures.means(), measures.calls
+    assert all(0 <= share <= 1 for rule in ("block", "token") for share in calls[rule].by_position)
     if not name.startswith("eagle"):
         expected = model(**batch).head_losses[1:].tolist()
         assert means["loss"][: len(expected)] == pytest.approx(expected, rel=1e-4)

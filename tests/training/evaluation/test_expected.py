@@ -1,120 +1,160 @@
-"""Expected acceptance along a text equals, by enumeration, what verification accepts of drafts from the head."""
+"""Expected calls along a text are those of decoding, by enumeration: text by text, and on average."""
 
+from functools import cache
 from itertools import product
 
 import pytest
 import torch
 
-from tests.internals import GREEDY, TeacherForced, block_acceptance, sampled, token_acceptance
-from tests.training.conftest import small_model
+from tests.backbones import backbone, train_eagle, train_heads
+from tests.internals import (
+    DraftMeasures,
+    ExpectedCalls,
+    acceptance_along,
+    block_acceptance,
+    ratio_of_sums,
+    text_of,
+    token_acceptance,
+)
+from tests.models import GOLDENS, trained_model
+from tokenahead import DeepSeekMTP, EagleHead, MTPHeads
 
-V, M, QUARTERS = 3, 3, 4
+V, M, T = 4, 3, 5
 
 
-class Tables:
-    """Distributions of M tokens given those before them, with p in quarters, so that 4^M equally likely texts are all
-    of p."""
+class Source:
+    """A Markov chain p [V, V], and a drafter whose j-th draft follows q[j] [V, V], given the token before it."""
 
     def __init__(self, seed: int) -> None:
         source = torch.Generator().manual_seed(seed)
-        prefixes = [prefix for length in range(M) for prefix in product(range(V), repeat=length)]
-        self.p = {prefix: torch.randint(V, (QUARTERS,), generator=source) for prefix in prefixes}
-        self.q = {prefix: torch.rand(V, generator=source, dtype=torch.float64) for prefix in prefixes}
-        self.q = {prefix: distribution / distribution.sum() for prefix, distribution in self.q.items()}
+        self.p = torch.rand(V, V, generator=source, dtype=torch.float64).square()
+        self.q = torch.rand(M, V, V, generator=source, dtype=torch.float64) + self.p
+        self.p, self.q = (rows / rows.sum(-1, keepdim=True) for rows in (self.p, self.q))
 
-    def texts(self) -> torch.Tensor:
-        """[4^M, M]."""
-        rows = []
-        for quarters in product(range(QUARTERS), repeat=M):
-            text: tuple[int, ...] = ()
-            for quarter in quarters:
-                text += (int(self.p[text][quarter]),)
-            rows.append(text)
-        return torch.tensor(rows)
+    def cycles(self, rule: str) -> dict[tuple[int, ...], float]:
+        """The probability of everything that one cycle may write after its first token, which stands before it."""
+        drafts = torch.tensor(list(product(range(V), repeat=M)))
+        found: dict[tuple[int, ...], float] = {}
+        for first in range(V):
+            before = torch.cat([torch.full_like(drafts[:, :1], first), drafts], 1)
+            q, p = self.q[torch.arange(M), before[:, :-1]], self.p[before]
+            if rule == "greedy":
+                self._greedy_cycle(first, found)
+                continue
+            accept, residual = {"token": token_acceptance, "block": block_acceptance}[rule](drafts, q, p)
+            for k in range(M + 1):
+                ends = q.gather(-1, drafts[..., None])[..., 0].prod(1) * self._accepts_just(accept, k, rule)
+                for draft, end, row in zip(drafts.tolist(), ends.tolist(), residual[:, k].tolist()):
+                    for added, chance in enumerate(row):
+                        written = (first, *draft[:k], added)
+                        found[written] = found.get(written, 0.0) + end * chance
+        return found
 
-    def along(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Distributions p and q of every token of [N, M]: [N, M, V] each."""
-        prefixes = [[tuple(row[:i]) for i in range(M)] for row in tokens.tolist()]
-        p = [[torch.bincount(self.p[x], minlength=V).double() / QUARTERS for x in row] for row in prefixes]
-        q = [[self.q[x] for x in row] for row in prefixes]
-        return torch.stack([torch.stack(row) for row in p]), torch.stack([torch.stack(row) for row in q])
+    @staticmethod
+    def _accepts_just(accept: torch.Tensor, k: int, rule: str) -> torch.Tensor:
+        refused = 1 - accept
+        if rule == "token":
+            return accept[:, :k].prod(1) * (refused[:, k] if k < M else 1)
+        return (accept[:, k - 1] if k else 1) * refused[:, k:].prod(1)
 
-    def window_distribution(self, hidden: torch.Tensor) -> "Tables":
-        return self
+    def _greedy_cycle(self, first: int, found: dict[tuple[int, ...], float]) -> None:
+        written = (first,)
+        for j in range(M):
+            written += (int(self.p[written[-1]].argmax()),)
+            if self.q[j, written[-2]].argmax() != written[-1]:
+                break
+        else:
+            written += (int(self.p[written[-1]].argmax()),)
+        found[written] = 1.0
 
-    def conditional_log_probs(self, windows: torch.Tensor) -> torch.Tensor:
-        """Of windows [N, 1 + M], whose first token is known and has no distribution here."""
-        return torch.nn.functional.pad(self.along(windows[:, 1:])[1].log(), (0, 0, 1, 0))
-
-
-def accepted_of_drafts(tables: Tables, rule: str) -> torch.Tensor:
-    """P(accepted >= k), summed over every draft from q: [M]."""
-    drafts = torch.tensor(list(product(range(V), repeat=M)))
-    p, q = tables.along(drafts)
-    p = torch.cat([p, torch.full_like(p[:, :1], 1 / V)], 1)
-    weight = q.gather(-1, drafts[..., None])[..., 0].prod(1)
-    if rule == "token":
-        kept = token_acceptance(drafts, q, p)[0].cumprod(1)
-    else:
-        accept = block_acceptance(drafts, q, p)[0]
-        kept = 1 - (1 - accept).flip(1).cumprod(1).flip(1)
-    return (weight[:, None] * kept).sum(0)
-
-
-@pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("seed", range(5))
-def test_the_sum_over_texts_is_the_sum_over_drafts(rule, seed):
-    tables = Tables(seed)
-    texts = tables.texts()
-    p, _ = tables.along(texts)
-    windows = torch.nn.functional.pad(texts, (1, 0))[:, None]
-    places = TeacherForced(torch.zeros(len(texts), 1, 1), windows, p.log()[:, None])
-    found = places.acceptance(tables, sampled(1.0), rule)
-    expected = accepted_of_drafts(tables, rule)
-    assert found.by_position == pytest.approx(expected.tolist(), abs=1e-12)
-    assert found.tokens_per_call == pytest.approx(1 + float(expected.sum())) and found.places == QUARTERS**M
+    def along(self, texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of texts [N, T + 1]: log q and log p [N, T, M, V] of the drafts after each token, and those tokens."""
+        padded = torch.nn.functional.pad(texts, (0, M))
+        windows = padded.unfold(1, M + 1, 1)[:, :T]
+        return self.q[torch.arange(M), windows[..., :-1]].log(), self.p[windows[..., :-1]].log(), windows[..., 1:]
 
 
-def test_an_unknown_rule_is_refused():
-    with pytest.raises(ValueError, match="'blocks'"):
-        TeacherForced(torch.zeros(1, 1, 1), torch.zeros(1, 1, 2), torch.zeros(1, 1, 1, V)).acceptance(
-            None, GREEDY, "blocks"
-        )
+def ways_to_write(cycles: dict[tuple[int, ...], float]):
+    """From a text to the probability that decoding writes it after its first token, and that times its cycles."""
+    beginnings: dict[tuple[int, ...], float] = {}
+    for written, chance in cycles.items():
+        for count in range(2, len(written) + 1):
+            beginnings[written[:count]] = beginnings.get(written[:count], 0.0) + chance
+
+    @cache
+    def write(text: tuple[int, ...]) -> tuple[float, float]:
+        if len(text) == 1:
+            return 1.0, 0.0
+        mass = calls = 0.0
+        for count in range(2, len(text) + 1):
+            chance = (beginnings if count == len(text) else cycles).get(text[:count], 0.0)
+            rest, more = write(text[count - 1 :])
+            mass, calls = mass + chance * rest, calls + chance * (rest + more)
+        return mass, calls
+
+    return write
 
 
-@pytest.fixture
-def model():
-    return small_model().eval()
+@pytest.mark.parametrize("rule", ["block", "token", "greedy"])
+@pytest.mark.parametrize("seed", range(3))
+def test_calls_along_a_text_are_those_of_all_the_ways_to_write_it(rule, seed):
+    source = Source(seed)
+    write = ways_to_write(source.cycles(rule))
+    texts = torch.tensor(list(product(range(V), repeat=T + 1)))
+    chances = source.p[texts[:, :-1], texts[:, 1:]].prod(1)
+    if rule == "greedy":
+        texts = texts[(source.p.argmax(-1)[texts[:, :-1]] == texts[:, 1:]).all(1)]
+        chances = torch.ones(len(texts), dtype=torch.float64)
+    accepted = acceptance_along(*source.along(texts), float(rule != "greedy"), rule)
+    found = ExpectedCalls.along(accepted, torch.ones(texts.shape[0], T, dtype=torch.bool))
+    mass, calls = torch.tensor([write(tuple(text)) for text in texts.tolist()], dtype=torch.float64).T
+    torch.testing.assert_close(mass, chances, atol=1e-12, rtol=0)  # the decoding is lossless
+    torch.testing.assert_close(found.calls, calls / mass, atol=1e-12, rtol=1e-12)
+    assert found.tokens.tolist() == [T] * len(texts) and found.drafts == M
+    assert 1 + sum(found.by_position) == pytest.approx(found.tokens_per_call)
 
 
-@pytest.mark.parametrize("mode", [GREEDY, sampled(0.7)], ids=["greedy", "sampled"])
-def test_states_distributions_and_tokens_of_continuations_belong_together(model, mode):
-    """What was kept on the way equals one pass over the prefix and what was written behind it."""
-    prefixes = torch.randint(64, 320, (3, 10))
-    places = TeacherForced.on_continuations(model, prefixes, model.window, mode, places=5)
-    texts = torch.cat([prefixes, places.windows[:, 0], places.windows[:, 1:, -1]], 1)
-    again = TeacherForced.on_text(model, torch.cat([texts, texts[:, :1]], 1), model.window, first=9, every=1)
-    torch.testing.assert_close(again.hidden[:, :5], places.hidden, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(again.logits[:, :5], places.logits, atol=1e-5, rtol=1e-4)
-    assert torch.equal(again.windows[:, :5], places.windows)
+def test_each_run_of_places_is_a_text_of_its_own():
+    accepted = torch.rand(1, 9, 2, dtype=torch.float64).sort(-1, descending=True).values
+    places = torch.tensor([[0, 1, 1, 1, 0, 1, 1, 0, 0]]).bool()
+    both = ExpectedCalls.along(accepted, places)
+    parts = [ExpectedCalls.along(accepted[:, a:b], places[:, a:b]) for a, b in ((1, 4), (5, 7))]
+    assert float(both.calls) == pytest.approx(sum(float(part.calls) for part in parts))
+    assert both.tokens.tolist() == [5]
+    assert not len(ExpectedCalls.along(accepted, torch.zeros_like(places)).calls)
 
 
-def test_greedy_expectation_is_what_greedy_decoding_accepts(model):
-    prefix = torch.randint(64, 320, (1, 10))
-    options = dict(do_sample=False, max_new_tokens=9, eos_token_id=None, return_dict_in_generate=True)
-    speculation = model.generate(prefix, **options).speculation
-    places = TeacherForced.on_continuations(model, prefix, model.window, GREEDY, places=1)
-    assert places.acceptance(model, GREEDY).tokens_per_call == 1 + speculation.accepted[0]
+def test_the_standard_error_is_that_of_a_ratio_of_sums():
+    tokens, calls = torch.tensor([10.0, 10.0, 10.0]), torch.tensor([4.0, 5.0, 6.0])
+    ratio, error = ratio_of_sums(tokens, calls)
+    assert ratio == pytest.approx(2.0) and error == pytest.approx((3 / 2 * 8) ** 0.5 / 15)
 
 
-def test_a_head_that_is_the_target_is_always_accepted(model):
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-    places = TeacherForced.on_text(model, torch.randint(64, 320, (2, 40)), model.window, first=8)
-    for mode in (GREEDY, sampled(0.7), sampled(1.0)):
-        assert places.acceptance(model, mode).by_position == pytest.approx([1.0] * (model.window - 1))
+DRAFTERS = {
+    "ff": lambda: train_heads(backbone(), steps=20),
+    "btree": lambda: train_heads(backbone(), steps=20, head_type="btree", rank=2),
+    "hydra": lambda: train_heads(backbone(), steps=20, head_type="hydra", leaf=None),
+    "eagle1": lambda: train_eagle(backbone(), 1, steps=20),
+    "evabyte": trained_model,
+    "modules": lambda: DeepSeekMTP.from_pretrained(GOLDENS.parent / "deepseek_mtp" / "dsv3_d2_trained").float().eval(),
+}
 
 
-def test_texts_without_a_place_are_refused(model):
-    with pytest.raises(ValueError, match="12.*window"):
-        TeacherForced.on_text(model, torch.randint(64, 320, (2, 12)), model.window, first=10)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_decoding_takes_the_calls_that_are_expected(name):
+    drafter = DRAFTERS[name]()
+    is_attached = isinstance(drafter, (MTPHeads, EagleHead))
+    model = drafter.backbone if is_attached else drafter
+    prompts = torch.randint(70, 100, (4, 9), generator=torch.Generator().manual_seed(0)) % model.config.vocab_size
+    length = 2 if name == "modules" else 3
+    counts, measures = [], DraftMeasures(0.0, length)
+    for prompt in prompts[:, None]:
+        out = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=30, eos_token_id=None,
+            num_assistant_tokens=length, pad_token_id=0, return_dict_in_generate=True,
+            **({"assistant_model": drafter} if is_attached else {}),
+        )  # fmt: skip
+        counts.append(len(out.speculation.rows_accepted[0]))
+        measures.add(drafter, text_of(prompt, out.sequences[:, prompt.shape[1] :]))
+    assert measures.calls["greedy"].calls.tolist() == pytest.approx(counts)
+    assert min(counts) < 29  # some drafts were accepted

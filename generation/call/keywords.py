@@ -1,0 +1,251 @@
+"""What a backbone takes in every forward of a call beside ids, cache, mask and positions.
+
+transformers' own loop asks the model's `prepare_inputs_for_generation` before every forward, and its
+`_update_model_kwargs_for_generation` after it. Those of transformers hand on the same values after every prompt: they
+are asked once. Those of a user's class may make values of the tokens and of their columns: they are asked for every
+column that a block has, are shown what transformers' loop would show there, and what they give is put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import ismethod
+from typing import Any, cast
+
+import torch
+from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers.generation import utils
+from transformers.utils.generic import ModelOutput
+
+from .sequences import Sequences
+
+_TYPES = {"token_type_ids", "mm_token_type_ids"}
+"""Kinds of tokens: `target.inputs.Continuation` continues them as transformers' own updates do."""
+_OURS = {
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "cache_position", "use_cache", "logits_to_keep",
+    "labels", "return_dict", "output_attentions", "output_hidden_states", "inputs_embeds", "next_sequence_length",
+    "is_first_iteration",
+}  # fmt: skip
+"""What the loop and its target pass themselves."""
+_READ_ONCE = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
+"""What is read with the prompt alone: images and sound."""
+_OF_AN_ENCODER = {"encoder_hidden_states", "encoder_attention_mask"}
+"""What has columns of another sequence, which may be as long as the prompt."""
+_UNREADABLE = (AttributeError, LookupError, TypeError)
+"""What methods of a model raise that read more than they are shown here."""
+_PACKAGE = __name__.rpartition(".generation.")[0]
+Columns = list[dict[str, Any]]
+"""The keyword arguments of single tokens in successive columns."""
+
+
+class NotHandedOn(ValueError):
+    """A keyword argument that a block of tokens cannot be given.
+
+    Args:
+        name: It.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"{name} differs between sequences or tokens of one forward: decode with use_mtp=False")
+
+
+class _AtLength(Cache):
+    """What a model is shown of the cache: how many tokens are in it."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(layers=[])
+        self.length = length
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the length."""
+        return self.length
+
+
+class Keywords:
+    """The keyword arguments of one call, after its prompt.
+
+    Args:
+        model: The backbone.
+        given: Prepared keyword arguments of the prefill.
+        prompt: [B, L] int64.
+        draws_trees: Whether drafts branch: what differs between columns is then not handed on.
+
+    Attributes:
+        position_ids: Of the prompt, counted as the model counts after it; None where none are given.
+        constant: What every forward is given; filled where the model is asked once.
+        is_asked: Whether the model is asked for every column.
+        reason: What cannot be handed on, in the user's words; None: nothing.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, given: dict[str, Any], prompt: torch.Tensor, draws_trees: bool = False
+    ) -> None:
+        self.kind, self.draws_trees, self.constant = type(model).__name__, draws_trees, dict[str, Any]()
+        self.position_ids = given.get("position_ids")
+        self.reason: str | None = None
+        self.prepare = cast(Callable[..., dict[str, Any]], model.prepare_inputs_for_generation)
+        self.update = cast(Callable[..., dict[str, Any]], model._update_model_kwargs_for_generation)
+        owner = self.prepare.__self__ if ismethod(self.prepare) else model
+        if owner is not model:  # peft's virtual tokens, which are in the cache and have no ids
+            self.reason, self.is_asked = f"inputs that {type(owner).__name__} prepares", False
+            return
+        self.is_asked = not (_is_base(self.update) and _is_known(self.prepare))
+        more = {name for name, value in given.items() if value is not None} - _OURS - _TYPES - _READ_ONCE
+        if _is_base(self.prepare) and not (more or self.is_asked):
+            return
+        self.by_length = {prompt.shape[1]: given}
+        self.cached_before = _given_columns(given, prompt.shape[1]) - prompt.shape[1]
+        try:
+            self._begin(prompt)
+        except NotHandedOn as error:
+            self.reason = error.name
+
+    def _begin(self, prompt: torch.Tensor) -> None:
+        """Ask the model once, and for two columns where it is asked for every one."""
+        length, more = prompt.shape[1], torch.arange(2, device=prompt.device).expand(len(prompt), -1)
+        text = torch.cat([prompt, more], dim=1)
+        inputs, given = self._inputs(text[:, : length + 1]), self._given(length + 1)
+        if self.is_asked and not _is_same(inputs.get("attention_mask"), given.get("attention_mask")):
+            raise NotHandedOn("attention_mask=")
+        counted, positions = inputs.get("position_ids"), given.get("position_ids")
+        if self.position_ids is not None and positions is not None:
+            if counted is None:
+                raise NotHandedOn("position_ids=")
+            # some models count from 1
+            self.position_ids = self.position_ids + (counted[..., -1:].to(positions.device) - positions[..., -1:])
+        columns = [self._at(text[:, : length + 1 + step]) for step in range(1 + self.is_asked)]
+        for name, value in columns[0].items():
+            whole = value if self.is_asked else self.by_length[length].get(name, value)
+            if name not in _OF_AN_ENCODER and _has_columns(whole, prompt):
+                raise NotHandedOn(f"{name}=")
+        made = _merged(columns, None if self.draws_trees else torch.zeros_like(prompt[:, :1]), 1)
+        self.constant = {} if self.is_asked else made
+
+    def of_block(self, tokens: Sequences, drafts: torch.Tensor, depth: int, done: list[bool]) -> dict[str, Any]:
+        """Return the keyword arguments of the forward of a block: the last token of every sequence and its drafts.
+
+        Args:
+            tokens: The sequences.
+            drafts: [B, m] int64.
+            depth: The longest path.
+            done: Sequences that have ended, whose keyword arguments are arbitrary.
+
+        Raises:
+            NotHandedOn: One differs between sequences or tokens, and has no column for each of them.
+        """
+        if not self.is_asked:
+            return self.constant
+        open_lengths = [n for n, ended in zip(tokens.lengths, done) if not ended] or tokens.lengths
+        starts = [n if n in open_lengths else open_lengths[0] for n in tokens.lengths]
+        lengths = sorted({start + step for start in starts for step in range(depth + 1)})
+        self.by_length = {n: kwargs for n, kwargs in self.by_length.items() if n >= lengths[0] - 1}
+        tokens.write(drafts)  # they are shown, and not counted
+        written = [drafts.shape[1]] * len(starts)
+        columns = [self._at(tokens.prefix(length, written)) for length in lengths]
+        take = [[lengths.index(start + step) for step in range(depth + 1)] for start in starts]
+        fed = 1 + drafts.shape[1]
+        return _merged(columns, None if self.draws_trees else torch.tensor(take, device=drafts.device), fed)
+
+    def longest(self, tokens: Sequences, length: int, done: list[bool]) -> int:
+        """Return how many tokens to draft of `length`: none across a change that no block can be given.
+
+        Drafts are not looked at: whether one is verified must not depend on its tokens.
+        """
+        if self.is_asked and length:
+            try:
+                self.of_block(tokens, tokens.last()[:, None].expand(-1, length), length, done)
+            except NotHandedOn:
+                return 0
+        return length
+
+    def _at(self, text: torch.Tensor) -> dict[str, Any]:
+        """Return what the model is given for the last token of a text [B, n], beside what the loop passes."""
+        ours = _OURS if self.is_asked else _OURS | _TYPES
+        return {name: value for name, value in self._inputs(text).items() if value is not None and name not in ours}
+
+    def _inputs(self, text: torch.Tensor) -> dict[str, Any]:
+        """Return the inputs of the last token of a text [B, n], as transformers' loop prepares them."""
+        cache = _AtLength(self.cached_before + text.shape[1] - 1)
+        given = self._given(text.shape[1]) | {"past_key_values": cache, "use_cache": True}
+        try:
+            inputs = self.prepare(text, next_sequence_length=1, **given)
+        except _UNREADABLE as error:  # it reads more of the cache than its length
+            raise NotHandedOn(f"what {self.kind}.prepare_inputs_for_generation reads") from error
+        if inputs.get("inputs_embeds") is not None:
+            raise NotHandedOn("inputs_embeds=")
+        return inputs
+
+    def _given(self, length: int) -> dict[str, Any]:
+        """Return the keyword arguments when a text has `length` columns."""
+        for columns in range(max(self.by_length) + 1, length + 1):
+            before, outputs = dict(self.by_length[columns - 1]), ModelOutput()
+            try:
+                self.by_length[columns] = self.update(outputs, before, is_encoder_decoder=False)
+            except _UNREADABLE as error:  # it reads what the forward before gave
+                raise NotHandedOn(f"what {self.kind}._update_model_kwargs_for_generation reads") from error
+        return self.by_length[length]
+
+
+def _is_known(method: Any) -> bool:
+    """Return whether a method is one of transformers or of this library."""
+    return method.__module__.startswith(("transformers.", f"{_PACKAGE}."))
+
+
+def _is_base(method: Any) -> bool:
+    """Return whether a method is that of every model."""
+    return ismethod(method) and vars(GenerationMixin).get(method.__name__) is method.__func__
+
+
+def _is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Return whether two masks say the same."""
+    if one is None or other is None or one.shape != other.shape:
+        return one is other
+    return torch.equal(one, other.to(one))
+
+
+def _given_columns(given: dict[str, Any], length: int) -> int:
+    """Return the columns of a text, those of a given cache included, by what has one for each."""
+    whole = next((given[name] for name in ("attention_mask", "position_ids") if given.get(name) is not None), None)
+    return length if whole is None else whole.shape[-1]
+
+
+def _has_columns(value: Any, prompt: torch.Tensor) -> bool:
+    """Return whether a value has a column for every token of a prompt [B, L], which nobody slices."""
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[0] not in (1, len(prompt)):
+        return False
+    columns, length = value.shape[1], prompt.shape[1]
+    return columns > 1 and (columns == length or (value.dim() > 2 and len(prompt) > 1 and columns > length))
+
+
+def _merged(columns: Columns, take: torch.Tensor | None, fed: int) -> dict[str, Any]:
+    """Return the keyword arguments of a block of `fed` tokens.
+
+    Args:
+        columns: Of each column.
+        take: [B, fed] int64, the column of each token; None: any, so that all must agree.
+        fed: Tokens of the block.
+
+    Raises:
+        NotHandedOn: A value differs between columns and has no column of its own.
+    """
+    names = {name: None for column in columns for name in column}
+    return {name: _joined(name, [column.get(name) for column in columns], take, fed) for name in names}
+
+
+def _joined(name: str, values: list[Any], take: torch.Tensor | None, fed: int) -> Any:
+    first = values[0]
+    if all(value is first for value in values):
+        return first
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        if any(isinstance(value, torch.Tensor) or value != first for value in values):
+            raise NotHandedOn(f"{name}=")
+        return first
+    is_column = first.dim() > 1 and all(value.shape == first.shape for value in values) and first.shape[1] == 1
+    if is_column and take is not None:
+        whole = torch.cat(values, dim=1)
+        whole = whole.expand(len(take), *whole.shape[1:])
+        return whole[torch.arange(len(take), device=whole.device)[:, None], take.to(whole.device)]
+    if not all(torch.equal(value, first) for value in values):
+        raise NotHandedOn(f"{name}=")
+    return first.expand(-1, fed, *first.shape[2:]) if is_column else first

@@ -1,0 +1,139 @@
+"""What the entry asks of a drafter: the lengths of its drafts, its options, its sessions and its verifier."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from .call.options import CallOptions, DraftOptions
+from .call.schedule import AdaptiveSchedule
+from .protocols import DraftSession
+from .trees.choice import DEEPEST
+from .trees.growth import tree_options
+from .verification.verifiers import GreedyVerifier, SampledVerifier, Verifier
+
+_TREE_CHOICES: WeakKeyDictionary[Any, dict[bool, dict[str, int]]] = WeakKeyDictionary()
+"""By drafter: a copy or a pickle chooses its own trees, for another backbone or another machine may be below it."""
+_SCHEDULES: WeakKeyDictionary[Any, dict[tuple[Any, ...], AdaptiveSchedule]] = WeakKeyDictionary()
+"""By drafter, and by what decides over a cycle's cost: what adaptive calls have learned."""
+
+
+class BaseDrafter:
+    """What a user holds: an attached head, or a model that drafts for itself; it makes the draft sessions of calls.
+
+    Chains, verified by token or by block, are the default of every method; a class adds `start`.
+
+    Attributes:
+        rules: Names that `verification` may choose; the first is the default.
+        window: Tokens that a call may yield: the next one, and one for each drafted token.
+        drafts_trees: Whether the drafter takes `draft_tree`.
+        reads_prompt: Whether drafts need the ids of the prompt, which a call may give as embeddings alone.
+    """
+
+    rules: tuple[str, ...] = ("block", "token")
+    window: int
+    drafts_trees: ClassVar[bool] = False
+    reads_prompt: ClassVar[bool] = True
+
+    def longest_draft(self) -> int | None:
+        """Return the most tokens that a draft may have; None: any number.
+
+        The first token of a window is the ordinary next token.
+        """
+        return max(self.window - 1, 0)
+
+    def default_draft(self) -> int:
+        """Return how many tokens are drafted where nobody asks for a number."""
+        return self.longest_draft() or 0
+
+    def runner(self, backbone: PreTrainedModel) -> PreTrainedModel:
+        """Return what runs the forwards of a call: on tokens it must be the backbone."""
+        return backbone
+
+    def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+        """Return what in a call rules out these drafts, in the user's words; None: nothing."""
+        return None
+
+    def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
+        """Return fields of the GenerationConfig that take these values where no source sets them."""
+        return {}
+
+    def assistant_config(self) -> GenerationConfig | None:
+        """Return the generation config of a model that drafts: transformers' place for how many tokens it drafts."""
+        return None
+
+    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
+        """Refuse options of other kinds of drafters, and complete a tree, whose longest path is the draft's length.
+
+        Raises:
+            ValueError: An option that this kind does not have, or a tree that cannot be.
+        """
+        for name in options.extra:
+            kind = "sequential modules" if name == "draft_vocabulary" else "parallel token prediction"
+            raise ValueError(f"{name}= is an option of {kind}, and {type(self).__name__} has none")
+        if options.draft_tree is None:
+            return options
+        if not self.drafts_trees:
+            raise ValueError(
+                f"draft_tree={options.draft_tree!r}: {type(self).__name__} drafts chains only; leave it out"
+            )
+        return self.prepare_tree(options, config)
+
+    @property
+    def tree_choices(self) -> dict[bool, dict[str, int]]:
+        """The trees that `draft_tree="auto"` chose, of greedy (False) and of sampled calls; empty it to choose anew."""
+        return _TREE_CHOICES.setdefault(self, {})
+
+    @property
+    def schedules(self) -> dict[tuple[Any, ...], AdaptiveSchedule]:
+        """What calls with `num_assistant_tokens_schedule="adaptive"` have learned; empty it to begin anew."""
+        return _SCHEDULES.setdefault(self, {})
+
+    def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
+        """Validate and complete `draft_tree`; `"auto"` is what was chosen before, or stays until the prompt is known.
+
+        Raises:
+            ValueError: A tree that cannot be, or that is deeper than the drafter.
+        """
+        tree, number, longest = options.draft_tree, options.num_assistant_tokens, self.longest_draft()
+        if longest == 0:
+            raise ValueError(f"draft_tree={tree!r}: this {type(self).__name__} drafts nothing; leave it out")
+        if tree == "auto":
+            tree = self.tree_choices.get(bool(config.do_sample), "auto")
+        if tree == "auto":
+            return replace(options, num_assistant_tokens=number or longest or DEEPEST)
+        tree, deepest = tree_options(tree, longest)
+        return replace(options, draft_tree=tree, num_assistant_tokens=min(number or deepest, deepest))
+
+    def start(self, options: DraftOptions) -> DraftSession:
+        """Return the drafts of one call."""
+        raise NotImplementedError
+
+    def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
+        """Return a greedy verifier where the call is greedy, else one of the rule that was asked for."""
+        return SampledVerifier(options.verification) if options.do_sample else GreedyVerifier()
+
+    def schedule_of(self, session: DraftSession, options: DraftOptions) -> AdaptiveSchedule:
+        """Return a schedule that begins with what earlier calls of the same kind learned.
+
+        Short calls would otherwise pay for trials of lengths that are known not to pay. Every call has a copy of its
+        own, which is remembered when the call ends well, so that calls in several threads do not meet.
+        """
+        known = self.schedules.get(_kind_of(session, options))
+        return AdaptiveSchedule(session.num_tokens, session.lookahead) if known is None else known.resumed()
+
+    def remember(self, schedule: AdaptiveSchedule, session: DraftSession, options: DraftOptions) -> None:
+        """Keep what a call learned for later calls of the same kind."""
+        self.schedules[_kind_of(session, options)] = schedule
+
+
+def _kind_of(session: DraftSession, options: DraftOptions) -> tuple[Any, ...]:
+    """Return what decides over the cost of a cycle."""
+    processors = tuple(type(processor).__name__ for processor in options.processing.processors)
+    return (
+        len(options.prompt), options.do_sample, session.num_tokens, session.lookahead, str(options.draft_tree),
+        processors,
+    )  # fmt: skip

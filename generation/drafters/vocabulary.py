@@ -1,0 +1,101 @@
+"""Vocabularies of two models with one tokenizer, each padded to its own size (Qwen2.5: 151,936 and 152,064 ids)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from ...modeling.indices import cached_arange
+from ..call.options import DraftOptions
+
+_LEAST = 1e-30
+"""Probability of tokens that an assistant lacks: logits processors may leave no others."""
+
+
+class SharedVocabulary:
+    """The ids by which an assistant and its backbone mean the same tokens: 0 .. `shared` - 1.
+
+    Args:
+        own: Ids of the assistant.
+        theirs: Ids of the backbone.
+        shared: How many of them are the same.
+    """
+
+    def __init__(self, own: int, theirs: int, shared: int) -> None:
+        self.own, self.theirs, self.shared = own, theirs, shared
+        self.is_whole = own == theirs == shared
+
+    def readable(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return ids that the assistant can embed: for those that it lacks, its last one."""
+        return ids if self.own >= self.theirs else ids.clamp(max=self.own - 1)
+
+    def choose(self, logits: torch.Tensor, options: DraftOptions) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return tokens [B], and the distributions that they were drawn from (`DraftOptions.choose`)."""
+        if self.is_whole:
+            return options.choose(logits)
+        return options.choose(logits[..., : self.shared], cached_arange(self.shared, logits.device), self.theirs)
+
+    def fitted(self, probs: torch.Tensor) -> torch.Tensor:
+        """Return the assistant's probabilities [..., own] over the ids of the backbone, [..., theirs]."""
+        if self.is_whole:
+            return probs
+        probs = torch.nn.functional.pad(probs[..., : self.shared], (0, self.theirs - self.shared)).clamp(min=_LEAST)
+        return probs / probs.sum(-1, keepdim=True)
+
+
+def shared_vocabulary(assistant: PreTrainedModel, backbone: PreTrainedModel, shared: int | None) -> SharedVocabulary:
+    """Return what two models share.
+
+    Args:
+        assistant: Drafts.
+        backbone: Verifies.
+        shared: How many ids mean the same token in both, as the user says; None: where the models have different
+            numbers of ids, the tokenizers beside them say it.
+
+    Raises:
+        ValueError: Nothing, or more than there is.
+    """
+    own, theirs = (model.config.get_text_config().vocab_size for model in (assistant, backbone))
+    if shared is None and own != theirs:
+        shared = _of_tokenizers(assistant, backbone)
+    if shared is None:
+        shared = own
+    if isinstance(shared, bool) or not isinstance(shared, int) or not 1 <= shared <= min(own, theirs):
+        raise ValueError(
+            f"vocab_size={shared!r} must be a whole number from 1 to {min(own, theirs)}: the assistant "
+            f"{type(assistant).__name__} has {own} ids, and {type(backbone).__name__} has {theirs}"
+        )
+    return SharedVocabulary(own, theirs, shared)
+
+
+def _of_tokenizers(assistant: PreTrainedModel, backbone: PreTrainedModel) -> int:
+    """Return how many ids the tokenizers of two models share, where one knows all tokens of the other."""
+    own, theirs = (
+        f"{type(model).__name__} has {model.config.get_text_config().vocab_size} ids" for model in (assistant, backbone)
+    )
+    sizes = f"vocab_size: the assistant {own}, but {theirs}; they must share a tokenizer"
+    first, second = (_tokens(model) for model in (assistant, backbone))
+    if first is None or second is None:
+        raise ValueError(
+            f"{sizes}, and beside the {'assistant' if first is None else 'backbone'} there is none to read: if their "
+            "tokens are the same, say how many there are, AssistantDrafter(model, vocab_size=len(tokenizer))"
+        )
+    fewer, more = sorted((first, second), key=len)
+    other = next((token for token, index in fewer.items() if more.get(token) != index), None)
+    if other is not None:
+        raise ValueError(
+            f"{sizes}, and {other!r} is id {first.get(other)} in the assistant's, id {second.get(other)} in the "
+            "backbone's; choose an assistant with the backbone's tokenizer"
+        )
+    return max(fewer.values()) + 1
+
+
+def _tokens(model: PreTrainedModel) -> dict[str, int] | None:
+    """Return the tokens of the tokenizer that lies where a model was loaded from; None: there is none."""
+    name: Any = model.config.name_or_path
+    try:
+        return AutoTokenizer.from_pretrained(name).get_vocab() if name else None
+    except (OSError, ValueError, KeyError):
+        return None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
+    CacheLayerMixin,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -145,7 +146,8 @@ def check_cache(cache: Cache, sequences: int, tokens: int) -> None:
     Raises:
         ValueError: It holds another number of sequences, or has no room for the tokens.
     """
-    held = next((len(layer.keys) for layer in cache.layers if getattr(layer, "keys", None) is not None), sequences)
+    keys = [layer.keys for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+    held = next((len(states) for states in keys if states is not None), sequences)
     if held != sequences:
         raise ValueError(
             f"past_key_values holds {held} sequences, and the call has {sequences}: pass the cache of this batch"

@@ -30,7 +30,7 @@ from .call.schedule import DraftSchedule
 from .call.sequences import NewTokens, Sequences, Stopping
 from .protocols import DraftSession, SpeculativeCache
 from .target.backbones import target_of
-from .target.target import ColumnTarget, HiddenLayers, RowLengthTarget, Target, TargetOutput
+from .target.target import ColumnTarget, HiddenLayers, RowLengthTarget, RowTarget, Target, TargetOutput
 from .trees.contract import DraftTree, VerificationResult
 from .trees.growth import most_nodes
 from .verification.verifiers import Verifier
@@ -99,6 +99,15 @@ class SpeculativeLoop:
         Returns:
             The sequences [B, L + new], or a `GenerateSpeculativeOutput` where the config asks for a dict.
         """
+        try:
+            return self._run(synced_gpus)
+        except BaseException:  # a user's cache must not keep layers that only this loop knows how to go on with
+            target = vars(self).get("target")
+            if isinstance(target, RowTarget):
+                target.align(max(target.rows.lengths))
+            raise
+
+    def _run(self, synced_gpus: bool) -> GenerateSpeculativeOutput | torch.Tensor:
         self._prefill()
         device = self.tokens.ids.device
         while self.backbone._has_unfinished_sequences(all(self.done), synced_gpus, device=device):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 from tests.backbones import backbone, prompts
 from tests.models import left_padded, trained_model
@@ -89,3 +90,19 @@ def test_a_static_cache_that_is_too_small_is_refused_by_how_much():
         model.generate(prompt, past_key_values=cache, max_new_tokens=8, assistant_model=drafter)
     cache = StaticCache(config=model.config, max_cache_len=13)
     model.generate(prompt, past_key_values=cache, max_new_tokens=8, assistant_model=drafter)
+
+
+def test_a_call_that_fails_leaves_layers_of_transformers():
+    model, prompt, cache = backbone(), torch.full((2, 6), 5), DynamicCache()
+    drafter = NgramDrafter().attach(model)
+
+    def fail(ids, scores):
+        if ids.shape[1] > 8:
+            raise RuntimeError("stop")
+        return scores
+
+    with pytest.raises(RuntimeError, match="stop"):
+        model.generate(
+            prompt, past_key_values=cache, max_new_tokens=8, assistant_model=drafter, logits_processor=[fail]
+        )
+    assert {type(layer) for layer in cache.layers} == {DynamicLayer} and cache.get_seq_length() >= 6

@@ -23,7 +23,7 @@ from .trees.contract import VerificationResult
 class _View:
     """What a session may read of the cache of transformers' own loop, whose one sequence is never moved."""
 
-    has_columns, shifts = True, None
+    has_columns = True
     mask: torch.Tensor
     counts: torch.Tensor
     is_padded: bool

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    DynamicCache,
     EncoderDecoderCache,
     GenerationConfig,
     LogitsProcessorList,
@@ -44,9 +45,8 @@ from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer,
 from .drafter import BaseDrafter
 from .loop import SpeculativeLoop
 from .protocols import SpeculativeCache
-from .target.backbones import check_trees
+from .target.backbones import can_roll_back, check_cache, check_trees, is_repackable
 from .target.inputs import crosses_border, last_position_of_trials
-from .target.target import can_roll_back, is_repackable
 from .trees.choice import choose_tree
 
 logger = logging.get_logger(__name__)
@@ -116,6 +116,7 @@ def prepared_call(
     resolved = {"use_mtp"} if config.use_mtp else set()
     config.use_mtp = False
     cache_is_given = call.get("past_key_values") is not None
+    _check_given_cache(call, config)
     options = None
     if drafter is None or config.prompt_lookup_num_tokens:
         CallOptions.read(own, sources)
@@ -234,6 +235,23 @@ def _check_prompt(backbone: PreTrainedModel, call: dict[str, Any], has_own_cache
         raise ValueError(
             f"the prompt has {tensor.shape[1]} tokens, more than max_position_embeddings={limit}; shorten it"
         )
+
+
+def _check_given_cache(call: dict[str, Any], config: GenerationConfig) -> None:
+    """Refuse a cache of transformers that does not fit the prompt.
+
+    Raises:
+        ValueError: Another number of sequences, or too little room.
+    """
+    cache, ids = call.get("past_key_values"), call.get("input_ids") if call.get("inputs") is None else call["inputs"]
+    if (
+        isinstance(cache, (DynamicCache, StaticCache))
+        and isinstance(ids, torch.Tensor)
+        and (config.num_beams or 1) == 1
+    ):
+        longest = config.max_length if config.max_new_tokens is None else ids.shape[1] + config.max_new_tokens
+        # the last token is never fed
+        check_cache(cache, len(ids) * (config.num_return_sequences or 1), (longest or 0) - 1)
 
 
 def _decided(

@@ -29,16 +29,10 @@ from .call.outputs import GenerateSpeculativeOutput, Records, Speculation
 from .call.schedule import DraftSchedule
 from .call.sequences import NewTokens, Sequences, Stopping
 from .protocols import DraftSession, SpeculativeCache
-from .target.target import (
-    EvenTarget,
-    HiddenLayers,
-    RepackedTarget,
-    RowLengthTarget,
-    Target,
-    TargetOutput,
-    is_repackable,
-)
+from .target.backbones import target_of
+from .target.target import ColumnTarget, HiddenLayers, RowLengthTarget, RowTarget, Target, TargetOutput
 from .trees.contract import DraftTree, VerificationResult
+from .trees.growth import most_nodes
 from .verification.verifiers import Verifier
 
 
@@ -90,7 +84,7 @@ class SpeculativeLoop:
         is_recorded = config.output_scores or config.output_logits or config.output_hidden_states
         self.records = Records(config, len(prompt)) if config.return_dict_in_generate and is_recorded else None
         self.stopping = Stopping(criteria, self.processing.pad, self.records and self.records.scores_of)
-        self.pad = options.pad
+        self.pad, self.span = options.pad, most_nodes(options)
         self.statistics = Speculation([[] for _ in prompt], [[] for _ in prompt], rows_depths=[[] for _ in prompt])
         self.table = learned_positions(backbone.config.get_text_config())
         self.starts: list[int] | None = None
@@ -105,6 +99,15 @@ class SpeculativeLoop:
         Returns:
             The sequences [B, L + new], or a `GenerateSpeculativeOutput` where the config asks for a dict.
         """
+        try:
+            return self._run(synced_gpus)
+        except BaseException:  # a user's cache must not keep layers that only this loop knows how to go on with
+            target = vars(self).get("target")
+            if isinstance(target, RowTarget):
+                target.align(max(target.rows.lengths))
+            raise
+
+    def _run(self, synced_gpus: bool) -> GenerateSpeculativeOutput | torch.Tensor:
         self._prefill()
         device = self.tokens.ids.device
         while self.backbone._has_unfinished_sequences(all(self.done), synced_gpus, device=device):
@@ -120,7 +123,7 @@ class SpeculativeLoop:
             scores = self.processing(self.tokens, outputs.logits, tree, self.done)
             result = self.verifier.verify(tree, scores)
             accepted, new_tokens = self._settle(tree, result, outputs, scores)
-            self.target.keep(new_tokens, result, tree)
+            self.target.keep(new_tokens, None if tree.is_chain else result.path)
             self.session.advance(outputs.along(result, tree), result)
             ended = time.perf_counter()
             if self.schedule is not None:
@@ -140,7 +143,7 @@ class SpeculativeLoop:
         cache = outputs.past_key_values
         # beside what a model with cross attention keeps of its encoder, which it reads anew in every forward
         self.target = self._target(cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache)
-        if isinstance(self.target, RepackedTarget):
+        if isinstance(self.target, ColumnTarget):
             self.unwritten = self.target.mask.shape[1] - self.tokens.prompt_length
             self.starts = None if self.table is None else self.target.next_positions()
         self.statistics.backbone_calls += 1
@@ -156,9 +159,8 @@ class SpeculativeLoop:
         mask = self.model_kwargs.get("attention_mask")
         if isinstance(cache, SpeculativeCache):
             return RowLengthTarget(self.runner, cache, mask)
-        kind = RepackedTarget if is_repackable(cache) else EvenTarget
         given = self.model_kwargs | {"position_ids": self.keywords.position_ids}
-        return kind(self.runner, cache, self.tokens.ends, mask, given)
+        return target_of(self.runner, cache, self.tokens.ends, mask, given, self.config.max_length, self.span)
 
     def _length(self) -> int:
         """Return the longest path to draft now: verification adds one more token, and nothing goes beyond the end."""
@@ -291,5 +293,5 @@ class SpeculativeLoop:
             self._positions_ahead()
             self.target.keywords = self.keywords.of_block(self.tokens, tree.tokens, 0, self.done)
             self.target.forward(self.tokens.last()[:, None], tree, None)
-            self.target.keep(kept, VerificationResult(self.tokens.ends, self.tokens.last()[:, None]), tree)
+            self.target.keep(kept)
         self.target.align(longest - 1 + self.unwritten)

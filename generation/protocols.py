@@ -20,23 +20,21 @@ if TYPE_CHECKING:
 
 
 class CacheView(Protocol):
-    """The part of the backbone's cache that sessions may read, after each cycle's rollback.
+    """What sessions may know of the backbone's cache: its prompt, and after each cycle what was kept.
 
     Attributes:
-        has_columns: Whether all sequences share the columns of the cache, as in transformers' own; elsewhere there is
-            a mask of the prompt alone, or None, and neither counts nor shifts.
-        mask: [B, W] bool, the real tokens among the columns of the cache.
-        counts: [B] int64, real tokens per sequence.
-        is_padded: Whether any column is no real token.
-        shifts: [B] int64, by how many columns the last rollback moved each sequence to the right; None: none moved.
+        has_columns: Whether all sequences have the prompt in the same columns, as in transformers' own caches;
+            elsewhere there is a mask of the prompt, or None, and no counts.
+        mask: [B, L] bool, the real tokens among the columns that the cache had after the prefill.
+        is_padded: Whether any of them is none.
+        counts: [B] int64, real tokens per sequence now.
         new_tokens: How many tokens each sequence got in the last cycle, known to the host.
     """
 
     has_columns: bool
     mask: torch.Tensor
-    counts: torch.Tensor
     is_padded: bool
-    shifts: torch.Tensor | None
+    counts: torch.Tensor
     new_tokens: NewTokens
 
 

@@ -19,6 +19,7 @@ _MODULES = {
     "demo_figures": "tokenahead.training.commands.figures",
     "demo_report": "tokenahead.training.demo",
     "demo_run": "tokenahead.training.demo",
+    "cache_module": "tokenahead.generation.target.cache",
     "drafters_modules": "tokenahead.generation.drafters.modules",
     "drafters_protocol": "tokenahead.generation.call.options",
     "eagle_losses": "tokenahead.modeling.eagle.losses",
@@ -96,20 +97,12 @@ _NAMES = {
     ),
     "tokenahead.generation.drafters.vocabulary": ("SharedVocabulary",),
     "tokenahead.generation.loop": ("SpeculativeLoop",),
-    "tokenahead.generation.target.cache": (
-        "compact",
-        "shift_cache",
-    ),
-    "tokenahead.generation.target.inputs": (
-        "dense_mask",
-        "tree_mask",
-    ),
-    "tokenahead.generation.target.replay": ("Replay",),
-    "tokenahead.generation.target.target": (
-        "RepackedTarget",
-        "TargetOutput",
-        "is_recurrent",
-    ),
+    "tokenahead.generation.target.backbones": ("target_of",),
+    "tokenahead.generation.target.cache": ("RowLayer", "cache_module_Rows"),
+    "tokenahead.generation.target.inputs": ("block_mask",),
+    "tokenahead.generation.target.repacking": ("RepackedTarget", "shift_cache"),
+    "tokenahead.generation.target.replay": ("Replay", "is_recurrent"),
+    "tokenahead.generation.target.target": ("RowTarget", "TargetOutput"),
     "tokenahead.generation.trees.building": (
         "choices_from_accuracies",
         "drawn_tree",
@@ -176,6 +169,7 @@ _NAMES = {
     ),
     "tokenahead.modeling.deepseek.modules": ("Readout",),
     "tokenahead.modeling.evabyte.geometry": ("Rows",),
+    "tokenahead.modeling.masks": ("given_mask", "grouped_attention"),
     "tokenahead.modeling.evabyte.tokenizer": (
         "CHAT_TEMPLATE",
         "SPECIAL_TOKENS",
@@ -377,6 +371,7 @@ _NAMES = {
 _RENAMED = {
     "CompletionSequences": "Sequences",
     "commands_train": "train",
+    "cache_module_Rows": "Rows",
     "heads_FAMILIES": "FAMILIES",
     "mtp_families_FAMILIES": "FAMILIES",
     "ptp_LOSSES": "LOSSES",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from ..generation.target.inputs import tree_mask
+from ..generation.target.backbones import target_of
 from ..generation.trees.contract import DraftTree
 from ..modeling import EvaByteForMTPC
 from ..modeling.heads.backbone_parts import BackboneParts
@@ -131,13 +131,13 @@ class _Branches:
     """A model with the cache of a prefix, for many continuations."""
 
     def __init__(self, model: PreTrainedModel, prefix: torch.Tensor) -> None:
-        self.model, self.last = model, prefix[None, -1:]
+        self.last = prefix[None, -1:]
         if getattr(model, "_is_stateful", False) or isinstance(model, EvaByteForMTPC):
             raise ValueError(f"{type(model).__name__} has a cache that cannot branch")
-        self.cache = DynamicCache()
-        self.past = torch.ones(1, len(prefix) - 1, dtype=torch.bool, device=prefix.device)
+        cache = DynamicCache()
         if len(prefix) > 1:
-            model(prefix[None, :-1], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            model(prefix[None, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self.target = target_of(model, cache, self.last[:, 0], None, limit=len(prefix))
 
     def probs(self, paths: torch.Tensor) -> torch.Tensor:
         """Return the next-token distributions [N, V] float64 after paths [N, j], which are branches of one tree."""
@@ -148,17 +148,8 @@ class _Branches:
             number = torch.arange(count * length, device=paths.device)
             parents = torch.where(number % length == 0, -1, number - 1)
             tree = DraftTree(paths.reshape(1, -1), parents[None], depth=length)
-        counts = self.past.sum(1)
-        outputs = self.model(
-            torch.cat([self.last, tree.tokens], 1),
-            attention_mask=tree_mask(self.past, tree, self.model),
-            position_ids=counts[:, None] + tree.positions(),
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        self.cache.crop(-tree.tokens.shape[1] - 1)
-        ends = outputs.logits[0, length::length] if length else outputs.logits[0]
-        return ends.float().softmax(-1).double()
+        logits = self.target.forward(torch.cat([self.last, tree.tokens], 1), tree, None).logits[0]
+        return (logits[length::length] if length else logits).float().softmax(-1).double()
 
 
 @torch.no_grad()

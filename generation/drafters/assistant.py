@@ -26,14 +26,15 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTr
 from ...configuration.fields import learned_positions
 from ...modeling.gemma4 import borrows_states, load_assistant
 from ...modeling.indices import cached_arange, to_device
+from ...modeling.masks import additive_mask
 from ..attach import AttachableDrafter
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
 from ..protocols import CacheView, DraftSession
-from ..target.backbones import takes_dense_masks
-from ..target.cache import held_columns, hold
-from ..target.inputs import added_to_scores, tree_mask
-from ..target.target import RepackedTarget, TargetOutput, is_recurrent
+from ..target.backbones import target_of
+from ..target.cache import RowLayer
+from ..target.replay import is_recurrent
+from ..target.target import TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
 from .vocabulary import SharedVocabulary, shared_vocabulary
 
@@ -149,7 +150,6 @@ class AssistantSession(DraftSession):
         self.model, self.options, self.num_tokens = model, options, options.num_tokens
         self.vocabulary = vocabulary
         self.lag = 0  # tokens that cycles without drafts left out
-        self.takes_dense_masks = takes_dense_masks(model)
         self.table = learned_positions(model.config.get_text_config()) or 2**31  # beyond it the backbone goes on alone
 
     def begin(self, outputs: Any, view: CacheView) -> None:
@@ -169,7 +169,8 @@ class AssistantSession(DraftSession):
                 past_key_values=cache,
                 use_cache=True,
             )
-        self.target = RepackedTarget(self.model, cache, whole[:, 0], mask)
+        room = self.options.max_length, self.num_tokens + 2
+        self.target = target_of(self.model, cache, whole[:, 0].to(device), mask, None, *room)
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """A chain of up to `length` tokens after every sequence; it ends with a token of which no sequence was sure."""
@@ -177,48 +178,26 @@ class AssistantSession(DraftSession):
         if length < 1:
             self.lag += 1
             return DraftTree.chain(tokens.ids[:, :0])
-        behind, device = self.target, self.model.device
-        block = self.vocabulary.readable(tokens.newest(2 + self.lag))
-        positions = behind.counts[:, None] + cached_arange(block.shape[1], block.device)
-        mask = behind.mask
-        hold(behind.cache)
-        drafts, probs = [], []
+        block, drafts, probs = self.vocabulary.readable(tokens.newest(2 + self.lag)), [], []
         for _ in range(length):
-            logits = self.model(
-                block.to(device),
-                attention_mask=self._seen(mask.to(device), block.shape[1]) if behind.is_padded else None,
-                position_ids=positions.to(device),
-                past_key_values=behind.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits[:, -1]
+            logits = self.target.extend(block.to(self.model.device), logits_to_keep=1).logits[:, -1]
             token, distribution = self.vocabulary.choose(logits.to(tokens.ids.device), self.options)
             drafts.append(token)
             probs.append(distribution)
             if self.options.is_unsure(token, distribution):
                 break
-            mask = torch.nn.functional.pad(mask, (0, block.shape[1]), value=True)
-            block, positions = token[:, None], positions[:, -1:] + 1
+            block = token[:, None]
         q = torch.stack(probs, 1) if self.options.do_sample else None
         return DraftTree.chain(torch.stack(drafts, 1), q)
 
-    def _seen(self, cached: torch.Tensor, fed: int) -> Any:
-        """The mask of tokens after the columns `cached` [B, W]; transformers would wait to look at that of one."""
-        if fed > 1 or not self.takes_dense_masks:
-            return torch.nn.functional.pad(cached, (0, fed), value=True)
-        alone = DraftTree.chain(cached[:, :0].long())
-        return tree_mask(cached, alone, self.model, held_columns(self.target.cache))
-
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Leaves all but the last two tokens of every sequence in the assistant's cache."""
-        drafted = result.tokens.shape[1] - 1
-        if drafted == 0:
+        if result.tokens.shape[1] == 1:  # nothing was drafted
             return
         kept = self.view.new_tokens
         if self.lag:
             kept = NewTokens([count + self.lag if count else 0 for count in kept.counts], kept.device)
-        fed_tokens = torch.zeros(len(kept.counts), drafted + self.lag, dtype=torch.long, device=result.tokens.device)
-        self.target.keep(kept, result, DraftTree.chain(fed_tokens))
+        self.target.keep(kept)
         self.lag = 0
 
 
@@ -305,17 +284,20 @@ class Gemma4Chain(DraftSession):
     def _lent(self) -> dict[str, Any]:
         """What all steps of a draft read: the backbone's keys and values, which of them exist, and the position.
 
-        A window is cut from the columns here, so that no mask is needed where no sequence is padded. It holds what a
-        layer keeps between blocks, the last W - 1 verified tokens, whatever kind of cache the call was given.
+        A window holds the last W - 1 verified tokens, whatever kind of cache the call was given.
         """
         own, device = self.model.config.get_text_config(), self.model.device
         states, masks = {}, {}
         for kind in set(own.layer_types):
             layer = self.cache.layers[self.layers[kind]]
-            first = 1 - own.sliding_window if kind == "sliding_attention" else 0
-            states[kind] = tuple(part[:, :, first:].to(device, self.model.dtype) for part in (layer.keys, layer.values))
-            seen = self.view.mask[:, -states[kind][0].shape[2] :]
-            masks[kind] = added_to_scores(seen[:, None].to(device), self.model.dtype) if self.view.is_padded else None
+            window = own.sliding_window - 1 if kind == "sliding_attention" else None
+            if isinstance(layer, RowLayer):
+                keys, values, seen = layer.verified(window)
+            else:
+                keys, values = (part[:, :, -(window or 0) :] for part in (layer.keys, layer.values))
+                seen = self.view.mask[:, -keys.shape[2] :] if self.view.is_padded else None
+            states[kind] = keys.to(device, self.model.dtype), values.to(device, self.model.dtype)
+            masks[kind] = None if seen is None else additive_mask(seen[:, None, None].to(device), self.model.dtype)
         position = self.view.counts[:, None].to(device)
         return {"shared_kv_states": states, "attention_mask": masks, "position_ids": position}
 

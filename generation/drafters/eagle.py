@@ -16,34 +16,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import DynamicCache
 
-from ...modeling.indices import cached_arange
+from ...modeling.indices import cached_range
 from ..call.options import DraftOptions
-from ..call.sequences import Sequences
+from ..call.sequences import NewTokens, Sequences
 from ..protocols import CacheView, DraftSession
-from ..target.cache import crop, shift_cache
+from ..target.cache import Rows
 from ..target.target import HiddenLayers, TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
-from ..trees.growth import Ancestry, grow, taken
+from ..trees.growth import Ancestry, grow, most_nodes, taken
 
 
 @dataclass
 class _Pairs:
-    """New rows of true features; what a row keeps comes first, and what is after it is arbitrary.
+    """New rows of true features; what a sequence keeps comes first, and what is after it is arbitrary.
 
     Attributes:
         features: [B, P, d].
         ids: [B, P] int64.
-        real: [B, P] bool, False for padding.
-        shifts: Columns by which each sequence moves to the right afterwards, [B]; None: none does.
+        kept: How many each sequence keeps; None: the prompt's.
     """
 
     features: torch.Tensor
     ids: torch.Tensor
-    real: torch.Tensor
-    shifts: torch.Tensor | None = None
+    kept: NewTokens | None = None
 
 
 class EagleSession(DraftSession):
@@ -64,57 +61,54 @@ class EagleSession(DraftSession):
 
     def begin(self, outputs: Any, view: CacheView) -> None:
         """Takes the prompt's features; what an earlier call left in the backbone's cache is not looked at."""
-        self.view, self.is_padded = view, view.is_padded
-        prompt: torch.Tensor = self.head.fuse(outputs.hidden_states)
-        self.prompt: torch.Tensor | None = prompt
-        rows = prompt.shape[1]
-        self.mask, self.counts = view.mask[:, :0], view.counts - rows
-        self.real = view.mask[:, -rows:]
+        self.view, self.prompt = view, self.head.fuse(outputs.hidden_states)
+        mask, options = view.mask[:, -self.prompt.shape[1] :], self.options
+        self.rows = Rows(mask, view.is_padded, options.max_length, most_nodes(options), view.counts)
+        self.rows.take_over(self.cache)
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Pairs the features of the accepted path with the tokens after them."""
-        longest = self.view.new_tokens.longest
-        if longest:
-            states = outputs.first(longest)
-            ids = result.tokens[:, :longest]
-            real = torch.ones_like(ids, dtype=torch.bool)
-            self.pairs.append(_Pairs(self.head.fuse(states), ids, real, self.view.shifts))
+        kept = self.view.new_tokens
+        if kept.longest:
+            states = outputs.first(kept.longest)
+            self.pairs.append(_Pairs(self.head.fuse(states), result.tokens[:, : kept.longest], kept))
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """A chain or a tree after every sequence, with paths of at most `length` tokens."""
         if self.prompt is not None:  # its last pair has the token that was added first
-            self.pairs.append(_Pairs(self.prompt, tokens.newest(self.prompt.shape[1]), self.real))
+            self.pairs.append(_Pairs(self.prompt, tokens.newest(self.prompt.shape[1])))
             self.prompt = None
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         for pairs in self.pairs:
             self._settle(pairs)
-        self.pairs = []
-        is_chain = self.options.draft_tree is None
-        tree = self._chain(length) if is_chain else grow(_Growth(self), self.options, length)
-        crop(self.cache, self.mask.shape[1] - self.cache.get_seq_length())
-        return tree
+        self.pairs, self.rows.ahead = [], 0
+        return self._chain(length) if self.options.draft_tree is None else grow(_Growth(self), self.options, length)
 
     def _settle(self, pairs: _Pairs) -> None:
-        """Runs new pairs for good, and moves the sequences that kept fewer of them as the backbone's cache moved
-        them."""
-        size = pairs.ids.shape[1]
-        self.mask = torch.cat([self.mask, pairs.real], dim=1)
-        positions = (self.counts[:, None] + cached_arange(size, self.counts.device)).clamp(min=0)
-        features = self._run(pairs.features, pairs.ids, positions, _causal(self.mask, size) if self.is_padded else None)
-        if pairs.shifts is None:
-            self.features, self.counts = features[:, -1:], self.counts + size
-            return
-        last = (size - 1 - pairs.shifts).clamp(min=0)  # a sequence that has ended keeps any
-        self.features = features.gather(1, last[:, None, None].expand(-1, 1, features.shape[2]))
-        self.counts, self.is_padded = self.counts + size - pairs.shifts, True
-        self.mask = shift_cache(self.cache, pairs.shifts, self.mask)
+        """Runs new pairs for good."""
+        kept = pairs.kept
+        self.rows.ahead = 0 if kept else -pairs.ids.shape[1]
+        features = self._run(pairs.features, pairs.ids)
+        self.features = features[:, -1:]
+        if kept is not None and not kept.is_even:
+            last = (kept.on_device - 1).clamp(min=0)[:, None, None]  # a sequence that has ended keeps any
+            self.features = features.gather(1, last.expand(-1, 1, features.shape[2]))
+        if kept is not None:
+            self.rows.keep(kept)
 
     def _run(
-        self, features: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
+        self, features: torch.Tensor, ids: torch.Tensor, seen: torch.Tensor | None = None, level: int = 0
     ) -> torch.Tensor:
-        """Rows of the head; `mask` is [B, 1, R, past + R] bool, or None where all columns before a row are real."""
-        return self.head.rows(features, ids, positions, mask, self.cache)
+        """Rows of the head in a row behind those before; or a level of a tree, and what it sees of all levels."""
+        rows, size = self.rows, ids.shape[1]
+        rows.is_exact = seen is None and not rows.needs_mask(size)
+        mask = None if rows.is_exact else rows.visible(size, new=seen)[:, None]
+        places = cached_range(rows.ahead, size, ids.device) if seen is None else level
+        positions = (rows.counts[:, None] + places).clamp(min=0).expand(-1, size)
+        features = self.head.rows(features, ids, positions, mask, self.cache)
+        rows.ahead += size
+        return features
 
     def _chain(self, length: int) -> DraftTree:
         """Up to `length` tokens one after the other; it ends with a token of which no sequence was sure."""
@@ -126,8 +120,7 @@ class EagleSession(DraftSession):
             probs.append(distribution)
             if step + 1 == length or self.options.is_unsure(token, distribution):
                 break
-            mask = nn.functional.pad(self.mask, (0, step + 1), value=True)[:, None, None] if self.is_padded else None
-            features = self._run(features, token[:, None], self.counts[:, None] + step, mask)
+            features = self._run(features, token[:, None])
         return DraftTree.chain(torch.stack(drafts, 1), torch.stack(probs, 1) if self.options.do_sample else None)
 
 
@@ -151,18 +144,6 @@ class _Growth:
         """See `Growth`."""
         drafter, size = self.drafter, tokens.shape[1]
         features = taken(self.features, parents) if self.level else self.features.expand(-1, size, -1)
-        settled = drafter.mask[:, None].expand(-1, size, -1)
-        visible = torch.cat([settled, self.ancestry.extend(parents)], dim=-1)[:, None]
-        positions = (drafter.counts[:, None] + self.level).expand(-1, size)
-        self.features, self.level = drafter._run(features, tokens, positions, visible), self.level + 1
+        self.features = drafter._run(features, tokens, self.ancestry.extend(parents), self.level)
+        self.level += 1
         return drafter.head.draft_logits(self.features)
-
-
-def _causal(mask: torch.Tensor, rows: int) -> torch.Tensor:
-    """What the last `rows` of columns [B, W] see, [B, 1, rows, W]; made here, where no host has to look at the mask.
-
-    Padding sees itself, so that it gives numbers.
-    """
-    columns = cached_arange(mask.shape[1], mask.device)
-    own = columns[-rows:, None]
-    return ((mask[:, None] & (columns <= own)) | (columns == own))[:, None]

@@ -2,9 +2,9 @@
 
 Drafts of heads that attend: a decoder layer per head (Gloeckle et al., Mehra et al.), or one before them (Hydra++).
 
-Their own cache has the columns of the backbone's and holds verified tokens only: drafts never enter it, so that nothing
-is ever rolled back. A verified block is fed as far as the row that kept most of it; what other sequences did not keep
-stands after all that they kept, is seen by nobody, and leaves the cache where rows are right-aligned again.
+Their own cache holds verified tokens only: drafts never enter it, so that nothing is ever rolled back. A verified block
+is fed as far as the row that kept most of it; what other sequences did not keep stands after all that they kept, is
+seen by nobody, and is written over by the next block.
 
 Drafts of heads above draft layers whose cache, as the backbone's, knows how long every sequence is (EvaByte).
 
@@ -21,12 +21,13 @@ import torch
 from transformers import DynamicCache
 
 from ...modeling.heads.window_distribution import WindowDistribution
-from ...modeling.indices import cached_arange, to_device
+from ...modeling.indices import cached_arange, cached_range, to_device
 from ...modeling.sampling import draw
 from ..call.options import DraftOptions
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
-from ..target.cache import shift_cache
+from ..target.cache import Rows
+from ..target.inputs import block_mask
 from ..target.target import HiddenLayers, TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
 from ..trees.growth import grow, taken
@@ -176,29 +177,29 @@ class AttendingHeadSession(HeadSession):
         """
         if not view.has_columns:
             raise ValueError("heads that attend need a backbone on transformers' own caches; use heads that do not")
-        rows = outputs.hidden_states[-1].shape[1]
-        self.view, self.is_padded, self.mask = view, view.is_padded, view.mask[:, :0]
-        self.counts = view.counts - rows
-        features = self._run(outputs.hidden_states, view.mask[:, -rows:])
-        self.hidden, self.counts = features[:, -1], view.counts
+        size = outputs.hidden_states[-1].shape[1]
+        self.view, span = view, self.num_tokens + 1
+        self.rows = Rows(view.mask[:, -size:], view.is_padded, self.options.max_length, span, view.counts)
+        self.rows.take_over(self.cache)
+        self.rows.ahead = -size
+        self.hidden = self._run(outputs.hidden_states, size)[:, -1]
+        self.rows.ahead = 0
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Runs over the tokens that verification kept, and moves the cache as the backbone's was moved."""
-        shifts, longest = self.view.shifts, self.view.new_tokens.longest
-        if longest == 0:
+        """Runs over the tokens that verification kept."""
+        kept = self.view.new_tokens
+        if kept.longest == 0:
             return
-        features = self._run(outputs.first(longest), torch.ones_like(self.mask[:, :1]).expand(-1, longest))
-        # a sequence that has ended keeps any
-        last = to_device(result.num_accepted.clamp(max=longest - 1), features.device)
-        self.hidden, self.counts = features[cached_arange(len(features), features.device), last], self.view.counts
-        if shifts is not None:
-            self.is_padded, self.mask = True, shift_cache(self.cache, shifts, self.mask)
+        features = self._run(outputs.first(kept.longest), kept.longest)
+        last = to_device(result.num_accepted.clamp(max=kept.longest - 1), features.device)  # an ended one's is any
+        self.hidden = features[cached_arange(len(features), features.device), last]
+        self.rows.keep(kept)
 
-    def _run(self, states: tuple[torch.Tensor | None, ...], real: torch.Tensor) -> torch.Tensor:
-        """Features [B, T, F] of new columns; `real` [B, T] is False for padding."""
-        self.mask = torch.cat([self.mask, real], dim=1)
-        positions = (self.counts[:, None] + cached_arange(real.shape[1], real.device)).clamp(min=0)
-        return self.read(states, self.mask if self.is_padded else None, positions, self.cache)
+    def _run(self, states: tuple[torch.Tensor | None, ...], size: int) -> torch.Tensor:
+        """Features [B, T, F] of new columns."""
+        rows, config = self.rows, self.options.backbone.config.get_text_config()
+        positions = (rows.counts[:, None] + cached_range(rows.ahead, size, rows.ends.device)).clamp(min=0)
+        return self.read(states, block_mask(rows, size, config), positions, self.cache)
 
 
 class DraftLayersSession(HeadSession):

@@ -2,8 +2,9 @@
 
 Columns are those of the backbone's cache: column i of module k holds h^{k-1}_i together with the embedding of the token
 k places further on. Beyond the newest D - 1 columns, all of these tokens are verified; the last D - 1 columns of deeper
-modules were computed from drafts, and are computed again once it is known which of them stayed. The modules' own cache
-therefore ends D - 1 columns before the backbone's, and the hidden states of the columns after it are kept.
+modules were computed from drafts, and are computed again once it is known which of them stayed. What is settled in the
+modules' own cache therefore ends D - 1 columns before the backbone's, and the hidden states of the columns after it are
+kept. As many columns are pending in all sequences: those that kept fewer tokens are fed some columns again.
 
 Trees of drafts from sequential modules: what follows a node, with a path of columns of its own in every module.
 
@@ -25,21 +26,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
-from ...modeling.indices import cached_arange
+from ...modeling.indices import cached_range
 from ..call.options import DraftOptions
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
-from ..target.cache import crop_layer, hold, restrict, shift_cache, shift_mask, shift_source, shifted
-from ..target.inputs import added_to_scores
+from ..target.cache import Rows
 from ..target.target import TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
-from ..trees.growth import Ancestry, grow, taken
+from ..trees.growth import Ancestry, grow, most_nodes, taken
 
 _LAG = 64
-"""Columns that may be left to be computed by the modules that a short draft did not need; by so many, and those of a
-block, rows may move to the right meanwhile, so that layers with an attention window keep them to spare."""
+"""Columns that may be left to be computed by the modules that a short draft did not need."""
 
 
 _TREE_KINDS = ("full_attention", "sliding_attention")
@@ -68,9 +66,7 @@ class ModuleSession(DraftSession):
         self.num_tokens = options.num_tokens
         self.vocabulary = options.extra.get("draft_vocabulary", model.draft_vocabulary)
         self.vocab_size = model.config.get_text_config().vocab_size
-        # nodes of a tree stand side by side, and would push columns out of a window that are still within it
-        self.cache, self.cached = model.mtp.new_cache(forgets=options.draft_tree is None), 0
-        hold(self.cache)
+        self.cache = model.mtp.new_cache()
         others = set(model.mtp.kinds) - set(_TREE_KINDS)
         if options.draft_tree is not None and others:
             raise ValueError(
@@ -81,44 +77,45 @@ class ModuleSession(DraftSession):
     def begin(self, outputs: Any, view: CacheView) -> None:
         """Takes the prompt's states [B, L, D]; what an earlier call left in the backbone's cache is not looked at."""
         self.view, self.states = view, outputs.hidden_states[-1]
-        self.mask = view.mask[:, -self.states.shape[1] :]
-        self.is_padded = view.is_padded
+        self.pending = self.states.shape[1]
+        # pending columns are fed again, and sequences that keep fewer tokens go back by as many meanwhile
+        span = 2 * (_LAG + self.num_tokens + self.depth) + most_nodes(self.options)
+        mask = view.mask[:, -self.pending :]
+        self.rows = Rows(mask, view.is_padded, self.options.max_length, span, view.counts)
+        self.rows.take_over(self.cache)
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Appends the newest states of every sequence, right-aligned, and moves the modules' cache as the
-        backbone's."""
-        shifts, longest = self.view.shifts, self.view.new_tokens.longest
-        self.states = torch.cat([self.states, outputs.state()[:, :longest]], dim=1)
-        self.mask = nn.functional.pad(self.mask, (0, longest), value=True)
-        if shifts is not None:
-            self.is_padded = True
-            self.states = shifted(self.states, shift_source(shifts, self.states.shape[1]), dim=1)
-            self.mask = shift_mask(self.mask, shift_source(shifts, self.mask.shape[1]))
-            if self.cached:
-                shift_cache(self.cache, shifts, self.mask[:, : self.cached])
-        # sequences that fall after while columns are pending move right: what comes in from the left must be states,
-        # too
-        wanted = self.mask.shape[1] - self.cached + _LAG + self.num_tokens + 1
-        self.states = self.states[:, -wanted:]
+        """Appends the newest states of every sequence, right-aligned."""
+        kept = self.view.new_tokens
+        if kept.longest == 0:
+            return
+        wanted = self.pending + kept.longest
+        self.states = torch.cat([self.states, outputs.state()[:, : kept.longest]], dim=1)
+        if not kept.is_even:
+            width = self.states.shape[1]
+            source = cached_range(0, width, self.states.device) - (kept.longest - kept.on_device)[:, None]
+            self.states = taken(self.states, source.to(self.states.device).clamp(min=0))
+        # sequences that fall behind while columns are pending are fed older ones again
+        self.states = self.states[:, -(wanted + _LAG + self.num_tokens + 1) :]
+        self.rows.keep(kept)
+        self.pending = wanted
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """A chain or a tree after every sequence, with paths of at most `length` tokens."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
-        pending = self.mask.shape[1] - self.cached
+        pending = self.pending
         if self.options.draft_tree is not None and pending >= self.depth:  # else the prompt is too short
             tree = grow(ModuleGrowth(self, tokens), self.options, length)
-            self._settle(self.depth)
+            self.pending = self.depth - 1
             return tree
-        hidden, ids, mask = self.states[:, -pending:], tokens.newest(pending), self.mask
-        positions = self.view.counts[:, None] - pending + cached_arange(pending, ids.device)
-        late, prepared = pending > _LAG, self._prepared(hidden, positions, mask)
+        hidden, ids, first = self.states[:, -pending:], tokens.newest(pending), -pending
+        late, prepared = pending > _LAG, self._prepared(hidden)
         drafts, probs = [], []
         for k in range(1, max(length, self.depth if late else 1) + 1):
             if k > self.depth:  # the last module goes on, one new column at a time
-                hidden, ids, positions = hidden[:, -1:], ids[:, -1:], positions[:, -1:] + 1
-                mask, prepared = nn.functional.pad(mask, (0, 1), value=True), None
-            hidden = self._step(k, hidden, ids, positions, mask, prepared)
+                hidden, ids, first, prepared = hidden[:, -1:], ids[:, -1:], k - self.depth - 1, None
+            hidden = self._step(k, hidden, ids, first, prepared)
             logits = self._logits(hidden[:, -1])
             token, distribution = self.options.choose(logits, self.draft_ids(logits.device), self.vocab_size)
             ids = torch.cat([ids[:, 1:], token[:, None]], dim=1)
@@ -126,7 +123,8 @@ class ModuleSession(DraftSession):
             probs.append(distribution)
             if not late and self.options.is_unsure(token, distribution):
                 break
-        self._settle(len(drafts))
+        if len(drafts) >= self.depth:  # only columns whose tokens are verified count, in all modules alike
+            self.pending = min(self.pending, self.depth - 1)
         draft = torch.stack(drafts[:length], 1)
         return DraftTree.chain(draft, torch.stack(probs[:length], 1) if self.options.do_sample else None)
 
@@ -135,21 +133,33 @@ class ModuleSession(DraftSession):
         k: int,
         hidden: torch.Tensor,
         ids: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor,
+        first: int,
         prepared: dict[str, Any] | None = None,
     ) -> torch.Tensor:
+        """Module k over columns that begin `first` after the backbone's, [B, R, H]."""
+        self.rows.ahead = first
         embeddings = self.model.get_input_embeddings()(ids)
-        return self.model.mtp.step(k, hidden, embeddings, **self._inputs(positions, mask), prepared=prepared)
+        inputs = {"position_ids": prepared["position_ids"]} if prepared else self._inputs(k, ids.shape[1])
+        return self.model.mtp.step(k, hidden, embeddings, **inputs, prepared=prepared)
 
-    def _inputs(self, positions: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+    def _inputs(
+        self, k: int, size: int, seen: torch.Tensor | None = None, places: torch.Tensor | None = None
+    ) -> dict[str, Any]:
+        """What module k reads of columns, which begin `rows.ahead` after the backbone's."""
+        rows, kind = self.rows, self.model.mtp.kinds[min(k, self.depth) - 1]
+        config = self.model.config.get_text_config()
+        window = config.sliding_window if kind == "sliding_attention" else None
+        chunk = config.attention_chunk_size if kind == "chunked_attention" else None
+        rows.is_exact = seen is None and not rows.needs_mask(size)
+        mask = None if rows.is_exact else rows.visible(size, window, chunk, new=seen, depths=places)[:, None]
+        own = cached_range(rows.ahead, size, rows.ends.device) if places is None else places[:, -size:]
         return {
-            "position_ids": positions.clamp(min=0) if self.is_padded else positions,
-            "attention_mask": mask if self.is_padded else None,
+            "position_ids": (rows.counts[:, None] + own).clamp(min=0),
+            "attention_mask": mask,
             "past_key_values": self.cache,
         }
 
-    def _prepared(self, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> dict[str, Any] | None:
+    def _prepared(self, hidden: torch.Tensor) -> dict[str, Any] | None:
         """The mask and the rotary embedding of all modules, which have the same columns before and after them.
 
         None where there is one module, or where they attend differently.
@@ -157,7 +167,9 @@ class ModuleSession(DraftSession):
         modules = self.model.mtp
         if self.depth == 1 or len(set(modules.kinds)) > 1:
             return None
-        return modules.options(0, hidden, **self._inputs(positions, mask))
+        self.rows.ahead = -hidden.shape[1]
+        inputs = self._inputs(1, hidden.shape[1])
+        return modules.options(0, hidden, **inputs)
 
     def _nodes(
         self, k: int, states: torch.Tensor, ids: torch.Tensor, distances: torch.Tensor, seen: torch.Tensor
@@ -171,21 +183,10 @@ class ModuleSession(DraftSession):
             distances: [n] int64, how far nodes lie after the backbone's last column; the last R are these.
             seen: [B, R, n] bool.
         """
-        count, settled = ids.shape[1], self.mask[:, : self.mask.shape[1] - k + 1]
-        places = self.view.counts[:, None] - 1 + distances
-        visible = torch.cat([settled[:, None].expand(-1, count, -1), seen], dim=2)
-        if self.model.mtp.kinds[k - 1] == "sliding_attention":
-            old = self.view.counts[:, None] - self.mask.shape[1] + cached_arange(settled.shape[1], ids.device)
-            away = places[:, -count:, None] - torch.cat([old, places], dim=1)[:, None]
-            visible = visible & (away < self.model.config.get_text_config().sliding_window)
-        return self.model.mtp.step(
-            k,
-            states,
-            self.model.get_input_embeddings()(ids),
-            position_ids=places[:, -count:].clamp(min=0),
-            attention_mask=added_to_scores(visible, states.dtype),
-            past_key_values=self.cache,
-        )
+        count = ids.shape[1]
+        self.rows.ahead = 1 - k + len(distances) - count
+        inputs = self._inputs(k, count, seen, distances[None] - 1)
+        return self.model.mtp.step(k, states, self.model.get_input_embeddings()(ids), **inputs)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [.., v] of the tokens that may be drafted."""
@@ -200,14 +201,6 @@ class ModuleSession(DraftSession):
     def coverage(self, tokens: torch.Tensor) -> float | None:
         """The share of tokens [N] that could be drafted; None where all can."""
         return None if self.vocabulary is None else self.vocabulary.coverage(tokens)
-
-    def _settle(self, steps: int) -> None:
-        """Leaves only those columns in the modules' cache whose tokens are verified, in all modules alike."""
-        if steps >= self.depth:
-            self.cached = max(self.cached, self.mask.shape[1] - self.depth + 1)
-        for layer in self.cache.layers:
-            crop_layer(layer, min(0, self.cached - layer.get_seq_length()))
-        restrict(self.cache, spare=_LAG + self.num_tokens + 1)
 
 
 class ModuleGrowth:
@@ -230,14 +223,12 @@ class ModuleGrowth:
 
     def first(self) -> torch.Tensor:
         """See `Growth`; settles the newest columns of all modules."""
-        drafter, mask = self.drafter, self.drafter.mask
-        pending = mask.shape[1] - drafter.cached
+        drafter, pending = self.drafter, self.drafter.pending
         hidden, ids = drafter.states[:, -pending:], self.rows.newest(pending)
-        positions = drafter.view.counts[:, None] - pending + cached_arange(pending, ids.device)
         for k in range(1, drafter.depth + 1):
             if k > 1:
-                hidden, ids, positions, mask = hidden[:, :-1], ids[:, 1:], positions[:, :-1], mask[:, :-1]
-            hidden = drafter._step(k, hidden, ids, positions, mask)
+                hidden, ids = hidden[:, :-1], ids[:, 1:]
+            hidden = drafter._step(k, hidden, ids, -pending)
             self.tops.append(hidden[:, -1:])
         return drafter._logits(self.tops[0])[:, 0]
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ...modeling.heads.window_distribution import WindowDistribution
-from ...modeling.indices import cached_arange
+from ...modeling.indices import cached_arange, cached_range
 from ...modeling.sampling import pick
 from ..call.options import CallOptions, DraftOptions
-from ..call.sequences import NewTokens, Sequences
+from ..call.sequences import Sequences
 from ..parallel import ParallelDrafter, make_uniforms
 from ..protocols import CacheView
-from ..target.cache import crop, shift_cache
-from ..target.target import TargetOutput
+from ..target.inputs import block_mask
+from ..target.target import RowTarget, TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
 from ..verification.verifiers import Uniforms
 from .assistant import AssistantDrafter, AssistantSession
@@ -90,7 +90,7 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
 class SeparateSession(ParallelSession):
     """The drafts of one call; see `ParallelAssistant`.
 
-    The drafting model has a cache of its own, of tokens that were kept: slots leave it at once. Sequences that kept
+    The drafting model has a cache of its own, of tokens that were kept: slots do not count. Sequences that kept
     different numbers are fed alike: who kept fewer is fed some tokens again.
     """
 
@@ -129,6 +129,8 @@ class SeparateSession(ParallelSession):
         """Counts what was kept; a sequence that has ended goes on with the others."""
         kept = self.view.new_tokens
         self.unfed = [unfed + (count or kept.longest) for unfed, count in zip(self.unfed, kept.counts)]
+        if self.options.drafts:
+            cast(RowTarget, self.chain.target).rows.keep(kept)
 
     def _chosen(
         self, first: torch.Tensor, slots: torch.Tensor, drawn: torch.Tensor
@@ -160,25 +162,21 @@ class SeparateSession(ParallelSession):
 
     def _read(self, tokens: Sequences, drawn: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Feeds what is new, and slots after it: logits [B, v] of the last token; logits or states of the slots."""
-        own, model = self.chain.target, self.chain.model
+        model, rows = self.chain.model, cast(RowTarget, self.chain.target).rows
         gaps = torch.tensor(self.unfed, device=drawn.device)[:, None] if self.config.reads_state else None
-        fed = self._even()
-        slots = length if self.is_one_hot else length - 1
-        places = own.counts[:, None] + cached_arange(fed + slots, drawn.device)
-        real = places[:, :fed] >= 0
-        is_slot = (cached_arange(fed + slots, drawn.device) >= fed).long()
+        fed, slots, device = max(self.unfed), length if self.is_one_hot else length - 1, model.device
+        rows.ahead = 2 - fed  # the prompt was read up to its last token
+        places = rows.counts[:, None] + cached_range(rows.ahead, fed + slots, device)
+        is_slot = (cached_arange(fed + slots, device) >= fed).long()
         positions = (places - is_slot * self.is_one_hot).clamp(min=0)  # a one-hot slot 0 stands where b does
         if self.config.learned_positions is not None:
             positions = positions.clamp(max=self.config.learned_positions - 1)
-        own.mask = torch.cat([own.mask, real], dim=1)
-        seen = torch.nn.functional.pad(own.mask, (0, slots), value=True)
-        device = model.device
         inputs = self._slot_inputs(drawn[:, :slots], gaps, device) if slots else {}
         outputs = model(
             self.vocabulary.readable(tokens.newest(fed)).to(device),
-            attention_mask=seen.long().to(device) if own.is_padded else None,
-            position_ids=positions.to(device),
-            past_key_values=own.cache,
+            attention_mask=block_mask(rows, fed + slots, model.config.get_text_config(), model.dtype),
+            position_ids=positions,
+            past_key_values=self.chain.target.cache,
             use_cache=True,
             logits_to_keep=slots + 1,
             output_hidden_states=None if self.distribution is None and not self.config.reads_state else -1,
@@ -186,9 +184,7 @@ class SeparateSession(ParallelSession):
         )
         if self.config.reads_state:
             self.state = outputs.hidden_states[-1][:, fed - 1 : fed]
-        if slots:
-            crop(own.cache, -slots)
-        own.counts, self.unfed = own.counts + fed, [0] * len(self.unfed)
+        self.unfed = [0] * len(self.unfed)
         behind = outputs.logits[:, 1:] if self.distribution is None else outputs.hidden_states[-1][:, fed:]
         return outputs.logits[:, 0], behind
 
@@ -207,12 +203,3 @@ class SeparateSession(ParallelSession):
             hidden = torch.zeros(len(gaps), 1, self.config.backbone_config.hidden_size, dtype=self.chain.model.dtype)
             return {"slot_states": hidden.to(gaps.device), "slot_gaps": torch.zeros_like(gaps)}
         return {"slot_states": self.state, "slot_gaps": gaps}
-
-    def _even(self) -> int:
-        """Drops what sequences that kept fewer tokens are fed again; tokens to feed."""
-        own, kept = self.chain.target, NewTokens(self.unfed, self.chain.target.counts.device)
-        if not kept.is_even:
-            shifts = kept.longest - kept.on_device
-            own.counts, own.is_padded = own.counts - shifts, True
-            own.mask = shift_cache(own.cache, shifts, own.mask)
-        return kept.longest

@@ -1,14 +1,48 @@
-"""Which backbones drafts can be verified on: what is asked of any, and what trees need beyond that."""
+"""Which backbones drafts can be verified on, what trees need beyond that, and on which kind of cache it is done."""
 
 from __future__ import annotations
 
 from inspect import signature
 from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel, cache_utils
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+)
 
 from ...modeling.ptp.inputs import check_attention
 from ...modeling.wrapped_models import has_own_cache
+from .repacking import EvenTarget, RepackedTarget
+from .replay import is_recurrent
+from .target import ColumnTarget, RowTarget
+
+_EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
+
+
+_KINDS = (
+    DynamicLayer,
+    DynamicIndexedLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    _EMPTY,
+)
+
+
+_FIXED = tuple(kind for kind in _KINDS if kind is not LinearAttentionAndFullAttentionLayer)
+"""Layers of which a copy that never moves is known."""
+
+
+_FORGETFUL = ("jamba", "zamba", "recurrent_gemma")
+"""Kinds whose mixers read a block of several tokens otherwise than its tokens: as if no state stood before it, say."""
+
 
 _ALIBI = ("bloom", "mpt")
 """Kinds of models that have no other positions."""
@@ -99,3 +133,75 @@ def _has_alibi(backbone: PreTrainedModel) -> bool:
 def _is_local(config: Any) -> bool:
     """Whether any layer has GPT-Neo's attention window, which it makes of columns itself."""
     return "local" in (getattr(config, "attention_layers", None) or ())
+
+
+def check_cache(cache: Cache, sequences: int, tokens: int) -> None:
+    """Refuse a cache that was given and does not fit a call.
+
+    Args:
+        cache: As the user passed it.
+        sequences: Of the call.
+        tokens: That the call feeds at most, those of the cache among them.
+
+    Raises:
+        ValueError: It holds another number of sequences, or has no room for the tokens.
+    """
+    keys = [layer.keys for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+    held = next((len(states) for states in keys if states is not None), sequences)
+    if held != sequences:
+        raise ValueError(
+            f"past_key_values holds {held} sequences, and the call has {sequences}: pass the cache of this batch"
+        )
+    room = [layer.get_max_length() for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding]
+    if room and min(room) < tokens:
+        raise ValueError(
+            f"past_key_values has room for {min(room)} tokens, and the call may feed {tokens}: make its max_cache_len "
+            f"longer by {tokens - min(room)}, or ask for fewer new tokens"
+        )
+
+
+def is_repackable(cache: Cache | None) -> bool:
+    """Whether rows of this cache may keep different numbers of tokens: its layers can go back."""
+    return cache is None or all(type(layer) in _KINDS for layer in cache.layers)
+
+
+def can_roll_back(model: PreTrainedModel) -> bool:
+    """Whether a model's states can go back after a rejected draft: columns are cropped, recurrent layers replayed.
+
+    Columns are needed to tell how long a cache is, and a class that keeps states in another way than transformers'
+    caches do cannot be helped.
+    """
+    if not type(model)._is_stateful:
+        return True
+    if model.config.model_type in _FORGETFUL:
+        return False
+    cache = DynamicCache(config=model.config)
+    has_columns = any(isinstance(layer, DynamicLayer) for layer in cache.layers)
+    return has_columns and is_recurrent(cache) and is_repackable(cache)
+
+
+def target_of(
+    model: PreTrainedModel,
+    cache: Cache,
+    like: torch.Tensor,
+    mask: torch.Tensor | None,
+    given: dict[str, Any] | None = None,
+    limit: int = 0,
+    span: int = 0,
+) -> ColumnTarget:
+    """Return the target of a model on a cache of transformers, in which the prompt is; see `ColumnTarget`.
+
+    Args:
+        model: The backbone.
+        cache: Its cache.
+        like: A tensor on the device of the tokens.
+        mask: Of the prompt.
+        given: Of the prefill.
+        limit: The longest text, prompt included.
+        span: The longest block, as far as it is known.
+    """
+    if not is_repackable(cache):
+        return EvenTarget(model, cache, like, mask, given)
+    if all(type(layer) in _FIXED for layer in cache.layers) and takes_dense_masks(model) and not cache.offloading:
+        return RowTarget(model, cache, like, mask, given, limit=limit, span=span)
+    return RepackedTarget(model, cache, like, mask, given)

@@ -1,137 +1,348 @@
-"""Cache layers with an attention window, of which a block is fed, verified and taken back.
+"""A cache that never moves: every sequence of a batch has an end of its own among the columns.
 
-Such a layer needs the last W - 1 columns for its next token, and forgets what is older. A block pushes columns out that
-are wanted again when its drafts are rejected; so while a block is verified the layer holds W - 1 columns and the
-block's, and nothing older. Sequences that keep fewer tokens are first moved to the right, then the layer is restricted
-again: the W - 1 columns that end with a sequence's own last token are still there, whatever the row kept.
+    columns    0 .. L-1          the prompt as it was given, padding included
+               ends[b] ..        the next token of sequence b goes to column ends[b]
+    block      ends[b] + i       what a forward feeds; drafts that are rejected are written over by the next block
 
-    W = 4, columns held           restricted     + block of 3, kept 3 and 1      repacked         restricted
-    row 0                         a b c          a b c d e f                     a b c d e f      d e f
-    row 1                         r s t          r s t u - -                     . . r s t u      s t u
+    columns of the cache     before           + block of 4, kept 4 and 2         the next block begins at
+    row 0                    . a b c          . a b c d e f g                    8
+    row 1                    r s t u          r s t u v w x y                    6: x and y are seen by nobody
 
-Chunked attention has layers of the same class.
+Keys and values are allocated once. A forward writes its own columns, and attention gets a view of the first ones; what
+each position sees is a mask that is made on the device. A rollback adds to `ends`, and moves nothing; of a tree, the
+columns of the accepted path are put in a row first. A layer with an attention window is a ring: column c stands in slot
+c % size, and the ring has room for the window and a block, so that what is still wanted is never written over.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import Cache
 from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
 )
 
-from ...modeling.indices import cached_arange
+from ...modeling.indices import cached_arange, cached_range
+from ..call.sequences import NewTokens
+
+_STEP, _ROOM = 64, 4096
+"""Widths are multiples of the first; a cache begins with room for so many new tokens at most."""
+
+Slots = tuple[torch.Tensor, torch.Tensor] | tuple[slice, slice]
 
 
-def crop(cache: Cache, columns: int) -> None:
-    """Takes the last `-columns` columns from all layers that have columns: a recurrent state has none."""
-    for layer in cache.layers:
-        crop_layer(layer, columns)
+class Rows:
+    """Where the sequences of a batch end, which all layers of a cache share.
+
+    Args:
+        mask: [B, L] bool, the real tokens among the columns of the prompt.
+        is_padded: Whether any of them is none.
+        limit: The longest text, prompt included.
+        span: The most columns that are fed before and after `ends` until the next rollback; more make room.
+        counts: [B] int64, real tokens before `ends`; those of the prompt if not given.
+
+    Attributes:
+        ends: [B] int64; `lengths` are the same on the host.
+        ahead: Where the next block begins, from `ends` on: what is fed between two rollbacks stands in a row. It may be
+            negative where columns are fed again.
+        is_exact: Whether attention gets no mask, and the columns up to the block's end.
+    """
+
+    def __init__(
+        self, mask: torch.Tensor, is_padded: bool, limit: int, span: int, counts: torch.Tensor | None = None
+    ) -> None:
+        batch, self.prompt = mask.shape
+        self.mask = mask if is_padded and self.prompt else None
+        if counts is None and self.mask is not None:
+            counts = self.mask.sum(1)
+        self.padding = None if counts is None else self.prompt - counts
+        self.lengths, self.ends = [self.prompt] * batch, torch.full((batch,), self.prompt, device=mask.device)
+        self.capacity = _rounded(max(min(limit, self.prompt + _ROOM), self.prompt) + span)
+        self.span, self.window, self.written = span, 0, self.prompt
+        self.ahead, self.is_exact = 0, False
+        self._slots: dict[tuple[int, int, int, torch.device], Slots] = {}
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """Real tokens of every sequence, [B] int64."""
+        return self.ends if self.padding is None else self.ends - self.padding
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all sequences end in the same column."""
+        return len(set(self.lengths)) == 1
+
+    def needs_mask(self, fed: int) -> bool:
+        """Return whether a chain needs a mask: where the model would make one itself, ours repeats no keys."""
+        begins = max(self.lengths) + self.ahead
+        return self.mask is not None or self.window > 0 or not self.is_even or (fed > 1 and begins > 0)
+
+    def take_over(self, cache: Cache) -> None:
+        """Replace the layers of a cache, one after the other, by layers that never move and hold what they held."""
+        windows = [layer.sliding_window for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+        self.window = max(windows, default=0)
+        for index, layer in enumerate(cache.layers):
+            if isinstance(layer, DynamicLayer):
+                cache.layers[index] = self._fixed(layer)
+        if (kind := cache.layer_class_to_replicate) is not None:  # layers are made when they are first written to
+            cache.layer_class_to_replicate = cast(Any, lambda: self._fixed(cast(DynamicLayer, kind())))
+
+    def _fixed(self, layer: DynamicLayer) -> RowLayer:
+        return IndexedRowLayer(self, layer) if isinstance(layer, DynamicIndexedLayer) else RowLayer(self, layer)
+
+    def give_back(self, cache: Cache, columns: int) -> None:
+        """Lay a cache out as plain decoding leaves it, with so many columns."""
+        for index, layer in enumerate(cache.layers):
+            if isinstance(layer, RowLayer):
+                cache.layers[index] = layer.give_back(columns)
+
+    def keep(self, kept: NewTokens) -> None:
+        """Leave the first `kept.counts[b]` columns of what was fed after the end of sequence b."""
+        self.ends = self.ends + (kept.longest if kept.is_even else kept.on_device.to(self.ends.device))
+        self.lengths = [length + count for length, count in zip(self.lengths, kept.counts)]
+        self.ahead, self._slots = 0, {}
+
+    def keep_path(self, cache: Cache, path: torch.Tensor) -> None:
+        """Put the columns `path` [B, k] of the last block in a row, from `ends` on."""
+        first = self.ends[:, None]
+        for layer in cache.layers:
+            if isinstance(layer, RowLayer):
+                layer.put_in_row(first + path, first + cached_arange(path.shape[1], path.device))
+
+    def size(self, is_ring: bool) -> int:
+        """Return the columns that layers have room for."""
+        return min(self.capacity, _rounded(self.window + self.span)) if is_ring else self.capacity
+
+    def width(self, fed: int, size: int) -> int:
+        """Return how many columns attention gets in a forward of `fed` tokens."""
+        end = max(self.lengths) + self.ahead + fed
+        return end if self.is_exact else min(size, _rounded(end))
+
+    def slots(self, first: int, count: int, size: int, device: torch.device) -> Slots:
+        """Return where columns go that begin `first` after the ends: an index of sequences and columns, or slices."""
+        key = (first, count, size, device)
+        if key not in self._slots:
+            start = max(self.lengths) + first
+            wraps = start + count > size or min(self.lengths) + first < 0
+            if self.is_even and not wraps:
+                self._slots[key] = slice(None), slice(start, start + count)
+            else:
+                columns = self.ends[:, None] + cached_range(first, count, self.ends.device)
+                columns = columns % size if wraps else columns
+                self._slots[key] = cached_arange(len(columns), device)[:, None], columns.to(device)
+        return self._slots[key]
+
+    def columns(self, width: int, size: int, fed: int = 0) -> torch.Tensor:
+        """Return the column that stands in each slot, [1 or B, W] int64; negative where there is none yet.
+
+        What a rejected draft wrote over lay behind every window already, so that the ends alone tell the columns.
+        """
+        slots = cached_arange(width, self.ends.device)[None]
+        if self.written <= size:
+            return slots
+        last = self.ends[:, None] + (self.ahead + fed - 1)
+        return last - (last - slots) % size
+
+    def visible(
+        self,
+        fed: int,
+        window: int | None = None,
+        chunk: int | None = None,
+        new: torch.Tensor | None = None,
+        depths: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return what the positions of the next block see of the columns that attention gets, [B, F, W] bool.
+
+        Args:
+            fed: F.
+            window: How far back a position sees, itself included; None: as far as there are columns.
+            chunk: The size of chunks, of which a position sees its own; in place of a window.
+            new: [1 or B, F, N] bool, what the block sees of the last N columns up to its end, of which it is the last;
+                None: a chain, each position sees those before it.
+            depths: [1 or B, N] int64, where those columns stand in their texts, from `ends` on; read with `new`, and a
+                window or chunks.
+        """
+        self.is_exact = False
+        self.reserve(fed)
+        size = self.size(bool(window or chunk) and self.window > 0)
+        places = cached_range(self.ahead, fed, self.ends.device)
+        # of a block that is longer than a ring, attention gets the block
+        columns = self.ends[:, None] + places if fed > size else self.columns(self.width(fed, size), size, fed)
+        away = columns - self.ends[:, None]
+        if new is None:
+            seen, place, own = away[:, None] <= places[:, None], away, places[None]
+        else:
+            node = away - (self.ahead + fed - new.shape[-1])
+            among = node.clamp(0, new.shape[-1] - 1)
+            seen = new.expand(len(node), -1, -1).gather(2, among[:, None].expand(-1, fed, -1))
+            seen = (seen & (node < new.shape[-1])[:, None]) | (node < 0)[:, None]
+            if depths is not None:
+                own = depths[:, -fed:]
+                place = torch.where(node < 0, away, depths.expand(len(node), -1).gather(1, among))
+        if self.mask is not None:
+            inside = columns.clamp(0, self.prompt - 1).expand(len(away), -1)
+            seen = seen & ((columns >= self.prompt) | self.mask.gather(1, inside))[:, None]
+        if self.written > size:
+            seen = seen & (columns >= 0)[:, None]
+        if chunk:
+            first = self.ends if self.mask is None else self.ends - (self.mask.cumsum(1) == 0).sum(1)
+            seen = seen & ((first[:, None] + own) // chunk)[..., None].eq(((first[:, None] + place) // chunk)[:, None])
+        elif window:
+            seen = seen & (own[..., None] - place[:, None] < window)
+        if self.ahead < 0 and self.mask is not None:  # what is no token sees something, so that it gives numbers
+            seen = seen | (away[:, None] == places[:, None])
+        if min(self.lengths) + self.ahead < 0:
+            seen = seen | (self.ends[:, None] + places < 0)[..., None]
+        return seen
+
+    def reserve(self, fed: int) -> None:
+        """Make room for a block; layers grow when they are next written to."""
+        end = max(self.lengths) + self.ahead + fed
+        if end > self.capacity:
+            self.capacity = _rounded(max(end, self.capacity + self.capacity // 2))
+        self.span, self.written = max(self.span, self.ahead + fed), max(self.written, end)
 
 
-def crop_layer(layer: Any, columns: int) -> None:
-    """`crop` of one layer; with an attention window it holds all that it held before (see `windows.release`)."""
-    is_bounded = isinstance(layer, DynamicSlidingWindowLayer)
-    if is_bounded or isinstance(layer, LinearAttentionAndFullAttentionLayer):
-        DynamicLayer.crop(layer, columns)
-    elif isinstance(layer, DynamicLayer):
-        layer.crop(columns)
-    if is_bounded and layer.is_initialized:
-        layer.cumulative_length += columns
+class RowLayer(CacheLayerMixin):
+    """Keys and values [B, H, C, D] of a layer.
+
+    Args:
+        rows: Where sequences end.
+        origin: The layer of transformers whose place it takes; it may hold the prompt, and gives it away.
+    """
+
+    def __init__(self, rows: Rows, origin: DynamicLayer) -> None:
+        super().__init__()
+        self.rows, self.origin = rows, origin
+        self.is_sliding = isinstance(origin, DynamicSlidingWindowLayer)
+        for name, dim in self._states():
+            states = getattr(origin, name, None)
+            if states is not None and states.numel():
+                setattr(self, name, self._laid_out(states, rows.prompt - states.shape[dim], dim))
+                setattr(origin, name, None)
+
+    def _states(self) -> tuple[tuple[str, int], ...]:
+        """Names of what is kept of single tokens, and the dimension of its columns."""
+        return ("keys", 2), ("values", 2)
+
+    @property
+    def size(self) -> int:
+        """Columns that there is room for."""
+        return self.rows.size(self.is_sliding)
+
+    def _laid_out(self, states: torch.Tensor, first: int, dim: int) -> torch.Tensor:
+        """Return a tensor with room, which holds the columns from `first` on."""
+        size, count = self.size, states.shape[dim]
+        room = states.new_zeros(*states.shape[:dim], size, *states.shape[dim + 1 :])
+        if first + count <= size:
+            room.narrow(dim, first, count).copy_(states)
+        else:
+            room.index_copy_(dim, cached_range(first, count, states.device) % size, states)
+        return room
+
+    def _written(self, name: str, dim: int, states: torch.Tensor) -> torch.Tensor:
+        """Write the block's states to their columns, and return a view of those that attention gets."""
+        fed = states.shape[dim]
+        self.rows.reserve(fed)
+        size, held = self.size, getattr(self, name)
+        if held is None:
+            held = self._laid_out(states.narrow(dim, 0, 0), 0, dim)
+        elif held.shape[dim] < size:
+            held = self._grown(held, dim)
+        setattr(self, name, held)
+        kept = min(fed, size)  # the first block of a ring may be longer: it keeps the end, and attention gets the whole
+        slots = self.rows.slots(self.rows.ahead + fed - kept, kept, size, states.device)
+        held.movedim(dim, 1)[slots] = states.narrow(dim, fed - kept, kept).movedim(dim, 1)
+        return states if kept < fed else held.narrow(dim, 0, self.rows.width(fed, size))
+
+    def _grown(self, held: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return a layer's columns with more room: a ring's stand in other slots then."""
+        rows, old = self.rows, held.shape[dim]
+        if not self.is_sliding:
+            return self._laid_out(held, 0, dim)
+        last = rows.ends[:, None] + (max(rows.ahead, 0) - 1)
+        slots = cached_arange(old, rows.ends.device)
+        columns = last - (last - slots) % old
+        columns = torch.where(columns < 0, slots, columns).to(held.device)
+        room = self._laid_out(held.narrow(dim, 0, 0), 0, dim)
+        row = cached_arange(len(columns), held.device)[:, None]
+        room.movedim(dim, 1)[row, columns % self.size] = held.movedim(dim, 1)
+        return room
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a block [B, H, F, D], and return views of the columns that attention gets."""
+        return self._written("keys", 2, key_states), self._written("values", 2, value_states)
+
+    def put_in_row(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy the columns `source` [B, k] to `target` [B, k]."""
+        for name, dim in self._states():
+            if (held := getattr(self, name)) is not None:
+                columns = held.movedim(dim, 1)
+                row = cached_arange(len(source), held.device)[:, None]
+                source, target = source.to(held.device), target.to(held.device)
+                columns[row, target % self.size] = columns[row, source % self.size]
+
+    def give_back(self, columns: int) -> DynamicLayer:
+        """Return the layer of transformers with the first columns, and of a ring those that it keeps."""
+        layer = self.origin
+        first = max(columns - layer.sliding_window + 1, 0) if isinstance(layer, DynamicSlidingWindowLayer) else 0
+        for name, dim in self._states():
+            if (held := getattr(self, name)) is not None:
+                kept = cached_range(first, columns - first, held.device) % held.shape[dim]
+                setattr(layer, name, held.index_select(dim, kept))
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length, layer.record_past = columns, False
+        return layer
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Do nothing: room is made with the first block."""
+
+    def get_seq_length(self) -> int:
+        """Return the columns before the next block of the longest sequence."""
+        return max(self.rows.lengths) + self.rows.ahead
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many columns attention gets, and the first; read where no mask is given."""
+        return self.rows.width(query_length, self.size), 0
+
+    def get_max_length(self) -> int:
+        """Return -1: there is room for more."""
+        return -1
+
+    def verified(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return keys and values [B, H, W, D] of verified tokens, and which columns are some [B, W]; None: all are.
+
+        Args:
+            window: How many tokens back; None: all.
+        """
+        rows, width = self.rows, max(self.rows.lengths)
+        seen = None
+        if rows.needs_mask(1) or window is not None:
+            rows.ahead = -1  # what the last token sees
+            seen, width = rows.visible(1, window)[:, 0], rows.width(1, self.size)
+        keys, values = cast(torch.Tensor, self.keys), cast(torch.Tensor, self.values)
+        return keys[:, :, :width], values[:, :, :width], seen
 
 
-def drop_first(cache: Cache, columns: int) -> None:
-    """Leaves the last `columns` columns, and of layers with an attention window those of them that they hold."""
-    for layer, name, dim in _states_with_columns(cache):
-        states = getattr(layer, name)
-        width = min(columns, states.shape[dim])
-        setattr(layer, name, states.narrow(dim, states.shape[dim] - width, width))
-    for layer in window_layers(cache):
-        layer.cumulative_length = columns
+class IndexedRowLayer(RowLayer):
+    """A layer with keys of an indexer, too (dynamic sparse attention)."""
+
+    indexer_keys: torch.Tensor | None = None
+
+    def _states(self) -> tuple[tuple[str, int], ...]:
+        return ("keys", 2), ("values", 2), ("indexer_keys", 1)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Write a block [B, F, D], and return a view of the columns that attention gets."""
+        return self._written("indexer_keys", 1, indexer_key_states)
 
 
-def compact(cache: Cache, columns: torch.Tensor, fed: int) -> None:
-    """Leaves of the last `fed` columns of a cache `columns[b]` [B, k] in sequence b, in that order."""
-    for layer, name, dim in _states_with_columns(cache):
-        states = getattr(layer, name)
-        start = states.shape[dim] - fed
-        old, new = states.split([start, fed], dim=dim)
-        setattr(layer, name, torch.cat([old, shifted(new, columns, dim)], dim=dim))
-    for layer in window_layers(cache):
-        layer.cumulative_length += columns.shape[1] - fed
-
-
-def shift_cache(cache: Cache, shifts: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Moves the columns of sequence b by `shifts[b]` [B] to the right, in every layer; returns the mask [B, W]
-    moved."""
-    source = shift_source(shifts, mask.shape[1])
-    for layer, name, dim in _states_with_columns(cache):
-        states = getattr(layer, name)
-        setattr(layer, name, shifted(states, source[:, : states.shape[dim]], dim))
-    return shift_mask(mask, source)
-
-
-def _states_with_columns(cache: Cache) -> list[tuple[Any, str, int]]:
-    """Layers, names and the dimension of columns of all that a cache holds of single tokens."""
-    names = (("keys", 2), ("values", 2), ("indexer_keys", 1))
-    return [
-        (layer, name, dim)
-        for layer in cache.layers
-        for name, dim in names
-        if getattr(layer, name, None) is not None and getattr(layer, name).numel()
-    ]
-
-
-def shift_source(shifts: torch.Tensor, width: int) -> torch.Tensor:
-    """Where every column comes from when sequence b moves by `shifts[b]` [B] to the right, [B, W]; may lie outside."""
-    return cached_arange(width, shifts.device) - shifts[:, None]
-
-
-def shifted(states: torch.Tensor, source: torch.Tensor, dim: int) -> torch.Tensor:
-    """States whose columns stand in `dim`, taken from `source` [B, k]; what enters at an end is arbitrary."""
-    index = source.to(states.device).clamp(0, states.shape[dim] - 1)
-    shape = [states.shape[0]] + [1] * (states.dim() - 1)
-    shape[dim] = source.shape[1]
-    return states.gather(dim, index.view(shape).expand(*states.shape[:dim], -1, *states.shape[dim + 1 :]))
-
-
-def shift_mask(mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """A mask [B, W] taken from `source` [B, W]; what enters at the left end is no token."""
-    return mask.gather(1, source.clamp(0, source.shape[1] - 1)) & (source >= 0)
-
-
-def window_layers(cache: Cache) -> list[DynamicSlidingWindowLayer]:
-    """The layers that forget columns, those apart that share another layer's keys and hold none."""
-    return [layer for layer in cache.layers if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized]
-
-
-def hold(cache: Cache) -> None:
-    """From now on nothing is forgotten, until `release`."""
-    for layer in cache.layers:
-        if type(layer) is DynamicSlidingWindowLayer:
-            layer.activate_past_recording()
-
-
-def restrict(cache: Cache, spare: int = 0) -> None:
-    """Leaves the last W - 1 columns, and so many to spare."""
-    for layer in window_layers(cache):
-        if layer.keys is None or layer.values is None:
-            continue
-        first = max(layer.keys.shape[-2] - (layer.sliding_window - 1) - spare, 0)
-        layer.keys, layer.values = layer.keys[..., first:, :], layer.values[..., first:, :]
-
-
-def release(cache: Cache) -> None:
-    """Leaves the last W - 1 columns; from now on older ones are forgotten at once, as in plain decoding."""
-    restrict(cache)
-    for layer in window_layers(cache):
-        layer.record_past = False
-
-
-def held_columns(cache: Cache) -> int | None:
-    """How many of the cached columns are seen by a block, in layers with an attention window; None: there are none."""
-    return next((layer.get_mask_sizes(0)[0] for layer in window_layers(cache)), None)
+def _rounded(width: int) -> int:
+    return -(-width // _STEP) * _STEP

@@ -16,11 +16,16 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import rotary_border
-from ...modeling.indices import cached_arange
+from ...modeling.masks import given_mask
 from ..trees.contract import DraftTree
+from .cache import Rows
 
 _TYPES = {"token_type_ids": True, "mm_token_type_ids": False}
 """Kinds of tokens, and whether the last one goes on; what is written is text, of kind 0, elsewhere."""
+
+
+_WITHOUT_COLUMNS = {"linear_attention", "conv", "moe", "mlp"}
+"""Kinds of layers whose tokens are real, all of them."""
 
 
 class Continuation:
@@ -96,60 +101,42 @@ def last_position_of_trials(config: PreTrainedConfig, length: int, reach: int) -
     return border[1] - reach if last is None else min(last, border[1] - reach)
 
 
-def tree_mask(cached: torch.Tensor, tree: DraftTree, model: PreTrainedModel, held: int | None = None) -> Any:
-    """What b and the nodes see: all real columns of the cache, their ancestors and themselves.
+def block_mask(
+    rows: Rows, fed: int, config: PreTrainedConfig, dtype: torch.dtype | None = None, tree: DraftTree | None = None
+) -> Any:
+    """Return what b and the nodes see: all real columns of the cache, their ancestors and themselves.
 
     Args:
-        cached: [B, W] bool, the real columns of the cache.
-        tree: The draft.
-        model: The backbone; where its layers have attention windows, distances are those of columns, as in its own
-            masks.
-        held: The last columns of the cache that such layers still hold; None: all.
+        rows: Of a cache that never moves.
+        fed: F, the tokens of the block.
+        config: The backbone's, of its text; where layers have attention windows, distances are those of columns, as in
+            its own masks.
+        dtype: The backbone's; None: masks are for layers outside a model, which choose theirs from a dict.
+        tree: The draft; None or a chain: in the order of the block.
 
     Returns:
-        [B, 1, F, W + F] in the backbone's dtype, as `dense_mask`; by kind of layer where there are several.
+        None where the backbone knows it without a mask, else [B, 1, F, W] (see `given_mask`); by kind of layer where
+        there are several.
     """
-    kinds: set[str] = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    full, near = dense_mask(cached, tree.mask(), model), _near(model.config.get_text_config(), kinds, cached, tree)
-    if near is None:
-        return full
-    first = 0 if held is None else cached.shape[1] - held
-    bounded = full.masked_fill(~near[:, None], torch.finfo(full.dtype).min)[..., first:]
-    kind = "chunked_attention" if "chunked_attention" in kinds else "sliding_attention"
-    return bounded if len(kinds) < 2 else {"full_attention": full, kind: bounded}
-
-
-def _near(config: Any, kinds: set[str], cached: torch.Tensor, tree: DraftTree) -> torch.Tensor | None:
-    """Which columns each place has within its attention window, [B, F, W + F]; None: all of them."""
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    is_chunked, width = "chunked_attention" in kinds, cached.shape[1]
-    if not is_chunked and (window is None or kinds == {"full_attention"}):
+    auxiliary = None if tree is None else tree.auxiliary
+    new = None if tree is None or tree.is_chain else tree.mask()
+    new = new if auxiliary is None else auxiliary.mask[None]
+    rows.is_exact = new is None and not rows.needs_mask(fed)
+    if rows.is_exact:
         return None
-    columns = torch.cat([cached_arange(width, cached.device).expand(len(cached), -1), width + tree.positions()], dim=1)
-    if window is not None and not is_chunked:
-        return columns[:, width:, None] - columns[:, None] < window
-    chunks = (columns - (cached.cumsum(1) == 0).sum(1)[:, None]) // config.attention_chunk_size  # from the first token
-    return chunks[:, width:, None] == chunks[:, None]
-
-
-def dense_mask(cached: torch.Tensor, new: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
-    """What F new rows see of a cache and of each other, as the sum that attention adds (`added_to_scores`).
-
-    Args:
-        cached: [B, W] bool.
-        new: [F, F] or [B, F, F] bool.
-        model: The backbone, whose dtype the mask gets.
-
-    Returns:
-        [B, 1, F, W + F].
-    """
-    new = new.expand(len(cached), -1, -1)
-    return added_to_scores(torch.cat([cached[:, None].expand(-1, new.shape[1], -1), new], dim=2), model.dtype)
-
-
-def added_to_scores(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What rows see of columns, [B, F, W] bool, as the sum that attention adds [B, 1, F, W]; no host looks at it.
-
-    Where nothing is seen stands the least finite number, so that rows that see nothing stay finite.
-    """
-    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+    kinds: set[str] = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    chunk = config.attention_chunk_size if "chunked_attention" in kinds else None
+    near = {kind for kind in kinds or {"sliding_attention"} if kind == "chunked_attention" or "sliding" in kind}
+    near = near if chunk or window else set()
+    masks: dict[str, torch.Tensor | None] = dict.fromkeys(kinds & _WITHOUT_COLUMNS)
+    if dtype is None or not near or kinds - near:
+        full = given_mask(rows.visible(fed, new=new), config, dtype)
+        masks |= dict.fromkeys({"full_attention", *kinds} - near - _WITHOUT_COLUMNS, full)
+    if near:
+        depths = None if new is None or tree is None else tree.positions()
+        seen = rows.visible(fed, None if chunk else window, chunk, new, depths)
+        masks |= dict.fromkeys(near, given_mask(seen, config, dtype))
+    if dtype is None or (near and len(masks) > 1):
+        return masks
+    return next(mask for mask in masks.values() if mask is not None)

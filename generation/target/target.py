@@ -1,16 +1,8 @@
 """The backbone as the decoding loop sees it: a forward after every sequence's own prefix, and a rollback per sequence.
 
-Two kinds of caches: one that knows every sequence's length itself, and transformers' own, whose columns all sequences
-share. In the latter, sequences that keep different numbers of tokens are repacked after verification: every sequence's
-tokens are right-aligned again, and its left padding grows. No hole is left between tokens, so that distances between
-columns stay distances between tokens. Layers with an attention window rely on it; what they hold meanwhile, `windows`
-says.
-
-    columns of the cache     before           + block of 4, kept 4 and 2         repacked
-    row 0                    . a b c          . a b c d e f g                    . a b c d e f g
-    row 1                    r s t u          r s t u v w - -                    . . r s t u v w
-
-Knows neither distributions nor verification.
+Three kinds of caches: transformers' own, of which every sequence gets an end of its own (`cache`); those of backbones
+that take no dense masks, which are repacked after every verification (`repacking`); and those of backbones that know
+every sequence's length themselves. `target_of` chooses. Knows neither distributions nor verification.
 """
 
 from __future__ import annotations
@@ -22,22 +14,15 @@ from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel, cache_utils
-from transformers.cache_utils import (
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
+from transformers import Cache, PreTrainedModel
 
+from ...modeling.indices import cached_range
 from ..call.sequences import NewTokens
 from ..protocols import CacheView, SpeculativeCache
 from ..trees.contract import DraftTree, VerificationResult
-from .cache import compact, crop, drop_first, held_columns, hold, release, shift_cache
-from .inputs import Continuation, dense_mask, tree_mask
-from .replay import Replay
+from .cache import Rows
+from .inputs import Continuation, block_mask
+from .replay import Replay, is_recurrent
 
 HiddenLayers = int | list[int] | bool | None
 States = tuple[torch.Tensor | None, ...]
@@ -105,8 +90,13 @@ class Target(CacheView, Protocol):
         """One backbone call on block [B, m + 1], b and the nodes, after every sequence's prefix."""
         ...
 
-    def keep(self, kept: NewTokens, result: VerificationResult, tree: DraftTree) -> None:
-        """Leaves b and the accepted path of the last block in the cache, `kept.counts[b]` tokens in sequence b."""
+    def keep(self, kept: NewTokens, path: torch.Tensor | None = None) -> None:
+        """Leaves the first `kept.counts[b]` tokens of the last block in the cache.
+
+        Args:
+            kept: Tokens per sequence.
+            path: [B, k + 1] int64, the places of a tree that come first (`VerificationResult.path`); None: a chain.
+        """
         ...
 
     def align(self, columns: int) -> None:
@@ -143,6 +133,7 @@ class RowLengthTarget(Target):
         """
         if not tree.is_chain:
             raise ValueError(f"{type(self.cache).__name__} takes chains, and no trees of drafts: leave draft_tree out")
+        self.fed = block.shape[1]
         outputs = self.model(
             block,
             past_key_values=self.cache,
@@ -153,17 +144,17 @@ class RowLengthTarget(Target):
         )
         return TargetOutput(outputs.logits, outputs.hidden_states)
 
-    def keep(self, kept: NewTokens, result: VerificationResult, tree: DraftTree) -> None:
+    def keep(self, kept: NewTokens, path: torch.Tensor | None = None) -> None:
         """See `Target`."""
         self.new_tokens = kept
-        self.cache.keep_last(tree.tokens.shape[1] + 1, kept)
+        self.cache.keep_last(self.fed, kept)
 
     def align(self, columns: int) -> None:
         """Nothing to do: every sequence starts where it ends."""
 
 
-class RepackedTarget(Target):
-    """A model on transformers' caches.
+class ColumnTarget(Target):
+    """A model on transformers' caches, of which its sequences share the columns.
 
     Args:
         model: The backbone.
@@ -173,15 +164,13 @@ class RepackedTarget(Target):
         given: Prepared keyword arguments of the prefill, of which some go on after it.
 
     Attributes:
-        mask: [B, W] bool, the real tokens among the columns of the cache as it is laid out now.
-        counts: [B] int64, real tokens.
-        is_padded: Whether any column is no real token.
-        shifts: Columns by which the last `keep` moved each sequence to the right, [B]; None where it moved none.
+        mask: [B, L] bool, the real tokens among the columns of the prompt.
+        is_padded: Whether any of them is none.
         new_tokens: What the last `keep` left.
         last_position: Where the positions of sequences that have ended stop; None: nowhere.
     """
 
-    supports_rollback, has_columns = True, True
+    supports_rollback, has_columns, takes_trees = True, True, False
     last_position = None
 
     def __init__(
@@ -195,163 +184,109 @@ class RepackedTarget(Target):
         self.model, self.cache = model, cache
         width = cache.get_seq_length()
         self.mask = torch.ones(len(like), width, dtype=torch.bool, device=like.device)
-        self.mask = self.mask if mask is None else mask[:, :width].bool()
-        self.counts = self.mask.sum(1)
-        self.continuation = Continuation(given or {}, self.counts)
+        self.mask = self.mask if mask is None else mask[:, :width].to(like.device).bool()
         self.is_padded = mask is not None and not bool(self.mask.all())
-        self.shifts: torch.Tensor | None = None
-        self.moved: torch.Tensor | None = None
-        self.is_plain = all(type(layer) is DynamicLayer for layer in cache.layers)
+        self.continuation = Continuation(given or {}, self.mask.sum(1))
         self.replay = Replay(model.get_decoder(), cache) if is_recurrent(cache) else None
 
     def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
-        """See `Target`; positions go on by real tokens. AuxiliaryPositions leave the cache again at once.
+        """See `Target`; positions go on by real tokens.
 
         Raises:
-            ValueError: A draft that is no chain, for a backbone with recurrent layers, which see all tokens in a row.
+            ValueError: A draft that is no chain, where all tokens are seen in a row, by recurrent layers say.
         """
-        if self.replay is not None and not (tree.is_chain and tree.auxiliary is None):
+        is_chain = tree.is_chain and tree.auxiliary is None
+        if not is_chain and (self.replay is not None or not self.takes_trees):
+            reason = "a cache that takes" if self.replay is None else "recurrent layers, which take"
             raise ValueError(
-                f"{type(self.model).__name__} has recurrent layers, which take chains and no trees of drafts: leave "
-                "draft_tree out"
+                f"{type(self.model).__name__} has {reason} chains and no trees of drafts: leave draft_tree out"
             )
+        options: dict[str, Any] = {"output_hidden_states": hidden_layers, "return_dict": True, **self.keywords}
         with nullcontext() if self.replay is None else self.replay.record():
-            return self._call(block, tree, hidden_layers)
+            return self._forward(block, tree, options)
 
-    def _call(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
-        fed, auxiliary = block.shape[1], tree.auxiliary
-        inputs: dict[str, Any] = {} if auxiliary is None else dict(auxiliary.inputs)
-        places = tree.positions() if auxiliary is None else auxiliary.positions
-        last = self.last_position if auxiliary is None or auxiliary.last_position is None else auxiliary.last_position
-        inputs |= self.continuation.inputs(self.counts[:, None] + places, last) | dict(self.keywords)
-        if not self.is_plain:
-            hold(self.cache)
-        outputs = self.model(
-            block,
-            past_key_values=self.cache,
-            use_cache=True,
-            return_dict=True,
-            attention_mask=self._mask(fed, tree),
-            output_hidden_states=hidden_layers,
-            **inputs,
-        )
-        if auxiliary is None:
-            return TargetOutput(outputs.logits, outputs.hidden_states)
-        self._crop(fed - places.shape[-1])
-        layers = outputs.hidden_states
-        states, behind = (
-            layers and tuple(None if state is None else state[:, part] for state in layers)
-            for part in (slice(fed), slice(fed, None))
-        )
-        return TargetOutput(outputs.logits[:, :fed], states, outputs.logits[:, fed:], behind)
+    def _forward(self, block: torch.Tensor, tree: DraftTree, options: dict[str, Any]) -> TargetOutput:
+        outputs = self.extend(block, **options)
+        return TargetOutput(outputs.logits, outputs.hidden_states)
 
-    def _mask(self, fed: int, tree: DraftTree) -> Any:
-        """None or [B, W + F] for a chain, whose order the backbone knows; else what each sequence sees, dense."""
-        if tree.auxiliary is not None:
-            return dense_mask(self.mask, tree.auxiliary.mask, self.model)
-        if not tree.is_chain:
-            return tree_mask(self.mask, tree, self.model, held_columns(self.cache))
-        return torch.nn.functional.pad(self.mask, (0, fed), value=True) if self.is_padded else None
+    def extend(self, block: torch.Tensor, **options: Any) -> Any:
+        """Feeds tokens [B, F] in a row behind those of the last calls, which stay until `keep`."""
+        raise NotImplementedError
 
     def next_positions(self) -> list[int]:
         """The position of the token after every sequence's prefix; the host waits for it."""
         positions = self.continuation.inputs(self.counts[:, None])["position_ids"]
         return positions.reshape(-1, len(self.counts)).amax(0).tolist()
 
-    def keep(self, kept: NewTokens, result: VerificationResult, tree: DraftTree) -> None:
-        """See `Target`."""
-        fed, self.new_tokens = tree.tokens.shape[1] + 1, kept
+
+class RowTarget(ColumnTarget):
+    """A model on a cache that never moves.
+
+    Args:
+        *args: See `ColumnTarget`.
+        limit: The longest text, prompt included.
+        span: The longest block, as far as it is known.
+    """
+
+    takes_trees = True
+
+    def __init__(self, *args: Any, limit: int, span: int) -> None:
+        super().__init__(*args)
+        self.rows = Rows(self.mask, self.is_padded, limit, span)
+        self.rows.take_over(self.cache)
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """Real tokens per sequence, [B] int64."""
+        return self.rows.counts
+
+    def _forward(self, block: torch.Tensor, tree: DraftTree, options: dict[str, Any]) -> TargetOutput:
+        self.rows.ahead, auxiliary = 0, tree.auxiliary
+        if auxiliary is None:
+            outputs = self._call(block, tree.positions(), tree, self.last_position, options)
+            return TargetOutput(outputs.logits, outputs.hidden_states)
+        last = self.last_position if auxiliary.last_position is None else auxiliary.last_position
+        outputs = self._call(block, auxiliary.positions, tree, last, options | auxiliary.inputs)
+        layers, fed = outputs.hidden_states, block.shape[1]
+        states, behind = (
+            layers and tuple(None if state is None else state[:, part] for state in layers)
+            for part in (slice(fed), slice(fed, None))
+        )
+        return TargetOutput(outputs.logits[:, :fed], states, outputs.logits[:, fed:], behind)
+
+    def extend(self, block: torch.Tensor, **options: Any) -> Any:
+        """See `ColumnTarget`."""
+        places = cached_range(self.rows.ahead, block.shape[1], block.device)
+        outputs = self._call(block, places, None, self.last_position, options)
+        self.rows.ahead += block.shape[1]
+        return outputs
+
+    def _call(
+        self,
+        block: torch.Tensor,
+        places: torch.Tensor,
+        tree: DraftTree | None,
+        last: int | None,
+        options: dict[str, Any],
+    ) -> Any:
+        config, fed = self.model.config.get_text_config(), places.shape[-1]
+        return self.model(
+            block,
+            past_key_values=self.cache,
+            use_cache=True,
+            attention_mask=block_mask(self.rows, fed, config, self.model.dtype, tree),
+            **(self.continuation.inputs(self.counts[:, None] + places, last) | options),
+        )
+
+    def keep(self, kept: NewTokens, path: torch.Tensor | None = None) -> None:
+        """See `Target`; nothing of a chain moves, and of a tree its path."""
+        self.new_tokens = kept
         if self.replay is not None:
             self.replay.keep(kept.counts)
-        if not tree.is_chain:
-            compact(self.cache, result.path[:, : kept.longest], fed)
-            fed = min(fed, kept.longest)
-        self._crop(kept.longest - fed)
-        self.mask = torch.nn.functional.pad(self.mask, (0, kept.longest), value=True)
-        self.counts, self.shifts = self.counts + (kept.longest if kept.is_even else kept.on_device), None
-        if not kept.is_even:
-            self.shifts = kept.longest - kept.on_device
-            self.moved = self.shifts if self.moved is None else self.moved + self.shifts
-            self.is_padded = True
-            self.mask = shift_cache(self.cache, self.shifts, self.mask)
-        if not self.is_plain:
-            release(self.cache)
-
-    def _crop(self, columns: int) -> None:
-        """Take the last `-columns` columns from the cache."""
-        if not self.is_plain:
-            crop(self.cache, columns)
-        elif columns:
-            for layer in self.cache.layers:
-                layer.crop(columns)
+        if path is not None and kept.longest > 1:
+            self.rows.keep_path(self.cache, path[:, : kept.longest])
+        self.rows.keep(kept)
 
     def align(self, columns: int) -> None:
-        """See `Target`; columns after a sequence's end hold arbitrary values, as padding does.
-
-        The first columns, which are padding in all sequences by now, are dropped and not the last ones, so that a
-        layer with an attention window keeps as many columns as it needs.
-        """
-        if self.moved is not None:
-            surplus = self.mask.shape[1] - columns
-            drop_first(self.cache, columns)
-            shift_cache(self.cache, surplus - self.moved, self.mask[:, surplus:])
-
-
-class EvenTarget(RepackedTarget):
-    """A model on a cache that cannot go back, a static one say: one token at a time, and never a rollback.
-
-    Sequences that have ended go on reading what stands after them, as in transformers' own loop; nobody looks at it.
-    """
-
-    supports_rollback = False
-
-    def keep(self, kept: NewTokens, result: VerificationResult, tree: DraftTree) -> None:
-        """See `Target`; all sequences keep b."""
-        self.new_tokens, self.counts = kept, self.counts + 1
-        self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=True)
-        release(self.cache)
-
-    def align(self, columns: int) -> None:
-        """Nothing was moved."""
-
-
-_EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
-
-
-_KINDS = (
-    DynamicLayer,
-    DynamicIndexedLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    _EMPTY,
-)
-
-
-_FORGETFUL = ("jamba", "zamba", "recurrent_gemma")
-"""Kinds whose mixers read a block of several tokens otherwise than its tokens: as if no state stood before it, say."""
-
-
-def is_repackable(cache: Cache | None) -> bool:
-    """Whether rows of this cache may keep different numbers of tokens: its layers can go back."""
-    return cache is None or all(type(layer) in _KINDS for layer in cache.layers)
-
-
-def can_roll_back(model: PreTrainedModel) -> bool:
-    """Whether a model's states can go back after a rejected draft: columns are cropped, recurrent layers replayed.
-
-    Columns are needed to tell how long a cache is, and a class that keeps states in another way than transformers'
-    caches do cannot be helped.
-    """
-    if not type(model)._is_stateful:
-        return True
-    if model.config.model_type in _FORGETFUL:
-        return False
-    cache = DynamicCache(config=model.config)
-    has_columns = any(isinstance(layer, DynamicLayer) for layer in cache.layers)
-    return has_columns and is_recurrent(cache) and is_repackable(cache)
-
-
-def is_recurrent(cache: Cache) -> bool:
-    """Whether any layer keeps a recurrent state."""
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+        """See `Target`: columns after a sequence's end hold arbitrary values, as padding does."""
+        self.rows.give_back(self.cache, columns)

@@ -121,6 +121,13 @@ def _dynamic(given: dict[str, Any], longest: int | None) -> tuple[dict[str, Any]
     return options, options["depth"] + 1
 
 
+def most_nodes(options: DraftOptions) -> int:
+    """Return how many tokens a drafter looks at, as far as is known: those that a tree leaves out, too, and b."""
+    tree = _DEFAULTS | options.draft_tree if options.draft_tree else {"depth": 0, "top_k": 0, "total_tokens": 0}
+    grown = (tree["depth"] + 1) * tree["top_k"] + tree["total_tokens"]
+    return 1 + max(options.num_tokens, len(tree.get("choices", ())) or grown)
+
+
 def taken(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Entries of states [B, n, w] at places [B, k]: [B, k, w]."""
     return states.gather(1, places[..., None].expand(-1, -1, states.shape[-1]))

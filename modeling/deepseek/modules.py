@@ -149,9 +149,9 @@ class MTPModules(nn.Module):
         """Attention type of each module as in `layer_types`."""
         return [module.kind for module in self]
 
-    def new_cache(self, forgets: bool = True) -> Cache:
-        """Return an empty cache for all modules; with `forgets`, sliding-window layers drop older columns."""
-        is_bounded = [kind == "sliding_attention" and forgets for kind in self.kinds]
+    def new_cache(self) -> Cache:
+        """Return an empty cache for all modules."""
+        is_bounded = [kind == "sliding_attention" for kind in self.kinds]
         if not any(is_bounded):
             return new_cache(self.kinds[0])
         window = self.config.sliding_window
@@ -176,7 +176,7 @@ class MTPModules(nn.Module):
             hidden_states: h^{k-1}, [B, R, H], after the norm of its depth.
             inputs_embeds: Embeddings of the tokens k positions ahead, [B, R, H].
             position_ids: [B or 1, R]; a constant shift changes nothing.
-            attention_mask: [B, past + R], 0 for padding, or a finished mask [B, 1, R, past + R].
+            attention_mask: [B, past + R], 0 for padding, or what is seen [B, 1, R, W] bool.
             past_key_values: The modules' own cache; module k has slot k - 1.
             prepared: Result of `options` for the same positions, mask, columns and attention type.
 

@@ -28,6 +28,7 @@ from ...configuration import EagleHeadConfig
 from ...generation.attach import AttachableDrafter
 from ..heads.backbone_parts import BackboneParts, dtype_of, frozen
 from ..heads.learning import States
+from ..masks import given_mask
 from .conversion import resolved_aux_layers
 
 
@@ -255,9 +256,7 @@ class EagleNetwork(AttachableDrafter, PreTrainedModel):
         self, embeddings: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None
     ) -> torch.Tensor | None:
         if mask is not None and mask.dim() == 4:
-            if self.config._attn_implementation != "eager" or mask.dtype != torch.bool:
-                return mask
-            return torch.zeros_like(mask, dtype=embeddings.dtype).masked_fill(~mask, torch.finfo(embeddings.dtype).min)
+            return given_mask(mask[:, 0], self.config, embeddings.dtype) if mask.dtype == torch.bool else mask
         return create_causal_mask(
             config=self.config,
             inputs_embeds=embeddings,

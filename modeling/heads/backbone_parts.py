@@ -22,6 +22,7 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, c
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import REFUSED
+from ..masks import given_mask
 from ..wrapped_models import call_frozen, is_unit, weights_there
 
 Map = Callable[[torch.Tensor], torch.Tensor]
@@ -202,7 +203,7 @@ def layer_options(
     config: PreTrainedConfig,
     rotary: nn.Module | None,
     states: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | dict[str, torch.Tensor] | None,
     position_ids: torch.Tensor,
     past_key_values: Cache | None = None,
     kind: str = "full_attention",
@@ -211,9 +212,14 @@ def layer_options(
 ) -> dict[str, Any]:
     """Return what a layer takes besides its states [B, T, d], whose shape, dtype and device are read.
 
-    `attention_mask` is [B, past + T], `position_ids` [B or 1, T]; `past_key_values` is the caller's cache, in which the
-    layer has a `slot`; `kind` says how the layer attends, as `layer_types` calls it; `cache_name`: see `LayerSource`.
+    `attention_mask` is [B, past + T], or what is seen [B, 1, T, W] bool, of all layers or by kind; `position_ids` is
+    [B or 1, T]; `past_key_values` is the caller's cache, in which the layer has a `slot`; `kind` says how the layer
+    attends, as `layer_types` calls it; `cache_name`: see `LayerSource`.
     """
+    if isinstance(attention_mask, dict):
+        attention_mask = attention_mask[kind if kind in attention_mask else "full_attention"]
+    if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.dtype == torch.bool:
+        attention_mask = given_mask(attention_mask[:, 0], config, states.dtype)
     mask = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.get(kind, create_causal_mask)(
         config=config,
         inputs_embeds=states,

@@ -165,11 +165,6 @@ def packed_positions(
     return torch.cat([own, behind], dim=1).clamp(min=0)
 
 
-def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a bool mask as the finite values that attention adds: rows that see nothing stay finite."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
-
-
 def check_positions(config: PTPConfig, position_ids: torch.Tensor) -> None:
     """Refuse positions beyond a table of learned ones."""
     limit = config.learned_positions

@@ -19,12 +19,12 @@ from ..heads.window_distribution import FactorisedDistribution, SequentialDistri
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..loss_options import OwnLossMixin
+from ..masks import additive_mask
 from ..outputs import PTPOutput, states_asked_for
 from ..wrapped_models import AroundBackboneMixin, PicklableMixin, caches_kept, checkpoints_activations, merged_copy
 from .embedding import Sampler, UniformEmbedding, slot_parts
 from .gated_lora import ADAPTER, Gate, gate_linears, keep_gates, opened
 from .inputs import (
-    additive_mask,
     check_config,
     check_logits,
     check_masks,

@@ -12,9 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..heads.joint import load_trained
+from ..masks import additive_mask
 from ..tensor_files import below
 from ..wrapped_models import AroundBackboneMixin, OfBackboneMixin, unwrap
-from .inputs import additive_mask, check_config, check_model, packed_mask, packed_positions
+from .inputs import check_config, check_model, packed_mask, packed_positions
 
 REGISTER = "register.safetensors"
 """File of the register, in the model's directory."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 from tests.backbones import backbone, prompts
 from tests.models import left_padded, trained_model
@@ -70,3 +71,38 @@ def test_nothing_is_fed_where_nobody_sees_the_cache(monkeypatch):
         model.generate(**batch, max_new_tokens=NEW, do_sample=False, **answer, **ends)
         counts.append(len(calls))
     assert counts[0] == counts[1] - 1
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_a_cache_of_another_batch_is_refused(sequences):
+    model, prompt, cache = backbone(), torch.full((2, 6), 5), DynamicCache()
+    NgramDrafter().attach(model, default=True)
+    model(torch.full((sequences, 4), 5), past_key_values=cache)
+    with pytest.raises(ValueError, match=rf"past_key_values.*{sequences}.*2"):
+        model.generate(prompt, past_key_values=cache, max_new_tokens=4)
+
+
+def test_a_static_cache_that_is_too_small_is_refused_by_how_much():
+    model, prompt = backbone(), torch.full((2, 6), 5)
+    drafter = NgramDrafter().attach(model)
+    with pytest.raises(ValueError, match=r"past_key_values.*9.*13.*max_cache_len.*4"):
+        cache = StaticCache(config=model.config, max_cache_len=9)
+        model.generate(prompt, past_key_values=cache, max_new_tokens=8, assistant_model=drafter)
+    cache = StaticCache(config=model.config, max_cache_len=13)
+    model.generate(prompt, past_key_values=cache, max_new_tokens=8, assistant_model=drafter)
+
+
+def test_a_call_that_fails_leaves_layers_of_transformers():
+    model, prompt, cache = backbone(), torch.full((2, 6), 5), DynamicCache()
+    drafter = NgramDrafter().attach(model)
+
+    def fail(ids, scores):
+        if ids.shape[1] > 8:
+            raise RuntimeError("stop")
+        return scores
+
+    with pytest.raises(RuntimeError, match="stop"):
+        model.generate(
+            prompt, past_key_values=cache, max_new_tokens=8, assistant_model=drafter, logits_processor=[fail]
+        )
+    assert {type(layer) for layer in cache.layers} == {DynamicLayer} and cache.get_seq_length() >= 6

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, JambaConfig, JambaForCausalLM
 
 from tests.families import RECURRENT, family_config, random_ids, shake
-from tests.internals import DraftTree, RepackedTarget, Replay, is_recurrent
+from tests.internals import DraftTree, Replay, is_recurrent, target_of
 from tests.models import left_padded
 from tokenahead import NgramDrafter
 
@@ -131,7 +131,7 @@ def test_trees_are_refused_by_name():
     model, tree = recurrent_model("qwen3_next"), DraftTree(torch.ones(1, 2, dtype=torch.long), torch.full((1, 2), -1))
     cache = DynamicCache(config=model.config)
     model(random_ids(1, 5), past_key_values=cache, use_cache=True)
-    target = RepackedTarget(model, cache, torch.zeros(1, dtype=torch.long))
+    target = target_of(model, cache, torch.zeros(1, dtype=torch.long), None, limit=8, span=3)
     with pytest.raises(ValueError, match="Qwen3NextForCausalLM"):
         target.forward(torch.ones(1, 3, dtype=torch.long), tree, None)
 

@@ -1,4 +1,4 @@
-"""Layers with an attention window hold the window and the block while drafts are verified, and nothing older."""
+"""Layers with an attention window hold the window and a block, rounded up, while drafts are verified."""
 
 import copy
 
@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.assisted import assisted_generate
 from tests.families import family_config, family_model, shake
-from tests.internals import DraftTree
+from tests.internals import DraftTree, RowLayer, cache_module
 from tests.internals import drafters_modules as modules
 from tests.models import left_padded
 from tests.tree_drafters import DEPTH, KnowingTrees, _Call
@@ -23,6 +23,13 @@ CHUNKED = dict(
     num_key_value_heads=2, head_dim=8, num_local_experts=2, no_rope_layers=[1, 0], attention_chunk_size=WINDOW,
     layer_types=["chunked_attention", "full_attention"], pad_token_id=None, bos_token_id=None,
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def step(monkeypatch):
+    """Widths are multiples of 64; of 4 here, so that rings are gone through several times."""
+    monkeypatch.setattr(cache_module, "_STEP", 4)
+    return 4
 
 
 class Chains(KnowingTrees):
@@ -59,8 +66,12 @@ def prompts(lengths=(3, 9, 1, 14)):
 
 
 def columns(cache):
-    """Columns that layers with an attention window hold."""
-    return [layer.keys.shape[-2] for layer in cache.layers if type(layer) is DynamicSlidingWindowLayer]
+    """Columns that layers with an attention window have room for."""
+    return [
+        layer.keys.shape[-2]
+        for layer in cache.layers
+        if isinstance(layer, (DynamicSlidingWindowLayer, RowLayer)) and layer.is_sliding
+    ]
 
 
 def watched(model):
@@ -77,7 +88,7 @@ def watched(model):
 
 @pytest.mark.parametrize("kind", [Chains, KnowingTrees])
 @pytest.mark.parametrize("name", NAMES)
-def test_caches_stay_flat_and_texts_plain_alone_and_in_ragged_batches(name, kind):
+def test_caches_stay_flat_and_texts_plain_alone_and_in_ragged_batches(name, kind, step):
     model, texts = backbone(name), prompts()
     inputs, drafter = left_padded(texts), kind(VOCABULARY, NODES).attach(model)
     plain = model.generate(**inputs, max_new_tokens=NEW, **OPTIONS).sequences
@@ -93,7 +104,7 @@ def test_caches_stay_flat_and_texts_plain_alone_and_in_ragged_batches(name, kind
         assert alone.sequences[0].tolist() == drafter.texts[0]
         counts |= set(alone.speculation.accepted)
     assert counts == set(range(DEPTH + 1))
-    assert 0 < max(held) <= WINDOW - 1 + 1 + (DEPTH if kind is Chains else NODES) and max(seen) > 8 * WINDOW
+    assert 0 < max(held) <= -(-(WINDOW + 1 + NODES) // step) * step and max(seen) > 8 * WINDOW
 
 
 @pytest.mark.parametrize("kind", [Chains, KnowingTrees])
@@ -128,27 +139,27 @@ def test_generation_continues_behind_rows_that_ended_early(name, kind):
 
 
 @pytest.mark.parametrize("lag", [2, 64])
-def test_modules_with_a_window_hold_no_more_either(lag, monkeypatch):
+def test_modules_with_a_window_hold_no_more_either(lag, step, monkeypatch):
     """And row by row their drafts are those of a cache that forgets nothing."""
     monkeypatch.setattr(modules, "_LAG", lag)
     model = family_model("mistral", 4, vocab_size=3, num_nextn_predict_layers=2)
     generator, made, make = torch.Generator().manual_seed(1), [], model.mtp.new_cache
-    monkeypatch.setattr(model.mtp, "new_cache", lambda forgets: made.append(make(forgets)) or made[-1])
+    monkeypatch.setattr(model.mtp, "new_cache", lambda: made.append(make()) or made[-1])
     inputs = left_padded([torch.randint(0, 3, (length,), generator=generator) for length in (9, 5, 1, 12)])
     options = OPTIONS | {"max_new_tokens": NEW}
     plain = model.generate(**inputs, use_mtp=False, **options)
     ours = model.generate(**inputs, num_assistant_tokens=3, **options)
     assert torch.equal(ours.sequences, plain.sequences)
     assert columns(ours.past_key_values) == columns(plain.past_key_values)
-    assert made[0].get_seq_length() > NEW and 0 < max(columns(made[0])) <= WINDOW - 1 + lag + 4
-    monkeypatch.setattr(model.mtp, "new_cache", lambda forgets: make(False))
+    assert made[0].get_seq_length() > NEW and 0 < max(columns(made[0])) <= WINDOW + 2 * (lag + 5) + 4 + step
+    monkeypatch.setattr(model.mtp, "new_cache", DynamicCache)
     whole = model.generate(**inputs, num_assistant_tokens=3, **options).speculation
     assert ours.speculation.rows_drafts == whole.rows_drafts
     assert set().union(*whole.rows_accepted) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
-def test_assistants_forget_as_their_targets_do(name):
+def test_assistants_forget_as_their_targets_do(name, step):
     model, texts = backbone(name), prompts()
     assistant = shake(copy.deepcopy(model), seed=1, size=0.02)
     drafter = AssistantDrafter(assistant, num_tokens=3).attach(model)
@@ -158,6 +169,6 @@ def test_assistants_forget_as_their_targets_do(name):
     ours = model.generate(**inputs, max_new_tokens=NEW, assistant_model=drafter, **OPTIONS)
     assert torch.equal(ours.sequences, plain)
     assert set().union(*ours.speculation.rows_accepted) == {0, 1, 2, 3}
-    assert 0 < max(held) <= WINDOW - 1 + 4 + 2 and max(seen) > 8 * WINDOW
+    assert 0 < max(held) <= -(-(WINDOW + 5) // step) * step and max(seen) > 8 * WINDOW
     out = assisted_generate(model, texts[1][None], drafter, max_new_tokens=NEW, **OPTIONS)
     assert torch.equal(out.sequences[0, -NEW:], plain[1, -NEW:])  # transformers' own loop

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from ...configuration.ptp import PTPConfig
-from ...modeling.ptp.inputs import additive_mask, packed_mask, packed_positions, stepwise_mask, token_mask
+from ...modeling.masks import additive_mask
+from ...modeling.ptp.inputs import packed_mask, packed_positions, stepwise_mask, token_mask
 from ...modeling.sampling import pick
 from ...modeling.uniforms import place
 from .completions import (

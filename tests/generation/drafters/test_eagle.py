@@ -77,8 +77,7 @@ class _Watched(EagleSession):
         tree = super().propose(tokens, length)
         if length < 1:
             return tree
-        assert all(layer.get_seq_length() == self.mask.shape[1] for layer in self.cache.layers)
-        assert torch.equal(self.mask, self.view.mask) and torch.equal(self.counts, self.view.counts)
+        assert torch.equal(self.rows.counts, self.view.counts) and self.rows.lengths == [n - 1 for n in tokens.lengths]
         for row, (start, end) in enumerate(zip(self.starts, tokens.lengths)):
             if end == tokens.prompt_length + GREEDY["max_new_tokens"]:
                 continue  # the row has ended, and drafts whatever comes

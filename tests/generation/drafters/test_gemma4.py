@@ -17,7 +17,7 @@ from tests.assisted import assisted_generate
 from tests.backbones import backbone, check_greedy, plain_continuations, prompts
 from tests.distributions import continuation_distribution, continuation_p_value
 from tests.gemma4_models import WINDOW, assistant, gemma4, read, trained_pair
-from tests.internals import CallOptions, DraftOptions, RepackedTarget, Sequences
+from tests.internals import CallOptions, DraftOptions, Sequences, target_of
 from tests.models import left_padded
 from tests.no_sync import NoSync
 from tokenahead import AssistantDrafter
@@ -96,7 +96,7 @@ def first_draft(model, small, batch, do_sample):
     with torch.no_grad():
         outputs = model(**inputs, position_ids=places, past_key_values=cache, output_hidden_states=-1)
     prompt = inputs["input_ids"]
-    target = RepackedTarget(model, cache, prompt[:, 0], inputs["attention_mask"])
+    target = target_of(model, cache, prompt[:, 0], inputs["attention_mask"])
     config, _ = model._prepare_generation_config(None, do_sample=do_sample, max_length=40)
     options = CallOptions(num_assistant_tokens=DRAFT, speculates=True)
     made = DraftOptions.of_call(options, model, config, LogitsProcessorList(), prompt)

@@ -49,7 +49,7 @@ class _Told(ModuleGrowth):
 
 def _options(draft_tree, num_tokens):
     return SimpleNamespace(
-        num_tokens=num_tokens, do_sample=False, threshold=0.0, extra={}, draft_tree=draft_tree,
+        num_tokens=num_tokens, max_length=30, do_sample=False, threshold=0.0, extra={}, draft_tree=draft_tree,
         processing=Processing(LogitsProcessorList([])), is_unsure=lambda token, distribution: False,
     )  # fmt: skip
 
@@ -67,7 +67,7 @@ def test_every_node_is_followed_by_what_a_chain_through_it_says(family, count):
         ids[:, :-1], attention_mask=real.long(), position_ids=(real.cumsum(1) - 1).clamp(min=0), use_cache=False,
         output_hidden_states=-1, output_mtp_logits=False,
     )  # fmt: skip
-    view = SimpleNamespace(mask=real, counts=real.sum(1), is_padded=True, shifts=None)
+    view = SimpleNamespace(mask=real, counts=real.sum(1), is_padded=True)
     rows = Sequences(ids)
 
     def drafter(draft_tree):

@@ -1,0 +1,171 @@
+"""Targets of backbones that take no dense masks, or whose cache cannot go back: columns stay in one order for all.
+
+Sequences that keep different numbers of tokens are repacked after verification: every sequence's tokens are
+right-aligned again, and its left padding grows. No hole is left between tokens, so that distances between columns stay
+distances between tokens.
+
+    columns of the cache     before           + block of 4, kept 4 and 2         repacked
+    row 0                    . a b c          . a b c d e f g                    . a b c d e f g
+    row 1                    r s t u          r s t u v w - -                    . . r s t u v w
+
+A layer with an attention window W needs the last W - 1 columns for its next token, and forgets what is older. A block
+pushes columns out that are wanted again when its drafts are rejected; so while a block is verified the layer holds
+W - 1 columns and the block's, and nothing older. Chunked attention has layers of the same class.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
+
+from ...modeling.indices import cached_arange, cached_range
+from ..call.sequences import NewTokens
+from .target import ColumnTarget
+
+
+class RepackedTarget(ColumnTarget):
+    """A model on transformers' caches, which are repacked; it takes chains.
+
+    Attributes:
+        mask: [B, W] bool, the real tokens among the columns of the cache as it is laid out now.
+        is_padded: Whether any column is no real token.
+        counts: [B] int64, real tokens.
+        moved: Columns by which sequences have moved to the right, [B]; None where none has.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.counts = self.mask.sum(1)
+        self.moved: torch.Tensor | None = None
+        self.fed = 0
+
+    def extend(self, block: torch.Tensor, **options: Any) -> Any:
+        """See `ColumnTarget`."""
+        places = self.counts[:, None] + cached_range(self.fed, block.shape[1], block.device)
+        self.fed += block.shape[1]
+        hold(self.cache)
+        return self.model(
+            block,
+            past_key_values=self.cache,
+            use_cache=True,
+            attention_mask=torch.nn.functional.pad(self.mask, (0, self.fed), value=True) if self.is_padded else None,
+            **(self.continuation.inputs(places, self.last_position) | options),
+        )
+
+    def keep(self, kept: NewTokens, path: torch.Tensor | None = None) -> None:
+        """See `Target`."""
+        self.new_tokens = kept
+        if self.replay is not None:
+            self.replay.keep(kept.counts)
+        crop(self.cache, kept.longest - self.fed)
+        self.mask, self.fed = torch.nn.functional.pad(self.mask, (0, kept.longest), value=True), 0
+        self.counts = self.counts + (kept.longest if kept.is_even else kept.on_device.to(self.counts.device))
+        if not kept.is_even:
+            shifts = kept.longest - kept.on_device.to(self.counts.device)
+            self.moved = shifts if self.moved is None else self.moved + shifts
+            self.is_padded, self.mask = True, shift_cache(self.cache, shifts, self.mask)
+        release(self.cache)
+
+    def align(self, columns: int) -> None:
+        """See `Target`; columns after a sequence's end hold arbitrary values, as padding does.
+
+        The first columns, which are padding in all sequences by now, are dropped and not the last ones, so that a
+        layer with an attention window keeps as many columns as it needs.
+        """
+        if self.moved is not None:
+            surplus = self.mask.shape[1] - columns
+            drop_first(self.cache, columns)
+            shift_cache(self.cache, surplus - self.moved, self.mask[:, surplus:])
+
+
+class EvenTarget(RepackedTarget):
+    """A model on a cache that cannot go back, a static one say: one token at a time, and never a rollback.
+
+    Sequences that have ended go on reading what stands after them, as in transformers' own loop; nobody looks at it.
+    """
+
+    supports_rollback = False
+
+    def keep(self, kept: NewTokens, path: torch.Tensor | None = None) -> None:
+        """See `Target`; all sequences keep b."""
+        self.new_tokens, self.counts, self.fed = kept, self.counts + 1, 0
+        self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=True)
+        release(self.cache)
+
+    def align(self, columns: int) -> None:
+        """Nothing was moved."""
+
+
+def crop(cache: Cache, columns: int) -> None:
+    """Takes the last `-columns` columns from all layers that have columns: a recurrent state has none."""
+    for layer in cache.layers:
+        is_bounded = isinstance(layer, DynamicSlidingWindowLayer)
+        if is_bounded or isinstance(layer, LinearAttentionAndFullAttentionLayer):
+            DynamicLayer.crop(layer, columns)
+        elif isinstance(layer, DynamicLayer):
+            layer.crop(columns)
+        if is_bounded and layer.is_initialized:
+            layer.cumulative_length += columns
+
+
+def drop_first(cache: Cache, columns: int) -> None:
+    """Leaves the last `columns` columns, and of layers with an attention window those of them that they hold."""
+    for layer, name, dim in _states_with_columns(cache):
+        states = getattr(layer, name)
+        width = min(columns, states.shape[dim])
+        setattr(layer, name, states.narrow(dim, states.shape[dim] - width, width))
+    for layer in window_layers(cache):
+        layer.cumulative_length = columns
+
+
+def shift_cache(cache: Cache, shifts: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Moves the columns of sequence b by `shifts[b]` [B] to the right, in every layer; returns the mask [B, W] moved.
+
+    What enters at an end is arbitrary, and no token.
+    """
+    source = cached_arange(mask.shape[1], shifts.device) - shifts[:, None]
+    for layer, name, dim in _states_with_columns(cache):
+        states = getattr(layer, name)
+        index = source[:, : states.shape[dim]].to(states.device).clamp(0, states.shape[dim] - 1)
+        shape = [len(states), *[1] * (dim - 1), -1, *[1] * (states.dim() - dim - 1)]
+        setattr(layer, name, states.gather(dim, index.view(shape).expand(*states.shape)))
+    return mask.gather(1, source.clamp(0, source.shape[1] - 1)) & (source >= 0)
+
+
+def _states_with_columns(cache: Cache) -> list[tuple[Any, str, int]]:
+    """Layers, names and the dimension of columns of all that a cache holds of single tokens."""
+    names = (("keys", 2), ("values", 2), ("indexer_keys", 1))
+    return [
+        (layer, name, dim)
+        for layer in cache.layers
+        for name, dim in names
+        if getattr(layer, name, None) is not None and getattr(layer, name).numel()
+    ]
+
+
+def window_layers(cache: Cache) -> list[DynamicSlidingWindowLayer]:
+    """The layers that forget columns, those apart that share another layer's keys and hold none."""
+    return [layer for layer in cache.layers if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized]
+
+
+def hold(cache: Cache) -> None:
+    """From now on nothing is forgotten, until `release`."""
+    for layer in cache.layers:
+        if type(layer) is DynamicSlidingWindowLayer:
+            layer.activate_past_recording()
+
+
+def release(cache: Cache) -> None:
+    """Leaves the last W - 1 columns; from now on older ones are forgotten at once, as in plain decoding."""
+    for layer in window_layers(cache):
+        if layer.keys is not None and layer.values is not None:
+            first = max(layer.keys.shape[-2] - (layer.sliding_window - 1), 0)
+            layer.keys, layer.values = layer.keys[..., first:, :], layer.values[..., first:, :]
+        layer.record_past = False

@@ -1,0 +1,60 @@
+"""Masks that say of every position what it sees, as backbones of transformers take them, and attention that reads them.
+
+transformers' "sdpa" repeats keys and values for every query head where there is a mask: a copy of the cache in every
+forward. With a mask from here, the queries of a group stand side by side instead, and nothing is repeated but the mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+
+def given_mask(visible: torch.Tensor, config: PreTrainedConfig, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return what positions see of columns, [B, F, W] bool, as a model takes it, [B, 1, F, W].
+
+    Only "sdpa" reads truth values; elsewhere the mask is added to the scores, where True would mean 1. Without a dtype
+    it stays what it is.
+    """
+    mask = visible[:, None]
+    if dtype is not None and config._attn_implementation != "sdpa":
+        return additive_mask(mask, dtype)
+    setattr(mask, _MARK, True)
+    return mask
+
+
+def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a bool mask as the finite values that attention adds: rows that see nothing stay finite."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+_MARK = "of_grouped_queries"
+"""Attribute of masks that all heads share and that grouped queries may read side by side."""
+
+
+def grouped_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return what transformers' "sdpa" does, without a copy of keys and values where the mask is ours."""
+    groups, (batch, heads, fed, _) = query.shape[1] // key.shape[1], query.shape
+    if attention_mask is None or groups == 1 or not getattr(attention_mask, _MARK, False):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    packed = query.reshape(batch, heads // groups, groups * fed, -1)
+    mask = attention_mask.repeat(1, 1, groups, 1)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        packed, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
+    )
+    return output.reshape(batch, heads, fed, -1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("sdpa", grouped_attention)

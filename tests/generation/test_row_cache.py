@@ -1,0 +1,86 @@
+"""A cache that never moves: what stays where it is, room that grows, what attention gets, and grouped queries."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from tests.backbones import backbone
+from tests.internals import (
+    DraftTree,
+    NewTokens,
+    RowTarget,
+    block_mask,
+    cache_module,
+    given_mask,
+    grouped_attention,
+    target_of,
+)
+from tests.internals import cache_module_Rows as Rows
+
+PROMPT, BLOCK = 9, 5
+KEPT = [[3, 1], [5, 2], [1, 5], [4, 4], [2, 3], [5, 1], [1, 1], [3, 5]]
+
+
+@torch.no_grad()
+def steps(model, span, ids):
+    """Blocks of two texts that keep different numbers; logits are compared with a whole pass."""
+    cache, expected, ends = DynamicCache(config=model.config), model(ids, use_cache=False).logits, [PROMPT, PROMPT]
+    model(ids[:, :PROMPT], past_key_values=cache)
+    target = target_of(model, cache, ids[:, 0], None, limit=PROMPT, span=span)
+    assert isinstance(target, RowTarget)
+    for kept in KEPT:
+        block = torch.stack([text[end : end + BLOCK] for text, end in zip(ids, ends)])
+        logits = target.forward(block, DraftTree.chain(block[:, 1:]), None).logits
+        for row, end in enumerate(ends):
+            torch.testing.assert_close(logits[row], expected[row, end : end + BLOCK], atol=1e-9, rtol=0)
+        target.keep(NewTokens(kept, ids.device))
+        ends = [end + count for end, count in zip(ends, kept)]
+        yield target, ends
+
+
+def texts():
+    return torch.randint(2, 48, (2, 64), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma3"])
+@pytest.mark.parametrize("step", [1, 8])
+def test_room_grows_and_rings_are_laid_out_anew(name, step, monkeypatch):
+    monkeypatch.setattr(cache_module, "_STEP", step)
+    sizes = set()
+    for target, _ in steps(backbone(name).double(), 0, texts()):
+        sizes.add(tuple(layer.size for layer in target.cache.layers))
+    assert len(sizes) > 1 or name == "mistral"
+
+
+def test_nothing_moves_and_attention_gets_little_more_than_the_longest_text():
+    found = set()
+    for target, ends in steps(backbone().double(), 100, texts()):
+        found |= {(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in target.cache.layers}
+        assert target.rows.width(BLOCK, target.rows.capacity) <= max(ends) + 2 * BLOCK + 64
+    assert len(found) == 2
+
+
+def test_grouped_queries_with_a_mask_give_what_repeated_keys_give():
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads, size, 8, generator=generator) for heads, size in ((6, 4), (2, 9), (2, 9))
+    )
+    module = torch.nn.Module()
+    module.num_key_value_groups = 3
+    visible = torch.rand(2, 4, 9, generator=generator) < 0.7
+    mask = given_mask(visible, backbone().config, torch.float32)
+    expected, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
+    found, _ = grouped_attention(module, query, key, value, mask, scaling=0.3)
+    torch.testing.assert_close(found, expected)
+    other, _ = grouped_attention(module, query, key, value, visible[:, None], scaling=0.3)
+    assert torch.equal(other, expected)
+
+
+def test_layers_of_kinds_without_a_window_get_the_whole_mask():
+    """A config may name a window that none of its layers has."""
+    config = backbone("mistral").config
+    config.layer_types = ["indexed_attention"] * 2
+    rows = Rows(torch.tensor([[False] + [True] * 11]), True, 12, 2)
+    mask = block_mask(rows, 2, config, torch.float32)
+    assert mask[0, 0].sum(-1).tolist() == [12, 13]

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -136,7 +136,7 @@ class HeadProposer:
             raise ValueError(f"{self.folder}: its tensors do not make {self.config.head_type!r} heads: {wrong[:5]}")
         dtype = self.vllm_config.model_config.dtype
         self.head = head.to(weight.device, dtype).requires_grad_(False).eval()
-        self.parts = _TargetParts(target_model)
+        self.parts = _TargetParts(cast(Any, target_model))
         _mend_sampler(weight.device)
         shards = self.vllm_config.parallel_config.tensor_parallel_size
         if shards > 1:
@@ -311,7 +311,7 @@ class _TargetParts(BackboneParts):
         return self._unembed
 
     def _unembed(self, states: torch.Tensor) -> torch.Tensor:
-        logits = self.model.compute_logits(states.reshape(-1, states.shape[-1]))
+        logits = cast(Any, self.model).compute_logits(states.reshape(-1, states.shape[-1]))
         if logits is None:
             raise RuntimeError(
                 "tensor_parallel_size: this platform of vLLM gathers logits on one rank only, so heads that share the "

@@ -236,7 +236,8 @@ class EvaByteForMTPC(
     def distribution_after(self, features: torch.Tensor, last: torch.Tensor, length: int) -> WindowDistribution:
         """Return the distribution of the next `length` tokens given `features` [..., F] and the next token [...]."""
         if self.mtp_head is None:  # positions are independent: neither the own head nor `last` is read
-            logits = self.draft_heads(features.to(self.draft_heads.weight.dtype), length)
+            drafts = cast(FFHead, self.draft_heads)
+            logits = drafts(features.to(drafts.weight.dtype), length)
             return FactorisedDistribution(exact(logits.unsqueeze(-2)))
         return distribution_after(self.mtp_head, self.config.mtp_head, features, last, length, BackboneParts(self))
 

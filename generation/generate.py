@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    DynamicCache,
     EncoderDecoderCache,
     GenerationConfig,
     LogitsProcessorList,
@@ -36,7 +35,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
-from ..configuration.fields import field, learned_positions
+from ..configuration.fields import field
 from ..modeling.wrapped_models import caches_kept
 from .call.keywords import Keywords
 from .call.options import OWN, CallOptions, DraftOptions, obstacle, prepared_options, warn_of_unread
@@ -45,7 +44,7 @@ from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer,
 from .drafter import BaseDrafter
 from .loop import SpeculativeLoop
 from .protocols import SpeculativeCache
-from .target.backbones import can_roll_back, check_cache, check_trees, is_repackable
+from .target.backbones import can_roll_back, check_given_cache, check_prompt, check_trees, is_repackable
 from .target.inputs import crosses_border, last_position_of_trials
 from .trees.choice import choose_tree
 
@@ -112,11 +111,11 @@ def prepared_call(
             f"assistant_early_exit={config.assistant_early_exit} is not offered here: it would cut the layers of "
             f"{type(backbone).__name__} in place; leave it out"
         )
-    _check_prompt(backbone, call, has_own_cache=new_cache is not None)
+    check_prompt(backbone, call, has_own_cache=new_cache is not None)
     resolved = {"use_mtp"} if config.use_mtp else set()
     config.use_mtp = False
     cache_is_given = call.get("past_key_values") is not None
-    _check_given_cache(call, config)
+    check_given_cache(call, config)
     options = None
     if drafter is None or config.prompt_lookup_num_tokens:
         CallOptions.read(own, sources)
@@ -210,48 +209,6 @@ def _names(generate: Callable[..., Any], count: int) -> tuple[str, ...]:
     known = inspect.signature(generate).parameters.values()
     names = tuple(p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
     return (names if len(names) >= count else PARAMETERS)[:count]
-
-
-def _check_prompt(backbone: PreTrainedModel, call: dict[str, Any], has_own_cache: bool) -> None:
-    """Refuse a prompt that the backbone cannot read.
-
-    Raises:
-        ValueError: An empty prompt, ids outside the vocabulary, or more tokens than the model has positions.
-    """
-    text = backbone.config.get_text_config()
-    ids, embeds = (call.get("input_ids") if call.get("inputs") is None else call["inputs"]), call.get("inputs_embeds")
-    tensor = ids if embeds is None else embeds
-    if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
-        return
-    if embeds is None and backbone.main_input_name == "input_ids":
-        if tensor.shape[1] == 0:
-            raise ValueError("input_ids is empty; pass at least one token, for example the bos token")
-        low, high = (int(bound) for bound in tensor.aminmax())
-        if low < 0 or high >= text.vocab_size:
-            wrong = low if low < 0 else high
-            raise ValueError(f"input_ids holds id {wrong}; ids of this model lie in 0 .. {text.vocab_size - 1}")
-    limit = text.max_position_embeddings if has_own_cache else learned_positions(text)
-    if limit is not None and tensor.shape[1] > limit:
-        raise ValueError(
-            f"the prompt has {tensor.shape[1]} tokens, more than max_position_embeddings={limit}; shorten it"
-        )
-
-
-def _check_given_cache(call: dict[str, Any], config: GenerationConfig) -> None:
-    """Refuse a cache of transformers that does not fit the prompt.
-
-    Raises:
-        ValueError: Another number of sequences, or too little room.
-    """
-    cache, ids = call.get("past_key_values"), call.get("input_ids") if call.get("inputs") is None else call["inputs"]
-    if (
-        isinstance(cache, (DynamicCache, StaticCache))
-        and isinstance(ids, torch.Tensor)
-        and (config.num_beams or 1) == 1
-    ):
-        longest = config.max_length if config.max_new_tokens is None else ids.shape[1] + config.max_new_tokens
-        # the last token is never fed
-        check_cache(cache, len(ids) * (config.num_return_sequences or 1), (longest or 0) - 1)
 
 
 def _decided(

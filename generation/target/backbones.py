@@ -1,4 +1,4 @@
-"""Which backbones drafts can be verified on, what trees need beyond that, and on which kind of cache it is done."""
+"""Which backbones, prompts and caches drafts can be verified on, what trees need, and which kind of target does it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from inspect import signature
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel, cache_utils
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache, cache_utils
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicIndexedLayer,
@@ -17,6 +17,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from ...configuration.fields import learned_positions
 from ...modeling.ptp.inputs import check_attention
 from ...modeling.wrapped_models import has_own_cache
 from .repacking import EvenTarget, RepackedTarget
@@ -133,6 +134,48 @@ def _has_alibi(backbone: PreTrainedModel) -> bool:
 def _is_local(config: Any) -> bool:
     """Whether any layer has GPT-Neo's attention window, which it makes of columns itself."""
     return "local" in (getattr(config, "attention_layers", None) or ())
+
+
+def check_prompt(backbone: PreTrainedModel, call: dict[str, Any], has_own_cache: bool) -> None:
+    """Refuse a prompt that the backbone cannot read.
+
+    Raises:
+        ValueError: An empty prompt, ids outside the vocabulary, or more tokens than the model has positions.
+    """
+    text = backbone.config.get_text_config()
+    ids, embeds = (call.get("input_ids") if call.get("inputs") is None else call["inputs"]), call.get("inputs_embeds")
+    tensor = ids if embeds is None else embeds
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
+        return
+    if embeds is None and backbone.main_input_name == "input_ids":
+        if tensor.shape[1] == 0:
+            raise ValueError("input_ids is empty; pass at least one token, for example the bos token")
+        low, high = (int(bound) for bound in tensor.aminmax())
+        if low < 0 or high >= text.vocab_size:
+            wrong = low if low < 0 else high
+            raise ValueError(f"input_ids holds id {wrong}; ids of this model lie in 0 .. {text.vocab_size - 1}")
+    limit = text.max_position_embeddings if has_own_cache else learned_positions(text)
+    if limit is not None and tensor.shape[1] > limit:
+        raise ValueError(
+            f"the prompt has {tensor.shape[1]} tokens, more than max_position_embeddings={limit}; shorten it"
+        )
+
+
+def check_given_cache(call: dict[str, Any], config: GenerationConfig) -> None:
+    """Refuse a cache of transformers that does not fit the prompt.
+
+    Raises:
+        ValueError: Another number of sequences, or too little room.
+    """
+    cache, ids = call.get("past_key_values"), call.get("input_ids") if call.get("inputs") is None else call["inputs"]
+    if (
+        isinstance(cache, (DynamicCache, StaticCache))
+        and isinstance(ids, torch.Tensor)
+        and (config.num_beams or 1) == 1
+    ):
+        longest = config.max_length if config.max_new_tokens is None else ids.shape[1] + config.max_new_tokens
+        # the last token is never fed
+        check_cache(cache, len(ids) * (config.num_return_sequences or 1), (longest or 0) - 1)
 
 
 def check_cache(cache: Cache, sequences: int, tokens: int) -> None:

@@ -13,16 +13,18 @@ from functools import partial
 from typing import Any, cast
 
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.utils import logging
 
 from .. import __version__
 from ..configuration.fields import field
-from ..modeling.wrapped_models import drop_collectors, unwrap
+from ..modeling.wrapped_models import drop_collectors, fingerprint, unwrap
 from .call.options import first_set
 from .drafter import BaseDrafter
 from .generate import decoding, prepared_call
 from .protocols import SpeculativeCache
 from .target.backbones import check_backbone
 
+logger = logging.get_logger(__name__)
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -137,10 +139,21 @@ class AttachableDrafter(BaseDrafter):
             for learned in (self.tree_choices, self.schedules):  # what pays depends on the backbone
                 learned.clear()
             self.on_attach(backbone)
+            self._check_fingerprint(backbone)
             Route.of(backbone).drafters.append(self)
         if default:
             Route.of(backbone).default = self
         return self
+
+    def _check_fingerprint(self, backbone: PreTrainedModel) -> None:
+        """Warn beside another backbone than the one beside which the drafter was saved: texts stay right."""
+        recorded = field(getattr(self, "config", None), "backbone_fingerprint")
+        found = None if recorded is None else fingerprint(backbone)
+        if found not in (None, recorded):
+            logger.warning(
+                f"this {type(self).__name__} learned beside a backbone of backbone_fingerprint={recorded!r}, and this "
+                f"{type(backbone).__name__} has {found!r}: texts stay right, but fewer drafts may be accepted"
+            )
 
     def detach(self) -> Any:
         """Undoes `attach`: the backbone is bit for bit what it was. Returns the drafter itself."""

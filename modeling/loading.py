@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from .. import __version__
 from .remote_code import TRAVELS, TravellingMixin, check_choice, is_ours, whole_folder
+from .wrapped_models import fingerprint
 
 LIBRARY = "tokenahead"
 """The name that directories carry in config.json (`library_name`), for those who find them without the package."""
@@ -64,6 +65,9 @@ class SavingMixin(TravellingMixin):
         base = vars(config).get("base_model_name_or_path")
         if base and Path(base).is_dir():  # elsewhere `runs/base` would be the name of a repository
             config.base_model_name_or_path = str(Path(base).absolute())
+        if vars(self).get("_backbones"):  # a drafter beside the backbone that it learned from
+            found = fingerprint(vars(self)["_backbones"][0])
+            config.backbone_fingerprint = found or vars(config).get("backbone_fingerprint")
         if is_ours(type(config)):  # Auto classes mark a class that came with a directory: its code is added here
             config._auto_class = None
         with nullcontext(target) if spread else whole_folder(target, kwargs.get("variant")) as folder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..configuration.fields import field
+
+_READABLE = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def uncompiled(model: Any) -> Any:
@@ -42,6 +45,26 @@ def has_own_cache(model: PreTrainedModel) -> bool:
     """Return whether a model has caches of a kind of its own (`own_cache`), and not those of transformers."""
     make = getattr(model, "own_cache", None)
     return make is not None and make() is not None
+
+
+def fingerprint(model: PreTrainedModel) -> str | None:
+    """Return the shapes and a hash of the unembedding and the last norm, by which a drafter knows its backbone again.
+
+    At most 1,024 rows of each are read, as bfloat16, so that a model has one fingerprint in float32 and bfloat16. None:
+    there are no such weights to read, because they are quantised, sharded, offloaded or in float16.
+    """
+    unembedding, parts = model.get_output_embeddings(), [*model.get_decoder().children()]
+    norms = [part.weight for part in parts if isinstance(getattr(part, "weight", None), nn.Parameter)]
+    weight = getattr(unembedding, "weight", None)
+    weights = [] if weight is None else [weight, *[one for one in norms if one.dim() == 1][-1:]]
+    digest = hashlib.sha256()
+    for weight in weights:
+        if weight.is_meta or type(weight.data) is not torch.Tensor or weight.dtype not in _READABLE:
+            return None
+        rows = weight.detach()[:: max(1, len(weight) // 1024)]
+        digest.update(rows.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    shapes = " ".join("x".join(map(str, weight.shape)) for weight in weights)
+    return f"{shapes} {digest.hexdigest()[:16]}" if weights else None
 
 
 def checkpoints_activations(model: nn.Module) -> bool:

@@ -53,7 +53,7 @@ def fingerprint(model: PreTrainedModel) -> str | None:
     At most 1,024 rows of each are read, as bfloat16, so that a model has one fingerprint in float32 and bfloat16. None:
     there are no such weights to read, because they are quantised, sharded, offloaded or in float16.
     """
-    unembedding, parts = model.get_output_embeddings(), [*model.get_decoder().children()]
+    unembedding, parts = model.get_output_embeddings(), [*cast(Any, model).get_decoder().children()]
     norms = [part.weight for part in parts if isinstance(getattr(part, "weight", None), nn.Parameter)]
     weight = getattr(unembedding, "weight", None)
     weights = [] if weight is None else [weight, *[one for one in norms if one.dim() == 1][-1:]]

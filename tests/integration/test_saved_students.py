@@ -131,11 +131,11 @@ def test_what_is_refused():
         apart.attach(backbone(config))
     config = CONFIGS["llama"]()
     config.intermediate_size += 4
-    with pytest.raises(ValueError, match="mlp.gate_proj"):
+    with pytest.raises(ValueError, match="intermediate_size"):
         apart.attach(backbone(config))
     with pytest.raises(ValueError, match="model_type.*'llama'"):
         apart.attach(backbone(CONFIGS["qwen2"]()))
-    with pytest.raises(ValueError, match="make a new student"):
+    with pytest.raises(ValueError, match="PTPStudent.*vocab_size=11"):
         apart.resize_token_embeddings(12)
     with pytest.raises(ValueError, match="backbone_config"):
         PTPStudent(type(apart.config)())

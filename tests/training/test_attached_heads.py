@@ -74,5 +74,5 @@ def test_float32_heads_on_a_bfloat16_backbone_learn_and_draft(options, tmp_path)
 
 def test_heads_that_assist_another_model_are_refused_by_name():
     heads, other = heads_of(), llama()
-    with pytest.raises(RuntimeError, match=r"heads.attach\(backbone\)"):
+    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
         other.generate(torch.arange(70, 80)[None], assistant_model=heads, max_new_tokens=3)

@@ -130,7 +130,7 @@ def test_a_hub_that_does_not_answer_is_named(capsys, monkeypatch):
 
 def test_heads_that_are_none(capsys, folder):
     code, line = error_of(capsys, "generate", "--model", folder, "--heads", folder, "x")
-    assert code == 1 and "holds a model of type 'evabyte' and no heads" in line
+    assert code == 1 and "holds a model of type 'evabyte'" in line
 
 
 @pytest.mark.parametrize("device", ["cuda:77", "nonsense"])
@@ -177,7 +177,7 @@ def test_weights_that_are_cut_short(capsys, folder, tmp_path):
 def test_heads_without_a_backbone(capsys, tmp_path):
     MTPHeads(MTPHeadConfig(window=2, hidden_size=8, vocab_size=320)).save_pretrained(tmp_path)
     code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
-    assert code == 1 and "heads without a backbone" in line
+    assert code == 1 and "without a backbone" in line
 
 
 def test_a_config_that_contradicts_itself(capsys, folder, tmp_path):

@@ -223,7 +223,7 @@ def test_an_eagle_head_that_was_trained_drafts(llama, tmp_path):
 def test_heads_of_another_model_are_refused(llama, tmp_path, capsys):
     MTPHeads(MTPHeadConfig(window=2, hidden_size=8, vocab_size=320)).save_pretrained(tmp_path)
     assert run("generate", "--model", llama, "--heads", tmp_path, "x") == 1
-    assert "hidden_size: the heads were made for 8, but LlamaForCausalLM has 16" in capsys.readouterr().err
+    assert "hidden_size: this MTPHeads was made for 8, but LlamaForCausalLM has 16" in capsys.readouterr().err
 
 
 def test_modules_of_an_official_folder_draft(tmp_path):

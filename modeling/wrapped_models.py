@@ -53,6 +53,8 @@ def fingerprint(model: PreTrainedModel) -> str | None:
     At most 1,024 rows of each are read, as bfloat16, so that a model has one fingerprint in float32 and bfloat16. None:
     there are no such weights to read, because they are quantised, sharded, offloaded or in float16.
     """
+    if not isinstance(model, PreTrainedModel):  # something that stands in for one has no names to read by
+        return None
     unembedding, parts = model.get_output_embeddings(), [*cast(Any, model).get_decoder().children()]
     norms = [part.weight for part in parts if isinstance(getattr(part, "weight", None), nn.Parameter)]
     weight = getattr(unembedding, "weight", None)

@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 _MODULES = {
+    "bench_module": "tokenahead.training.evaluation.bench",
     "bundle_module": "tokenahead.model_cards.bundle",
     "card_module": "tokenahead.model_cards.card",
     "cli_module": "tokenahead.training.cli",
@@ -148,7 +149,6 @@ _NAMES = {
     "tokenahead.model_cards.command": (
         "CardRequest",
         "make_card",
-        "read_prompts",
     ),
     "tokenahead.model_cards.card": ("card_metadata",),
     "tokenahead.model_cards.export": ("export",),
@@ -315,16 +315,23 @@ _NAMES = {
         "run_demo",
     ),
     "tokenahead.training.evaluation": ("MODES",),
+    "tokenahead.training.evaluation.bench": ("Bench", "Protocol"),
     "tokenahead.training.evaluation.decoding": (
         "GREEDY",
-        "Comparison",
-        "Completion",
-        "Measurement",
         "acceptance_by_position",
-        "compare_decoding",
         "drafted_flags",
         "repeated_share",
         "sampled",
+    ),
+    "tokenahead.training.evaluation.methods": ("methods_of", "plain_method"),
+    "tokenahead.training.evaluation.near_ties": ("block_error", "is_near_tie"),
+    "tokenahead.training.evaluation.prompts": ("Prompt", "Writer", "groups_of", "read_prompts"),
+    "tokenahead.training.evaluation.summary": (
+        "Comparison",
+        "Completion",
+        "Measurement",
+        "compare_decoding",
+        "results_of",
     ),
     "tokenahead.training.evaluation.drafts": (
         "DraftMeasures",

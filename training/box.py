@@ -303,7 +303,10 @@ class BoxMeasurement:
         measurement = Measurement(prompts, new_bytes, batch_size, seconds, self.seed)
         modes = [replace(mode, options=mode.options | _ADAPTIVE) for mode in MODES] if batch_size > 1 else MODES
         return measurement.compare(
-            box.models, box.tokenizer, modes, lambda done: self.on_step(f"{words}, {done} prompts done")
+            box.models,
+            box.tokenizer,
+            modes,
+            lambda done, count: self.on_step(f"{words}, {done} of at most {count} calls done"),
         )
 
     def _measured(

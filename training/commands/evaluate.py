@@ -14,10 +14,9 @@ import torch
 from transformers import PrinterCallback, set_seed
 
 from ... import __version__
-from ...generation.attach import AttachableDrafter
 from ..byte_text import is_byte_level
 from ..checkpoints import base_of, has_adapters, holds_model
-from ..completion import AttachedDecoder, load_config
+from ..completion import load_config
 from ..evaluation import GREEDY, Comparison, DraftMeasures, Measurement, environment, hardware, sampled
 from ..evaluation.drafts import has_probs, usual_drafts
 from ..results import MeasuredResults
@@ -202,8 +201,6 @@ def decode(trainee: Trainee, texts: list[str], asked: EvaluationArguments, seed:
     """Decode plainly and with drafts, by turns: greedily, and sampled at the requested temperatures."""
     trainee.backbone.eval()
     model: Any = trainee.model.eval()
-    if isinstance(model, AttachableDrafter):
-        model = AttachedDecoder(trainee.backbone, trainee.model)
     modes = [GREEDY if temperature == 0 else sampled(temperature) for temperature in asked.temperatures]
     measurement = Measurement(texts, asked.new_tokens, seed=seed, seconds=asked.seconds)
     return measurement.compare({"it": model}, trainee.tokenizer, modes)["it"]

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import cycle
+from itertools import cycle, groupby
 from pathlib import Path
 from typing import Any
 
 from ..evaluation import HeadReport
-from ..results import DecodingResult
+from ..results import DecodingResult, MeasuredResults
 from ..utils import needs_extra, replace_picture
 
 with needs_extra("demo", "figures"):
@@ -270,3 +270,88 @@ def _family(index: int) -> dict[str, Any]:
 def _shares(shares: Sequence[float]) -> tuple[Sequence[int], list[float]]:
     """Return positions in the draft and percentages."""
     return range(1, len(shares) + 1), [100 * share for share in shares]
+
+
+def bench_figure(measured: MeasuredResults) -> Figure:
+    """Draw speed-ups by category: a panel per way of decoding and batch size, a colour per method."""
+    settings = _settings(measured)
+    methods = _methods(measured)
+    categories = list(dict.fromkeys(name for row in measured.results for name in row.category_speed_ups))
+    figure = Figure(figsize=(max(6.4, 0.9 * len(categories) + 2), 3.6 * len(settings) + 0.8), layout="constrained")
+    panels = figure.subplots(len(settings), 1, squeeze=False)[:, 0]
+    width = 0.8 / max(1, len(methods))
+    for axes, (title, rows) in zip(panels, settings):
+        for row in rows:
+            place, style = methods.get(row.method, (0, None))
+            found = [
+                (i, row.category_speed_ups[name]) for i, name in enumerate(categories) if name in row.category_speed_ups
+            ]
+            if style is not None and found:
+                x, heights = zip(*found)
+                axes.bar([i + (place + 0.5) * width - 0.4 for i in x], heights, width, color=style["color"])
+        axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
+        axes.set(title=title, ylabel="speed-up over plain decoding", xlim=(-0.6, len(categories) - 0.4))
+        axes.set_xticks(
+            range(len(categories)),
+            categories,
+            rotation=30 * (len(categories) > 4),
+            ha="right" if len(categories) > 4 else "center",
+        )
+        axes.grid(axis="y", alpha=0.3)
+    named = [Line2D([], [], label=name, color=style["color"], linewidth=6) for name, (_, style) in methods.items()]
+    figure.legend(handles=named, loc="outside lower center", ncols=3)
+    return figure
+
+
+def frontier_figure(measured: MeasuredResults) -> Figure:
+    """Draw tokens per call against milliseconds per call, with lines of equal speed; what repeats itself is hollow."""
+    settings = _settings(measured)
+    methods = _methods(measured)
+    figure = Figure(figsize=(5.4 * len(settings), 5.2), layout="constrained")
+    for axes, (title, rows) in zip(figure.subplots(1, len(settings), squeeze=False)[0], settings):
+        points = {row.method: (row.call_ms, _per_call(row)) for row in rows if row.call_ms is not None}
+        for row in rows:
+            if row.method in points and row.method in methods:
+                style = _POINT | methods[row.method][1] | (_HOLLOW if row.is_degenerate else {})
+                axes.plot(*([value] for value in points[row.method]), **style)
+        if "plain" in points:
+            axes.plot(*([value] for value in points["plain"]), **_PLAIN)
+        _draw_equal_speeds(axes, points)
+        axes.set(title=title, xlabel="milliseconds per call", ylabel=f"{measured.unit}s per call")
+    named = [Line2D([], [], label=name, **_POINT | style) for name, (_, style) in methods.items()]
+    named.append(Line2D([], [], label=f"one {measured.unit} at a time", **_PLAIN))
+    if any(row.is_degenerate for row in measured.results):
+        point: dict[str, Any] = _POINT | {"marker": "o", "color": "grey"} | _HOLLOW
+        named.append(Line2D([], [], label="hollow: repeats itself, no claim", **point))
+    figure.legend(handles=named, loc="outside lower center", ncols=3)
+    return figure
+
+
+def _draw_equal_speeds(axes: Axes, points: dict[Any, tuple[Any, float]]) -> None:
+    """Draw lines of equal speed through the origin, named by their ratio to plain decoding's."""
+    right = 1.25 * max(ms for ms, _ in points.values())
+    top = 1.15 * max(2.0, *(per_call for _, per_call in points.values()))
+    axes.set(xlim=(0, right), ylim=(0, top))
+    if "plain" not in points:
+        return
+    ms, per_call = points["plain"]
+    for ratio in (0.5, 1, 1.5, 2, 3, 4):
+        x = min(right, top * ms / (ratio * per_call))
+        axes.plot([0, x], [0, ratio * per_call * x / ms], color="grey", linewidth=0.7, linestyle=":")
+        axes.annotate(f"{ratio:g}x", (x, ratio * per_call * x / ms), color="grey", fontsize=8, ha="right", va="top")
+
+
+def _settings(measured: MeasuredResults) -> list[tuple[str, list[DecodingResult]]]:
+    """Return the ways of decoding and batch sizes, and their rows."""
+    groups = groupby(measured.results, key=lambda row: (row.decoding or row.name, row.batch_size))
+    return [(f"{mode}, batch {batch}", list(rows)) for (mode, batch), rows in groups]
+
+
+def _methods(measured: MeasuredResults) -> dict[str | None, tuple[int, dict[str, Any]]]:
+    """Return the place and the style of every method that drafts."""
+    names = dict.fromkeys(row.method for row in measured.results if row.draft_length or _per_call(row) > 1)
+    return {name: (index, _family(index)) for index, name in enumerate(names)}
+
+
+def _per_call(row: DecodingResult) -> float:
+    return row.tokens_per_verification or row.tokens_per_call

@@ -3,16 +3,16 @@
 from ..utils import lazy_names
 
 _HOMES = {
-    "Comparison": "decoding",
-    "Completion": "decoding",
+    "Comparison": "summary",
+    "Completion": "summary",
     "DecodingMode": "decoding",
     "DraftMeasures": "drafts",
     "ExpectedCalls": "expected",
     "GREEDY": "decoding",
     "HeadReport": "reports",
     "MODES": "decoding",
-    "Measurement": "decoding",
-    "compare_decoding": "decoding",
+    "Measurement": "summary",
+    "compare_decoding": "summary",
     "drafted_flags": "decoding",
     "environment": "reports",
     "hardware": "reports",

@@ -278,7 +278,6 @@ _NAMES = {
         "load_excerpts",
         "load_heads",
         "Box",
-        "BoxMeasurement",
     ),
     "tokenahead.training.byte_text": (
         "RawWriter",
@@ -311,6 +310,7 @@ _NAMES = {
     ),
     "tokenahead.training.demo": (
         "MARK",
+        "BoxMeasurement",
         "check_output",
         "run_demo",
     ),
@@ -340,10 +340,7 @@ _NAMES = {
         "text_of",
     ),
     "tokenahead.training.evaluation.expected": ("ExpectedCalls", "acceptance_along", "ratio_of_sums"),
-    "tokenahead.training.evaluation.reports": (
-        "HeadReport",
-        "read_reports",
-    ),
+    "tokenahead.training.evaluation.table": ("explanation", "tables"),
     "tokenahead.training.utils": ("needs_extra",),
     "tokenahead.training.features": (
         "FeatureDataset",

@@ -16,14 +16,15 @@ from transformers.utils import logging
 from ... import __version__
 from ..byte_text import is_byte_level
 from ..evaluation.bench import LINES, Bench, Protocol
+from ..evaluation.circumstances import environment, hardware
 from ..evaluation.decoding import DecodingMode
 from ..evaluation.methods import load_model, methods_of
 from ..evaluation.prompts import Prompt, Writer, read_prompts
-from ..evaluation.reports import environment, hardware
 from ..evaluation.summary import largest_error, results_of
 from ..evaluation.table import explanation, tables
 from ..results import MeasuredResults
-from ..utils import needs_extra, replace_picture, replace_text
+from ..utils import replace_picture, replace_text
+from .figures import bench_figure, frontier_figure
 
 RESULTS, SETTINGS = "results.json", "settings.json"
 """Names of the files of what came out, and of what was asked for."""
@@ -165,7 +166,5 @@ def show(console: Console, measured: MeasuredResults) -> None:
 def write(folder: Path, measured: MeasuredResults) -> None:
     """Write results and figures into a directory."""
     measured.to_json(folder / RESULTS)
-    with needs_extra("demo", "figures"):
-        from .figures import bench_figure, frontier_figure
     replace_picture(folder / BENCH_FIGURE, bench_figure(measured))
     replace_picture(folder / FRONTIER_FIGURE, frontier_figure(measured))

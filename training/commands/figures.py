@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import cycle, groupby
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..evaluation import HeadReport
+from ..evaluation.bench import PLAIN
 from ..results import DecodingResult, MeasuredResults
 from ..utils import needs_extra, replace_picture
 
@@ -178,88 +178,10 @@ def _from_zero(axes: Axes) -> None:
     axes.set_ylim(0, 1.06 * top if top > 0 else 1)
 
 
-SPEED_FIGURE, ACCEPTANCE_FIGURE = "speed.png", "acceptance.png"
-"""Names of the files."""
-_FILLS: dict[str, dict[str, Any]] = {
-    "filled": {"fillstyle": "full"},
-    "left half": {"fillstyle": "left", "markerfacecoloralt": "white"},
-    "lower half": {"fillstyle": "bottom", "markerfacecoloralt": "white"},
-}
-"""Markers of the ways of decoding, in turn."""
 _HOLLOW: dict[str, Any] = {"fillstyle": "full", "markerfacecolor": "white"}
 """Markers of text that repeats itself."""
 _POINT: dict[str, Any] = {"linestyle": "none", "markersize": 9, "markeredgewidth": 1.8}
 _PLAIN: dict[str, Any] = _POINT | {"marker": "x", "color": "black"}
-
-
-def cycle_ms(result: DecodingResult) -> float:
-    """Return the milliseconds per call of the backbone, drafting and verification included."""
-    return 1000 * result.seconds / result.backbone_calls
-
-
-def save_figures(folder: Path, reports: Sequence[HeadReport]) -> None:
-    """Write both figures as PNG files into a directory."""
-    replace_picture(folder / SPEED_FIGURE, speed_figure(reports))
-    replace_picture(folder / ACCEPTANCE_FIGURE, acceptance_figure(reports))
-
-
-def speed_figure(reports: Sequence[HeadReport]) -> Figure:
-    """Draw bytes per call against milliseconds per call (MtPC paper, Figure 1).
-
-    A cross marks plain decoding. A family has one colour and one marker; fills tell the ways of decoding apart, and
-    results whose text repeats itself are hollow.
-    """
-    figure = Figure(figsize=(7.6, 5.8), layout="constrained")
-    axes = figure.add_subplot()
-    heads = [_POINT | _family(index) for index in range(len(reports))]
-    for report, style in zip(reports, heads):
-        for row, fill in zip(report.single, cycle(_FILLS.values())):
-            axes.plot([cycle_ms(row)], [row.tokens_per_call], **style | (_HOLLOW if row.is_degenerate else fill))
-    times = [1000 / row.plain_tokens_per_second for report in reports for row in report.single]
-    axes.plot([sum(times) / len(times)], [1.0], **_PLAIN)
-    axes.margins(0.12)
-    axes.set(xlabel="milliseconds per call", ylabel="bytes per call", title="Up and to the left is faster")
-    named = [Line2D([], [], label=report.name, **style) for report, style in zip(reports, heads)]
-    for row, (word, fill) in zip(reports[0].single, cycle(_FILLS.items())):
-        point: dict[str, Any] = _POINT | {"marker": "o", "color": "grey"} | fill
-        named.append(Line2D([], [], label=f"{word}: {row.name}", **point))
-    named.append(Line2D([], [], label="one byte at a time", **_PLAIN))
-    for way in dict.fromkeys(row.name for report in reports for row in report.single if row.is_degenerate):
-        point = _POINT | {"marker": "o", "color": "grey"} | _HOLLOW
-        named.append(Line2D([], [], label=f"hollow: {way}, repeats itself: no claim", **point))
-    figure.legend(handles=named, loc="outside lower center", ncols=3)
-    return figure
-
-
-def acceptance_figure(reports: Sequence[HeadReport]) -> Figure:
-    """Draw the share of verifications that accept so many drafts: a panel per way of decoding, a line per head.
-
-    Lines with markers are what was generated, hollow where the text repeats itself; thin lines without are what is
-    expected along plain texts.
-    """
-    ways = [row.name for row in reports[0].single]
-    figure = Figure(figsize=(3.6 * len(ways) + 0.6, 4.6), layout="constrained")
-    panels = figure.subplots(1, len(ways), sharex=True, sharey=True, squeeze=False)[0]
-    thin: dict[str, Any] = {"linewidth": 0.9, "alpha": 0.7}
-    for axes, (turn, way) in zip(panels, enumerate(ways)):
-        for index, report in enumerate(reports):
-            row, style = report.single[turn], _family(index)
-            fill = _HOLLOW if row.is_degenerate else {}
-            axes.plot(*_shares(row.accepted_by_position), markersize=5, **style | fill)
-            axes.plot(*_shares(row.expected_by_position), color=style["color"], **thin)
-        axes.set(title=way, xlabel="drafts", ylim=(-4, 104), yticks=range(0, 101, 20))
-        axes.margins(x=0.06)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("verifications that accept so many (%)")
-    named = [Line2D([], [], label=report.name, **_family(index)) for index, report in enumerate(reports)]
-    rows = [row for report in reports for row in report.single]
-    if any(row.expected_by_position for row in rows):
-        named.append(Line2D([], [], label="thin: expected along plain texts", color="grey", **thin))
-    if any(row.is_degenerate for row in rows):
-        named.append(Line2D([], [], label="hollow: the text repeats itself", marker="o", color="grey", **_HOLLOW))
-    figure.legend(handles=named, loc="outside lower center", ncols=3)
-    return figure
 
 
 def _family(index: int) -> dict[str, Any]:
@@ -274,29 +196,24 @@ def _shares(shares: Sequence[float]) -> tuple[Sequence[int], list[float]]:
 
 def bench_figure(measured: MeasuredResults) -> Figure:
     """Draw speed-ups by category: a panel per way of decoding and batch size, a colour per method."""
-    settings = _settings(measured)
     methods = _methods(measured)
     categories = list(dict.fromkeys(name for row in measured.results for name in row.category_speed_ups))
-    figure = Figure(figsize=(max(6.4, 0.9 * len(categories) + 2), 3.6 * len(settings) + 0.8), layout="constrained")
-    panels = figure.subplots(len(settings), 1, squeeze=False)[:, 0]
+    figure, panels = _grid(measured, max(3.6, 0.7 * len(categories) + 1.2), 3.4)
     width = 0.8 / max(1, len(methods))
-    for axes, (title, rows) in zip(panels, settings):
-        for row in rows:
-            place, style = methods.get(row.method, (0, None))
-            found = [
-                (i, row.category_speed_ups[name]) for i, name in enumerate(categories) if name in row.category_speed_ups
-            ]
-            if style is not None and found:
-                x, heights = zip(*found)
-                axes.bar([i + (place + 0.5) * width - 0.4 for i in x], heights, width, color=style["color"])
+    turned: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if len(categories) > 4 else {}
+    for title, rows, axes in panels:
+        for row in (row for row in rows if row.method in methods):
+            place, style = methods[row.method]
+            for index, name in enumerate(categories):
+                if name in row.category_speed_ups:
+                    left = index + (place + 0.5) * width - 0.4
+                    axes.bar(left, row.category_speed_ups[name], width, color=style["color"])
+        if not any(row.category_speed_ups for row in rows if row.method in methods):
+            axes.text(0.5, 0.5, "texts loop: no claim", transform=axes.transAxes, ha="center")
         axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
-        axes.set(title=title, ylabel="speed-up over plain decoding", xlim=(-0.6, len(categories) - 0.4))
-        axes.set_xticks(
-            range(len(categories)),
-            categories,
-            rotation=30 * (len(categories) > 4),
-            ha="right" if len(categories) > 4 else "center",
-        )
+        axes.set_ylim(bottom=0)
+        axes.set(title=title, ylabel="speed-up over plain", xlim=(-0.6, len(categories) - 0.4))
+        axes.set_xticks(range(len(categories)), categories, **turned)
         axes.grid(axis="y", alpha=0.3)
     named = [Line2D([], [], label=name, color=style["color"], linewidth=6) for name, (_, style) in methods.items()]
     figure.legend(handles=named, loc="outside lower center", ncols=3)
@@ -305,18 +222,17 @@ def bench_figure(measured: MeasuredResults) -> Figure:
 
 def frontier_figure(measured: MeasuredResults) -> Figure:
     """Draw tokens per call against milliseconds per call, with lines of equal speed; what repeats itself is hollow."""
-    settings = _settings(measured)
     methods = _methods(measured)
-    figure = Figure(figsize=(5.4 * len(settings), 5.2), layout="constrained")
-    for axes, (title, rows) in zip(figure.subplots(1, len(settings), squeeze=False)[0], settings):
+    figure, panels = _grid(measured, 4.6, 4.2)
+    for title, rows, axes in panels:
         points = {row.method: (row.call_ms, _per_call(row)) for row in rows if row.call_ms is not None}
-        for row in rows:
-            if row.method in points and row.method in methods:
-                style = _POINT | methods[row.method][1] | (_HOLLOW if row.is_degenerate else {})
-                axes.plot(*([value] for value in points[row.method]), **style)
-        if "plain" in points:
-            axes.plot(*([value] for value in points["plain"]), **_PLAIN)
-        _draw_equal_speeds(axes, points)
+        for row in (row for row in rows if row.method in points and row.method in methods):
+            style = _POINT | methods[row.method][1] | (_HOLLOW if row.is_degenerate else {})
+            axes.plot(*([value] for value in points[row.method]), **style)
+        if PLAIN in points:
+            axes.plot(*([value] for value in points[PLAIN]), **_PLAIN)
+        if points:
+            _draw_equal_speeds(axes, points)
         axes.set(title=title, xlabel="milliseconds per call", ylabel=f"{measured.unit}s per call")
     named = [Line2D([], [], label=name, **_POINT | style) for name, (_, style) in methods.items()]
     named.append(Line2D([], [], label=f"one {measured.unit} at a time", **_PLAIN))
@@ -332,19 +248,28 @@ def _draw_equal_speeds(axes: Axes, points: dict[Any, tuple[Any, float]]) -> None
     right = 1.25 * max(ms for ms, _ in points.values())
     top = 1.15 * max(2.0, *(per_call for _, per_call in points.values()))
     axes.set(xlim=(0, right), ylim=(0, top))
-    if "plain" not in points:
+    if PLAIN not in points:
         return
-    ms, per_call = points["plain"]
+    ms, per_call = points[PLAIN]
     for ratio in (0.5, 1, 1.5, 2, 3, 4):
         x = min(right, top * ms / (ratio * per_call))
         axes.plot([0, x], [0, ratio * per_call * x / ms], color="grey", linewidth=0.7, linestyle=":")
         axes.annotate(f"{ratio:g}x", (x, ratio * per_call * x / ms), color="grey", fontsize=8, ha="right", va="top")
 
 
-def _settings(measured: MeasuredResults) -> list[tuple[str, list[DecodingResult]]]:
-    """Return the ways of decoding and batch sizes, and their rows."""
-    groups = groupby(measured.results, key=lambda row: (row.decoding or row.name, row.batch_size))
-    return [(f"{mode}, batch {batch}", list(rows)) for (mode, batch), rows in groups]
+def _grid(
+    measured: MeasuredResults, width: float, height: float
+) -> tuple[Figure, list[tuple[str, list[DecodingResult], Axes]]]:
+    """Return a figure with a row of panels per batch size and a column per way of decoding: titles, rows, axes."""
+    modes = list(dict.fromkeys(row.decoding or row.name for row in measured.results))
+    sizes = list(dict.fromkeys(row.batch_size for row in measured.results))
+    figure = Figure(figsize=(max(7.2, width * len(modes)), height * len(sizes) + 0.8), layout="constrained")
+    panels = figure.subplots(len(sizes), len(modes), squeeze=False)
+    found = []
+    for (i, size), (j, mode) in product(enumerate(sizes), enumerate(modes)):
+        rows = [row for row in measured.results if (row.decoding or row.name, row.batch_size) == (mode, size)]
+        found.append((f"{mode}, batch {size}", rows, panels[i, j]))
+    return figure, found
 
 
 def _methods(measured: MeasuredResults) -> dict[str | None, tuple[int, dict[str, Any]]]:

@@ -109,6 +109,7 @@ class Bench:
 
     Attributes:
         lines: All that was measured, of whole units.
+        prompts: What was asked to be decoded, by name.
         refused: By method, way of decoding and batch size: why it is not measured.
     """
 
@@ -126,6 +127,7 @@ class Bench:
         self.file = None if folder is None else folder / LINES
         self.ties = NearTies(methods[0])
         self.lines: list[Line] = []
+        self.prompts: dict[str, Prompt] = {}
         self.refused: dict[tuple[str, str, int], str] = {}
         self.warm: set[tuple[str, int]] = set()
 
@@ -136,6 +138,7 @@ class Bench:
             prompts: What to decode.
             on_unit: Called after every unit with the numbers of finished ones and of all.
         """
+        self.prompts = {prompt.name: prompt for prompt in prompts}
         units, known = self._units(prompts), self._read()
         self.lines = [line for unit in units for line in known.get(self._key(*unit), [])]
         failed = [line for line in self.lines if line.run.error is not None]

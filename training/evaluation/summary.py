@@ -191,6 +191,18 @@ class Completion:
     difference: str | None = None
 
 
+def completions_of(bench: Bench, method: str, mode: DecodingMode) -> Iterator[Completion]:
+    """Yield what a method wrote."""
+    error = largest_error(bench.lines)
+    for line in bench.lines:
+        if (line.method, line.mode) == (method, mode.name) and line.run.error is None:
+            run = line.run
+            several = run.ids, run.accepted or [[]] * len(run.ids), run.differences or [None] * len(run.ids)
+            for name, ids, accepted, found in zip(line.prompts, *several):
+                words = None if found is None else in_words(found, error)
+                yield Completion(bench.prompts[name].turns[line.turn], ids, drafted_flags(accepted, len(ids)), words)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """A way of decoding, measured with and without drafts on the same prompts.
@@ -265,15 +277,9 @@ class Measurement:
             if method in found:
                 name = mode.name if batch_size == 1 else f"{mode.name}, batch {batch_size}"
                 result = result_of(method, mode, batch_size, pairs, error, name)
-                texts = [text for pair in pairs for text in self._completions(pair, error)]
+                texts = list(completions_of(bench, method, mode))
                 found[method].append(Comparison(mode, result, texts))
         return found
-
-    def _completions(self, pair: Pair, error: float) -> Iterator[Completion]:
-        differences = pair.run.differences or [None] * len(pair.run.ids)
-        for name, ids, accepted, found in zip(pair.line.prompts, pair.run.ids, pair.run.accepted, differences):
-            words = None if found is None else in_words(found, error)
-            yield Completion(self.prompts[int(name)], ids, drafted_flags(accepted, len(ids)), words)
 
 
 def compare_decoding(

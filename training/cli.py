@@ -26,7 +26,7 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 TRAINING = {
     "train": "train heads, an EAGLE head, modules or a PTP student, as a YAML file says",
-    "evaluate": "losses, accuracies, acceptance and speed-up of a drafter on a text",
+    "evaluate": "losses, accuracies and expected acceptance of a drafter along a text",
     "analyze": "what a backbone already knows of tokens further ahead, beside what its heads learned",
 }
 """Commands whose arguments are those of TRL, and their help."""

@@ -95,37 +95,22 @@ def draw_learning(history: list[dict[str, Any]], folder: Path) -> Path:
 
 
 def evaluation_figure(figures: dict[str, Any]) -> Figure:
-    """Draw accuracy and loss by depth, where distributions are known, and acceptance by position in the draft."""
+    """Draw accuracy and loss by depth, and acceptance by position in the draft."""
     depths = figures["depths"]
-    figure, axes = _panels(3 if depths else 1)
-    if depths:
-        _draw_accuracies(axes[0], depths)
-        _draw_losses_by_depth(axes[1], depths)
-    _draw_acceptance(axes[-1], figures)
-    _finish(axes)
-    return figure
-
-
-def _draw_accuracies(axes: Axes, depths: list[dict[str, float]]) -> None:
+    figure, axes = _panels(3)
     numbers = [row["depth"] for row in depths]
     for marker, (name, label) in zip(_MARKERS, (("top_1", "the likeliest"), ("top_5", "among the 5 likeliest"))):
-        axes.plot(numbers, [100 * row[name] for row in depths], marker=marker, label=f"true token is {label}")
-    axes.set(title="What a draft knows by depth", xlabel="tokens ahead", ylabel="accuracy (%)", ylim=(-4, 104))
-
-
-def _draw_losses_by_depth(axes: Axes, depths: list[dict[str, float]]) -> None:
-    axes.plot([row["depth"] for row in depths], [row["loss"] for row in depths], color="C3", marker="^")
-    axes.set(title="Loss by depth, tokens between known", xlabel="tokens ahead", ylabel="nats per token")
-    _from_zero(axes)
-
-
-def _draw_acceptance(axes: Axes, figures: dict[str, Any]) -> None:
-    for marker, row in zip(_MARKERS, figures["decoding"]):
-        axes.plot(*_shares(row["accepted_by_position"]), marker=marker, label=f"generated, {row['name']}")
-    if held_out := figures["held_out"]:
-        axes.plot(*_shares(held_out["accepted_by_position"]), "k.:", label="expected along held-out text, T=1")
-    axes.set(title="How many drafts are accepted", xlabel="drafts", ylabel="verifications that accept so many (%)")
-    axes.set(ylim=(-4, 104))
+        axes[0].plot(numbers, [100 * row[name] for row in depths], marker=marker, label=f"true token is {label}")
+    axes[0].set(title="What a draft knows by depth", xlabel="tokens ahead", ylabel="accuracy (%)", ylim=(-4, 104))
+    axes[1].plot(numbers, [row["loss"] for row in depths], color="C3", marker="^")
+    axes[1].set(title="Loss by depth, tokens between known", xlabel="tokens ahead", ylabel="nats per token")
+    _from_zero(axes[1])
+    shares = figures["held_out"]["accepted_by_position"]
+    axes[2].plot(range(1, len(shares) + 1), [100 * share for share in shares], "k.:")
+    axes[2].set(title="Expected along held-out text, T=1", xlabel="drafts", ylim=(-4, 104))
+    axes[2].set_ylabel("verifications that accept so many (%)")
+    _finish(axes)
+    return figure
 
 
 def analysis_figure(found: dict[str, Any]) -> Figure:
@@ -187,11 +172,6 @@ _PLAIN: dict[str, Any] = _POINT | {"marker": "x", "color": "black"}
 def _family(index: int) -> dict[str, Any]:
     """Return the colour and the marker of a family of heads."""
     return {"color": f"C{index}", "marker": _MARKERS[index % len(_MARKERS)]}
-
-
-def _shares(shares: Sequence[float]) -> tuple[Sequence[int], list[float]]:
-    """Return positions in the draft and percentages."""
-    return range(1, len(shares) + 1), [100 * share for share in shares]
 
 
 def bench_figure(measured: MeasuredResults) -> Figure:

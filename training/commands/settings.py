@@ -134,16 +134,9 @@ class EvaluationArguments:
     """What `tokenahead evaluate` measures; the help of every field says what it is."""
 
     rows: int = _setting(256, "Held-out rows whose drafts are verified along the text.")
-    prompts: int = _setting(8, "Held-out rows that are continued.")
-    prompt_tokens: int = _setting(64, "Tokens of each that are given.")
-    new_tokens: int = _setting(128, "Tokens to write.")
-    temperatures: list[float] = _setting([0.0, 1.0], "Of the texts that are written; 0 is greedy.")
-    seconds: float | None = _setting(None, "Time after which no further prompt is begun.")
 
     def __post_init__(self) -> None:
-        _check_least(self, 1, "rows", "prompts", "prompt_tokens", "new_tokens")
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise ValueError(f"temperatures={self.temperatures} must be numbers of at least 0")
+        _check_least(self, 1, "rows")
 
 
 @dataclass

@@ -23,6 +23,7 @@ import torch
 from transformers import (
     EncoderDecoderCache,
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     StaticCache,
@@ -37,7 +38,7 @@ from transformers.utils import logging
 
 from ..configuration.fields import field
 from ..modeling.wrapped_models import caches_kept
-from .call.keywords import Keywords
+from .call.keywords import USUAL, Keywords
 from .call.options import OWN, CallOptions, DraftOptions, obstacle, prepared_options, warn_of_unread
 from .call.processing import counts_calls
 from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer, with_resolved
@@ -174,11 +175,12 @@ def speculative_decoding(
     mask = model_kwargs.get("attention_mask")
     if mask is not None and isinstance(cache, SpeculativeCache):
         cache.drop_padding(mask)
-    reason = None
+    reason = keywords = None
     if options.is_ours:
         reason = _obstacle_in_call(options, model, input_ids, logits_processor, generation_config, model_kwargs)
-        keywords = Keywords(model, model_kwargs, input_ids, options.draft_tree is not None)
-        reason = reason or keywords.reason or _obstacle_of_runner(call.drafter.runner, model, keywords)
+        if _has_keywords(model, model_kwargs):
+            keywords = Keywords(model, model_kwargs, input_ids, options.draft_tree is not None)
+            reason = reason or keywords.reason or _obstacle_of_runner(call.drafter.runner, model, keywords)
     if reason is not None and options.needs_our_loop:
         _refuse_source(reason, options)
     if reason is not None:
@@ -287,6 +289,13 @@ def _obstacle_in_call(
         return "draft_tree='auto' beside inputs_embeds"
     end = config.max_length + unwritten + 2 * max(options.num_assistant_tokens or 0, _DEPTH)
     return crosses_border(model, model_kwargs, input_ids, end)
+
+
+def _has_keywords(model: PreTrainedModel, given: dict[str, Any]) -> bool:
+    """Return whether forwards after the prompt may be given more than those of every model are."""
+    methods = model.prepare_inputs_for_generation, model._update_model_kwargs_for_generation
+    is_usual = all(inspect.ismethod(one) and vars(GenerationMixin).get(one.__name__) is one.__func__ for one in methods)
+    return not is_usual or any(value is not None and name not in USUAL for name, value in given.items())
 
 
 def _obstacle_of_runner(runner: Callable[[Any], Any], model: PreTrainedModel, keywords: Keywords) -> str | None:

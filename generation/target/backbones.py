@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 )
 
 from ...configuration.fields import learned_positions
-from ...modeling.ptp.inputs import check_attention
+from ...modeling.masks import check_attention
 from ...modeling.wrapped_models import has_own_cache
 from .repacking import EvenTarget, RepackedTarget
 from .replay import is_recurrent

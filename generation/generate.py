@@ -45,8 +45,16 @@ from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer,
 from .drafter import BaseDrafter
 from .loop import SpeculativeLoop
 from .protocols import SpeculativeCache
-from .target.backbones import can_roll_back, check_given_cache, check_prompt, check_trees, is_repackable
+from .target.backbones import (
+    can_roll_back,
+    check_given_cache,
+    check_prompt,
+    check_trees,
+    is_repackable,
+    takes_fixed_room,
+)
 from .target.inputs import crosses_border, last_position_of_trials
+from .target.static import planned_cache
 from .trees.choice import choose_tree
 
 logger = logging.get_logger(__name__)
@@ -190,6 +198,10 @@ def speculative_decoding(
         return model._sample(*common, **model_kwargs)
     if options.draft_tree == "auto":
         options = _with_chosen_tree(call, generation_config, stopping_criteria, input_ids, model_kwargs)
+    if _has_planned_room(call, model, generation_config):
+        has_slots = "slot_budget" in options.extra
+        has_singles = options.schedule == "adaptive" or not options.speculates
+        model_kwargs["past_key_values"] = planned_cache(model, model_kwargs, generation_config, has_slots, has_singles)
     made = DraftOptions.of_call(options, model, generation_config, logits_processor, input_ids)
     session = call.drafter.start(made)
     made.warn_of_threshold(session, type(call.drafter).__name__)
@@ -268,7 +280,15 @@ def _reason_to_decode_plainly(
         return "pixel_values, which cross attention keeps among the layers of the cache"
     if drafter.reads_prompt and model_kwargs.get("inputs_embeds") is not None and model_kwargs.get("input_ids") is None:
         return "inputs_embeds without the input_ids of the prompt"
+    if config.cache_implementation == "static" and (has_own_cache or not takes_fixed_room(backbone)):
+        return "cache_implementation='static'"
     return obstacle(config) or drafter.obstacle(config, model_kwargs)
+
+
+def _has_planned_room(call: Call, model: PreTrainedModel, config: GenerationConfig) -> bool:
+    """Return whether the cache is a static one, in whose place drafts can be verified."""
+    is_static = config.cache_implementation == "static" and not call.cache_is_given
+    return is_static and takes_fixed_room(model)
 
 
 def _obstacle_in_call(

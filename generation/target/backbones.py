@@ -22,6 +22,7 @@ from ...modeling.masks import check_attention
 from ...modeling.wrapped_models import has_own_cache
 from .repacking import EvenTarget, RepackedTarget
 from .replay import is_recurrent
+from .static import FixedTarget, PlannedCache
 from .target import ColumnTarget, RowTarget
 
 _EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
@@ -223,6 +224,12 @@ def can_roll_back(model: PreTrainedModel) -> bool:
     return has_columns and is_recurrent(cache) and is_repackable(cache)
 
 
+def takes_fixed_room(model: PreTrainedModel) -> bool:
+    """Whether drafts can be verified on columns that are allocated once and never counted by the host."""
+    kinds = {type(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers}
+    return kinds <= {DynamicLayer, DynamicSlidingWindowLayer, _EMPTY} and bool(kinds) and takes_dense_masks(model)
+
+
 def target_of(
     model: PreTrainedModel,
     cache: Cache,
@@ -245,6 +252,8 @@ def target_of(
     """
     if not is_repackable(cache):
         return EvenTarget(model, cache, like, mask, given)
+    if isinstance(cache, PlannedCache) and cache.room is not None:
+        return FixedTarget(model, cache, like, mask, given, span=span)
     if all(type(layer) in _FIXED for layer in cache.layers) and takes_dense_masks(model) and not cache.offloading:
         return RowTarget(model, cache, like, mask, given, limit=limit, span=span)
     return RepackedTarget(model, cache, like, mask, given)

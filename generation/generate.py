@@ -120,7 +120,7 @@ def prepared_call(
             f"assistant_early_exit={config.assistant_early_exit} is not offered here: it would cut the layers of "
             f"{type(backbone).__name__} in place; leave it out"
         )
-    check_prompt(backbone, call, has_own_cache=new_cache is not None)
+    check_prompt(backbone, call, config, has_own_cache=new_cache is not None)
     resolved = {"use_mtp"} if config.use_mtp else set()
     config.use_mtp = False
     cache_is_given = call.get("past_key_values") is not None
@@ -189,6 +189,8 @@ def speculative_decoding(
         if _has_keywords(model, model_kwargs):
             keywords = Keywords(model, model_kwargs, input_ids, options.draft_tree is not None)
             reason = reason or keywords.reason or _obstacle_of_runner(call.drafter.runner, model, keywords)
+            if keywords.is_asked and _has_planned_room(call, model, generation_config):
+                reason = reason or "cache_implementation='static' beside prepare_inputs_for_generation"
     if reason is not None and options.needs_our_loop:
         _refuse_source(reason, options)
     if reason is not None:

@@ -137,8 +137,10 @@ def _is_local(config: Any) -> bool:
     return "local" in (getattr(config, "attention_layers", None) or ())
 
 
-def check_prompt(backbone: PreTrainedModel, call: dict[str, Any], has_own_cache: bool) -> None:
-    """Refuse a prompt that the backbone cannot read.
+def check_prompt(
+    backbone: PreTrainedModel, call: dict[str, Any], config: GenerationConfig, has_own_cache: bool
+) -> None:
+    """Refuse a prompt that the backbone cannot read, and a text that it cannot write.
 
     Raises:
         ValueError: An empty prompt, ids outside the vocabulary, or more tokens than the model has positions.
@@ -159,6 +161,14 @@ def check_prompt(backbone: PreTrainedModel, call: dict[str, Any], has_own_cache:
     if limit is not None and tensor.shape[1] > limit:
         raise ValueError(
             f"the prompt has {tensor.shape[1]} tokens, more than max_position_embeddings={limit}; shorten it"
+        )
+    mask, new = call.get("attention_mask"), config.max_new_tokens or (config.max_length or 0) - tensor.shape[1]
+    may_end = config.eos_token_id is not None or config.stop_strings or config.max_time or call.get("stopping_criteria")
+    fed = new - 1 + (int(mask.sum(1).max()) if isinstance(mask, torch.Tensor) else tensor.shape[1])
+    if not has_own_cache and limit is not None and fed > limit and not may_end:
+        raise ValueError(
+            f"max_new_tokens={new} would take {fed} positions, more than max_position_embeddings={limit}, and nothing "
+            f"ends the text before: ask for at most {new - fed + limit}"
         )
 
 

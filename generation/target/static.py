@@ -75,7 +75,7 @@ class FixedRows(Rows):
 
     def __init__(self, mask: torch.Tensor, is_padded: bool, limit: int, span: int) -> None:
         super().__init__(mask, is_padded, limit, span)
-        self.capacity = rounded(limit + span)
+        self.limit, self.capacity = limit, rounded(limit + span)
         self.places: tuple[torch.Tensor, ...] = ()
 
     def needs_mask(self, fed: int) -> bool:
@@ -88,6 +88,7 @@ class FixedRows(Rows):
 
     def begin(self, fed: int) -> None:
         """Note where the next block goes."""
+        self.capacity = max(self.capacity, rounded(self.limit + fed))  # where the longest block was not known
         self.reserve(fed)
         columns = (self.ends[:, None] + cached_range(self.ahead, fed, self.ends.device))[:, None]
         self.places = tuple(columns % self.size(is_ring) for is_ring in (False, True))

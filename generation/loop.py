@@ -120,7 +120,7 @@ class SpeculativeLoop:
                 self.target.keep(new_tokens, None if tree.is_chain else result.path)
                 self.session.advance(outputs.along(result, tree), result)
                 ended = time.perf_counter()
-                if self.schedule is not None:
+                if self.schedule is not None and self.target.is_steady:
                     self.schedule.update(tree.depth, accepted, ended - started, length)
                 self.statistics.backbone_calls += 1
                 self.statistics.draft_seconds += drafted - started

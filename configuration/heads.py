@@ -38,6 +38,7 @@ AT_LEAST = {
     "block_size": 1,
     "state_offset": 0,
     "loss_top_k": 1,
+    "draft_vocab_size": 1,
     "draft_layers": 0,
     "draft_lora_rank": 1,
 }
@@ -94,6 +95,7 @@ class MTPHeadConfig(PreTrainedConfig):
             conditions on them, as decoding will; `"marginalise"` sums them out (not possible for `"hydra"`).
         hidden_size: Width of the hidden states that the head reads (heads apart from their backbone).
         vocab_size: Number of token ids (heads apart from their backbone).
+        draft_vocab_size: Number of the tokens that are drafted (heads apart); None: all.
         base_model_name_or_path: The backbone that the heads were trained for, for people to read.
 
     Raises:
@@ -145,6 +147,7 @@ class MTPHeadConfig(PreTrainedConfig):
     masked_tokens: str = "observe"
     hidden_size: int | None = None
     vocab_size: int | None = None
+    draft_vocab_size: int | None = None
     base_model_name_or_path: str | None = None
     initializer_range: float = 0.02
 
@@ -169,6 +172,8 @@ class MTPHeadConfig(PreTrainedConfig):
             raise ValueError(f"loss_label_weight={self.loss_label_weight} must lie between 0 and 1")
         if self.gamma is not None and not 0.0 < self.gamma <= 1.0:
             raise ValueError(f"gamma={self.gamma} must lie in (0, 1]")
+        if (self.draft_vocab_size or 0) > (self.vocab_size or self.draft_vocab_size or 0):
+            raise ValueError(f"draft_vocab_size={self.draft_vocab_size} must lie in 1..vocab_size={self.vocab_size}")
         if self.loss_weights is not None and len(self.loss_weights) != self.window:
             raise ValueError(f"loss_weights={self.loss_weights} must have one entry per depth: window={self.window}")
         if self.loss_normalization == "paper" and self.loss_balance == "rms":

@@ -159,7 +159,7 @@ _NAMES = {
     ),
     "tokenahead.modeling.deepseek.checkpoint_files": ("dequantize", "tensor_dtypes"),
     "tokenahead.modeling.deepseek.conversion": ("main_class",),
-    "tokenahead.modeling.deepseek.draft_vocabulary": (
+    "tokenahead.modeling.draft_vocabulary": (
         "DraftVocabulary",
         "frequent_tokens",
     ),

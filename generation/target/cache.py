@@ -62,7 +62,7 @@ class Rows:
             counts = self.mask.sum(1)
         self.padding = None if counts is None else self.prompt - counts
         self.lengths, self.ends = [self.prompt] * batch, torch.full((batch,), self.prompt, device=mask.device)
-        self.capacity = _rounded(max(min(limit, self.prompt + _ROOM), self.prompt) + span)
+        self.capacity = rounded(max(min(limit, self.prompt + _ROOM), self.prompt) + span)
         self.span, self.window, self.written = span, 0, self.prompt
         self.ahead, self.is_exact = 0, False
         self._slots: dict[tuple[int, int, int, torch.device], Slots] = {}
@@ -116,12 +116,12 @@ class Rows:
 
     def size(self, is_ring: bool) -> int:
         """Return the columns that layers have room for."""
-        return min(self.capacity, _rounded(self.window + self.span)) if is_ring else self.capacity
+        return min(self.capacity, rounded(self.window + self.span)) if is_ring else self.capacity
 
     def width(self, fed: int, size: int) -> int:
         """Return how many columns attention gets in a forward of `fed` tokens."""
         end = max(self.lengths) + self.ahead + fed
-        return end if self.is_exact else min(size, _rounded(end))
+        return end if self.is_exact else min(size, rounded(end))
 
     def slots(self, first: int, count: int, size: int, device: torch.device) -> Slots:
         """Return where columns go that begin `first` after the ends: an index of sequences and columns, or slices."""
@@ -204,7 +204,7 @@ class Rows:
         """Make room for a block; layers grow when they are next written to."""
         end = max(self.lengths) + self.ahead + fed
         if end > self.capacity:
-            self.capacity = _rounded(max(end, self.capacity + self.capacity // 2))
+            self.capacity = rounded(max(end, self.capacity + self.capacity // 2))
         self.span, self.written = max(self.span, self.ahead + fed), max(self.written, end)
 
 
@@ -344,5 +344,6 @@ class IndexedRowLayer(RowLayer):
         return self._written("indexer_keys", 1, indexer_key_states)
 
 
-def _rounded(width: int) -> int:
+def rounded(width: int) -> int:
+    """Return a width as it is allocated: few different ones, that shapes repeat."""
     return -(-width // _STEP) * _STEP

@@ -14,6 +14,7 @@ from transformers.utils.generic import can_return_tuple
 from ...configuration.fields import field
 from ...configuration.mtp_families import MiMoConfig, family_of
 from ...generation.attach import MTPGenerationMixin
+from ..draft_vocabulary import DraftVocabulary, stored_ids
 from ..heads.losses import depth_targets
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS
@@ -22,7 +23,6 @@ from ..outputs import DeepSeekMTPOutput, states_asked_for
 from ..wrapped_models import AroundBackboneMixin, PicklableMixin, caches_kept
 from .checkpoint_files import check_checkpoint, is_to_be_dequantized
 from .conversion import build, load, load_dequantized, text_config
-from .draft_vocabulary import DraftVocabulary, stored_ids
 from .export import OfficialCheckpointModel, official_device_map, own_device_map
 from .losses import chain_loss, depth_weights, router_loss, teacher_forced
 from .modules import MTPModules, Readout

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ...configuration import MTPHeadConfig
+from ..draft_vocabulary import DraftVocabulary
 from ..outputs import MTPOutput
 from .backbone_parts import BackboneParts
 from .chunks import Part, chunked_sums
@@ -225,12 +226,14 @@ def head_loss(
     last_states: torch.Tensor | None = None,
     scale: torch.Tensor | float = 1.0,
     balance: torch.Tensor | None = None,
+    vocabulary: DraftVocabulary | None = None,
 ) -> MTPOutput:
     """Return the loss of a head over all windows of a batch, in chunks.
 
     A term is -log q(x_{t+j} | x_{t+1..t+j-1}), where x is the label if that is scored, and else the token observed; or,
     from depth 2 on, how far that distribution is from the backbone's own (`loss_target="teacher"`, see `divergences`),
-    mixed with a share `loss_label_weight` of the former.
+    mixed with a share `loss_label_weight` of the former. Over a draft vocabulary a target outside it counts and adds
+    nothing, as in the losses of EAGLE-3.
 
     Args:
         head: The head.
@@ -243,6 +246,7 @@ def head_loss(
         last_states: [B, L, d], the backbone's last hidden states, which a teacher needs.
         scale: What the loss is multiplied with, or every depth of it, [n]; the means are not.
         balance: [n] factors of the depths, for `loss_balance="rms"`; None: those of this batch, which takes a pass.
+        vocabulary: The tokens that are drafted, which the head's columns and the backbone's logits stand for.
 
     Returns:
         The loss, and what is shown of it, detached.
@@ -250,7 +254,8 @@ def head_loss(
     Raises:
         ValueError: A target that is no token id, or a teacher where there is no backbone to teach.
     """
-    vocab_size = cast(int, head.vocab_size)
+    num_columns = cast(int, head.vocab_size)
+    vocab_size = num_columns if vocabulary is None else vocabulary.vocab_size
     window, scored = targets.shape[-1], check_targets(targets, vocab_size) != IGNORE
     own, tokens, unknown = counted(scored, config.loss_normalization), targets.clamp(min=0), None
     dtype, shares = torch.promote_types(features.dtype, torch.float32), None
@@ -260,6 +265,9 @@ def head_loss(
         tokens = torch.where(scored, targets, tokens_ahead(input_ids, window, 0))
     elif "masked_tokens" in config.family.options:
         unknown = ~scored
+    if vocabulary is not None:
+        tokens = vocabulary.codes(tokens)
+        scored = scored & (tokens < num_columns)
     teacher = None if config.loss_target == "labels" else Teacher.of(config, backbone, last_states, scored)
     balanced = config.loss_balance == "rms" and torch.is_grad_enabled()  # it moves while heads learn
 
@@ -272,6 +280,7 @@ def head_loss(
         *taught: torch.Tensor,
     ) -> torch.Tensor:
         distribution = window_distribution(head, config, part, backbone)
+        distribution.reads_codes = vocabulary is not None
         if teacher is None:
             values = [-distribution.token_log_probs(tokens, unknown)]
         else:
@@ -281,10 +290,10 @@ def head_loss(
         values = [torch.where(scored, value, 0.0) for value in values]
         return torch.cat(values if shares is None else [value * shares for value in values], -1)
 
-    weights = depth_weights(config, counts_of_update(own, counts, scored[..., 0].sum()).to(dtype)) * scale
+    weights = depth_weights(config, counts_of_update(own, counts, (targets[..., 0] != IGNORE).sum()).to(dtype)) * scale
     arguments = (tokens, scored, unknown, shares, *(() if teacher is None else teacher.arguments))
     part = Part(features, arguments, weights)
-    size = window * config.rank * vocab_size * (1 if teacher is None else 2)
+    size = window * config.rank * num_columns * (1 if teacher is None else 2)
     if balanced:
         factors = _rms_balance(terms, head, part, size, own) if balance is None else balance.to(weights)
         weights = weights * factors

@@ -55,7 +55,9 @@ class DrafterArguments:
         None, "Directory, or name on the Hub, of heads or an EAGLE head to continue from."
     )
     drafter_options: dict | str | None = _setting(
-        None, "Options of a new drafter, as its from_backbone (EvaByte: set_head) takes them; JSON."
+        None,
+        "Options of a new drafter, as its from_backbone (EvaByte: set_head) takes them; JSON. draft_ids, of heads and "
+        "EAGLE: a list of the tokens to draft, or a JSON file that holds one.",
     )
     loss_options: dict | str | None = _setting(None, "Options of an EAGLE head's, of modules' or of PTP's loss; JSON.")
     strategy: dict | str | None = _setting(None, "Fields of TrainingStrategy; JSON.")

@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 from ...generation.attach import MTPGenerationMixin
 from ...generation.drafters.assistant import AssistantDrafter
 from ...generation.drafters.ngram import NgramDrafter
-from ...modeling import EagleHead, MTPHeads
+from ...modeling import EagleHead, MTPHeads, PTPStudent
 from ..checkpoints import adapters_for, base_of, has_adapters, put_adapters, tokenizer_source
 from ..completion import causal_class, load_config
 from .bench import PLAIN
@@ -58,7 +58,8 @@ def methods_of(specs: Sequence[str], model: PreTrainedModel) -> tuple[list[Metho
     Args:
         specs: `KIND[:SOURCE][?OPTION=VALUE&...]`, before which `NAME=` names the row. Options are those of `generate`.
             Kinds: `plain`, `own` (a model that drafts for itself), `ngram`, `assistant:SOURCE`, `heads:SOURCE`,
-            `eagle:SOURCE`, `transformers:prompt_lookup`, `transformers:assistant:SOURCE`, `transformers:use_mtp`.
+            `eagle:SOURCE`, `student:SOURCE`, `transformers:prompt_lookup`, `transformers:assistant:SOURCE`,
+            `transformers:use_mtp`.
         model: The backbone; drafters are attached to it.
 
     Raises:
@@ -149,8 +150,9 @@ _KINDS: dict[str, Callable[..., Method]] = {
     "assistant": _assistant,
     "heads": _trained(MTPHeads),
     "eagle": _trained(EagleHead),
+    "student": _trained(PTPStudent),
     "transformers:prompt_lookup": _prompt_lookup,
     "transformers:assistant": _theirs,
     "transformers:use_mtp": _use_mtp,
 }
-_WITH_SOURCE = ("assistant", "heads", "eagle", "transformers:assistant")
+_WITH_SOURCE = ("assistant", "heads", "eagle", "student", "transformers:assistant")

@@ -130,8 +130,8 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     prompts = "Spec-Bench's or GSM8K's .jsonl, one of prompts or messages, or text with a prompt per line"
     methods = (
         "of plain, own, ngram, assistant:SOURCE, heads:SOURCE, eagle:SOURCE, student:SOURCE, "
-        "transformers:prompt_lookup, transformers:assistant:SOURCE, transformers:use_mtp; NAME= before one names its row, and ?OPTION=VALUE&... "
-        "behind it are options of generate"
+        "transformers:prompt_lookup, transformers:assistant:SOURCE, transformers:use_mtp; NAME= before one names its "
+        "row, and ?OPTION=VALUE&... behind it are options of generate"
     )
     bench = commands.add_parser("bench", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
     bench.add_argument("--model", required=True, help="directory, or name on the Hub (owner/name)")

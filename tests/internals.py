@@ -11,7 +11,6 @@ _MODULES = {
     "bundle_module": "tokenahead.model_cards.bundle",
     "card_module": "tokenahead.model_cards.card",
     "cli_module": "tokenahead.training.cli",
-    "commands_analyze": "tokenahead.training.commands.analyze",
     "commands_evaluate": "tokenahead.training.commands.evaluate",
     "commands_run_directory": "tokenahead.training.commands.run_directory",
     "completion_module": "tokenahead.training.completion",
@@ -260,11 +259,6 @@ _NAMES = {
         "race_order",
         "raced",
     ),
-    "tokenahead.training.analysis": (
-        "layer_divergences",
-        "marginal_log_probs",
-        "next_token_spread",
-    ),
     "tokenahead.training.box": (
         "BoxDamagedError",
         "EXCERPT",
@@ -288,7 +282,6 @@ _NAMES = {
         "writer_for",
     ),
     "tokenahead.training.commands.figures": (
-        "analysis_figure",
         "evaluation_figure",
         "learning_figure",
     ),
@@ -298,7 +291,6 @@ _NAMES = {
     ),
     "tokenahead.training.commands.run_directory": ("write_run",),
     "tokenahead.training.commands.settings": (
-        "AnalysisArguments",
         "EvaluationArguments",
         "_KINDS",
         "read_settings",

@@ -27,7 +27,6 @@ INTERRUPTED = 130
 TRAINING = {
     "train": "train heads, an EAGLE head, modules or a PTP student, as a YAML file says",
     "evaluate": "losses, accuracies and expected acceptance of a drafter along a text",
-    "analyze": "what a backbone already knows of tokens further ahead, beside what its heads learned",
 }
 """Commands whose arguments are those of TRL, and their help."""
 _OF_VALIDATORS = re.compile(r"^Class validation error for validator '\w+': \w+: ")

@@ -1,4 +1,4 @@
-"""The figures of training, evaluation, analysis and the demo: they draw what was logged or measured.
+"""The figures of training, evaluation and benches: they draw what was logged or measured.
 
 In those of the demo a family of heads has one colour and one marker; ways of decoding differ by fill, not by colour.
 """
@@ -33,13 +33,6 @@ _ACCEPTANCE = {
     "eval_num_correct": "slots right (held out)",
 }
 _MARKERS = "osD^vPX*"  # of the families, in turn; colour alone would not reach every eye
-_LINES = {
-    "marginal": ("backbone, tokens between summed out", "C0o-"),
-    "head": ("drafter, tokens between summed out", "C1s-"),
-    "head_given": ("drafter, tokens between known", "C2D--"),
-    "backbone_given": ("backbone, tokens between known", "k^:"),
-}
-_MISSING = 0.1  # of the mass of continuations, beyond which a marginal is hollow
 
 
 def learning_figure(history: list[dict[str, Any]]) -> Figure:
@@ -109,29 +102,6 @@ def evaluation_figure(figures: dict[str, Any]) -> Figure:
     axes[2].plot(range(1, len(shares) + 1), [100 * share for share in shares], "k.:")
     axes[2].set(title="Expected along held-out text, T=1", xlabel="drafts", ylim=(-4, 104))
     axes[2].set_ylabel("verifications that accept so many (%)")
-    _finish(axes)
-    return figure
-
-
-def analysis_figure(found: dict[str, Any]) -> Figure:
-    """Draw losses by depth on the left; on the right, where it is known, the divergence of each layer."""
-    has_layers = bool(found["layers"])
-    figure, axes = _panels(1 + has_layers)
-    for name, (label, style) in _LINES.items():
-        rows = [(row["depth"], row[name]) for row in found["depths"] if name in row]
-        if rows:
-            axes[0].plot(*zip(*rows), style, label=label)
-    beyond = [row for row in found["depths"] if row.get("missing_mass", 0) > _MISSING]
-    if beyond:
-        label = f"hollow: more than {_MISSING:.0%} of the continuations left out"
-        points = [row["depth"] for row in beyond], [row["marginal"] for row in beyond]
-        axes[0].plot(*points, "C0o", markerfacecolor="white", zorder=3, label=label)
-    axes[0].set(title="Loss of the token so far ahead", xlabel="tokens ahead", ylabel="nats")
-    if has_layers:
-        axes[1].plot(range(1, len(found["layers"]) + 1), found["layers"], "C4o-")
-        axes[1].set(title="Divergence of a layer's distribution from the last", xlabel="layer", ylabel="nats")
-    for one in axes:
-        _from_zero(one)
     _finish(axes)
     return figure
 

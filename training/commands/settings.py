@@ -141,22 +141,6 @@ class EvaluationArguments:
         _check_least(self, 1, "rows")
 
 
-@dataclass
-class AnalysisArguments:
-    """What `tokenahead analyze` looks at; the help of every field says what it is."""
-
-    positions: int = _setting(32, "Positions in held-out rows.")
-    depth: int = _setting(4, "Tokens ahead.")
-    mass: float = _setting(0.9, "Share of the continuations that is followed at each step; 1 enumerates all.")
-    max_branches: int | None = _setting(64, "Continuations that are followed at most.")
-
-    def __post_init__(self) -> None:
-        _check_least(self, 1, "positions")
-        _check_least(self, 2, "depth")
-        if not 0 < self.mass <= 1:
-            raise ValueError(f"mass={self.mass} must lie in (0, 1]")
-
-
 @dataclass(frozen=True)
 class Settings:
     """All settings of a run.
@@ -188,7 +172,7 @@ class Settings:
 
 
 _KINDS = (ScriptArguments, DatasetMixtureConfig, TrainConfig, ModelConfig, DrafterArguments)
-_OF_COMMANDS = (EvaluationArguments, AnalysisArguments)
+_OF_COMMANDS = (EvaluationArguments,)
 _TYPES: dict[str, Any] = {
     "acceptance": dict | str | bool | None,
     "dtype": Any,  # `_check_model` has a list of its own
@@ -203,7 +187,6 @@ _TYPES: dict[str, Any] = {
 _USAGE = {
     "train": "tokenahead train [CONFIG.yaml] [--FIELD VALUE ...]",
     "evaluate": "tokenahead evaluate MODEL DATA [--FIELD VALUE ...], or CONFIG.yaml in place of both",
-    "analyze": "tokenahead analyze [CONFIG.yaml] [--FIELD VALUE ...]",
 }
 
 

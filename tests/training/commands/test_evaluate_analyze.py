@@ -1,14 +1,15 @@
-"""`tokenahead evaluate` and `tokenahead analyze`: figures that agree with the model, files, and what is refused."""
+"""`tokenahead evaluate` and `benchmarks/analyze.py`: figures that agree with the model, files, and what is refused."""
 
 import json
 from base64 import b64encode
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.internals import AnalysisArguments, EvaluationArguments, decode, read_settings
+from tests.benchmark_modules import analyze
+from tests.internals import EvaluationArguments, decode, read_settings
 from tests.internals import cli_module as cli
-from tests.internals import commands_analyze as analyze
 from tests.internals import commands_evaluate as evaluate
 from tests.internals import commands_train as train
 from tokenahead import EagleHead, EvaByteTokenizer, MTPHeads
@@ -144,9 +145,9 @@ def test_heads_that_do_not_name_their_backbone_are_refused(data, tmp_path, capsy
 def test_the_marginal_of_a_backbone_that_is_its_own_head(folders, data, settings_of, tmp_path):
     """New FF heads with the backbone's own distribution at every depth: known losses at depth 1, and one order of the
     others."""
-    settings = settings_of("llama", "analyze", drafter="heads", drafter_options={"window": 3})
-    words = [str(tmp_path / "config.yaml"), "--positions", "3", "--depth", "3", "--mass", "1", "--max_branches", "320"]
-    found = analyze.analyze(read_settings(words, "analyze", AnalysisArguments))
+    settings = settings_of("llama", "evaluate", drafter="heads", drafter_options={"window": 3})
+    asked = SimpleNamespace(positions=3, depth=3, mass=1, max_branches=320)
+    found = analyze(settings, asked)
     first, second, third = found["depths"]
     assert first["marginal"] == pytest.approx(first["backbone_given"], rel=1e-4)
     assert first["head"] == pytest.approx(first["backbone_given"], rel=1e-4)
@@ -156,9 +157,8 @@ def test_the_marginal_of_a_backbone_that_is_its_own_head(folders, data, settings
     assert settings.drafter.drafter == "heads"
 
 
-def test_drafters_without_distributions_and_rows_that_are_too_short_are_refused(folders, data, tmp_path, capsys):
-    out = ["--output_dir", tmp_path / "out", "--use_cpu"]
-    assert run("analyze", folders / "ptp", data["text"], *out) == 1
-    assert "PTPForCausalLM" in capsys.readouterr().err
-    assert run("analyze", folders / "evabyte", data["text"], "--depth", "200", *out) == 1
-    assert "no held-out row reaches depth=200" in capsys.readouterr().err
+@pytest.mark.parametrize(("name", "told"), [("ptp", "PTPForCausalLM"), ("evabyte", "depth=200")])
+def test_drafters_without_distributions_and_rows_that_are_too_short_are_refused(name, told, settings_of):
+    settings = settings_of(name, "evaluate", ("--use_cpu",))
+    with pytest.raises(ValueError, match=told):
+        analyze(settings, SimpleNamespace(positions=3, depth=200, mass=1, max_branches=1))

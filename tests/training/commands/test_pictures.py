@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from tests.internals import analysis_figure, evaluation_figure, learning_figure
+from tests.benchmark_modules import analysis_figure
+from tests.internals import evaluation_figure, learning_figure
 
 
 def figures_of(depths, loss=2.0):

@@ -179,6 +179,7 @@ CORE: dict[str, tuple[str, ...]] = {
         "test_someone_elses_directory_is_refused_unless_told_otherwise",
         "test_the_demo_shows_outputs_results_and_figures",
     ),
+    "tests/training/commands/test_harness.py": ("test_the_class_of_lm_eval_drafts",),
     "tests/training/evaluation/test_bench.py": ("test_a_run_goes_on_where_it_ended",),
     "tests/training/evaluation/test_decoding.py": ("test_a_difference_is_found_and_explained",),
     "tests/training/evaluation/test_drafts.py": ("test_an_eagle_head_drafts_what_its_distributions_say[1]",),

@@ -136,7 +136,8 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         "transformers:prompt_lookup, transformers:assistant:SOURCE, transformers:use_mtp; NAME= before one names its "
         "row, and ?OPTION=VALUE&... behind it are options of generate"
     )
-    bench = commands.add_parser("bench", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
+    description = f"{help_text[0].upper()}{help_text[1:]}."
+    bench = commands.add_parser("bench", aliases=["analyze"], help=help_text, description=description)
     bench.add_argument("--model", required=True, help="directory, or name on the Hub (owner/name)")
     bench.add_argument("--prompts", type=Path, required=True, help=prompts)
     bench.add_argument("--methods", nargs="+", required=True, metavar="METHOD", help=methods)
@@ -154,6 +155,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     bench.add_argument("--force-length", action="store_true", help="let no answer end early; such texts often loop")
     bench.add_argument("--skip-broken", action="store_true", help="leave out lines that hold no prompt")
     bench.add_argument("--no-expected", action="store_true", help="expect no calls along the plain texts")
+    bench.add_argument("--recommend", action="store_true", help="say which method and length of drafts pay here")
     bench.set_defaults(run=_bench)
 
 

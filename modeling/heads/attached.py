@@ -53,6 +53,9 @@ class MTPHeads(
     Args:
         config: Head options, with `window`, `hidden_size` and `vocab_size`.
 
+    Attributes:
+        window: n: tokens that the distribution covers; a draft has n - 1.
+
     Raises:
         ValueError: A config without those three.
 
@@ -75,7 +78,7 @@ class MTPHeads(
             del sizes["vocab_size"]  # that of the backbone, once there is one
         if missing := [name for name, value in sizes.items() if value is None]:
             raise ValueError(f"the config of MTPHeads lacks {', '.join(missing)}")
-        self.loss_type = "ForCausalLM"
+        self.loss_type, self.window = "ForCausalLM", config.num_depths
         self.add_draft_ids(config.draft_vocab_size, config.vocab_size)
         self.head = build_head(config, cast(int, config.hidden_size), self.draft_size)
         self.draft_layers = DraftLayers(config) if config.draft_layers else None
@@ -132,11 +135,6 @@ class MTPHeads(
             heads.set_draft_ids(draft_ids)
         heads.family.start_from(heads.head, BackboneParts(backbone, heads.draft_vocabulary))
         return heads.attach(backbone)
-
-    @property
-    def window(self) -> int:
-        """n: tokens that the distribution covers; a draft has n - 1."""
-        return self.config.num_depths
 
     def _parts(self) -> BackboneParts | None:
         """Return what the heads borrow of the backbone for one call."""

@@ -176,14 +176,15 @@ class MTPHeads(
 
     def start(self, options: DraftOptions) -> HeadSession:
         """Return the drafts of the heads for one call of `generate`."""
-        after = partial(self.distribution_after, parts=self._parts())
-        family = self.family
+        family, part = self.family, None if self.config.draft_vocab_size is None else self.draft_vocabulary
+        parts = BackboneParts(self.backbone, part)
+        after = partial(distribution_after, self.head, self.config, backbone=parts, vocabulary=part)
         reads_last = family.features is last_state and family.hidden_layers is HeadFamily.hidden_layers
         if self.draft_layers is None and reads_last:  # nothing is computed of the states, and there is no cache
-            return HeadSession(after, options, [-1], vocabulary=self.draft_vocabulary)
+            return HeadSession(after, options, [-1], vocabulary=part)
         if self.attends:
             return AttendingHeadSession(self, options, self.features_of_call())
-        return HeadSession(after, options, self.hidden_layers, self.features, self.draft_vocabulary)
+        return HeadSession(after, options, self.hidden_layers, self.features, part)
 
     @property
     def family(self) -> HeadFamily:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.utils import logging
 
 from .heads.losses import IGNORE, counted, depth_targets
-from .heads.teacher import DIVERGENCES
+from .heads.teacher import OBJECTIVES as DIVERGENCES
 
 logger = logging.get_logger(__name__)
 OBJECTIVES = {1: ("eagle1", "hass"), 3: ("ttt",)}

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.utils import logging
 
 from .heads.losses import IGNORE, counted, depth_targets
-from .heads.teacher import OBJECTIVES as DIVERGENCES
+from .heads.teacher import LOSSES
 
 logger = logging.get_logger(__name__)
 OBJECTIVES = {1: ("eagle1", "hass"), 3: ("ttt",)}
@@ -50,7 +50,8 @@ class LossOptions:
 
     Attributes:
         divergence: Distance of the drafter's distribution from the target model's: `"cross_entropy"` (the papers'),
-            `"kl"`, `"reverse_kl"`, `"tv"`, or the acceptance itself, `"lk"` and `"lk_kl"` (see `heads.teacher`).
+            `"kl"`, `"reverse_kl"`, `"tv"`; or the acceptance itself, `"lk"`, `"lk_kl"` (`heads.teacher`) and `"block"`
+            (`heads.block_loss`).
         label_weight: Share of the labels' negative log-likelihood that is mixed into that distance, 0 to 1.
     """
 
@@ -74,7 +75,7 @@ class LossOptions:
         Raises:
             ValueError: A value out of range.
         """
-        check_values(self, {"divergence": DIVERGENCES}, {"label_weight": "[0, 1]"})
+        check_values(self, {"divergence": LOSSES}, {"label_weight": "[0, 1]"})
 
 
 @dataclass(kw_only=True)

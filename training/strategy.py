@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from ..modeling.heads.block_loss import PLACES
 from ..modeling.heads.losses import balance_factors
-from ..modeling.heads.teacher import OBJECTIVES
+from ..modeling.heads.teacher import LOSSES
 from ..modeling.loss_options import check_values
 from .trainer_base import RunningMeans, head_of
 from .utils import replace_text
@@ -68,7 +68,7 @@ class TrainingStrategy:
             (`MTPHeads`, EvaByte); None: as the heads have it.
         draft_lora_rank: Of these adapters; None: as they are, and 8 where they are new.
         loss_target: `"labels"`: the negative log-likelihood of the text; `"teacher"`: the backbone's own distribution.
-        loss_divergence: How far the drafter is from that distribution: one of `OBJECTIVES`.
+        loss_divergence: How far the drafter is from that distribution: one of `LOSSES`.
         loss_places: Of `loss_divergence="block"`: `"all"` count alike, or by the `"calls"` that a rejection costs.
         loss_label_weight: Share of the likelihood mixed with it, 0 to 1.
         loss_top_k: Compare that distribution at its so many likeliest tokens and the rest as one; the mass of the rest
@@ -113,7 +113,7 @@ class TrainingStrategy:
         choices = {
             "train": PARTS,
             "loss_target": TARGETS,
-            "loss_divergence": OBJECTIVES,
+            "loss_divergence": LOSSES,
             "loss_places": PLACES,
             "loss_balance": BALANCES,
             "loss_weight_shape": SHAPES,

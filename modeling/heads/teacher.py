@@ -21,7 +21,7 @@ from .window_distribution import WindowDistribution, at_tokens
 
 DIVERGENCES = ("cross_entropy", "kl", "reverse_kl", "tv", "lk", "lk_kl")
 """Cross-entropy of q under p; KL(p || q); KL(q || p); total variation; LK; LK with a KL that fades as alpha grows."""
-OBJECTIVES = (*DIVERGENCES, "block")
+LOSSES = (*DIVERGENCES, "block")
 """And the drafts that block verification is expected to accept (`block_loss`), which is no distance."""
 ACCEPTANCES = ("tv", "lk", "lk_kl")
 """Those that are made of the acceptance itself."""

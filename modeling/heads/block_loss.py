@@ -99,6 +99,32 @@ def text_log_probs(backbone: BackboneParts, states: torch.Tensor, following: tor
     return of_logits(BackboneParts(backbone.model), states.detach(), read, following[..., None])[0][..., 0]
 
 
+def block_terms(
+    log_q: torch.Tensor,
+    log_p: torch.Tensor,
+    drafted: torch.Tensor,
+    places: torch.Tensor,
+    kind: str = "all",
+    label_weight: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the terms of all depths of a whole text, and m_k, [B, L, m] each.
+
+    Args:
+        log_q: [B, L, m], see `accepted_along`.
+        log_p: [B, L, m].
+        drafted: [B, L, m] bool.
+        places: [B, L] bool, see `cycle_starts`.
+        kind: One of `PLACES`.
+        label_weight: Share of the likelihood of drafted tokens that is mixed in.
+    """
+    drafted = drafted & places[..., None]
+    accepted = accepted_along(log_q, log_p, drafted)
+    terms = -(1 - label_weight) * place_weights(kind, accepted.detach(), places) * accepted
+    if label_weight:
+        terms = terms - label_weight * torch.where(drafted, log_q, 0.0)
+    return terms, accepted.detach()
+
+
 @dataclass
 class BlockTarget:
     """What heads learn from depth 2 on, in place of a `Teacher`.
@@ -140,8 +166,10 @@ class BlockTarget:
         if last_states is None or backbone is None:
             raise ValueError("loss_divergence='block' needs the backbone's last hidden states, and none were given")
         log_p = text_log_probs(backbone, last_states, tokens[..., 0])
-        weights = scored[..., :2].all(-1)[..., None].to(log_p).expand(*log_p.shape, scored.shape[-1] - 1)
-        return cls(label_weight, (ahead(log_p[..., None], scored.shape[-1]), drafted[..., 1:], weights))
+        places = scored[..., :2].all(-1)[..., None]
+        drafted = drafted[..., 1:] & places
+        arguments = ahead(log_p[..., None], scored.shape[-1]), drafted, places.to(log_p).expand(drafted.shape)
+        return cls(label_weight, arguments)
 
     def terms(
         self, distribution: WindowDistribution, tokens: torch.Tensor, taught: Sequence[torch.Tensor]

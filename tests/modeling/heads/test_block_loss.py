@@ -3,10 +3,21 @@
 import pytest
 import torch
 
-from tests.internals import accepted_along, call_weights, cycle_starts, place_weights
+from tests.eagle_models import tiny_backbone
+from tests.families import family_model
+from tests.internals import (
+    EagleLossOptions,
+    ModuleLossOptions,
+    accepted_along,
+    call_weights,
+    cycle_starts,
+    drafted_probs,
+    eagle_losses,
+    place_weights,
+)
 from tests.modeling.heads.backbones import backbone
 from tests.modeling.heads.test_draft_vocabularies import KEPT, TYPES, made
-from tokenahead import MTPHeadConfig, MTPHeads
+from tokenahead import EagleHead, MTPHeadConfig, MTPHeads
 
 
 def ratios(texts=3, length=12, drafts=3, seed=0):
@@ -162,3 +173,95 @@ def test_a_head_learns_what_is_accepted():
         out.loss.backward()
         optimizer.step()
     assert accepted[-1] > accepted[0] + 0.1 and len(KEPT)
+
+
+def reference(drafter, labels, drafts, kind="all"):
+    """Sum of the weighted terms from whole distributions of all drafts, with gradients, and m_k [B, L, m]."""
+    kept = torch.zeros(*labels.shape, drafts)
+    places = torch.zeros_like(labels, dtype=torch.bool)
+    for part in drafted_probs(drafter, {"input_ids": labels.clamp(min=1), "labels": labels}, drafts):
+        log_q, log_p = (
+            values.log_softmax(-1).gather(-1, part.tokens[..., None])[..., 0]
+            for values in (part.draft, part.target.detach())
+        )
+        found = accepted_along(log_q, log_p, part.scored & log_q.isfinite())
+        kept = kept.index_put((part.rows, part.columns), found)
+        places[part.rows, part.columns] = True
+    return (place_weights(kind, kept.detach(), places) * kept).sum(), kept
+
+
+def gradients(drafter, loss):
+    drafter.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None and p.grad.any()}
+
+
+def same_gradients(drafter, found, wanted):
+    found, wanted = gradients(drafter, found), gradients(drafter, wanted)
+    assert found.keys() == wanted.keys() and found
+    for name in found:
+        torch.testing.assert_close(found[name], wanted[name], atol=1e-5, rtol=1e-3)
+
+
+def answers(model):
+    torch.manual_seed(2)
+    labels = model.generate(torch.randint(1, 64, (2, 3)), do_sample=True, top_k=0, max_new_tokens=15)
+    labels[1, :5] = -100
+    return labels
+
+
+@pytest.mark.parametrize("kind", ["all", "calls"])
+@pytest.mark.parametrize("ids", [None, KEPT])
+def test_eagle_steps_learn_it(ids, kind, monkeypatch):
+    monkeypatch.setattr(eagle_losses, "_BLOCK", 5)
+    options = {"divergence": "block", "places": kind, "steps": 3}
+    head = EagleHead.from_backbone(tiny_backbone(), draft_ids=None if ids is None else torch.tensor(ids))
+    head.loss_options = EagleLossOptions(**options)
+    labels = answers(head.backbone)
+    out = head(labels.clamp(min=1), labels=labels)
+    counts = head.loss_counts(labels)
+    total, kept = reference(head, labels, 3, kind)
+    torch.testing.assert_close(out.loss, -total.detach() / counts[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(out.acceptances * counts, kept.detach().sum((0, 1)), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(head.pooled_loss(out.head_losses * counts, counts), out.loss.detach())
+    same_gradients(head, out.loss, -total / counts[0])
+
+
+@pytest.mark.parametrize("objective", ["eagle1", "hass"])
+def test_steps_of_version_1_learn_it_beside_their_features(objective):
+    head = EagleHead.from_backbone(tiny_backbone(), version=1)
+    labels, losses = answers(head.backbone), []
+    for divergence in ("block", "cross_entropy"):
+        head.loss_options = EagleLossOptions(divergence=divergence, objective=objective)
+        losses.append(head(labels.clamp(min=1), labels=labels))
+    counts = head.loss_counts(labels)
+    total, _ = reference(head, labels, len(counts))
+    torch.testing.assert_close(losses[0].step_losses @ counts.float(), -total.detach(), atol=1e-4, rtol=1e-4)
+    assert losses[0].loss < losses[1].loss and gradients(head, losses[0].loss)
+
+
+@pytest.mark.parametrize("kind", ["all", "calls"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen2"])
+def test_modules_learn_it(name, kind):
+    model = family_model(name, num_nextn_predict_layers=2)
+    model.loss_options = ModuleLossOptions(target="teacher", divergence="block", places=kind, unroll_steps=3)
+    model.train_only("drafter")
+    labels = answers(model)
+    counts = model.loss_counts(labels)
+    out = model(labels.clamp(min=1), labels=labels)
+    total, kept = reference(model, labels, 3, kind)
+    wanted = out.head_losses[0] - 0.1 * total / counts[1]
+    torch.testing.assert_close(out.loss, wanted.detach(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(out.acceptances[1:] * counts[1:], kept.detach().sum((0, 1)), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model.pooled_loss(out.head_losses * counts, counts), out.loss.detach())
+    same_gradients(model, out.loss, wanted)
+
+
+def test_losses_of_drafters_refuse_what_contradicts_it():
+    for wrong in ({"places": "calls"}, {"divergence": "block", "places": "some"}):
+        with pytest.raises(ValueError, match="places"):
+            EagleLossOptions(**wrong).resolved(3)
+        with pytest.raises(ValueError, match="places"):
+            ModuleLossOptions(**wrong)
+    with pytest.raises(ValueError, match="top_k=3"):
+        ModuleLossOptions(target="teacher", divergence="block", top_k=3)

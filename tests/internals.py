@@ -181,6 +181,7 @@ _NAMES = {
         "CircuitHead",
         "circuit_from_logits",
     ),
+    "tokenahead.modeling.heads.block_loss": ("accepted_along", "call_weights", "cycle_starts", "place_weights"),
     "tokenahead.modeling.heads.teacher": (
         "DIVERGENCES",
         "acceptance",

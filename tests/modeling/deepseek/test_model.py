@@ -266,6 +266,18 @@ def test_a_device_map_may_be_inferred_from_the_model(devices, saved):
     torch.testing.assert_close(again(ids).mtp_logits[1], model(ids).mtp_logits[1], atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("main, mtp", [("cpu", "disk"), ("disk", "cpu")])
+@torch.no_grad()
+def test_parts_may_lie_on_different_devices(main, mtp, saved, tmp_path):
+    model, ids = DeepSeekMTP.from_pretrained(saved), random_ids(1, 9)
+    devices = {"main": main, "mtp": mtp}
+    again = DeepSeekMTP.from_pretrained(saved, device_map=devices, offload_folder=tmp_path / "disk")
+    assert {(name.split(".")[0], device) for name, device in again.hf_device_map.items()} == set(devices.items())
+    torch.testing.assert_close(again(ids).mtp_logits[1], model(ids).mtp_logits[1], atol=1e-6, rtol=0)
+    options = {"do_sample": False, "max_new_tokens": 6}
+    assert torch.equal(again.generate(ids, **options), model.generate(ids, **options))
+
+
 def test_modules_of_another_precision_say_what_to_do():
     model, ids = family_model("llama"), random_ids(1, 9)
     model.main.bfloat16()

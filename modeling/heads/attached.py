@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -141,9 +142,12 @@ class MTPHeads(
         return BackboneParts(self.backbone, self.draft_vocabulary) if self.is_attached else None
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Layers of a head keep no activations; most heads have none, and their loss is chunked anyway."""
+        """Layers of a head keep no activations; most heads have none, and their loss is chunked anyway.
+
+        Never re-entrant, whatever is asked for: states of a frozen backbone need no gradient, and nothing would learn.
+        """
         if any(isinstance(module, GradientCheckpointingLayer | LayerAdapters) for module in self.modules()):
-            super()._set_gradient_checkpointing(enable, *args, **kwargs)
+            super()._set_gradient_checkpointing(enable, partial(checkpoint, use_reentrant=False))
 
     def get_input_embeddings(self) -> None:
         """None: heads have no embeddings of their own (FSDP2 asks, to shard them apart)."""

@@ -26,7 +26,8 @@ CHOICES = {
     "mix": ("none", "weighted"),
     "mix_init": ("last", "uniform"),
     "loss_target": ("labels", "teacher"),
-    "loss_divergence": ("cross_entropy", "kl", "reverse_kl", "tv", "lk", "lk_kl"),
+    "loss_divergence": ("cross_entropy", "kl", "reverse_kl", "tv", "lk", "lk_kl", "block"),
+    "loss_places": ("all", "calls"),
     "loss_balance": ("none", "rms"),
     "loss_normalization": ("tokens", "paper"),
 }
@@ -89,7 +90,8 @@ class MTPHeadConfig(PreTrainedConfig):
         loss_normalization: `"tokens"`: every depth is divided by its number of targets, and all by the sum of the
             discounts; `"paper"`: Eq. 4 of MtPC, the mean over sequences of each sequence's own mean.
         loss_target: What a head learns: `"labels"`, or the whole distribution of the `"teacher"`, the backbone given
-            the true tokens. None: `"teacher"` for Hydra++, else `"labels"`.
+            the true tokens. None: `"teacher"` for Hydra++ and for `loss_divergence="block"`, else `"labels"`.
+        loss_places: Of `loss_divergence="block"`: `"all"` count alike, or by the `"calls"` that a rejection costs.
         loss_balance: `"rms"` scales the loss of every depth to the first one's spread (Mehra et al.).
         masked_tokens: What training does with tokens inside a window that are no targets (a prompt, say): `"observe"`
             conditions on them, as decoding will; `"marginalise"` sums them out (not possible for `"hydra"`).
@@ -141,6 +143,7 @@ class MTPHeadConfig(PreTrainedConfig):
     loss_target: str | None = None
     loss_divergence: str = "cross_entropy"
     loss_label_weight: float | int = 0.0
+    loss_places: str = "all"
     loss_top_k: int | None = None
     loss_balance: str = "none"
     loss_normalization: str = "tokens"
@@ -154,7 +157,9 @@ class MTPHeadConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         """Fills what depends on other fields; `kwargs` are the fields that this class does not know."""
         family = HEAD_FAMILIES.get(self.head_type)  # None where `validate_architecture` will refuse the name
-        if self.loss_target is None:
+        if self.loss_target is None and self.loss_divergence == "block":
+            self.loss_target = "teacher"
+        elif self.loss_target is None:
             self.loss_target = "labels" if family is None else family.loss_target(self)
         if self.gamma is None and (family is None or family.loss_weights is None):
             self.gamma = 0.9
@@ -178,6 +183,7 @@ class MTPHeadConfig(PreTrainedConfig):
             raise ValueError(f"loss_weights={self.loss_weights} must have one entry per depth: window={self.window}")
         if self.loss_normalization == "paper" and self.loss_balance == "rms":
             raise ValueError("loss_normalization='paper' and loss_balance='rms' both scale the depths; choose one")
+        self._check_block()
         self._refuse_options_of_others()
         self.family.check(self)
         if self.draft_layers and self.family.attends(self):
@@ -190,6 +196,16 @@ class MTPHeadConfig(PreTrainedConfig):
                 f"masked_tokens='marginalise': {self.head_type} heads read every token before theirs, none can be "
                 "summed out; choose 'observe'"
             )
+
+    def _check_block(self) -> None:
+        is_block = self.loss_divergence == "block"
+        if self.loss_places != "all" and not is_block:
+            raise ValueError(f"loss_places={self.loss_places!r} is an option of loss_divergence='block'")
+        for name, needed in {"loss_target": "teacher", "loss_normalization": "tokens", "loss_balance": "none"}.items():
+            if is_block and getattr(self, name) != needed:
+                raise ValueError(f"loss_divergence='block' needs {name}={needed!r}, not {getattr(self, name)!r}")
+        if is_block and self.loss_top_k is not None:
+            raise ValueError(f"loss_top_k={self.loss_top_k}: loss_divergence='block' reads the text's own tokens alone")
 
     def _values(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}

@@ -98,10 +98,10 @@ _NAMES = {
     "tokenahead.generation.drafters.vocabulary": ("SharedVocabulary",),
     "tokenahead.generation.loop": ("SpeculativeLoop",),
     "tokenahead.generation.target.backbones": ("target_of",),
-    "tokenahead.generation.target.cache": ("RowLayer", "cache_module_Rows"),
+    "tokenahead.generation.target.cache": ("RowLayer", "cache_module_Rows", "is_recurrent"),
     "tokenahead.generation.target.inputs": ("block_mask",),
     "tokenahead.generation.target.repacking": ("RepackedTarget", "shift_cache"),
-    "tokenahead.generation.target.replay": ("Replay", "is_recurrent"),
+    "tokenahead.generation.target.replay": ("Replay",),
     "tokenahead.generation.target.target": ("RowTarget", "TargetOutput"),
     "tokenahead.generation.trees.building": (
         "choices_from_accuracies",
@@ -180,6 +180,7 @@ _NAMES = {
         "CircuitHead",
         "circuit_from_logits",
     ),
+    "tokenahead.modeling.heads.block_loss": ("accepted_along", "call_weights", "cycle_starts", "place_weights"),
     "tokenahead.modeling.heads.teacher": (
         "DIVERGENCES",
         "acceptance",

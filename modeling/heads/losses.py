@@ -12,7 +12,8 @@ from ...configuration import MTPHeadConfig
 from ..draft_vocabulary import DraftVocabulary
 from ..outputs import MTPOutput
 from .backbone_parts import BackboneParts
-from .chunks import Part, chunked_sums
+from .block_loss import BlockTarget
+from .chunks import Part, chunked_sums, term_rows
 from .registry import window_distribution
 from .teacher import Teacher
 
@@ -265,10 +266,16 @@ def head_loss(
         tokens = torch.where(scored, targets, tokens_ahead(input_ids, window, 0))
     elif "masked_tokens" in config.family.options:
         unknown = ~scored
+    ids = tokens
     if vocabulary is not None:
         tokens = vocabulary.codes(tokens)
         scored = scored & (tokens < num_columns)
-    teacher = None if config.loss_target == "labels" else Teacher.of(config, backbone, last_states, scored)
+    teacher: Teacher | BlockTarget | None = None
+    if config.loss_divergence == "block":
+        share = config.loss_label_weight
+        teacher = BlockTarget.of(share, backbone, last_states, ids, targets != IGNORE, scored)
+    elif config.loss_target == "teacher":
+        teacher = Teacher.of(config, backbone, last_states, scored)
     balanced = config.loss_balance == "rms" and torch.is_grad_enabled()  # it moves while heads learn
 
     def terms(
@@ -294,6 +301,10 @@ def head_loss(
     arguments = (tokens, scored, unknown, shares, *(() if teacher is None else teacher.arguments))
     part = Part(features, arguments, weights)
     size = window * config.rank * num_columns * (1 if teacher is None else 2)
+    if isinstance(teacher, BlockTarget) and config.loss_places == "calls" and torch.is_grad_enabled():
+        accepted = term_rows(terms, part, size).unflatten(0, scored.shape[:2])[..., window + 1 :]
+        teacher.by_calls(accepted)
+        part.arguments = (tokens, scored, unknown, shares, *teacher.arguments)
     if balanced:
         factors = _rms_balance(terms, head, part, size, own) if balance is None else balance.to(weights)
         weights = weights * factors
@@ -316,9 +327,15 @@ def depth_weights(config: MTPHeadConfig, counts: torch.Tensor) -> torch.Tensor:
     """Return what the summed terms of each depth are multiplied with, [n], from targets per depth [n]; 0 counts as 1.
 
     `loss_weights`, or the family's own recipe with `gamma` for its discount, are divided by the counts; where there are
-    none, `gamma` gives weights that sum to 1 (`discounted_weights`), but for `loss_normalization="paper"`.
+    none, `gamma` gives weights that sum to 1 (`discounted_weights`), but for `loss_normalization="paper"`. The loss
+    `"block"` is divided by the targets at depth 2, the places where a cycle may begin, and no discount is read there.
     """
     given, recipe = config.loss_weights, config.family.loss_weights
+    if config.loss_divergence == "block":  # depth 1 has but its labels
+        given = [1.0] * len(counts) if given is None else given
+        places = counts[1:2].expand(len(counts) - 1)
+        counts = torch.cat([counts[:1], places])
+        given = [config.loss_label_weight * given[0], *given[1:]]
     if given is None and recipe is not None:
         given = recipe(len(counts))
         if config.gamma is not None:

@@ -21,6 +21,8 @@ from .window_distribution import WindowDistribution, at_tokens
 
 DIVERGENCES = ("cross_entropy", "kl", "reverse_kl", "tv", "lk", "lk_kl")
 """Cross-entropy of q under p; KL(p || q); KL(q || p); total variation; LK; LK with a KL that fades as alpha grows."""
+LOSSES = (*DIVERGENCES, "block")
+"""And the drafts that block verification is expected to accept (`block_loss`), which is no distance."""
 ACCEPTANCES = ("tv", "lk", "lk_kl")
 """Those that are made of the acceptance itself."""
 _KL_SCALE, _KL_DECAY = 1.0, 3.0
@@ -65,12 +67,12 @@ class Teacher:
         norms = log_norms(backbone, states) if is_part else None
         if config.loss_top_k is None:
             parts = [states] if norms is None else [states, norms]
-            return cls(config, backbone, tuple(_ahead(part, window) for part in parts))
+            return cls(config, backbone, tuple(ahead(part, window) for part in parts))
         ids, log_probs = likeliest(backbone, states, config.loss_top_k, norms)
-        rest = _ahead(log_probs[..., -1:].exp(), window)
+        rest = ahead(log_probs[..., -1:].exp(), window)
         taught = scored[..., 1:]
         missing = torch.where(taught, rest, 0.0).sum() / taught.sum().clamp(min=1)
-        return cls(config, backbone, (_ahead(ids, window), _ahead(log_probs, window)), missing)
+        return cls(config, backbone, (ahead(ids, window), ahead(log_probs, window)), missing)
 
     def terms(
         self, distribution: WindowDistribution, tokens: torch.Tensor, taught: Sequence[torch.Tensor]
@@ -130,7 +132,7 @@ def of_logits(
     return [torch.cat(piece).unflatten(0, states.shape[:-1]) for piece in zip(*pieces)]
 
 
-def _ahead(values: torch.Tensor, window: int) -> torch.Tensor:
+def ahead(values: torch.Tensor, window: int) -> torch.Tensor:
     """For every position the values [B, L, (n - 1) c] of the n - 1 following positions; 0 beyond the end."""
     padded = nn.functional.pad(values, (0, 0, 0, window - 1))
     return torch.cat([padded[:, k : k + values.shape[1]] for k in range(1, window)], -1)

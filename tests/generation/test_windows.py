@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.assisted import assisted_generate
-from tests.families import family_config, family_model, shake
+from tests.families import CHUNKED, family_config, family_model, shake
 from tests.internals import RowLayer, cache_module
 from tests.internals import drafters_modules as modules
 from tests.models import left_padded
@@ -18,11 +18,6 @@ from tokenahead import AssistantDrafter
 WINDOW, NEW, NODES, VOCABULARY = 6, 40, 7, 24
 NAMES = ["mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text"]
 OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True}
-CHUNKED = dict(
-    hidden_size=32, intermediate_size=48, intermediate_size_mlp=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, num_local_experts=2, no_rope_layers=[1, 0], attention_chunk_size=WINDOW,
-    layer_types=["chunked_attention", "full_attention"], pad_token_id=None, bos_token_id=None,
-)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -139,7 +139,9 @@ def _run(bench: Bench, prompts: list[Prompt], console: Console) -> None:
 def _measured(request: BenchRequest, bench: Bench, refused: dict[str, str]) -> MeasuredResults:
     model, writer = bench.methods[0].model, bench.writer
     names = {name for line in bench.lines for name in line.prompts}
-    many = {f"{method}, {mode}, batch {size}": reason for (method, mode, size), reason in bench.refused.items()}
+    many: dict[str, str | int | float] = {
+        f"{method}, {mode}, batch {size}": reason for (method, mode, size), reason in bench.refused.items()
+    }
     return MeasuredResults(
         results=results_of(bench),
         dataset_name=request.prompts.name,
@@ -156,7 +158,7 @@ def _measured(request: BenchRequest, bench: Bench, refused: dict[str, str]) -> M
             "Largest error of logits, a block against single tokens": largest_error(bench.lines),
         },
         environment=environment(),
-        not_measured=dict(refused) | many,
+        not_measured=many | refused,
     )
 
 

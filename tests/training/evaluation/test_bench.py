@@ -133,13 +133,13 @@ def test_a_broken_line_is_named_and_left_out_where_it_is_asked(tmp_path):
         '"a"',
         '{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}',
     ]
-    file.write_text("\n".join([*rows, '{"turns": []}', '{"prompt": 3}', ""]))
+    file.write_text("\n".join([*rows, '{"turns": []}', '{"prompt": 3}', '{"messages": ["u"]}', ""]))
     with pytest.raises(ValueError, match="line 2"):
         read_prompts(file)
     prompts, broken = read_prompts(file, skip_broken=True)
     assert [prompt.turns for prompt in prompts] == [("1 + 1?",), ("a",), ("u",)]
     assert prompts[2].before == ({"role": "system", "content": "s"},) and prompts[2].name == "4"
-    assert [words.split(":")[0] for words in broken] == ["line 2", "line 5", "line 6"]
+    assert [words.split(":")[0] for words in broken] == ["line 2", "line 5", "line 6", "line 7"]
 
 
 def test_categories_take_turns_and_batches_are_whole():

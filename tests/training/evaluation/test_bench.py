@@ -93,6 +93,8 @@ def test_every_method_is_measured_beside_plain_decoding(folders, tmp_path, capsy
     assert files == {"bench.png", "frontier.png", "lines.jsonl", "results.json", "settings.json"}
     shown = capsys.readouterr().out
     assert "greedy, batch 1" in shown and "n/a: own" in shown
+    assert run(folders, tmp_path / "out", "--methods", *methods, *modes) == 0  # nothing is left to measure
+    assert MeasuredResults.from_json(tmp_path / "out" / "results.json").not_measured == refused
 
 
 def test_a_run_goes_on_where_it_ended(folders, tmp_path, monkeypatch, capsys):

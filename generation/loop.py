@@ -18,7 +18,7 @@ import time
 from typing import Any, cast
 
 import torch
-from transformers import Cache, EncoderDecoderCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import EncoderDecoderCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from ..configuration.fields import learned_positions
@@ -30,7 +30,7 @@ from .call.schedule import DraftSchedule
 from .call.sequences import NewTokens, Sequences, Stopping
 from .protocols import DraftSession, SpeculativeCache
 from .target.backbones import target_of
-from .target.target import ColumnTarget, HiddenLayers, RowLengthTarget, RowTarget, Target, TargetOutput
+from .target.target import HiddenLayers, RowLengthTarget, RowTarget, Target, TargetOutput
 from .trees.contract import DraftTree, VerificationResult
 from .trees.growth import most_nodes
 from .verification.verifiers import Verifier
@@ -139,12 +139,18 @@ class SpeculativeLoop:
         wanted = self.model_kwargs | {"output_hidden_states": self.hidden_layers}
         prompt = self.tokens.ids[:, : self.tokens.prompt_length]
         outputs = self.backbone._prefill(prompt, self.config, wanted)
-        cache = outputs.past_key_values
-        # beside what a model with cross attention keeps of its encoder, which it reads anew in every forward
-        self.target = self._target(cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache)
-        if isinstance(self.target, ColumnTarget):
-            self.unwritten = self.target.mask.shape[1] - self.tokens.prompt_length
-            self.starts = None if self.table is None else self.target.next_positions()
+        cache, mask, given = outputs.past_key_values, self.model_kwargs.get("attention_mask"), self.model_kwargs
+        if self.keywords is not None:
+            given = given | {"position_ids": self.keywords.position_ids}
+        if isinstance(cache, EncoderDecoderCache):  # the other half is the encoder's, which every forward reads anew
+            cache = cache.self_attention_cache
+        if isinstance(cache, SpeculativeCache):
+            self.target = RowLengthTarget(self.runner, cache, mask)
+        else:
+            limit = self.config.max_length
+            self.target = target = target_of(self.runner, cache, self.tokens.ends, mask, given, limit, self.span)
+            self.unwritten = target.mask.shape[1] - self.tokens.prompt_length
+            self.starts = None if self.table is None else target.next_positions()
         self.statistics.backbone_calls += 1
         logits = outputs.logits[:, -1:].to(prompt.device, torch.float32)
         tree = DraftTree.chain(prompt[:, :0])
@@ -153,15 +159,6 @@ class SpeculativeLoop:
         result = VerificationResult(torch.zeros_like(first), first[:, None])
         self._settle(tree, result, TargetOutput(logits, outputs.hidden_states), scores, is_prefill=True)
         self.session.begin(outputs, self.target)
-
-    def _target(self, cache: Cache) -> Target:
-        mask = self.model_kwargs.get("attention_mask")
-        if isinstance(cache, SpeculativeCache):
-            return RowLengthTarget(self.runner, cache, mask)
-        given = self.model_kwargs
-        if self.keywords is not None:
-            given = given | {"position_ids": self.keywords.position_ids}
-        return target_of(self.runner, cache, self.tokens.ends, mask, given, self.config.max_length, self.span)
 
     def _length(self) -> int:
         """Return the longest path to draft now: verification adds one more token, and nothing goes beyond the end."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from functools import wraps
+from types import MethodType
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
 from transformers.utils import logging
 
+from .heads.block_loss import PLACES
 from .heads.losses import IGNORE, counted, depth_targets
-from .heads.teacher import DIVERGENCES
+from .heads.teacher import LOSSES
 
 logger = logging.get_logger(__name__)
 OBJECTIVES = {1: ("eagle1", "hass"), 3: ("ttt",)}
@@ -50,11 +53,14 @@ class LossOptions:
 
     Attributes:
         divergence: Distance of the drafter's distribution from the target model's: `"cross_entropy"` (the papers'),
-            `"kl"`, `"reverse_kl"`, `"tv"`, or the acceptance itself, `"lk"` and `"lk_kl"` (see `heads.teacher`).
+            `"kl"`, `"reverse_kl"`, `"tv"`; or the acceptance itself, `"lk"`, `"lk_kl"` (`heads.teacher`) and `"block"`
+            (`heads.block_loss`).
+        places: Of `"block"`: `"all"` count alike, or by the `"calls"` that a rejection costs.
         label_weight: Share of the labels' negative log-likelihood that is mixed into that distance, 0 to 1.
     """
 
     divergence: str = "cross_entropy"
+    places: str = "all"
     label_weight: float = 0.0
 
     @classmethod
@@ -74,7 +80,9 @@ class LossOptions:
         Raises:
             ValueError: A value out of range.
         """
-        check_values(self, {"divergence": DIVERGENCES}, {"label_weight": "[0, 1]"})
+        check_values(self, {"divergence": LOSSES, "places": PLACES}, {"label_weight": "[0, 1]"})
+        if self.places != "all" and self.divergence != "block":
+            raise ValueError(f"places={self.places!r} is an option of divergence='block'")
 
 
 @dataclass(kw_only=True)
@@ -115,6 +123,8 @@ class ModuleLossOptions(LossOptions):
         choices = {"target": ("labels", "teacher"), "normalization": ("mean", "paper")}
         ranges = {"top_k": "[1, inf)", "weight": "[0, inf)", "unroll_steps": "[1, inf)", "decay": "(0, 1]"}
         check_values(self, choices, ranges)
+        if self.divergence == "block" and self.top_k is not None:
+            raise ValueError(f"top_k={self.top_k}: divergence='block' reads the text's own tokens alone")
 
 
 @dataclass(kw_only=True)
@@ -217,13 +227,19 @@ class OwnLossMixin:
     has_warned = False
     training: bool
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward; see the class.
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a forward that TRL puts in place of the class's own is checked, as peft calls it itself."""
+        if name == "forward" and isinstance(value, MethodType) and value.__self__ is self:
+            value = MethodType(_checked(value.__func__), self)
+        super().__setattr__(name, value)
+
+    def check_own_loss(self, fused_lm_head: bool = False, **kwargs: Any) -> None:
+        """Say or refuse, given the keywords of a forward, that a trainer takes a loss of its own.
 
         Raises:
             RuntimeError: A loss of TRL's, from which nothing learns.
         """
-        if kwargs.get("fused_lm_head"):
+        if fused_lm_head:
             name = type(self).__name__
             if self.silent_part is None:
                 raise RuntimeError(f"{name} learns from its own loss alone: train it with {self.own_trainer}")
@@ -235,7 +251,15 @@ class OwnLossMixin:
                     f"the drafter of {name} does not learn from the loss of the next token: train the model with "
                     f"{self.own_trainer}, or freeze the drafter"
                 )
-        return cast(Any, super()).__call__(*args, **kwargs)
+
+
+def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def checked_forward(self: OwnLossMixin, *args: Any, **kwargs: Any) -> Any:
+        self.check_own_loss(**kwargs)
+        return forward(self, *args, **kwargs)
+
+    return checked_forward
 
 
 class DepthCountsMixin(OwnLossMixin):

@@ -371,10 +371,13 @@ def draft_probs(
         distribution = distribution.new_zeros(*distribution.shape[:-1], vocab_size).index_copy_(
             -1, draft_ids, distribution
         )
-    if not options.do_sample:
-        return distribution
-    warped = options.processing.warp(distribution)
+    return warped(distribution, options, is_part) if options.do_sample else distribution
+
+
+def warped(distribution: torch.Tensor, options: DraftOptions, is_part: bool) -> torch.Tensor:
+    """Return probabilities [..., V] after the call's processors; `is_part`: those of a draft vocabulary alone."""
+    probs = options.processing.warp(distribution)
     if not is_part:
-        return warped
+        return probs
     # processors may have left none of its tokens: any distribution will do then
-    return torch.where(warped.isnan().any(-1, keepdim=True), distribution, warped)
+    return torch.where(probs.isnan().any(-1, keepdim=True), distribution, probs)

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
 from ...modeling.indices import cached_range
 from ..trees.contract import DraftTree
@@ -82,6 +81,10 @@ class FixedRows(Rows):
         """Return True: attention gets columns that hold nothing yet."""
         return True
 
+    def take_over(self, cache: Cache, kind: type[RowLayer] | None = None) -> None:
+        """See `Rows`; the room of the new layers is fixed."""
+        super().take_over(cache, kind or FixedRowLayer)
+
     def width(self, fed: int, size: int) -> int:
         """Return all columns."""
         return size
@@ -92,9 +95,6 @@ class FixedRows(Rows):
         self.reserve(fed)
         columns = (self.ends[:, None] + cached_range(self.ahead, fed, self.ends.device))[:, None]
         self.places = tuple(columns % self.size(is_ring) for is_ring in (False, True))
-
-    def _fixed(self, layer: DynamicLayer) -> RowLayer:
-        return FixedRowLayer(self, layer)
 
 
 class FixedRowLayer(RowLayer):
@@ -116,9 +116,10 @@ class FixedRowLayer(RowLayer):
 
     def lay_out(self, is_compiled: bool) -> None:
         """Make the room that there is to be; graphs need not copy it, and serve that of another call, too."""
-        for name, dim in self._states():
+        size = self.rows.size(self.is_sliding)
+        for name, dim in self.states:
             if (held := getattr(self, name)) is not None:
-                held = self._grown(held, dim) if held.shape[dim] < self.size else held
+                held = self._grown(held, dim, size) if held.shape[dim] < size else held
                 if is_compiled:
                     torch._dynamo.mark_static_address(held, guard=False)
                 setattr(self, name, held)

@@ -20,9 +20,9 @@ from ...modeling.indices import cached_range
 from ..call.sequences import NewTokens
 from ..protocols import CacheView, SpeculativeCache
 from ..trees.contract import DraftTree, VerificationResult
-from .cache import Rows
+from .cache import Rows, is_recurrent
 from .inputs import Continuation, block_mask
-from .replay import Replay, is_recurrent
+from .replay import Replay
 
 HiddenLayers = int | list[int] | bool | None
 States = tuple[torch.Tensor | None, ...]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
-from ...modeling.indices import cached_range
+from ...modeling.masks import cached_range
 from ..trees.contract import DraftTree
 from .cache import RowLayer, Rows, rounded
 from .target import RowTarget, TargetOutput

@@ -21,9 +21,9 @@ from ..heads.ff import FFHead
 from ..heads.losses import IGNORE, counted, counts_of_update, depth_targets, depth_weights, head_loss
 from ..heads.registry import build_head, distribution_after, init_head, window_distribution
 from ..heads.window_distribution import FactorisedDistribution, WindowDistribution, exact
-from ..indices import selected_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..loss_options import DepthCountsMixin
+from ..masks import selected_positions
 from ..outputs import MTPOutput
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache

@@ -89,6 +89,11 @@ class DraftVocabulary:
         columns = torch.searchsorted(ids, tokens.contiguous()).clamp(max=len(ids) - 1)
         return torch.where(ids[columns] == tokens, columns, tokens + len(ids))
 
+    def columns(self, tokens: torch.Tensor, other: int) -> torch.Tensor:
+        """Return the columns of token ids [...], and `other` for those that are not in U."""
+        codes = self.codes(tokens)
+        return codes.masked_fill((codes >= len(self)) | (tokens < 0), other)
+
     def tokens(self, codes: torch.Tensor) -> torch.Tensor:
         """Return the token ids [...] of codes [...]."""
         ids = self.on(codes.device)

@@ -165,6 +165,7 @@ CORE: dict[str, tuple[str, ...]] = {
         "test_the_marginal_of_a_backbone_that_is_its_own_head",
     ),
     "tests/training/commands/test_file_values.py": ("test_what_a_parser_makes_of_text_is_taken",),
+    "tests/training/commands/test_harness.py": ("test_the_class_of_lm_eval_drafts",),
     "tests/training/commands/test_pictures.py": ("test_markers_have_room_below_the_top[2.0]",),
     "tests/training/commands/test_recipes.py": ("test_an_eagle_head_learns_text_that_its_backbone_wrote",),
     "tests/training/commands/test_refusals.py": ("test_rows_that_cannot_be_learned_are_named[no rows]",),
@@ -180,7 +181,7 @@ CORE: dict[str, tuple[str, ...]] = {
         "test_someone_elses_directory_is_refused_unless_told_otherwise",
         "test_the_demo_shows_outputs_results_and_figures",
     ),
-    "tests/training/evaluation/test_bench.py": ("test_a_run_goes_on_where_it_ended",),
+    "tests/training/evaluation/test_bench.py": ("test_a_run_goes_on_where_it_ended", "test_what_pays_is_recommended"),
     "tests/training/evaluation/test_decoding.py": ("test_a_difference_is_found_and_explained",),
     "tests/training/evaluation/test_drafts.py": ("test_an_eagle_head_drafts_what_its_distributions_say[1]",),
     "tests/training/evaluation/test_expected.py": (

@@ -308,6 +308,7 @@ _NAMES = {
         "run_demo",
     ),
     "tokenahead.training.evaluation": ("MODES",),
+    "tokenahead.training.evaluation.advice": ("advice_of",),
     "tokenahead.training.evaluation.bench": ("Bench", "Protocol"),
     "tokenahead.training.evaluation.decoding": (
         "GREEDY",

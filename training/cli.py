@@ -29,6 +29,7 @@ TRAINING = {
     "evaluate": "losses, accuracies and expected acceptance of a drafter along a text",
 }
 """Commands whose arguments are those of TRL, and their help."""
+HARNESS = "lm-eval"
 _OF_VALIDATORS = re.compile(r"^Class validation error for validator '\w+': \w+: ")
 """What stands before a message of our configs, and says nothing to who reads it."""
 _THREADS = 4  # on matrices as small as the demo's, further ones would only wait for one another
@@ -49,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         SystemExit: Always: 0, or 1 after an error, 2 after wrong arguments, 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    arguments = _of_training(words) if words[:1] and words[0] in TRAINING else _parse(words)
+    is_apart = bool(words) and words[0] in (*TRAINING, HARNESS)
+    arguments = _with_own_arguments(words) if is_apart else _parse(words)
     try:
         raise SystemExit(arguments.run(arguments))
     except KeyboardInterrupt:
@@ -63,12 +65,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         raise SystemExit(1) from None
 
 
-def _of_training(words: list[str]) -> argparse.Namespace:
-    """A command whose arguments are the fields of its settings, and are read where it is carried out."""
+def _with_own_arguments(words: list[str]) -> argparse.Namespace:
+    """A command whose arguments are read where it is carried out: fields of its settings, or lm-eval's own."""
 
     def run(arguments: argparse.Namespace) -> int:
-        with needs_extra("train", f"tokenahead {words[0]}"):
-            command = import_module(f".commands.{words[0]}", __package__)
+        is_harness = words[0] == HARNESS
+        with needs_extra("eval" if is_harness else "train", f"tokenahead {words[0]}"):
+            command = import_module(f".commands.{'harness' if is_harness else words[0]}", __package__)
         from transformers.utils import logging
 
         logging.set_verbosity_error()
@@ -88,7 +91,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tokenahead", description="Lossless multi-token prediction for Hugging Face transformers.")
     parser.add_argument("--version", action="version", version=f"tokenahead {__version__}")
-    names = ",".join(("demo", "generate", "bench", "card", *TRAINING))
+    names = ",".join(("demo", "generate", "bench", "card", *TRAINING, HARNESS))
     commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{names}}}")
     _add_demo(commands)
     _add_generate(commands)
@@ -96,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_card(commands)
     for name, help_text in TRAINING.items():
         commands.add_parser(name, help=help_text)
+    commands.add_parser(HARNESS, help="the tasks of lm-eval (its own arguments), written with drafts")
     return parser
 
 
@@ -132,7 +136,8 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         "transformers:prompt_lookup, transformers:assistant:SOURCE, transformers:use_mtp; NAME= before one names its "
         "row, and ?OPTION=VALUE&... behind it are options of generate"
     )
-    bench = commands.add_parser("bench", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
+    description = f"{help_text[0].upper()}{help_text[1:]}."
+    bench = commands.add_parser("bench", aliases=["analyze"], help=help_text, description=description)
     bench.add_argument("--model", required=True, help="directory, or name on the Hub (owner/name)")
     bench.add_argument("--prompts", type=Path, required=True, help=prompts)
     bench.add_argument("--methods", nargs="+", required=True, metavar="METHOD", help=methods)
@@ -150,6 +155,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     bench.add_argument("--force-length", action="store_true", help="let no answer end early; such texts often loop")
     bench.add_argument("--skip-broken", action="store_true", help="leave out lines that hold no prompt")
     bench.add_argument("--no-expected", action="store_true", help="expect no calls along the plain texts")
+    bench.add_argument("--recommend", action="store_true", help="say which method and length of drafts pay here")
     bench.set_defaults(run=_bench)
 
 

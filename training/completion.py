@@ -82,7 +82,8 @@ class Completed:
         new_tokens: Tokens written.
         seconds: Time that `generate` took.
         backbone_calls: Forward passes of the backbone; None where nobody counted them.
-        accepted_by_position: Share of drafts accepted up to position 1, 2, ...; empty where nothing was drafted.
+        accepted_by_position: Share of verifications that accept at least 1, 2, ... drafts; empty where nothing
+            was drafted.
     """
 
     data: bytes

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ... import __version__
 from ..byte_text import is_byte_level
+from ..evaluation.advice import recommendation
 from ..evaluation.bench import LINES, Bench, Protocol
 from ..evaluation.circumstances import environment, hardware
 from ..evaluation.decoding import DecodingMode
@@ -52,6 +53,7 @@ class BenchRequest:
     force_length: bool = False
     skip_broken: bool = False
     no_expected: bool = False
+    recommend: bool = False
 
     @property
     def settings(self) -> dict[str, object]:
@@ -103,6 +105,9 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
         console.print(f"Wrote {RESULTS}, {BENCH_FIGURE} and {FRONTIER_FIGURE} beside {LINES} in {request.output}.")
     if interrupted is not None:
         raise interrupted
+    if measured is not None and request.recommend:
+        for words in recommendation(model, measured.results):
+            console.print(words, markup=False)
     if measured is None:
         reasons = [*(f"{name}: {reason}" for name, reason in refused.items()), *bench.refused.values()]
         raise ValueError(f"--methods: none was measured: {'; '.join(reasons)}")

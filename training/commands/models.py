@@ -142,8 +142,9 @@ def _drafter(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTrain
 def _drafter_options(arguments: DrafterArguments) -> dict[str, Any]:
     """Return the options of a new drafter, by the types of its config and of what makes it."""
     given = arguments.options("drafter_options")
-    if isinstance(file := given.get("draft_ids"), str):
-        given["draft_ids"] = json.loads(Path(file).read_text(encoding="utf-8"))
+    for name in ("draft_ids", "draft_vocabulary"):
+        if isinstance(file := given.get(name), str):
+            given[name] = json.loads(Path(file).read_text(encoding="utf-8"))
     configs = [_CONFIGS[arguments.drafter]] if arguments.drafter in _CONFIGS else []
     makers = [_NEW[arguments.drafter].from_backbone] if arguments.drafter in _NEW else []
     return typed_options("drafter_options", given, *configs, *makers, closed=False)

@@ -56,8 +56,8 @@ class DrafterArguments:
     )
     drafter_options: dict | str | None = _setting(
         None,
-        "Options of a new drafter, as its from_backbone (EvaByte: set_head) takes them; JSON. draft_ids, of heads and "
-        "EAGLE: a list of the tokens to draft, or a JSON file that holds one.",
+        "Options of a new drafter, as its from_backbone (EvaByte: set_head) takes them; JSON. draft_ids (of "
+        "modules: draft_vocabulary) is a list of the tokens to draft, or a JSON file that holds one.",
     )
     loss_options: dict | str | None = _setting(None, "Options of an EAGLE head's, of modules' or of PTP's loss; JSON.")
     strategy: dict | str | None = _setting(None, "Fields of TrainingStrategy; JSON.")

@@ -7,7 +7,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
 
 from tests.distributions import continuation_distribution, continuation_p_value
-from tests.internals import DraftVocabulary
+from tests.internals import DraftVocabulary, JointMTPModel, drafted_probs
 from tests.modeling.heads.backbones import backbone
 from tests.models import left_padded
 from tokenahead import MTPHeads
@@ -184,3 +184,25 @@ def test_codes_go_there_and_back():
     vocabulary, tokens = DraftVocabulary(KEPT, 64), torch.arange(64)
     codes = vocabulary.codes(tokens)
     assert vocabulary.tokens(codes).equal(tokens) and codes[KEPT].tolist() == list(range(len(KEPT)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["btree", "hydra", "layer"])
+def test_measures_of_drafts_are_over_all_ids(name):
+    _, heads = made(name)
+    ids = torch.randint(1, 64, (2, 10), generator=torch.Generator().manual_seed(2))
+    outside = sorted(set(range(64)) - set(KEPT))
+    for part in drafted_probs(heads, {"input_ids": ids, "labels": ids}):
+        assert part.draft.shape == part.target.shape and part.draft[..., outside].isinf().all()
+        torch.testing.assert_close(part.draft.exp().sum(-1), torch.ones(part.tokens.shape))
+
+
+def test_heads_and_backbone_learn_together():
+    base, heads = made("hydra")
+    model = JointMTPModel(heads)
+    ids = torch.randint(1, 64, (2, 14), generator=torch.Generator().manual_seed(2))
+    found = model(ids, labels=ids)
+    own = torch.nn.functional.cross_entropy(base(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(found.backbone_loss, own.detach())
+    found.loss.backward()
+    assert base.lm_head.weight.grad.any() and heads.head.firsts[0].linear.weight.grad.any()

@@ -13,6 +13,7 @@ from tests.internals import (
     Prompt,
     Protocol,
     Writer,
+    advice_of,
     bench_module,
     block_error,
     groups_of,
@@ -25,7 +26,7 @@ from tests.internals import (
 )
 from tests.internals import cli_module as cli
 from tokenahead import EagleHead, EvaByteTokenizer
-from tokenahead.model_cards import MeasuredResults
+from tokenahead.model_cards import DecodingResult, MeasuredResults
 
 ROWS = [
     {"question_id": 81, "category": "writing", "turns": ["def f(x):", "and g?"]},
@@ -230,6 +231,24 @@ def test_turns_are_drawn_apart_and_samples_follow_from_the_seed():
         bench.run([Prompt("1", ("abc", "abc"))])
         texts.append([line.run.ids for line in bench.lines if line.method == "plain"])
     assert texts[0] == texts[1] != texts[2] and texts[0][0] != texts[0][1]
+
+
+def test_what_pays_is_recommended(folders, tmp_path, capsys):
+    words = ["analyze", "--recommend", "--model", folders / "base", "--prompts", folders / "prompts.jsonl"]
+    words += ["--methods", "ngram", f"smaller=assistant:{folders / 'base'}", "--new-tokens", "12", "--output", tmp_path]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(map(str, words)))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert not ended.value.code and "at batch 1: 1: 1.00, 2: " in shown and "greedy, batch 1: " in shown
+
+
+def test_the_length_that_pays_most_follows_from_costs_and_acceptance():
+    fields = dict(do_sample=False, backbone_calls=10, new_tokens=20, seconds=1.0, plain_seconds=1.0, draft_length=3)
+    row = DecodingResult(name="x", method="x", accepted_by_position=[0.8, 0.5, 0.1], draft_ms=3.0, **fields)
+    found = advice_of(row, 10.0, {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.5})
+    assert (found.length, found.tokens_per_call) == (2, pytest.approx(2.3))
+    assert found.speed_up == pytest.approx(2.3 / (1.2 + 0.2))
+    assert advice_of(DecodingResult(name="x", **fields), 10.0, {}) is None
 
 
 def test_names_that_are_no_method_are_refused(folders):

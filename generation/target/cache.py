@@ -287,7 +287,11 @@ class RowLayer(CacheLayerMixin):
         setattr(self, name, held)
         kept = min(fed, size)  # the first block of a ring may be longer: it keeps the end, and attention gets the whole
         slots = self.rows.slots(self.rows.ahead + fed - kept, kept, size, states.device)
-        held.movedim(dim, 1)[slots] = states.narrow(dim, fed - kept, kept).movedim(dim, 1)
+        new = states if kept == fed else states.narrow(dim, fed - kept, kept)
+        if isinstance(slots[1], slice):
+            held.narrow(dim, slots[1].start, kept).copy_(new)
+        else:
+            held.movedim(dim, 1)[slots] = new.movedim(dim, 1)
         return states if kept < fed else held.narrow(dim, 0, self.rows.width(fed, size))
 
     def _grown(self, held: torch.Tensor, dim: int, size: int) -> torch.Tensor:

@@ -112,6 +112,10 @@ class PTPConfig(PreTrainedConfig):
         """The backbone's."""
         return self.backbone_config.vocab_size
 
+    @vocab_size.setter
+    def vocab_size(self, value: int) -> None:
+        self.backbone_config.vocab_size = value
+
     @property
     def reads_uniforms(self) -> bool:
         """Return whether slots read uniforms; else each reads the mask of its index."""

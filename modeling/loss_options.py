@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from functools import wraps
+from types import MethodType
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -225,13 +227,19 @@ class OwnLossMixin:
     has_warned = False
     training: bool
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward; see the class.
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a forward that TRL puts in place of the class's own is checked, as peft calls it itself."""
+        if name == "forward" and isinstance(value, MethodType) and value.__self__ is self:
+            value = MethodType(_checked(value.__func__), self)
+        super().__setattr__(name, value)
+
+    def check_own_loss(self, fused_lm_head: bool = False, **kwargs: Any) -> None:
+        """Say or refuse, given the keywords of a forward, that a trainer takes a loss of its own.
 
         Raises:
             RuntimeError: A loss of TRL's, from which nothing learns.
         """
-        if kwargs.get("fused_lm_head"):
+        if fused_lm_head:
             name = type(self).__name__
             if self.silent_part is None:
                 raise RuntimeError(f"{name} learns from its own loss alone: train it with {self.own_trainer}")
@@ -243,7 +251,15 @@ class OwnLossMixin:
                     f"the drafter of {name} does not learn from the loss of the next token: train the model with "
                     f"{self.own_trainer}, or freeze the drafter"
                 )
-        return cast(Any, super()).__call__(*args, **kwargs)
+
+
+def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def checked_forward(self: OwnLossMixin, *args: Any, **kwargs: Any) -> Any:
+        self.check_own_loss(**kwargs)
+        return forward(self, *args, **kwargs)
+
+    return checked_forward
 
 
 class DepthCountsMixin(OwnLossMixin):

@@ -82,7 +82,8 @@ class Completed:
         new_tokens: Tokens written.
         seconds: Time that `generate` took.
         backbone_calls: Forward passes of the backbone; None where nobody counted them.
-        accepted_by_position: Share of drafts accepted up to position 1, 2, ...; empty where nothing was drafted.
+        accepted_by_position: Share of verifications that accept at least 1, 2, ... drafts; empty where nothing
+            was drafted.
     """
 
     data: bytes
@@ -207,24 +208,6 @@ def _load_heads(source: str) -> PreTrainedModel:
 def causal_class(config: PreTrainedConfig) -> type[DeepSeekMTP] | type[AutoModelForCausalLM]:
     """Return the class that loads a causal language model with the modules that its checkpoint has."""
     return DeepSeekMTP if config.model_type not in REFUSED and count_modules(config) else AutoModelForCausalLM
-
-
-class AttachedDecoder:
-    """A backbone and the drafter that is attached to it, called like a model that drafts for itself.
-
-    Args:
-        backbone: The backbone.
-        drafter: What is attached to it.
-    """
-
-    def __init__(self, backbone: PreTrainedModel, drafter: PreTrainedModel) -> None:
-        self.backbone, self.drafter = backbone, drafter
-        self.device, self.generation_config = backbone.device, backbone.generation_config
-
-    def generate(self, *args: Any, use_mtp: bool | None = None, **kwargs: Any) -> Any:
-        """Call `backbone.generate`, with the drafter unless `use_mtp` is False."""
-        drafting = {} if use_mtp is False else {"assistant_model": self.drafter}
-        return self.backbone.generate(*args, **drafting, **kwargs)
 
 
 def load_config(source: str, option: str) -> PreTrainedConfig:

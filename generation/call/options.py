@@ -214,7 +214,7 @@ def obstacle(config: GenerationConfig, of_drafts: bool = True) -> str | None:
 _PLAIN = {
     "num_beams": lambda value: (value or 1) == 1,
     "use_cache": lambda value: value is not False,
-    "cache_implementation": lambda value: value in (None, "dynamic", "offloaded"),
+    "cache_implementation": lambda value: value in (None, "dynamic", "offloaded", "static"),
     "guidance_scale": lambda value: value in (None, 1),
     "output_attentions": lambda value: not value,
     "dola_layers": lambda value: value is None,
@@ -223,7 +223,8 @@ _PLAIN = {
 
 
 _UNREAD = {
-    "compile_config": "compile the backbone itself, by model.forward = torch.compile(model.forward)",
+    "compile_config": "pass cache_implementation='static' beside it, or compile the backbone itself, by "
+    "model.forward = torch.compile(model.forward)",
     "assistant_ensemble_weight": "it would change the distribution of the text, which verification keeps",
     "speculation_type": "the drafter that the call was given drafts",
 }
@@ -234,7 +235,8 @@ def warn_of_unread(config: GenerationConfig) -> None:
     """Warns of what a call asks for and our loop does not do."""
     for name, instead in _UNREAD.items():
         value = getattr(config, name, None)
-        if value is not None:
+        is_read = name == "compile_config" and config.cache_implementation == "static"
+        if value is not None and not is_read:
             logger.warning_once(f"{name}={value!r} is not read where drafts are verified by this library: {instead}.")
 
 

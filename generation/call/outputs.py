@@ -53,15 +53,11 @@ class Speculation:
 
     @property
     def accepted_by_position(self) -> list[float]:
-        """For draft positions 1, 2, ...: the share of verifications that drafted so far and accepted so far."""
+        """For draft positions 1, 2, ...: the share of all verifications that accept so many drafts; it falls."""
         depths = self.rows_depths or [[len(draft) for draft in row] for row in self.rows_drafts]
-        pairs = [pair for row in zip(self.rows_accepted, depths) for pair in zip(*row)]
-        longest = max((drafted for _, drafted in pairs), default=0)
-        shares = []
-        for position in range(1, longest + 1):
-            reached = [accepted >= position for accepted, drafted in pairs if drafted >= position]
-            shares.append(sum(reached) / len(reached))
-        return shares
+        longest = max((depth for row in depths for depth in row), default=0)
+        accepted = [count for row in self.rows_accepted for count in row]
+        return [sum(count >= position for count in accepted) / len(accepted) for position in range(1, longest + 1)]
 
     @property
     def tokens_per_call(self) -> float:

@@ -34,8 +34,7 @@ from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
 from ..protocols import CacheView, DraftSession
 from ..target.backbones import target_of
-from ..target.cache import RowLayer
-from ..target.replay import is_recurrent
+from ..target.cache import RowLayer, is_recurrent
 from ..target.target import TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
 from .vocabulary import SharedVocabulary, shared_vocabulary

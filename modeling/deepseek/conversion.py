@@ -245,8 +245,11 @@ def load(
     """
     family, layers, stored = family_of(config), num_layers(config), count_modules(config)
     count = 0 if inference_only else stored
-    patterns = _ignored(config, stored, inference_only)
-    model, report = cast(Any, extended_class(config, count, patterns)).from_pretrained(
+    extended = extended_class(config, count, _ignored(config, stored, inference_only))
+    if isinstance(devices := options.get("device_map"), dict) and len(devices) > 1:
+        with torch.device("meta"):
+            options["device_map"] = _spread(devices, extended(extended_config(config, count)))
+    model, report = cast(Any, extended).from_pretrained(
         name,
         config=extended_config(config, count),
         key_mapping=family.renames(layers, count) or None,
@@ -255,6 +258,17 @@ def load(
     )
     _align(model)
     return *split(model, count), report
+
+
+def _spread(devices: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return a device map without entries within others, which accelerate cannot offload: children replace them."""
+    found = dict(devices)
+    for name, module in model.named_modules():
+        inside = f"{name}." if name else ""
+        if name in found and any(other.startswith(inside) for other in found if other != name):
+            device = found.pop(name)
+            found = {inside + child: device for child, _ in module.named_children()} | found
+    return found
 
 
 def _align(model: PreTrainedModel, bytes_: int = 64, largest: int = 2**18) -> None:

@@ -78,6 +78,7 @@ class DeepSeekMTP(
         self.generation_config = main.generation_config
         self.loss_options = ModuleLossOptions.from_dict(field(main.config, "mtp_loss"))
         self.shared_copies = bool(family_of(main.config).copies)
+        self._is_initialized = parts is not None or self.device.type != "meta"  # by the main model's class
         self.post_init()
 
     @property
@@ -86,7 +87,14 @@ class DeepSeekMTP(
         return {"AutoModelForCausalLM": "MiMoMTP" if isinstance(self.config, MiMoConfig) else "DeepSeekMTP"}
 
     def init_weights(self) -> None:
-        """Do nothing: the main model's class has initialised or loaded both parts."""
+        """Initialise a model that was made on the meta device, once it has storage, as the main model's class does."""
+        if not self._is_initialized and self.device.type != "meta":
+            self.main.init_weights()
+            self.mtp.apply(self.main._initialize_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialise a part of a module as the main model's class does."""
+        self.main._init_weights(module)
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -99,7 +107,7 @@ class DeepSeekMTP(
     @classmethod
     def from_pretrained(
         cls,
-        pretrained_model_name_or_path: str | PathLike,
+        pretrained_model_name_or_path: str | PathLike | None,
         *,
         inference_only: bool = False,
         draft_vocabulary: Any = None,
@@ -108,7 +116,8 @@ class DeepSeekMTP(
         """Load a directory or a Hub repository.
 
         Args:
-            pretrained_model_name_or_path: A checkpoint in the official layout.
+            pretrained_model_name_or_path: A checkpoint in the official layout; None, with `config` and a `state_dict`
+                of this class among the keywords.
             inference_only: Leave the modules out: the model is then exactly the plain one.
             draft_vocabulary: Token ids that modules may draft; None: those in the checkpoint, or else all.
             **kwargs: As for transformers' `from_pretrained`: `dtype` (that of the checkpoint by default),
@@ -124,6 +133,11 @@ class DeepSeekMTP(
             config = AutoConfig.from_pretrained(config or name, **hub)
         config = text_config(config)
         wants_info = kwargs.pop("output_loading_info", False)
+        if name is None:
+            model, report = super().from_pretrained(None, config=config, output_loading_info=True, **kwargs)
+            if report["missing_keys"] or not kwargs.get("state_dict"):
+                raise ValueError(f"state_dict lacks {sorted(report['missing_keys'])[:5] or 'all'} of {cls.__name__}")
+            return (model, report) if wants_info else model
         config, shared = check_checkpoint(name, config, inference_only, kwargs.get("variant"), **hub)
         if isinstance(devices := kwargs.get("device_map"), dict):
             kwargs["device_map"] = official_device_map(devices, config)

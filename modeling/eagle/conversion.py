@@ -52,22 +52,12 @@ def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfi
 
     Raises:
         TypeError: An option that is not a field of `EagleHeadConfig`.
-        ValueError: A backbone with several parallel hidden states (Gemma 3n).
+        ValueError: See `check_kind`.
     """
     own = [name for name in options if name not in get_annotations(LlamaConfig)]
     check_options(own, EagleHeadConfig, "EagleHead.from_backbone", _FROM_BACKBONE)
+    check_kind(backbone)
     text = backbone.config.get_text_config()
-    if field(text, "altup_num_inputs", default=1) > 1:
-        raise ValueError(
-            f"{type(backbone).__name__}: altup_num_inputs={text.altup_num_inputs}; an EAGLE head reads one state per "
-            "layer (MTPHeads read the last one)"
-        )
-    needed = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
-    if missing := [name for name in needed if name not in options and field(text, name) is None]:
-        raise ValueError(
-            f"{type(backbone).__name__}: its configuration has no {', '.join(missing)}; an EAGLE head is an attention "
-            "layer with rotary positions, as those of its backbone (MTPHeads fit any causal language model)"
-        )
     heads = options.get("num_attention_heads", field(text, "num_attention_heads"))
     defaults = {
         "hidden_size": text.hidden_size,
@@ -88,6 +78,26 @@ def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfi
     if options.get("version", 3) == 3 and options.get("use_aux_hidden_state", True):
         defaults["aux_layers"] = _small_aux_layers(text.num_hidden_layers)
     return EagleHeadConfig(**(defaults | options))
+
+
+def check_kind(backbone: PreTrainedModel) -> None:
+    """Refuse a backbone beside which no EAGLE head can draft.
+
+    Raises:
+        ValueError: Several parallel hidden states (Gemma 3n), no attention, or a table of positions or none.
+    """
+    text, name = backbone.config.get_text_config(), type(backbone).__name__
+    if field(text, "altup_num_inputs", default=1) > 1:
+        raise ValueError(
+            f"{name}: altup_num_inputs={text.altup_num_inputs}; an EAGLE head reads one state per layer (MTPHeads read "
+            "the last one)"
+        )
+    needed = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+    if missing := [each for each in needed if field(text, each) is None]:
+        raise ValueError(
+            f"{name}: its configuration has no {', '.join(missing)}; an EAGLE head is an attention layer with rotary "
+            "positions, as those of its backbone (MTPHeads fit any causal language model)"
+        )
 
 
 def warn_of_another_kind(config: EagleHeadConfig, backbone: PreTrainedModel) -> None:

@@ -25,6 +25,7 @@ from ..tensor_files import read_tensors, refuse_unknown, weight_files
 from ..wrapped_models import OfBackboneMixin, has_own_cache, unwrap
 from .conversion import (
     backbone_config,
+    check_kind,
     check_vocabulary,
     foreign_head,
     own_names,
@@ -115,8 +116,10 @@ class EagleHead(
         """Refuse a backbone that does not fit the head.
 
         Raises:
-            ValueError: Another hidden size, vocabulary or number of layers, or a backbone with its own cache class.
+            ValueError: Another hidden size, vocabulary or number of layers, or a backbone with its own cache class or
+                of a kind that no head fits.
         """
+        check_kind(backbone)
         text, kind = backbone.config.get_text_config(), type(backbone).__name__
         self.check_sizes(backbone, hidden_size=self.config.target_hidden_size, vocab_size=self.config.vocab_size)
         if has_own_cache(backbone):

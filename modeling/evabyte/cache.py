@@ -247,6 +247,8 @@ class EvaByteCache(Cache):
     """
 
     layers: list[EvaCacheLayer]
+    max_cache_len = -1
+    """Without limit; peft asks."""
 
     def __init__(self, config: EvaByteConfig) -> None:
         self.sequences = SequenceLengths(config.window_size, config.chunk_size)

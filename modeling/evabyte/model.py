@@ -300,8 +300,7 @@ class EvaByteForMTPC(
             past_key_values,
             inputs_embeds,
             use_cache,
-            return_dict=True,
-            **kwargs,
+            **kwargs | {"return_dict": True},
         )
         hidden = outputs.last_hidden_state
         kept = selected_positions(hidden, logits_to_keep)

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -53,6 +54,9 @@ class MTPHeads(
     Args:
         config: Head options, with `window`, `hidden_size` and `vocab_size`.
 
+    Attributes:
+        window: n: tokens that the distribution covers; a draft has n - 1.
+
     Raises:
         ValueError: A config without those three.
 
@@ -75,7 +79,7 @@ class MTPHeads(
             del sizes["vocab_size"]  # that of the backbone, once there is one
         if missing := [name for name, value in sizes.items() if value is None]:
             raise ValueError(f"the config of MTPHeads lacks {', '.join(missing)}")
-        self.loss_type = "ForCausalLM"
+        self.loss_type, self.window = "ForCausalLM", config.num_depths
         self.add_draft_ids(config.draft_vocab_size, config.vocab_size)
         self.head = build_head(config, cast(int, config.hidden_size), self.draft_size)
         self.draft_layers = DraftLayers(config) if config.draft_layers else None
@@ -133,19 +137,17 @@ class MTPHeads(
         heads.family.start_from(heads.head, BackboneParts(backbone, heads.draft_vocabulary))
         return heads.attach(backbone)
 
-    @property
-    def window(self) -> int:
-        """n: tokens that the distribution covers; a draft has n - 1."""
-        return self.config.num_depths
-
     def _parts(self) -> BackboneParts | None:
         """Return what the heads borrow of the backbone for one call."""
         return BackboneParts(self.backbone, self.draft_vocabulary) if self.is_attached else None
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Layers of a head keep no activations; most heads have none, and their loss is chunked anyway."""
+        """Layers of a head keep no activations; most heads have none, and their loss is chunked anyway.
+
+        Never re-entrant, whatever is asked for: states of a frozen backbone need no gradient, and nothing would learn.
+        """
         if any(isinstance(module, GradientCheckpointingLayer | LayerAdapters) for module in self.modules()):
-            super()._set_gradient_checkpointing(enable, *args, **kwargs)
+            super()._set_gradient_checkpointing(enable, partial(checkpoint, use_reentrant=False))
 
     def get_input_embeddings(self) -> None:
         """None: heads have no embeddings of their own (FSDP2 asks, to shard them apart)."""
@@ -178,14 +180,15 @@ class MTPHeads(
 
     def start(self, options: DraftOptions) -> HeadSession:
         """Return the drafts of the heads for one call of `generate`."""
-        after = partial(self.distribution_after, parts=self._parts())
-        family = self.family
+        family, part = self.family, None if self.config.draft_vocab_size is None else self.draft_vocabulary
+        parts = BackboneParts(self.backbone, part)
+        after = partial(distribution_after, self.head, self.config, backbone=parts, vocabulary=part)
         reads_last = family.features is last_state and family.hidden_layers is HeadFamily.hidden_layers
         if self.draft_layers is None and reads_last:  # nothing is computed of the states, and there is no cache
-            return HeadSession(after, options, [-1], vocabulary=self.draft_vocabulary)
+            return HeadSession(after, options, [-1], vocabulary=part)
         if self.attends:
             return AttendingHeadSession(self, options, self.features_of_call())
-        return HeadSession(after, options, self.hidden_layers, self.features, self.draft_vocabulary)
+        return HeadSession(after, options, self.hidden_layers, self.features, part)
 
     @property
     def family(self) -> HeadFamily:

@@ -19,10 +19,15 @@ def test_several_rows_are_lists_of_lists():
     assert statistics.tokens_per_call == pytest.approx(8 / 2 / 3)
 
 
-def test_shares_count_only_drafts_that_were_long_enough():
-    """Position 1: 3 of 4; position 2: 2 of 4; position 3: 1 of 2, for only two drafts had a third token."""
+def test_shares_are_those_of_all_verifications_whatever_their_drafts():
+    """Position 1: 3 of 4; position 2: 2 of 4; position 3: 1 of 4, though only two drafts had a third token."""
     statistics = Speculation([[3, 0], [2, 1]], [[[1, 1, 1], [1, 1]], [[1, 1, 1], [1, 1]]])
-    assert statistics.accepted_by_position == pytest.approx([3 / 4, 2 / 4, 1 / 2])
+    assert statistics.accepted_by_position == pytest.approx([3 / 4, 2 / 4, 1 / 4])
+
+
+def test_shares_fall_where_long_drafts_are_the_good_ones():
+    statistics = Speculation([[0, 0, 3]], [[[1], [1], [1, 1, 1]]])
+    assert statistics.accepted_by_position == pytest.approx([1 / 3] * 3)
 
 
 def test_positions_in_trees_are_those_of_paths():

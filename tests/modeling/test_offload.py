@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from accelerate import cpu_offload, disk_offload
+from accelerate import Accelerator, cpu_offload, disk_offload
+from accelerate.state import AcceleratorState
 
 from tests.every_model import NAMES, every_model, llama, moved_heads, prompt_for, same_texts, texts
 from tests.families import family_model
@@ -64,3 +65,17 @@ def test_offloaded_modules_can_be_saved(devices, tmp_path):
     assert any(parameter.is_meta for parameter in again.parameters())
     again.save_pretrained(tmp_path / "again")
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "model/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_that_accelerate_has_unwrapped_writes_the_same_texts(name):
+    expected = texts(every_model(name))
+    AcceleratorState._reset_state(True)
+    try:
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        model = accelerator.prepare(every_model(name))
+        model(prompt_for(model))
+        model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    finally:
+        AcceleratorState._reset_state(True)
+    assert all(torch.equal(*pair) for pair in zip(texts(model), expected))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
 from tests.every_model import NAMES, every_model, llama, moved_heads, prompt_for, same_texts, texts
 from tokenahead import DeepSeekMTP, MTPHeads
@@ -93,3 +93,26 @@ def test_heads_attach_to_a_backbone_that_peft_has_wrapped(leaf):
 def test_new_modules_need_a_backbone_without_adapters():
     with pytest.raises(ValueError, match="merge_and_unload"):
         DeepSeekMTP.from_backbone(get_peft_model(llama(), lora()))
+
+
+@pytest.mark.parametrize("name", ["evabyte_btree", "deepseek_llama"])
+@torch.no_grad()
+def test_virtual_tokens_decode_plainly_or_are_refused_by_name(name):
+    model, ids = every_model(name), prompt_for(every_model(name))
+    options = {"do_sample": False, "max_new_tokens": 5, "pad_token_id": 0}
+    prompted = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    assert prompted.generate(input_ids=ids, **options).shape[1] == ids.shape[1] + 5
+    prefixed = get_peft_model(every_model(name), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    if name.startswith("evabyte"):
+        for run in (prefixed, prefixed.generate):
+            with pytest.raises(ValueError, match="past_key_values.*EvaByteCache"):
+                run(input_ids=ids)
+    else:
+        assert prefixed.generate(input_ids=ids, **options).shape[1] == ids.shape[1] + 5
+
+
+def test_adapters_within_modules_learn_from_labels_alone():
+    model = get_peft_model(every_model("deepseek_llama"), lora())
+    model.train()(prompt_for(model)).logits.sum().backward()
+    without = {name.split(".")[2] for name, p in model.named_parameters() if p.grad is not None}
+    assert without == {"main"} and {name.split(".")[2] for name in trained(model)} == {"main", "mtp"}

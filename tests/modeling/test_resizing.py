@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.every_model import NAMES, every_model, llama, moved_heads, prompt_for
-from tokenahead import EvaByteForMTPC
+from tokenahead import EvaByteForMTPC, PTPForCausalLM
 
 
 def vocabulary(model: torch.nn.Module) -> int:
@@ -66,3 +66,10 @@ def test_heads_refuse_a_backbone_that_has_grown(leaf):
     heads.attach(base)
     with pytest.raises(ValueError, match="vocab_size=.*64"):
         heads.resize_token_embeddings(70)
+
+
+def test_a_config_of_parallel_prediction_takes_a_vocabulary():
+    config = every_model("ptp_one_hot").config
+    config.vocab_size = 7
+    assert config.vocab_size == config.get_text_config().vocab_size == 7
+    assert PTPForCausalLM(config).get_input_embeddings().num_embeddings == 7

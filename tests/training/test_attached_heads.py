@@ -57,6 +57,17 @@ def test_activation_checkpointing_is_accepted(tmp_path):
     assert torch.equal(*weights)
 
 
+def test_layer_heads_learn_with_reentrant_checkpoints(tmp_path):
+    weights = []
+    for chosen in ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, {}):
+        torch.manual_seed(0)
+        heads = MTPHeads.from_backbone(llama(), window=3, head_type="layer")
+        options = dict(max_steps=1, optim="sgd", learning_rate=1.0)
+        trainer_for(heads, tmp_path, ragged_rows(), **options, **chosen).train()
+        weights.append(heads.head.layers[0].mlp.up_proj.weight.detach())
+    assert torch.equal(*weights)
+
+
 @pytest.mark.parametrize("options", [{}, {"head_type": "btree", "rank": 2}, {"leaf": "shared"}], ids=str)
 def test_float32_heads_on_a_bfloat16_backbone_learn_and_draft(options, tmp_path):
     base = llama().bfloat16()

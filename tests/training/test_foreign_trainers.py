@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
@@ -20,11 +21,11 @@ MAKERS = {
 }
 
 
-def train(kind, method, folder):
+def train(kind, method, folder, adapt=lambda model: model):
     words = Tokenizer(models.WordLevel({chr(97 + index): index for index in range(26)}, unk_token="a"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a", eos_token="b")
-    model = MAKERS[kind](llama(num_hidden_layers=2))
+    model = adapt(MAKERS[kind](llama(num_hidden_layers=2)))
     if method == "sft":
         data, config = (
             Dataset.from_dict({"text": ["a b c d e f"] * 4}),
@@ -47,10 +48,15 @@ def test_what_cannot_learn_is_refused_by_name(kind, method, tmp_path):
         train(kind, method, tmp_path)
 
 
-def test_modules_that_do_not_learn_are_said_once(tmp_path, caplog):
+def with_adapters(model):
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+
+@pytest.mark.parametrize("adapt", [lambda model: model, with_adapters], ids=["plain", "peft"])
+def test_modules_that_do_not_learn_are_said_once(adapt, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         logging.getLogger("transformers").propagate = True
-        model = train("modules", "sft", tmp_path)
+        model = train("modules", "sft", tmp_path, adapt)
     assert sum("MTPSFTTrainer" in record.message for record in caplog.records) == 1
     caplog.clear()
     model.train()(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]]))

@@ -120,6 +120,16 @@ class ExpectedCalls:
         """For draft positions 1, 2, ...: the share of verifications that accept so many; 1 + its sum is the above."""
         return (self.accepted.sum(0) / self.calls.sum()).clamp(0, 1).tolist()
 
+    def as_lists(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
+        return {name: values.tolist() for name, values in vars(self).items()}
+
+    @classmethod
+    def from_lists(cls, found: dict[str, Any]) -> ExpectedCalls:
+        """Return what `as_lists` gave."""
+        accepted = torch.tensor(found["accepted"], dtype=torch.float64)
+        return cls(torch.tensor(found["tokens"]), torch.tensor(found["calls"], dtype=torch.float64), accepted)
+
     def fields(self) -> dict[str, Any]:
         """Return the fields of a `DecodingResult`."""
         names = "expected_tokens_per_call", "expected_standard_error", "expected_by_position"

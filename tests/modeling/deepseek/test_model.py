@@ -266,6 +266,18 @@ def test_a_device_map_may_be_inferred_from_the_model(devices, saved):
     torch.testing.assert_close(again(ids).mtp_logits[1], model(ids).mtp_logits[1], atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("main, mtp", [("cpu", "disk"), ("disk", "cpu")])
+@torch.no_grad()
+def test_parts_may_lie_on_different_devices(main, mtp, saved, tmp_path):
+    model, ids = DeepSeekMTP.from_pretrained(saved), random_ids(1, 9)
+    devices = {"main": main, "mtp": mtp}
+    again = DeepSeekMTP.from_pretrained(saved, device_map=devices, offload_folder=tmp_path / "disk")
+    assert {(name.split(".")[0], device) for name, device in again.hf_device_map.items()} == set(devices.items())
+    torch.testing.assert_close(again(ids).mtp_logits[1], model(ids).mtp_logits[1], atol=1e-6, rtol=0)
+    options = {"do_sample": False, "max_new_tokens": 6}
+    assert torch.equal(again.generate(ids, **options), model.generate(ids, **options))
+
+
 def test_modules_of_another_precision_say_what_to_do():
     model, ids = family_model("llama"), random_ids(1, 9)
     model.main.bfloat16()
@@ -273,3 +285,30 @@ def test_modules_of_another_precision_say_what_to_do():
         model(ids)
     with torch.autocast("cpu", torch.bfloat16):
         assert model(ids, labels=ids).loss.isfinite()
+
+
+def test_a_state_dict_loads_without_a_directory():
+    model, ids = family_model("deepseek_v3", num_nextn_predict_layers=2), random_ids(1, 9)
+    state = model.state_dict()
+    again = DeepSeekMTP.from_pretrained(None, config=model.config, state_dict=state)
+    assert torch.equal(again(ids).mtp_logits[1], model(ids).mtp_logits[1])
+    with pytest.raises(ValueError, match="main.lm_head.weight"):
+        DeepSeekMTP.from_pretrained(
+            None, config=model.config, state_dict={key: state[key] for key in state if key != "main.lm_head.weight"}
+        )
+    with pytest.raises(ValueError, match="state_dict"):
+        DeepSeekMTP.from_pretrained(None, config=model.config, state_dict={})
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_next"])
+def test_a_model_made_on_the_meta_device_initialises_itself(name):
+    config = family_config(name, 1)
+    torch.manual_seed(0)
+    expected = DeepSeekMTP(config)
+    with torch.device("meta"):
+        model = DeepSeekMTP(config)
+    model.to_empty(device="cpu").init_weights()
+    buffers = dict(expected.named_buffers())
+    assert all(torch.equal(buffer, buffers[key]) for key, buffer in model.named_buffers())
+    stds = {key: tensor.std() for key, tensor in expected.state_dict().items() if tensor.ndim > 1}
+    assert all(0.5 * stds[key] < model.state_dict()[key].std() < 2 * stds[key] for key in stds)

@@ -243,6 +243,9 @@ def test_a_backbone_without_attention_or_rotary_positions_is_refused_by_name(kin
     base = model.from_config(config)
     with pytest.raises(ValueError, match=type(base).__name__):
         EagleHead.from_backbone(base, version=1)
+    head = EagleHead(EagleHeadConfig(version=1, vocab_size=64, hidden_size=16, num_attention_heads=2))
+    with pytest.raises(ValueError, match=type(base).__name__):
+        head.attach(base)
 
 
 def test_a_copy_is_detached_and_equal():

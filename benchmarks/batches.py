@@ -2,6 +2,7 @@
 
     python benchmarks/batches.py --model FOLDER             # an EvaByte checkpoint; random weights otherwise
     python benchmarks/batches.py --batch 16 --processors history
+    python benchmarks/batches.py --drafter ngram --batch 16 --processors history    # a Llama, or any --model
     python benchmarks/batches.py --profile
 
 Calls alternate (plain, constant, adaptive, plain, ...), and times are those of the processor, so that other work on the
@@ -24,8 +25,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from tokenahead import EvaByteConfig, EvaByteForMTPC
+from tokenahead import EvaByteConfig, EvaByteForMTPC, MTPHeads, NgramDrafter
 from tokenahead.generation import loop
 
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -40,13 +42,25 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def load(arguments: argparse.Namespace) -> EvaByteForMTPC:
-    """The checkpoint asked for, or random weights."""
-    if arguments.model:
-        return EvaByteForMTPC.from_pretrained(arguments.model).eval()
+def load(arguments: argparse.Namespace) -> PreTrainedModel:
+    """The checkpoint asked for, or random weights; with a drafter that is attached to it, where one is named."""
     torch.manual_seed(0)
-    shape = dict(hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6)
-    return EvaByteForMTPC(EvaByteConfig(**shape, window_size=256, chunk_size=16, num_pred_heads=8)).eval()
+    if arguments.drafter is None:
+        if arguments.model:
+            return EvaByteForMTPC.from_pretrained(arguments.model).eval()
+        shape = dict(hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6)
+        return EvaByteForMTPC(EvaByteConfig(**shape, window_size=256, chunk_size=16, num_pred_heads=8)).eval()
+    if arguments.model:
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).eval()
+    else:
+        shape = dict(hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=8)
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=320, num_key_value_heads=4, **shape)).eval()
+    kinds = {
+        "ngram": lambda: NgramDrafter(num_tokens=4),
+        "heads": lambda: MTPHeads.from_backbone(model, window=5),
+    }
+    kinds[arguments.drafter]().attach(model, default=True)
+    return model
 
 
 def ragged_prompts(batch: int, length: int, text: bytes) -> dict[str, torch.Tensor]:
@@ -60,7 +74,7 @@ def ragged_prompts(batch: int, length: int, text: bytes) -> dict[str, torch.Tens
     return {"input_ids": padded, "attention_mask": mask}
 
 
-def decode(model: EvaByteForMTPC, inputs: dict[str, torch.Tensor], **options: Any) -> tuple[float, Any]:
+def decode(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> tuple[float, Any]:
     """Processor seconds and output of one `generate`."""
     torch.manual_seed(0)
     started = time.process_time()
@@ -69,10 +83,10 @@ def decode(model: EvaByteForMTPC, inputs: dict[str, torch.Tensor], **options: An
 
 
 @torch.no_grad()
-def forward_ratio(model: EvaByteForMTPC, inputs: dict[str, torch.Tensor], repeats: int = 40) -> float:
+def forward_ratio(model: PreTrainedModel, inputs: dict[str, torch.Tensor], repeats: int = 40) -> float:
     """Seconds of a forward of a whole window per row over those of one token per row, medians."""
     cache = model(**inputs).past_key_values
-    seconds: dict[int, list[float]] = {1: [], model.window: []}
+    seconds: dict[int, list[float]] = {1: [], model.window if isinstance(model, EvaByteForMTPC) else 5: []}
     for _ in range(repeats):
         for length, times in seconds.items():
             block = inputs["input_ids"][:, -length:]
@@ -86,7 +100,9 @@ def forward_ratio(model: EvaByteForMTPC, inputs: dict[str, torch.Tensor], repeat
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="directory of an EvaByte checkpoint")
+    parser.add_argument("--model", help="directory of an EvaByte checkpoint, or of any model beside --drafter")
+    parser.add_argument("--drafter", choices=["ngram", "heads"], help="attach a drafter to a model that has none")
+    parser.add_argument("--dtype", default="float32", help="of --model beside --drafter")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--processors", choices=PROCESSORS, nargs="+", default=list(PROCESSORS))
     parser.add_argument("--prompt-length", type=int, default=48)

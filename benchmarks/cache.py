@@ -2,9 +2,12 @@
 
     python benchmarks/cache.py
     python benchmarks/cache.py --shapes 1000x8 4000x4 --picture cache.png
+    python benchmarks/cache.py --loop                       # plain decoding through our loop and through transformers'
+    python benchmarks/cache.py --compiled --size 768x12     # static caches: drafts and plain decoding, compiled or not
 
 A Llama of 4 layers, width 256, with grouped heads; blocks of 6 tokens, of which every sequence keeps a random number.
-Processor time of one thread by turns, in milliseconds, medians; bytes are those that copying operators write.
+Processor time of one thread by turns, in milliseconds, medians; bytes are those that copying operators write. The
+memory of a cache is that of its layers and of the largest copy that is made of one.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,9 +23,12 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import Cache, CompileConfig, DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from tokenahead import NgramDrafter
+from tokenahead.extending import AttachableDrafter, DraftSession
 from tokenahead.generation.call.sequences import NewTokens
 from tokenahead.generation.target.repacking import RepackedTarget
 from tokenahead.generation.target.target import ColumnTarget, RowTarget
@@ -34,11 +41,11 @@ COPIES = ("cat", "gather", "index", "index_select", "clone", "where", "masked_fi
 
 
 class Moved(TorchDispatchMode):
-    """Counts the bytes that copying operators write."""
+    """Counts the bytes that copying operators write, and the most that one of them makes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = 0
+        self.bytes = self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
@@ -46,15 +53,39 @@ class Moved(TorchDispatchMode):
             self.bytes += next(a.nbytes for a in reversed(args) if isinstance(a, torch.Tensor))
         elif name in COPIES and isinstance(out, torch.Tensor):
             self.bytes += out.nbytes
+            self.largest = max(self.largest, out.nbytes)
         return out
 
 
-def llama() -> LlamaForCausalLM:
+class Nothing(AttachableDrafter):
+    """Drafts nothing, so that our loop decodes plainly."""
+
+    def __init__(self) -> None:
+        self._backbones = []
+
+    def longest_draft(self) -> int:
+        """One, which is never made."""
+        return 1
+
+    def start(self, options: Any) -> DraftSession:
+        """A session without drafts."""
+        return _Nothing()
+
+
+class _Nothing(DraftSession):
+    num_tokens = 0
+
+    def propose(self, tokens: Any, length: int) -> DraftTree:
+        return DraftTree.chain(tokens.ids[:, :0])
+
+
+def llama(width: int = 256, layers: int = 4) -> LlamaForCausalLM:
     """The backbone."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=16384, eos_token_id=None, pad_token_id=0,
+        vocab_size=512, hidden_size=width, intermediate_size=688 * width // 256, num_hidden_layers=layers,
+        num_attention_heads=width // 32, num_key_value_heads=width // 64, max_position_embeddings=16384,
+        eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
@@ -85,58 +116,138 @@ def plain(model: LlamaForCausalLM, context: int, batch: int) -> Callable[[], Non
     return step
 
 
-def measured(ways: dict[str, Callable[[], None]]) -> dict[str, tuple[float, float]]:
-    """Milliseconds and megabytes of each way, by turns."""
+def by_turns(ways: dict[str, Callable[[], Any]], rounds: int, repeats: int) -> dict[str, float]:
+    """Median milliseconds of each way."""
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(ROUNDS + 1):
+    for _ in range(rounds + 1):
         for name, run in ways.items():
             started = time.process_time()
-            for _ in range(CYCLES):
+            for _ in range(repeats):
                 run()
-            times[name].append((time.process_time() - started) * 1000 / CYCLES)
-    found = {}
-    for name, run in ways.items():
-        with Moved() as moved:
-            run()
-        found[name] = statistics.median(times[name][1:]), moved.bytes / 1e6
-    return found
+            times[name].append((time.process_time() - started) * 1000 / repeats)
+    return {name: statistics.median(own[1:]) for name, own in times.items()}
 
 
-def draw(path: str, rows: dict[tuple[int, int], dict[str, tuple[float, float]]]) -> None:
-    """The cost of a cycle by context."""
+def memory(run: Callable[[], Any], cache: Cache) -> tuple[float, float]:
+    """Megabytes that one run moves, and megabytes of the cache at its peak."""
+    with Moved() as moved:
+        run()
+    held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values) if isinstance(t, torch.Tensor))
+    return moved.bytes / 1e6, (held + moved.largest) / 1e6
+
+
+def draw(path: str, rows: dict[tuple[int, int], dict[str, float]]) -> None:
+    """The cost of a cycle by context: a panel per batch size that was measured at several."""
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for batch in sorted({batch for _, batch in rows}):
+    counts = Counter(batch for _, batch in rows)
+    batches = sorted(batch for batch, count in counts.items() if count > 1) or sorted(counts)
+    figure, panels = plt.subplots(1, len(batches), figsize=(4.5 * len(batches), 3.6), squeeze=False)
+    for axes, batch in zip(panels[0], batches):
         for name in next(iter(rows.values())):
-            points = sorted((context, found[name][0]) for (context, own), found in rows.items() if own == batch)
-            axes.plot(*zip(*points), marker="o", label=f"{name}, batch {batch}")
-    axes.set(xlabel="tokens of context", ylabel="processor time of a cycle, ms")
-    axes.legend()
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+            points = sorted((context, found[name]) for (context, own), found in rows.items() if own == batch)
+            axes.plot(*zip(*points), marker="o", linestyle="--" if name == "plain step" else "-", label=name)
+        axes.set(xlabel="tokens of context", title=f"batch {batch}", ylim=(0, None))
+    panels[0][0].set_ylabel("processor time of a cycle, ms")
+    panels[0][0].legend()
+    figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
-@torch.no_grad()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", default=["200x1", "200x8", "1000x8", "4000x1", "4000x4"])
-    parser.add_argument("--picture", help="where to draw the cost of a cycle against the context")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+def compare_cycles(shapes: list[tuple[int, int]], picture: str | None) -> Table:
+    """Cycles on both caches, and plain steps."""
     model, rows = llama(), {}
-    table = Table("context x batch", "plain step", "repacked", "never moves", "ratio", "MB repacked", "MB never moves")
-    for shape in arguments.shapes:
-        context, batch = map(int, shape.split("x"))
+    table = Table("context x batch", "plain step", *KINDS, "ratio")
+    for name in KINDS:
+        table.add_column(f"MB moved, {name}")
+        table.add_column(f"MB of memory, {name}")
+    for context, batch in shapes:
         both = {name: target(kind, model, context, batch) for name, kind in KINDS.items()}
         ways = {name: partial(cycle, made, batch) for name, made in both.items()}
-        found = measured({"plain step": plain(model, context, batch)} | ways)
+        found = by_turns({"plain step": plain(model, context, batch)} | ways, ROUNDS, CYCLES)
         rows[context, batch] = found
-        old, new = found["repacked"], found["never moves"]
-        times = [f"{found[name][0]:.1f}" for name in found]
-        table.add_row(shape, *times, f"{old[0] / new[0]:.2f}", f"{old[1]:.1f}", f"{new[1]:.1f}")
-    Console(width=120).print(table)
-    if arguments.picture:
-        draw(arguments.picture, rows)
+        megabytes = [f"{part:.1f}" for name, run in ways.items() for part in memory(run, both[name].cache)]
+        times = [f"{own:.1f}" for own in found.values()]
+        table.add_row(f"{context}x{batch}", *times, f"{found['repacked'] / found['never moves']:.2f}", *megabytes)
+    if picture:
+        draw(picture, rows)
+    return table
+
+
+def compare_loops(shapes: list[tuple[int, int]]) -> Table:
+    """Plain decoding by transformers' loop and by ours, which drafts nothing."""
+    model, table = llama(), Table("context x batch", "transformers, ms per token", "our loop", "ratio")
+    drafter, new = Nothing().attach(model), 32
+    for context, batch in shapes:
+        ids = torch.randint(1, 512, (batch, context))
+        common = dict(attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
+        ways = {
+            name: partial(model.generate, ids, assistant_model=own, **common)
+            for name, own in (("theirs", None), ("ours", drafter))
+        }
+        theirs, ours = (own / new for own in by_turns(ways, ROUNDS, 1).values())
+        table.add_row(f"{context}x{batch}", f"{theirs:.2f}", f"{ours:.2f}", f"{ours / theirs:.3f}")
+    return table
+
+
+def compare_compiled(width: int, layers: int, new: int, rounds: int, backend: str) -> Table:
+    """Drafts and plain decoding of one text, on caches that grow and on compiled static ones."""
+    model, ids = llama(width, layers), torch.randint(1, 512, (1, 64))
+    drafter = NgramDrafter(num_tokens=4).attach(model)
+    config = CompileConfig(mode=None, backend=backend)
+    config._compile_all_devices = True
+    static = dict(cache_implementation="static", compile_config=config)
+    options = {
+        "plain": {}, "drafts": {"assistant_model": drafter},
+        "plain, compiled": static, "drafts, compiled": {"assistant_model": drafter} | static,
+    }  # fmt: skip
+    common = dict(
+        attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, return_dict_in_generate=True
+    )
+    ways = {name: partial(model.generate, ids, **common, **own) for name, own in options.items()}
+    outputs, graphs = {}, {}
+    for name, run in ways.items():
+        run()
+        before = counters["stats"]["unique_graphs"]
+        outputs[name] = run()
+        graphs[name] = counters["stats"]["unique_graphs"] - before
+    title = f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters, {backend}"
+    table = Table("decoding", "tokens/s", "tokens per call", "same text", "graphs of a second call", title=title)
+    for name, milliseconds in by_turns(ways, rounds, 1).items():
+        out = outputs[name]
+        per_call = out.speculation.tokens_per_call if "drafts" in name else 1.0
+        same = torch.equal(out.sequences, outputs["plain"].sequences)
+        table.add_row(name, f"{new * 1000 / milliseconds:.1f}", f"{per_call:.2f}", str(same), str(graphs[name]))
+    return table
+
+
+def shape(text: str) -> tuple[int, int]:
+    """Two numbers with an x between them."""
+    first, second = map(int, text.split("x"))
+    return first, second
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--shapes", nargs="+", type=shape, default=[(200, 1), (200, 8), (1000, 8), (4000, 1), (4000, 4)]
+    )
+    parser.add_argument("--picture", help="where to draw the cost of a cycle against the context")
+    parser.add_argument("--loop", action="store_true", help="compare the loops of plain decoding")
+    parser.add_argument("--compiled", action="store_true", help="compare static caches and compiled forwards")
+    parser.add_argument("--size", type=shape, default=(768, 12), help="width x layers of the model of --compiled")
+    parser.add_argument("--new-tokens", type=int, default=128, help="of --compiled")
+    parser.add_argument("--rounds", type=int, default=5, help="of --compiled")
+    parser.add_argument("--backend", default="inductor", help="of --compiled")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        if arguments.compiled:
+            table = compare_compiled(*arguments.size, arguments.new_tokens, arguments.rounds, arguments.backend)
+        elif arguments.loop:
+            table = compare_loops(arguments.shapes)
+        else:
+            table = compare_cycles(arguments.shapes, arguments.picture)
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
     python benchmarks/drafters.py demo-llama --only eagle1 hydra      # figures are added to the file
 
 Heads and EAGLE heads learn from features of the frozen backbone that are kept on disk; modules, PTP and the small model
-run whole models. Time is the processor's. Tokens per call are those of greedy and of sampled text (T = 1). Speed-ups
-are ratios to plain decoding of the same prompts by turns; of text that repeats more than half of itself, none is shown.
+run whole models. Time of training is the processor's. Tokens per call are those of verifications, of greedy and of
+sampled text (T = 1); they and the speed-ups are measured as by `tokenahead bench`.
 Kernels, syncs and copies per cycle are counted on the processor (`counting.py`). Drafts are chains as long as the
 window of heads (`--draft`).
 """
@@ -40,9 +40,12 @@ from tokenahead import (
     NgramDrafter,
     PTPForCausalLM,
 )
-from tokenahead.training.evaluation import repeated_share
+from tokenahead.training.evaluation import GREEDY, sampled
+from tokenahead.training.evaluation.bench import Bench, Protocol
+from tokenahead.training.evaluation.methods import drafting_method, plain_method
+from tokenahead.training.evaluation.prompts import Prompt, Writer
+from tokenahead.training.evaluation.summary import results_of
 from tokenahead.training.features import cache_features
-from tokenahead.training.results import DEGENERATE_SHARE
 from tokenahead.training.strategy import TrainingStrategy
 from tokenahead.training.utils import replace_text
 
@@ -103,29 +106,26 @@ ALWAYS = {"pad_token_id": 0, "return_dict_in_generate": True}
 
 
 def measure(
-    backbone: PreTrainedModel, options: dict[str, Any], prompts: list[Any], new_tokens: int
+    backbone: PreTrainedModel, options: dict[str, Any], prompts: list[str], new_tokens: int
 ) -> dict[str, float]:
     """Greedy and sampled text of prompts, with drafts and without, by turns."""
     figures: dict[str, float] = {}
     model = options.pop("model", backbone)
-    ways = {"plain": {"use_mtp": False} if model is not backbone else {}, "drafts": options}
-    for mode, how in {"greedy": dict(do_sample=False), "sampled": dict(do_sample=True, top_k=0)}.items():
-        seconds, calls, repeated = {"plain": 0.0, "drafts": 0.0}, 0, 0.0
-        for number, prompt in enumerate(prompts):
-            for kind, extra in ways.items():
-                torch.manual_seed(number)
-                started = time.process_time()
-                found = model.generate(**prompt, **how, **ALWAYS, max_new_tokens=new_tokens, **extra)
-                seconds[kind] += time.process_time() - started
-                if kind == "drafts":
-                    calls += found.speculation.backbone_calls
-                    repeated += repeated_share(found.sequences[0, -new_tokens:].tolist()) / len(prompts)
-        counts = {kind: _counts(model, {**prompts[0], **how, **ALWAYS, **extra}) for kind, extra in ways.items()}
-        figures[f"tokens per call, {mode}"] = len(prompts) * new_tokens / calls
-        figures[f"repeated, {mode}"] = repeated
-        figures[f"speed-up, {mode}"] = (
-            seconds["plain"] / seconds["drafts"] if repeated <= DEGENERATE_SHARE else math.nan
-        )
+    drafter = options.pop("assistant_model", None)
+    method = drafting_method("drafts", model, drafter, **options)
+    writer, protocol = Writer(EvaByteTokenizer(), chats=False), Protocol((GREEDY, sampled(1.0)), new_tokens=new_tokens)
+    bench = Bench([plain_method(model), method], writer, protocol, control=False)
+    bench.run([Prompt(str(number), (text,)) for number, text in enumerate(prompts)])
+    inputs = writer.batch([Prompt("0", (prompts[0],))], [[]], model.device)
+    for row in (row for row in results_of(bench) if row.method == "drafts"):
+        mode = "sampled" if row.do_sample else "greedy"
+        how = {"do_sample": True, "top_k": 0} if row.do_sample else {"do_sample": False}
+        ways = {"plain": bench.methods[0].options, "drafts": method.options}
+        counts = {kind: _counts(model, {**inputs, **how, **ALWAYS, **extra}) for kind, extra in ways.items()}
+        figures[f"tokens per call, {mode}"] = row.tokens_per_verification or row.tokens_per_call
+        figures[f"expected, {mode}"] = row.expected_tokens_per_call or math.nan
+        figures[f"repeated, {mode}"] = row.repeated_share or 0.0
+        figures[f"speed-up, {mode}"] = math.nan if row.is_degenerate else row.speed_up
         figures[f"kernels per cycle over plain, {mode}"] = counts["drafts"]["kernels"] - counts["plain"]["kernels"]
         figures |= {f"{name} per cycle, {mode}": counts["drafts"][name] for name in ("syncs", "copies")}
     return figures
@@ -202,13 +202,13 @@ def distil(model: PTPForCausalLM, data: Any, seconds: float, rate: float) -> Any
 
 def texts(corpus: Corpus, arguments: argparse.Namespace) -> dict[str, Any]:
     """What drafters learn from, and prompts of held-out text."""
-    windows, tokenizer = ByteWindows(corpus.train, LENGTH), EvaByteTokenizer()
+    windows = ByteWindows(corpus.train, LENGTH)
     chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(1))[: arguments.rows].tolist()
     return {
         "corpus": corpus,
         "train": windows,
         "part": [windows[index] for index in chosen],
-        "prompts": [tokenizer(prompt, return_tensors="pt") for prompt in beginnings(corpus, arguments)],
+        "prompts": beginnings(corpus, arguments),
     }
 
 

@@ -5,31 +5,35 @@
 
 The D = 1 model is a small DeepSeek-V3 that learns the Python standard library's source, byte by byte, for
 `--minutes`. transformers finds module weights only under the layer numbers of the released checkpoints; its pattern is
-patched to this model's. It reads the modules from disk in every call; `reads` counts the opened safetensors files.
-Speeds are ratios to plain decoding and to `use_mtp`; of text that repeats more than half of itself, none is shown.
+patched to this model's. It reads the modules from disk in every call. The table is that of `tokenahead bench`.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from corpus import ByteWindows, load_corpus
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel, modeling_layers
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel
 
-from tokenahead import DeepSeekMTP
-from tokenahead.training.evaluation import repeated_share
-from tokenahead.training.results import DEGENERATE_SHARE
+from tokenahead import DeepSeekMTP, __version__
+from tokenahead.model_cards import MeasuredResults
+from tokenahead.training.evaluation import GREEDY, sampled
+from tokenahead.training.evaluation.bench import Bench, Protocol
+from tokenahead.training.evaluation.decoding import Method
+from tokenahead.training.evaluation.methods import drafting_method, plain_method
+from tokenahead.training.evaluation.prompts import Prompt, Writer
+from tokenahead.training.evaluation.summary import results_of
+from tokenahead.training.evaluation.table import tables
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "data" / "deepseek_mtp" / "dsv3_d2_trained"
 
@@ -87,53 +91,18 @@ def train(folder: str, minutes: float, unroll: int) -> torch.Tensor:
     return torch.stack([held_out[int(i)]["input_ids"] for i in torch.linspace(0, len(held_out) - 1, 20).long()])
 
 
-@contextmanager
-def counted(model: PreTrainedModel) -> Iterator[dict[str, int]]:
-    """Counts forwards of a model and safetensors files that transformers opens."""
-    counts = {"forwards": 0, "reads": 0}
-    opener = modeling_layers.safe_open
+@dataclass(frozen=True)
+class Ids(Writer):
+    """Prompts whose turn is a list of ids."""
 
-    def count_forward(*_: object) -> None:
-        counts["forwards"] += 1
+    def batch(self, group: Sequence[Prompt], answers: Sequence[Sequence[str]], device: Any) -> dict[str, torch.Tensor]:
+        """The ids, which are equally many."""
+        ids = torch.tensor([json.loads(prompt.turns[0]) for prompt in group], device=device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
-    def count_read(*args: object, **kwargs: object) -> object:
-        counts["reads"] += 1
-        return opener(*args, **kwargs)
-
-    hook = model.register_forward_hook(count_forward)
-    modeling_layers.safe_open = count_read
-    try:
-        yield counts
-    finally:
-        hook.remove()
-        modeling_layers.safe_open = opener
-
-
-@dataclass
-class Way:
-    """One way of decoding, and what its calls of `generate` took."""
-
-    name: str
-    model: PreTrainedModel
-    main: PreTrainedModel
-    options: dict[str, object]
-    forwards: int = 0
-    reads: int = 0
-    times: list[float] = field(default_factory=list)
-    texts: list[torch.Tensor] = field(default_factory=list)
-
-    def call(self, prompt: torch.Tensor, new_tokens: int) -> None:
-        """One call of `generate`."""
-        options = {"do_sample": False, "max_new_tokens": new_tokens, "pad_token_id": 0} | self.options
-        with counted(self.main) as counts:
-            start = time.perf_counter()
-            self.texts.append(self.model.generate(prompt, attention_mask=torch.ones_like(prompt), **options))
-            self.times.append(time.perf_counter() - start)
-        self.forwards, self.reads = self.forwards + counts["forwards"], self.reads + counts["reads"]
-
-    def forget(self) -> None:
-        """Starts the count again."""
-        self.forwards, self.reads, self.times, self.texts = 0, 0, [], []
+    def answer(self, ids: Sequence[int]) -> str:
+        """Nothing: there are no second turns."""
+        return ""
 
 
 def plain_classes(depth: int, layers: int) -> Callable[[str | Path], PreTrainedModel]:
@@ -148,49 +117,24 @@ def plain_classes(depth: int, layers: int) -> Callable[[str | Path], PreTrainedM
     return load
 
 
-def compare(folder: str | Path, prompts: torch.Tensor, arguments: argparse.Namespace) -> Table:
+def compare(folder: str | Path, prompts: torch.Tensor, arguments: argparse.Namespace) -> None:
     """All ways of decoding one checkpoint, by turns, so that a change of load meets all of them."""
     ours = DeepSeekMTP.from_pretrained(folder, dtype=torch.float32).eval()
     depth, layers = ours.num_modules, ours.config.num_hidden_layers
     theirs = plain_classes(depth, layers)(folder)
     for model in (ours, theirs):
         model.generation_config.eos_token_id = None
-    ways = [
-        Way("plain (transformers)", theirs, theirs, {}),
-        Way("use_mtp (transformers)", theirs, theirs, {"use_mtp": True}),
-    ]
+    methods = [plain_method(theirs), Method("use_mtp of transformers", theirs, {"use_mtp": True})]
     for drafts in sorted({depth, 2, 3, 4}):
-        ways.append(Way(f"tokenahead, {drafts} drafts", ours, ours.main.base_model, {"num_assistant_tokens": drafts}))
-    for way in ways:
-        way.options |= {"do_sample": True, "top_k": 0} if arguments.sampled else {}
-        way.call(prompts[0][None], 16)
-        way.forget()
-    for call in range(arguments.calls):
-        for way in ways:
-            way.call(prompts[call % len(prompts)][None], arguments.new_tokens)
-    table = Table(title=f"D = {depth}, {arguments.calls} calls of {arguments.new_tokens} tokens, by turns")
-    columns = ("decoding", "tokens per forward", "repeated", "of plain", "of use_mtp", "reads per call", "identical")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for way in ways:
-        table.add_row(*row(way, ways, arguments.new_tokens))
-    return table
-
-
-def row(way: Way, ways: list[Way], new_tokens: int) -> list[str]:
-    """Cells of the table."""
-    calls = len(way.times)
-    repeated = statistics.mean(repeated_share(text[0, -new_tokens:].tolist()) for text in way.texts)
-    ratios = (statistics.median(a / b for a, b in zip(other.times, way.times)) for other in ways[:2])
-    shown = [f"{ratio:.2f}" if repeated <= DEGENERATE_SHARE else "none claimed" for ratio in ratios]
-    return [
-        way.name,
-        f"{new_tokens * calls / way.forwards:.2f}",
-        f"{repeated:.0%}",
-        *shown,
-        f"{way.reads / calls:.0f}",
-        "drawn" if way.options.get("do_sample") else "yes" if all(map(torch.equal, way.texts, ways[0].texts)) else "NO",
-    ]
+        methods.append(drafting_method(f"{drafts} drafts", ours, num_assistant_tokens=drafts))
+    protocol = Protocol([sampled(1.0) if arguments.sampled else GREEDY], new_tokens=arguments.new_tokens)
+    bench = Bench(methods, Ids(cast(Any, None)), protocol)
+    rows = [prompts[call % len(prompts)].tolist() for call in range(arguments.calls)]
+    bench.run([Prompt(str(number), (json.dumps(ids),)) for number, ids in enumerate(rows)])
+    words = dict.fromkeys(("dataset_name", "dataset_description", "hardware", "dtype", "command"), f"D = {depth}")
+    measured = MeasuredResults(results=results_of(bench), library_version=__version__, **words)
+    for table in tables(measured):
+        Console(width=120).print(table)
 
 
 def main() -> None:
@@ -203,11 +147,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    console = Console(width=120)
-    console.print(compare(GOLDEN, torch.randint(1, 128, (20, 12)), arguments))
+    compare(GOLDEN, torch.randint(1, 128, (20, 12)), arguments)
     with tempfile.TemporaryDirectory() as folder:
         prompts = train(folder, arguments.minutes, arguments.unroll)
-        console.print(compare(folder, prompts, arguments))
+        compare(folder, prompts, arguments)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ CHOICES = {
     "mix": ("none", "weighted"),
     "mix_init": ("last", "uniform"),
     "loss_target": ("labels", "teacher"),
-    "loss_divergence": ("cross_entropy", "kl", "reverse_kl", "tv", "lk", "lk_kl"),
+    "loss_divergence": ("cross_entropy", "kl", "reverse_kl", "tv", "lk", "lk_kl", "block"),
+    "loss_places": ("all", "calls"),
     "loss_balance": ("none", "rms"),
     "loss_normalization": ("tokens", "paper"),
 }
@@ -38,6 +39,7 @@ AT_LEAST = {
     "block_size": 1,
     "state_offset": 0,
     "loss_top_k": 1,
+    "draft_vocab_size": 1,
     "draft_layers": 0,
     "draft_lora_rank": 1,
 }
@@ -88,12 +90,14 @@ class MTPHeadConfig(PreTrainedConfig):
         loss_normalization: `"tokens"`: every depth is divided by its number of targets, and all by the sum of the
             discounts; `"paper"`: Eq. 4 of MtPC, the mean over sequences of each sequence's own mean.
         loss_target: What a head learns: `"labels"`, or the whole distribution of the `"teacher"`, the backbone given
-            the true tokens. None: `"teacher"` for Hydra++, else `"labels"`.
+            the true tokens. None: `"teacher"` for Hydra++ and for `loss_divergence="block"`, else `"labels"`.
+        loss_places: Of `loss_divergence="block"`: `"all"` count alike, or by the `"calls"` that a rejection costs.
         loss_balance: `"rms"` scales the loss of every depth to the first one's spread (Mehra et al.).
         masked_tokens: What training does with tokens inside a window that are no targets (a prompt, say): `"observe"`
             conditions on them, as decoding will; `"marginalise"` sums them out (not possible for `"hydra"`).
         hidden_size: Width of the hidden states that the head reads (heads apart from their backbone).
         vocab_size: Number of token ids (heads apart from their backbone).
+        draft_vocab_size: Number of the tokens that are drafted (heads apart); None: all.
         base_model_name_or_path: The backbone that the heads were trained for, for people to read.
 
     Raises:
@@ -139,19 +143,23 @@ class MTPHeadConfig(PreTrainedConfig):
     loss_target: str | None = None
     loss_divergence: str = "cross_entropy"
     loss_label_weight: float | int = 0.0
+    loss_places: str = "all"
     loss_top_k: int | None = None
     loss_balance: str = "none"
     loss_normalization: str = "tokens"
     masked_tokens: str = "observe"
     hidden_size: int | None = None
     vocab_size: int | None = None
+    draft_vocab_size: int | None = None
     base_model_name_or_path: str | None = None
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fills what depends on other fields; `kwargs` are the fields that this class does not know."""
         family = HEAD_FAMILIES.get(self.head_type)  # None where `validate_architecture` will refuse the name
-        if self.loss_target is None:
+        if self.loss_target is None and self.loss_divergence == "block":
+            self.loss_target = "teacher"
+        elif self.loss_target is None:
             self.loss_target = "labels" if family is None else family.loss_target(self)
         if self.gamma is None and (family is None or family.loss_weights is None):
             self.gamma = 0.9
@@ -169,10 +177,13 @@ class MTPHeadConfig(PreTrainedConfig):
             raise ValueError(f"loss_label_weight={self.loss_label_weight} must lie between 0 and 1")
         if self.gamma is not None and not 0.0 < self.gamma <= 1.0:
             raise ValueError(f"gamma={self.gamma} must lie in (0, 1]")
+        if (self.draft_vocab_size or 0) > (self.vocab_size or self.draft_vocab_size or 0):
+            raise ValueError(f"draft_vocab_size={self.draft_vocab_size} must lie in 1..vocab_size={self.vocab_size}")
         if self.loss_weights is not None and len(self.loss_weights) != self.window:
             raise ValueError(f"loss_weights={self.loss_weights} must have one entry per depth: window={self.window}")
         if self.loss_normalization == "paper" and self.loss_balance == "rms":
             raise ValueError("loss_normalization='paper' and loss_balance='rms' both scale the depths; choose one")
+        self._check_block()
         self._refuse_options_of_others()
         self.family.check(self)
         if self.draft_layers and self.family.attends(self):
@@ -185,6 +196,16 @@ class MTPHeadConfig(PreTrainedConfig):
                 f"masked_tokens='marginalise': {self.head_type} heads read every token before theirs, none can be "
                 "summed out; choose 'observe'"
             )
+
+    def _check_block(self) -> None:
+        is_block = self.loss_divergence == "block"
+        if self.loss_places != "all" and not is_block:
+            raise ValueError(f"loss_places={self.loss_places!r} is an option of loss_divergence='block'")
+        for name, needed in {"loss_target": "teacher", "loss_normalization": "tokens", "loss_balance": "none"}.items():
+            if is_block and getattr(self, name) != needed:
+                raise ValueError(f"loss_divergence='block' needs {name}={needed!r}, not {getattr(self, name)!r}")
+        if is_block and self.loss_top_k is not None:
+            raise ValueError(f"loss_top_k={self.loss_top_k}: loss_divergence='block' reads the text's own tokens alone")
 
     def _values(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}

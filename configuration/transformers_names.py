@@ -22,6 +22,7 @@ CORE = {
         "_prepare_generation_config": "reads the options of a call",
         "_sample": "decodes plainly where nothing is drafted",
         "_supports_default_dynamic_cache": "whether the cache is a DynamicCache",
+        "_valid_auto_compile_criteria": "whether forwards of a call are compiled",
         "_update_model_kwargs_for_generation": "what the model is given after one more token",
     },
     "transformers.modeling_utils:PreTrainedModel": {

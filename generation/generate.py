@@ -23,6 +23,7 @@ import torch
 from transformers import (
     EncoderDecoderCache,
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     StaticCache,
@@ -37,15 +38,23 @@ from transformers.utils import logging
 
 from ..configuration.fields import field
 from ..modeling.wrapped_models import caches_kept
-from .call.keywords import Keywords
+from .call.keywords import USUAL, Keywords
 from .call.options import OWN, CallOptions, DraftOptions, obstacle, prepared_options, warn_of_unread
 from .call.processing import counts_calls
 from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer, with_resolved
 from .drafter import BaseDrafter
 from .loop import SpeculativeLoop
 from .protocols import SpeculativeCache
-from .target.backbones import can_roll_back, check_given_cache, check_prompt, check_trees, is_repackable
+from .target.backbones import (
+    can_roll_back,
+    check_given_cache,
+    check_prompt,
+    check_trees,
+    is_repackable,
+    takes_fixed_room,
+)
 from .target.inputs import crosses_border, last_position_of_trials
+from .target.static import planned_cache
 from .trees.choice import choose_tree
 
 logger = logging.get_logger(__name__)
@@ -111,7 +120,7 @@ def prepared_call(
             f"assistant_early_exit={config.assistant_early_exit} is not offered here: it would cut the layers of "
             f"{type(backbone).__name__} in place; leave it out"
         )
-    check_prompt(backbone, call, has_own_cache=new_cache is not None)
+    check_prompt(backbone, call, config, has_own_cache=new_cache is not None)
     resolved = {"use_mtp"} if config.use_mtp else set()
     config.use_mtp = False
     cache_is_given = call.get("past_key_values") is not None
@@ -174,11 +183,14 @@ def speculative_decoding(
     mask = model_kwargs.get("attention_mask")
     if mask is not None and isinstance(cache, SpeculativeCache):
         cache.drop_padding(mask)
-    reason = None
+    reason = keywords = None
     if options.is_ours:
         reason = _obstacle_in_call(options, model, input_ids, logits_processor, generation_config, model_kwargs)
-        keywords = Keywords(model, model_kwargs, input_ids, options.draft_tree is not None)
-        reason = reason or keywords.reason or _obstacle_of_runner(call.drafter.runner, model, keywords)
+        if _has_keywords(model, model_kwargs):
+            keywords = Keywords(model, model_kwargs, input_ids, options.draft_tree is not None)
+            reason = reason or keywords.reason or _obstacle_of_runner(call.drafter.runner, model, keywords)
+            if keywords.is_asked and _has_planned_room(call, model, generation_config):
+                reason = reason or "cache_implementation='static' beside prepare_inputs_for_generation"
     if reason is not None and options.needs_our_loop:
         _refuse_source(reason, options)
     if reason is not None:
@@ -188,6 +200,10 @@ def speculative_decoding(
         return model._sample(*common, **model_kwargs)
     if options.draft_tree == "auto":
         options = _with_chosen_tree(call, generation_config, stopping_criteria, input_ids, model_kwargs)
+    if _has_planned_room(call, model, generation_config):
+        has_slots = "slot_budget" in options.extra
+        has_singles = options.schedule == "adaptive" or not options.speculates
+        model_kwargs["past_key_values"] = planned_cache(model, model_kwargs, generation_config, has_slots, has_singles)
     made = DraftOptions.of_call(options, model, generation_config, logits_processor, input_ids)
     session = call.drafter.start(made)
     made.warn_of_threshold(session, type(call.drafter).__name__)
@@ -266,7 +282,15 @@ def _reason_to_decode_plainly(
         return "pixel_values, which cross attention keeps among the layers of the cache"
     if drafter.reads_prompt and model_kwargs.get("inputs_embeds") is not None and model_kwargs.get("input_ids") is None:
         return "inputs_embeds without the input_ids of the prompt"
+    if config.cache_implementation == "static" and (has_own_cache or not takes_fixed_room(backbone)):
+        return "cache_implementation='static'"
     return obstacle(config) or drafter.obstacle(config, model_kwargs)
+
+
+def _has_planned_room(call: Call, model: PreTrainedModel, config: GenerationConfig) -> bool:
+    """Return whether the cache is a static one, in whose place drafts can be verified."""
+    is_static = config.cache_implementation == "static" and not call.cache_is_given
+    return is_static and takes_fixed_room(model)
 
 
 def _obstacle_in_call(
@@ -287,6 +311,13 @@ def _obstacle_in_call(
         return "draft_tree='auto' beside inputs_embeds"
     end = config.max_length + unwritten + 2 * max(options.num_assistant_tokens or 0, _DEPTH)
     return crosses_border(model, model_kwargs, input_ids, end)
+
+
+def _has_keywords(model: PreTrainedModel, given: dict[str, Any]) -> bool:
+    """Return whether forwards after the prompt may be given more than those of every model are."""
+    methods = model.prepare_inputs_for_generation, model._update_model_kwargs_for_generation
+    is_usual = all(inspect.ismethod(one) and vars(GenerationMixin).get(one.__name__) is one.__func__ for one in methods)
+    return not is_usual or any(value is not None and name not in USUAL for name, value in given.items())
 
 
 def _obstacle_of_runner(runner: Callable[[Any], Any], model: PreTrainedModel, keywords: Keywords) -> str | None:

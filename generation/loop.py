@@ -18,7 +18,7 @@ import time
 from typing import Any, cast
 
 import torch
-from transformers import Cache, EncoderDecoderCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import EncoderDecoderCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from ..configuration.fields import learned_positions
@@ -30,7 +30,7 @@ from .call.schedule import DraftSchedule
 from .call.sequences import NewTokens, Sequences, Stopping
 from .protocols import DraftSession, SpeculativeCache
 from .target.backbones import target_of
-from .target.target import ColumnTarget, HiddenLayers, RowLengthTarget, RowTarget, Target, TargetOutput
+from .target.target import HiddenLayers, RowLengthTarget, RowTarget, Target, TargetOutput
 from .trees.contract import DraftTree, VerificationResult
 from .trees.growth import most_nodes
 from .verification.verifiers import Verifier
@@ -51,7 +51,7 @@ class SpeculativeLoop:
         config: Generation config, prepared by transformers.
         criteria: Stopping criteria, prepared.
         model_kwargs: Keyword arguments of the model, prepared, the cache among them.
-        keywords: Those that forwards after the prompt are given, too.
+        keywords: Those that forwards after the prompt are given, too; None: none beside the usual ones.
         streamer: Receives every column of tokens once all open sequences have it.
         cache_is_given: Whether the user passed the cache, and may look into it after the call.
     """
@@ -69,7 +69,7 @@ class SpeculativeLoop:
         config: GenerationConfig,
         criteria: StoppingCriteriaList,
         model_kwargs: dict[str, Any],
-        keywords: Keywords,
+        keywords: Keywords | None,
         streamer: BaseStreamer | None = None,
         cache_is_given: bool = False,
     ) -> None:
@@ -84,7 +84,8 @@ class SpeculativeLoop:
         is_recorded = config.output_scores or config.output_logits or config.output_hidden_states
         self.records = Records(config, len(prompt)) if config.return_dict_in_generate and is_recorded else None
         self.stopping = Stopping(criteria, self.processing.pad, self.records and self.records.scores_of)
-        self.pad, self.span = options.pad, most_nodes(options)
+        self.pad = options.pad
+        self.span = most_nodes(options) if options.draft_tree else 1 + options.num_tokens
         self.statistics = Speculation([[] for _ in prompt], [[] for _ in prompt], rows_depths=[[] for _ in prompt])
         self.table = learned_positions(backbone.config.get_text_config())
         self.starts: list[int] | None = None
@@ -100,52 +101,56 @@ class SpeculativeLoop:
             The sequences [B, L + new], or a `GenerateSpeculativeOutput` where the config asks for a dict.
         """
         try:
-            return self._run(synced_gpus)
+            self._prefill()
+            device = self.tokens.ids.device
+            while self.backbone._has_unfinished_sequences(all(self.done), synced_gpus, device=device):
+                started = time.perf_counter()
+                length = self._length()
+                tree = self.session.propose(self.tokens, length)
+                drafted = time.perf_counter()
+                block = torch.cat([self.tokens.last()[:, None], tree.tokens], dim=1)
+                if self.keywords is not None:
+                    self.target.keywords = self.keywords.of_block(self.tokens, tree.tokens, tree.depth, self.done)
+                outputs = self.target.forward(block, tree, self.hidden_layers)
+                called = time.perf_counter()
+                outputs.logits = to_device(outputs.logits, block.device, torch.float32)
+                scores = self.processing(self.tokens, outputs.logits, tree, self.done)
+                result = self.verifier.verify(tree, scores)
+                accepted, new_tokens = self._settle(tree, result, outputs, scores)
+                self.target.keep(new_tokens, None if tree.is_chain else result.path)
+                self.session.advance(outputs.along(result, tree), result)
+                ended = time.perf_counter()
+                if self.schedule is not None and self.target.is_steady:
+                    self.schedule.update(tree.depth, accepted, ended - started, length)
+                self.statistics.backbone_calls += 1
+                self.statistics.draft_seconds += drafted - started
+                self.statistics.verify_seconds += ended - called
+            if self.streamer is not None:
+                self.streamer.end()
+            return self._output()
         except BaseException:  # a user's cache must not keep layers that only this loop knows how to go on with
             target = vars(self).get("target")
             if isinstance(target, RowTarget):
                 target.align(max(target.rows.lengths))
             raise
 
-    def _run(self, synced_gpus: bool) -> GenerateSpeculativeOutput | torch.Tensor:
-        self._prefill()
-        device = self.tokens.ids.device
-        while self.backbone._has_unfinished_sequences(all(self.done), synced_gpus, device=device):
-            started = time.perf_counter()
-            length = self._length()
-            tree = self.session.propose(self.tokens, length)
-            drafted = time.perf_counter()
-            block = torch.cat([self.tokens.last()[:, None], tree.tokens], dim=1)
-            self.target.keywords = self.keywords.of_block(self.tokens, tree.tokens, tree.depth, self.done)
-            outputs = self.target.forward(block, tree, self.hidden_layers)
-            called = time.perf_counter()
-            outputs.logits = to_device(outputs.logits, block.device, torch.float32)
-            scores = self.processing(self.tokens, outputs.logits, tree, self.done)
-            result = self.verifier.verify(tree, scores)
-            accepted, new_tokens = self._settle(tree, result, outputs, scores)
-            self.target.keep(new_tokens, None if tree.is_chain else result.path)
-            self.session.advance(outputs.along(result, tree), result)
-            ended = time.perf_counter()
-            if self.schedule is not None:
-                self.schedule.update(tree.depth, accepted, ended - started, length)
-            self.statistics.backbone_calls += 1
-            self.statistics.draft_seconds += drafted - started
-            self.statistics.verify_seconds += ended - called
-        if self.streamer is not None:
-            self.streamer.end()
-        return self._output()
-
     def _prefill(self) -> None:
         """The first pass, through transformers' own prefill; it emits one token per sequence."""
         wanted = self.model_kwargs | {"output_hidden_states": self.hidden_layers}
         prompt = self.tokens.ids[:, : self.tokens.prompt_length]
         outputs = self.backbone._prefill(prompt, self.config, wanted)
-        cache = outputs.past_key_values
-        # beside what a model with cross attention keeps of its encoder, which it reads anew in every forward
-        self.target = self._target(cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache)
-        if isinstance(self.target, ColumnTarget):
-            self.unwritten = self.target.mask.shape[1] - self.tokens.prompt_length
-            self.starts = None if self.table is None else self.target.next_positions()
+        cache, mask, given = outputs.past_key_values, self.model_kwargs.get("attention_mask"), self.model_kwargs
+        if self.keywords is not None:
+            given = given | {"position_ids": self.keywords.position_ids}
+        if isinstance(cache, EncoderDecoderCache):  # the other half is the encoder's, which every forward reads anew
+            cache = cache.self_attention_cache
+        if isinstance(cache, SpeculativeCache):
+            self.target = RowLengthTarget(self.runner, cache, mask)
+        else:
+            limit = self.config.max_length
+            self.target = target = target_of(self.runner, cache, self.tokens.ends, mask, given, limit, self.span)
+            self.unwritten = target.mask.shape[1] - self.tokens.prompt_length
+            self.starts = None if self.table is None else target.next_positions()
         self.statistics.backbone_calls += 1
         logits = outputs.logits[:, -1:].to(prompt.device, torch.float32)
         tree = DraftTree.chain(prompt[:, :0])
@@ -155,13 +160,6 @@ class SpeculativeLoop:
         self._settle(tree, result, TargetOutput(logits, outputs.hidden_states), scores, is_prefill=True)
         self.session.begin(outputs, self.target)
 
-    def _target(self, cache: Cache) -> Target:
-        mask = self.model_kwargs.get("attention_mask")
-        if isinstance(cache, SpeculativeCache):
-            return RowLengthTarget(self.runner, cache, mask)
-        given = self.model_kwargs | {"position_ids": self.keywords.position_ids}
-        return target_of(self.runner, cache, self.tokens.ends, mask, given, self.config.max_length, self.span)
-
     def _length(self) -> int:
         """Return the longest path to draft now: verification adds one more token, and nothing goes beyond the end."""
         wanted = self.session.num_tokens if self.schedule is None else self.schedule.length()
@@ -170,7 +168,8 @@ class SpeculativeLoop:
             return wanted
         open_lengths = [n for n, done in zip(self.tokens.lengths, self.done) if not done]
         room = max((self.stopping.room(n) for n in open_lengths), default=1)
-        return self.keywords.longest(self.tokens, max(min(wanted, room - 1, ahead), 0), self.done)
+        length = max(min(wanted, room - 1, ahead), 0)
+        return length if self.keywords is None else self.keywords.longest(self.tokens, length, self.done)
 
     def _positions_ahead(self) -> int:
         """Return how many positions a table of them has after b in every open sequence.
@@ -291,7 +290,8 @@ class SpeculativeLoop:
             tree = DraftTree.chain(self.tokens.ids[:, :0])
             self.statistics.backbone_calls += 1
             self._positions_ahead()
-            self.target.keywords = self.keywords.of_block(self.tokens, tree.tokens, 0, self.done)
+            if self.keywords is not None:
+                self.target.keywords = self.keywords.of_block(self.tokens, tree.tokens, 0, self.done)
             self.target.forward(self.tokens.last()[:, None], tree, None)
             self.target.keep(kept)
         self.target.align(longest - 1 + self.unwritten)

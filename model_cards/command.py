@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,9 @@ from .. import __version__
 from ..modeling.remote_code import CODE_FOLDER
 from ..training.byte_text import is_byte_level
 from ..training.checkpoints import adapters_for, has_adapters, put_adapters, tokenizer_source, trained_backbone
-from ..training.completion import DRAFTERS, AttachedDecoder, causal_class
+from ..training.completion import DRAFTERS, causal_class
 from ..training.evaluation import MODES, Measurement, environment, hardware
+from ..training.evaluation.prompts import read_prompts
 from ..training.results import MeasuredResults
 from .card import render_card, write_card
 from .facts import describe, hub_id
@@ -68,7 +68,7 @@ def make_card(request: CardRequest) -> Path:
         raise FileNotFoundError(
             f"{request.model}: no such directory; for a model of the Hub, name a directory with --output"
         )
-    prompts = [] if request.measure is None else read_prompts(request.measure)
+    prompts = [] if request.measure is None else [each.turns[0] for each in read_prompts(request.measure)[0]]
     model, generator, tokenizer = _load(request, needs_backbone=bool(prompts))
     try:
         describe(model)
@@ -97,41 +97,6 @@ def make_card(request: CardRequest) -> Path:
     return path
 
 
-def read_prompts(path: Path) -> list[str]:
-    """Return the prompts of a file.
-
-    Args:
-        path: One prompt per line, or, in a `.jsonl`, JSON: strings, or objects with `"prompt"` or `"text"`.
-
-    Raises:
-        FileNotFoundError: No such file.
-        ValueError: No prompt in it, or a line that is none; its number is named.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"--measure {path}: no such file of prompts")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--measure {path} is no UTF-8 ({error}): convert it") from error
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if path.suffix == ".jsonl":
-        numbered = [(number, _of_json(path, number, line)) for number, line in numbered]
-    if not numbered:
-        raise ValueError(f"--measure {path}: no prompt in it; write one per line")
-    return [prompt for _, prompt in numbered]
-
-
-def _of_json(path: Path, number: int, line: str) -> str:
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"--measure {path}, line {number}: no JSON ({error})") from error
-    prompt = found.get("prompt", found.get("text")) if isinstance(found, dict) else found
-    if not isinstance(prompt, str) or not prompt:
-        raise ValueError(f'--measure {path}, line {number}: neither a string nor an object with "prompt"')
-    return prompt
-
-
 def _load(request: CardRequest, needs_backbone: bool) -> tuple[PreTrainedModel, Any, Tokenizer | None]:
     """Return the model or drafter, what generates with it, and the tokenizer; the last two only to write text."""
     logging.disable_progress_bar()
@@ -152,15 +117,14 @@ def _load(request: CardRequest, needs_backbone: bool) -> tuple[PreTrainedModel, 
     backbone = AutoModelForCausalLM.from_pretrained(name, dtype=request.dtype).eval()
     if adapters := adapters_for(request.model, name, "--backbone"):
         put_adapters(backbone, adapters)
-    decoder = AttachedDecoder(backbone, cast(Any, model).attach(backbone))
-    return model, decoder, AutoTokenizer.from_pretrained(tokenizer_source(name))
+    return model, cast(Any, model).attach(backbone), AutoTokenizer.from_pretrained(tokenizer_source(name))
 
 
 def _measured(
     request: CardRequest, model: PreTrainedModel, generator: Any, tokenizer: Tokenizer | None, prompts: list[str]
 ) -> MeasuredResults:
     assert tokenizer is not None and request.measure is not None  # there are prompts
-    (found,) = Measurement(prompts, request.new_tokens).compare({"": generator}, tokenizer, MODES).values()
+    (found,) = Measurement(prompts, request.new_tokens).compare({"drafts": generator}, tokenizer, MODES).values()
     return MeasuredResults(
         results=[comparison.result for comparison in found],
         dataset_name=request.measure.name,

@@ -99,6 +99,8 @@ def write_drafter(drafter: MTPHeads | EagleHead, folder: Path, engine: str) -> E
             f"vllm cannot run heads of head_type={config.head_type!r}: they read {more}, and it hands over the last "
             "hidden state alone"
         )
+    if config.draft_vocab_size is not None:
+        raise ValueError(f"vllm cannot run heads of draft_vocab_size={config.draft_vocab_size}: it drafts every token")
     if any(layout.name == engine and layout.refusal(config) is None for layout in family.layouts):
         return _write_medusa(drafter, folder)
     return _write_for_proposer(drafter, folder)

@@ -146,10 +146,14 @@ def _slots(config: PTPConfig) -> _Drafting:
 def _eagle(config: EagleHeadConfig) -> _Drafting:
     states = f"{config.num_aux} states of the backbone" if config.num_aux else "the backbone's last state"
     rows = [("Head", f"EAGLE, version {config.version}: {config.num_hidden_layers} decoder layer(s) on {states}")]
-    if config.draft_vocab_size is not None and config.draft_vocab_size < config.vocab_size:
-        rows.append(("Drafts", f"{config.draft_vocab_size:,} of {config.vocab_size:,} token ids"))
+    rows += _drafted(config)
     papers = ("li2024eagle", "li2025eagle3")
     return _Drafting("eagle", _CHAIN + 1, rows, papers[: 1 if config.version == 1 else 2])
+
+
+def _drafted(config: EagleHeadConfig | MTPHeadConfig) -> list[tuple[str, str]]:
+    size, whole = config.draft_vocab_size, config.vocab_size
+    return [("Drafts", f"{size:,} of {whole:,} token ids")] if size is not None and size != whole else []
 
 
 def _head(head: MTPHeadConfig, name: str) -> _Drafting:
@@ -158,6 +162,7 @@ def _head(head: MTPHeadConfig, name: str) -> _Drafting:
     rows = [
         ("Head", f"`{head.head_type}`: {head.describe()} ({head.family.citation})"),
         ("Window", f"{head.window}: the next token and {head.window - 1} drafted"),
+        *_drafted(head),
     ]
     return _Drafting("heads", head.window, rows, (head.family.paper,) if head.family.paper else ())
 

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from .heads.block_loss import PLACES
 from .heads.losses import IGNORE, counted, depth_targets
-from .heads.teacher import DIVERGENCES
+from .heads.teacher import LOSSES
 
 logger = logging.get_logger(__name__)
 OBJECTIVES = {1: ("eagle1", "hass"), 3: ("ttt",)}
@@ -52,11 +53,14 @@ class LossOptions:
 
     Attributes:
         divergence: Distance of the drafter's distribution from the target model's: `"cross_entropy"` (the papers'),
-            `"kl"`, `"reverse_kl"`, `"tv"`, or the acceptance itself, `"lk"` and `"lk_kl"` (see `heads.teacher`).
+            `"kl"`, `"reverse_kl"`, `"tv"`; or the acceptance itself, `"lk"`, `"lk_kl"` (`heads.teacher`) and `"block"`
+            (`heads.block_loss`).
+        places: Of `"block"`: `"all"` count alike, or by the `"calls"` that a rejection costs.
         label_weight: Share of the labels' negative log-likelihood that is mixed into that distance, 0 to 1.
     """
 
     divergence: str = "cross_entropy"
+    places: str = "all"
     label_weight: float = 0.0
 
     @classmethod
@@ -76,7 +80,9 @@ class LossOptions:
         Raises:
             ValueError: A value out of range.
         """
-        check_values(self, {"divergence": DIVERGENCES}, {"label_weight": "[0, 1]"})
+        check_values(self, {"divergence": LOSSES, "places": PLACES}, {"label_weight": "[0, 1]"})
+        if self.places != "all" and self.divergence != "block":
+            raise ValueError(f"places={self.places!r} is an option of divergence='block'")
 
 
 @dataclass(kw_only=True)
@@ -117,6 +123,8 @@ class ModuleLossOptions(LossOptions):
         choices = {"target": ("labels", "teacher"), "normalization": ("mean", "paper")}
         ranges = {"top_k": "[1, inf)", "weight": "[0, inf)", "unroll_steps": "[1, inf)", "decay": "(0, 1]"}
         check_values(self, choices, ranges)
+        if self.divergence == "block" and self.top_k is not None:
+            raise ValueError(f"top_k={self.top_k}: divergence='block' reads the text's own tokens alone")
 
 
 @dataclass(kw_only=True)

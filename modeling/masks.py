@@ -13,6 +13,20 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 
+def check_attention(config: PreTrainedConfig, rows: str) -> None:
+    """Refuse an implementation of attention that takes no dense masks, which `rows` need (for the message).
+
+    Raises:
+        ValueError: It is neither eager nor sdpa.
+    """
+    used = config.get_text_config()._attn_implementation
+    if used not in ("eager", "sdpa"):
+        raise ValueError(
+            f"{config.model_type}: attn_implementation={used!r} takes no dense masks, which {rows} need; load it with "
+            "'sdpa' or 'eager'"
+        )
+
+
 def given_mask(visible: torch.Tensor, config: PreTrainedConfig, dtype: torch.dtype | None) -> torch.Tensor:
     """Return what positions see of columns, [B, F, W] bool, as a model takes it, [B, 1, F, W].
 

@@ -143,6 +143,12 @@ _BACKBONES = {
     "stablelm": {},
     "starcoder2": dict(sliding_window=6),
 }
+CHUNKED = dict(
+    hidden_size=32, intermediate_size=48, intermediate_size_mlp=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, num_local_experts=2, no_rope_layers=[1, 0], attention_chunk_size=6,
+    layer_types=["chunked_attention", "full_attention"], pad_token_id=None, bos_token_id=None,
+)  # fmt: skip
+"""Of Llama 4's text, which has chunks in the place of windows."""
 NAMES = list(_FAMILIES)
 """Families that are held in every way."""
 BACKBONES = list(_BACKBONES)

@@ -7,10 +7,10 @@ import importlib
 from typing import Any
 
 _MODULES = {
+    "bench_module": "tokenahead.training.evaluation.bench",
     "bundle_module": "tokenahead.model_cards.bundle",
     "card_module": "tokenahead.model_cards.card",
     "cli_module": "tokenahead.training.cli",
-    "commands_analyze": "tokenahead.training.commands.analyze",
     "commands_evaluate": "tokenahead.training.commands.evaluate",
     "commands_run_directory": "tokenahead.training.commands.run_directory",
     "completion_module": "tokenahead.training.completion",
@@ -98,10 +98,10 @@ _NAMES = {
     "tokenahead.generation.drafters.vocabulary": ("SharedVocabulary",),
     "tokenahead.generation.loop": ("SpeculativeLoop",),
     "tokenahead.generation.target.backbones": ("target_of",),
-    "tokenahead.generation.target.cache": ("RowLayer", "cache_module_Rows"),
+    "tokenahead.generation.target.cache": ("RowLayer", "cache_module_Rows", "is_recurrent"),
     "tokenahead.generation.target.inputs": ("block_mask",),
     "tokenahead.generation.target.repacking": ("RepackedTarget", "shift_cache"),
-    "tokenahead.generation.target.replay": ("Replay", "is_recurrent"),
+    "tokenahead.generation.target.replay": ("Replay",),
     "tokenahead.generation.target.target": ("RowTarget", "TargetOutput"),
     "tokenahead.generation.trees.building": (
         "choices_from_accuracies",
@@ -148,7 +148,6 @@ _NAMES = {
     "tokenahead.model_cards.command": (
         "CardRequest",
         "make_card",
-        "read_prompts",
     ),
     "tokenahead.model_cards.card": ("card_metadata",),
     "tokenahead.model_cards.export": ("export",),
@@ -159,7 +158,7 @@ _NAMES = {
     ),
     "tokenahead.modeling.deepseek.checkpoint_files": ("dequantize", "tensor_dtypes"),
     "tokenahead.modeling.deepseek.conversion": ("main_class",),
-    "tokenahead.modeling.deepseek.draft_vocabulary": (
+    "tokenahead.modeling.draft_vocabulary": (
         "DraftVocabulary",
         "frequent_tokens",
     ),
@@ -181,6 +180,7 @@ _NAMES = {
         "CircuitHead",
         "circuit_from_logits",
     ),
+    "tokenahead.modeling.heads.block_loss": ("accepted_along", "call_weights", "cycle_starts", "place_weights"),
     "tokenahead.modeling.heads.teacher": (
         "DIVERGENCES",
         "acceptance",
@@ -260,11 +260,6 @@ _NAMES = {
         "race_order",
         "raced",
     ),
-    "tokenahead.training.analysis": (
-        "layer_divergences",
-        "marginal_log_probs",
-        "next_token_spread",
-    ),
     "tokenahead.training.box": (
         "BoxDamagedError",
         "EXCERPT",
@@ -278,7 +273,6 @@ _NAMES = {
         "load_excerpts",
         "load_heads",
         "Box",
-        "BoxMeasurement",
     ),
     "tokenahead.training.byte_text": (
         "RawWriter",
@@ -289,7 +283,6 @@ _NAMES = {
         "writer_for",
     ),
     "tokenahead.training.commands.figures": (
-        "analysis_figure",
         "evaluation_figure",
         "learning_figure",
     ),
@@ -299,7 +292,6 @@ _NAMES = {
     ),
     "tokenahead.training.commands.run_directory": ("write_run",),
     "tokenahead.training.commands.settings": (
-        "AnalysisArguments",
         "EvaluationArguments",
         "_KINDS",
         "read_settings",
@@ -311,20 +303,29 @@ _NAMES = {
     ),
     "tokenahead.training.demo": (
         "MARK",
+        "BoxMeasurement",
         "check_output",
         "run_demo",
     ),
     "tokenahead.training.evaluation": ("MODES",),
+    "tokenahead.training.evaluation.advice": ("advice_of",),
+    "tokenahead.training.evaluation.bench": ("Bench", "Protocol"),
     "tokenahead.training.evaluation.decoding": (
         "GREEDY",
-        "Comparison",
-        "Completion",
-        "Measurement",
         "acceptance_by_position",
-        "compare_decoding",
         "drafted_flags",
         "repeated_share",
         "sampled",
+    ),
+    "tokenahead.training.evaluation.methods": ("methods_of", "plain_method"),
+    "tokenahead.training.evaluation.near_ties": ("block_error", "is_near_tie"),
+    "tokenahead.training.evaluation.prompts": ("Prompt", "Writer", "groups_of", "read_prompts"),
+    "tokenahead.training.evaluation.summary": (
+        "Comparison",
+        "Completion",
+        "Measurement",
+        "compare_decoding",
+        "results_of",
     ),
     "tokenahead.training.evaluation.drafts": (
         "DraftMeasures",
@@ -333,10 +334,7 @@ _NAMES = {
         "text_of",
     ),
     "tokenahead.training.evaluation.expected": ("ExpectedCalls", "acceptance_along", "ratio_of_sums"),
-    "tokenahead.training.evaluation.reports": (
-        "HeadReport",
-        "read_reports",
-    ),
+    "tokenahead.training.evaluation.table": ("explanation", "tables"),
     "tokenahead.training.utils": ("needs_extra",),
     "tokenahead.training.features": (
         "FeatureDataset",

@@ -74,6 +74,25 @@ class _Knowing(_Call):
         return DraftTree(drafts, parents, depth=length, num_nodes=some if owner.random.random() < owner.fewer else None)
 
 
+class KnowingChains(KnowingTrees):
+    """Certain chains that go on rightly for a random while."""
+
+    drafts_trees = False
+
+    def start(self, options):
+        return _KnowingChain(self, options)
+
+
+class _KnowingChain(_Call):
+    def propose(self, tokens, length):
+        owner = self.owner
+        rows = [(text[end : end + length] + [0] * length)[:length] for text, end in zip(owner.texts, tokens.lengths)]
+        for row in rows:
+            for place in range(owner.random.randrange(length + 1), length):
+                row[place] = (row[place] + 1) % owner.vocabulary
+        return DraftTree.chain(torch.tensor(rows, dtype=torch.long).view(len(rows), length))
+
+
 class DrawnTrees(_Trees):
     """Trees drawn from a distribution that knows the last token only."""
 

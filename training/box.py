@@ -1,6 +1,6 @@
 """The model in the box: a small EvaByte that comes with the package, four heads that draft for it, and held-out text.
 
-Loads, checks and measures; `examples/box` trains and writes the directory.
+Loads and checks; `examples/box` trains and writes the directory.
 """
 
 from __future__ import annotations
@@ -9,23 +9,17 @@ import hashlib
 import json
 import random
 import re
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
-from .. import __version__
 from ..modeling import EvaByteForMTPC, EvaByteTokenizer
 from ..modeling.evabyte.tokenizer import BYTE_OFFSET
-from .evaluation import MODES, Comparison, HeadReport, Measurement, environment, hardware
-from .evaluation.drafts import window_bits
-from .results import DecodingResult, MeasuredResults
 
 BOS_ID = 1
 _LINE_OF_CODE = re.compile(rb"^[ ]*(?:def|class) \w+.*:\n", re.MULTILINE)
@@ -208,14 +202,6 @@ def _prompt(content: bytes, end: int, length: int) -> str:
     return piece[cut:].decode("ascii")
 
 
-_BITS_SHARE, _EXPECTED_SHARE = 0.1, 0.15  # of the time
-_BATCH_SHARE = 0.35  # of the time for decoding, where batches are measured, too
-_TEXTS_AT_ONCE = 4
-_BATCH_BYTES = 64  # per completion in batches, at most
-_ADAPTIVE = {"num_assistant_tokens_schedule": "adaptive"}  # in batches, where a drafted byte costs more than alone
-_PREFIX = 320  # ids of the held-out prefixes behind which the backbone writes
-
-
 @dataclass
 class Box:
     """A box in memory.
@@ -239,95 +225,3 @@ class Box:
         """
         models, tokenizer = load_heads(folder)
         return cls(models, tokenizer, load_excerpts(folder / EXCERPTS))
-
-
-@dataclass(frozen=True)
-class BoxMeasurement:
-    """How much is measured.
-
-    Attributes:
-        seconds: Time for all of it. One round of everything is always taken.
-        new_bytes: Bytes per completion.
-        most_prompts: Prompts at most.
-        batch_size: Measure batches of so many, too; 1: none.
-        seed: Of prompts and samples.
-        on_step: Called with words on what is done next.
-    """
-
-    seconds: float = 40.0
-    new_bytes: int = 128
-    most_prompts: int = 32
-    batch_size: int = 1
-    seed: int = 0
-    on_step: Callable[[str], None] = field(default=lambda words: None, compare=False)
-
-    @property
-    def command(self) -> str:
-        """Return the command that repeats this."""
-        batches = f" --batch-size {self.batch_size}" if self.batch_size > 1 else ""
-        return f"tokenahead demo --seconds {self.seconds:g} --new-bytes {self.new_bytes} --seed {self.seed}{batches}"
-
-    def measure(self, box: Box) -> tuple[list[HeadReport], dict[str, list[Comparison]]]:
-        """Measure every head of a box.
-
-        Returns:
-            Reports, and for every head the comparisons at batch 1, which hold the texts.
-        """
-        before, started = environment(), time.monotonic()
-        bits = self._bits(box)
-        left = (1 - _EXPECTED_SHARE) * self.seconds - (time.monotonic() - started)
-        batch_left = _BATCH_SHARE * left if self.batch_size > 1 else 0.0
-        prompts = excerpt_prompts(box.excerpts, self.most_prompts, self.seed, _PREFIX)
-        comparisons = self._decode(box, prompts, 1, left - batch_left)
-        batches = self._decode(box, prompts, self.batch_size, batch_left) if self.batch_size > 1 else {}
-        reports = []
-        for kind, model in box.models.items():
-            rows = [row.result for row in [*comparisons[kind], *batches.get(kind, [])]]
-            reports.append(HeadReport.of(model, self._measured(model, rows, bits, box, before)))
-        return reports, comparisons
-
-    def _bits(self, box: Box) -> torch.Tensor:
-        """Return the bits per byte of as many excerpts as there is time for."""
-        deadline, found = time.monotonic() + _BITS_SHARE * self.seconds, []
-        for ids in excerpt_windows(box.excerpts).split(_TEXTS_AT_ONCE):
-            self.on_step(f"bits per byte of held-out text, {len(found) * _TEXTS_AT_ONCE} excerpts done")
-            found.append(window_bits(box.models["ff"], ids))
-            if time.monotonic() > deadline:
-                break
-        return torch.cat(found)
-
-    def _decode(self, box: Box, prompts: list[str], batch_size: int, seconds: float) -> dict[str, list[Comparison]]:
-        words = "decoding by turns" if batch_size == 1 else f"decoding {batch_size} prompts at once"
-        self.on_step(words)
-        new_bytes = self.new_bytes if batch_size == 1 else min(self.new_bytes, _BATCH_BYTES)
-        measurement = Measurement(prompts, new_bytes, batch_size, seconds, self.seed)
-        modes = [replace(mode, options=mode.options | _ADAPTIVE) for mode in MODES] if batch_size > 1 else MODES
-        return measurement.compare(
-            box.models, box.tokenizer, modes, lambda done: self.on_step(f"{words}, {done} prompts done")
-        )
-
-    def _measured(
-        self, model: EvaByteForMTPC, rows: list[DecodingResult], bits: torch.Tensor, box: Box, before: dict[str, Any]
-    ) -> MeasuredResults:
-        packages = sorted({excerpt.package for excerpt in box.excerpts})
-        prompts = f"{len(rows[0].per_prompt)} prompt{'s' * (len(rows[0].per_prompt) > 1)}"
-        error = float(bits.std()) / len(bits) ** 0.5
-        return MeasuredResults(
-            results=rows,
-            dataset_name="held-out Python packages",
-            dataset_description=f"Source of {', '.join(packages)}, of which nothing was trained on: {prompts} "
-            f"of up to {_PREFIX} bytes, each completed with {self.new_bytes} bytes (in batches with at most "
-            f"{_BATCH_BYTES}, and drafts as long as pays: the schedule `adaptive`); {len(bits)} excerpts of "
-            f"{EXCERPT:,} bytes for the bits per byte.",
-            hardware=hardware(),
-            dtype=str(model.dtype).removeprefix("torch."),
-            command=self.command,
-            library_version=__version__,
-            accepted_by_position=rows[0].accepted_by_position,
-            bits_per_byte=float(bits.mean()),
-            extra={
-                "Standard error of the bits per byte": round(error, 4),
-                "Drafted bytes": int(model.generation_config.num_assistant_tokens),
-            },
-            environment=before,
-        )

@@ -1,4 +1,4 @@
-"""The command line: `tokenahead demo`, `generate`, `card`, `train`, `evaluate`, `analyze`. Errors are one line.
+"""The command line: `tokenahead demo`, `generate`, `bench`, `card`, `train` and others. Errors are one line.
 
 Knows arguments and messages; what the commands do is written elsewhere.
 """
@@ -26,10 +26,10 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 TRAINING = {
     "train": "train heads, an EAGLE head, modules or a PTP student, as a YAML file says",
-    "evaluate": "losses, accuracies, acceptance and speed-up of a drafter on a text",
-    "analyze": "what a backbone already knows of tokens further ahead, beside what its heads learned",
+    "evaluate": "losses, accuracies and expected acceptance of a drafter along a text",
 }
 """Commands whose arguments are those of TRL, and their help."""
+HARNESS = "lm-eval"
 _OF_VALIDATORS = re.compile(r"^Class validation error for validator '\w+': \w+: ")
 """What stands before a message of our configs, and says nothing to who reads it."""
 _THREADS = 4  # on matrices as small as the demo's, further ones would only wait for one another
@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         SystemExit: Always: 0, or 1 after an error, 2 after wrong arguments, 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    arguments = _of_training(words) if words[:1] and words[0] in TRAINING else _parse(words)
+    is_apart = bool(words) and words[0] in (*TRAINING, HARNESS)
+    arguments = _with_own_arguments(words) if is_apart else _parse(words)
     try:
         raise SystemExit(arguments.run(arguments))
     except KeyboardInterrupt:
@@ -64,12 +65,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         raise SystemExit(1) from None
 
 
-def _of_training(words: list[str]) -> argparse.Namespace:
-    """A command whose arguments are the fields of its settings, and are read where it is carried out."""
+def _with_own_arguments(words: list[str]) -> argparse.Namespace:
+    """A command whose arguments are read where it is carried out: fields of its settings, or lm-eval's own."""
 
     def run(arguments: argparse.Namespace) -> int:
-        with needs_extra("train", f"tokenahead {words[0]}"):
-            command = import_module(f".commands.{words[0]}", __package__)
+        is_harness = words[0] == HARNESS
+        with needs_extra("eval" if is_harness else "train", f"tokenahead {words[0]}"):
+            command = import_module(f".commands.{'harness' if is_harness else words[0]}", __package__)
         from transformers.utils import logging
 
         logging.set_verbosity_error()
@@ -89,13 +91,15 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tokenahead", description="Lossless multi-token prediction for Hugging Face transformers.")
     parser.add_argument("--version", action="version", version=f"tokenahead {__version__}")
-    names = ",".join(("demo", "generate", "card", *TRAINING))
+    names = ",".join(("demo", "generate", "bench", "card", *TRAINING, HARNESS))
     commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{names}}}")
     _add_demo(commands)
     _add_generate(commands)
+    _add_bench(commands)
     _add_card(commands)
     for name, help_text in TRAINING.items():
         commands.add_parser(name, help=help_text)
+    commands.add_parser(HARNESS, help="the tasks of lm-eval (its own arguments), written with drafts")
     return parser
 
 
@@ -122,6 +126,37 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--num-assistant-tokens", type=_whole(1), help="tokens to draft; as many as fit if not given")
     command.add_argument("--json", action="store_true", help="write one JSON object: the text and the statistics")
     command.set_defaults(run=_generate)
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    help_text = "measure methods side by side: speed, tokens per call, and whether texts are plain decoding's"
+    prompts = "Spec-Bench's or GSM8K's .jsonl, one of prompts or messages, or text with a prompt per line"
+    methods = (
+        "of plain, own, ngram, assistant:SOURCE, heads:SOURCE, eagle:SOURCE, student:SOURCE, "
+        "transformers:prompt_lookup, transformers:assistant:SOURCE, transformers:use_mtp; NAME= before one names its "
+        "row, and ?OPTION=VALUE&... behind it are options of generate"
+    )
+    description = f"{help_text[0].upper()}{help_text[1:]}."
+    bench = commands.add_parser("bench", aliases=["analyze"], help=help_text, description=description)
+    bench.add_argument("--model", required=True, help="directory, or name on the Hub (owner/name)")
+    bench.add_argument("--prompts", type=Path, required=True, help=prompts)
+    bench.add_argument("--methods", nargs="+", required=True, metavar="METHOD", help=methods)
+    bench.add_argument("--decoding", nargs="+", default=["greedy"], help="'greedy', 'T=1', 'T=0.7' (greedy)")
+    bench.add_argument("--batch-size", nargs="+", type=_whole(1), default=[1], help="prompts per call (1)")
+    bench.add_argument("--new-tokens", type=_whole(1), default=128, help="per answer, at most (%(default)s)")
+    bench.add_argument("--per-category", type=_whole(1), help="prompts of each category; all if not given")
+    bench.add_argument("--seconds", type=_number("above 0", lambda x: x > 0), help="time after which nothing is begun")
+    bench.add_argument("--output", type=Path, required=True, help="directory of results; a run there goes on")
+    bench.add_argument("--dtype", choices=_DTYPES, default="auto", help="of the weights (auto: the checkpoint's)")
+    bench.add_argument("--device", default="cpu", help="such as cpu or cuda (%(default)s)")
+    bench.add_argument("--threads", type=_whole(1), help="of PyTorch")
+    bench.add_argument("--seed", type=_SEED, default=0, help="of the samples (%(default)s)")
+    bench.add_argument("--raw", action="store_true", help="prompts as they are, without the chat template")
+    bench.add_argument("--force-length", action="store_true", help="let no answer end early; such texts often loop")
+    bench.add_argument("--skip-broken", action="store_true", help="leave out lines that hold no prompt")
+    bench.add_argument("--no-expected", action="store_true", help="expect no calls along the plain texts")
+    bench.add_argument("--recommend", action="store_true", help="say which method and length of drafts pay here")
+    bench.set_defaults(run=_bench)
 
 
 def _add_card(commands: argparse._SubParsersAction) -> None:
@@ -187,14 +222,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _demo(arguments: argparse.Namespace) -> int:
     with needs_extra("demo", "the demo"):
-        from .box import BoxMeasurement
-        from .demo import run_demo
+        from .demo import BoxMeasurement, run_demo
     import torch
 
     torch.set_num_threads(min(torch.get_num_threads(), _THREADS))
     asked = {name: vars(arguments)[name] for name in ("seconds", "new_bytes", "batch_size", "seed")}
-    reports = run_demo(BoxMeasurement(**asked), arguments.output, overwrite=arguments.overwrite)
-    return 1 if any(row.identical is False for report in reports for row in report.measured.results) else 0
+    measured = run_demo(BoxMeasurement(**asked), arguments.output, overwrite=arguments.overwrite)
+    return 0 if all(row.is_lossless for row in measured.results) else 1
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -212,6 +246,15 @@ def _generate(arguments: argparse.Namespace) -> int:
     writer.close()
     print(done.statistics(), file=sys.stderr)
     return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    with needs_extra("demo", "tokenahead bench"):
+        from .commands.bench import BenchRequest, run_bench
+
+    given = vars(arguments)
+    measured = run_bench(BenchRequest(**{field.name: given[field.name] for field in fields(BenchRequest)}))
+    return 0 if all(row.is_lossless for row in measured.results) else 1
 
 
 def _card(arguments: argparse.Namespace) -> int:

@@ -210,24 +210,6 @@ def causal_class(config: PreTrainedConfig) -> type[DeepSeekMTP] | type[AutoModel
     return DeepSeekMTP if config.model_type not in REFUSED and count_modules(config) else AutoModelForCausalLM
 
 
-class AttachedDecoder:
-    """A backbone and the drafter that is attached to it, called like a model that drafts for itself.
-
-    Args:
-        backbone: The backbone.
-        drafter: What is attached to it.
-    """
-
-    def __init__(self, backbone: PreTrainedModel, drafter: PreTrainedModel) -> None:
-        self.backbone, self.drafter = backbone, drafter
-        self.device, self.generation_config = backbone.device, backbone.generation_config
-
-    def generate(self, *args: Any, use_mtp: bool | None = None, **kwargs: Any) -> Any:
-        """Call `backbone.generate`, with the drafter unless `use_mtp` is False."""
-        drafting = {} if use_mtp is False else {"assistant_model": self.drafter}
-        return self.backbone.generate(*args, **drafting, **kwargs)
-
-
 def load_config(source: str, option: str) -> PreTrainedConfig:
     """Return the configuration of a directory or of a name on the Hub.
 

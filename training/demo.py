@@ -5,33 +5,120 @@ from __future__ import annotations
 import codecs
 import json
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from transformers.utils import logging
 
 from .. import __version__
 from ..modeling.evabyte.tokenizer import BYTE_OFFSET, SPECIAL_TOKENS
-from .box import Box, BoxMeasurement, box_folder
+from .box import Box, box_folder, excerpt_prompts
 from .byte_text import visible
-from .commands.figures import ACCEPTANCE_FIGURE, SPEED_FIGURE, cycle_ms, save_figures
-from .evaluation import Comparison, Completion, HeadReport, write_reports
-from .evaluation.reports import describe_threads
-from .results import DecodingResult
+from .commands.bench import BENCH_FIGURE, FRONTIER_FIGURE, RESULTS, show, write
+from .evaluation.bench import Bench, Protocol
+from .evaluation.circumstances import environment, hardware
+from .evaluation.decoding import MODES
+from .evaluation.methods import drafting_method, plain_method
+from .evaluation.prompts import Prompt, Writer
+from .evaluation.summary import Completion, completions_of, results_of
+from .results import DecodingResult, MeasuredResults
 from .utils import replace_text
 
 MARK = "demo.json"
 """The file by which the demo knows its own directories; it holds the command."""
-RESULTS = "figures.json"
-"""Name of the file of what was measured."""
 _FEW = 4  # prompts below which results are too uncertain to be shown without a warning
 _SHOWN = ("greedy", "sampled, T=1")  # ways of decoding of which an output is shown
+_BATCH_SHARE = 0.35  # of the time, where batches are measured, too
+_BATCH_BYTES = 64  # per completion in batches, at most
+_ADAPTIVE = {"num_assistant_tokens_schedule": "adaptive"}  # in batches, where a drafted byte costs more than alone
+_PREFIX = 320  # bytes of the held-out prefixes that are completed
+
+
+@dataclass(frozen=True)
+class BoxMeasurement:
+    """How much is measured.
+
+    Attributes:
+        seconds: Time for all of it. One round of everything is always taken.
+        new_bytes: Bytes per completion.
+        most_prompts: Prompts at most.
+        batch_size: Measure batches of so many, too; 1: none.
+        seed: Of prompts and samples.
+        on_step: Called with words on what is done.
+    """
+
+    seconds: float = 40.0
+    new_bytes: int = 128
+    most_prompts: int = 32
+    batch_size: int = 1
+    seed: int = 0
+    on_step: Callable[[str], None] = field(default=lambda words: None, compare=False)
+
+    @property
+    def command(self) -> str:
+        """Return the command that repeats this."""
+        batches = f" --batch-size {self.batch_size}" if self.batch_size > 1 else ""
+        return f"tokenahead demo --seconds {self.seconds:g} --new-bytes {self.new_bytes} --seed {self.seed}{batches}"
+
+    def measure(self, box: Box) -> tuple[MeasuredResults, Bench]:
+        """Measure every head of a box.
+
+        Returns:
+            The results, and the bench of single prompts, which holds the texts.
+        """
+        before, share = environment(), _BATCH_SHARE if self.batch_size > 1 else 0.0
+        single = self._decode(box, 1, self.new_bytes, (1 - share) * self.seconds)
+        benches = [single]
+        if share:
+            few = min(self.new_bytes, _BATCH_BYTES)
+            benches.append(self._decode(box, self.batch_size, few, share * self.seconds, **_ADAPTIVE))
+        return self._measured(box, [row for bench in benches for row in results_of(bench)], before), single
+
+    def _decode(self, box: Box, batch_size: int, new_bytes: int, seconds: float, **options: Any) -> Bench:
+        first, *_ = box.models.values()
+        drafting = [drafting_method(_name(kind, model), model, **options) for kind, model in box.models.items()]
+        texts = excerpt_prompts(box.excerpts, self.most_prompts, self.seed, _PREFIX)
+        protocol = Protocol(MODES, (batch_size,), new_bytes, seconds=seconds, seed=self.seed)
+        bench = Bench([plain_method(first), *drafting], Writer(box.tokenizer, chats=False), protocol, control=False)
+        bench.run(
+            [Prompt(str(number), (text,)) for number, text in enumerate(texts)],
+            lambda done, count: self.on_step(f"{done} of at most {count} calls, {batch_size} prompts at once"),
+        )
+        return bench
+
+    def _measured(self, box: Box, rows: list[DecodingResult], before: dict[str, Any]) -> MeasuredResults:
+        packages = sorted({excerpt.package for excerpt in box.excerpts})
+        count = max(len(row.per_prompt) for row in rows)
+        first, *_ = box.models.values()
+        return MeasuredResults(
+            results=rows,
+            dataset_name="held-out Python packages",
+            dataset_description=f"Source of {', '.join(packages)}, of which nothing was trained on: {count} "
+            f"prompt{'s' * (count > 1)} of up to {_PREFIX} bytes, each completed with {self.new_bytes} bytes (in "
+            f"batches with at most {_BATCH_BYTES}, and drafts as long as pays: the schedule `adaptive`).",
+            hardware=hardware(),
+            dtype=str(first.dtype).removeprefix("torch."),
+            command=self.command,
+            library_version=__version__,
+            unit="byte",
+            extra={f"Parameters of {_name(kind, model)}": _size(model) for kind, model in box.models.items()},
+            environment=before,
+        )
+
+
+def _name(kind: str, model: Any) -> str:
+    """Return the family of a head, and its rank if it has one."""
+    rank = model.config.mtp_head.rank
+    return kind if rank in (None, 1) else f"{kind} {rank}"
+
+
+def _size(model: Any) -> int:
+    """Return the parameters of a head."""
+    return sum(parameter.numel() for parameter in model.head.parameters())
 
 
 def run_demo(
@@ -40,7 +127,7 @@ def run_demo(
     folder: str | Path | None = None,
     overwrite: bool = False,
     console: Console | None = None,
-) -> list[HeadReport]:
+) -> MeasuredResults:
     """Measure the model in the box, show what it wrote and how, and leave results and figures in a directory.
 
     Args:
@@ -51,13 +138,13 @@ def run_demo(
         console: Where everything is shown; None is the standard output.
 
     Returns:
-        The results of every head, as saved in `figures.json`.
+        The results, as saved in `results.json`.
 
     Raises:
         BoxDamagedError: There is no box, or a file of it is missing or has a wrong checksum; the message names it.
         OSError: An output directory that cannot be used; this is found before anything is measured.
     """
-    console, output, started = console or Console(highlight=False), Path(output), time.monotonic()
+    console, output = console or Console(highlight=False), Path(output)
     check_output(output, overwrite)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -65,20 +152,20 @@ def run_demo(
     model = next(iter(box.models.values()))
     console.print(
         f"The model in the box: EvaByte with {model.model.num_parameters():,} parameters, heads over {model.window} "
-        f"bytes: {', '.join(box.models)}. {describe_threads().capitalize()}; about {measurement.seconds:g} seconds.",
+        f"bytes: {', '.join(box.models)}. {hardware()}; about {measurement.seconds:g} seconds.",
         markup=False,
     )
     with console.status("Measuring ...") as status:
         told = replace(measurement, on_step=lambda words: status.update(f"Measuring: {words} ..."))
-        reports, comparisons = told.measure(box)
-    _print(console, reports, comparisons)
-    _write(output, reports, measurement.command)
-    console.print(
-        f"Wrote {RESULTS}, {SPEED_FIGURE} and {ACCEPTANCE_FIGURE} into {output} after "
-        f"{time.monotonic() - started:.0f} seconds. The same again: {measurement.command}.",
-        markup=False,
-    )
-    return reports
+        measured, bench = told.measure(box)
+    _print(console, measured, bench)
+    output.mkdir(parents=True, exist_ok=True)
+    notes = {"made_by": f"tokenahead {__version__} demo", "command": measurement.command}
+    replace_text(output / MARK, json.dumps(notes, indent=2) + "\n")
+    write(output, measured)
+    words = f"Wrote {RESULTS}, {BENCH_FIGURE} and {FRONTIER_FIGURE} into {output}. The same: {measurement.command}."
+    console.print(words, markup=False)
+    return measured
 
 
 def check_output(output: Path, overwrite: bool) -> None:
@@ -105,41 +192,30 @@ def check_output(output: Path, overwrite: bool) -> None:
         pass
 
 
-def _print(console: Console, reports: list[HeadReport], comparisons: dict[str, list[Comparison]]) -> None:
+def _print(console: Console, measured: MeasuredResults, bench: Bench) -> None:
     console.print(legend())
-    for way in _SHOWN:
-        head = fastest(reports, way)
-        comparison = next(c for c in comparisons[head.head_type] if c.mode.name == way)
-        console.rule(f"{way}, head {head.name}", align="left")
-        console.print(coloured(comparison.completions[0]))
-    console.print(reports_table(reports, "With drafts, beside one byte per call"))
-    for words in explanation(reports):
-        console.print(words, markup=False)
-    first = reports[0].measured
-    console.print(
-        f"Held-out text: {first.bits_per_byte:.3f} bits per byte. {first.dataset_description} {first.hardware}; load "
-        f"{first.environment.get('load average, 1 min', 'unknown')} before.",
-        markup=False,
-    )
-    if len(first.results[0].per_prompt) < _FEW:
+    for mode in (mode for mode in MODES if mode.name in _SHOWN):
+        fastest = fastest_of(measured.results, mode.name)
+        console.rule(f"{mode.name}, head {fastest}", align="left")
+        console.print(coloured(next(completions_of(bench, str(fastest), mode))))
+    show(console, measured)
+    load = measured.environment.get("load average, 1 min", "unknown")
+    console.print(f"{measured.dataset_description} {measured.hardware}; load {load} before.", markup=False)
+    if min(len(row.per_prompt) for row in measured.results if row.batch_size == 1) < _FEW:
         words = "So few prompts say little; a busy machine needs more --seconds."
         console.print(words, style="bold yellow", markup=False)
-    for rows in comparisons.values():
-        for note in differences(rows):
-            console.print(note, style="bold red")
+    for mode in MODES:
+        for name in dict.fromkeys(str(row.method) for row in measured.results):
+            for number, completion in enumerate(completions_of(bench, name, mode), 1):
+                if completion.difference is not None:
+                    words = f"{mode.name}, {name}, prompt {number}: with drafts, {completion.difference}"
+                    console.print(words, style="bold red", markup=False)
 
 
-def fastest(reports: list[HeadReport], way: str) -> HeadReport:
-    """Return the head with most bytes per second in a way of decoding, by its name."""
-    return max(reports, key=lambda one: next(row for row in one.measured.results if row.name == way).tokens_per_second)
-
-
-def _write(output: Path, reports: list[HeadReport], command: str) -> None:
-    output.mkdir(parents=True, exist_ok=True)
-    notes = {"made_by": f"tokenahead {__version__} demo", "command": command}
-    replace_text(output / MARK, json.dumps(notes, indent=2) + "\n")
-    write_reports(output / RESULTS, reports)
-    save_figures(output, reports)
+def fastest_of(results: Sequence[DecodingResult], mode: str) -> str | None:
+    """Return the method with drafts of most bytes per second in a way of decoding, one prompt at a time."""
+    rows = [row for row in results if row.decoding == mode and row.batch_size == 1 and row.draft_length]
+    return max(rows, key=lambda row: row.tokens_per_second).method
 
 
 DRAFTED = "black on green"
@@ -185,71 +261,3 @@ def pieces(ids: list[int], drafted: list[bool]) -> Iterator[tuple[str, bool]]:
             run, origin = run + visible(text), is_drafted
     if run := run + decoder.decode(b"", final=True):
         yield run, origin
-
-
-def reports_table(reports: Sequence[HeadReport], title: str) -> Table:
-    """Return the figures of all heads and ways of decoding, a row each; fits into 80 columns."""
-    table = Table(
-        title=title,
-        caption=_caption(reports),
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-    )
-    table.add_column("head", no_wrap=True)
-    table.add_column("decoding", no_wrap=True)
-    columns = ("per\ncall", "range", "ex-\npect", "ms", "per s", "speed\nup", "re-\npeat")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("same", no_wrap=True)
-    for report in reports:
-        rows = report.measured.results
-        for row in rows:
-            cells = report.name, _short(row), *_cells(row)
-            table.add_row(*cells, end_section=row is rows[-1])
-    return table
-
-
-def _cells(row: DecodingResult) -> Iterator[str | Text]:
-    yield f"{row.tokens_per_call:.2f}"
-    yield "" if row.spread is None else f"{row.spread[0]:.1f}-{row.spread[1]:.1f}"
-    yield "" if row.expected_tokens_per_call is None else f"{row.expected_tokens_per_call:.2f}"
-    yield f"{cycle_ms(row):.1f}"
-    yield f"{row.tokens_per_second:,.0f}"
-    yield Text("loops", "bold yellow") if row.is_degenerate else f"{row.speed_up:.2f}x"
-    yield "" if row.repeated_share is None else f"{row.repeated_share:.0%}"
-    yield {True: Text("yes", "green"), False: Text("no", "bold red"), None: Text("drawn")}[row.identical]
-
-
-def _short(row: DecodingResult) -> str:
-    return row.name.removeprefix("sampled, ").replace(", batch ", " x ")
-
-
-def _caption(reports: Sequence[HeadReport]) -> str:
-    rows = reports[0].measured.results
-    plain = ", ".join(f"{_short(row)} {row.plain_tokens_per_second:,.0f}" for row in rows)
-    return f"Plain decoding, bytes per second: {plain}"
-
-
-def explanation(reports: Sequence[HeadReport]) -> Iterator[str]:
-    """Say what the columns mean, and what is wrong with a row where its text repeats itself."""
-    yield "per call: bytes for one call of the backbone, and their range over prompts; plain decoding has 1."
-    yield "ms: milliseconds of such a call, with drafting and verification."
-    rows = [(report, row) for report in reports for row in report.measured.results]
-    if any(row.expected_tokens_per_call is not None for _, row in rows):
-        yield "expect: bytes per verification, computed along the plain texts for drafts of the same length;"
-        yield "unlike per call, it leaves out the prompt's own call."
-    yield "repeats: text covered by passages that stand in it twice; above 50 % no speed-up is claimed."
-    yield "same: greedy texts are compared byte by byte; sampled ones have the same distribution."
-    loops = [f"{report.name} {row.name}" for report, row in rows if row.is_degenerate]
-    if loops:
-        yield f"The text of these repeats itself, so that its speed says little: {'; '.join(loops)}."
-
-
-def differences(comparisons: list[Comparison]) -> Iterator[str]:
-    """Say what there is to say about greedy runs that differ; nothing where all is well."""
-    for comparison in comparisons:
-        for number, completion in enumerate(comparison.completions, 1):
-            if completion.difference is not None:
-                yield f"{comparison.mode.name}, prompt {number}: with drafts, {completion.difference}"

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 from .utils import replace_text
@@ -49,6 +50,21 @@ class DecodingResult:
         expected_by_position: What `accepted_by_position` is expected to be.
         processor_seconds: Processor seconds of the speculative run; None if not taken.
         plain_processor_seconds: Those of the plain run.
+        method: What drafted, where several methods were measured.
+        decoding: The way of decoding, there.
+        speed_ups: Quartiles of the ratios to plain decoding's speed, of calls taken by turns, without the prompts' own
+            forwards and without texts that repeat more than half of themselves.
+        micro_speed_up: The same as a ratio of sums over tokens.
+        category_speed_ups: Medians by category of prompts; their mean is `macro_speed_up`.
+        category_tokens_per_call: `tokens_per_verification` by category.
+        looping: Calls whose text repeats more than half of itself.
+        call_ms: Milliseconds per call behind the prompt's, with drafting and verification; a median over prompts.
+        draft_ms: Those of drafting.
+        prompt_ms: Those of the prompt's own forward.
+        cache_bytes: Of the largest cache.
+        texts: Greedy texts that were compared with plain decoding's.
+        differing: How many of them differ.
+        near_ties: How many differ by rounding alone.
 
     Raises:
         ValueError: A count below 1, a time that is not positive and finite, or a share outside 0 to 1.
@@ -80,6 +96,20 @@ class DecodingResult:
     expected_by_position: list[float] = field(default_factory=list)
     processor_seconds: float | None = None
     plain_processor_seconds: float | None = None
+    method: str | None = None
+    decoding: str | None = None
+    speed_ups: list[float] = field(default_factory=list)
+    micro_speed_up: float | None = None
+    category_speed_ups: dict[str, float] = field(default_factory=dict)
+    category_tokens_per_call: dict[str, float] = field(default_factory=dict)
+    looping: int | None = None
+    call_ms: float | None = None
+    draft_ms: float | None = None
+    prompt_ms: float | None = None
+    cache_bytes: int | None = None
+    texts: int | None = None
+    differing: int | None = None
+    near_ties: int | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -101,8 +131,25 @@ class DecodingResult:
 
     @property
     def speed_up(self) -> float:
-        """Ratio of the two speeds in tokens per second; the runs may differ in length."""
+        """Median ratio of the two speeds, or, where ratios were not kept, that of the sums in tokens per second."""
+        if self.speed_ups:
+            return self.speed_ups[1]
         return self.tokens_per_second / self.plain_tokens_per_second
+
+    @property
+    def macro_speed_up(self) -> float | None:
+        """Mean over categories of their median speed-ups; None if they were not kept."""
+        return fmean(self.category_speed_ups.values()) if self.category_speed_ups else None
+
+    @property
+    def macro_tokens_per_call(self) -> float | None:
+        """Mean over categories of their tokens per call; None if they were not kept."""
+        return fmean(self.category_tokens_per_call.values()) if self.category_tokens_per_call else None
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether no text differs from plain decoding's but by rounding."""
+        return self.identical is not False or (self.differing is not None and self.differing == self.near_ties)
 
     @property
     def processor_speed_up(self) -> float | None:
@@ -141,6 +188,7 @@ class MeasuredResults:
         extra: Further facts to show, by name.
         environment: Versions of torch, transformers and Python, the processor, threads and load of the machine, by
             name (`training.evaluation.environment()`).
+        not_measured: Methods that a setting does not have, and why.
 
     Raises:
         ValueError: An empty text, an empty `results`, a share outside 0 to 1, a number that is not finite.
@@ -158,6 +206,7 @@ class MeasuredResults:
     bits_per_byte: float | None = None
     extra: dict[str, str | int | float] = field(default_factory=dict)
     environment: dict[str, str | int | float] = field(default_factory=dict)
+    not_measured: dict[str, str | int | float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check(self)
@@ -253,6 +302,7 @@ def _all(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 _ERROR = "a finite number of at least 0", lambda value: _is_finite(value) and value >= 0
+_COUNT = "a whole number of at least 0", lambda value: type(value) is int and value >= 0
 _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("a text that is not empty", _is_text),
     "bool": ("True or False", lambda value: isinstance(value, bool)),
@@ -261,7 +311,9 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "list[float]": ("a list of shares between 0 and 1", _all(_is_share)),
     "repeated_share": ("a share between 0 and 1", _is_share),
     **dict.fromkeys(("standard_error", "expected_standard_error"), _ERROR),
-    "per_prompt": ("a list of finite numbers", _all(_is_finite)),
+    **dict.fromkeys(("per_prompt", "speed_ups"), ("a list of finite numbers", _all(_is_finite))),
+    **dict.fromkeys(("looping", "texts", "differing", "near_ties"), _COUNT),
+    "dict[str, float]": ("a dict of finite numbers", lambda found: _all(_is_finite)(list(found.values()))),
     "results": ("a list of at least one DecodingResult, whose names occur once", _are_results),
     "dict[str, str | int | float]": (
         "a dict of names and values, each a text or a finite number",

@@ -14,8 +14,9 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
+from ..modeling.heads.block_loss import PLACES
 from ..modeling.heads.losses import balance_factors
-from ..modeling.heads.teacher import DIVERGENCES
+from ..modeling.heads.teacher import LOSSES
 from ..modeling.loss_options import check_values
 from .trainer_base import RunningMeans, head_of
 from .utils import replace_text
@@ -49,6 +50,7 @@ class TrainingStrategy:
     - Mehra et al.: `train="lora"`, `lora_rank=8`, `head_warmup`, `drafter_lr_multiplier=4`, `loss_balance="rms"`;
     - MtPC's stage 2: `draft_layers=2` on heads that are trained already; `head_warmup=0.5` makes both stages one run;
     - Hydra++: `loss_target="teacher"`; LK losses: `loss_target="teacher"`, `loss_divergence="lk"`;
+    - what is paid: `loss_target="teacher"`, `loss_divergence="block"`, on text that the backbone drew (temperature 1);
     - DeepSeek-V3: `train="all"`, `loss_weight=0.3`, `loss_weight_last=0.1`, `loss_weight_until=0.68`.
 
     Attributes:
@@ -66,7 +68,8 @@ class TrainingStrategy:
             (`MTPHeads`, EvaByte); None: as the heads have it.
         draft_lora_rank: Of these adapters; None: as they are, and 8 where they are new.
         loss_target: `"labels"`: the negative log-likelihood of the text; `"teacher"`: the backbone's own distribution.
-        loss_divergence: How far the drafter is from that distribution: one of `DIVERGENCES`.
+        loss_divergence: How far the drafter is from that distribution: one of `LOSSES`.
+        loss_places: Of `loss_divergence="block"`: `"all"` count alike, or by the `"calls"` that a rejection costs.
         loss_label_weight: Share of the likelihood mixed with it, 0 to 1.
         loss_top_k: Compare that distribution at its so many likeliest tokens and the rest as one; the mass of the rest
             is in the log and bounds the error. None: at all tokens.
@@ -96,6 +99,7 @@ class TrainingStrategy:
     draft_lora_rank: int | None = None
     loss_target: str | None = None
     loss_divergence: str | None = None
+    loss_places: str | None = None
     loss_label_weight: float | None = None
     loss_top_k: int | None = None
     loss_balance: str | None = None
@@ -109,7 +113,8 @@ class TrainingStrategy:
         choices = {
             "train": PARTS,
             "loss_target": TARGETS,
-            "loss_divergence": DIVERGENCES,
+            "loss_divergence": LOSSES,
+            "loss_places": PLACES,
             "loss_balance": BALANCES,
             "loss_weight_shape": SHAPES,
         }

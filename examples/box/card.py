@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tokenahead import EvaByteConfig
-from tokenahead.model_cards import render_card, write_card
+from tokenahead.model_cards import DecodingResult, MeasuredResults, render_card, write_card
 from tokenahead.training.box import EXCERPTS
-from tokenahead.training.commands.figures import ACCEPTANCE_FIGURE, SPEED_FIGURE
-from tokenahead.training.demo import RESULTS
-from tokenahead.training.evaluation import HeadReport, read_reports
-from tokenahead.training.results import DecodingResult
+from tokenahead.training.commands.bench import FRONTIER_FIGURE, RESULTS
 
 LOG = "training.jsonl"
 """Name of the log of the training."""
@@ -31,19 +29,20 @@ _BLOCK = re.compile(r"<!-- figures of the box: .*? -->\n(.*?)" + re.escape(_END)
 
 def write_box_card(folder: Path) -> None:
     """Write README.md into a box that has its weights, results, manifest, figures and log."""
-    reports = read_reports(folder / RESULTS)
+    measured = MeasuredResults.from_json(folder / RESULTS)
+    own = [replace(row, name=_setting(row), method=None) for row in measured.results if row.method == "ff"]
     lines = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
     card = render_card(
         EvaByteConfig.from_pretrained(folder),
-        reports[0].measured,
+        replace(measured, results=own),
         license="apache-2.0",
         model_name="The model in the box",
-        picture=ACCEPTANCE_FIGURE,
+        picture=FRONTIER_FIGURE,
         remote_code=None,
         language="code",
         training_data="\n".join(_text(json.loads((folder / MANIFEST).read_text()))),
         training_description="\n".join((_ABOUT, "", *_log(lines))),
-        training_results="\n".join(_results(reports)),
+        training_results="\n".join(_results(measured)),
         out_of_scope="Writing code that anyone runs: it has seen a few dozen megabytes and understands nothing.",
         metadata={"tags": ["byte-level", "python"]},
     )
@@ -76,7 +75,11 @@ def _log(lines: list[dict[str, Any]]) -> Iterator[str]:
             yield f"- Recipe: `{json.dumps(recipe)}`."
 
 
-def _results(reports: Sequence[HeadReport]) -> Iterator[str]:
+def _setting(row: DecodingResult) -> str:
+    return f"{row.decoding}{f', batch {row.batch_size}' * (row.batch_size > 1)}"
+
+
+def _results(measured: MeasuredResults) -> Iterator[str]:
     yield "One backbone, the same budget for every head. All was generated, by turns with plain decoding; the range is"
     yield "that over prompts. `per verification` leaves out the prompt's own call, and `expected` is the same, computed"
     yield "along the plain texts for drafts of the length beside it; both with the standard error over prompts. `by"
@@ -84,15 +87,18 @@ def _results(reports: Sequence[HeadReport]) -> Iterator[str]:
     columns = "head", "parameters", "decoding", "bytes per call", "per verification", "expected", "bytes/s", "plain"
     yield from ("", f"| {' | '.join(columns)} | speed-up | by processor | repeated |")
     yield "|---|---:|---|---|---:|---:|---:|---:|---:|---:|---:|"
-    for report in reports:
-        for row in report.measured.results:
-            by_processor = None if row.is_degenerate else row.processor_speed_up
-            cells = (
-                report.name, f"{report.parameters:,}", row.name, _per_call(row), *_per_verification(row),
-                *_speeds(row, "(repeats itself)"), _number(by_processor), _number(row.repeated_share, ".0%"),
-            )  # fmt: skip
-            yield f"| {' | '.join(cells)} |"
-    yield from ("", f"![Bytes per call against latency]({SPEED_FIGURE})")
+    for row in _drafting(measured):
+        by_processor = None if row.is_degenerate else row.processor_speed_up
+        cells = (
+            str(row.method), f"{measured.extra[f'Parameters of {row.method}']:,}", _setting(row), _per_call(row),
+            *_per_verification(row), *_speeds(row, "(repeats itself)"), _number(by_processor),
+            _number(row.repeated_share, ".0%"),
+        )  # fmt: skip
+        yield f"| {' | '.join(cells)} |"
+
+
+def _drafting(measured: MeasuredResults) -> list[DecodingResult]:
+    return [row for row in measured.results if row.method != "plain"]
 
 
 def _per_call(row: DecodingResult) -> str:
@@ -120,25 +126,23 @@ def _number(value: float | None, form: str = ".2f") -> str:
     return "" if value is None else format(value, form)
 
 
-def first_screen(reports: Sequence[HeadReport]) -> str:
+def first_screen(measured: MeasuredResults) -> str:
     """Return Markdown: for every way of decoding the head with most bytes per second, and the command."""
-    first = reports[0].measured
-    load = first.environment.get("load average, 1 min", "unknown")
+    load = measured.environment.get("load average, 1 min", "unknown")
     lines = [
-        f"The model in the box writes Python source; held-out ones cost it {first.bits_per_byte:.2f} bits per byte.",
-        f"Measured on {first.hardware}, load {load} before, by",
+        f"The model in the box writes Python source; held-out ones cost it {measured.bits_per_byte:.2f} bits per byte.",
+        f"Measured on {measured.hardware}, load {load} before, by",
         "",
-        f"    {first.command}",
+        f"    {measured.command}",
         "",
         "| decoding | head | bytes per call (range over prompts) | per verification | expected | bytes/s | plain | "
         "speed-up |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name in [row.name for row in first.results]:
-        rows = [(report, row) for report in reports for row in report.measured.results if row.name == name]
-        report, row = max(rows, key=lambda pair: pair[1].tokens_per_second)
+    for name in dict.fromkeys(_setting(row) for row in measured.results):
+        row = max((row for row in _drafting(measured) if _setting(row) == name), key=lambda row: row.tokens_per_second)
         speeds = _speeds(row, "none claimed: the text repeats itself")
-        cells = (row.name, report.name, _per_call(row), *_per_verification(row), *speeds)
+        cells = (name, str(row.method), _per_call(row), *_per_verification(row), *speeds)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -163,5 +167,5 @@ def fill_readme(readme: Path, box: Path) -> None:
     """
     text = readme.read_text(encoding="utf-8")
     block_of(text)
-    results = first_screen(read_reports(box / RESULTS))
+    results = first_screen(MeasuredResults.from_json(box / RESULTS))
     readme.write_text(_BLOCK.sub(lambda _: f"{_BEGIN}\n{results}{_END}", text), encoding="utf-8")

@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import random
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
@@ -27,28 +28,30 @@ import torch
 from card import LOG, MANIFEST, fill_readme, write_box_card
 from safetensors.torch import save_file
 from text import Package, collect, windows
+from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig
 
 from tokenahead import EvaByteForMTPC, EvaByteTokenizer
+from tokenahead.model_cards import MeasuredResults
 from tokenahead.training.box import (
     CHECKSUMS,
     EXCERPT,
     EXCERPTS,
     HEADS,
     Box,
-    BoxMeasurement,
     Excerpt,
     check_box,
+    excerpt_windows,
     load_heads,
     sha256,
 )
-from tokenahead.training.commands.figures import save_figures
-from tokenahead.training.demo import RESULTS
-from tokenahead.training.evaluation import write_reports
-from tokenahead.training.evaluation.drafts import window_bits
+from tokenahead.training.commands.bench import RESULTS, write
+from tokenahead.training.demo import BoxMeasurement
 
 DRAFTED = 5
 """Bytes that a head of the box drafts unless its release or the user chose otherwise; figures are in `docs/box.md`."""
+BEFORE = "Bits per byte before rounding to bfloat16"
+"""What `results.json` says of the weights that were trained."""
 _EXCERPTS, _WINDOWS = 128, 64
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -73,9 +76,9 @@ def release(run: Path, output: Path, drafts: dict[str, int], measurement: BoxMea
         rows = np.load(run / "text" / "held_out.npy", mmap_mode="r")
         bits = window_bits(models["ff"], windows(rows[:: -(-len(rows) // _WINDOWS)], 1024))
         error = float(bits.std()) / len(bits) ** 0.5
-        before = {"bits_per_byte": float(bits.mean()), "standard_error": error, "windows": len(bits)}
+        before = {BEFORE: round(float(bits.mean()), 4), f"{BEFORE}, standard error": round(error, 4)}
         seal(scratch)
-        _measure(scratch, measurement, {name: round(value, 4) for name, value in before.items()})
+        _measure(scratch, measurement, before)
 
 
 def measure_again(box: Path, drafts: dict[str, int], measurement: BoxMeasurement) -> None:
@@ -92,7 +95,9 @@ def measure_again(box: Path, drafts: dict[str, int], measurement: BoxMeasurement
             lengths = {kind: int(model.generation_config.num_assistant_tokens) for kind, model in models.items()}
             save_box(scratch, models, lengths | drafts)
             seal(scratch)
-        _measure(scratch, measurement, json.loads((box / RESULTS).read_text())["before_rounding"])
+        known = MeasuredResults.from_json(box / RESULTS).extra
+        before = {name: float(value) for name, value in known.items() if name.startswith(BEFORE)}
+        _measure(scratch, measurement, before)
 
 
 @contextmanager
@@ -113,11 +118,32 @@ def _in_place_of(output: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+@torch.no_grad()
+def window_bits(model: EvaByteForMTPC, ids: torch.Tensor, batch_size: int = 8) -> torch.Tensor:
+    """Return the bits per byte of the next byte, window by window.
+
+    Args:
+        model: A causal language model over bytes.
+        ids: [N, L] windows that begin with `<bos>`.
+        batch_size: Windows per forward.
+
+    Returns:
+        [N] float64; windows have one length, so their mean is that of the text, and their spread its uncertainty.
+    """
+    found = []
+    for part in ids.split(batch_size):
+        logits = model(part, use_cache=False).logits[:, :-1].float()
+        nats = cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="none").view(len(part), -1)
+        found.append(nats.double().mean(1) / math.log(2))
+    return torch.cat(found)
+
+
 def _measure(folder: Path, measurement: BoxMeasurement, before_rounding: dict[str, float]) -> None:
     """Write results, figures and card of a sealed box, and seal it anew."""
-    reports, _ = measurement.measure(Box.load(folder))
-    save_figures(folder, reports)
-    write_reports(folder / RESULTS, reports, before_rounding=before_rounding)
+    box = Box.load(folder)
+    bits = window_bits(next(iter(box.models.values())), excerpt_windows(box.excerpts))
+    measured, _ = measurement.measure(box)
+    write(folder, replace(measured, bits_per_byte=float(bits.mean()), extra=measured.extra | before_rounding))
     write_box_card(folder)
     seal(folder)
 

@@ -31,6 +31,8 @@ _READ_ONCE = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())
 """What is read with the prompt alone: images and sound."""
 _OF_AN_ENCODER = {"encoder_hidden_states", "encoder_attention_mask"}
 """What has columns of another sequence, which may be as long as the prompt."""
+USUAL = _OURS | _TYPES | _READ_ONCE
+"""What nobody needs to hand on."""
 _UNREADABLE = (AttributeError, LookupError, TypeError)
 """What methods of a model raise that read more than they are shown here."""
 _PACKAGE = __name__.rpartition(".generation.")[0]
@@ -91,9 +93,6 @@ class Keywords:
             self.reason, self.is_asked = f"inputs that {type(owner).__name__} prepares", False
             return
         self.is_asked = not (_is_base(self.update) and _is_known(self.prepare))
-        more = {name for name, value in given.items() if value is not None} - _OURS - _TYPES - _READ_ONCE
-        if _is_base(self.prepare) and not (more or self.is_asked):
-            return
         self.by_length = {prompt.shape[1]: given}
         self.cached_before = _given_columns(given, prompt.shape[1]) - prompt.shape[1]
         try:

@@ -214,7 +214,7 @@ def obstacle(config: GenerationConfig, of_drafts: bool = True) -> str | None:
 _PLAIN = {
     "num_beams": lambda value: (value or 1) == 1,
     "use_cache": lambda value: value is not False,
-    "cache_implementation": lambda value: value in (None, "dynamic", "offloaded"),
+    "cache_implementation": lambda value: value in (None, "dynamic", "offloaded", "static"),
     "guidance_scale": lambda value: value in (None, 1),
     "output_attentions": lambda value: not value,
     "dola_layers": lambda value: value is None,
@@ -223,7 +223,8 @@ _PLAIN = {
 
 
 _UNREAD = {
-    "compile_config": "compile the backbone itself, by model.forward = torch.compile(model.forward)",
+    "compile_config": "pass cache_implementation='static' beside it, or compile the backbone itself, by "
+    "model.forward = torch.compile(model.forward)",
     "assistant_ensemble_weight": "it would change the distribution of the text, which verification keeps",
     "speculation_type": "the drafter that the call was given drafts",
 }
@@ -234,7 +235,8 @@ def warn_of_unread(config: GenerationConfig) -> None:
     """Warns of what a call asks for and our loop does not do."""
     for name, instead in _UNREAD.items():
         value = getattr(config, name, None)
-        if value is not None:
+        is_read = name == "compile_config" and config.cache_implementation == "static"
+        if value is not None and not is_read:
             logger.warning_once(f"{name}={value!r} is not read where drafts are verified by this library: {instead}.")
 
 
@@ -369,10 +371,13 @@ def draft_probs(
         distribution = distribution.new_zeros(*distribution.shape[:-1], vocab_size).index_copy_(
             -1, draft_ids, distribution
         )
-    if not options.do_sample:
-        return distribution
-    warped = options.processing.warp(distribution)
+    return warped(distribution, options, is_part) if options.do_sample else distribution
+
+
+def warped(distribution: torch.Tensor, options: DraftOptions, is_part: bool) -> torch.Tensor:
+    """Return probabilities [..., V] after the call's processors; `is_part`: those of a draft vocabulary alone."""
+    probs = options.processing.warp(distribution)
     if not is_part:
-        return warped
+        return probs
     # processors may have left none of its tokens: any distribution will do then
-    return torch.where(warped.isnan().any(-1, keepdim=True), distribution, warped)
+    return torch.where(probs.isnan().any(-1, keepdim=True), distribution, probs)

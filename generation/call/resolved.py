@@ -116,6 +116,7 @@ def with_resolved(call: dict[str, Any], resolved: set[str]) -> dict[str, Any]:
     config = ResolvedConfig.of(passed, resolved)
     fields = {name: value for name, value in call.items() if name not in NOT_CONFIG}
     if passed is None:  # beside a config, transformers warns of fields in keyword arguments
-        fields = config.update(**fields)
+        unset = {name for name, value in fields.items() if value is None}  # only a keyword argument keeps a field so
+        fields = unset | config.update(**{name: fields[name] for name in fields.keys() - unset}).keys()
     kept = {name: value for name, value in call.items() if name in NOT_CONFIG or name in fields}
     return kept | {"generation_config": config}

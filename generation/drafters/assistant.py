@@ -24,16 +24,17 @@ from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import learned_positions
+from ...modeling.first_layers import first_layers
 from ...modeling.gemma4 import borrows_states, load_assistant
 from ...modeling.indices import cached_arange, to_device
 from ...modeling.masks import additive_mask
+from ...modeling.wrapped_models import unwrap
 from ..attach import AttachableDrafter
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
 from ..protocols import CacheView, DraftSession
 from ..target.backbones import target_of
-from ..target.cache import RowLayer
-from ..target.replay import is_recurrent
+from ..target.cache import RowLayer, is_recurrent
 from ..target.target import TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
 from .vocabulary import SharedVocabulary, shared_vocabulary
@@ -85,6 +86,26 @@ class AssistantDrafter(AttachableDrafter):
             **kwargs: Of transformers' `from_pretrained`: `dtype`, `device_map`, `revision`, ...
         """
         return cls(load_assistant(folder, **kwargs), num_tokens, vocab_size)
+
+    @classmethod
+    def from_backbone(cls, backbone: PreTrainedModel, layers: int = 2, num_tokens: int = 5) -> AssistantDrafter:
+        """Return an assistant of the backbone's own first layers and its head, attached; tuning makes it a good one.
+
+        Layers and norms are copies. Embeddings and head share the backbone's memory, and are frozen.
+
+        Args:
+            backbone: A plain causal language model of transformers.
+            layers: How many layers the assistant has.
+            num_tokens: Tokens to draft.
+
+        Raises:
+            ValueError: Not fewer layers than the backbone has, or a backbone that cannot be cut.
+        """
+        return cls(first_layers(backbone, layers), num_tokens).attach(unwrap(backbone))
+
+    def save_pretrained(self, folder: str | PathLike, **kwargs: Any) -> None:
+        """Save the drafting model, an ordinary one of transformers; arguments as for its `save_pretrained`."""
+        self.model.save_pretrained(folder, **kwargs)
 
     def matches(self, model: Any) -> bool:
         """The drafting model itself, once it is attached."""

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from ...modeling.heads.window_distribution import WindowDistribution
+from ...modeling.draft_vocabulary import DraftVocabulary
+from ...modeling.heads.window_distribution import PartialDistribution, WindowDistribution
 from ...modeling.indices import cached_arange, cached_range, to_device
 from ...modeling.sampling import draw
-from ..call.options import DraftOptions
+from ..call.options import DraftOptions, warped
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
 from ..target.cache import Rows
@@ -47,6 +48,7 @@ class HeadSession(DraftSession):
         options: Of the call.
         hidden_layers: The states that features are made from.
         read: Makes features [B, T, F] from the backbone's hidden states; the last states if not given.
+        vocabulary: The tokens that may be drafted; None: all.
     """
 
     supports_confidence_threshold = True
@@ -57,8 +59,10 @@ class HeadSession(DraftSession):
         options: DraftOptions,
         hidden_layers: HiddenLayers = -1,
         read: Callable[..., torch.Tensor] | None = None,
+        vocabulary: DraftVocabulary | None = None,
     ) -> None:
         self.distribution, self.options, self.hidden_layers = distribution, options, hidden_layers
+        self.vocabulary = vocabulary
         self.read: Callable[..., torch.Tensor] = read or _last
         self.num_tokens = options.num_tokens
         self._unchecked = True
@@ -109,8 +113,12 @@ class HeadSession(DraftSession):
         self.hidden = states[cached_arange(len(states), states.device), to_device(result.num_accepted, states.device)]
 
     def _choose(self, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        q = self.options.processing.warp(probs)
+        q = warped(probs, self.options, self.vocabulary is not None)
         return draw(q), q
+
+    def coverage(self, tokens: torch.Tensor) -> float | None:
+        """The share of tokens [N] that could be drafted; None where all can."""
+        return None if self.vocabulary is None else self.vocabulary.coverage(tokens)
 
 
 class WindowGrowth:
@@ -127,16 +135,19 @@ class WindowGrowth:
     vocab_size: int = 0
 
     def __init__(self, distribution: WindowDistribution, last: torch.Tensor) -> None:
-        self.distribution, self.paths = distribution, last[..., None][..., :0]
+        self.paths, self.next = last[..., None][..., :0], distribution.next_log_probs
+        if isinstance(distribution, PartialDistribution):
+            part, self.next = distribution.vocabulary, distribution.next_columns
+            self.draft_ids, self.vocab_size = part.on(last.device), part.vocab_size
 
     def first(self) -> torch.Tensor:
         """See `Growth`."""
-        return self.distribution.next_log_probs(self.paths)[:, 0]
+        return self.next(self.paths)[:, 0]
 
     def after(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
         """See `Growth`."""
         self.paths = torch.cat([taken(self.paths, parents.clamp(min=0)), tokens[..., None]], dim=-1)
-        return self.distribution.next_log_probs(self.paths)
+        return self.next(self.paths)
 
 
 def _likeliest(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,7 +177,8 @@ class AttendingHeadSession(HeadSession):
     """
 
     def __init__(self, heads: Any, options: DraftOptions, read: Callable[..., torch.Tensor] | None = None) -> None:
-        super().__init__(heads.distribution_after, options, heads.hidden_layers, read or heads.features)
+        layers, part = heads.hidden_layers, heads.draft_vocabulary
+        super().__init__(heads.distribution_after, options, layers, read or heads.features, part)
         self.cache = DynamicCache()
 
     def begin(self, outputs: Any, view: CacheView) -> None:

@@ -192,7 +192,8 @@ class ModuleSession(DraftSession):
         """Logits [.., v] of the tokens that may be drafted."""
         if self.vocabulary is None:
             return self.model.readout(hidden)
-        return self.vocabulary.logits(self.model.readout, hidden)
+        readout = self.model.readout
+        return readout.finish(self.vocabulary.logits(readout.head, hidden))
 
     def draft_ids(self, device: torch.device) -> torch.Tensor | None:
         """The token ids that columns of logits stand for; None: every token, in order."""

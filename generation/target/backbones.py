@@ -18,10 +18,11 @@ from transformers.cache_utils import (
 )
 
 from ...configuration.fields import learned_positions
-from ...modeling.ptp.inputs import check_attention
+from ...modeling.masks import check_attention
 from ...modeling.wrapped_models import has_own_cache
+from .cache import is_recurrent
 from .repacking import EvenTarget, RepackedTarget
-from .replay import is_recurrent
+from .static import FixedTarget, PlannedCache
 from .target import ColumnTarget, RowTarget
 
 _EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
@@ -136,8 +137,10 @@ def _is_local(config: Any) -> bool:
     return "local" in (getattr(config, "attention_layers", None) or ())
 
 
-def check_prompt(backbone: PreTrainedModel, call: dict[str, Any], has_own_cache: bool) -> None:
-    """Refuse a prompt that the backbone cannot read.
+def check_prompt(
+    backbone: PreTrainedModel, call: dict[str, Any], config: GenerationConfig, has_own_cache: bool
+) -> None:
+    """Refuse a prompt that the backbone cannot read, and a text that it cannot write.
 
     Raises:
         ValueError: An empty prompt, ids outside the vocabulary, or more tokens than the model has positions.
@@ -158,6 +161,14 @@ def check_prompt(backbone: PreTrainedModel, call: dict[str, Any], has_own_cache:
     if limit is not None and tensor.shape[1] > limit:
         raise ValueError(
             f"the prompt has {tensor.shape[1]} tokens, more than max_position_embeddings={limit}; shorten it"
+        )
+    mask, new = call.get("attention_mask"), config.max_new_tokens or (config.max_length or 0) - tensor.shape[1]
+    may_end = config.eos_token_id is not None or config.stop_strings or config.max_time or call.get("stopping_criteria")
+    fed = new - 1 + (int(mask.sum(1).max()) if isinstance(mask, torch.Tensor) else tensor.shape[1])
+    if not has_own_cache and limit is not None and fed > limit and not may_end:
+        raise ValueError(
+            f"max_new_tokens={new} would take {fed} positions, more than max_position_embeddings={limit}, and nothing "
+            f"ends the text before: ask for at most {new - fed + limit}"
         )
 
 
@@ -223,6 +234,12 @@ def can_roll_back(model: PreTrainedModel) -> bool:
     return has_columns and is_recurrent(cache) and is_repackable(cache)
 
 
+def takes_fixed_room(model: PreTrainedModel) -> bool:
+    """Whether drafts can be verified on columns that are allocated once and never counted by the host."""
+    kinds = {type(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers}
+    return kinds <= {DynamicLayer, DynamicSlidingWindowLayer, _EMPTY} and bool(kinds) and takes_dense_masks(model)
+
+
 def target_of(
     model: PreTrainedModel,
     cache: Cache,
@@ -245,6 +262,8 @@ def target_of(
     """
     if not is_repackable(cache):
         return EvenTarget(model, cache, like, mask, given)
+    if isinstance(cache, PlannedCache) and cache.room is not None:
+        return FixedTarget(model, cache, like, mask, given, span=span)
     if all(type(layer) in _FIXED for layer in cache.layers) and takes_dense_masks(model) and not cache.offloading:
         return RowTarget(model, cache, like, mask, given, limit=limit, span=span)
     return RepackedTarget(model, cache, like, mask, given)

@@ -25,6 +25,7 @@ from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
 )
 
 from ...modeling.indices import cached_arange, cached_range
@@ -32,6 +33,9 @@ from ..call.sequences import NewTokens
 
 _STEP, _ROOM = 64, 4096
 """Widths are multiples of the first; a cache begins with room for so many new tokens at most."""
+
+_STATES = ("keys", 2), ("values", 2), ("indexer_keys", 1)
+"""What is kept of single tokens, and the dimension of its columns; the last one by dynamic sparse attention alone."""
 
 Slots = tuple[torch.Tensor, torch.Tensor] | tuple[slice, slice]
 
@@ -48,6 +52,7 @@ class Rows:
 
     Attributes:
         ends: [B] int64; `lengths` are the same on the host.
+        is_even: Whether all sequences end in the same column.
         ahead: Where the next block begins, from `ends` on: what is fed between two rollbacks stands in a row. It may be
             negative where columns are fed again.
         is_exact: Whether attention gets no mask, and the columns up to the block's end.
@@ -62,7 +67,8 @@ class Rows:
             counts = self.mask.sum(1)
         self.padding = None if counts is None else self.prompt - counts
         self.lengths, self.ends = [self.prompt] * batch, torch.full((batch,), self.prompt, device=mask.device)
-        self.capacity = _rounded(max(min(limit, self.prompt + _ROOM), self.prompt) + span)
+        self.is_even = True
+        self.capacity = rounded(max(min(limit, self.prompt + _ROOM), self.prompt) + span)
         self.span, self.window, self.written = span, 0, self.prompt
         self.ahead, self.is_exact = 0, False
         self._slots: dict[tuple[int, int, int, torch.device], Slots] = {}
@@ -72,28 +78,21 @@ class Rows:
         """Real tokens of every sequence, [B] int64."""
         return self.ends if self.padding is None else self.ends - self.padding
 
-    @property
-    def is_even(self) -> bool:
-        """Whether all sequences end in the same column."""
-        return len(set(self.lengths)) == 1
-
     def needs_mask(self, fed: int) -> bool:
         """Return whether a chain needs a mask: where the model would make one itself, ours repeats no keys."""
         begins = max(self.lengths) + self.ahead
         return self.mask is not None or self.window > 0 or not self.is_even or (fed > 1 and begins > 0)
 
-    def take_over(self, cache: Cache) -> None:
+    def take_over(self, cache: Cache, kind: type[RowLayer] | None = None) -> None:
         """Replace the layers of a cache, one after the other, by layers that never move and hold what they held."""
+        kind = kind or RowLayer
         windows = [layer.sliding_window for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
         self.window = max(windows, default=0)
         for index, layer in enumerate(cache.layers):
             if isinstance(layer, DynamicLayer):
-                cache.layers[index] = self._fixed(layer)
-        if (kind := cache.layer_class_to_replicate) is not None:  # layers are made when they are first written to
-            cache.layer_class_to_replicate = cast(Any, lambda: self._fixed(cast(DynamicLayer, kind())))
-
-    def _fixed(self, layer: DynamicLayer) -> RowLayer:
-        return IndexedRowLayer(self, layer) if isinstance(layer, DynamicIndexedLayer) else RowLayer(self, layer)
+                cache.layers[index] = kind(self, layer)
+        if (new := cache.layer_class_to_replicate) is not None:  # layers are made when they are first written to
+            cache.layer_class_to_replicate = cast(Any, lambda: kind(self, cast(DynamicLayer, new())))
 
     def give_back(self, cache: Cache, columns: int) -> None:
         """Lay a cache out as plain decoding leaves it, with so many columns."""
@@ -105,6 +104,7 @@ class Rows:
         """Leave the first `kept.counts[b]` columns of what was fed after the end of sequence b."""
         self.ends = self.ends + (kept.longest if kept.is_even else kept.on_device.to(self.ends.device))
         self.lengths = [length + count for length, count in zip(self.lengths, kept.counts)]
+        self.is_even = len(set(self.lengths)) == 1
         self.ahead, self._slots = 0, {}
 
     def keep_path(self, cache: Cache, path: torch.Tensor) -> None:
@@ -116,12 +116,12 @@ class Rows:
 
     def size(self, is_ring: bool) -> int:
         """Return the columns that layers have room for."""
-        return min(self.capacity, _rounded(self.window + self.span)) if is_ring else self.capacity
+        return min(self.capacity, rounded(self.window + self.span)) if is_ring else self.capacity
 
     def width(self, fed: int, size: int) -> int:
         """Return how many columns attention gets in a forward of `fed` tokens."""
         end = max(self.lengths) + self.ahead + fed
-        return end if self.is_exact else min(size, _rounded(end))
+        return end if self.is_exact else min(size, -(-end // _STEP) * _STEP)
 
     def slots(self, first: int, count: int, size: int, device: torch.device) -> Slots:
         """Return where columns go that begin `first` after the ends: an index of sequences and columns, or slices."""
@@ -204,12 +204,12 @@ class Rows:
         """Make room for a block; layers grow when they are next written to."""
         end = max(self.lengths) + self.ahead + fed
         if end > self.capacity:
-            self.capacity = _rounded(max(end, self.capacity + self.capacity // 2))
+            self.capacity = rounded(max(end, self.capacity + self.capacity // 2))
         self.span, self.written = max(self.span, self.ahead + fed), max(self.written, end)
 
 
 class RowLayer(CacheLayerMixin):
-    """Keys and values [B, H, C, D] of a layer.
+    """Keys and values [B, H, C, D] of a layer, and keys [B, C, D] of an indexer where it has one.
 
     Args:
         rows: Where sequences end.
@@ -220,58 +220,42 @@ class RowLayer(CacheLayerMixin):
         super().__init__()
         self.rows, self.origin = rows, origin
         self.is_sliding = isinstance(origin, DynamicSlidingWindowLayer)
-        for name, dim in self._states():
+        self.indexer_keys: torch.Tensor | None = None
+        self.states = _STATES if isinstance(origin, DynamicIndexedLayer) else _STATES[:2]
+        size = rows.size(self.is_sliding)
+        for name, dim in self.states:
             states = getattr(origin, name, None)
             if states is not None and states.numel():
-                setattr(self, name, self._laid_out(states, rows.prompt - states.shape[dim], dim))
+                setattr(self, name, _laid_out(states, rows.prompt - states.shape[dim], dim, size))
                 setattr(origin, name, None)
-
-    def _states(self) -> tuple[tuple[str, int], ...]:
-        """Names of what is kept of single tokens, and the dimension of its columns."""
-        return ("keys", 2), ("values", 2)
-
-    @property
-    def size(self) -> int:
-        """Columns that there is room for."""
-        return self.rows.size(self.is_sliding)
-
-    def _laid_out(self, states: torch.Tensor, first: int, dim: int) -> torch.Tensor:
-        """Return a tensor with room, which holds the columns from `first` on."""
-        size, count = self.size, states.shape[dim]
-        room = states.new_zeros(*states.shape[:dim], size, *states.shape[dim + 1 :])
-        if first + count <= size:
-            room.narrow(dim, first, count).copy_(states)
-        else:
-            room.index_copy_(dim, cached_range(first, count, states.device) % size, states)
-        return room
 
     def _written(self, name: str, dim: int, states: torch.Tensor) -> torch.Tensor:
         """Write the block's states to their columns, and return a view of those that attention gets."""
         fed = states.shape[dim]
         self.rows.reserve(fed)
-        size, held = self.size, getattr(self, name)
+        size, held = self.rows.size(self.is_sliding), getattr(self, name)
         if held is None:
-            held = self._laid_out(states.narrow(dim, 0, 0), 0, dim)
+            held = _laid_out(states.narrow(dim, 0, 0), 0, dim, size)
         elif held.shape[dim] < size:
-            held = self._grown(held, dim)
+            held = self._grown(held, dim, size)
         setattr(self, name, held)
         kept = min(fed, size)  # the first block of a ring may be longer: it keeps the end, and attention gets the whole
         slots = self.rows.slots(self.rows.ahead + fed - kept, kept, size, states.device)
         held.movedim(dim, 1)[slots] = states.narrow(dim, fed - kept, kept).movedim(dim, 1)
         return states if kept < fed else held.narrow(dim, 0, self.rows.width(fed, size))
 
-    def _grown(self, held: torch.Tensor, dim: int) -> torch.Tensor:
+    def _grown(self, held: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         """Return a layer's columns with more room: a ring's stand in other slots then."""
         rows, old = self.rows, held.shape[dim]
         if not self.is_sliding:
-            return self._laid_out(held, 0, dim)
+            return _laid_out(held, 0, dim, size)
         last = rows.ends[:, None] + (max(rows.ahead, 0) - 1)
         slots = cached_arange(old, rows.ends.device)
         columns = last - (last - slots) % old
         columns = torch.where(columns < 0, slots, columns).to(held.device)
-        room = self._laid_out(held.narrow(dim, 0, 0), 0, dim)
+        room = _laid_out(held.narrow(dim, 0, 0), 0, dim, size)
         row = cached_arange(len(columns), held.device)[:, None]
-        room.movedim(dim, 1)[row, columns % self.size] = held.movedim(dim, 1)
+        room.movedim(dim, 1)[row, columns % size] = held.movedim(dim, 1)
         return room
 
     def update(
@@ -280,20 +264,24 @@ class RowLayer(CacheLayerMixin):
         """Write a block [B, H, F, D], and return views of the columns that attention gets."""
         return self._written("keys", 2, key_states), self._written("values", 2, value_states)
 
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Write the indexer's keys of a block [B, F, D], and return a view of the columns that attention gets."""
+        return self._written("indexer_keys", 1, indexer_key_states)
+
     def put_in_row(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy the columns `source` [B, k] to `target` [B, k]."""
-        for name, dim in self._states():
+        for name, dim in self.states:
             if (held := getattr(self, name)) is not None:
                 columns = held.movedim(dim, 1)
                 row = cached_arange(len(source), held.device)[:, None]
                 source, target = source.to(held.device), target.to(held.device)
-                columns[row, target % self.size] = columns[row, source % self.size]
+                columns[row, target % held.shape[dim]] = columns[row, source % held.shape[dim]]
 
     def give_back(self, columns: int) -> DynamicLayer:
         """Return the layer of transformers with the first columns, and of a ring those that it keeps."""
         layer = self.origin
         first = max(columns - layer.sliding_window + 1, 0) if isinstance(layer, DynamicSlidingWindowLayer) else 0
-        for name, dim in self._states():
+        for name, dim in self.states:
             if (held := getattr(self, name)) is not None:
                 kept = cached_range(first, columns - first, held.device) % held.shape[dim]
                 setattr(layer, name, held.index_select(dim, kept))
@@ -310,7 +298,7 @@ class RowLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many columns attention gets, and the first; read where no mask is given."""
-        return self.rows.width(query_length, self.size), 0
+        return self.rows.width(query_length, self.rows.size(self.is_sliding)), 0
 
     def get_max_length(self) -> int:
         """Return -1: there is room for more."""
@@ -326,23 +314,27 @@ class RowLayer(CacheLayerMixin):
         seen = None
         if rows.needs_mask(1) or window is not None:
             rows.ahead = -1  # what the last token sees
-            seen, width = rows.visible(1, window)[:, 0], rows.width(1, self.size)
+            seen, width = rows.visible(1, window)[:, 0], rows.width(1, rows.size(self.is_sliding))
         keys, values = cast(torch.Tensor, self.keys), cast(torch.Tensor, self.values)
         return keys[:, :, :width], values[:, :, :width], seen
 
 
-class IndexedRowLayer(RowLayer):
-    """A layer with keys of an indexer, too (dynamic sparse attention)."""
-
-    indexer_keys: torch.Tensor | None = None
-
-    def _states(self) -> tuple[tuple[str, int], ...]:
-        return ("keys", 2), ("values", 2), ("indexer_keys", 1)
-
-    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Write a block [B, F, D], and return a view of the columns that attention gets."""
-        return self._written("indexer_keys", 1, indexer_key_states)
-
-
-def _rounded(width: int) -> int:
+def rounded(width: int) -> int:
+    """Return a width as it is allocated: few different ones, that shapes repeat."""
     return -(-width // _STEP) * _STEP
+
+
+def _laid_out(states: torch.Tensor, first: int, dim: int, size: int) -> torch.Tensor:
+    """Return a tensor with room, which holds the columns from `first` on: column c in slot c % size."""
+    count = states.shape[dim]
+    room = states.new_zeros(*states.shape[:dim], size, *states.shape[dim + 1 :])
+    if first + count <= size:
+        room.narrow(dim, first, count).copy_(states)
+    else:
+        room.index_copy_(dim, cached_range(first, count, states.device) % size, states)
+    return room
+
+
+def is_recurrent(cache: Cache) -> bool:
+    """Whether any layer keeps a recurrent state."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)

@@ -104,11 +104,6 @@ class _Only(Cache):
         super().__init__(layers=[layer] * (index + 1))
 
 
-def is_recurrent(cache: Cache) -> bool:
-    """Whether any layer keeps a recurrent state."""
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
-
-
 def find_mixers(decoder: nn.Module, cache: Cache) -> dict[int, nn.Module]:
     """The modules of a decoder that read and write the recurrent states of a cache, by layer.
 

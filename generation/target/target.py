@@ -7,7 +7,7 @@ every sequence's length themselves. `target_of` chooses. Knows neither distribut
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,9 +20,9 @@ from ...modeling.indices import cached_range
 from ..call.sequences import NewTokens
 from ..protocols import CacheView, SpeculativeCache
 from ..trees.contract import DraftTree, VerificationResult
-from .cache import Rows
+from .cache import Rows, is_recurrent
 from .inputs import Continuation, block_mask
-from .replay import Replay, is_recurrent
+from .replay import Replay
 
 HiddenLayers = int | list[int] | bool | None
 States = tuple[torch.Tensor | None, ...]
@@ -79,10 +79,12 @@ class Target(CacheView, Protocol):
         supports_rollback: Whether rows keep different numbers of tokens; else all sequences keep b, those that have
             ended, too.
         keywords: What else the model is given in the next forward; the loop sets it.
+        is_steady: Whether the last forward took as long as the next one of its kind will: nothing was compiled in it.
     """
 
     cache: Cache
     supports_rollback: bool
+    is_steady: bool = True
     last_position: int | None
     keywords: Mapping[str, Any] = MappingProxyType({})
 
@@ -229,10 +231,12 @@ class RowTarget(ColumnTarget):
     """
 
     takes_trees = True
+    rows_type = Rows
 
     def __init__(self, *args: Any, limit: int, span: int) -> None:
         super().__init__(*args)
-        self.rows = Rows(self.mask, self.is_padded, limit, span)
+        self.call: Callable[..., Any] = self.model
+        self.rows = self.rows_type(self.mask, self.is_padded, limit, span)
         self.rows.take_over(self.cache)
 
     @property
@@ -270,7 +274,7 @@ class RowTarget(ColumnTarget):
         options: dict[str, Any],
     ) -> Any:
         config, fed = self.model.config.get_text_config(), places.shape[-1]
-        return self.model(
+        return self.call(
             block,
             past_key_values=self.cache,
             use_cache=True,

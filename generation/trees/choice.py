@@ -104,7 +104,7 @@ def _trial_config(config: GenerationConfig, tokens: int) -> GenerationConfig:
     config.update(
         max_new_tokens=tokens, max_length=None, min_length=0, min_new_tokens=None,
         num_return_sequences=1, num_assistant_tokens_schedule="constant", num_assistant_tokens=None,
-        assistant_confidence_threshold=0.0,
+        assistant_confidence_threshold=0.0, cache_implementation="dynamic", compile_config=None,
         return_dict_in_generate=True, output_scores=False, output_logits=False, output_hidden_states=False,
     )  # fmt: skip
     return config

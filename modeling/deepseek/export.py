@@ -11,13 +11,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import count_modules, family_of, num_layers, set_modules
+from ..draft_vocabulary import FILE, DraftVocabulary
 from ..loading import SavingMixin
 from ..loss_options import ModuleLossOptions
 from ..tensor_files import Names, renamed
 from ..wrapped_models import whole_state
 from .checkpoint_files import COPIES
 from .conversion import load
-from .draft_vocabulary import FILE, DraftVocabulary
 from .modules import MTPModules
 
 _PARTS = {"enorm.": "enorm.", "hnorm.": "hnorm.", "eh_proj.": "eh_proj.", "shared_head.norm.": "norm.", "": "block."}

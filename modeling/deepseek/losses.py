@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +17,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
-from ..heads.chunks import Part, chunked_sums
+from ..draft_vocabulary import DraftVocabulary
+from ..heads.backbone_parts import BackboneParts
+from ..heads.block_loss import block_terms, text_log_probs
+from ..heads.chunks import Part, chunked_sums, term_rows
 from ..heads.losses import IGNORE, check_targets, counts_of_update
-from ..heads.teacher import head_and_rest, lumped, taught_terms
+from ..heads.teacher import ACCEPTANCES, ahead, head_and_rest, lumped, taught_terms
 from ..loss_options import ModuleLossOptions
 from ..outputs import MTPOutput
 from .modules import MTPModules, Readout
@@ -28,6 +32,9 @@ def depth_weights(counts: torch.Tensor, options: ModuleLossOptions) -> torch.Ten
     """Return the factor of each depth's summed cross-entropy from targets per depth, [D + 1] each; 0 counts as 1."""
     if options.normalization == "paper":
         counts = counts[:1].expand(len(counts))
+    if options.target == "teacher" and options.divergence == "block":  # the mean over places of what depths accept
+        counts = torch.cat([counts[:1], counts[1:2].expand(len(counts) - 1)])
+        options = replace(options, decay=1.0)
     shares = [options.decay**k for k in range(len(counts) - 1)]
     weights = torch.tensor([1.0] + [options.weight * share / sum(shares) for share in shares], device=counts.device)
     return weights / counts.clamp(min=1)
@@ -40,11 +47,14 @@ def chain_loss(
     vocab_size: int,
     options: ModuleLossOptions,
     counts: torch.Tensor | int | None = None,
+    vocabulary: DraftVocabulary | None = None,
 ) -> MTPOutput:
     """Return the weighted sum over depths of the summed cross-entropy (or distance from the teacher), in chunks.
 
     Depths are not independent: h^k is computed from h^{k-1}. So all chunks first leave their gradients on the h^k, and
-    autograd then runs through the chain once. With `detach_head`, only depth 0 trains the head.
+    autograd then runs through the chain once. With `detach_head`, only depth 0 trains the head. Over a draft vocabulary
+    a target outside it counts and adds nothing from depth 1 on, and the teacher's distribution is renormalised over it,
+    but for what is accepted (`tv`, `lk`, `lk_kl`); depth 0 has all tokens.
 
     Args:
         head: The readout of the main model.
@@ -53,19 +63,32 @@ def chain_loss(
         vocab_size: V.
         options: How the loss is computed.
         counts: `num_items_in_batch`, see `counts_of_update`.
+        vocabulary: The tokens that modules draft, with a head that learns nothing from them.
 
     Raises:
         ValueError: A target that is not a token id, or counts for another number of depths.
     """
 
-    def terms(state: torch.Tensor, target: torch.Tensor, taught: torch.Tensor | None = None) -> torch.Tensor:
-        logits, target = head(state).float(), target[:, 0]
+    def drafted(state: torch.Tensor) -> torch.Tensor:
+        return head(state) if vocabulary is None else head.finish(vocabulary.logits(head.head, state))
+
+    def target_probs(state: torch.Tensor) -> torch.Tensor:
+        if vocabulary is None or options.divergence not in ACCEPTANCES:
+            return drafted(state).float().log_softmax(-1)
+        return head(state).float().log_softmax(-1)[..., vocabulary.on(state.device)]
+
+    def terms(state: torch.Tensor, target: torch.Tensor, *of_module: torch.Tensor | None) -> torch.Tensor:
+        is_module, taught = of_module
+        logits, target = (head if is_module is None else drafted)(state).float(), target[:, 0]
         losses = nn.functional.cross_entropy(logits, target.to(logits.device), ignore_index=IGNORE, reduction="none")
         shown = [torch.zeros_like(losses)] * 2
-        if taught is not None:
+        if is_block and taught is not None:
+            value, slope, accepted = taught.to(losses).unbind(-1)
+            losses, shown[0] = value - slope * (losses - losses.detach()), accepted
+        elif taught is not None:
             scored, log_q = (target != IGNORE).to(losses.device), logits.log_softmax(-1)
             with torch.no_grad():
-                log_p = head(taught).float().log_softmax(-1)
+                log_p = target_probs(taught)
             if options.top_k is not None:
                 ids, log_p = head_and_rest(log_p, options.top_k)
                 log_q, shown[1] = lumped(log_q, ids), log_p[:, -1].exp()
@@ -75,11 +98,18 @@ def chain_loss(
 
     own = torch.stack([(check_targets(part, vocab_size) != IGNORE).sum() for part in targets])
     weights = depth_weights(counts_of_update(own, counts), options)
+    if vocabulary is not None:
+        targets = [targets[0], *(vocabulary.columns(part, IGNORE) for part in targets[1:])]
     teaches = options.target == "teacher"
+    is_block = teaches and options.divergence == "block"
+    if is_block and len(states) > 1:
+        taught = _block_slopes(head, drafted, states, targets, vocab_size, options)
+    elif teaches:
+        taught = [states[0].detach()[:, depth : depth + state.shape[1]] for depth, state in enumerate(states)]
     parts = [
         Part(
             state,
-            (target[..., None], states[0].detach()[:, depth : depth + state.shape[1]] if teaches and depth else None),
+            (target[..., None], target[..., None] if depth else None, taught[depth] if teaches and depth else None),
             nn.functional.pad(weight[None], (0, 2)),
             trains_module=depth == 0 or not options.detach_head,
         )
@@ -92,6 +122,48 @@ def chain_loss(
         accepted[0] = torch.nan
         found.acceptances, found.missing_mass = accepted, None if options.top_k is None else missing[1:].nanmean()
     return found
+
+
+def _block_slopes(
+    head: Readout,
+    drafted: Callable[[torch.Tensor], torch.Tensor],
+    states: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    vocab_size: int,
+    options: ModuleLossOptions,
+) -> list[torch.Tensor]:
+    """Return for every depth the block loss's terms, their slopes in log q of the targets, and m_k, [B, R_k, 3].
+
+    A term depends on all depths before its own, whose logits exist one chunk at a time. So log q of the targets is
+    computed first, without gradients, and the loss is then linear in it. `drafted` makes the logits of modules.
+    """
+
+    def likelihood(state: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return -nn.functional.cross_entropy(drafted(state).float(), target[:, 0].clamp(min=0), reduction="none")[
+            :, None
+        ]
+
+    length = states[0].shape[1]
+
+    def whole(values: torch.Tensor) -> torch.Tensor:
+        return nn.functional.pad(values, (0, length - values.shape[1]))
+
+    pairs = list(zip(states, targets))[1:]
+    nothing = states[0].new_zeros(1)
+    parts = [Part(state, (target[..., None],), nothing) for state, target in pairs]
+    found = [term_rows(likelihood, part, vocab_size) for part in parts]
+    log_q = torch.stack([whole(part.view(target.shape)) for part, (_, target) in zip(found, pairs)], -1)
+    is_drafted = torch.stack([whole(target != IGNORE) for _, target in pairs], -1)
+    first = targets[0]
+    log_p = text_log_probs(BackboneParts(head.main), states[0], first.clamp(min=0))
+    places = (first != IGNORE) & nn.functional.pad(first != IGNORE, (-1, 1))
+    with torch.enable_grad():
+        log_q.requires_grad_()
+        following = ahead(log_p[..., None], len(states))
+        terms, accepted = block_terms(log_q, following, is_drafted, places, options.places, options.label_weight)
+        (slopes,) = torch.autograd.grad(terms.sum(), log_q)
+    known = torch.stack([terms.detach(), slopes, accepted], -1)
+    return [known[:, : state.shape[1], max(depth - 1, 0)] for depth, state in enumerate(states)]
 
 
 def teacher_forced(

@@ -14,6 +14,7 @@ from transformers.utils.generic import can_return_tuple
 from ...configuration.fields import field
 from ...configuration.mtp_families import MiMoConfig, family_of
 from ...generation.attach import MTPGenerationMixin
+from ..draft_vocabulary import DraftVocabulary, stored_ids
 from ..heads.losses import depth_targets
 from ..indices import selected_positions
 from ..loading import HUB_OPTIONS
@@ -22,7 +23,6 @@ from ..outputs import DeepSeekMTPOutput, states_asked_for
 from ..wrapped_models import AroundBackboneMixin, PicklableMixin, caches_kept
 from .checkpoint_files import check_checkpoint, is_to_be_dequantized
 from .conversion import build, load, load_dequantized, text_config
-from .draft_vocabulary import DraftVocabulary, stored_ids
 from .export import OfficialCheckpointModel, official_device_map, own_device_map
 from .losses import chain_loss, depth_weights, router_loss, teacher_forced
 from .modules import MTPModules, Readout
@@ -159,6 +159,7 @@ class DeepSeekMTP(
         model_or_path: PreTrainedModel | str | PathLike,
         num_modules: int = 1,
         eh_init: str = "embedding",
+        draft_vocabulary: Any = None,
         **kwargs: Any,
     ) -> DeepSeekMTP:
         """Return a model with new modules, which are copies of the backbone's last layer.
@@ -171,6 +172,7 @@ class DeepSeekMTP(
             num_modules: D.
             eh_init: Initial output of `eh_proj`: `"embedding"` ([I | 0]), `"hidden"` ([0 | I]) or `"both"` (half of
                 each).
+            draft_vocabulary: Token ids that modules may draft, and learn where the head is frozen; None: all.
             **kwargs: As for transformers' `from_pretrained`, with a path.
 
         Raises:
@@ -178,7 +180,9 @@ class DeepSeekMTP(
         """
         from .retrofit import retrofit
 
-        return cls(*retrofit(model_or_path, num_modules, eh_init, **kwargs)).eval()
+        model = cls(*retrofit(model_or_path, num_modules, eh_init, **kwargs)).eval()
+        model.set_draft_vocabulary(draft_vocabulary)
+        return model
 
     @property
     def base_model(self) -> nn.Module:
@@ -341,7 +345,9 @@ class DeepSeekMTP(
             targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
             trained, size = chain[: self.window], self.config.vocab_size
             windows = [targets[:, : state.shape[1], k] for k, state in enumerate(trained)]
-            found = chain_loss(self.readout, trained, windows, size, self.loss_options, num_items_in_batch)
+            learns = not self.loss_options.detach_head and any(p.requires_grad for p in self.readout.parameters())
+            part = None if learns else self.draft_vocabulary
+            found = chain_loss(self.readout, trained, windows, size, self.loss_options, num_items_in_batch, part)
             loss, shown = found.loss, dict(found)
         aux_loss = router_loss(self.main, outputs, attention_mask)
         if loss is not None and aux_loss is not None:

@@ -12,6 +12,7 @@ in backward; logits exist for one chunk of rows at a time. Neither grows with th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
+from ..heads.backbone_parts import BackboneParts
+from ..heads.block_loss import block_terms, text_log_probs
 from ..heads.chunks import LOGITS_PER_CHUNK
 from ..heads.losses import IGNORE
 from ..heads.teacher import acceptance, divergence
@@ -28,6 +31,7 @@ from ..loss_options import ResolvedEagleOptions
 from ..outputs import EagleOutput
 from .modules import EagleNetwork
 
+Read = Callable[[torch.Tensor, int, int], torch.Tensor]
 _BLOCK = 128
 """Rows of a sequence in one block of the later steps."""
 _DISTRIBUTION_WEIGHT = 0.1
@@ -132,7 +136,7 @@ def eagle_loss(
         width = options.noise * 512 / batch.lengths[..., None]
         features = features + (torch.rand_like(features) - 0.5) * width.to(features)
     unrolled = _Unrolled(head, batch, options)
-    sums, counts = unrolled.sums(features), unrolled.counts
+    sums, counts = (unrolled.block_sums if options.divergence == "block" else unrolled.sums)(features), unrolled.counts
     loss = pooled_loss(sums[:, 0], counts if num_items is None else num_items, options)
     means, shown, accepted = (sums.detach() / counts.clamp(min=1)[:, None]).unbind(1)
     return EagleOutput(loss=loss, step_losses=shown, head_losses=means, acceptances=accepted)
@@ -140,12 +144,16 @@ def eagle_loss(
 
 def pooled_loss(sums: torch.Tensor, counts: torch.Tensor | int, options: ResolvedEagleOptions) -> torch.Tensor:
     """Return the loss of data from summed terms [steps] and rows with targets, [steps] or one number."""
-    weights = options.decay ** torch.arange(options.steps, device=sums.device) if options.objective == "ttt" else 1.0
+    is_block = options.divergence == "block"
+    discounts = options.objective == "ttt" and not is_block
+    weights = options.decay ** torch.arange(options.steps, device=sums.device) if discounts else 1.0
     counts = torch.as_tensor(counts, device=sums.device).flatten().float()
     if len(counts) not in (1, options.steps):
         raise ValueError(
             f"num_items_in_batch has {len(counts)} entries; give one number, or one for each of {options.steps}"
         )
+    if is_block:  # a mean over places of what all steps accept
+        counts = counts[:1]
     return (sums / counts.clamp(min=1) * weights).sum()
 
 
@@ -173,27 +181,58 @@ class _Unrolled:
 
     def sums(self, features: torch.Tensor) -> torch.Tensor:
         """Return sums over rows of [loss, shown loss, acceptance], [steps, 3], from features of step 0 [B, L, d]."""
-        batch, cache, rows = self.batch, DynamicCache(), self.batch.num_rows
-        mask = None if batch.is_whole else batch.visible(0, rows)
-        features = self._rows(features[:, :rows], 0, 0, mask, cache)
-        sums = self._terms(features, 0, 0)[None]
-        if self.options.steps > 1:
-            layers = cast(list[CacheLayerMixin], cache.layers)
-            columns = [cast(torch.Tensor, states) for layer in layers for states in (layer.keys, layer.values)]
-            blocks = range(0, rows, _BLOCK)
-            later = [self._checkpointed(features, start, min(start + _BLOCK, rows), columns) for start in blocks]
-            sums = torch.cat([sums, torch.stack(later).sum(0)])
+        first, later = self._steps(features, self._terms)
+        return self._with_first_rows(torch.cat([first[None], torch.stack(later).sum(0)]) if later else first[None])
+
+    def block_sums(self, features: torch.Tensor) -> torch.Tensor:
+        """Return `sums` of the block loss, which reads all steps of a row together; the acceptance is then m_k."""
+        batch, rows, steps = self.batch, self.batch.num_rows, range(self.options.steps)
+        first, later = self._steps(features, self._likelihoods)
+        values = torch.cat([first[None], torch.cat(later, dim=-1)]) if later else first[None]  # [steps, 2, B, rows]
+        log_q, others = values.unbind(1)
+        following = nn.functional.pad(batch.labels[:, 1:], (0, 1), value=IGNORE)
+        log_p = text_log_probs(BackboneParts(self.head.backbone), batch.states, following.clamp(min=0))
+        log_p = torch.stack([batch.ahead(log_p, 0, rows, 1 + step) for step in steps], -1)
+        targets = torch.stack([batch.ahead(batch.labels, 0, rows, 2 + step) for step in steps], -1)
+        counted = torch.stack(self.counted, -1)
+        drafted = counted & torch.isin(targets, self.head.draft_ids)
+        places, share = self.counted[0] & (following[:, :rows] != IGNORE), self.options.label_weight
+        given = log_q.permute(1, 2, 0), log_p, drafted, places
+        terms, accepted = (part.permute(2, 0, 1) for part in block_terms(*given, self.options.places, share))
+        weight = 1.0 if self.options.objective == "ttt" else _DISTRIBUTION_WEIGHT
+        chosen = torch.stack([counted, counted & self.first[..., None]]).permute(3, 0, 1, 2).float()
+        others = self._with_first_rows((chosen * others[:, None]).sum((-2, -1))[..., None])[:, 0]
+        learned = (chosen[:, 0] * terms).sum((-2, -1))
+        return torch.stack([others + weight * learned, learned, (chosen[:, 0] * accepted).sum((-2, -1))], -1)
+
+    def _with_first_rows(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return sums [steps, n] of sums everywhere and over first rows, [steps, 2, n]: HASS adds the latter again."""
         everywhere, at_first = sums.unbind(1)
         return everywhere + at_first.cumsum(0) - at_first if self.is_hass else everywhere
 
-    def _checkpointed(self, features: torch.Tensor, start: int, stop: int, columns: list[torch.Tensor]) -> torch.Tensor:
-        seen = [states[:, :, :stop] for states in columns]
-        return checkpoint(self._later_steps, features[:, start:stop], start, *seen, use_reentrant=False)
+    def _steps(self, features: torch.Tensor, read: Read) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return what `read` makes of the rows of step 0, and of later steps block by block."""
+        batch, cache, rows = self.batch, DynamicCache(), self.batch.num_rows
+        mask = None if batch.is_whole else batch.visible(0, rows)
+        features = self._rows(features[:, :rows], 0, 0, mask, cache)
+        first = read(features, 0, 0)
+        if self.options.steps == 1:
+            return first, []
+        layers = cast(list[CacheLayerMixin], cache.layers)
+        columns = [cast(torch.Tensor, states) for layer in layers for states in (layer.keys, layer.values)]
+        later = []
+        for start in range(0, rows, _BLOCK):
+            stop = min(start + _BLOCK, rows)
+            seen = [states[:, :, :stop] for states in columns]
+            block = features[:, start:stop]
+            later.append(checkpoint(self._later_steps, read, block, start, *seen, use_reentrant=False))
+        return first, cast(list[torch.Tensor], later)
 
-    def _later_steps(self, features: torch.Tensor, start: int, *columns: torch.Tensor) -> torch.Tensor:
-        """Return sums of steps 1 on over a block of rows, [steps - 1, 2, 3].
+    def _later_steps(self, read: Read, features: torch.Tensor, start: int, *columns: torch.Tensor) -> torch.Tensor:
+        """Return what `read` makes of steps 1 on of a block of rows, [steps - 1, ...].
 
         Args:
+            read: From features of rows [B, R, d], the first row and the step.
             features: Output of the block's rows of step 0, [B, R, d].
             start: The block's first row.
             *columns: Keys and values of step 0 up to the block's end, layer by layer.
@@ -203,13 +242,13 @@ class _Unrolled:
             cache.update(columns[2 * layer], columns[2 * layer + 1], layer)
         mask = self.batch.visible(start, start + size)
         own = torch.eye(size, dtype=torch.bool, device=mask.device).expand(len(mask), 1, -1, -1)
-        sums = []
+        found = []
         for step in range(1, self.options.steps):
             mask = torch.cat([mask, own], dim=-1)
             features = features.detach() if self.is_hass else features
             features = self._rows(features, start, step, mask, cache)
-            sums.append(self._terms(features, start, step))
-        return torch.stack(sums)
+            found.append(read(features, start, step))
+        return torch.stack(found)
 
     def _rows(
         self, features: torch.Tensor, start: int, step: int, mask: torch.Tensor | None, cache: DynamicCache
@@ -220,21 +259,33 @@ class _Unrolled:
 
     def _terms(self, features: torch.Tensor, start: int, step: int) -> torch.Tensor:
         """Return sums of a step's terms over a block's rows with targets, and over first rows of documents, [2, 3]."""
+        counted = self.counted[step][:, start : start + features.shape[1]]
+        chosen = torch.stack([counted, counted & self.first[:, start : start + features.shape[1]]]).flatten(1).float()
+        parts = zip(self._chunks(features, start, step), chosen.split(self._size, dim=1))
+        sums = [checkpoint(self._summed, *part, weights, use_reentrant=False) for part, weights in parts]
+        return torch.stack(cast(list[torch.Tensor], sums)).sum(0)
+
+    def _likelihoods(self, features: torch.Tensor, start: int, step: int) -> torch.Tensor:
+        """Return log q of a block's targets, 0 for tokens that are not drafted, and its terms besides, [2, B, R]."""
+        parts = self._chunks(features, start, step)
+        found = [checkpoint(row_likelihoods, self.head, *part, self.options, use_reentrant=False) for part in parts]
+        return torch.cat(cast(list[torch.Tensor], found), -1).view(2, *features.shape[:2])
+
+    @property
+    def _size(self) -> int:
+        return max(1, LOGITS_PER_CHUNK // self.head.config.vocab_size)
+
+    def _chunks(self, features: torch.Tensor, start: int, step: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield features, states and labels of some rows of a block at a time, [N, ..] each."""
         stop = start + features.shape[1]
         states = self.batch.ahead(self.batch.states, start, stop, 1 + step)
         labels = self.batch.ahead(self.batch.labels, start, stop, 2 + step)
-        counted = self.counted[step][:, start:stop]
-        chosen = torch.stack([counted, counted & self.first[:, start:stop]]).flatten(1).float()
-        size = max(1, LOGITS_PER_CHUNK // self.head.config.vocab_size)
-        rows = [values.flatten(0, 1).split(size) for values in (features, states, labels)]
-        parts = zip(*rows, chosen.split(size, dim=1))
-        sums = [checkpoint(self._summed, *part, use_reentrant=False) for part in parts]
-        return torch.stack(cast(list[torch.Tensor], sums)).sum(0)
+        given = (features, states.to(features.device), labels.to(features.device))
+        yield from zip(*(values.flatten(0, 1).split(self._size) for values in given))
 
     def _summed(
         self, features: torch.Tensor, states: torch.Tensor, labels: torch.Tensor, chosen: torch.Tensor
     ) -> torch.Tensor:
-        states, labels = states.to(features.device), labels.to(features.device)
         return chosen @ row_terms(self.head, features, states, labels, self.options)
 
 
@@ -281,9 +332,40 @@ def row_terms(
     loss = distance + _DISTRIBUTION_WEIGHT * _mixed(apart, head, log_q, labels, options)
     if options.objective == "eagle1":
         return torch.stack([loss, apart, accepted], dim=-1)
-    best, likeliest = log_p.exp().topk(min(options.topk, log_p.shape[-1]), dim=-1)
-    loss = loss - options.topk_weight * (best * log_q.gather(-1, likeliest)).sum(-1)
+    loss = loss - _likeliest_again(log_p, log_q, options)
     return torch.stack([loss, loss, accepted], dim=-1)
+
+
+def row_likelihoods(
+    head: EagleNetwork,
+    features: torch.Tensor,
+    states: torch.Tensor,
+    labels: torch.Tensor,
+    options: ResolvedEagleOptions,
+) -> torch.Tensor:
+    """Return log q of the labels of rows, 0 where they are not drafted, and what the loss has besides, [2, N] float32.
+
+    Arguments as for `row_terms`. That is the regression of version 1, and of HASS the likeliest tokens.
+    """
+    log_q = head.draft_logits(features).float().log_softmax(-1)
+    likelihood = _of_labels(log_q, labels, head.draft_ids)
+    if options.objective == "ttt":
+        return torch.stack([likelihood, torch.zeros_like(likelihood)])
+    others = nn.functional.smooth_l1_loss(features.float(), states.float(), reduction="none").mean(-1)
+    if options.objective == "hass":
+        with torch.no_grad():
+            log_p = head.backbone_logits(states).float().log_softmax(-1)
+        others = others - _likeliest_again(log_p, log_q, options)
+    return torch.stack([likelihood, others])
+
+
+def _likeliest_again(log_p: torch.Tensor, log_q: torch.Tensor, options: ResolvedEagleOptions) -> torch.Tensor:
+    best, likeliest = log_p.exp().topk(min(options.topk, log_p.shape[-1]), dim=-1)
+    return options.topk_weight * (best * log_q.gather(-1, likeliest)).sum(-1)
+
+
+def _of_labels(log_q: torch.Tensor, labels: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return torch.where(labels[:, None] == ids, log_q, 0.0).sum(-1)
 
 
 def _mixed(
@@ -293,5 +375,4 @@ def _mixed(
     share = options.label_weight
     if not share:
         return apart
-    found = labels[:, None] == head.draft_ids
-    return (1 - share) * apart - share * torch.where(found, log_q, 0.0).sum(-1)
+    return (1 - share) * apart - share * _of_labels(log_q, labels, head.draft_ids)

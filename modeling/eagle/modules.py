@@ -26,6 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from ...configuration import EagleHeadConfig
 from ...generation.attach import AttachableDrafter
+from ..draft_vocabulary import DraftIdsMixin
 from ..heads.backbone_parts import BackboneParts, dtype_of, frozen
 from ..heads.learning import States
 from ..masks import given_mask
@@ -74,7 +75,7 @@ class FusingLayer(EagleLayer):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class EagleNetwork(AttachableDrafter, PreTrainedModel):
+class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
     """The parameters of an EAGLE head, and its forward for rows, which drafting and training share.
 
     The embeddings (and, in version 1, the unembedding) are the backbone's, looked up when needed, and always frozen.
@@ -117,8 +118,7 @@ class EagleNetwork(AttachableDrafter, PreTrainedModel):
             self.fc_norm = nn.ModuleList(norms)
         self.norm = LlamaRMSNorm(width, eps=eps)
         self.lm_head = nn.Linear(width, self.draft_size, bias=False)
-        if self.draft_size < config.vocab_size:  # offsets, as in every layout
-            self.register_buffer("d2t", torch.zeros(self.draft_size, dtype=torch.long))
+        self.add_draft_ids(config.draft_vocab_size, config.vocab_size)
 
     @property
     def hidden_layers(self) -> int | list[int]:
@@ -126,33 +126,6 @@ class EagleNetwork(AttachableDrafter, PreTrainedModel):
         if not self.config.num_aux:
             return -1
         return resolved_aux_layers(self.config, self.backbone.config.get_text_config().num_hidden_layers)
-
-    @property
-    def draft_ids(self) -> torch.Tensor:
-        """Token ids that are drafted, [Vd] int64, on the head's device."""
-        ids = torch.arange(self.draft_size, device=self.device)
-        return ids if self.offsets is None else ids + self.offsets
-
-    @property
-    def offsets(self) -> torch.Tensor | None:
-        """`d2t`, [Vd] int64: token id - draft id; None where all tokens are drafted."""
-        return dict(self.named_buffers(recurse=False)).get("d2t")
-
-    def set_draft_ids(self, draft_ids: torch.Tensor) -> None:
-        """Set which tokens are drafted.
-
-        Args:
-            draft_ids: [Vd] int64, distinct.
-
-        Raises:
-            ValueError: Another number of ids, repeated ids, or ids out of range.
-        """
-        size, vocab = self.draft_size, self.config.vocab_size
-        inside = bool(((draft_ids >= 0) & (draft_ids < vocab)).all())
-        if len(draft_ids) != size or len(draft_ids.unique()) != size or not inside:
-            raise ValueError(f"draft_ids must be draft_vocab_size={size} distinct ids in 0..{vocab - 1}")
-        if self.offsets is not None:
-            self.offsets.copy_(draft_ids.to(self.offsets.device) - torch.arange(size, device=self.offsets.device))
 
     def get_input_embeddings(self) -> nn.Module | None:
         """Return the head's own embeddings, or None where it reads the backbone's."""

@@ -30,7 +30,7 @@ from .cache import EvaByteCache
 from .draft_layers import DraftLayersMixin, EvaDraftLayers, with_layer
 from .own_head import OwnAndDraftHeads, split_state_dict
 
-_APART = ("hidden_size", "vocab_size", "base_model_name_or_path")  # fields of attached heads only
+_APART = ("hidden_size", "vocab_size", "draft_vocab_size", "base_model_name_or_path")  # fields of attached heads only
 
 
 class EvaByteForMTPC(

@@ -21,6 +21,7 @@ from ...configuration.head_families import HEAD_FAMILIES, takers
 from ...generation.attach import AttachableDrafter, NoGenerationMixin, adopt_special_ids
 from ...generation.call.options import DraftOptions
 from ...generation.drafters.heads import AttendingHeadSession, HeadSession
+from ..draft_vocabulary import DraftIdsMixin, DraftVocabulary
 from ..loading import StrictLoadingMixin
 from ..wrapped_models import OfBackboneMixin, unwrap
 from .backbone_parts import BackboneParts, compute_device
@@ -35,6 +36,7 @@ _FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
 
 
 class MTPHeads(
+    DraftIdsMixin,
     LearningMixin,
     OfficialLayoutsMixin,
     StrictLoadingMixin,
@@ -51,6 +53,9 @@ class MTPHeads(
 
     Args:
         config: Head options, with `window`, `hidden_size` and `vocab_size`.
+
+    Attributes:
+        window: n: tokens that the distribution covers; a draft has n - 1.
 
     Raises:
         ValueError: A config without those three.
@@ -74,15 +79,21 @@ class MTPHeads(
             del sizes["vocab_size"]  # that of the backbone, once there is one
         if missing := [name for name, value in sizes.items() if value is None]:
             raise ValueError(f"the config of MTPHeads lacks {', '.join(missing)}")
-        self.loss_type = "ForCausalLM"
-        self.head = build_head(config, cast(int, config.hidden_size), cast(int, config.vocab_size))
+        self.loss_type, self.window = "ForCausalLM", config.num_depths
+        self.add_draft_ids(config.draft_vocab_size, config.vocab_size)
+        self.head = build_head(config, cast(int, config.hidden_size), self.draft_size)
         self.draft_layers = DraftLayers(config) if config.draft_layers else None
         self._backbones = []
         self.post_init()
 
     @classmethod
     def from_backbone(
-        cls, backbone: PreTrainedModel, window: int = 4, leaf: str | None = None, **options: Any
+        cls,
+        backbone: PreTrainedModel,
+        window: int = 4,
+        leaf: str | None = None,
+        draft_ids: Any = None,
+        **options: Any,
     ) -> MTPHeads:
         """New heads for `backbone`, attached; where they share or copy its unembedding, they start as its own head.
 
@@ -90,9 +101,12 @@ class MTPHeads(
             backbone: Any causal language model of transformers; of a PeftModel, the model within.
             window: n; drafts have n - 1 tokens.
             leaf: See `MTPHeadConfig`; None: `"shared"`, where the family has a choice.
+            draft_ids: [Vd] distinct ids of the only tokens that are drafted (see `frequent_tokens`); None: all, or the
+                first `draft_vocab_size`.
             **options: Further fields of `MTPHeadConfig`.
 
         Raises:
+            ValueError: `draft_ids` out of range or not distinct.
             TypeError: An option that is no field of `MTPHeadConfig`.
         """
         kind = options.get("head_type", "ff")
@@ -103,6 +117,9 @@ class MTPHeads(
         text = backbone.config.get_text_config()
         if leaf is None and kind in takers("leaf"):
             leaf = "shared"
+        if draft_ids is not None:
+            draft_ids = DraftVocabulary(draft_ids, text.vocab_size).ids
+            options["draft_vocab_size"] = len(draft_ids)
         config = MTPHeadConfig(
             window=window,
             hidden_size=text.hidden_size,
@@ -115,17 +132,14 @@ class MTPHeads(
             own_layers = family_of(config).layer_config(config, text)
             config.backbone_config = text.to_dict() if config.draft_layers else own_layers
         heads = cls(config)
-        heads.family.start_from(heads.head, backbone)
+        if draft_ids is not None:
+            heads.set_draft_ids(draft_ids)
+        heads.family.start_from(heads.head, BackboneParts(backbone, heads.draft_vocabulary))
         return heads.attach(backbone)
-
-    @property
-    def window(self) -> int:
-        """n: tokens that the distribution covers; a draft has n - 1."""
-        return self.config.num_depths
 
     def _parts(self) -> BackboneParts | None:
         """Return what the heads borrow of the backbone for one call."""
-        return BackboneParts(self.backbone) if self.is_attached else None
+        return BackboneParts(self.backbone, self.draft_vocabulary) if self.is_attached else None
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         """Layers of a head keep no activations; most heads have none, and their loss is chunked anyway.
@@ -158,20 +172,23 @@ class MTPHeads(
         """Follow the backbone's dtype and device, and takes over its special ids."""
         self.to(device=compute_device(backbone), dtype=backbone.dtype if backbone.dtype.is_floating_point else None)
         adopt_special_ids(self.config, backbone)
-        self.config.vocab_size = self.head.vocab_size = backbone.config.get_text_config().vocab_size
+        self.config.vocab_size = backbone.config.get_text_config().vocab_size
+        if self.draft_vocabulary is None:
+            self.draft_size = self.head.vocab_size = self.config.vocab_size
         self.family.fit(self.head, self.config, backbone)
         self._expected_embedding = None
 
     def start(self, options: DraftOptions) -> HeadSession:
         """Return the drafts of the heads for one call of `generate`."""
-        after = partial(distribution_after, self.head, self.config, backbone=self._parts())
-        family = self.family
+        family, part = self.family, None if self.config.draft_vocab_size is None else self.draft_vocabulary
+        parts = BackboneParts(self.backbone, part)
+        after = partial(distribution_after, self.head, self.config, backbone=parts, vocabulary=part)
         reads_last = family.features is last_state and family.hidden_layers is HeadFamily.hidden_layers
         if self.draft_layers is None and reads_last:  # nothing is computed of the states, and there is no cache
-            return HeadSession(after, options, [-1])
+            return HeadSession(after, options, [-1], vocabulary=part)
         if self.attends:
             return AttendingHeadSession(self, options, self.features_of_call())
-        return HeadSession(after, options, self.hidden_layers, self.features)
+        return HeadSession(after, options, self.hidden_layers, self.features, part)
 
     @property
     def family(self) -> HeadFamily:
@@ -281,11 +298,17 @@ class MTPHeads(
 
     def distribution_of_features(self, features: torch.Tensor) -> WindowDistribution:
         """Return the distribution of the next `window` tokens given `features` [..., F]."""
-        return window_distribution(self.head, self.config, features, self._parts())
+        return window_distribution(self.head, self.config, features, self._parts(), self.draft_vocabulary)
 
-    def distribution_after(self, features: torch.Tensor, last: torch.Tensor, length: int) -> WindowDistribution:
-        """Return the distribution of `length` tokens given `features` [..., F] and the token [...] that follows."""
-        return distribution_after(self.head, self.config, features, last, length, self._parts())
+    def distribution_after(
+        self, features: torch.Tensor, last: torch.Tensor, length: int, parts: BackboneParts | None = None
+    ) -> WindowDistribution:
+        """Return the distribution of `length` tokens given `features` [..., F] and the token [...] that follows.
+
+        `parts` are those of the backbone, where they are looked up already.
+        """
+        parts, part = parts or self._parts(), self.draft_vocabulary
+        return distribution_after(self.head, self.config, features, last, length, parts, part)
 
     def window_distribution(self, hidden_states: torch.Tensor) -> WindowDistribution:
         """Return the distribution of the next `window` tokens given the backbone's last hidden states [..., D].

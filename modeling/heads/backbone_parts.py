@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from functools import cache, cached_property, partial
 from itertools import repeat
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from ...configuration.mtp_families import REFUSED
 from ..masks import given_mask
 from ..wrapped_models import call_frozen, is_unit, weights_there
 
+if TYPE_CHECKING:
+    from ..draft_vocabulary import DraftVocabulary
+
 Map = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -35,20 +38,22 @@ class BackboneParts:
 
     Args:
         model: The model.
+        vocabulary: The tokens whose logits are wanted; None: all. Embeddings are then those of its `codes`.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+    def __init__(self, model: PreTrainedModel, vocabulary: DraftVocabulary | None = None) -> None:
+        self.model, self.vocabulary = model, vocabulary
 
     @cached_property
     def unembed(self) -> Map:
         """From hidden states [..., d] after the final norm to logits [..., V]."""
-        return partial(_unembed, output_embeddings(self.model), self.model.config.get_text_config())
+        return partial(_unembed, output_embeddings(self.model), self.model.config.get_text_config(), self.vocabulary)
 
     @cached_property
     def embed(self) -> Map:
         """From token ids [...] to embeddings [..., d]."""
-        return partial(frozen, self.model.get_input_embeddings())
+        table, part = self.model.get_input_embeddings(), self.vocabulary
+        return partial(frozen, table) if part is None else lambda codes: frozen(table, part.tokens(codes))
 
     @cached_property
     def norm(self) -> Map:
@@ -79,8 +84,12 @@ def output_embeddings(model: PreTrainedModel) -> nn.Linear:
     return cast(nn.Linear, unembedding)
 
 
-def _unembed(unembedding: nn.Module, config: PreTrainedConfig, states: torch.Tensor) -> torch.Tensor:
+def _unembed(
+    unembedding: nn.Module, config: PreTrainedConfig, part: DraftVocabulary | None, states: torch.Tensor
+) -> torch.Tensor:
     states = states.to(dtype_of(unembedding, states))
+    if part is not None:
+        return finished_logits(part.logits(unembedding, states), config)
     logits = frozen(unembedding, states) if torch.is_grad_enabled() else unembedding(states)
     return finished_logits(logits, config)
 

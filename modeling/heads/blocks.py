@@ -6,7 +6,6 @@ from typing import cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
@@ -129,10 +128,10 @@ class BlockHead(nn.Module):
         """Return the logits [..., V] of head `index` (from 0) at states [..., d]."""
         return required(backbone).unembed(states) if self.unembeddings is None else self.unembeddings(states, index)
 
-    def start_from(self, backbone: PreTrainedModel) -> None:
+    def start_from(self, backbone: BackboneParts) -> None:
         """Every unembedding starts as the backbone's."""
         if self.unembeddings is not None:
-            self.unembeddings.start_from(BackboneParts(backbone))
+            self.unembeddings.start_from(backbone)
 
 
 def untied(tensors: Tensors, heads: int, blocks: int) -> tuple[bool, Tensors]:

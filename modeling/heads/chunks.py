@@ -135,6 +135,13 @@ def chunked_sums(
     return total, sums
 
 
+@torch.no_grad()
+def term_rows(terms: Terms, part: Part, logits_per_position: int) -> torch.Tensor:
+    """Return the terms of all positions of a part one by one, [positions, n], without gradients."""
+    rows = _rows(logits_per_position, part.hidden_states.device.type == "cpu")
+    return torch.cat([terms(states, *arguments) for states, arguments in part.chunks(rows)])
+
+
 def _rows(logits: int, on_processor: bool) -> int:
     """Return the number of positions of a chunk."""
     most = max(1, LOGITS_PER_CHUNK // logits)

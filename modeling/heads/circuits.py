@@ -56,11 +56,14 @@ class LatentDistribution(WindowDistribution):
         """Yield the weights [..., r] of each owner in turn, which `unit` scales; is sent the chosen token's leaves."""
 
     def evidence(self, tokens: torch.Tensor) -> torch.Tensor:
-        """log leaf_i[z, x_i] for tokens [..., n]: [..., n, r]."""
+        """log leaf_i[z, x_i] for tokens [..., n]: [..., n, r]; 0 for those without a column."""
+        size = self.leaf_logits.shape[-1]
+        others, tokens = (tokens >= size, tokens.clamp(max=size - 1)) if self.reads_codes else (None, tokens)
         batch = torch.broadcast_shapes(tokens.shape[:-1], self.leaf_logits.shape[:-3])
         index = tokens.expand(*batch, -1)[..., None, None].expand(*batch, self.window, self.rank, 1)
         leaves, norm = self._leaves
-        return leaves.expand(*batch, *leaves.shape[-3:]).gather(-1, index)[..., 0] - norm
+        found = leaves.expand(*batch, *leaves.shape[-3:]).gather(-1, index)[..., 0] - norm
+        return found if others is None else found.masked_fill(others[..., None], 0)
 
     def prefix_log_prob(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
         """log q(x_1..x_i), summing out the owner of position i; an unknown token is no evidence."""
@@ -126,9 +129,11 @@ class LatentDistribution(WindowDistribution):
         return self.leaf_logits[..., 1:, :, :]
 
     def _first_evidence(self, first: torch.Tensor) -> torch.Tensor:
-        leaf = self.leaf_logits[..., 0, :, :]
+        leaf, size = self.leaf_logits[..., 0, :, :], self.leaf_logits.shape[-1]
+        others, first = (first >= size, first.clamp(max=size - 1)) if self.reads_codes else (None, first)
         chosen = leaf.gather(-1, first[..., None, None].expand(*first.shape, self.rank, 1))[..., 0]
-        return chosen - leaf.logsumexp(-1)
+        found = chosen - leaf.logsumexp(-1)
+        return found if others is None else found.masked_fill(others[..., None], 0)
 
 
 class MixtureDistribution(LatentDistribution):

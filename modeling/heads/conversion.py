@@ -93,6 +93,8 @@ class OfficialLayoutsMixin:
             raise ValueError(f"layout={layout!r} holds no head_type={self.config.head_type!r}; what does: {names}")
         if reason := chosen.refusal(self.config) or (self.config.draft_layers and "it holds no draft layers"):
             raise ValueError(f"layout={layout!r}: {reason}")
+        if self.config.draft_vocab_size is not None:
+            raise ValueError(f"layout={layout!r} holds no draft_vocab_size={self.config.draft_vocab_size}")
         fields, named = chosen.write(self.config, self.head.state_dict(), self.backbone)
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

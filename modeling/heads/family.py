@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...configuration import HEAD_TYPES, MTPHeadConfig
 from ...configuration.head_families import HEAD_FAMILIES, HeadFamilyFacts
 from ..tensor_files import Tensors
+from .backbone_parts import BackboneParts
 from .window_distribution import WindowDistribution
 
 Directory = tuple[dict[str, Any], Tensors]
@@ -90,7 +91,7 @@ class HeadFamily:
         hidden_layers: Which states of the backbone it reads, as `output_hidden_states` counts them, the last included.
         layer_config: From a head's config and its backbone's to the config of the decoder layer that it needs, if any.
         fit: From the module, its config and a backbone: what heads take over whenever they are attached.
-        start_from: From the module and a backbone: new heads start as far as possible as the backbone's own.
+        start_from: From the module and the parts of a backbone: new heads start as far as possible as its own.
         is_independent: Whether the distribution after the window's first token is the same, whatever that token is.
         layouts: Formats of other tools.
         circuit: Its parameters, where `circuit_from_logits` can build its distribution.
@@ -103,7 +104,7 @@ class HeadFamily:
     hidden_layers: Callable[[MTPHeadConfig], list[int]] = lambda config: [-1]
     layer_config: Callable[[MTPHeadConfig, PreTrainedConfig], dict[str, Any] | None] = lambda config, text: None
     fit: Callable[[Any, MTPHeadConfig, PreTrainedModel], None] = lambda head, config, backbone: None
-    start_from: Callable[[Any, PreTrainedModel], None] = lambda head, backbone: None
+    start_from: Callable[[Any, BackboneParts], None] = lambda head, backbone: None
     is_independent: bool = False
     layouts: Sequence[HeadLayout] = ()
     circuit: Circuit | None = None

@@ -144,9 +144,9 @@ class LayerHead(nn.Module):
         start[:, -1] += 0.0 if uniform else 10 * self.config.mix_temperature  # all but e^-10 of the mean
         init.copy_(self.mix, start)
 
-    def start_from(self, backbone: PreTrainedModel) -> None:
+    def start_from(self, backbone: BackboneParts) -> None:
         """Every layer starts as the backbone's last one, as its adapters, if it has any, make it."""
-        last = cast(nn.ModuleList, backbone.get_decoder().layers)[-1]
+        last = cast(nn.ModuleList, backbone.model.get_decoder().layers)[-1]
         for layer in self.layers.children():
             copy_weights(last, layer)
 

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import MTPHeadConfig
+from ..draft_vocabulary import DraftVocabulary
 from ..loss_options import DepthCountsMixin
 from ..outputs import MTPOutput
 from .backbone_parts import BackboneParts
@@ -92,6 +93,7 @@ class LearningMixin(FrozenBackboneMixin, DepthCountsMixin):
     backbone: PreTrainedModel
     hidden_layers: list[int]
     features: Callable[..., torch.Tensor]
+    draft_vocabulary: DraftVocabulary | None
     _parts: Callable[[], BackboneParts | None]
     device: torch.device
 
@@ -151,6 +153,7 @@ class LearningMixin(FrozenBackboneMixin, DepthCountsMixin):
             states[-1] if self.config.loss_target == "teacher" else None,
             self.loss_scale(first),
             balance,
+            self.draft_vocabulary,
         )
         found.logits = logits
         return found

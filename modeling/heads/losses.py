@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from ...configuration import MTPHeadConfig
+from ..draft_vocabulary import DraftVocabulary
 from ..outputs import MTPOutput
 from .backbone_parts import BackboneParts
-from .chunks import Part, chunked_sums
+from .block_loss import BlockTarget
+from .chunks import Part, chunked_sums, term_rows
 from .registry import window_distribution
 from .teacher import Teacher
 
@@ -225,12 +227,14 @@ def head_loss(
     last_states: torch.Tensor | None = None,
     scale: torch.Tensor | float = 1.0,
     balance: torch.Tensor | None = None,
+    vocabulary: DraftVocabulary | None = None,
 ) -> MTPOutput:
     """Return the loss of a head over all windows of a batch, in chunks.
 
     A term is -log q(x_{t+j} | x_{t+1..t+j-1}), where x is the label if that is scored, and else the token observed; or,
     from depth 2 on, how far that distribution is from the backbone's own (`loss_target="teacher"`, see `divergences`),
-    mixed with a share `loss_label_weight` of the former.
+    mixed with a share `loss_label_weight` of the former. Over a draft vocabulary a target outside it counts and adds
+    nothing, as in the losses of EAGLE-3.
 
     Args:
         head: The head.
@@ -243,6 +247,7 @@ def head_loss(
         last_states: [B, L, d], the backbone's last hidden states, which a teacher needs.
         scale: What the loss is multiplied with, or every depth of it, [n]; the means are not.
         balance: [n] factors of the depths, for `loss_balance="rms"`; None: those of this batch, which takes a pass.
+        vocabulary: The tokens that are drafted, which the head's columns and the backbone's logits stand for.
 
     Returns:
         The loss, and what is shown of it, detached.
@@ -250,7 +255,8 @@ def head_loss(
     Raises:
         ValueError: A target that is no token id, or a teacher where there is no backbone to teach.
     """
-    vocab_size = cast(int, head.vocab_size)
+    num_columns = cast(int, head.vocab_size)
+    vocab_size = num_columns if vocabulary is None else vocabulary.vocab_size
     window, scored = targets.shape[-1], check_targets(targets, vocab_size) != IGNORE
     own, tokens, unknown = counted(scored, config.loss_normalization), targets.clamp(min=0), None
     dtype, shares = torch.promote_types(features.dtype, torch.float32), None
@@ -260,7 +266,16 @@ def head_loss(
         tokens = torch.where(scored, targets, tokens_ahead(input_ids, window, 0))
     elif "masked_tokens" in config.family.options:
         unknown = ~scored
-    teacher = None if config.loss_target == "labels" else Teacher.of(config, backbone, last_states, scored)
+    ids = tokens
+    if vocabulary is not None:
+        tokens = vocabulary.codes(tokens)
+        scored = scored & (tokens < num_columns)
+    teacher: Teacher | BlockTarget | None = None
+    if config.loss_divergence == "block":
+        share = config.loss_label_weight
+        teacher = BlockTarget.of(share, backbone, last_states, ids, targets != IGNORE, scored)
+    elif config.loss_target == "teacher":
+        teacher = Teacher.of(config, backbone, last_states, scored)
     balanced = config.loss_balance == "rms" and torch.is_grad_enabled()  # it moves while heads learn
 
     def terms(
@@ -272,6 +287,7 @@ def head_loss(
         *taught: torch.Tensor,
     ) -> torch.Tensor:
         distribution = window_distribution(head, config, part, backbone)
+        distribution.reads_codes = vocabulary is not None
         if teacher is None:
             values = [-distribution.token_log_probs(tokens, unknown)]
         else:
@@ -281,10 +297,14 @@ def head_loss(
         values = [torch.where(scored, value, 0.0) for value in values]
         return torch.cat(values if shares is None else [value * shares for value in values], -1)
 
-    weights = depth_weights(config, counts_of_update(own, counts, scored[..., 0].sum()).to(dtype)) * scale
+    weights = depth_weights(config, counts_of_update(own, counts, (targets[..., 0] != IGNORE).sum()).to(dtype)) * scale
     arguments = (tokens, scored, unknown, shares, *(() if teacher is None else teacher.arguments))
     part = Part(features, arguments, weights)
-    size = window * config.rank * vocab_size * (1 if teacher is None else 2)
+    size = window * config.rank * num_columns * (1 if teacher is None else 2)
+    if isinstance(teacher, BlockTarget) and config.loss_places == "calls" and torch.is_grad_enabled():
+        accepted = term_rows(terms, part, size).unflatten(0, scored.shape[:2])[..., window + 1 :]
+        teacher.by_calls(accepted)
+        part.arguments = (tokens, scored, unknown, shares, *teacher.arguments)
     if balanced:
         factors = _rms_balance(terms, head, part, size, own) if balance is None else balance.to(weights)
         weights = weights * factors
@@ -307,9 +327,15 @@ def depth_weights(config: MTPHeadConfig, counts: torch.Tensor) -> torch.Tensor:
     """Return what the summed terms of each depth are multiplied with, [n], from targets per depth [n]; 0 counts as 1.
 
     `loss_weights`, or the family's own recipe with `gamma` for its discount, are divided by the counts; where there are
-    none, `gamma` gives weights that sum to 1 (`discounted_weights`), but for `loss_normalization="paper"`.
+    none, `gamma` gives weights that sum to 1 (`discounted_weights`), but for `loss_normalization="paper"`. The loss
+    `"block"` is divided by the targets at depth 2, the places where a cycle may begin, and no discount is read there.
     """
     given, recipe = config.loss_weights, config.family.loss_weights
+    if config.loss_divergence == "block":  # depth 1 has but its labels
+        given = [1.0] * len(counts) if given is None else given
+        places = counts[1:2].expand(len(counts) - 1)
+        counts = torch.cat([counts[:1], places])
+        given = [config.loss_label_weight * given[0], *given[1:]]
     if given is None and recipe is not None:
         given = recipe(len(counts))
         if config.gamma is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ...configuration import MTPHeadConfig
+from ..draft_vocabulary import DraftVocabulary
 from .backbone_parts import BackboneParts
 from .circuit_head import CircuitHead as CircuitHead
 from .family import FAMILIES, HeadFamily
@@ -15,7 +16,7 @@ from .ff import FFHead as FFHead
 from .hydra import HydraHead as HydraHead
 from .layer import LayerHead as LayerHead
 from .medusa import MedusaHead as MedusaHead
-from .window_distribution import WindowDistribution
+from .window_distribution import PartialDistribution, WindowDistribution
 
 
 @runtime_checkable
@@ -37,13 +38,17 @@ def build_head(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> nn.M
 
 
 def window_distribution(
-    head: nn.Module, config: MTPHeadConfig, features: torch.Tensor, backbone: BackboneParts | None = None
+    head: nn.Module,
+    config: MTPHeadConfig,
+    features: torch.Tensor,
+    backbone: BackboneParts | None = None,
+    vocabulary: DraftVocabulary | None = None,
 ) -> WindowDistribution:
     """Return the distribution of the next `config.window` tokens given features [..., F], in float32 (float64 stays).
 
-    The head computes in its own dtype, whatever that of the features is.
+    The head computes in its own dtype, whatever that of the features is. A draft vocabulary is that of its columns.
     """
-    return family_of(config).distribution(head, config, _in_dtype(features, head), backbone)
+    return _over_ids(family_of(config).distribution(head, config, _in_dtype(features, head), backbone), vocabulary)
 
 
 def distribution_after(
@@ -53,6 +58,7 @@ def distribution_after(
     last: torch.Tensor,
     length: int,
     backbone: BackboneParts | None = None,
+    vocabulary: DraftVocabulary | None = None,
 ) -> WindowDistribution:
     """Return `window_distribution` given its first token `last` [...] int64; only what `length` drafts read is made.
 
@@ -61,8 +67,13 @@ def distribution_after(
     """
     family, features = family_of(config), _in_dtype(features, head)
     if family.is_independent:
-        return family.distribution(head, config, features, backbone, 1, length + 1)
-    return family.distribution(head, config, features, backbone, 0, length + 1).condition(last)
+        return _over_ids(family.distribution(head, config, features, backbone, 1, length + 1), vocabulary)
+    whole = family.distribution(head, config, features, backbone, 0, length + 1)
+    return _over_ids(whole, vocabulary).condition(last)
+
+
+def _over_ids(distribution: WindowDistribution, vocabulary: DraftVocabulary | None) -> WindowDistribution:
+    return distribution if vocabulary is None else PartialDistribution(distribution, vocabulary)
 
 
 def _in_dtype(features: torch.Tensor, head: nn.Module) -> torch.Tensor:

@@ -8,7 +8,7 @@ so total variation is 1 - alpha, and LK is -log alpha.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +17,14 @@ from torch import nn
 from ...configuration import MTPHeadConfig
 from .backbone_parts import BackboneParts
 from .chunks import LOGITS_PER_CHUNK
-from .window_distribution import WindowDistribution
+from .window_distribution import WindowDistribution, at_tokens
 
 DIVERGENCES = ("cross_entropy", "kl", "reverse_kl", "tv", "lk", "lk_kl")
 """Cross-entropy of q under p; KL(p || q); KL(q || p); total variation; LK; LK with a KL that fades as alpha grows."""
+LOSSES = (*DIVERGENCES, "block")
+"""And the drafts that block verification is expected to accept (`block_loss`), which is no distance."""
+ACCEPTANCES = ("tv", "lk", "lk_kl")
+"""Those that are made of the acceptance itself."""
 _KL_SCALE, _KL_DECAY = 1.0, 3.0
 
 
@@ -31,8 +35,9 @@ class Teacher:
     Attributes:
         config: The head's options.
         backbone: The teacher's unembedding.
-        arguments: Per position, what `terms` needs: states of the next n - 1 positions [B, L, (n - 1) d]; or, with
-            `loss_top_k`, ids [B, L, (n - 1) k] and log-probabilities [B, L, (n - 1) (k + 1)].
+        arguments: Per position, what `terms` needs: states of the next n - 1 positions [B, L, (n - 1) d], and what
+            their logits sum to if not those of the columns do, [B, L, n - 1]; or, with `loss_top_k`, ids
+            [B, L, (n - 1) k] and log-probabilities [B, L, (n - 1) (k + 1)].
         missing: Scalar, mean mass outside the top k; None without it.
     """
 
@@ -57,13 +62,17 @@ class Teacher:
         if last_states is None or backbone is None:
             raise ValueError("loss_target='teacher' needs the backbone's last hidden states, and none were given")
         states, window = last_states.detach(), scored.shape[-1]
+        # over a draft vocabulary p is renormalised, but for what is accepted: a token that is never drafted never is
+        is_part = backbone.vocabulary is not None and config.loss_divergence in ACCEPTANCES
+        norms = log_norms(backbone, states) if is_part else None
         if config.loss_top_k is None:
-            return cls(config, backbone, (_ahead(states, window),))
-        ids, log_probs = likeliest(backbone, states, config.loss_top_k)
-        rest = _ahead(log_probs[..., -1:].exp(), window)
+            parts = [states] if norms is None else [states, norms]
+            return cls(config, backbone, tuple(ahead(part, window) for part in parts))
+        ids, log_probs = likeliest(backbone, states, config.loss_top_k, norms)
+        rest = ahead(log_probs[..., -1:].exp(), window)
         taught = scored[..., 1:]
         missing = torch.where(taught, rest, 0.0).sum() / taught.sum().clamp(min=1)
-        return cls(config, backbone, (_ahead(ids, window), _ahead(log_probs, window)), missing)
+        return cls(config, backbone, (ahead(ids, window), ahead(log_probs, window)), missing)
 
     def terms(
         self, distribution: WindowDistribution, tokens: torch.Tensor, taught: Sequence[torch.Tensor]
@@ -73,12 +82,13 @@ class Teacher:
         `tokens` are [N, n] int64; `taught` are pieces of `arguments`.
         """
         log_probs = distribution.conditional_log_probs(tokens)
-        likelihood = log_probs.gather(-1, tokens[..., None])[..., 0]
+        likelihood = at_tokens(log_probs, tokens)
         log_q, depths = log_probs[..., 1:, :], tokens.shape[-1] - 1
         parts = [part.unflatten(-1, (depths, -1)) for part in taught]
         if self.config.loss_top_k is None:
             with torch.no_grad():
-                log_p = self.backbone.unembed(parts[0]).to(log_q.dtype).log_softmax(-1)
+                log_p = self.backbone.unembed(parts[0]).to(log_q.dtype)
+                log_p = log_p.log_softmax(-1) if len(parts) == 1 else log_p - parts[1].to(log_q.dtype)
         else:
             log_p, log_q = parts[1].to(log_q.dtype), lumped(log_q, parts[0])
         kind, share = self.config.loss_divergence, self.config.loss_label_weight
@@ -86,18 +96,43 @@ class Teacher:
         return torch.cat([-likelihood[..., :1], mixed], -1), nn.functional.pad(accepted, (1, 0))
 
 
-@torch.no_grad()
-def likeliest(backbone: BackboneParts, states: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`head_and_rest` of the distribution at every state [B, L, d], a chunk of positions at a time."""
-    flat = states.flatten(0, -2)
-    logits = backbone.unembed(flat[:1])
-    rows = max(1, LOGITS_PER_CHUNK // logits.shape[-1])
-    pieces = [head_and_rest(backbone.unembed(part).float().log_softmax(-1), k) for part in flat.split(rows)]
-    ids, log_probs = (torch.cat(piece).unflatten(0, states.shape[:-1]) for piece in zip(*pieces))
+def likeliest(
+    backbone: BackboneParts, states: torch.Tensor, k: int, norms: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `head_and_rest` of the distribution at every state [B, L, d].
+
+    `norms` [B, L, 1] is the log of what all logits sum to, where the backbone's unembedding makes only some.
+    """
+
+    def best(logits: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return head_and_rest(logits - given[0] if given else logits.log_softmax(-1), k)
+
+    ids, log_probs = of_logits(backbone, states, best, *(() if norms is None else (norms,)))
     return ids, log_probs
 
 
-def _ahead(values: torch.Tensor, window: int) -> torch.Tensor:
+def log_norms(backbone: BackboneParts, states: torch.Tensor) -> torch.Tensor:
+    """Return the log of what the logits of all tokens sum to at every state [B, L, d], [B, L, 1]."""
+    whole = BackboneParts(backbone.model)
+    return of_logits(whole, states, lambda logits: (logits.logsumexp(-1, keepdim=True),))[0]
+
+
+@torch.no_grad()
+def of_logits(
+    backbone: BackboneParts,
+    states: torch.Tensor,
+    read: Callable[..., tuple[torch.Tensor, ...]],
+    *arguments: torch.Tensor,
+) -> list[torch.Tensor]:
+    """Return what `read` makes of the logits at states [B, L, d] and of arguments [B, L, ..], a chunk at a time."""
+    flat = states.flatten(0, -2)
+    rows = max(1, LOGITS_PER_CHUNK // backbone.unembed(flat[:1]).shape[-1])
+    chunks = zip(flat.split(rows), *(argument.flatten(0, 1).split(rows) for argument in arguments))
+    pieces = [read(backbone.unembed(part).float(), *given) for part, *given in chunks]
+    return [torch.cat(piece).unflatten(0, states.shape[:-1]) for piece in zip(*pieces)]
+
+
+def ahead(values: torch.Tensor, window: int) -> torch.Tensor:
     """For every position the values [B, L, (n - 1) c] of the n - 1 following positions; 0 beyond the end."""
     padded = nn.functional.pad(values, (0, 0, 0, window - 1))
     return torch.cat([padded[:, k : k + values.shape[1]] for k in range(1, window)], -1)

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..sampling import draw
+
+if TYPE_CHECKING:
+    from ..draft_vocabulary import DraftVocabulary
 
 Choose = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """From probabilities [..., v] to tokens [...] and the probabilities [..., v] that they were really drawn from."""
@@ -28,6 +32,8 @@ class WindowDistribution(ABC):
     """n, the number of positions that are still free."""
     leaf_logits: torch.Tensor
     """[..., n, r, v], unnormalised."""
+    reads_codes: bool = False
+    """Tokens are codes of a `DraftVocabulary`: those from v on have no column and say nothing of latent states."""
 
     @abstractmethod
     def prefix_log_prob(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
@@ -93,7 +99,7 @@ class _GivenConditionals(WindowDistribution):
 
     def token_log_probs(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
         """Return the conditionals at the tokens."""
-        chosen = self.conditional_log_probs(tokens).gather(-1, tokens[..., None])[..., 0]
+        chosen = at_tokens(self.conditional_log_probs(tokens), tokens)
         return chosen if unknown is None else chosen.masked_fill(unknown, 0)
 
     def prefix_log_prob(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
@@ -204,6 +210,83 @@ class SequentialDistribution(_GivenConditionals):
         new = self.embed(tokens).to(self.known.dtype)
         batch = torch.broadcast_shapes(new.shape[:-2], self.known.shape[:-2])
         return torch.cat([self.known.expand(*batch, -1, -1), new.expand(*batch, -1, -1)], -2)
+
+
+class PartialDistribution(WindowDistribution):
+    """A distribution whose columns are the tokens of a draft vocabulary, over all token ids: 0 for the others.
+
+    A token without a column may come first, as what verification adds may be any token, or stand in a text.
+
+    Args:
+        inner: The distribution; it is told to read codes.
+        vocabulary: The tokens.
+    """
+
+    def __init__(self, inner: WindowDistribution, vocabulary: DraftVocabulary) -> None:
+        inner.reads_codes = True
+        self.inner, self.vocabulary, self.window = inner, vocabulary, inner.window
+
+    @property
+    def leaf_logits(self) -> torch.Tensor:
+        """Those of the columns."""
+        return self.inner.leaf_logits
+
+    def prefix_log_prob(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
+        """Return -inf from the first known token on that is never drafted."""
+        return self._without_others(self.inner.prefix_log_prob, tokens, unknown, True)
+
+    def token_log_probs(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
+        """Return -inf at known tokens that are never drafted."""
+        return self._without_others(self.inner.token_log_probs, tokens, unknown, False)
+
+    def conditional_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the columns at their ids, and -inf elsewhere."""
+        return self.vocabulary.spread(self.inner.conditional_log_probs(self.vocabulary.codes(tokens)), -torch.inf)
+
+    def next_log_probs(self, prefix: torch.Tensor) -> torch.Tensor:
+        """Return the columns at their ids, and -inf elsewhere."""
+        return self.vocabulary.spread(self.next_columns(prefix), -torch.inf)
+
+    def next_columns(self, prefix: torch.Tensor) -> torch.Tensor:
+        """Return `next_log_probs` of the columns alone."""
+        return self.inner.next_log_probs(self.vocabulary.codes(prefix))
+
+    def condition(self, first: torch.Tensor) -> PartialDistribution:
+        """Bind a token; circuits learn nothing from one without a column."""
+        return PartialDistribution(self.inner.condition(self.vocabulary.codes(first)), self.vocabulary)
+
+    def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let `choose` pick token ids of distributions over all ids."""
+
+        def column(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            token, chosen = choose(self.vocabulary.spread(probs))
+            return self.vocabulary.codes(token), chosen
+
+        codes, probs = self.inner.draft(column, length)
+        return self.vocabulary.tokens(codes), probs
+
+    def greedy(self, length: int | None = None) -> torch.Tensor:
+        """Return the ids of the likeliest columns."""
+        return self.vocabulary.tokens(self.inner.greedy(length))
+
+    def sample_with_probs(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids, and the distributions over all ids."""
+        codes, probs = self.inner.sample_with_probs(length)
+        return self.vocabulary.tokens(codes), self.vocabulary.spread(probs)
+
+    def _without_others(
+        self, read: Callable[..., torch.Tensor], tokens: torch.Tensor, unknown: torch.Tensor | None, is_prefix: bool
+    ) -> torch.Tensor:
+        codes = self.vocabulary.codes(tokens)
+        others = codes >= len(self.vocabulary)
+        others = others if unknown is None else others & ~unknown
+        values = read(codes, unknown)
+        return values.masked_fill(others.long().cumsum(-1).bool() if is_prefix else others, -torch.inf)
+
+
+def at_tokens(log_probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the entries [...] of log-probabilities [..., v] at tokens [...]; any at codes from v on."""
+    return log_probs.gather(-1, tokens[..., None].clamp(max=log_probs.shape[-1] - 1))[..., 0]
 
 
 def normalised_logits(logits: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field, refuse
 from ...configuration.ptp import PTPConfig
+from ..masks import check_attention
 from ..wrapped_models import has_own_cache
 from .embedding import GREEDY
 
@@ -65,20 +66,6 @@ def check_model(backbone: PreTrainedModel) -> None:
         ]
     )
     check_attention(backbone.config, "auxiliary rows")
-
-
-def check_attention(config: PreTrainedConfig, rows: str) -> None:
-    """Refuse an implementation of attention that takes no dense masks, which `rows` need (for the message).
-
-    Raises:
-        ValueError: It is neither eager nor sdpa.
-    """
-    used = config.get_text_config()._attn_implementation
-    if used not in ("eager", "sdpa"):
-        raise ValueError(
-            f"{config.model_type}: attn_implementation={used!r} takes no dense masks, which {rows} need; load it with "
-            "'sdpa' or 'eager'"
-        )
 
 
 def packed_mask(documents: torch.Tensor, starts: torch.Tensor, slots: int) -> torch.Tensor:

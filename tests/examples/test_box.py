@@ -22,9 +22,9 @@ from tests.internals import (
     box_folder,
     check_box,
     load_box,
-    read_reports,
 )
 from tokenahead import EvaByteForMTPC
+from tokenahead.model_cards import MeasuredResults
 
 RECIPE = train.Recipe(
     config=CONFIG, phases=[(4, 32, 1), (2, 64, 1)], ranks={"ff": 1, "btree": 2}, head_steps=2, save_steps=3
@@ -121,7 +121,7 @@ def test_a_released_box_is_whole_and_loads(box: Path, run: Path) -> None:
         if name != "draft_heads.weight":  # those are the FF heads'
             assert torch.equal(weight, trained[name].bfloat16().float()), name
     told = (box / "README.md").read_text()
-    for words in ("speed.png", "acceptance.png", "| held out | requests | 1 |", "btree 2", "Recipe: `{", FEW.command):
+    for words in ("frontier.png", "| held out | requests | 1 |", "btree 2", "Recipe: `{", FEW.command):
         assert words in told, words
     assert str(ROOT) not in told and str(box.parent) not in told
     assert "Apache License" in (box / "LICENSES.txt").read_text()
@@ -133,8 +133,8 @@ def test_a_box_is_measured_again_with_the_same_weights(box: Path, tmp_path: Path
     check_box(twin)
     for name in ("model.safetensors", "btree.safetensors", "held_out.json", "training.jsonl"):
         assert (twin / name).read_bytes() == (box / name).read_bytes()
-    old, new = (json.loads((folder / "figures.json").read_text()) for folder in (box, twin))
-    assert new["before_rounding"] == old["before_rounding"] and "--seconds 0.2" in (twin / "README.md").read_text()
+    old, new = (MeasuredResults.from_json(folder / "results.json").extra for folder in (box, twin))
+    assert new[release.BEFORE] == old[release.BEFORE] and "--seconds 0.2" in (twin / "README.md").read_text()
     release.measure_again(twin, {"btree": 3}, FEW)
     chosen = {kind: load_box(kind, twin)[0].generation_config.num_assistant_tokens for kind in ("ff", "btree")}
     assert chosen == {"ff": release.DRAFTED, "btree": 3}
@@ -219,13 +219,13 @@ def test_the_first_screen_is_filled_between_its_comments(box: Path, tmp_path: Pa
     readme.write_text("before\n<!-- figures of the box: by hand -->\nold\n<!-- end of the figures -->\nafter\n")
     card.fill_readme(readme, box)
     card.fill_readme(readme, box)
-    assert card.block_of(readme.read_text()) == card.first_screen(read_reports(box / "figures.json"))
+    assert card.block_of(readme.read_text()) == card.first_screen(MeasuredResults.from_json(box / "results.json"))
     assert readme.read_text().startswith("before\n") and readme.read_text().endswith("\nafter\n")
 
 
 def test_the_documentation_shows_the_results_of_the_released_box() -> None:
     shown = card.block_of((ROOT / "docs" / "box.md").read_text(encoding="utf-8"))
-    assert shown == card.first_screen(read_reports(box_folder() / "figures.json"))
+    assert shown == card.first_screen(MeasuredResults.from_json(box_folder() / "results.json"))
 
 
 def test_the_card_of_the_released_box_can_be_written_again(tmp_path: Path) -> None:

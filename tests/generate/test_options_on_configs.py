@@ -170,3 +170,13 @@ def test_the_assistant_says_last_how_many_tokens_it_drafts():
     small.generation_config.num_assistant_tokens = 0
     with pytest.raises(ValueError, match="num_assistant_tokens=0"):
         model.generate(PROMPT, assistant_model=drafter, **PLAIN)
+
+
+def test_a_field_that_a_call_unsets_stays_unset_where_drafts_are_asked_for():
+    model = llama()
+    drafter = NgramDrafter(longest=1).attach(model)
+    whole = model.generate(PROMPT, max_new_tokens=8, do_sample=False)
+    model.generation_config.eos_token_id = int(whole[0, PROMPT.shape[1]])
+    for asked in (None, True):
+        out = model.generate(PROMPT, **PLAIN, assistant_model=drafter, use_mtp=asked, eos_token_id=None)
+        assert torch.equal(out.sequences, whole)

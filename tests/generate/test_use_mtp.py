@@ -60,9 +60,7 @@ def test_custom_criteria_cut_at_the_first_hit(model, plain, length):
     assert torch.equal(out.sequences, plain[:, :length])
 
 
-@pytest.mark.parametrize(
-    "options", [{"use_cache": False}, {"cache_implementation": "static"}, {"num_beams": 2}], ids=lambda o: next(iter(o))
-)
+@pytest.mark.parametrize("options", [{"use_cache": False}, {"num_beams": 2}], ids=lambda o: next(iter(o)))
 def test_what_cannot_speculate_decodes_plainly_or_says_why_not(model, options):
     want = greedy(model, use_mtp=False, **options).sequences
     assert torch.equal(greedy(model, **options).sequences, want)
@@ -70,9 +68,11 @@ def test_what_cannot_speculate_decodes_plainly_or_says_why_not(model, options):
         greedy(model, use_mtp=True, **options)
 
 
-def test_static_caches_decode_plainly(model, plain):
+def test_given_static_caches_decode_plainly(model, plain):
     cache = StaticCache(config=model.config, max_cache_len=64)
     assert torch.equal(greedy(model, past_key_values=cache).sequences, plain)
+    with pytest.raises(ValueError, match="StaticCache"):
+        greedy(model, past_key_values=StaticCache(config=model.config, max_cache_len=64), use_mtp=True)
 
 
 def test_embeddings_instead_of_ids_decode_plainly(model, plain):

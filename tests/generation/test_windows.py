@@ -8,21 +8,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.assisted import assisted_generate
-from tests.families import family_config, family_model, shake
-from tests.internals import DraftTree, RowLayer, cache_module
+from tests.families import CHUNKED, family_config, family_model, shake
+from tests.internals import RowLayer, cache_module
 from tests.internals import drafters_modules as modules
 from tests.models import left_padded
-from tests.tree_drafters import DEPTH, KnowingTrees, _Call
+from tests.tree_drafters import DEPTH, KnowingChains, KnowingTrees
 from tokenahead import AssistantDrafter
 
 WINDOW, NEW, NODES, VOCABULARY = 6, 40, 7, 24
 NAMES = ["mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text"]
 OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True}
-CHUNKED = dict(
-    hidden_size=32, intermediate_size=48, intermediate_size_mlp=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, num_local_experts=2, no_rope_layers=[1, 0], attention_chunk_size=WINDOW,
-    layer_types=["chunked_attention", "full_attention"], pad_token_id=None, bos_token_id=None,
-)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -30,25 +25,6 @@ def step(monkeypatch):
     """Widths are multiples of 64; of 4 here, so that rings are gone through several times."""
     monkeypatch.setattr(cache_module, "_STEP", 4)
     return 4
-
-
-class Chains(KnowingTrees):
-    """Certain chains that go on rightly for a random while."""
-
-    drafts_trees = False
-
-    def start(self, options):
-        return _Chain(self, options)
-
-
-class _Chain(_Call):
-    def propose(self, tokens, length):
-        owner = self.owner
-        rows = [(text[end : end + length] + [0] * length)[:length] for text, end in zip(owner.texts, tokens.lengths)]
-        for row in rows:
-            for place in range(owner.random.randrange(length + 1), length):
-                row[place] = (row[place] + 1) % owner.vocabulary
-        return DraftTree.chain(torch.tensor(rows, dtype=torch.long).view(len(rows), length))
 
 
 def backbone(name):
@@ -86,7 +62,7 @@ def watched(model):
     return held, seen
 
 
-@pytest.mark.parametrize("kind", [Chains, KnowingTrees])
+@pytest.mark.parametrize("kind", [KnowingChains, KnowingTrees])
 @pytest.mark.parametrize("name", NAMES)
 def test_caches_stay_flat_and_texts_plain_alone_and_in_ragged_batches(name, kind, step):
     model, texts = backbone(name), prompts()
@@ -107,7 +83,7 @@ def test_caches_stay_flat_and_texts_plain_alone_and_in_ragged_batches(name, kind
     assert 0 < max(held) <= -(-(WINDOW + 1 + NODES) // step) * step and max(seen) > 8 * WINDOW
 
 
-@pytest.mark.parametrize("kind", [Chains, KnowingTrees])
+@pytest.mark.parametrize("kind", [KnowingChains, KnowingTrees])
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text", "llama4_text"])
 def test_generation_continues_behind_rows_that_ended_early(name, kind):
     """Also on a cache that the user made, and by plain decoding, which then forgets as ever."""

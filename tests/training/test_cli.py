@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.every_model import llama
-from tests.internals import BoxMeasurement, HeadReport
+from tests.internals import BoxMeasurement
 from tests.internals import cli_module as cli
 from tests.internals import completion_module as completion
 from tests.internals import demo_run as demo_module
@@ -68,7 +68,7 @@ def test_version(capsys):
         (["generate", "--model", "m", "x", "--top-p", "0"], "--top-p: '0' must be a number above 0 and at most 1"),
         (["generate", "--model", "m", "x", "--top-p", "1.1"], "--top-p: '1.1' must be"),
         (["dance"], "'dance'"),
-        ([], "{demo,generate,card,train,evaluate,analyze}"),
+        ([], "{demo,generate,bench,card,train,evaluate,lm-eval}"),
     ],
 )
 def test_wrong_arguments_are_named_in_one_line(capsys, arguments, named):
@@ -222,7 +222,7 @@ def test_the_demo_gets_its_arguments_and_fails_where_outputs_differ(monkeypatch,
 
     def run_demo(measurement, output, overwrite):
         seen.update(measurement=measurement, output=output, overwrite=overwrite)
-        return [HeadReport("ff", 16, 1, 10, measured(identical))]
+        return measured(identical)
 
     monkeypatch.setattr(demo_module, "run_demo", run_demo)
     options = ("--seconds", "3", "--new-bytes", "9", "--batch-size", "2", "--seed", "5")

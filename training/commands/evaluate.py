@@ -1,4 +1,4 @@
-"""`tokenahead evaluate MODEL DATA`: losses, accuracies, acceptance and speed-up, as JSON and a figure."""
+"""`tokenahead evaluate MODEL DATA`: losses, accuracies and expected acceptance along a text, as JSON and a figure."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PrinterCallback, set_seed
 
-from ... import __version__
-from ...generation.attach import AttachableDrafter
-from ..byte_text import is_byte_level
 from ..checkpoints import base_of, has_adapters, holds_model
-from ..completion import AttachedDecoder, load_config
-from ..evaluation import GREEDY, Comparison, DraftMeasures, Measurement, environment, hardware, sampled
-from ..evaluation.drafts import has_probs, usual_drafts
-from ..results import MeasuredResults
+from ..completion import load_config
+from ..evaluation import DraftMeasures, environment
+from ..evaluation.drafts import has_probs
 from ..utils import needs_extra, replace_picture, replace_text
 from .figures import evaluation_figure
 from .models import Trainee, build, with_moved_backbone
@@ -32,22 +27,20 @@ with needs_extra("train", "tokenahead evaluate"):
 
 FIGURES = "evaluation.json"
 """Everything that was measured."""
-RESULTS = "results.json"
-"""What a model card is made from."""
 PICTURE = "evaluation.png"
-_MEASURED = {FIGURES, RESULTS, PICTURE, "analysis.json", "analysis.png"}
+_MEASURED = {FIGURES, PICTURE, "analysis.json", "analysis.png"}
 _OUT_OF_TRAINING = {"save_strategy": "no", "eval_strategy": "steps", "eval_steps": 1000, "max_steps": 1,
                     "disable_tqdm": True}  # fmt: skip
 _WITHOUT_TRAINING: dict[str, Any] = {"acceptance": False, "strategy": None}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0 where greedy texts are those of plain decoding."""
+    """Run the command; return 0."""
     settings = read_settings(named(argv), "evaluate", EvaluationArguments)
     figures = evaluate(settings)
     print(summary(figures))
-    print(f"Wrote {FIGURES}, {RESULTS} and {PICTURE} in {settings.training.output_dir}", file=sys.stderr)
-    return 0 if all(row["identical"] is not False for row in figures["decoding"]) else 1
+    print(f"Wrote {FIGURES} in {settings.training.output_dir}", file=sys.stderr)
+    return 0
 
 
 def named(argv: Sequence[str]) -> list[str]:
@@ -74,11 +67,8 @@ def evaluate(settings: Settings) -> dict[str, Any]:
     asked: EvaluationArguments = settings.extra
     settings, trainee, trainer = drafter_and_data(settings)
     metrics = trainer.evaluate()
-    comparisons = decode(trainee, prompts(trainer, trainee, asked), asked, settings.training.seed)
-    length = max(each.result.draft_length or 0 for each in comparisons) or None
-    measures = DraftMeasures(length=length)
+    measures = DraftMeasures()
     if has_probs(trainee.model):
-        measures.depths = max(length or 0, usual_drafts(trainee.model))
         for batch in trainer.get_eval_dataloader(first_rows(trainer.eval_dataset, asked.rows)):
             measures.add(trainee.model, batch)
     figures = {
@@ -89,16 +79,11 @@ def evaluate(settings: Settings) -> dict[str, Any]:
         "losses": {name: value for name, value in metrics.items() if "loss" in name or "correct" in name},
         "depths": by_depth(measures),
         "held_out": along_held_out(measures),
-        "decoding": [
-            asdict(each.result) | {"tokens_per_call": each.result.tokens_per_call, "speed_up": each.result.speed_up}
-            for each in comparisons
-        ],
         "environment": environment(),
     }
-    folder = settings.output
-    replace_text(folder / FIGURES, json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
-    _results(settings, trainee, comparisons, asked).to_json(folder / RESULTS)
-    replace_picture(folder / PICTURE, evaluation_figure(figures))
+    replace_text(settings.output / FIGURES, json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+    if figures["depths"]:
+        replace_picture(settings.output / PICTURE, evaluation_figure(figures))
     return figures
 
 
@@ -189,26 +174,6 @@ def first_rows(data: Dataset | IterableDataset, count: int) -> Dataset | Iterabl
     return data.select(range(min(count, len(data)))) if isinstance(data, Dataset) else data.take(count)
 
 
-def prompts(trainer: Any, trainee: Trainee, asked: EvaluationArguments) -> list[str]:
-    """Return the beginnings of held-out rows."""
-    rows = list(first_rows(trainer.eval_dataset, asked.prompts))
-    return [
-        str(trainee.tokenizer.decode(row["input_ids"][: asked.prompt_tokens], skip_special_tokens=True)) for row in rows
-    ]
-
-
-@torch.no_grad()
-def decode(trainee: Trainee, texts: list[str], asked: EvaluationArguments, seed: int) -> list[Comparison]:
-    """Decode plainly and with drafts, by turns: greedily, and sampled at the requested temperatures."""
-    trainee.backbone.eval()
-    model: Any = trainee.model.eval()
-    if isinstance(model, AttachableDrafter):
-        model = AttachedDecoder(trainee.backbone, trainee.model)
-    modes = [GREEDY if temperature == 0 else sampled(temperature) for temperature in asked.temperatures]
-    measurement = Measurement(texts, asked.new_tokens, seed=seed, seconds=asked.seconds)
-    return measurement.compare({"it": model}, trainee.tokenizer, modes)["it"]
-
-
 def by_depth(measures: DraftMeasures) -> list[dict[str, float]]:
     """Return losses and accuracies by depth; 2 is the first drafted token."""
     means = measures.means()
@@ -236,33 +201,4 @@ def summary(figures: dict[str, Any]) -> str:
     if held_out := figures["held_out"]:
         both = ", ".join(f"{rule} {held_out[f'tokens_per_call_{rule}']:.3f}" for rule in ("block", "token"))
         lines.append(f"expected per call along {held_out['text']}; drafts of {held_out['draft_length']}: {both}")
-    for row in figures["decoding"]:
-        same = {None: "", True: ", same text", False: ", NOT the same text"}[row["identical"]]
-        counted = f"{row['tokens_per_call']:.3f} per call, {row['speed_up']:.2f} x plain{same}"
-        if (expected := row["expected_tokens_per_call"]) is not None:
-            drafts = f"drafts of {row['draft_length']}"
-            counted += f"; {row['tokens_per_verification']:.3f} per verification, expected {expected:.3f} ({drafts})"
-        lines.append(f"{row['name']}: {counted}")
     return "\n".join(lines)
-
-
-def _results(
-    settings: Settings,
-    trainee: Trainee,
-    comparisons: list[Comparison],
-    asked: EvaluationArguments,
-) -> MeasuredResults:
-    name = Path(settings.data.dataset_name or "mixture").name
-    return MeasuredResults(
-        results=[each.result for each in comparisons],
-        dataset_name=name,
-        dataset_description=f"beginnings of {len(comparisons[0].completions)} held-out rows, up to "
-        f"{asked.prompt_tokens} tokens each, continued with {asked.new_tokens}",
-        hardware=hardware(),
-        dtype=str(trainee.backbone.dtype).removeprefix("torch."),
-        command=" ".join(["tokenahead", *sys.argv[1:]]),
-        library_version=__version__,
-        unit="byte" if is_byte_level(trainee.tokenizer) else "token",
-        accepted_by_position=comparisons[0].result.accepted_by_position,
-        environment=environment(),
-    )

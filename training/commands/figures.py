@@ -1,4 +1,4 @@
-"""The figures of training, evaluation, analysis and the demo: they draw what was logged or measured.
+"""The figures of training, evaluation and benches: they draw what was logged or measured.
 
 In those of the demo a family of heads has one colour and one marker; ways of decoding differ by fill, not by colour.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import cycle
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..evaluation import HeadReport
-from ..results import DecodingResult
+from ..evaluation.bench import PLAIN
+from ..results import DecodingResult, MeasuredResults
 from ..utils import needs_extra, replace_picture
 
 with needs_extra("demo", "figures"):
@@ -33,13 +33,6 @@ _ACCEPTANCE = {
     "eval_num_correct": "slots right (held out)",
 }
 _MARKERS = "osD^vPX*"  # of the families, in turn; colour alone would not reach every eye
-_LINES = {
-    "marginal": ("backbone, tokens between summed out", "C0o-"),
-    "head": ("drafter, tokens between summed out", "C1s-"),
-    "head_given": ("drafter, tokens between known", "C2D--"),
-    "backbone_given": ("backbone, tokens between known", "k^:"),
-}
-_MISSING = 0.1  # of the mass of continuations, beyond which a marginal is hollow
 
 
 def learning_figure(history: list[dict[str, Any]]) -> Figure:
@@ -95,58 +88,20 @@ def draw_learning(history: list[dict[str, Any]], folder: Path) -> Path:
 
 
 def evaluation_figure(figures: dict[str, Any]) -> Figure:
-    """Draw accuracy and loss by depth, where distributions are known, and acceptance by position in the draft."""
+    """Draw accuracy and loss by depth, and acceptance by position in the draft."""
     depths = figures["depths"]
-    figure, axes = _panels(3 if depths else 1)
-    if depths:
-        _draw_accuracies(axes[0], depths)
-        _draw_losses_by_depth(axes[1], depths)
-    _draw_acceptance(axes[-1], figures)
-    _finish(axes)
-    return figure
-
-
-def _draw_accuracies(axes: Axes, depths: list[dict[str, float]]) -> None:
+    figure, axes = _panels(3)
     numbers = [row["depth"] for row in depths]
     for marker, (name, label) in zip(_MARKERS, (("top_1", "the likeliest"), ("top_5", "among the 5 likeliest"))):
-        axes.plot(numbers, [100 * row[name] for row in depths], marker=marker, label=f"true token is {label}")
-    axes.set(title="What a draft knows by depth", xlabel="tokens ahead", ylabel="accuracy (%)", ylim=(-4, 104))
-
-
-def _draw_losses_by_depth(axes: Axes, depths: list[dict[str, float]]) -> None:
-    axes.plot([row["depth"] for row in depths], [row["loss"] for row in depths], color="C3", marker="^")
-    axes.set(title="Loss by depth, tokens between known", xlabel="tokens ahead", ylabel="nats per token")
-    _from_zero(axes)
-
-
-def _draw_acceptance(axes: Axes, figures: dict[str, Any]) -> None:
-    for marker, row in zip(_MARKERS, figures["decoding"]):
-        axes.plot(*_shares(row["accepted_by_position"]), marker=marker, label=f"generated, {row['name']}")
-    if held_out := figures["held_out"]:
-        axes.plot(*_shares(held_out["accepted_by_position"]), "k.:", label="expected along held-out text, T=1")
-    axes.set(title="How many drafts are accepted", xlabel="drafts", ylabel="verifications that accept so many (%)")
-    axes.set(ylim=(-4, 104))
-
-
-def analysis_figure(found: dict[str, Any]) -> Figure:
-    """Draw losses by depth on the left; on the right, where it is known, the divergence of each layer."""
-    has_layers = bool(found["layers"])
-    figure, axes = _panels(1 + has_layers)
-    for name, (label, style) in _LINES.items():
-        rows = [(row["depth"], row[name]) for row in found["depths"] if name in row]
-        if rows:
-            axes[0].plot(*zip(*rows), style, label=label)
-    beyond = [row for row in found["depths"] if row.get("missing_mass", 0) > _MISSING]
-    if beyond:
-        label = f"hollow: more than {_MISSING:.0%} of the continuations left out"
-        points = [row["depth"] for row in beyond], [row["marginal"] for row in beyond]
-        axes[0].plot(*points, "C0o", markerfacecolor="white", zorder=3, label=label)
-    axes[0].set(title="Loss of the token so far ahead", xlabel="tokens ahead", ylabel="nats")
-    if has_layers:
-        axes[1].plot(range(1, len(found["layers"]) + 1), found["layers"], "C4o-")
-        axes[1].set(title="Divergence of a layer's distribution from the last", xlabel="layer", ylabel="nats")
-    for one in axes:
-        _from_zero(one)
+        axes[0].plot(numbers, [100 * row[name] for row in depths], marker=marker, label=f"true token is {label}")
+    axes[0].set(title="What a draft knows by depth", xlabel="tokens ahead", ylabel="accuracy (%)", ylim=(-4, 104))
+    axes[1].plot(numbers, [row["loss"] for row in depths], color="C3", marker="^")
+    axes[1].set(title="Loss by depth, tokens between known", xlabel="tokens ahead", ylabel="nats per token")
+    _from_zero(axes[1])
+    shares = figures["held_out"]["accepted_by_position"]
+    axes[2].plot(range(1, len(shares) + 1), [100 * share for share in shares], "k.:")
+    axes[2].set(title="Expected along held-out text, T=1", xlabel="drafts", ylim=(-4, 104))
+    axes[2].set_ylabel("verifications that accept so many (%)")
     _finish(axes)
     return figure
 
@@ -178,88 +133,10 @@ def _from_zero(axes: Axes) -> None:
     axes.set_ylim(0, 1.06 * top if top > 0 else 1)
 
 
-SPEED_FIGURE, ACCEPTANCE_FIGURE = "speed.png", "acceptance.png"
-"""Names of the files."""
-_FILLS: dict[str, dict[str, Any]] = {
-    "filled": {"fillstyle": "full"},
-    "left half": {"fillstyle": "left", "markerfacecoloralt": "white"},
-    "lower half": {"fillstyle": "bottom", "markerfacecoloralt": "white"},
-}
-"""Markers of the ways of decoding, in turn."""
 _HOLLOW: dict[str, Any] = {"fillstyle": "full", "markerfacecolor": "white"}
 """Markers of text that repeats itself."""
 _POINT: dict[str, Any] = {"linestyle": "none", "markersize": 9, "markeredgewidth": 1.8}
 _PLAIN: dict[str, Any] = _POINT | {"marker": "x", "color": "black"}
-
-
-def cycle_ms(result: DecodingResult) -> float:
-    """Return the milliseconds per call of the backbone, drafting and verification included."""
-    return 1000 * result.seconds / result.backbone_calls
-
-
-def save_figures(folder: Path, reports: Sequence[HeadReport]) -> None:
-    """Write both figures as PNG files into a directory."""
-    replace_picture(folder / SPEED_FIGURE, speed_figure(reports))
-    replace_picture(folder / ACCEPTANCE_FIGURE, acceptance_figure(reports))
-
-
-def speed_figure(reports: Sequence[HeadReport]) -> Figure:
-    """Draw bytes per call against milliseconds per call (MtPC paper, Figure 1).
-
-    A cross marks plain decoding. A family has one colour and one marker; fills tell the ways of decoding apart, and
-    results whose text repeats itself are hollow.
-    """
-    figure = Figure(figsize=(7.6, 5.8), layout="constrained")
-    axes = figure.add_subplot()
-    heads = [_POINT | _family(index) for index in range(len(reports))]
-    for report, style in zip(reports, heads):
-        for row, fill in zip(report.single, cycle(_FILLS.values())):
-            axes.plot([cycle_ms(row)], [row.tokens_per_call], **style | (_HOLLOW if row.is_degenerate else fill))
-    times = [1000 / row.plain_tokens_per_second for report in reports for row in report.single]
-    axes.plot([sum(times) / len(times)], [1.0], **_PLAIN)
-    axes.margins(0.12)
-    axes.set(xlabel="milliseconds per call", ylabel="bytes per call", title="Up and to the left is faster")
-    named = [Line2D([], [], label=report.name, **style) for report, style in zip(reports, heads)]
-    for row, (word, fill) in zip(reports[0].single, cycle(_FILLS.items())):
-        point: dict[str, Any] = _POINT | {"marker": "o", "color": "grey"} | fill
-        named.append(Line2D([], [], label=f"{word}: {row.name}", **point))
-    named.append(Line2D([], [], label="one byte at a time", **_PLAIN))
-    for way in dict.fromkeys(row.name for report in reports for row in report.single if row.is_degenerate):
-        point = _POINT | {"marker": "o", "color": "grey"} | _HOLLOW
-        named.append(Line2D([], [], label=f"hollow: {way}, repeats itself: no claim", **point))
-    figure.legend(handles=named, loc="outside lower center", ncols=3)
-    return figure
-
-
-def acceptance_figure(reports: Sequence[HeadReport]) -> Figure:
-    """Draw the share of verifications that accept so many drafts: a panel per way of decoding, a line per head.
-
-    Lines with markers are what was generated, hollow where the text repeats itself; thin lines without are what is
-    expected along plain texts.
-    """
-    ways = [row.name for row in reports[0].single]
-    figure = Figure(figsize=(3.6 * len(ways) + 0.6, 4.6), layout="constrained")
-    panels = figure.subplots(1, len(ways), sharex=True, sharey=True, squeeze=False)[0]
-    thin: dict[str, Any] = {"linewidth": 0.9, "alpha": 0.7}
-    for axes, (turn, way) in zip(panels, enumerate(ways)):
-        for index, report in enumerate(reports):
-            row, style = report.single[turn], _family(index)
-            fill = _HOLLOW if row.is_degenerate else {}
-            axes.plot(*_shares(row.accepted_by_position), markersize=5, **style | fill)
-            axes.plot(*_shares(row.expected_by_position), color=style["color"], **thin)
-        axes.set(title=way, xlabel="drafts", ylim=(-4, 104), yticks=range(0, 101, 20))
-        axes.margins(x=0.06)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("verifications that accept so many (%)")
-    named = [Line2D([], [], label=report.name, **_family(index)) for index, report in enumerate(reports)]
-    rows = [row for report in reports for row in report.single]
-    if any(row.expected_by_position for row in rows):
-        named.append(Line2D([], [], label="thin: expected along plain texts", color="grey", **thin))
-    if any(row.is_degenerate for row in rows):
-        named.append(Line2D([], [], label="hollow: the text repeats itself", marker="o", color="grey", **_HOLLOW))
-    figure.legend(handles=named, loc="outside lower center", ncols=3)
-    return figure
 
 
 def _family(index: int) -> dict[str, Any]:
@@ -267,6 +144,89 @@ def _family(index: int) -> dict[str, Any]:
     return {"color": f"C{index}", "marker": _MARKERS[index % len(_MARKERS)]}
 
 
-def _shares(shares: Sequence[float]) -> tuple[Sequence[int], list[float]]:
-    """Return positions in the draft and percentages."""
-    return range(1, len(shares) + 1), [100 * share for share in shares]
+def bench_figure(measured: MeasuredResults) -> Figure:
+    """Draw speed-ups by category: a panel per way of decoding and batch size, a colour per method."""
+    methods = _methods(measured)
+    categories = list(dict.fromkeys(name for row in measured.results for name in row.category_speed_ups))
+    figure, panels = _grid(measured, max(3.6, 0.7 * len(categories) + 1.2), 3.4)
+    width = 0.8 / max(1, len(methods))
+    turned: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if len(categories) > 4 else {}
+    for title, rows, axes in panels:
+        for row in (row for row in rows if row.method in methods):
+            place, style = methods[row.method]
+            for index, name in enumerate(categories):
+                if name in row.category_speed_ups:
+                    left = index + (place + 0.5) * width - 0.4
+                    axes.bar(left, row.category_speed_ups[name], width, color=style["color"])
+        if not any(row.category_speed_ups for row in rows if row.method in methods):
+            axes.text(0.5, 0.5, "texts loop: no claim", transform=axes.transAxes, ha="center")
+        axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
+        axes.set_ylim(bottom=0)
+        axes.set(title=title, ylabel="speed-up over plain", xlim=(-0.6, len(categories) - 0.4))
+        axes.set_xticks(range(len(categories)), categories, **turned)
+        axes.grid(axis="y", alpha=0.3)
+    named = [Line2D([], [], label=name, color=style["color"], linewidth=6) for name, (_, style) in methods.items()]
+    figure.legend(handles=named, loc="outside lower center", ncols=3)
+    return figure
+
+
+def frontier_figure(measured: MeasuredResults) -> Figure:
+    """Draw tokens per call against milliseconds per call, with lines of equal speed; what repeats itself is hollow."""
+    methods = _methods(measured)
+    figure, panels = _grid(measured, 4.6, 4.2)
+    for title, rows, axes in panels:
+        points = {row.method: (row.call_ms, _per_call(row)) for row in rows if row.call_ms is not None}
+        for row in (row for row in rows if row.method in points and row.method in methods):
+            style = _POINT | methods[row.method][1] | (_HOLLOW if row.is_degenerate else {})
+            axes.plot(*([value] for value in points[row.method]), **style)
+        if PLAIN in points:
+            axes.plot(*([value] for value in points[PLAIN]), **_PLAIN)
+        if points:
+            _draw_equal_speeds(axes, points)
+        axes.set(title=title, xlabel="milliseconds per call", ylabel=f"{measured.unit}s per call")
+    named = [Line2D([], [], label=name, **_POINT | style) for name, (_, style) in methods.items()]
+    named.append(Line2D([], [], label=f"one {measured.unit} at a time", **_PLAIN))
+    if any(row.is_degenerate for row in measured.results):
+        point: dict[str, Any] = _POINT | {"marker": "o", "color": "grey"} | _HOLLOW
+        named.append(Line2D([], [], label="hollow: repeats itself, no claim", **point))
+    figure.legend(handles=named, loc="outside lower center", ncols=3)
+    return figure
+
+
+def _draw_equal_speeds(axes: Axes, points: dict[Any, tuple[Any, float]]) -> None:
+    """Draw lines of equal speed through the origin, named by their ratio to plain decoding's."""
+    right = 1.25 * max(ms for ms, _ in points.values())
+    top = 1.15 * max(2.0, *(per_call for _, per_call in points.values()))
+    axes.set(xlim=(0, right), ylim=(0, top))
+    if PLAIN not in points:
+        return
+    ms, per_call = points[PLAIN]
+    for ratio in (0.5, 1, 1.5, 2, 3, 4):
+        x = min(right, top * ms / (ratio * per_call))
+        axes.plot([0, x], [0, ratio * per_call * x / ms], color="grey", linewidth=0.7, linestyle=":")
+        axes.annotate(f"{ratio:g}x", (x, ratio * per_call * x / ms), color="grey", fontsize=8, ha="right", va="top")
+
+
+def _grid(
+    measured: MeasuredResults, width: float, height: float
+) -> tuple[Figure, list[tuple[str, list[DecodingResult], Axes]]]:
+    """Return a figure with a row of panels per batch size and a column per way of decoding: titles, rows, axes."""
+    modes = list(dict.fromkeys(row.decoding or row.name for row in measured.results))
+    sizes = list(dict.fromkeys(row.batch_size for row in measured.results))
+    figure = Figure(figsize=(max(7.2, width * len(modes)), height * len(sizes) + 0.8), layout="constrained")
+    panels = figure.subplots(len(sizes), len(modes), squeeze=False)
+    found = []
+    for (i, size), (j, mode) in product(enumerate(sizes), enumerate(modes)):
+        rows = [row for row in measured.results if (row.decoding or row.name, row.batch_size) == (mode, size)]
+        found.append((f"{mode}, batch {size}", rows, panels[i, j]))
+    return figure, found
+
+
+def _methods(measured: MeasuredResults) -> dict[str | None, tuple[int, dict[str, Any]]]:
+    """Return the place and the style of every method that drafts."""
+    names = dict.fromkeys(row.method for row in measured.results if row.draft_length or _per_call(row) > 1)
+    return {name: (index, _family(index)) for index, name in enumerate(names)}
+
+
+def _per_call(row: DecodingResult) -> float:
+    return row.tokens_per_verification or row.tokens_per_call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -140,9 +141,13 @@ def _drafter(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTrain
 
 def _drafter_options(arguments: DrafterArguments) -> dict[str, Any]:
     """Return the options of a new drafter, by the types of its config and of what makes it."""
+    given = arguments.options("drafter_options")
+    for name in ("draft_ids", "draft_vocabulary"):
+        if isinstance(file := given.get(name), str):
+            given[name] = json.loads(Path(file).read_text(encoding="utf-8"))
     configs = [_CONFIGS[arguments.drafter]] if arguments.drafter in _CONFIGS else []
     makers = [_NEW[arguments.drafter].from_backbone] if arguments.drafter in _NEW else []
-    return typed_options("drafter_options", arguments.options("drafter_options"), *configs, *makers, closed=False)
+    return typed_options("drafter_options", given, *configs, *makers, closed=False)
 
 
 def _own(model: PreTrainedModel, options: dict[str, Any]) -> PreTrainedModel:

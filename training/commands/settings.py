@@ -55,7 +55,9 @@ class DrafterArguments:
         None, "Directory, or name on the Hub, of heads or an EAGLE head to continue from."
     )
     drafter_options: dict | str | None = _setting(
-        None, "Options of a new drafter, as its from_backbone (EvaByte: set_head) takes them; JSON."
+        None,
+        "Options of a new drafter, as its from_backbone (EvaByte: set_head) takes them; JSON. draft_ids (of "
+        "modules: draft_vocabulary) is a list of the tokens to draft, or a JSON file that holds one.",
     )
     loss_options: dict | str | None = _setting(None, "Options of an EAGLE head's, of modules' or of PTP's loss; JSON.")
     strategy: dict | str | None = _setting(None, "Fields of TrainingStrategy; JSON.")
@@ -134,32 +136,9 @@ class EvaluationArguments:
     """What `tokenahead evaluate` measures; the help of every field says what it is."""
 
     rows: int = _setting(256, "Held-out rows whose drafts are verified along the text.")
-    prompts: int = _setting(8, "Held-out rows that are continued.")
-    prompt_tokens: int = _setting(64, "Tokens of each that are given.")
-    new_tokens: int = _setting(128, "Tokens to write.")
-    temperatures: list[float] = _setting([0.0, 1.0], "Of the texts that are written; 0 is greedy.")
-    seconds: float | None = _setting(None, "Time after which no further prompt is begun.")
 
     def __post_init__(self) -> None:
-        _check_least(self, 1, "rows", "prompts", "prompt_tokens", "new_tokens")
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise ValueError(f"temperatures={self.temperatures} must be numbers of at least 0")
-
-
-@dataclass
-class AnalysisArguments:
-    """What `tokenahead analyze` looks at; the help of every field says what it is."""
-
-    positions: int = _setting(32, "Positions in held-out rows.")
-    depth: int = _setting(4, "Tokens ahead.")
-    mass: float = _setting(0.9, "Share of the continuations that is followed at each step; 1 enumerates all.")
-    max_branches: int | None = _setting(64, "Continuations that are followed at most.")
-
-    def __post_init__(self) -> None:
-        _check_least(self, 1, "positions")
-        _check_least(self, 2, "depth")
-        if not 0 < self.mass <= 1:
-            raise ValueError(f"mass={self.mass} must lie in (0, 1]")
+        _check_least(self, 1, "rows")
 
 
 @dataclass(frozen=True)
@@ -193,7 +172,7 @@ class Settings:
 
 
 _KINDS = (ScriptArguments, DatasetMixtureConfig, TrainConfig, ModelConfig, DrafterArguments)
-_OF_COMMANDS = (EvaluationArguments, AnalysisArguments)
+_OF_COMMANDS = (EvaluationArguments,)
 _TYPES: dict[str, Any] = {
     "acceptance": dict | str | bool | None,
     "dtype": Any,  # `_check_model` has a list of its own
@@ -208,7 +187,6 @@ _TYPES: dict[str, Any] = {
 _USAGE = {
     "train": "tokenahead train [CONFIG.yaml] [--FIELD VALUE ...]",
     "evaluate": "tokenahead evaluate MODEL DATA [--FIELD VALUE ...], or CONFIG.yaml in place of both",
-    "analyze": "tokenahead analyze [CONFIG.yaml] [--FIELD VALUE ...]",
 }
 
 

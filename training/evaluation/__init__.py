@@ -3,25 +3,21 @@
 from ..utils import lazy_names
 
 _HOMES = {
-    "Comparison": "decoding",
-    "Completion": "decoding",
+    "Comparison": "summary",
+    "Completion": "summary",
     "DecodingMode": "decoding",
     "DraftMeasures": "drafts",
     "ExpectedCalls": "expected",
     "GREEDY": "decoding",
-    "HeadReport": "reports",
     "MODES": "decoding",
-    "Measurement": "decoding",
-    "compare_decoding": "decoding",
+    "Measurement": "summary",
+    "compare_decoding": "summary",
     "drafted_flags": "decoding",
-    "environment": "reports",
-    "hardware": "reports",
+    "environment": "circumstances",
+    "hardware": "circumstances",
     "rank_accuracies": "drafts",
-    "read_reports": "reports",
     "repeated_share": "decoding",
     "sampled": "decoding",
-    "window_bits": "drafts",
-    "write_reports": "reports",
 }
 __all__ = list(_HOMES)
 __getattr__ = lazy_names(__name__, _HOMES)

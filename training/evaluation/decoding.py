@@ -1,28 +1,27 @@
-"""Decoding with and without drafts, compared on the same prompts, in turn, within a time limit."""
+"""One call of `generate`: ways of decoding, methods, and what a call took and wrote."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
-from statistics import mean
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..results import DecodingResult
-from .drafts import DraftMeasures, has_probs, text_of
-from .expected import GREEDY_RULE, SAMPLED, ratio_of_sums
+from ...generation.call.options import first_set
+from .drafts import has_probs, usual_drafts
+from .expected import GREEDY_RULE, SAMPLED
 
 REPEATED_GRAM = 16
 """Ids of a passage that counts as repeated if it stands in a text twice."""
-_FREE = ("verification", "num_assistant_tokens")  # options that leave what is written as it is
+_FREE = ("verification", "num_assistant_tokens", "assistant_model", "use_mtp")
+"""Options that leave what is written as it is."""
 _CHANGES = {"repetition_penalty", "no_repeat_ngram_size", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
             "bad_words_ids", "suppress_tokens", "sequence_bias", "min_length", "min_new_tokens",
             "num_assistant_tokens_schedule", "assistant_confidence_threshold"}  # fmt: skip
-_WARM_UP = 8  # tokens of a first call that is not measured, because it also sets things up
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,18 @@ class DecodingMode:
         plain = sampled(self.temperature) if self.is_sampled else GREEDY
         return rule if rest == plain.options and rule in (*SAMPLED, *GREEDY_RULE) else None
 
+    @classmethod
+    def named(cls, words: str) -> DecodingMode:
+        """Return `"greedy"`, or the samples of `"T=0.7"`.
+
+        Raises:
+            ValueError: Neither.
+        """
+        match = re.fullmatch(r"T=(\d+(?:\.\d+)?)", words)
+        if words != "greedy" and (match is None or float(match[1]) == 0):
+            raise ValueError(f"decoding={words!r} must be 'greedy', or a temperature above 0 such as 'T=0.7'")
+        return sampled(float(match[1])) if match else GREEDY
+
 
 def sampled(temperature: float) -> DecodingMode:
     """Return sampling from the whole distribution, whatever a model's own defaults are (transformers': `top_k=50`)."""
@@ -69,194 +80,166 @@ MODES = (GREEDY, sampled(0.7), sampled(1.0))
 
 
 @dataclass(frozen=True)
-class Completion:
-    """The text that a model wrote after a prompt.
+class Method:
+    """What makes the drafts of a call, or nothing.
 
     Attributes:
-        prompt: The prompt.
-        ids: New ids.
-        drafted: For each new id, whether it was drafted and accepted; else the verifier added it.
-        difference: Where speculative and plain greedy ids differ, in words; None if they do not, or were not compared.
+        name: What the table calls it.
+        model: The model whose `generate` is called.
+        options: Keyword arguments of `generate`.
+        drafter: What drafts, where this library does.
+        is_foreign: Whether transformers' own `generate` is called, past the drafters that are attached.
     """
 
-    prompt: str
-    ids: list[int]
-    drafted: list[bool]
-    difference: str | None = None
+    name: str
+    model: Any
+    options: dict[str, Any] = field(default_factory=dict)
+    drafter: Any = None
+    is_foreign: bool = False
+
+    def generate(self, **kwargs: Any) -> Any:
+        """Call `generate` with the method's options."""
+        call = type(self.model).generate.__get__(self.model) if self.is_foreign else self.model.generate
+        return call(**self.options | kwargs, return_dict_in_generate=True)
+
+    def expectation(self, mode: DecodingMode) -> tuple[str, int] | None:
+        """Return the rule and the draft length for which calls can be expected along a text; None where nobody can."""
+        config = self.model.generation_config
+        rule = DecodingMode(mode.name, mode.options | self.options).rule
+        if rule is None or config.to_diff_dict().keys() & _CHANGES or not has_probs(self.drafter):
+            return None
+        longest, asked = usual_drafts(self.drafter), first_set("num_assistant_tokens", (self.options, config))
+        bound = self.drafter.longest_draft()
+        return rule, longest if asked is None else min(asked, bound or asked)
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """A way of decoding, measured with and without drafts on the same prompts.
+class Run:
+    """What a method took, and wrote after the prompts of one call of `generate`.
 
     Attributes:
-        mode: The way of decoding.
-        result: Counts and times.
-        completions: The speculative runs, one per prompt.
+        ids: New ids of each sequence.
+        calls: Calls of the backbone that served each sequence, that of the prompt included.
+        forwards: Calls of the backbone in all.
+        seconds: Wall-clock seconds.
+        prompt_seconds: Those of the prompt's own call.
+        draft_seconds: Those of drafting; None where nobody took them.
+        processor_seconds: Of all threads.
+        cache_bytes: Of the cache at the end.
+        accepted: Accepted drafts of every verification of each sequence; empty where nobody counted.
+        drafted: Drafted tokens of each of them.
+        differences: Of greedy texts: what is different from plain decoding's in each, None where nothing is.
+        expected: Of texts: what `ExpectedCalls` holds, as lists.
+        error: Why there is nothing else.
     """
 
-    mode: DecodingMode
-    result: DecodingResult
-    completions: list[Completion]
+    ids: list[list[int]] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
+    forwards: int = 0
+    seconds: float = 0.0
+    prompt_seconds: float = 0.0
+    draft_seconds: float | None = None
+    processor_seconds: float = 0.0
+    cache_bytes: int = 0
+    accepted: list[list[int]] = field(default_factory=list)
+    drafted: list[list[int]] = field(default_factory=list)
+    differences: list[dict[str, Any] | None] = field(default_factory=list)
+    expected: dict[str, Any] | None = None
+    error: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields for a line of JSON."""
+        return asdict(self)
+
+    @property
+    def new_tokens(self) -> int:
+        """New tokens of all sequences."""
+        return sum(map(len, self.ids))
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens per second behind the prompt's own call, which adds one to each sequence; None if there are none."""
+        later, seconds = self.new_tokens - len(self.ids), self.seconds - self.prompt_seconds
+        return later / seconds if later > 0 and seconds > 0 else None
+
+    @property
+    def repeated_share(self) -> float:
+        """Mean share of the texts that repeats itself."""
+        return sum(map(repeated_share, self.ids)) / max(1, len(self.ids))
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Prompts to decode, and limits.
-
-    Attributes:
-        prompts: Texts to complete.
-        new_tokens: Tokens per completion, at most.
-        batch_size: Prompts per call.
-        seconds: Time limit: no round of prompts is started that would end later; the first round is always run. None:
-            all prompts.
-        seed: Seed of the sampled runs.
-    """
-
-    prompts: Sequence[str]
-    new_tokens: int
-    batch_size: int = 1
-    seconds: float | None = None
-    seed: int = 0
-
-    def compare(
-        self,
-        drafters: dict[str, PreTrainedModel],
-        tokenizer: PreTrainedTokenizerBase,
-        modes: Sequence[DecodingMode],
-        on_round: Callable[[int], None] = lambda done: None,
-    ) -> dict[str, list[Comparison]]:
-        """Decode plainly and with every drafter, in turn, so that a busy machine slows all of them alike.
-
-        A round decodes the next `batch_size` prompts in all ways, so that every way has the same prompts when the time
-        is over.
-
-        Args:
-            drafters: Models with one backbone, by name; the first also decodes plainly.
-            tokenizer: Their tokenizer.
-            modes: Ways of decoding.
-            on_round: Called after every round with the number of finished prompts.
-
-        Returns:
-            For every drafter, a comparison per way of decoding.
-
-        Raises:
-            ValueError: No prompts or no drafters.
-        """
-        if not drafters or not self.prompts:
-            raise ValueError(f"{len(drafters)} drafters and {len(self.prompts)} prompts: give at least one of each")
-        plain = {mode.name: _Runs() for mode in modes}
-        drafted = {(name, mode.name): _Runs() for name in drafters for mode in modes}
-        first, started, longest = next(iter(drafters.values())), time.monotonic(), 0.0
-        self._warm_up(drafters, tokenizer, modes)
-        for start in range(0, len(self.prompts), self.batch_size):
-            spent = time.monotonic() - started
-            if start and self.seconds is not None and spent + longest > self.seconds:
-                break
-            for mode in modes:
-                self._take(plain[mode.name], first, tokenizer, mode, start, use_mtp=False)
-                for name, model in drafters.items():
-                    self._take(drafted[name, mode.name], model, tokenizer, mode, start, use_mtp=None)
-            longest = max(longest, time.monotonic() - started - spent)
-            on_round(min(start + self.batch_size, len(self.prompts)))
-        return {
-            name: [
-                self._comparison(model, tokenizer, mode, plain[mode.name], drafted[name, mode.name]) for mode in modes
-            ]
-            for name, model in drafters.items()
-        }
-
-    def _warm_up(
-        self, drafters: dict[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, modes: Sequence[DecodingMode]
-    ) -> None:
-        short = replace(self, new_tokens=min(_WARM_UP, self.new_tokens))
-        for mode in modes:
-            for model in drafters.values():
-                short._take(_Runs(), model, tokenizer, mode, 0, use_mtp=None)
-
-    def _take(
-        self,
-        runs: _Runs,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        mode: DecodingMode,
-        start: int,
-        use_mtp: bool | None,
-    ) -> None:
-        torch.manual_seed(self.seed + start)
-        prompts = list(self.prompts[start : start + self.batch_size])
-        runs.add(_complete(model, tokenizer, prompts, mode, self.new_tokens, use_mtp=use_mtp))
-
-    def _comparison(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mode: DecodingMode, plain: _Runs, runs: _Runs
-    ) -> Comparison:
-        completions = []
-        for prompt, expected, row in zip(self.prompts, plain.rows, runs.rows):
-            difference = None if mode.is_sampled else _difference(model, tokenizer, prompt, expected.ids, row.ids)
-            completions.append(Completion(prompt, row.ids, drafted_flags(row.accepted, len(row.ids)), difference))
-        accepted = [count for row in runs.rows for count in row.accepted]
-        length = max((drafted for row in runs.rows for drafted in row.drafted), default=0)
-        counted = [(len(row.ids) - 1.0, float(len(row.accepted))) for row in runs.rows if row.accepted]
-        ratio, error = ratio_of_sums(*torch.tensor(counted, dtype=torch.float64).T) if counted else (None, None)
-        result = DecodingResult(
-            name=mode.name if self.batch_size == 1 else f"{mode.name}, batch {self.batch_size}",
-            do_sample=mode.is_sampled,
-            backbone_calls=sum(row.calls for row in runs.rows),
-            new_tokens=runs.new_tokens,
-            seconds=runs.seconds,
-            plain_seconds=plain.seconds,
-            identical=None if mode.is_sampled else all(completion.difference is None for completion in completions),
-            plain_new_tokens=plain.new_tokens,
-            batch_size=self.batch_size,
-            per_prompt=[round(len(row.ids) / row.calls, 4) for row in runs.rows],
-            accepted_by_position=acceptance_by_position(accepted, length),
-            repeated_share=mean(repeated_share(row.ids) for row in runs.rows),
-            draft_length=length or None,
-            tokens_per_verification=ratio or None,
-            standard_error=error,
-            processor_seconds=runs.processor_seconds,
-            plain_processor_seconds=plain.processor_seconds,
-            **self._expected(model, tokenizer, mode, plain.rows, length),
-        )
-        return Comparison(mode, result, completions)
-
-    def _expected(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase, mode: DecodingMode, rows: Sequence[_Row], length: int
-    ) -> dict[str, Any]:
-        """Return what drafts of this length are expected to take along the plain texts; empty where nobody can tell."""
-        drafter, rule = vars(model).get("drafter", model), mode.rule
-        changed = model.generation_config.to_diff_dict().keys() & _CHANGES
-        if rule is None or changed or not length or not has_probs(drafter):
-            return {}
-        measures = DraftMeasures(mode.temperature, length)
-        for prompt, row in zip(self.prompts, rows):
-            ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
-            measures.add(drafter, text_of(ids, ids.new_tensor([row.ids])))
-        return measures.calls[rule].fields() if rule in measures.calls else {}
+def decode(method: Method, batch: dict[str, torch.Tensor], mode: DecodingMode, new_tokens: int, seed: int) -> Run:
+    """Return what a method writes after a batch of prompts, and what it takes."""
+    torch.manual_seed(seed)
+    with _Clock(method.model) as clock:
+        output = method.generate(**batch, **mode.options, max_new_tokens=new_tokens)
+    texts = output.sequences[:, batch["input_ids"].shape[1] :].tolist()
+    ids = [_until_end(text, method.model.generation_config) for text in texts]
+    told = getattr(output, "speculation", None)
+    longest = max(map(len, ids))
+    run = {
+        "ids": ids,
+        "forwards": clock.calls if told is None else told.backbone_calls,
+        "calls": [clock.calls if clock.calls < longest else len(text) for text in ids],
+        "seconds": clock.seconds,
+        "prompt_seconds": clock.prompt_seconds,
+        "processor_seconds": clock.processor_seconds,
+        "cache_bytes": cache_bytes(output.past_key_values),
+    }
+    if told is not None:
+        # alone, the loop's own count of calls, which plain steps between drafts are in, too
+        calls = [told.backbone_calls] if len(ids) == 1 else [1 + len(row) for row in told.rows_accepted]
+        drafted = [list(map(len, row)) for row in told.rows_drafts]
+        run |= {"calls": calls, "accepted": told.rows_accepted, "drafted": drafted, "draft_seconds": told.draft_seconds}
+    return Run(**run)
 
 
-def compare_decoding(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[str],
-    mode: DecodingMode,
-    new_tokens: int,
-    seed: int = 0,
-) -> Comparison:
-    """Complete every prompt plainly and speculatively, in turn: `Measurement.compare` of one model and one way.
+class _Clock:
+    """Takes the time of a call of `generate` and of its first forward, and counts forwards."""
 
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        prompts: Texts to complete.
-        mode: Way of decoding.
-        new_tokens: Tokens per completion, at most.
-        seed: Seed of the sampled runs.
+    def __init__(self, model: Any) -> None:
+        self.model, self.calls, self.prompt_seconds = model, 0, 0.0
+        self.wait: Callable[[], None] = torch.accelerator.synchronize if model.device.type != "cpu" else lambda: None
 
-    Returns:
-        Counts, times and texts.
-    """
-    return Measurement(prompts, new_tokens, seed=seed).compare({"it": model}, tokenizer, [mode])["it"][0]
+    def __enter__(self) -> _Clock:
+        self.hooks = [
+            self.model.register_forward_pre_hook(self._begin, prepend=True),
+            self.model.register_forward_hook(self._end),
+        ]
+        self.wait()
+        self.started, self.processor = time.perf_counter(), time.process_time()
+        return self
+
+    def _begin(self, *_: Any) -> None:
+        self.calls += 1
+        if self.calls == 1:
+            self.forward_started = time.perf_counter()
+
+    def _end(self, *_: Any) -> None:
+        if self.calls == 1:
+            self.wait()
+            self.prompt_seconds = time.perf_counter() - self.forward_started
+
+    def __exit__(self, *_: Any) -> None:
+        self.wait()
+        self.seconds = time.perf_counter() - self.started
+        self.processor_seconds = time.process_time() - self.processor
+        for hook in self.hooks:
+            hook.remove()
+
+
+def cache_bytes(cache: Any) -> int:
+    """Return the bytes of the tensors in the layers of a cache."""
+    tensors = [each for layer in getattr(cache, "layers", ()) for each in vars(layer).values()]
+    storages = [each.untyped_storage() for each in tensors if isinstance(each, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _until_end(ids: list[int], config: Any) -> list[int]:
+    """Return a sequence's new ids without the padding after its end."""
+    ends = config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    return ids[: next((index + 1 for index, token in enumerate(ids) if token in ends), len(ids))]
 
 
 def drafted_flags(accepted: list[int], count: int) -> list[bool]:
@@ -273,101 +256,6 @@ def drafted_flags(accepted: list[int], count: int) -> list[bool]:
     for drafts in accepted:
         flags += [True] * drafts + [False]
     return flags[:count]
-
-
-@dataclass(frozen=True)
-class _Row:
-    """The result of a call of `generate` for one prompt."""
-
-    ids: list[int]
-    accepted: list[int] = field(default_factory=list)
-    drafted: list[int] = field(default_factory=list)
-    calls: int = 1
-
-
-@dataclass(frozen=True)
-class _Run:
-    """A call of `generate`, and its times."""
-
-    rows: list[_Row]
-    seconds: float
-    processor_seconds: float
-
-
-class _Runs:
-    """All calls of a way of decoding."""
-
-    def __init__(self) -> None:
-        self.rows: list[_Row] = []
-        self.seconds = self.processor_seconds = 0.0
-
-    def add(self, run: _Run) -> None:
-        self.rows += run.rows
-        self.seconds += run.seconds
-        self.processor_seconds += run.processor_seconds
-
-    @property
-    def new_tokens(self) -> int:
-        return sum(len(row.ids) for row in self.rows)
-
-
-def _complete(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[str],
-    mode: DecodingMode,
-    new_tokens: int,
-    use_mtp: bool | None = None,
-) -> _Run:
-    many = {"padding": True, "padding_side": "left"} if len(prompts) > 1 else {}
-    inputs = tokenizer(prompts, return_tensors="pt", **many).to(model.device)
-    wall, cpu = time.perf_counter(), time.process_time()
-    output = model.generate(
-        **inputs, **mode.options, max_new_tokens=new_tokens, use_mtp=use_mtp, return_dict_in_generate=True
-    )
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    texts = [_until_end(ids, model) for ids in output.sequences[:, inputs["input_ids"].shape[1] :].tolist()]
-    return _Run(_rows(texts, getattr(output, "speculation", None)), wall, cpu)
-
-
-def _rows(texts: list[list[int]], speculation: Any) -> list[_Row]:
-    if speculation is None:
-        return [_Row(ids, calls=max(1, len(ids))) for ids in texts]
-    if len(texts) == 1:  # the loop's own count of calls, which plain steps between drafts are in, too
-        accepted, drafts = speculation.rows_accepted[0], speculation.rows_drafts[0]
-        return [_Row(texts[0], list(accepted), list(map(len, drafts)), speculation.backbone_calls)]
-    pairs = zip(texts, speculation.rows_accepted, speculation.rows_drafts)
-    return [_Row(ids, list(accepted), list(map(len, drafts)), 1 + len(accepted)) for ids, accepted, drafts in pairs]
-
-
-def _until_end(ids: list[int], model: PreTrainedModel) -> list[int]:
-    """Return a sequence's new ids without the padding after its end."""
-    ends = model.generation_config.eos_token_id
-    ends = set(ends if isinstance(ends, list) else [ends])
-    return ids[: next((index + 1 for index, token in enumerate(ids) if token in ends), len(ids))]
-
-
-def _difference(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, expected: list[int], got: list[int]
-) -> str | None:
-    """Return where two greedy runs differ, and the gap of the two logits there; None if they are equal."""
-    if expected == got:
-        return None
-    pairs = enumerate(zip(expected, got))
-    index = next((i for i, (one, other) in pairs if one != other), min(len(expected), len(got)))
-    if index >= min(len(expected), len(got)):
-        return f"one ended after {index} tokens, the other continued"
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    scores = model.generate(
-        **inputs,
-        **GREEDY.options,
-        max_new_tokens=index + 1,
-        use_mtp=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-    ).logits[index][0]
-    gap = float(scores[expected[index]] - scores[got[index]])
-    return f"token {index + 1} is {got[index]} and not {expected[index]}, whose logit is higher by {gap:.2g}"
 
 
 def acceptance_by_position(accepted: Sequence[int], length: int) -> list[float]:

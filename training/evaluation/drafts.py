@@ -7,14 +7,12 @@ of it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 from transformers import DynamicCache
 
 from ...modeling.deepseek.model import DeepSeekMTP
@@ -339,23 +337,3 @@ def rank_accuracies(model: Any, batches: Iterable[Batch], ranks: int = 10, tempe
     if not hits.dim():
         raise ValueError("rank_accuracies: no position of the batches is a target; give labels that are not all -100")
     return hits / counts.clamp(min=1)[:, None]
-
-
-@torch.no_grad()
-def window_bits(model: torch.nn.Module, ids: torch.Tensor, batch_size: int = 8) -> torch.Tensor:
-    """Return the bits per byte of the next byte, window by window.
-
-    Args:
-        model: A causal language model over bytes.
-        ids: [N, L] windows that begin with `<bos>`.
-        batch_size: Windows per forward.
-
-    Returns:
-        [N] float64; windows have one length, so their mean is that of the text, and their spread its uncertainty.
-    """
-    found = []
-    for part in ids.split(batch_size):
-        logits = model(part, use_cache=False).logits[:, :-1].float()
-        nats = cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="none").view(len(part), -1)
-        found.append(nats.double().mean(1) / math.log(2))
-    return torch.cat(found)

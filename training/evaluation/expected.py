@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
+from ...modeling.heads.block_loss import cycle_starts
 from ...modeling.heads.losses import tokens_ahead
 
 SAMPLED, GREEDY_RULE = ("block", "token"), ("greedy",)
@@ -56,21 +56,6 @@ def acceptance_along(
     if rule == "token":
         return (q - p).clamp(max=0).cumsum(-1).exp()
     return (q - p).cumsum(-1).cummin(-1).values.clamp(max=0).exp()
-
-
-def cycle_starts(accepted: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return w, the probability that a cycle begins at each position, [B, L] float64.
-
-    Args:
-        accepted: [B, L, m], m_k of the drafts at each position; 0 where they would reach beyond the text.
-        places: [B, L] bool, True where a cycle may begin; every run of them is a text of its own.
-    """
-    jumps = (pad(accepted, (1, 0), value=1.0) - pad(accepted, (0, 1))) * places[..., None]
-    length, reach = jumps.shape[1:]
-    starts = pad((places & ~pad(places, (1, -1))).double(), (0, reach))
-    for position in range(length):
-        starts[:, position + 1 : position + 1 + reach] += starts[:, position, None] * jumps[:, position]
-    return starts[:, :length] * places
 
 
 def ratio_of_sums(tokens: torch.Tensor, calls: torch.Tensor) -> tuple[float, float | None]:
@@ -134,6 +119,16 @@ class ExpectedCalls:
     def by_position(self) -> list[float]:
         """For draft positions 1, 2, ...: the share of verifications that accept so many; 1 + its sum is the above."""
         return (self.accepted.sum(0) / self.calls.sum()).clamp(0, 1).tolist()
+
+    def as_lists(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
+        return {name: values.tolist() for name, values in vars(self).items()}
+
+    @classmethod
+    def from_lists(cls, found: dict[str, Any]) -> ExpectedCalls:
+        """Return what `as_lists` gave."""
+        accepted = torch.tensor(found["accepted"], dtype=torch.float64)
+        return cls(torch.tensor(found["tokens"]), torch.tensor(found["calls"], dtype=torch.float64), accepted)
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a `DecodingResult`."""

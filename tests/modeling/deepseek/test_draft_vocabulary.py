@@ -10,12 +10,13 @@ import torch
 from tests.distributions import chi_square
 from tests.families import family_model, random_ids
 from tests.integration.test_lossless_modules import enumerate_outcomes
-from tests.internals import DraftVocabulary, frequent_tokens
+from tests.internals import DraftVocabulary, ModuleLossOptions, frequent_tokens
 from tests.models import left_padded
 from tokenahead import DeepSeekMTP
 
 TRAINED = Path(__file__).parents[2] / "data" / "deepseek_mtp" / "dsv3_d2_trained"
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "return_dict_in_generate": True, "pad_token_id": 0}
+BLOCK = {"target": "teacher", "divergence": "block"}
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +83,14 @@ def test_logits_are_the_head_s_of_those_rows_also_once_it_was_trained():
     vocabulary, states = DraftVocabulary(ids, 96), torch.randn(2, 32)
     for _ in range(2):
         want = model.readout(states)[:, ids.sort().values]
-        torch.testing.assert_close(vocabulary.logits(model.readout, states), want, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            model.readout.finish(vocabulary.logits(model.readout.head, states)), want, atol=1e-6, rtol=1e-5
+        )
         model.get_output_embeddings().weight.add_(0.1)
     quantised = copy.deepcopy(model)
     quantised.main.lm_head = torch.nn.Sequential(quantised.main.lm_head)  # a head whose weights are not read
-    torch.testing.assert_close(vocabulary.logits(quantised.readout, states), model.readout(states)[:, vocabulary.ids])
+    got = quantised.readout.finish(vocabulary.logits(quantised.readout.head, states))
+    torch.testing.assert_close(got, model.readout(states)[:, vocabulary.ids])
 
 
 def test_the_folder_keeps_it_and_forgets_it(tmp_path):
@@ -133,3 +137,28 @@ def test_other_drafters_have_no_such_option():
 
     with pytest.raises(ValueError, match="draft_vocabulary="):
         tiny_model().generate(torch.arange(5)[None], draft_vocabulary=[1], max_new_tokens=3)
+
+
+@pytest.mark.parametrize("options", [{}, {"target": "teacher"}, {"target": "teacher", "divergence": "tv"}, BLOCK])
+def test_modules_beside_a_frozen_head_learn_over_it_alone(options):
+    ids, kept = torch.randint(1, 96, (2, 16), generator=torch.Generator().manual_seed(3)), list(range(0, 90, 3))
+    model = DeepSeekMTP.from_backbone(family_model("llama").main, draft_vocabulary=kept)
+    model.loss_options = ModuleLossOptions(**options)
+    whole = model(ids, labels=ids, output_mtp_logits=True)
+    model.train_only("drafter")
+    out, columns = model(ids, labels=ids), torch.tensor(kept)
+    torch.testing.assert_close(out.head_losses[0], whole.head_losses[0])
+    q = whole.mtp_logits[0][..., :-1, kept].log_softmax(-1)
+    p = whole.logits[:, 1:-1].log_softmax(-1)[..., kept]
+    inside, at = torch.isin(ids[:, 2:], columns), torch.searchsorted(columns, ids[:, 2:]).clamp(max=29)[..., None]
+    if not options:
+        terms = -q.gather(-1, at)[..., 0]
+    elif "divergence" not in options:
+        terms = -(p.log_softmax(-1).exp() * q).sum(-1)
+    elif options["divergence"] == "tv":
+        terms = 1 - torch.minimum(p, q).exp().sum(-1)
+    else:
+        terms = -(q - p).gather(-1, at)[..., 0].clamp(max=0).exp()
+    torch.testing.assert_close(out.head_losses[1], torch.where(inside, terms, 0.0).mean().detach())
+    out.loss.backward()
+    assert all(p.grad is None for p in model.main.parameters()) and any(p.grad is not None for p in model.parameters())

@@ -76,7 +76,7 @@ def test_heads_alone_go_on_with_a_backbone_that_learned(first, settings_of, tmp_
     assert torch.equal(backbone_of(trainer)(IDS).logits, wanted)
     assert MTPHeads.from_pretrained(tmp_path / "second").config.base_model_name_or_path == str(run / "backbone")
     wanted = next(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
-    short = ["--prompts", "1", "--new_tokens", "4", "--rows", "2"]
+    short = ["--rows", "2"]
     for words in ([], ["--output_dir", str(tmp_path / "second")]):
         with pytest.raises(SystemExit) as ended:
             cli.main(["evaluate", str(tmp_path / "config.yaml"), *words, *short])

@@ -1,14 +1,15 @@
-"""`tokenahead evaluate` and `tokenahead analyze`: figures that agree with the model, files, and what is refused."""
+"""`tokenahead evaluate` and `benchmarks/analyze.py`: figures that agree with the model, files, and what is refused."""
 
 import json
 from base64 import b64encode
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.internals import AnalysisArguments, EvaluationArguments, decode, read_settings
+from tests.benchmark_modules import analyze
+from tests.internals import EvaluationArguments, decode, read_settings
 from tests.internals import cli_module as cli
-from tests.internals import commands_analyze as analyze
 from tests.internals import commands_evaluate as evaluate
 from tests.internals import commands_train as train
 from tokenahead import EagleHead, EvaByteTokenizer, MTPHeads
@@ -16,7 +17,7 @@ from tokenahead.model_cards import MeasuredResults
 
 from .conftest import byte_llama
 
-SHORT = ("--prompts", "1", "--prompt_tokens", "8", "--new_tokens", "8", "--rows", "100", "--use_cpu")
+SHORT = ("--rows", "100", "--use_cpu")
 
 
 def run(command, *words) -> int:
@@ -40,21 +41,30 @@ def test_every_drafter_is_measured(name, folders, data, tmp_path, capsys):
     words = [words[0], data["text"], *words[1:]]
     assert run("evaluate", *words, "--output_dir", out, *SHORT) == 0
     found = json.loads((out / "evaluation.json").read_text())
-    greedy, drawn = found["decoding"]
-    assert greedy["identical"] is True and drawn["tokens_per_call"] >= 1 and greedy["speed_up"] > 0
     if name != "ptp":
         assert [row["depth"] for row in found["depths"]] == list(range(2, len(found["depths"]) + 2))
         assert all(0 <= row["top_1"] <= row["top_5"] <= 1 for row in found["depths"])
         block, token = (found["held_out"][f"tokens_per_call_{rule}"] for rule in ("block", "token"))
         assert block == pytest.approx(1 + sum(found["held_out"]["accepted_by_position"])) and block >= token - 1e-9
-        assert greedy["expected_tokens_per_call"] == pytest.approx(greedy["tokens_per_verification"], abs=1e-4)
-        assert found["held_out"]["draft_length"] == greedy["draft_length"] == len(greedy["expected_by_position"])
+        assert found["held_out"]["draft_length"] == len(found["depths"])
+        assert (out / "evaluation.png").stat().st_size > 1000
     if name in ("evabyte", "modules", "heads"):
         losses = found["losses"]
         assert found["depths"][0]["loss"] == pytest.approx(losses["eval_loss_head_2"], rel=1e-4)
-    assert MeasuredResults.from_json(out / "results.json").results[0].name == "greedy"
-    assert (out / "evaluation.png").stat().st_size > 1000
     assert "expected per call" in capsys.readouterr().out or name == "ptp"
+
+
+@pytest.mark.parametrize("name", ["evabyte", "modules", "ptp"])
+def test_models_that_draft_for_themselves_are_measured_side_by_side(name, folders, tmp_path):
+    (tmp_path / "prompts.txt").write_text("def f(x):\n")
+    out, prompts = tmp_path / "out", ["--prompts", tmp_path / "prompts.txt", "--raw", "--new-tokens", "8"]
+    options = ["--methods", "own", "ngram", "--decoding", "greedy", "T=1", "--output", out]
+    assert run("bench", "--model", folders / name, *prompts, *options) == 0
+    rows = {row.method: row for row in MeasuredResults.from_json(out / "results.json").results if not row.do_sample}
+    own, lookup = rows["own"], rows["ngram"]
+    assert own.identical and lookup.identical and own.draft_length
+    if name != "ptp":
+        assert own.expected_tokens_per_call == pytest.approx(own.tokens_per_verification, abs=1e-4)
 
 
 def test_a_file_for_training_means_what_the_training_has_left(settings_of, tmp_path):
@@ -135,9 +145,9 @@ def test_heads_that_do_not_name_their_backbone_are_refused(data, tmp_path, capsy
 def test_the_marginal_of_a_backbone_that_is_its_own_head(folders, data, settings_of, tmp_path):
     """New FF heads with the backbone's own distribution at every depth: known losses at depth 1, and one order of the
     others."""
-    settings = settings_of("llama", "analyze", drafter="heads", drafter_options={"window": 3})
-    words = [str(tmp_path / "config.yaml"), "--positions", "3", "--depth", "3", "--mass", "1", "--max_branches", "320"]
-    found = analyze.analyze(read_settings(words, "analyze", AnalysisArguments))
+    settings = settings_of("llama", "evaluate", drafter="heads", drafter_options={"window": 3})
+    asked = SimpleNamespace(positions=3, depth=3, mass=1, max_branches=320)
+    found = analyze(settings, asked)
     first, second, third = found["depths"]
     assert first["marginal"] == pytest.approx(first["backbone_given"], rel=1e-4)
     assert first["head"] == pytest.approx(first["backbone_given"], rel=1e-4)
@@ -147,9 +157,8 @@ def test_the_marginal_of_a_backbone_that_is_its_own_head(folders, data, settings
     assert settings.drafter.drafter == "heads"
 
 
-def test_drafters_without_distributions_and_rows_that_are_too_short_are_refused(folders, data, tmp_path, capsys):
-    out = ["--output_dir", tmp_path / "out", "--use_cpu"]
-    assert run("analyze", folders / "ptp", data["text"], *out) == 1
-    assert "PTPForCausalLM" in capsys.readouterr().err
-    assert run("analyze", folders / "evabyte", data["text"], "--depth", "200", *out) == 1
-    assert "no held-out row reaches depth=200" in capsys.readouterr().err
+@pytest.mark.parametrize(("name", "told"), [("ptp", "PTPForCausalLM"), ("evabyte", "depth=200")])
+def test_drafters_without_distributions_and_rows_that_are_too_short_are_refused(name, told, settings_of):
+    settings = settings_of(name, "evaluate", ("--use_cpu",))
+    with pytest.raises(ValueError, match=told):
+        analyze(settings, SimpleNamespace(positions=3, depth=200, mass=1, max_branches=1))

@@ -6,11 +6,11 @@ from typing import get_type_hints
 import pytest
 import yaml
 
-from tests.internals import _KINDS, AnalysisArguments, EvaluationArguments, read_settings
+from tests.internals import _KINDS, EvaluationArguments, read_settings
 
 FIELDS = {
     entry.name: (entry, str(get_type_hints(kind)[entry.name]))
-    for kind in (*_KINDS, EvaluationArguments, AnalysisArguments)
+    for kind in (*_KINDS, EvaluationArguments)
     for entry in fields(kind)
     if entry.init
 }
@@ -80,7 +80,7 @@ def test_what_a_parser_makes_of_text_is_taken(tmp_path):
         tmp_path, learning_rate="1e-4", packing="true", lr_scheduler_kwargs='{"num_cycles": 2}', save_steps=0.5,
         lora_target_modules="all-linear", use_peft=True, resume_from_checkpoint=True, lr_scheduler_type="cosine",
         datasets=[{"path": "a", "columns": ["b"]}], max_length=None, accelerator_config={"even_batches": False},
-        temperatures=[0, 1], report_to="none", dtype="float64", pad_to_multiple_of=8,
+        report_to="none", dtype="float64", pad_to_multiple_of=8,
     )  # fmt: skip
     assert (settings.training.learning_rate, settings.training.packing) == (1e-4, True)
     files = ["data/*.jsonl", "data/a.parquet", ["a", "b"], {"train": "a"}]

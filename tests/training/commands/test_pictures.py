@@ -5,17 +5,13 @@ import math
 
 import pytest
 
-from tests.internals import analysis_figure, evaluation_figure, learning_figure
+from tests.benchmark_modules import analysis_figure
+from tests.internals import evaluation_figure, learning_figure
 
 
 def figures_of(depths, loss=2.0):
     rows = [{"depth": depth, "top_1": 0.5, "top_5": 0.8, "loss": loss} for depth in range(2, 2 + depths)]
-    decoding = [{"name": "greedy", "accepted_by_position": [0.3] * max(depths, 1)}]
-    return {
-        "depths": rows,
-        "decoding": decoding,
-        "held_out": {"accepted_by_position": [0.4] * depths} if depths else {},
-    }
+    return {"depths": rows, "held_out": {"accepted_by_position": [0.4] * depths}}
 
 
 def history_of(depths, steps=3):
@@ -37,22 +33,21 @@ def test_a_run_that_ended_before_its_first_entry_has_a_picture_and_no_warning(re
 @pytest.mark.parametrize(
     "figure",
     [
-        lambda: evaluation_figure({"depths": [], "decoding": [], "held_out": {}}),
         lambda: analysis_figure({"depths": [{"depth": 1}], "layers": []}),
         lambda: learning_figure(history_of(40)),
     ],
-    ids=["nothing drafted", "nothing known", "many depths"],
+    ids=["nothing known", "many depths"],
 )
 def test_figures_are_drawn_without_warnings(figure, recwarn):
     figure().savefig(io.BytesIO(), format="png")
     assert [str(each.message) for each in recwarn] == []
 
 
-@pytest.mark.parametrize("depths", [0, 1, 4])
+@pytest.mark.parametrize("depths", [1, 4])
 def test_one_axis_lies_in_each_panel_of_an_evaluation(depths):
     """A second axis is drawn over the first one, its legend included."""
     axes = evaluation_figure(figures_of(depths)).axes
-    assert len(axes) == (3 if depths else 1)
+    assert len(axes) == 3
     assert len({one.get_position().x0 for one in axes}) == len(axes)
 
 

@@ -136,3 +136,12 @@ def test_a_run_folder_does_not_tell_the_token(settings_of, tmp_path, monkeypatch
     for file in (tmp_path / "told").iterdir():
         text = file.read_text()
         assert "hf_secret" not in text and "max_steps" in text, file
+
+
+@pytest.mark.parametrize("drafter", ["heads", "eagle", "modules"])
+def test_a_file_names_the_tokens_to_draft(drafter, settings_of, tmp_path):
+    (tmp_path / "ids.json").write_text(json.dumps([101, 32, 110]))
+    name = "draft_vocabulary" if drafter == "modules" else "draft_ids"
+    model = train(settings_of(drafter=drafter, drafter_options={name: str(tmp_path / "ids.json")}, max_steps=2)).model
+    for each in (model, type(model).from_pretrained(tmp_path / "run")):
+        assert each.draft_vocabulary.ids.tolist() == [32, 101, 110]

@@ -1,49 +1,46 @@
 """The figures can be read: every word lies inside them, none on another one, and every marker inside its axes."""
 
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 
-from tests.internals import MODES, HeadReport
+from tests.internals import MODES
 from tests.internals import demo_figures as figures
 from tokenahead.model_cards import DecodingResult, MeasuredResults
 
-MEASURED = {"ff": (2.22, 4.8, 2.39, 6.2), "cp": (2.65, 7.2, 2.83, 8.2), "hmm": (2.47, 8, 2.55, 7.3)}
-SPREAD = {"ff": (1, 1, 4, 3), "cp": (4, 41, 3, 3.5), "hmm": (7, 81, 2, 4), "btree": (10, 121, 1, 4.5)}
-EQUAL = dict.fromkeys(("ff", "cp", "hmm", "btree"), (2, 5, 2, 5))
+NAMES = ("ngram", "heads:hydra", "eagle:three", "transformers:prompt_lookup", "smaller", "own")
+CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities", "translation")
 TEXTS = {"dataset_name": "x", "dataset_description": "x", "hardware": "x", "dtype": "x", "command": "x"}
-WORDS = {"library_version": "0"} | TEXTS
 
 
-def decoding(mode, per_call: float, ms: float, shares=(), expected=()) -> DecodingResult:
-    return DecodingResult(
-        name=mode.name,
-        do_sample=mode.is_sampled,
-        backbone_calls=1000,
-        new_tokens=int(1000 * per_call),
-        seconds=ms,
-        plain_seconds=3.0 * per_call,
-        accepted_by_position=list(shares),
-        expected_by_position=list(expected),
-    )
+def rows(mode, batch: int, names, categories=CATEGORIES[:3], loops=()) -> list[DecodingResult]:
+    found = []
+    for index, name in enumerate(("plain", *names)):
+        per_call = 1 + 0.4 * index
+        found.append(
+            DecodingResult(
+                name=f"{name}, {mode.name}, {batch}",
+                method=name,
+                decoding=mode.name,
+                do_sample=mode.is_sampled,
+                batch_size=batch,
+                backbone_calls=1000,
+                new_tokens=int(1000 * per_call),
+                seconds=3.0,
+                plain_seconds=3.0 * per_call,
+                call_ms=25.0 + 5 * index,
+                draft_length=5 if index else None,
+                category_speed_ups=dict.fromkeys(categories, per_call) if name not in loops else {},
+                repeated_share=0.7 if name in loops else 0.1,
+            )
+        )
+    return found
 
 
-def heads(table) -> list[HeadReport]:
-    reports = []
-    for name, (greedy, ms, drawn, drawn_ms) in table.items():
-        points = (greedy, ms), ((greedy + drawn) / 2, (ms + drawn_ms) / 2), (drawn, drawn_ms)
-        rows = [decoding(mode, *point) for mode, point in zip(MODES, points)]
-        reports.append(HeadReport(name, 8, 1 if name == "ff" else 8, 1000, MeasuredResults(results=rows, **WORDS)))
-    return reports
-
-
-def drafts(*shares, expected=(), count: int = 1) -> list[HeadReport]:
-    rows = [decoding(mode, 2, 3, values, expected) for mode, values in zip(MODES, shares)]
-    measured = MeasuredResults(results=rows, **WORDS)
-    return [HeadReport(name, 4, rank, 9, measured) for name, rank in (("ff", 1), ("hmm", 16), ("btree", 16))[:count]]
+def measured(*groups) -> MeasuredResults:
+    return MeasuredResults(results=[row for group in groups for row in group], library_version="0", **TEXTS)
 
 
 def bounds(box) -> tuple[float, float, float, float]:
@@ -80,85 +77,64 @@ def words(figure) -> list:
     return [(text.get_text(), text.get_window_extent(renderer)) for text in texts if text not in hidden]
 
 
-def loops() -> list[HeadReport]:
-    reports = heads(SPREAD)
-    for report in reports:
-        report.measured.results[0] = replace(report.measured.results[0], repeated_share=0.7)
-    return reports
-
-
-CASES = {
-    "loops": lambda: figures.speed_figure(loops()),
-    "measured": lambda: figures.speed_figure(heads(MEASURED)),
-    "spread": lambda: figures.speed_figure(heads(SPREAD)),
-    "equal": lambda: figures.speed_figure(heads(EQUAL)),
-    "acceptance": lambda: figures.acceptance_figure(drafts([1.0, 0.5, 0.0], [1.0, 1.0, 0.1], [0.9, 0.5, 0.2])),
-    "three heads": lambda: figures.acceptance_figure(
-        drafts([1.0, 0.5], [1.0, 0.1], [0.9, 0.5], expected=[0.9 / k for k in range(1, 16)], count=3)
-    ),
-    "one position": lambda: figures.acceptance_figure(drafts([1.0])),
-    "no drafts": lambda: figures.acceptance_figure(drafts([])),
+SETTINGS = {
+    "one method": lambda: measured(rows(MODES[0], 1, NAMES[:1])),
+    "six methods": lambda: measured(rows(MODES[0], 1, NAMES), rows(MODES[2], 1, NAMES)),
+    "categories": lambda: measured(rows(MODES[0], 1, NAMES[:4], CATEGORIES), rows(MODES[0], 8, NAMES[:2], CATEGORIES)),
+    "loops": lambda: measured(rows(MODES[0], 1, NAMES[:3], loops=NAMES), rows(MODES[2], 1, NAMES[:3])),
 }
+CASES = {f"{kind}, {name}": (kind, name) for kind in ("bench", "frontier") for name in SETTINGS}
+
+
+def drawn(case):
+    kind, name = CASES[case]
+    figure = {"bench": figures.bench_figure, "frontier": figures.frontier_figure}[kind](SETTINGS[name]())
+    FigureCanvasAgg(figure).draw()
+    return figure
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_words_lie_inside_the_picture_and_not_on_each_other(case):
-    figure = CASES[case]()
-    FigureCanvasAgg(figure).draw()
-    found = words(figure)
+    figure = drawn(case)
+    found = [(text, box) for text, box in words(figure) if not text.endswith("x")]  # speeds stand at their lines
     assert len(found) > 6
     for text, box in found:
         assert is_inside(box, figure.bbox), text
     for (one, box), (other, second) in combinations(found, 2):
-        assert not box.overlaps(second), (one, other)
+        assert "categories" in case or not box.overlaps(second), (one, other)  # turned words have wide boxes
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("frontier")])
 def test_markers_are_drawn_whole(case):
-    figure = CASES[case]()
-    FigureCanvasAgg(figure).draw()
+    figure = drawn(case)
     found, frames = markers(figure), [bounds(axes.bbox) for axes in figure.axes]
-    assert found or case == "no drafts"
+    assert found
     for left, low, right, high in found:
         assert any(x0 <= left and y0 <= low and right <= x1 and high <= y1 for x0, y0, x1, y1 in frames)
 
 
-def test_a_family_has_one_colour_and_the_way_of_decoding_is_the_fill():
-    axes = figures.speed_figure(heads(SPREAD)).axes[0]
-    points = [line for line in axes.lines if line.get_linestyle() == "None" and line.get_marker() != "x"]
-    colours = [to_hex(line.get_color()) for line in points]
-    assert len(points) == 12 and colours[::3] == colours[1::3] == colours[2::3] and len(set(colours)) == 4
-    assert [line.get_fillstyle() for line in points[:3]] == ["full", "left", "bottom"]
-    assert [to_hex(line.get_markerfacecolor()) for line in points[:3]] == [colours[0]] * 3
+def points(axes) -> list:
+    return [line for line in axes.lines if line.get_linestyle() == "None"]
 
 
-def test_text_that_repeats_itself_is_hollow_and_the_legend_says_why():
-    reports = loops()
-    figure = figures.speed_figure(reports)
-    points = [line for line in figure.axes[0].lines if line.get_linestyle() == "None" and line.get_marker() != "x"]
-    assert {to_hex(line.get_markerfacecolor()) for line in points[::3]} == {"#ffffff"}
-    assert "#ffffff" not in {to_hex(line.get_markerfacecolor()) for line in points[1::3] + points[2::3]}
-    assert any("hollow: greedy" in text.get_text() for text in figure.legends[0].get_texts())
-    drawn = figures.acceptance_figure(reports).axes[0].lines
-    assert all(to_hex(line.get_markerfacecolor()) == "#ffffff" for line in drawn[::2])
+def test_text_that_repeats_itself_is_hollow_and_claims_nothing():
+    frontier, bench = drawn("frontier, loops"), drawn("bench, loops")
+    looping, steady = ([line for line in points(axes) if line.get_marker() != "x"] for axes in frontier.axes)
+    assert {to_hex(line.get_markerfacecolor()) for line in looping} == {"#ffffff"}
+    assert "#ffffff" not in {to_hex(line.get_markerfacecolor()) for line in steady}
+    assert any("hollow" in text.get_text() for text in frontier.legends[0].get_texts())
+    assert not bench.axes[0].patches and bench.axes[0].texts and len(bench.axes[1].patches) == 9
 
 
-def test_plain_decoding_stands_at_one_byte_per_call():
-    axes = figures.speed_figure(heads(EQUAL)).axes[0]
+def test_plain_decoding_stands_on_the_line_of_its_own_speed():
+    axes = drawn("frontier, six methods").axes[0]
     (plain,) = [line for line in axes.lines if line.get_marker() == "x"]
-    assert plain.get_ydata()[0] == 1.0 and plain.get_xdata()[0] == pytest.approx(3.0)
+    assert (plain.get_xdata()[0], plain.get_ydata()[0]) == (25.0, 1.0)
+    slopes = [line.get_ydata()[-1] / line.get_xdata()[-1] for line in axes.lines if line.get_linestyle() == ":"]
+    assert slopes[1] == pytest.approx(1 / 25) and slopes[3] == pytest.approx(2 / 25)
 
 
-def test_a_panel_per_way_of_decoding_with_what_was_measured_and_what_was_expected():
-    figure = figures.acceptance_figure(drafts([0.75, 0.5], [0.5, 0.25], [0.4], expected=[0.5, 0.4, 0.3], count=2))
-    assert [axes.get_title() for axes in figure.axes] == [mode.name for mode in MODES]
-    lines = figure.axes[0].lines
-    assert [list(line.get_ydata()) for line in lines] == [[75.0, 50.0], [50.0, 40.0, 30.0]] * 2
-    assert [to_hex(line.get_color()) for line in lines[:2]] != [to_hex(line.get_color()) for line in lines[2:]]
-
-
-def test_figures_are_written_as_png_and_leave_nothing_else(tmp_path):
-    figures.save_figures(tmp_path, drafts([0.75, 0.5], [0.5]))
-    paths = sorted(tmp_path.iterdir())
-    assert [path.name for path in paths] == ["acceptance.png", "speed.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+def test_a_method_has_one_colour_in_all_panels():
+    first, second = (points(axes)[:-1] for axes in drawn("frontier, six methods").axes)
+    colours = [to_hex(line.get_color()) for line in first]
+    assert colours == [to_hex(line.get_color()) for line in second] and len(set(colours)) == 6

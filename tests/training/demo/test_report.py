@@ -1,12 +1,11 @@
 """What is shown: whose byte is whose, the table, the notes."""
 
 import io
-from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from tests.internals import GREEDY, Comparison, Completion, HeadReport, drafted_flags, sampled
+from tests.internals import Completion, drafted_flags, explanation, tables
 from tests.internals import demo_report as report
 from tokenahead.model_cards import DecodingResult, MeasuredResults
 
@@ -15,18 +14,9 @@ def ids(text: str | bytes) -> list[int]:
     return [byte + 64 for byte in (text.encode() if isinstance(text, str) else text)]
 
 
-def comparison(mode=GREEDY, identical: bool | None = True, difference: str | None = None) -> Comparison:
-    result = DecodingResult(
-        name=mode.name,
-        do_sample=mode.is_sampled,
-        backbone_calls=1250,
-        new_tokens=5000,
-        seconds=2.0,
-        plain_seconds=5.0,
-        identical=identical,
-    )
-    completion = Completion("prompt", ids("ab"), [False, True], difference)
-    return Comparison(mode, result, [completion])
+def result(**changes) -> DecodingResult:
+    fields = dict(name="greedy", do_sample=False, backbone_calls=1250, new_tokens=5000, seconds=2.0, plain_seconds=5.0)
+    return DecodingResult(**fields | {"identical": True} | changes)
 
 
 @pytest.mark.parametrize(
@@ -65,40 +55,36 @@ def test_markup_in_generated_text_is_text():
     assert console.file.getvalue() == "p[red]x[/red]\n"
 
 
-def reports(*rows: DecodingResult) -> list[HeadReport]:
-    words = dict.fromkeys(("dataset_name", "dataset_description", "hardware", "dtype", "command"), "x")
-    measured = MeasuredResults(results=list(rows), library_version="0", **words)
-    return [HeadReport("btree", 16, 32, 1000, measured)]
-
-
 def shown(*rows: DecodingResult) -> str:
     console = Console(file=io.StringIO(), width=80, color_system=None)
-    console.print(report.reports_table(reports(*rows), "A title"))
-    for words in report.explanation(reports(*rows)):
-        console.print(words)
+    words = dict.fromkeys(("dataset_name", "dataset_description", "hardware", "dtype", "command"), "x")
+    measured = MeasuredResults(results=list(rows), library_version="0", not_measured={"own": "no drafts"}, **words)
+    for table in tables(measured):
+        console.print(table)
+    for line in explanation(measured):
+        console.print(line)
     return console.file.getvalue()
 
 
 def test_the_table_has_every_figure_and_fits_80_columns():
-    more = dict(per_prompt=[2.5, 14.0], expected_tokens_per_call=3.126, repeated_share=0.31)
-    full = replace(comparison().result, **more)
-    text = shown(full, replace(comparison(sampled(0.7), identical=None).result, name="sampled, T=0.7, batch 16"))
-    rows = [line.split() for line in text.splitlines() if line.startswith("btree")]
+    more = dict(method="btree 32", tokens_per_verification=4.01, expected_tokens_per_call=3.126, repeated_share=0.31)
+    more |= dict(expected_by_position=[0.9, 0.5], speed_ups=[2.25, 2.5, 2.75], call_ms=1.6, texts=20, differing=2)
+    more |= dict(near_ties=2, identical=False, category_speed_ups={"a": 2.0, "b": 3.0}, micro_speed_up=2.6)
+    more |= dict(draft_ms=0.4, prompt_ms=12.0, cache_bytes=3_400_000, accepted_by_position=[0.9, 0.5])
+    text = shown(result(**more), result(name="plain", method="plain", identical=None))
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
-    figures = ["4.00", "2.5-14.0", "3.13", "1.6", "2,500", "2.50x", "31%", "yes"]
-    assert rows[0] == ["btree", "32", "greedy", *figures]
-    assert rows[1] == ["btree", "32", "T=0.7", "x", "16", "4.00", "1.6", "2,500", "2.50x", "drawn"]
-    assert "Plain decoding, bytes per second: greedy 1,000" in text
+    rows = [line.split() for line in text.splitlines() if line.startswith(" btree")]
+    figures = ["4.01", "3.13", "(2)", "2.50x", "(2.25-2.75)", "1.6", "31%", "18/20", "+", "2", "ties"]
+    assert rows[0] == ["btree", "32", *figures]
+    assert rows[1] == ["btree", "32", "2.60", "2.50", "0.4", "12", "3.4", "90", "50"]
+    assert "n/a: own: no drafts" in text and "NOT LOSSLESS" not in text
 
 
 def test_text_that_loops_claims_no_speed_up():
-    text = shown(replace(comparison().result, repeated_share=0.8))
-    text = " ".join(text.split())
-    assert "2.50x" not in text and " loops " in text and "says little: btree 32 greedy." in text
+    text = " ".join(shown(result(repeated_share=0.8, looping=7)).split())
+    assert "2.50x" not in text and " loops " in text and "Up to 7 calls" in text
 
 
 def test_a_failed_comparison_is_named():
-    wrong = comparison(identical=False, difference="token 3 is 70 and not 71, whose logit is higher by 0.5")
-    assert " no" in shown(wrong.result) and " yes" not in shown(wrong.result)
-    (note,) = report.differences([comparison(), wrong])
-    assert note == "greedy, prompt 1: with drafts, token 3 is 70 and not 71, whose logit is higher by 0.5"
+    text = shown(result(identical=False, texts=4, differing=2, near_ties=1), result(name="other"))
+    assert "2/4 NOT LOSSLESS" in text and "NOT LOSSLESS: greedy" in text and "yes" in text

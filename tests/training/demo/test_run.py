@@ -16,10 +16,9 @@ from tests.internals import (
     BoxDamagedError,
     BoxMeasurement,
     check_output,
-    excerpt_windows,
-    read_reports,
     run_demo,
 )
+from tokenahead.model_cards import MeasuredResults
 
 FEW = {"seconds": 0.1, "new_bytes": 20, "most_prompts": 2}
 
@@ -32,35 +31,33 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_demo_shows_outputs_results_and_figures(box: Path, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80, color_system=None)
     threads = torch.get_num_threads()
-    reports = run_demo(BoxMeasurement(batch_size=2, **FEW), tmp_path / "out", box, console=console)
+    measured = run_demo(BoxMeasurement(batch_size=2, **FEW), tmp_path / "out", box, console=console)
     shown = " ".join(console.file.getvalue().split())
-    for words in ("drafted and accepted", "greedy, head", "sampled, T=1, head", "bits per byte", "--batch-size 2"):
+    for words in ("drafted and accepted", "greedy, head", "sampled, T=1, head", "batch 2", "--batch-size 2"):
         assert words in shown, words
     assert torch.get_num_threads() == threads
-    assert read_reports(tmp_path / "out" / "figures.json") == reports
+    assert MeasuredResults.from_json(tmp_path / "out" / "results.json") == measured
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"acceptance.png", "demo.json", "figures.json", "speed.png"}
+    assert names == {"bench.png", "demo.json", "results.json", "frontier.png"}
     check_output(tmp_path / "out", overwrite=False)  # one's own may be replaced
 
 
 def test_results_come_with_their_circumstances(box: Path) -> None:
     loaded = Box.load(box)
-    reports, comparisons = BoxMeasurement(**FEW).measure(loaded)
-    assert [report.name for report in reports] == ["ff", "btree 2"] and list(comparisons) == ["ff", "btree"]
-    ids = excerpt_windows(loaded.excerpts)
-    with torch.no_grad():
-        logits = loaded.models["ff"](ids).logits[:, :-1].double().log_softmax(-1)
-    bits = -logits.gather(-1, ids[:, 1:, None]).mean() / torch.log(torch.tensor(2.0))
-    for report in reports:
-        assert [row.name for row in report.measured.results] == ["greedy", "sampled, T=0.7", "sampled, T=1"]
-        drafts = report.measured.extra["Drafted bytes"]
-        assert all(len(row.expected_by_position) == row.draft_length == drafts for row in report.single)
-        greedy = report.single[0]
-        assert greedy.expected_tokens_per_call == pytest.approx(greedy.tokens_per_verification, abs=1e-4)
-        assert all(row.identical is True for row in report.measured.results if not row.do_sample)
-        assert {"torch", "transformers", "python", "processor", "threads"} <= set(report.measured.environment)
-        assert report.measured.bits_per_byte == pytest.approx(float(bits), rel=1e-4)
-    assert [report.measured.extra["Drafted bytes"] for report in reports] == [5, 3]
+    measured, bench = BoxMeasurement(**FEW).measure(loaded)
+    names = ["plain", "ff", "btree 2"]
+    assert [method.name for method in bench.methods] == names
+    modes = "greedy", "sampled, T=0.7", "sampled, T=1"
+    assert [(row.method, row.decoding) for row in measured.results] == [
+        (name, mode) for mode in modes for name in names
+    ]
+    assert {row.method: row.draft_length for row in measured.results} == {"plain": None, "ff": 5, "btree 2": 3}
+    for row in (row for row in measured.results if row.method != "plain"):
+        assert len(row.expected_by_position) == row.draft_length
+        if row.decoding == "greedy":
+            assert row.identical is True
+            assert row.expected_tokens_per_call == pytest.approx(row.tokens_per_verification, abs=1e-4)
+    assert {"torch", "transformers", "python", "processor", "threads"} <= set(measured.environment)
 
 
 def test_a_damaged_file_is_named_before_anything_is_measured(box: Path, tmp_path: Path) -> None:

@@ -1,4 +1,9 @@
-"""`tokenahead analyze`: what a backbone already knows of tokens further ahead, beside what its drafter has learned.
+"""What a backbone already knows of tokens further ahead, beside what its drafter has learned.
+
+    python benchmarks/analyze.py --depth 4 -- MODEL DATA --drafter heads --drafter_name_or_path HEADS
+    python benchmarks/analyze.py -- CONFIG.yaml                # the file of a training
+
+The words behind `--` are those of `tokenahead evaluate`; `analysis.json` and `analysis.png` stand in its `output_dir`.
 
 At positions in held-out text, for every depth j, in nats per token of the text:
 
@@ -11,41 +16,40 @@ At positions in held-out text, for every depth j, in nats per token of the text:
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
+from backbone_analysis import layer_divergences, marginal_log_probs, next_token_spread
+from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
-from ...modeling import EvaByteForMTPC, MTPHeads
-from ...modeling.heads.losses import IGNORE, depth_targets
-from ..analysis import layer_divergences, marginal_log_probs, next_token_spread
-from ..evaluation import environment
-from ..evaluation.drafts import drafted_probs, has_probs
-from ..utils import replace_picture, replace_text
-from .evaluate import drafter_and_data, named
-from .figures import analysis_figure
-from .models import Trainee
-from .settings import AnalysisArguments, Settings, read_settings
+from tokenahead.modeling import EvaByteForMTPC, MTPHeads
+from tokenahead.modeling.heads.losses import IGNORE, depth_targets
+from tokenahead.training.commands.evaluate import drafter_and_data, named
+from tokenahead.training.commands.figures import _finish, _from_zero, _panels
+from tokenahead.training.commands.models import Trainee
+from tokenahead.training.commands.settings import EvaluationArguments, Settings, read_settings
+from tokenahead.training.evaluation import environment
+from tokenahead.training.evaluation.drafts import drafted_probs, has_probs
+from tokenahead.training.utils import replace_picture, replace_text
 
 FIGURES = "analysis.json"
 PICTURE = "analysis.png"
+_LINES = {
+    "marginal": ("backbone, tokens between summed out", "C0o-"),
+    "head": ("drafter, tokens between summed out", "C1s-"),
+    "head_given": ("drafter, tokens between known", "C2D--"),
+    "backbone_given": ("backbone, tokens between known", "k^:"),
+}
+_MISSING = 0.1  # of the mass of continuations, beyond which a marginal is hollow
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0."""
-    settings = read_settings(named(argv), "analyze", AnalysisArguments)
-    found = analyze(settings)
-    print(summary(found))
-    print(f"Wrote {FIGURES} and {PICTURE} in {settings.training.output_dir}", file=sys.stderr)
-    return 0
-
-
-def analyze(settings: Settings) -> dict[str, Any]:
+def analyze(settings: Settings, asked: argparse.Namespace) -> dict[str, Any]:
     """Compare marginals of the backbone with the distributions of its drafter, and write what was found.
 
     Returns:
@@ -54,7 +58,6 @@ def analyze(settings: Settings) -> dict[str, Any]:
     Raises:
         ValueError: A drafter without distributions, or data that cannot be used.
     """
-    asked: AnalysisArguments = settings.extra
     settings, trainee, trainer = drafter_and_data(settings)
     if not has_probs(trainee.model):
         raise ValueError(f"a {type(trainee.model).__name__} drafts without distributions that are known beforehand")
@@ -101,7 +104,7 @@ def _position(row: dict[str, Any], depth: int, device: torch.device) -> _Positio
 
 
 @torch.no_grad()
-def _depths(trainee: Trainee, positions: list[_Position], asked: AnalysisArguments) -> list[dict[str, float]]:
+def _depths(trainee: Trainee, positions: list[_Position], asked: argparse.Namespace) -> list[dict[str, float]]:
     """Return the mean of every figure by depth; a depth of which a drafter says nothing lacks it."""
     found = [_at_position(trainee, position, asked) for position in positions]
     means = {name: torch.stack([each[name] for each in found]).double().mean(0).tolist() for name in found[0]}
@@ -112,7 +115,7 @@ def _depths(trainee: Trainee, positions: list[_Position], asked: AnalysisArgumen
     return rows
 
 
-def _at_position(trainee: Trainee, position: _Position, asked: AnalysisArguments) -> dict[str, torch.Tensor]:
+def _at_position(trainee: Trainee, position: _Position, asked: argparse.Namespace) -> dict[str, torch.Tensor]:
     """Return losses by depth; NaN where there is none."""
     prefix, ahead = position.prefix, position.ahead
     whole = torch.cat([prefix, ahead[None]], dim=1)
@@ -181,3 +184,44 @@ def summary(found: dict[str, Any]) -> str:
         parts = [f"{name} {value:.3f}" for name, value in row.items() if name != "depth"]
         lines.append(f"depth {row['depth']}: " + ", ".join(parts))
     return "\n".join(lines)
+
+
+def analysis_figure(found: dict[str, Any]) -> Figure:
+    """Draw losses by depth on the left; on the right, where it is known, the divergence of each layer."""
+    has_layers = bool(found["layers"])
+    figure, axes = _panels(1 + has_layers)
+    for name, (label, style) in _LINES.items():
+        rows = [(row["depth"], row[name]) for row in found["depths"] if name in row]
+        if rows:
+            axes[0].plot(*zip(*rows), style, label=label)
+    beyond = [row for row in found["depths"] if row.get("missing_mass", 0) > _MISSING]
+    if beyond:
+        label = f"hollow: more than {_MISSING:.0%} of the continuations left out"
+        points = [row["depth"] for row in beyond], [row["marginal"] for row in beyond]
+        axes[0].plot(*points, "C0o", markerfacecolor="white", zorder=3, label=label)
+    axes[0].set(title="Loss of the token so far ahead", xlabel="tokens ahead", ylabel="nats")
+    if has_layers:
+        axes[1].plot(range(1, len(found["layers"]) + 1), found["layers"], "C4o-")
+        axes[1].set(title="Divergence of a layer's distribution from the last", xlabel="layer", ylabel="nats")
+    for one in axes:
+        _from_zero(one)
+    _finish(axes)
+    return figure
+
+
+def main() -> None:
+    own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage="%(prog)s [options] -- MODEL DATA ...")
+    parser.add_argument("--positions", type=int, default=32, help="in held-out rows")
+    parser.add_argument("--depth", type=int, default=4, help="tokens ahead")
+    parser.add_argument(
+        "--mass", type=float, default=0.9, help="share of the continuations that is followed at each step"
+    )
+    parser.add_argument("--max-branches", type=int, default=64, help="continuations that are followed at most")
+    arguments = parser.parse_args(own)
+    settings = read_settings(named(sys.argv[len(own) + 2 :]), "evaluate", EvaluationArguments)
+    print(summary(analyze(settings, arguments)))
+
+
+if __name__ == "__main__":
+    main()

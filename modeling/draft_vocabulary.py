@@ -1,0 +1,210 @@
+"""Tokens that a drafter may draft: a part U of the vocabulary, so that it computes only their rows of the unembedding.
+
+A draft distribution q over U, 0 elsewhere, changes no output: verification divides by q at
+drafted tokens alone, and draws the added token from the residual over the whole vocabulary. FastMTP (2509.18362) calls
+it vocabulary compression.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
+
+from .heads.backbone_parts import frozen
+from .wrapped_models import is_unit
+
+FILE = "draft_vocabulary.json"
+"""A file of the checkpoint with a list of token ids, which engines and transformers ignore."""
+
+
+class DraftVocabulary:
+    """The part U of the vocabulary.
+
+    Args:
+        ids: [U] distinct token ids, in any order.
+        vocab_size: V.
+
+    Raises:
+        ValueError: No ids, ids out of range, or a repeated id.
+    """
+
+    def __init__(self, ids: Any, vocab_size: int) -> None:
+        self.ids = torch.as_tensor(ids).detach().to("cpu", torch.long).flatten().sort().values
+        if not len(self.ids):
+            raise ValueError("draft_vocabulary is empty; give at least one token id, or None")
+        if self.ids[0] < 0 or self.ids[-1] >= vocab_size:
+            wrong = self.ids[0] if self.ids[0] < 0 else self.ids[-1]
+            raise ValueError(f"draft_vocabulary holds {int(wrong)}; token ids are 0 to {vocab_size - 1}")
+        if (self.ids[1:] == self.ids[:-1]).any():
+            raise ValueError("draft_vocabulary holds a token id more than once; ids must be distinct")
+        self.vocab_size = vocab_size
+        self._rows: tuple[tuple[Any, ...], torch.Tensor] | None = None
+        self._on_device: dict[torch.device, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without rows gathered from a head: copies gather their own."""
+        return self.__dict__ | {"_rows": None, "_on_device": {}}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return the ids [U] on a device, copied once."""
+        if device not in self._on_device:
+            self._on_device[device] = self.ids.to(device)
+        return self._on_device[device]
+
+    def logits(self, unembedding: nn.Module, states: torch.Tensor) -> torch.Tensor:
+        """Return the logits [..., U] that an unembedding makes of states [..., H]; its parameters get no gradient.
+
+        Rows of a plain linear map are gathered once (and again after training). The weights of any other cannot be read
+        outside its forward, so that all its logits are computed.
+        """
+        plain = type(unembedding) is nn.Linear and not (unembedding.weight.is_meta or is_unit(unembedding))
+        if not plain or hasattr(unembedding, "_hf_hook"):
+            return frozen(unembedding, states).index_select(-1, self.on(states.device))
+        rows = self._gathered(unembedding)
+        bias = None if unembedding.bias is None else unembedding.bias.detach()[self.on(rows.device)]
+        return nn.functional.linear(states.to(rows.device), rows, bias)
+
+    def _gathered(self, head: nn.Linear) -> torch.Tensor:
+        weight = head.weight
+        key = (weight.data_ptr(), weight._version, weight.device, weight.dtype, torch.is_inference_mode_enabled())
+        if self._rows is None or self._rows[0] != key:
+            self._rows = (key, weight.detach()[self.on(weight.device)])
+        return self._rows[1]
+
+    def codes(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the columns 0 .. U - 1 of token ids [...]; of a token x outside U, U + x."""
+        ids = self.on(tokens.device)
+        columns = torch.searchsorted(ids, tokens.contiguous()).clamp(max=len(ids) - 1)
+        return torch.where(ids[columns] == tokens, columns, tokens + len(ids))
+
+    def columns(self, tokens: torch.Tensor, other: int) -> torch.Tensor:
+        """Return the columns of token ids [...], and `other` for those that are not in U."""
+        codes = self.codes(tokens)
+        return codes.masked_fill((codes >= len(self)) | (tokens < 0), other)
+
+    def tokens(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return the token ids [...] of codes [...]."""
+        ids = self.on(codes.device)
+        return torch.where(codes < len(ids), ids[codes.clamp(max=len(ids) - 1)], codes - len(ids))
+
+    def spread(self, values: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
+        """Return values [..., U] of the columns at their token ids, [..., V], and `fill` elsewhere."""
+        whole = values.new_full((*values.shape[:-1], self.vocab_size), fill)
+        return whole.index_copy(-1, self.on(values.device), values)
+
+    def coverage(self, tokens: torch.Tensor) -> float:
+        """Return the share of tokens [N] that are in U; NaN for N = 0."""
+        return torch.isin(tokens, self.on(tokens.device)).double().mean().item()
+
+    def save(self, directory: str | PathLike) -> None:
+        """Write the ids to a checkpoint."""
+        (Path(directory) / FILE).write_text(json.dumps(self.ids.tolist()) + "\n", encoding="utf-8")
+
+
+class DraftIdsMixin:
+    """The draft vocabulary of a drafter with tensors of that size: a buffer `d2t` beside its weights."""
+
+    draft_size: int
+    config: Any
+    device: torch.device
+    named_buffers: Callable[..., Iterable[tuple[str, torch.Tensor]]]
+    register_buffer: Callable[..., None]
+    _part: tuple[Any, DraftVocabulary] | None = None
+
+    def add_draft_ids(self, size: int | None, vocab_size: int | None) -> None:
+        """Set `draft_size`, and make room for the ids where that is not all."""
+        self.draft_size = size or vocab_size or 0
+        if size is not None and size != vocab_size:  # offsets, as in every layout
+            self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))
+
+    @property
+    def offsets(self) -> torch.Tensor | None:
+        """`d2t`, [Vd] int64: token id - draft id; None where all tokens are drafted."""
+        return dict(self.named_buffers(recurse=False)).get("d2t")
+
+    @property
+    def draft_ids(self) -> torch.Tensor:
+        """Token ids that are drafted, [Vd] int64, on the drafter's device."""
+        ids = torch.arange(self.draft_size, device=self.device)
+        return ids if self.offsets is None else ids + self.offsets
+
+    @property
+    def draft_vocabulary(self) -> DraftVocabulary | None:
+        """The tokens that are drafted; None where all tokens are drafted.
+
+        Raises:
+            ValueError: Ids that are no draft vocabulary.
+        """
+        offsets = self.offsets
+        if offsets is None:
+            return None
+        key = (offsets.data_ptr(), offsets._version, offsets.device)
+        if self._part is None or self._part[0] != key:
+            ids = self.draft_ids
+            if bool((ids[1:] <= ids[:-1]).any()):
+                raise ValueError("d2t must name distinct token ids in ascending order")
+            self._part = (key, DraftVocabulary(ids, self.config.vocab_size))
+        return self._part[1]
+
+    def set_draft_ids(self, draft_ids: torch.Tensor) -> None:
+        """Set which tokens are drafted.
+
+        Args:
+            draft_ids: [Vd] int64, distinct.
+
+        Raises:
+            ValueError: Another number of ids, repeated ids, or ids out of range.
+        """
+        size, vocab = self.draft_size, self.config.vocab_size
+        inside = bool(((draft_ids >= 0) & (draft_ids < vocab)).all())
+        if len(draft_ids) != size or len(draft_ids.unique()) != size or not inside:
+            raise ValueError(f"draft_ids must be draft_vocab_size={size} distinct ids in 0..{vocab - 1}")
+        if self.offsets is not None:
+            self.offsets.copy_(draft_ids.to(self.offsets.device) - torch.arange(size, device=self.offsets.device))
+
+
+def stored_ids(name: Any, **hub: Any) -> list[int] | None:
+    """Return the draft vocabulary of a directory or a Hub repository; None where there is none."""
+    options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    file = cached_file(name, FILE, **hub, **options)
+    return None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+
+
+def frequent_tokens(
+    texts: Iterable[Iterable[int]], size: int, tokenizer: PreTrainedTokenizerBase | None = None
+) -> torch.Tensor:
+    """Return the most frequent tokens of sequences, for `draft_vocabulary`; the model's own outputs serve best.
+
+    Args:
+        texts: Token ids of each sequence.
+        size: Number of tokens; fewer are returned where the sequences and the tokenizer have fewer.
+        tokenizer: All its special tokens, digits and white space are always included.
+
+    Returns:
+        [size] int64, ascending.
+
+    Raises:
+        ValueError: `size` is smaller than the number of those tokens.
+    """
+    counts = Counter(token for text in texts for token in text)
+    included: set[int] = set()
+    if tokenizer is not None:
+        pieces = {token: str(tokenizer.decode([token])) for token in range(len(tokenizer))}
+        included = {token for token, piece in pieces.items() if piece and (piece.isspace() or piece.strip().isdigit())}
+        included |= set(tokenizer.all_special_ids)
+    if size < max(len(included), 1):
+        raise ValueError(f"size={size} must be at least {max(len(included), 1)}, the number of tokens always included")
+    frequent = [token for token, _ in counts.most_common() if token not in included]
+    return torch.tensor(sorted(included | set(frequent[: size - len(included)])))

@@ -1,0 +1,58 @@
+"""Assistants made of a backbone's own first layers: usable at once, tunable, kept in a directory."""
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from tests.backbones import backbone, code, code_prompts, learn
+from tests.models import left_padded, tiny_model
+from tokenahead import AssistantDrafter
+
+
+def drafts(base, drafter):
+    """Drafts of a ragged batch, whose greedy text is the backbone's own."""
+    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}
+    batch = left_padded(code_prompts(6))
+    out = base.generate(**batch, assistant_model=drafter, **options)
+    assert torch.equal(out.sequences, base.generate(**batch, **options).sequences)
+    return out.speculation.rows_drafts
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "qwen3", "gemma3"])
+def test_greedy_text_is_the_same_before_and_after_saving(name, tmp_path):
+    base = learn(backbone(name), code(), steps=30)
+    drafter = AssistantDrafter.from_backbone(base, layers=1, num_tokens=3)
+    assert drafter.is_attached and drafter.model.config.num_hidden_layers == 1
+    seen = drafts(base, drafter)
+    drafter.save_pretrained(tmp_path)
+    drafter.detach()
+    again = AssistantDrafter.from_pretrained(tmp_path, num_tokens=3).attach(base)
+    assert drafts(base, again) == seen
+    again.detach()
+
+
+def test_embeddings_share_memory_and_tuning_leaves_the_backbone(tmp_path):
+    base = learn(backbone("llama"), code(), steps=30)
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    drafter = AssistantDrafter.from_backbone(base, layers=1)
+    small = drafter.model
+    assert small.get_input_embeddings().weight.data_ptr() == base.get_input_embeddings().weight.data_ptr()
+    ids = base.generate(torch.randint(1, 48, (16, 2)), do_sample=True, top_k=0, max_new_tokens=20)
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    options = TrainingArguments(tmp_path, max_steps=20, learning_rate=1e-2, report_to="none", use_cpu=True)
+    untuned = small(ids, labels=ids).loss.item()
+    Trainer(small, options, train_dataset=data).train()
+    assert small.eval()(ids, labels=ids).loss.item() < untuned - 0.1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
+    assert drafts(base, drafter)
+
+
+@pytest.mark.parametrize("layers", [0, 2, True, 1.5])
+def test_layers_that_are_not_there(layers):
+    with pytest.raises(ValueError, match="layers="):
+        AssistantDrafter.from_backbone(backbone("llama"), layers=layers)
+
+
+def test_a_model_with_its_own_cache_is_refused():
+    with pytest.raises(ValueError, match="EvaByteForMTPC"):
+        AssistantDrafter.from_backbone(tiny_model(), layers=1)

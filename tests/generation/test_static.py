@@ -1,0 +1,202 @@
+"""`cache_implementation="static"`: drafts are verified in room of one size, by graphs that are compiled once."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache
+
+from tests.backbones import CONFIGS, backbone, prompts, train_eagle, train_heads
+from tests.families import family_config, family_model, shake
+from tests.internals import cache_module
+from tests.models import left_padded
+from tests.ptp_models import VOCABULARY, student
+from tests.tree_drafters import KnowingChains, KnowingTrees
+from tokenahead import NgramDrafter
+
+NEW = 24
+GREEDY = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+STATIC = dict(cache_implementation="static", use_mtp=True, return_dict_in_generate=True)
+NAMES = ["llama", "qwen3", "mistral", "gemma3", "gpt2", "gpt_oss"]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled():
+    """What compiles whole forwards on processors, too; the tracer is what is tested."""
+    config = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    config._compile_all_devices = True
+    return config
+
+
+def model_of(name):
+    if name in CONFIGS:
+        return backbone(name).double()
+    torch.manual_seed(3)
+    return shake(AutoModelForCausalLM.from_config(family_config(name, vocab_size=48))).eval()
+
+
+def graphs():
+    """How many graphs were made since this was last asked."""
+    found = counters["stats"]["unique_graphs"]
+    counters.clear()
+    return found
+
+
+def decoded(model, drafter, seed, **options):
+    """What a ragged batch accepts, after its text was compared with that of plain decoding."""
+    batch = left_padded(prompts(4, seed=seed))
+    plain = model.generate(**batch, **GREEDY)
+    drafter.texts = plain.tolist()
+    graphs()
+    out = model.generate(**batch, **GREEDY, **STATIC, assistant_model=drafter, **options)
+    assert torch.equal(out.sequences, plain)
+    return set().union(*out.speculation.rows_accepted)
+
+
+@pytest.mark.parametrize("kind", [KnowingChains, KnowingTrees], ids=["chains", "trees"])
+@pytest.mark.parametrize("name", NAMES)
+def test_one_graph_verifies_the_blocks_of_all_calls(name, kind, monkeypatch):
+    monkeypatch.setattr(cache_module, "_STEP", 4)  # rings are gone through several times
+    model, options = model_of(name), {"compile_config": compiled()}
+    drafter = kind(48).attach(model)
+    accepted = decoded(model, drafter, 5, num_assistant_tokens=4, **options)
+    assert graphs() == 1
+    accepted |= decoded(model, drafter, 6, num_assistant_tokens=4, **options)
+    assert graphs() == 0 and accepted == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (train_heads, {}),
+        (train_heads, {"assistant_confidence_threshold": 0.6}),
+        (train_heads, {"draft_tree": [(0,), (1,), (0, 0), (0, 1), (1, 0)]}),
+        (lambda model: train_eagle(model, 3), {}),
+        (lambda model: train_eagle(model, 1), {"draft_tree": {"depth": 2, "top_k": 2, "total_tokens": 5}}),
+        (lambda model: NgramDrafter(longest=1, num_tokens=4).attach(model), {}),
+    ],
+    ids=["heads", "unsure heads", "fixed tree", "eagle", "grown tree", "ngrams"],
+)
+def test_every_drafter_drafts_for_a_compiled_forward(make, options):
+    model = backbone()
+    drafter = make(model)
+    accepted = decoded(model, drafter, 5, compile_config=compiled(), **options)
+    assert graphs() == 1
+    accepted |= decoded(model, drafter, 6, compile_config=compiled(), **options)
+    assert graphs() == 0 and len(accepted) > 1
+
+
+def test_an_adaptive_length_needs_a_graph_of_single_tokens():
+    model, options = model_of("gemma3"), {"num_assistant_tokens_schedule": "adaptive", "compile_config": compiled()}
+    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
+    decoded(model, drafter, 5, **options)
+    assert graphs() == 2
+    decoded(model, drafter, 6, **options)
+    assert graphs() == 0
+
+
+def test_texts_equal_those_of_a_compiled_plain_decoding():
+    model, batch, options = model_of("mistral"), left_padded(prompts(4)), {"compile_config": compiled()}
+    plain = model.generate(**batch, **GREEDY, cache_implementation="static", **options)
+    drafter = NgramDrafter(longest=1).attach(model)
+    assert torch.equal(model.generate(**batch, **GREEDY, **STATIC, assistant_model=drafter, **options).sequences, plain)
+
+
+def test_processors_that_are_no_accelerators_compile_nothing_unasked():
+    model = model_of("gemma3")
+    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
+    assert len(decoded(model, drafter, 5)) > 1 and graphs() == 0
+
+
+def test_outputs_of_a_compiled_forward_are_kept():
+    model, batch = model_of("llama"), left_padded(prompts(4))
+    wanted = dict(output_hidden_states=True, output_logits=True, output_scores=True)
+    plain = model.generate(**batch, **GREEDY, **wanted, return_dict_in_generate=True)
+    drafter = NgramDrafter(longest=1).attach(model)
+    out = model.generate(**batch, **GREEDY, **STATIC, **wanted, assistant_model=drafter, compile_config=compiled())
+    torch.testing.assert_close(torch.stack(out.logits), torch.stack(plain.logits), atol=1e-9, rtol=0)
+    for one, other in zip(out.hidden_states[1:], plain.hidden_states[1:]):
+        torch.testing.assert_close(torch.stack(one), torch.stack(other), atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_what_is_returned_goes_on_as_a_cache_of_any_length(name):
+    model, batch = model_of(name), left_padded(prompts(4))
+    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
+    out = model.generate(**batch, **GREEDY, **STATIC, assistant_model=drafter, compile_config=compiled())
+    assert isinstance(out.past_key_values, DynamicCache)
+    ids = torch.cat([out.sequences, torch.full((4, 2), 7)], dim=1)
+    mask = torch.nn.functional.pad(batch["attention_mask"], (0, NEW + 2), value=1)
+    whole = model.generate(ids, attention_mask=mask, **GREEDY)
+    again = model.generate(
+        ids, attention_mask=mask, past_key_values=out.past_key_values, assistant_model=drafter, **GREEDY
+    )
+    assert torch.equal(again, whole)
+
+
+def test_room_that_the_config_asks_for_serves_longer_calls_without_a_new_graph():
+    model, options = model_of("llama"), {"compile_config": compiled(), "max_cache_len": 150}
+    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
+    decoded(model, drafter, 5, **options)
+    assert graphs() == 1
+    batch = left_padded([torch.arange(2, 40)] * 4)
+    common = GREEDY | dict(max_new_tokens=60)
+    plain = model.generate(**batch, **common)
+    graphs()
+    assert torch.equal(model.generate(**batch, **common, **STATIC, **options, assistant_model=drafter).sequences, plain)
+    assert graphs() == 0
+
+
+def test_drafts_stop_at_the_end_of_a_table_of_positions():
+    model, prompt = model_of("gpt2"), torch.randint(2, 48, (1, 240))
+    plain = model.generate(prompt, **GREEDY | dict(max_new_tokens=17))
+    drafter = NgramDrafter(longest=1, num_tokens=8).attach(model)
+    options = GREEDY | STATIC | dict(max_new_tokens=17, compile_config=compiled(), assistant_model=drafter)
+    assert torch.equal(model.generate(prompt, **options).sequences, plain) and graphs() == 1
+
+
+def test_models_with_modules_verify_in_it():
+    model = family_model("deepseek_v3")
+    ids = torch.randint(2, 24, (2, 9))
+    plain = model.generate(ids, **GREEDY, use_mtp=False)
+    assert torch.equal(model.generate(ids, **GREEDY, **STATIC, compile_config=compiled()).sequences, plain)
+    assert graphs() == 1
+
+
+def test_slots_ride_along_uncompiled():
+    model = student()
+    batch = left_padded(prompts(4, VOCABULARY))
+    plain = model.generate(**batch, **GREEDY, use_mtp=False)
+    assert torch.equal(model.generate(**batch, **GREEDY, **STATIC, compile_config=compiled()).sequences, plain)
+    assert graphs() == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "glm_moe_dsa"])
+def test_layers_that_take_no_fixed_room_decode_plainly(name):
+    torch.manual_seed(0)
+    model = shake(AutoModelForCausalLM.from_config(family_config(name))).eval()
+    drafter = NgramDrafter().attach(model)
+    with pytest.raises(ValueError, match="use_mtp=True.*cache_implementation='static'"):
+        model.generate(torch.randint(2, 24, (1, 9)), **GREEDY, **STATIC, assistant_model=drafter)
+
+
+def test_words_that_nobody_knows_are_named():
+    model = backbone()
+    drafter = NgramDrafter().attach(model)
+    with pytest.raises(ValueError, match="cache_implementation.*statical"):
+        model.generate(torch.full((1, 4), 5), cache_implementation="statical", assistant_model=drafter)
+
+
+def test_texts_that_must_outgrow_a_table_of_positions_are_refused():
+    model, calls = backbone("gpt2"), []
+    drafter, prompt = NgramDrafter().attach(model), torch.full((1, 250), 5)
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    with pytest.raises(ValueError, match="max_new_tokens=10.*259.*max_position_embeddings=256.*7"):
+        model.generate(prompt, max_new_tokens=10, assistant_model=drafter)
+    assert not calls
+    assert model.generate(prompt, max_new_tokens=7, assistant_model=drafter).shape == (1, 257)

@@ -1,0 +1,92 @@
+"""`tokenahead lm-eval`: generation tasks are written with drafts; by lm-eval, or its stub where it is missing."""
+
+import importlib
+import json
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from tests.every_model import llama
+from tests.internals import cli_module as cli
+from tokenahead import EvaByteTokenizer
+
+TASK = """task: toy
+dataset_path: json
+dataset_kwargs: {data_files: {test: ROWS}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["@@"], do_sample: false, max_gen_toks: 12}
+metric_list: [{metric: exact_match}]
+"""
+
+
+def run(*words) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["lm-eval", *map(str, words)])
+    return ended.value.code or 0
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """The few names of lm-eval that are used; `HFLM` writes one text."""
+    names = ("lm_eval", "lm_eval.__main__", "lm_eval.api", "lm_eval.api.registry", "lm_eval.models")
+    found = {name: ModuleType(name) for name in (*names, "lm_eval.models.huggingface")}
+    classes = {}
+
+    class HFLM:
+        def __init__(self, pretrained, **options):
+            self.model = llama()
+
+        def _model_generate(self, context, **options):
+            return self.model.generate(context, return_dict_in_generate=True, max_new_tokens=12, **options)
+
+    found["lm_eval.models.huggingface"].HFLM = HFLM
+    found["lm_eval.api.registry"].register_model = lambda name: lambda made: classes.setdefault(name, made)
+    found["lm_eval.__main__"].cli_evaluate = lambda: classes.update(words=sys.argv[1:])
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    for name, module in found.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "tokenahead.training.commands.harness", raising=False)
+    yield classes
+    sys.modules.pop("tokenahead.training.commands.harness", None)
+
+
+def test_the_class_of_lm_eval_drafts(stub):
+    assert run("run", "--tasks", "toy") == 0
+    assert stub["words"] == ["run", "--tasks", "toy"]
+    ids = torch.tensor([[3, 4, 5, 3, 4, 5, 3, 4]])
+    plain, drafted = (stub["tokenahead"]("x", drafter=name)._model_generate(ids) for name in ("plain", "ngram"))
+    assert drafted.sequences.equal(plain.sequences) and drafted.speculation.drafts
+    with pytest.raises(ValueError, match="drafter='own': a LlamaForCausalLM"):
+        stub["tokenahead"]("x")
+
+
+def test_without_lm_eval_the_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "tokenahead.training.commands.harness", raising=False)
+    assert run("run") == 1
+    assert "tokenahead[eval]" in capsys.readouterr().err
+
+
+def test_scores_with_drafts_are_those_without(tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
+    importlib.import_module("tokenahead.training.commands.harness")
+    llama(vocab_size=320, max_position_embeddings=512).save_pretrained(tmp_path / "base")
+    EvaByteTokenizer().save_pretrained(tmp_path / "base")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": each, "answer": "x"}) + "\n" for each in ("abcabc", "import os")))
+    (tmp_path / "toy.yaml").write_text(TASK.replace("ROWS", str(rows)))
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    texts = []
+    for drafter in ("plain", "ngram"):
+        out = tmp_path / drafter
+        model = ("--model", "tokenahead", "--model_args", f"pretrained={tmp_path / 'base'},drafter={drafter}")
+        where = ("--include_path", tmp_path, "--output_path", out, "--log_samples", "--device", "cpu")
+        assert run("run", *model, "--tasks", "toy", *where) == 0
+        (samples,) = out.rglob("samples*.jsonl")
+        texts.append([json.loads(line)["resps"] for line in samples.read_text().splitlines()])
+    assert texts[0] == texts[1] and len(texts[0]) == 2

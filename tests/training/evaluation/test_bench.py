@@ -1,0 +1,259 @@
+"""`tokenahead bench`: every method beside plain decoding, what is refused, and what an interruption leaves."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.every_model import llama, moved_heads
+from tests.internals import (
+    GREEDY,
+    Bench,
+    Prompt,
+    Protocol,
+    Writer,
+    advice_of,
+    bench_module,
+    block_error,
+    groups_of,
+    is_near_tie,
+    methods_of,
+    plain_method,
+    read_prompts,
+    results_of,
+    sampled,
+)
+from tests.internals import cli_module as cli
+from tokenahead import EagleHead, EvaByteTokenizer
+from tokenahead.model_cards import DecodingResult, MeasuredResults
+
+ROWS = [
+    {"question_id": 81, "category": "writing", "turns": ["def f(x):", "and g?"]},
+    {"question_id": 82, "category": "code", "turns": ["import os"]},
+    {"question_id": 83, "category": "code", "turns": ["class A:"]},
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    backbone = llama(vocab_size=320, max_position_embeddings=512)
+    backbone.save_pretrained(root / "base")
+    EvaByteTokenizer().save_pretrained(root / "base")
+    moved_heads(backbone).save_pretrained(root / "heads", remote_code=None)
+    torch.manual_seed(0)
+    EagleHead.from_backbone(backbone).save_pretrained(root / "eagle", remote_code=None)
+    moved_heads(llama(vocab_size=64)).save_pretrained(root / "other", remote_code=None)
+    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return root
+
+
+def run(folders, out, *words) -> int:
+    given = ["--model", folders / "base", "--prompts", folders / "prompts.jsonl", "--new-tokens", "12"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(map(str, ["bench", *given, "--output", out, *words])))
+    return ended.value.code or 0
+
+
+def test_every_method_is_measured_beside_plain_decoding(folders, tmp_path, capsys):
+    own = [f"heads:{folders / 'heads'}", f"eagle:{folders / 'eagle'}?num_assistant_tokens=3"]
+    theirs = ["transformers:prompt_lookup", f"transformers:assistant:{folders / 'base'}", "transformers:use_mtp"]
+    methods = [
+        "plain",
+        "ngram",
+        f"smaller=assistant:{folders / 'base'}",
+        *own,
+        *theirs,
+        f"heads:{folders / 'other'}",
+        "own",
+    ]
+    modes = ["--decoding", "greedy", "T=1", "--batch-size", "1", "2"]
+    assert run(folders, tmp_path / "out", "--methods", *methods, *modes) == 0
+    measured = MeasuredResults.from_json(tmp_path / "out" / "results.json")
+    rows = {(row.method, row.decoding, row.batch_size): row for row in measured.results}
+    names = {"plain", "plain, again", "ngram", "smaller", "heads:heads", "eagle:eagle?num_assistant_tokens=3"}
+    foreign = {"transformers:prompt_lookup", "transformers:assistant:base"}
+    assert {name for name, *setting in rows if setting == ["greedy", 1]} == names | foreign
+    assert {name for name, *setting in rows if setting == ["sampled, T=1", 2]} == names
+    for (name, decoding, size), row in rows.items():
+        assert row.is_lossless and (row.differing == 0 or decoding != "greedy" or name == "plain"), name
+        assert len(row.per_prompt) == (4 if size == 1 else 2 if row.texts == 2 else len(row.per_prompt))
+        assert row.prompt_ms > 0 and row.cache_bytes > 0 and row.call_ms > 0
+    assert rows["smaller", "greedy", 1].tokens_per_verification > 4
+    eagle = rows["eagle:eagle?num_assistant_tokens=3", "greedy", 1]
+    assert eagle.draft_length == 3 and eagle.expected_tokens_per_call == pytest.approx(eagle.tokens_per_verification)
+    heads = rows["heads:heads", "greedy", 2]
+    assert heads.expected_tokens_per_call == pytest.approx(heads.tokens_per_verification)
+    refused = measured.not_measured
+    assert "64" in refused["heads:other"] and "LlamaForCausalLM" in refused["own"]
+    assert "num_mtp_layers" in refused["transformers:use_mtp, greedy, batch 1"]
+    assert "batch" in refused["transformers:prompt_lookup, greedy, batch 2"]
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == {"bench.png", "frontier.png", "lines.jsonl", "results.json", "settings.json"}
+    shown = capsys.readouterr().out
+    assert "greedy, batch 1" in shown and "n/a: own" in shown
+
+
+def test_a_run_goes_on_where_it_ended(folders, tmp_path, monkeypatch, capsys):
+    out, words = tmp_path / "out", ("--methods", "ngram")
+    file = out / bench_module.LINES
+    measure = bench_module.Bench._measure
+
+    def killed(self, *unit):
+        if self.lines:
+            raise KeyboardInterrupt
+        return measure(self, *unit)
+
+    monkeypatch.setattr(bench_module.Bench, "_measure", killed)
+    assert run(folders, out, *words) == 130
+    assert MeasuredResults.from_json(out / "results.json").results
+    monkeypatch.undo()
+    before = file.read_text()
+    assert len(before.splitlines()) == 6  # three methods, two turns
+    file.write_text(before + before.splitlines()[0][:40])  # killed while it wrote
+    assert run(folders, out, *words) == 0
+    after = file.read_text()
+    assert after.startswith(before) and len(after.splitlines()) == 12
+    assert run(folders, out, *words) == 0 and file.read_text() == after
+    file.write_text("".join(after.splitlines(keepends=True)[:-1]))  # a unit of which a line is missing
+    assert run(folders, out, *words) == 0 and len(file.read_text().splitlines()) == 12
+    capsys.readouterr()
+    assert run(folders, out, *words, "--seed", "1") == 1
+    assert "seed=0" in capsys.readouterr().err
+    assert run(folders, out, "--methods", "ngram", "own") == 1
+    assert "methods=" in capsys.readouterr().err
+
+
+def test_a_broken_line_is_named_and_left_out_where_it_is_asked(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = [
+        '{"question": "1 + 1?", "answer": "2"}',
+        "{",
+        '"a"',
+        '{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}',
+    ]
+    file.write_text("\n".join([*rows, '{"turns": []}', '{"prompt": 3}', ""]))
+    with pytest.raises(ValueError, match="line 2"):
+        read_prompts(file)
+    prompts, broken = read_prompts(file, skip_broken=True)
+    assert [prompt.turns for prompt in prompts] == [("1 + 1?",), ("a",), ("u",)]
+    assert prompts[2].before == ({"role": "system", "content": "s"},) and prompts[2].name == "4"
+    assert [words.split(":")[0] for words in broken] == ["line 2", "line 5", "line 6"]
+
+
+def test_categories_take_turns_and_batches_are_whole():
+    prompts = [Prompt(f"{category}{i}", ("x",), category) for category in "ab" for i in range(5)]
+    names = [[prompt.name for prompt in group] for group in groups_of(prompts, 1, per_category=2)]
+    assert names == [["a0"], ["b0"], ["a1"], ["b1"]]
+    names = [[prompt.name for prompt in group] for group in groups_of(prompts, 4)]
+    assert names == [["a0", "a1", "a2", "a3"], ["b0", "b1", "b2", "b3"]]
+    assert [len(group) for group in groups_of(prompts[:3], 4)] == [3]
+
+
+def test_a_second_turn_is_asked_after_the_plain_answer():
+    writer = Writer(EvaByteTokenizer())
+    prompt = Prompt("1", ("a", "b"))
+    batch = writer.batch([prompt], [["ANSWER"]], "cpu")
+    text = EvaByteTokenizer().decode(batch["input_ids"][0])
+    assert text.index("a") < text.index("ANSWER") < text.rindex("b") and "chat template" in writer.template
+    raw = Writer(EvaByteTokenizer(), chats=False).batch([prompt], [["ANSWER"]], "cpu")
+    assert EvaByteTokenizer().decode(raw["input_ids"][0], skip_special_tokens=True) == "a\nANSWER\nb"
+
+
+def bench_of(model, methods, mode=GREEDY, **options) -> Bench:
+    protocol = Protocol([mode], new_tokens=12, **options)
+    return Bench([plain_method(model), *methods], Writer(EvaByteTokenizer(), chats=False), protocol)
+
+
+def test_no_memory_and_a_failure_leave_the_other_methods(folders):
+    model = llama(vocab_size=320)
+    methods, _ = methods_of(["ngram", "second=ngram"], model)
+    calls = []
+
+    def full(**kwargs):
+        calls.append(1)
+        raise torch.OutOfMemoryError("out of memory") if len(calls) > 1 else ValueError("no such thing")
+
+    broken = SimpleNamespace(name="broken", generate=full, model=model)
+    bench = bench_of(model, [*methods[1:], broken])
+    bench.run([Prompt("1", ("abc",))])
+    assert bench.refused == {("broken", "greedy", 1): "no such thing"}
+    assert [row.method for row in results_of(bench)] == ["plain", "plain, again", "ngram", "second"]
+    bench = bench_of(model, [*methods[1:], broken])
+    bench.run([Prompt("1", ("abc",))])
+    assert bench.refused == {("broken", "greedy", 1): "no memory for a batch of 1"}
+
+
+def test_a_wrong_token_is_no_near_tie_and_fails(folders, tmp_path, monkeypatch, capsys):
+    decode = bench_module.decode
+
+    def tampered(method, *args):
+        found = decode(method, *args)
+        if method.name == "ngram":
+            found.ids[0][5] = 99 if found.ids[0][5] != 99 else 98
+        return found
+
+    monkeypatch.setattr(bench_module, "decode", tampered)
+    assert run(folders, tmp_path / "out", "--methods", "ngram") == 1
+    row = MeasuredResults.from_json(tmp_path / "out" / "results.json").results[-1]
+    assert (row.method, row.differing, row.near_ties, row.is_lossless) == ("ngram", 4, 0, False)
+    assert "NOT LOSSLESS" in capsys.readouterr().out
+
+
+def test_the_error_between_a_block_and_single_tokens():
+    ids = torch.arange(64, 94)
+    exact, rounded = (
+        block_error(llama(vocab_size=320).to(dtype), ids[:6], ids[6:]) for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert exact < 1e-5 < rounded < 0.5
+    assert is_near_tie({"gap": 1.9 * rounded}, rounded) and not is_near_tie({"gap": 2.1 * rounded}, rounded)
+    assert not is_near_tie({"gap": None}, rounded)
+
+
+def test_looping_texts_are_counted_and_in_no_speed_up():
+    model = llama(vocab_size=320)
+    with torch.no_grad():  # the next byte is always the same one
+        model.lm_head.weight.zero_()
+    methods, _ = methods_of(["ngram"], model)
+    bench = bench_of(model, methods[1:])
+    bench.protocol = Protocol([GREEDY], new_tokens=40)
+    bench.run([Prompt("1", ("abc",)), Prompt("2", ("abd",))])
+    row = results_of(bench)[-1]
+    assert row.looping == 2 and not row.speed_ups and row.micro_speed_up is None and row.is_degenerate
+
+
+def test_turns_are_drawn_apart_and_samples_follow_from_the_seed():
+    model = llama(vocab_size=320)
+    texts = []
+    for seed in (0, 0, 1):
+        bench = bench_of(model, [], sampled(1.0), seed=seed)
+        bench.run([Prompt("1", ("abc", "abc"))])
+        texts.append([line.run.ids for line in bench.lines if line.method == "plain"])
+    assert texts[0] == texts[1] != texts[2] and texts[0][0] != texts[0][1]
+
+
+def test_what_pays_is_recommended(folders, tmp_path, capsys):
+    words = ["analyze", "--recommend", "--model", folders / "base", "--prompts", folders / "prompts.jsonl"]
+    words += ["--methods", "ngram", f"smaller=assistant:{folders / 'base'}", "--new-tokens", "12", "--output", tmp_path]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(map(str, words)))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert not ended.value.code and "at batch 1: 1: 1.00, 2: " in shown and "greedy, batch 1: " in shown
+
+
+def test_the_length_that_pays_most_follows_from_costs_and_acceptance():
+    fields = dict(do_sample=False, backbone_calls=10, new_tokens=20, seconds=1.0, plain_seconds=1.0, draft_length=3)
+    row = DecodingResult(name="x", method="x", accepted_by_position=[0.8, 0.5, 0.1], draft_ms=3.0, **fields)
+    found = advice_of(row, 10.0, {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.5})
+    assert (found.length, found.tokens_per_call) == (2, pytest.approx(2.3))
+    assert found.speed_up == pytest.approx(2.3 / (1.2 + 0.2))
+    assert advice_of(DecodingResult(name="x", **fields), 10.0, {}) is None
+
+
+def test_names_that_are_no_method_are_refused(folders):
+    for spec in ("nothing", "heads", "ngram:x", "transformers:heads:x"):
+        with pytest.raises(ValueError, match="assistant:SOURCE"):
+            methods_of([spec], llama())
+    with pytest.raises(ValueError, match="NAME=ngram"):
+        methods_of(["ngram", "ngram"], llama())

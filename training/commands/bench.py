@@ -1,0 +1,175 @@
+"""`tokenahead bench`: methods by prompts by settings in one process, as a table, figures and `results.json`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers.utils import logging
+
+from ... import __version__
+from ..byte_text import is_byte_level
+from ..evaluation.advice import recommendation
+from ..evaluation.bench import LINES, Bench, Protocol
+from ..evaluation.circumstances import environment, hardware
+from ..evaluation.decoding import DecodingMode
+from ..evaluation.methods import load_model, methods_of
+from ..evaluation.prompts import Prompt, Writer, read_prompts
+from ..evaluation.summary import largest_error, results_of
+from ..evaluation.table import explanation, tables
+from ..results import MeasuredResults
+from ..utils import replace_picture, replace_text
+from .figures import bench_figure, frontier_figure
+
+RESULTS, SETTINGS = "results.json", "settings.json"
+"""Names of the files of what came out, and of what was asked for."""
+BENCH_FIGURE, FRONTIER_FIGURE = "bench.png", "frontier.png"
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """Options of `tokenahead bench`, whose help says what each is."""
+
+    model: str
+    prompts: Path
+    methods: list[str]
+    output: Path
+    decoding: list[str]
+    batch_size: list[int]
+    new_tokens: int = 128
+    per_category: int | None = None
+    seconds: float | None = None
+    dtype: str = "auto"
+    device: str = "cpu"
+    threads: int | None = None
+    seed: int = 0
+    raw: bool = False
+    force_length: bool = False
+    skip_broken: bool = False
+    no_expected: bool = False
+    recommend: bool = False
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What must be the same where a run goes on."""
+        digest = hashlib.sha256(self.prompts.read_bytes()).hexdigest()[:16]
+        names = "model", "methods", "new_tokens", "dtype", "device", "threads", "seed", "raw", "force_length"
+        return {name: vars(self)[name] for name in names} | {"prompts": digest, "version": __version__}
+
+    @property
+    def protocol(self) -> Protocol:
+        """How much is measured, and how."""
+        modes = [DecodingMode.named(words) for words in self.decoding]
+        limits = self.new_tokens, self.force_length, self.per_category, self.seconds, self.seed
+        return Protocol(modes, self.batch_size, *limits, expects=not self.no_expected)
+
+
+def run_bench(request: BenchRequest, console: Console | None = None) -> MeasuredResults:
+    """Measure, show the table, and write results and figures.
+
+    Raises:
+        FileNotFoundError: No such model or prompts.
+        ValueError: Prompts, methods or settings that cannot be used, or a directory of other settings.
+        OSError: What the Hub cannot give, or a directory that cannot be written to.
+        KeyboardInterrupt: After what was measured until then is shown and written.
+    """
+    console = console or Console(highlight=False)
+    if request.threads is not None:
+        torch.set_num_threads(request.threads)
+    protocol = request.protocol
+    prompts, broken = read_prompts(request.prompts, request.skip_broken)
+    _claim(request)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    model, tokenizer = load_model(request.model, request.dtype, request.device)
+    methods, refused = methods_of(request.methods, model)
+    bench = Bench(methods, Writer(tokenizer, not request.raw), protocol, request.output)
+    interrupted = None
+    try:
+        _run(bench, prompts, console)
+    except KeyboardInterrupt as error:  # what is measured stays
+        interrupted = error
+        console.print("Interrupted; the same command goes on where this one ended.", markup=False)
+    for words in broken:
+        console.print(f"left out: {request.prompts}, {words}", markup=False)
+    measured = _measured(request, bench, refused) if any(line.run.error is None for line in bench.lines) else None
+    if measured is not None:
+        show(console, measured)
+        write(request.output, measured)
+        console.print(f"Wrote {RESULTS}, {BENCH_FIGURE} and {FRONTIER_FIGURE} beside {LINES} in {request.output}.")
+    if interrupted is not None:
+        raise interrupted
+    if measured is not None and request.recommend:
+        for words in recommendation(model, measured.results):
+            console.print(words, markup=False)
+    if measured is None:
+        reasons = [*(f"{name}: {reason}" for name, reason in refused.items()), *bench.refused.values()]
+        raise ValueError(f"--methods: none was measured: {'; '.join(reasons)}")
+    return measured
+
+
+def _claim(request: BenchRequest) -> None:
+    """Write the settings into the directory, or refuse one that other settings were measured into."""
+    file = request.output / SETTINGS
+    now = request.settings
+    if file.is_file():
+        earlier = json.loads(file.read_text(encoding="utf-8"))
+        for name in now:
+            if earlier.get(name) != now[name]:
+                raise ValueError(
+                    f"--output {request.output} holds results of {name}={earlier.get(name)!r}, and this is "
+                    f"{name}={now[name]!r}: name another directory"
+                )
+    replace_text(file, json.dumps(now, indent=1) + "\n")
+
+
+def _run(bench: Bench, prompts: list[Prompt], console: Console) -> None:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("measuring", total=None)
+        bench.run(prompts, lambda done, count: progress.update(task, completed=done, total=count))
+
+
+def _measured(request: BenchRequest, bench: Bench, refused: dict[str, str]) -> MeasuredResults:
+    model, writer = bench.methods[0].model, bench.writer
+    names = {name for line in bench.lines for name in line.prompts}
+    many = {f"{method}, {mode}, batch {size}": reason for (method, mode, size), reason in bench.refused.items()}
+    return MeasuredResults(
+        results=results_of(bench),
+        dataset_name=request.prompts.name,
+        dataset_description=f"{len(names)} prompts, all turns, answers of at most {request.new_tokens} tokens"
+        f"{', none ended earlier' * request.force_length}",
+        hardware=hardware() if model.device.type == "cpu" else torch.cuda.get_device_name(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        command=" ".join(["tokenahead", *sys.argv[1:]]),
+        library_version=__version__,
+        unit="byte" if is_byte_level(writer.tokenizer) else "token",
+        extra={
+            "Model": Path(request.model).name,
+            "Chat template": writer.template,
+            "Largest error of logits, a block against single tokens": largest_error(bench.lines),
+        },
+        environment=environment(),
+        not_measured=dict(refused) | many,
+    )
+
+
+def show(console: Console, measured: MeasuredResults) -> None:
+    """Print the tables, and what they mean."""
+    for table in tables(measured):
+        console.print(table)
+    for words in explanation(measured):
+        console.print(words, markup=False)
+
+
+def write(folder: Path, measured: MeasuredResults) -> None:
+    """Write results and figures into a directory."""
+    measured.to_json(folder / RESULTS)
+    replace_picture(folder / BENCH_FIGURE, bench_figure(measured))
+    replace_picture(folder / FRONTIER_FIGURE, frontier_figure(measured))

@@ -1,0 +1,174 @@
+"""Files of prompts: dialogues of Spec-Bench and SPEED-Bench, questions of GSM8K, plain prompts, text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a user says, turn by turn; the answers between the turns are the model's own.
+
+    Attributes:
+        name: The file's `question_id`, or the number of the line.
+        turns: What the user says.
+        category: The file's, or what the prompts are called where it has none.
+        before: Messages before the first turn, such as that of the system.
+    """
+
+    name: str
+    turns: tuple[str, ...]
+    category: str = "prompts"
+    before: tuple[dict[str, Any], ...] = ()
+
+
+def read_prompts(path: Path, skip_broken: bool = False) -> tuple[list[Prompt], list[str]]:
+    """Return the prompts of a file.
+
+    Args:
+        path: In a `.jsonl`: JSON strings, or objects with `turns` (Spec-Bench, SPEED-Bench), `question` (GSM8K),
+            `messages`, `prompt` or `text`, and, optionally, `question_id` and `category`. In any other file a prompt
+            per line.
+        skip_broken: Leave out lines that hold no prompt.
+
+    Returns:
+        The prompts, and what is wrong with the lines that were left out.
+
+    Raises:
+        FileNotFoundError: No such file.
+        ValueError: No prompt in it, or a line that is none; its number is named.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file of prompts")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 ({error}): convert it") from error
+    prompts, broken = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                prompts.append(_of_json(number, line) if path.suffix == ".jsonl" else Prompt(str(number), (line,)))
+        except ValueError as error:
+            broken.append(f"line {number}: {error}")
+    if broken and not skip_broken:
+        raise ValueError(f"{path}, {broken[0]}")
+    names = [prompt.name for prompt in prompts]
+    if double := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{path}: question_id {double[0]} stands there twice; number the lines apart")
+    if not prompts:
+        raise ValueError(f"{path}: no prompt in it; write one per line")
+    return prompts, broken
+
+
+def _of_json(number: int, line: str) -> Prompt:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"no JSON ({error})") from error
+    entry = found if isinstance(found, dict) else {"prompt": found}
+    messages = next((entry[name] for name in ("messages", "prompt") if isinstance(entry.get(name), list)), None)
+    before: tuple[dict[str, Any], ...] = ()
+    if messages is not None:
+        asked = [index for index, message in enumerate(messages) if message.get("role") == "user"]
+        turns = [messages[asked[-1]].get("content")] if asked else []
+        before = tuple(messages[: asked[-1]]) if asked else ()
+    elif "turns" in entry:
+        turns = entry["turns"] if isinstance(entry["turns"], list) else []
+    else:
+        turns = [next((entry[name] for name in ("question", "prompt", "text") if name in entry), None)]
+    if not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        raise ValueError('neither a string nor an object with "turns", "question", "messages" or "prompt"')
+    name, category = entry.get("question_id", number), entry.get("category")
+    return Prompt(str(name), tuple(turns), str(category) if category else "prompts", before)
+
+
+def groups_of(prompts: Sequence[Prompt], batch_size: int, per_category: int | None = None) -> list[list[Prompt]]:
+    """Return the prompts that are decoded together; categories take turns, and a group has one where it is possible.
+
+    Args:
+        prompts: In the order of their file.
+        batch_size: Prompts of a group; what is left over is left out, unless it is all there is.
+        per_category: Prompts to take of each category; None: all.
+    """
+    categories = dict.fromkeys(prompt.category for prompt in prompts)
+    chosen = [[prompt for prompt in prompts if prompt.category == each][:per_category] for each in categories]
+    columns = [[part[i : i + batch_size] for i in range(0, len(part), batch_size)] for part in chosen]
+    whole = [[group for group in column if len(group) == batch_size] for column in columns]
+    rest = [prompt for column in columns for group in column if len(group) < batch_size for prompt in group]
+    mixed = [rest[i : i + batch_size] for i in range(0, len(rest), batch_size)]
+    mixed = [group for group in mixed if len(group) == batch_size or not any(whole)]
+    longest = max(map(len, whole))
+    return [column[i] for i in range(longest) for column in whole if i < len(column)] + mixed
+
+
+def category_of(group: Sequence[Prompt]) -> str:
+    """Return the category of a group, or `"mixed"`."""
+    found = {prompt.category for prompt in group}
+    return found.pop() if len(found) == 1 else "mixed"
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Makes ids of what was said.
+
+    Attributes:
+        tokenizer: The model's.
+        chats: Whether its chat template is used, if it has one; else texts are joined as they are.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    chats: bool = True
+
+    @property
+    def template(self) -> str:
+        """The template that is used, in words."""
+        return "the tokenizer's chat template" if self._uses_template else "none, prompts as they are"
+
+    @property
+    def _uses_template(self) -> bool:
+        return self.chats and self.tokenizer.chat_template is not None
+
+    def batch(self, group: Sequence[Prompt], answers: Sequence[Sequence[str]], device: Any) -> dict[str, torch.Tensor]:
+        """Return the padded ids and the mask of a group.
+
+        Args:
+            group: The prompts.
+            answers: What the model has answered to the turns of each so far.
+            device: Where to.
+        """
+        rows = [self._text(prompt, said) for prompt, said in zip(group, answers)]
+        many = {"padding": True, "padding_side": "left"} if len(rows) > 1 else {}
+        special = {"add_special_tokens": False} if self._uses_template else {}
+        if many and self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        found = self.tokenizer(rows, return_tensors="pt", **many, **special).to(device)
+        return {name: found[name] for name in ("input_ids", "attention_mask")}
+
+    def _text(self, prompt: Prompt, answers: Sequence[str]) -> str:
+        said = list(_interleaved(prompt.turns, answers))
+        if not self._uses_template:
+            return "\n".join([*(str(message.get("content", "")) for message in prompt.before), *said])
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
+        rendered = self.tokenizer.apply_chat_template(
+            [*prompt.before, *messages], tokenize=False, add_generation_prompt=True
+        )
+        return str(rendered)
+
+    def answer(self, ids: Sequence[int]) -> str:
+        """Return the text of new ids, for the history of the next turn."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _interleaved(turns: Sequence[str], answers: Sequence[str]) -> Iterator[str]:
+    for turn, answer in zip(turns, answers):
+        yield from (turn, answer)
+    yield turns[len(answers)]

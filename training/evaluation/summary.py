@@ -1,0 +1,306 @@
+"""What lines of a bench come to: a `DecodingResult` for every method, way of decoding and batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import mean, median, quantiles
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ...generation.attach import AttachableDrafter
+from ..results import DEGENERATE_SHARE, DecodingResult
+from .bench import Bench, Line, Protocol
+from .decoding import DecodingMode, Run, acceptance_by_position, drafted_flags
+from .expected import ExpectedCalls, ratio_of_sums
+from .methods import drafting_method, plain_method
+from .near_ties import in_words, is_near_tie
+from .prompts import Prompt, Writer
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A line of a method, and that of plain decoding in the same turn of the same prompts."""
+
+    line: Line
+    plain: Run
+
+    @property
+    def run(self) -> Run:
+        """What the method did."""
+        return self.line.run
+
+    @property
+    def loops(self) -> bool:
+        """Whether more than half of either text repeats itself, so that its speed says nothing."""
+        return max(self.run.repeated_share, self.plain.repeated_share) > DEGENERATE_SHARE
+
+    @property
+    def ratio(self) -> float | None:
+        """Speed over that of plain decoding, behind the prompt's own call; None of loops and single tokens."""
+        speeds = self.run.speed, self.plain.speed
+        return None if self.loops or speeds[0] is None or speeds[1] is None else speeds[0] / speeds[1]
+
+
+def pairs_of(bench: Bench) -> Iterator[tuple[str, DecodingMode, int, list[Pair]]]:
+    """Yield the pairs of every method, way of decoding and batch size, where there are any."""
+    plain_name = bench.methods[0].name
+    plain = {(*line.unit, line.turn): line.run for line in bench.lines if line.method == plain_name}
+    for batch_size in bench.protocol.batch_sizes:
+        for mode in bench.protocol.modes:
+            for method in bench.methods:
+                asked = method.name, mode.name, batch_size
+                lines = [each for each in bench.lines if (each.method, each.mode, each.batch_size) == asked]
+                whole = [line for line in lines if line.run.error is None]
+                pairs = [Pair(line, plain[(*line.unit, line.turn)]) for line in whole]
+                if pairs := [pair for pair in pairs if pair.plain.error is None]:
+                    yield method.name, mode, batch_size, pairs
+
+
+def results_of(bench: Bench) -> list[DecodingResult]:
+    """Return the results of all that was measured; the error of logits is the largest that was found."""
+    error = largest_error(bench.lines)
+    return [result_of(*found, error) for found in pairs_of(bench)]
+
+
+def largest_error(lines: Sequence[Line]) -> float:
+    """Return the largest error between logits of a block and of single tokens that was measured."""
+    return max((each["error"] for line in lines for each in line.run.differences if each is not None), default=0.0)
+
+
+def result_of(
+    method: str, mode: DecodingMode, batch_size: int, pairs: Sequence[Pair], error: float, name: str | None = None
+) -> DecodingResult:
+    """Return what the pairs of a method come to."""
+    runs, plain = [pair.run for pair in pairs], [pair.plain for pair in pairs]
+    return DecodingResult(
+        name=name or f"{method}, {mode.name}{f', batch {batch_size}' * (batch_size > 1)}",
+        method=method,
+        decoding=mode.name,
+        do_sample=mode.is_sampled,
+        backbone_calls=sum(sum(run.calls) for run in runs),
+        new_tokens=sum(run.new_tokens for run in runs),
+        seconds=sum(run.seconds for run in runs),
+        plain_seconds=sum(run.seconds for run in plain),
+        plain_new_tokens=sum(run.new_tokens for run in plain),
+        batch_size=batch_size,
+        per_prompt=[round(len(ids) / calls, 4) for run in runs for ids, calls in zip(run.ids, run.calls)],
+        repeated_share=mean(run.repeated_share for run in runs),
+        processor_seconds=sum(run.processor_seconds for run in runs),
+        plain_processor_seconds=sum(run.processor_seconds for run in plain),
+        cache_bytes=max(run.cache_bytes for run in runs) or None,
+        **_drafts(runs),
+        **_times(runs),
+        **_speeds(pairs),
+        **_differences(runs, error),
+    )
+
+
+def _drafts(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return what was accepted, as decoded and as expected."""
+    accepted = [count for run in runs for row in run.accepted for count in row]
+    length = max((count for run in runs for row in run.drafted for count in row), default=0)
+    ratio, error = _per_verification(runs)
+    fields: dict[str, Any] = {
+        "accepted_by_position": acceptance_by_position(accepted, length) if accepted else [],
+        "draft_length": length or None,
+        "tokens_per_verification": ratio,
+        "standard_error": error,
+    }
+    expected = [ExpectedCalls.from_lists(run.expected) for run in runs if run.expected is not None]
+    return fields | (list(accumulate(expected))[-1].fields() if expected else {})
+
+
+def _per_verification(runs: Sequence[Run]) -> tuple[float | None, float | None]:
+    """Return the tokens of a verification, as a ratio of sums, and its standard error over texts."""
+    counted = []
+    for run in runs:
+        verified = [len(row) for row in run.accepted] or [calls - 1 for calls in run.calls]
+        counted += [(len(ids) - 1.0, float(calls)) for ids, calls in zip(run.ids, verified) if calls]
+    return ratio_of_sums(*torch.tensor(counted, dtype=torch.float64).T) if counted else (None, None)
+
+
+def _times(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return medians: of a call behind the prompt's, of its drafting, and of the prompt's."""
+    long = [run for run in runs if run.forwards > 1]
+    drafting = [1000 * run.draft_seconds / (run.forwards - 1) for run in long if run.draft_seconds is not None]
+    calls = [1000 * (run.seconds - run.prompt_seconds) / (run.forwards - 1) for run in long]
+    return {
+        "call_ms": median(calls) if calls else None,
+        "draft_ms": median(drafting) if drafting and max(drafting) else None,
+        "prompt_ms": median(1000 * run.prompt_seconds for run in runs) or None,
+    }
+
+
+def _speeds(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Return quartiles of ratios, the ratio of sums, and medians by category; loops are counted and left out."""
+    steady = [pair for pair in pairs if pair.ratio is not None]
+    ratios = [pair.ratio for pair in steady if pair.ratio is not None]
+    categories = dict.fromkeys(pair.line.category for pair in pairs)
+    by_category = {each: [pair for pair in pairs if pair.line.category == each] for each in categories}
+    speeds = {name: [pair.ratio for pair in rows if pair.ratio is not None] for name, rows in by_category.items()}
+    calls = {name: _per_verification([pair.run for pair in rows])[0] for name, rows in by_category.items()}
+    return {
+        "speed_ups": (quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3),
+        "micro_speed_up": _micro([pair.run for pair in steady]) / _micro([pair.plain for pair in steady])
+        if steady
+        else None,
+        "looping": sum(pair.loops for pair in pairs),
+        "category_speed_ups": {name: median(found) for name, found in speeds.items() if found},
+        "category_tokens_per_call": {name: found for name, found in calls.items() if found},
+    }
+
+
+def _micro(runs: Sequence[Run]) -> float:
+    """Return tokens per second behind the prompts' own calls, as a ratio of sums."""
+    later = sum(run.new_tokens - len(run.ids) for run in runs)
+    return later / sum(run.seconds - run.prompt_seconds for run in runs)
+
+
+def _differences(runs: Sequence[Run], error: float) -> dict[str, Any]:
+    """Return how many texts differ from plain decoding's, and how many of these are near-ties."""
+    compared = [each for run in runs for each in run.differences]
+    different = [each for each in compared if each is not None]
+    if not compared:
+        return {}
+    return {
+        "identical": not different,
+        "texts": len(compared),
+        "differing": len(different),
+        "near_ties": sum(is_near_tie(each, error) for each in different),
+    }
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The text that a model wrote after a prompt.
+
+    Attributes:
+        prompt: The prompt.
+        ids: New ids.
+        drafted: For each new id, whether it was drafted and accepted; else the verifier added it.
+        difference: Where speculative and plain greedy ids differ, in words; None if they do not, or were not compared.
+    """
+
+    prompt: str
+    ids: list[int]
+    drafted: list[bool]
+    difference: str | None = None
+
+
+def completions_of(bench: Bench, method: str, mode: DecodingMode) -> Iterator[Completion]:
+    """Yield what a method wrote."""
+    error = largest_error(bench.lines)
+    for line in bench.lines:
+        if (line.method, line.mode) == (method, mode.name) and line.run.error is None:
+            run = line.run
+            several = run.ids, run.accepted or [[]] * len(run.ids), run.differences or [None] * len(run.ids)
+            for name, ids, accepted, found in zip(line.prompts, *several):
+                words = None if found is None else in_words(found, error)
+                yield Completion(bench.prompts[name].turns[line.turn], ids, drafted_flags(accepted, len(ids)), words)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A way of decoding, measured with and without drafts on the same prompts.
+
+    Attributes:
+        mode: The way of decoding.
+        result: Counts and times.
+        completions: The speculative runs, one per prompt.
+    """
+
+    mode: DecodingMode
+    result: DecodingResult
+    completions: list[Completion]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Prompts to decode, and limits; the bench for models in memory.
+
+    Attributes:
+        prompts: Texts to complete.
+        new_tokens: Tokens per completion, at most.
+        batch_size: Prompts per call.
+        seconds: See `Protocol`.
+        seed: Seed of the sampled runs.
+    """
+
+    prompts: Sequence[str]
+    new_tokens: int
+    batch_size: int = 1
+    seconds: float | None = None
+    seed: int = 0
+
+    def compare(
+        self,
+        drafters: dict[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        modes: Sequence[DecodingMode],
+        on_unit: Callable[[int, int], None] = lambda done, count: None,
+    ) -> dict[str, list[Comparison]]:
+        """Decode plainly and with every drafter, by turns, so that a busy machine slows all of them alike.
+
+        Args:
+            drafters: By name, models that draft for themselves, or attached drafters, of one backbone.
+            tokenizer: Their tokenizer.
+            modes: Ways of decoding.
+            on_unit: See `Bench.run`.
+
+        Returns:
+            For every drafter, a comparison per way of decoding.
+
+        Raises:
+            ValueError: No prompts or no drafters, or a drafter that does not fit.
+        """
+        if not drafters or not self.prompts:
+            raise ValueError(f"{len(drafters)} drafters and {len(self.prompts)} prompts: give at least one of each")
+        models = [each.backbone if isinstance(each, AttachableDrafter) else each for each in drafters.values()]
+        methods = [
+            drafting_method(name, model, each if isinstance(each, AttachableDrafter) else None)
+            for (name, each), model in zip(drafters.items(), models)
+        ]
+        protocol = Protocol(modes, (self.batch_size,), self.new_tokens, seconds=self.seconds, seed=self.seed)
+        bench = Bench([plain_method(models[0]), *methods], Writer(tokenizer, chats=False), protocol, control=False)
+        bench.run([Prompt(str(number), (text,)) for number, text in enumerate(self.prompts)], on_unit)
+        if bench.refused:
+            raise ValueError("; ".join(f"{name}: {reason}" for (name, *_), reason in bench.refused.items()))
+        return self._comparisons(bench, drafters)
+
+    def _comparisons(self, bench: Bench, names: Sequence[str] | dict[str, Any]) -> dict[str, list[Comparison]]:
+        error, found = largest_error(bench.lines), {name: [] for name in names}
+        for method, mode, batch_size, pairs in pairs_of(bench):
+            if method in found:
+                name = mode.name if batch_size == 1 else f"{mode.name}, batch {batch_size}"
+                result = result_of(method, mode, batch_size, pairs, error, name)
+                texts = list(completions_of(bench, method, mode))
+                found[method].append(Comparison(mode, result, texts))
+        return found
+
+
+def compare_decoding(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[str],
+    mode: DecodingMode,
+    new_tokens: int,
+    seed: int = 0,
+) -> Comparison:
+    """Complete every prompt plainly and speculatively, by turns: `Measurement.compare` of one model and one way.
+
+    Args:
+        model: The model, or an attached drafter.
+        tokenizer: Its tokenizer.
+        prompts: Texts to complete.
+        mode: Way of decoding.
+        new_tokens: Tokens per completion, at most.
+        seed: Seed of the sampled runs.
+
+    Returns:
+        Counts, times and texts.
+    """
+    return Measurement(prompts, new_tokens, seed=seed).compare({"it": model}, tokenizer, [mode])["it"][0]

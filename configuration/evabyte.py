@@ -1,7 +1,7 @@
 """Configuration of EvaByte models: the official fields, and the head that predicts the next bytes. Imports no torch."""
 
 # no `from __future__ import annotations`: @strict checks field types only where annotations are real types
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -39,6 +39,8 @@ class EvaByteConfig(PreTrainedConfig):
     """
 
     model_type = "evabyte"
+    auto_map: ClassVar[dict[str, str]] = {}
+    """Read by TRL of every model whose class is not of transformers."""
     sub_configs = {"mtp_head": MTPHeadConfig}
     keys_to_ignore_at_inference = [
         *("past_key_values", "hidden_states", "head_losses", "backbone_loss"),

@@ -16,9 +16,9 @@ from ...configuration.mtp_families import MiMoConfig, family_of
 from ...generation.attach import MTPGenerationMixin
 from ..draft_vocabulary import DraftVocabulary, stored_ids
 from ..heads.losses import depth_targets
-from ..indices import selected_positions
 from ..loading import HUB_OPTIONS
 from ..loss_options import DepthCountsMixin, ModuleLossOptions
+from ..masks import selected_positions
 from ..outputs import DeepSeekMTPOutput, states_asked_for
 from ..wrapped_models import AroundBackboneMixin, PicklableMixin, caches_kept
 from .checkpoint_files import check_checkpoint, is_to_be_dequantized
@@ -74,6 +74,7 @@ class DeepSeekMTP(
         super().__init__(main.config)
         self.loss_type = "ForCausalLM"
         self.main, self.mtp = main, modules
+        self._is_stateful = main._is_stateful  # transformers' assisted loop must not crop a recurrent state
         self.config.keys_to_ignore_at_inference = _NO_PREDICTIONS  # read by Trainer, not saved
         self.generation_config = main.generation_config
         self.loss_options = ModuleLossOptions.from_dict(field(main.config, "mtp_loss"))
@@ -87,7 +88,7 @@ class DeepSeekMTP(
         return {"AutoModelForCausalLM": "MiMoMTP" if isinstance(self.config, MiMoConfig) else "DeepSeekMTP"}
 
     def init_weights(self) -> None:
-        """Initialise a model that was made on the meta device, once it has storage, as the main model's class does."""
+        """Initialise a model that was made on the meta device, once it has storage."""
         if not self._is_initialized and self.device.type != "meta":
             self.main.init_weights()
             self.mtp.apply(self.main._initialize_weights)
@@ -116,16 +117,14 @@ class DeepSeekMTP(
         """Load a directory or a Hub repository.
 
         Args:
-            pretrained_model_name_or_path: A checkpoint in the official layout; None, with `config` and a `state_dict`
-                of this class among the keywords.
+            pretrained_model_name_or_path: A checkpoint in the official layout; None, with `config` and `state_dict`.
             inference_only: Leave the modules out: the model is then exactly the plain one.
             draft_vocabulary: Token ids that modules may draft; None: those in the checkpoint, or else all.
             **kwargs: As for transformers' `from_pretrained`: `dtype` (that of the checkpoint by default),
                 `device_map`, `attn_implementation`, `revision`, ...
 
         Raises:
-            ValueError: An unsupported family, a checkpoint without modules or with another number than in its config,
-                missing tensors, wrong shapes, quantised weights without scales.
+            ValueError: An unsupported family, more or fewer modules than announced, missing tensors, shapes or scales.
         """
         name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
@@ -135,8 +134,8 @@ class DeepSeekMTP(
         wants_info = kwargs.pop("output_loading_info", False)
         if name is None:
             model, report = super().from_pretrained(None, config=config, output_loading_info=True, **kwargs)
-            if report["missing_keys"] or not kwargs.get("state_dict"):
-                raise ValueError(f"state_dict lacks {sorted(report['missing_keys'])[:5] or 'all'} of {cls.__name__}")
+            if (missing := sorted(report["missing_keys"])) or not kwargs.get("state_dict"):
+                raise ValueError(f"state_dict lacks tensors of {cls.__name__}: {missing[:5] or 'all'}")
             return (model, report) if wants_info else model
         config, shared = check_checkpoint(name, config, inference_only, kwargs.get("variant"), **hub)
         if isinstance(devices := kwargs.get("device_map"), dict):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.families import family_config, family_model, random_ids
-from tokenahead import DeepSeekMTP
+from tokenahead import AssistantDrafter, DeepSeekMTP
 
 GOLDENS = Path(__file__).parents[2] / "data" / "deepseek_mtp"
 CASES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
@@ -312,3 +312,15 @@ def test_a_model_made_on_the_meta_device_initialises_itself(name):
     assert all(torch.equal(buffer, buffers[key]) for key, buffer in model.named_buffers())
     stds = {key: tensor.std() for key, tensor in expected.state_dict().items() if tensor.ndim > 1}
     assert all(0.5 * stds[key] < model.state_dict()[key].std() < 2 * stds[key] for key in stds)
+
+
+def test_transformers_assisted_loop_does_not_run_on_a_recurrent_main_model():
+    model, assistant, ids = family_model("qwen3_next"), family_model("llama"), random_ids(1, 9)
+    options = {"do_sample": False, "max_new_tokens": 8}
+    expected = model.generate(ids, use_mtp=False, **options)
+    assert torch.equal(model.generate(ids, **options), expected)
+    for drafts in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 2}):
+        with pytest.raises(ValueError, match="stateful"):
+            model.generate(ids, **drafts, **options)
+    drafter = AssistantDrafter(assistant).attach(model)
+    assert torch.equal(model.generate(ids, assistant_model=drafter, **options), expected)

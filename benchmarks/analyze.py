@@ -24,12 +24,12 @@ from itertools import islice
 from typing import Any
 
 import torch
-from backbone_analysis import layer_divergences, marginal_log_probs, next_token_spread
 from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
 from tokenahead.modeling import EvaByteForMTPC, MTPHeads
 from tokenahead.modeling.heads.losses import IGNORE, depth_targets
+from tokenahead.training.analysis import layer_divergences, marginal_log_probs, next_token_spread
 from tokenahead.training.commands.evaluate import drafter_and_data, named
 from tokenahead.training.commands.figures import _finish, _from_zero, _panels
 from tokenahead.training.commands.models import Trainee

@@ -6,6 +6,5 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from analyze import analysis_figure, analyze  # noqa: E402
-from backbone_analysis import layer_divergences, marginal_log_probs, next_token_spread  # noqa: E402
 
-__all__ = ["analysis_figure", "analyze", "layer_divergences", "marginal_log_probs", "next_token_spread"]
+__all__ = ["analysis_figure", "analyze"]

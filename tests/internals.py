@@ -258,6 +258,7 @@ _NAMES = {
         "race_order",
         "raced",
     ),
+    "tokenahead.training.analysis": ("layer_divergences", "marginal_log_probs", "next_token_spread"),
     "tokenahead.training.box": (
         "BoxDamagedError",
         "EXCERPT",
@@ -333,7 +334,7 @@ _NAMES = {
     ),
     "tokenahead.training.evaluation.expected": ("ExpectedCalls", "acceptance_along", "ratio_of_sums"),
     "tokenahead.training.evaluation.table": ("explanation", "tables"),
-    "tokenahead.training.utils": ("needs_extra",),
+    "tokenahead.training.utils": ("MissingExtraError", "needs_extra"),
     "tokenahead.training.features": (
         "FeatureDataset",
         "FeatureIndex",

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from tokenahead.generation.target.backbones import target_of
-from tokenahead.generation.trees.contract import DraftTree
-from tokenahead.modeling import EvaByteForMTPC
-from tokenahead.modeling.heads.backbone_parts import BackboneParts
+from ..generation.target.backbones import target_of
+from ..generation.trees.contract import DraftTree
+from ..modeling import EvaByteForMTPC
+from ..modeling.heads.backbone_parts import BackboneParts
 
 MOST_BRANCHES = 10**6
 """Continuations that an exact enumeration may have."""

@@ -91,7 +91,7 @@ class DeepSeekMTP(
         """Initialise a model that was made on the meta device, once it has storage."""
         if not self._is_initialized and self.device.type != "meta":
             self.main.init_weights()
-            self.mtp.apply(self.main._initialize_weights)
+            self.mtp.apply(self.main._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise a part of a module as the main model's class does."""

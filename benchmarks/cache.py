@@ -176,7 +176,7 @@ def compare_cycles(shapes: list[tuple[int, int]], picture: str | None) -> Table:
 def compare_loops(shapes: list[tuple[int, int]]) -> Table:
     """Plain decoding by transformers' loop and by ours, which drafts nothing."""
     model, table = llama(), Table("context x batch", "transformers, ms per token", "our loop", "ratio")
-    drafter, new = Nothing().attach(model), 32
+    drafter, new = Nothing().attach(model), 64
     for context, batch in shapes:
         ids = torch.randint(1, 512, (batch, context))
         common = dict(attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)

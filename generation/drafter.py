@@ -135,5 +135,5 @@ def _kind_of(session: DraftSession, options: DraftOptions) -> tuple[Any, ...]:
     processors = tuple(type(processor).__name__ for processor in options.processing.processors)
     return (
         len(options.prompt), options.do_sample, session.num_tokens, session.lookahead, str(options.draft_tree),
-        processors,
+        processors, options.cache,
     )  # fmt: skip

@@ -50,10 +50,11 @@ from .target.backbones import (
     check_given_cache,
     check_prompt,
     check_trees,
+    crosses_border,
     is_repackable,
+    last_position_of_trials,
     takes_fixed_room,
 )
-from .target.inputs import crosses_border, last_position_of_trials
 from .target.static import planned_cache
 from .trees.choice import choose_tree
 

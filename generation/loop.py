@@ -22,7 +22,7 @@ from transformers import EncoderDecoderCache, GenerationConfig, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 
 from ..configuration.fields import learned_positions
-from ..modeling.indices import to_device
+from ..modeling.masks import to_device
 from .call.keywords import Keywords
 from .call.options import DraftOptions
 from .call.outputs import GenerateSpeculativeOutput, Records, Speculation

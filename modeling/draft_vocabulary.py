@@ -69,11 +69,11 @@ class DraftVocabulary:
         Rows of a plain linear map are gathered once (and again after training). The weights of any other cannot be read
         outside its forward, so that all its logits are computed.
         """
-        plain = type(unembedding) is nn.Linear and not (unembedding.weight.is_meta or is_unit(unembedding))
-        if not plain or hasattr(unembedding, "_hf_hook"):
+        linear = unembedding if type(unembedding) is nn.Linear else None
+        if linear is None or linear.weight.is_meta or is_unit(linear) or "_hf_hook" in vars(linear):
             return frozen(unembedding, states).index_select(-1, self.on(states.device))
-        rows = self._gathered(unembedding)
-        bias = None if unembedding.bias is None else unembedding.bias.detach()[self.on(rows.device)]
+        rows = self._gathered(linear)
+        bias = None if linear.bias is None else linear.bias.detach()[self.on(rows.device)]
         return nn.functional.linear(states.to(rows.device), rows, bias)
 
     def _gathered(self, head: nn.Linear) -> torch.Tensor:

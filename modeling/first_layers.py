@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from typing import cast
 
 import torch
 from torch import nn
@@ -40,14 +41,15 @@ def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
             setattr(config, name, value[:layers])
     config.num_hidden_layers = layers
     with torch.device(model.device):
-        small = type(model)(config).to(model.dtype)
+        small = type(model)(config)
+    cast(nn.Module, small).to(model.dtype)
     known = small.state_dict()
     copied = {name: tensor for name, tensor in model.state_dict().items() if name in known}
     if missing := [name for name in known if name not in copied]:
         raise ValueError(f"{kind} cannot be cut to {layers} layers: it has no {missing[0]}")
     small.load_state_dict(copied)
     _share(small.get_input_embeddings(), model.get_input_embeddings())
-    _share(small.get_output_embeddings(), model.get_output_embeddings())
+    _share(cast(nn.Module, small.get_output_embeddings()), cast(nn.Module, model.get_output_embeddings()))
     small.tie_weights()
     small.generation_config = deepcopy(model.generation_config)
     return small.eval()

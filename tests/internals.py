@@ -98,8 +98,7 @@ _NAMES = {
     "tokenahead.generation.drafters.vocabulary": ("SharedVocabulary",),
     "tokenahead.generation.loop": ("SpeculativeLoop",),
     "tokenahead.generation.target.backbones": ("target_of",),
-    "tokenahead.generation.target.cache": ("RowLayer", "cache_module_Rows", "is_recurrent"),
-    "tokenahead.generation.target.inputs": ("block_mask",),
+    "tokenahead.generation.target.cache": ("block_mask", "RowLayer", "cache_module_Rows", "is_recurrent"),
     "tokenahead.generation.target.repacking": ("RepackedTarget", "shift_cache"),
     "tokenahead.generation.target.replay": ("Replay",),
     "tokenahead.generation.target.target": ("RowTarget", "TargetOutput"),
@@ -168,7 +167,7 @@ _NAMES = {
     ),
     "tokenahead.modeling.deepseek.modules": ("Readout",),
     "tokenahead.modeling.evabyte.geometry": ("Rows",),
-    "tokenahead.modeling.masks": ("given_mask", "grouped_attention"),
+    "tokenahead.modeling.masks": ("given_mask", "grouped_attention", "selected_positions"),
     "tokenahead.modeling.evabyte.tokenizer": (
         "CHAT_TEMPLATE",
         "SPECIAL_TOKENS",
@@ -221,7 +220,6 @@ _NAMES = {
         "SequentialDistribution",
         "logsumexp",
     ),
-    "tokenahead.modeling.indices": ("selected_positions",),
     "tokenahead.modeling.uniforms": (
         "best_of",
         "place",

@@ -20,12 +20,11 @@ from .box import Box, box_folder, excerpt_prompts
 from .byte_text import visible
 from .commands.bench import BENCH_FIGURE, FRONTIER_FIGURE, RESULTS, show, write
 from .evaluation.bench import Bench, Protocol
-from .evaluation.circumstances import environment, hardware
 from .evaluation.decoding import MODES
 from .evaluation.methods import drafting_method, plain_method
 from .evaluation.prompts import Prompt, Writer
 from .evaluation.summary import Completion, completions_of, results_of
-from .results import DecodingResult, MeasuredResults
+from .results import DecodingResult, MeasuredResults, environment, hardware
 from .utils import replace_text
 
 MARK = "demo.json"

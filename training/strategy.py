@@ -130,6 +130,11 @@ class TrainingStrategy:
         parts = {
             "lora_": (self.train == "lora", adapters),
             "draft_lora_rank": (bool(self.draft_layers), "is an option of draft layers: set draft_layers, too"),
+            "loss_places": (self.loss_divergence == "block", "is an option of loss_divergence='block'"),
+            "loss_top_k": (
+                self.loss_divergence != "block",
+                "is none of loss_divergence='block', which reads no others",
+            ),
             "loss_weight_until": (self.loss_weight_last is not None, schedule),
             "loss_weight_shape": (self.loss_weight_last is not None, schedule),
         }

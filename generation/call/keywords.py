@@ -20,7 +20,7 @@ from transformers.utils.generic import ModelOutput
 from .sequences import Sequences
 
 _TYPES = {"token_type_ids", "mm_token_type_ids"}
-"""Kinds of tokens: `target.inputs.Continuation` continues them as transformers' own updates do."""
+"""Kinds of tokens: `target.target.Continuation` continues them as transformers' own updates do."""
 _OURS = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "cache_position", "use_cache", "logits_to_keep",
     "labels", "return_dict", "output_attentions", "output_hidden_states", "inputs_embeds", "next_sequence_length",

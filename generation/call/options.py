@@ -259,6 +259,7 @@ class DraftOptions:
         sampling: The target's `temperature`, `top_k` and `top_p`.
         pad: Id that `generate` writes after a sequence's end.
         extra: See `CallOptions`.
+        cache: The `cache_implementation` that was asked for.
     """
 
     backbone: PreTrainedModel
@@ -275,6 +276,7 @@ class DraftOptions:
     sampling: dict[str, float | None]
     pad: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
+    cache: str | None = None
 
     @classmethod
     def of_call(
@@ -303,6 +305,7 @@ class DraftOptions:
             sampling={name: getattr(config, name) for name in ("temperature", "top_k", "top_p")},
             pad=pad,
             extra=options.extra,
+            cache=config.cache_implementation,
         )
 
     def choose(

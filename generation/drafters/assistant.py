@@ -26,8 +26,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTr
 from ...configuration.fields import learned_positions
 from ...modeling.first_layers import first_layers
 from ...modeling.gemma4 import borrows_states, load_assistant
-from ...modeling.indices import cached_arange, to_device
-from ...modeling.masks import additive_mask
+from ...modeling.masks import additive_mask, cached_arange, to_device
 from ...modeling.wrapped_models import unwrap
 from ..attach import AttachableDrafter
 from ..call.options import DraftOptions

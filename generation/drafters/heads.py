@@ -22,13 +22,12 @@ from transformers import DynamicCache
 
 from ...modeling.draft_vocabulary import DraftVocabulary
 from ...modeling.heads.window_distribution import PartialDistribution, WindowDistribution
-from ...modeling.indices import cached_arange, cached_range, to_device
+from ...modeling.masks import cached_arange, cached_range, to_device
 from ...modeling.sampling import draw
 from ..call.options import DraftOptions, warped
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
-from ..target.cache import Rows
-from ..target.inputs import block_mask
+from ..target.cache import Rows, block_mask
 from ..target.target import HiddenLayers, TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
 from ..trees.growth import grow, taken

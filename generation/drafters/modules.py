@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from ...modeling.indices import cached_range
+from ...modeling.masks import cached_range
 from ..call.options import DraftOptions
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
-from ...modeling.indices import cached_arange
+from ...modeling.masks import cached_arange
 from ..attach import AttachableDrafter
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ...modeling.heads.window_distribution import WindowDistribution
-from ...modeling.indices import cached_arange, to_device
+from ...modeling.masks import cached_arange, to_device
 from ...modeling.ptp.embedding import GREEDY
 from ...modeling.sampling import interval, pick
 from ...modeling.uniforms import best_of

@@ -8,13 +8,13 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ...modeling.heads.window_distribution import WindowDistribution
-from ...modeling.indices import cached_arange, cached_range
+from ...modeling.masks import cached_arange, cached_range
 from ...modeling.sampling import pick
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
 from ..parallel import ParallelDrafter, make_uniforms
 from ..protocols import CacheView
-from ..target.inputs import block_mask
+from ..target.cache import block_mask
 from ..target.target import RowTarget, TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
 from ..verification.verifiers import Uniforms

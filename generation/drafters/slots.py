@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from ...modeling.indices import cached_arange
+from ...modeling.masks import cached_arange
 
 
 @dataclass(frozen=True)

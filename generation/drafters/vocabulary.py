@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from ...modeling.indices import cached_arange
+from ...modeling.masks import cached_arange
 from ..call.options import DraftOptions
 
 _LEAST = 1e-30

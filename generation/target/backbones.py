@@ -6,7 +6,15 @@ from inspect import signature
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache, cache_utils
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StaticCache,
+    cache_utils,
+)
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicIndexedLayer,
@@ -17,7 +25,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from ...configuration.fields import learned_positions
+from ...configuration.fields import learned_positions, rotary_border
 from ...modeling.masks import check_attention
 from ...modeling.wrapped_models import has_own_cache
 from .cache import is_recurrent
@@ -267,3 +275,39 @@ def target_of(
     if all(type(layer) in _FIXED for layer in cache.layers) and takes_dense_masks(model) and not cache.offloading:
         return RowTarget(model, cache, like, mask, given, limit=limit, span=span)
     return RepackedTarget(model, cache, like, mask, given)
+
+
+def crosses_border(model: PreTrainedModel, model_kwargs: dict[str, Any], prompt: torch.Tensor, end: int) -> str | None:
+    """What of a backbone's positions rules out blocks of tokens in a call: their frequencies depend on the longest one.
+
+    A token that is fed beside later ones would be turned as they are, and not as it is alone. Up to the border that
+    does not happen, and after it no more where only the border counts.
+
+    Args:
+        model: The backbone.
+        model_kwargs: Prepared keyword arguments of the model.
+        prompt: [B, L] int64.
+        end: The longest position that the call may feed.
+    """
+    border = rotary_border(model.config.get_text_config())
+    if border is None or end <= border[1]:
+        return None
+    mask = model_kwargs.get("attention_mask")
+    begins = prompt.shape[1] if mask is None else int(mask.sum(1).max())
+    if border[0] == "longrope" and begins > border[1]:
+        return None
+    return f"rope_type={border[0]!r} of {type(model).__name__}, whose frequencies change at position {border[1]}"
+
+
+def last_position_of_trials(config: PreTrainedConfig, length: int, reach: int) -> int | None:
+    """Where trials after a prompt must end: at the last position, and `reach` below a border of `crosses_border`.
+
+    Args:
+        config: The backbone's, of its text.
+        length: Tokens of the prompt.
+        reach: How far beyond the text's end a draft may go.
+    """
+    last, border = getattr(config, "max_position_embeddings", None), rotary_border(config)
+    if border is None or length > border[1]:
+        return last
+    return border[1] - reach if last is None else min(last, border[1] - reach)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from transformers import Cache
+from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicIndexedLayer,
@@ -28,14 +28,19 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from ...modeling.indices import cached_arange, cached_range
+from ...modeling.masks import cached_arange, cached_range, given_mask
 from ..call.sequences import NewTokens
+from ..trees.contract import DraftTree
 
 _STEP, _ROOM = 64, 4096
 """Widths are multiples of the first; a cache begins with room for so many new tokens at most."""
 
 _STATES = ("keys", 2), ("values", 2), ("indexer_keys", 1)
 """What is kept of single tokens, and the dimension of its columns; the last one by dynamic sparse attention alone."""
+
+_WITHOUT_COLUMNS = {"linear_attention", "conv", "moe", "mlp"}
+"""Kinds of layers whose tokens are real, all of them."""
+
 
 Slots = tuple[torch.Tensor, torch.Tensor] | tuple[slice, slice]
 
@@ -208,6 +213,47 @@ class Rows:
         self.span, self.written = max(self.span, self.ahead + fed), max(self.written, end)
 
 
+def block_mask(
+    rows: Rows, fed: int, config: PreTrainedConfig, dtype: torch.dtype | None = None, tree: DraftTree | None = None
+) -> Any:
+    """Return what b and the nodes see: all real columns of the cache, their ancestors and themselves.
+
+    Args:
+        rows: Of a cache that never moves.
+        fed: F, the tokens of the block.
+        config: The backbone's, of its text; where layers have attention windows, distances are those of columns, as in
+            its own masks.
+        dtype: The backbone's; None: masks are for layers outside a model, which choose theirs from a dict.
+        tree: The draft; None or a chain: in the order of the block.
+
+    Returns:
+        None where the backbone knows it without a mask, else [B, 1, F, W] (see `given_mask`); by kind of layer where
+        there are several.
+    """
+    auxiliary = None if tree is None else tree.auxiliary
+    new = None if tree is None or tree.is_chain else tree.mask()
+    new = new if auxiliary is None else auxiliary.mask[None]
+    rows.is_exact = new is None and not rows.needs_mask(fed)
+    if rows.is_exact:
+        return None
+    kinds: set[str] = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    chunk = config.attention_chunk_size if "chunked_attention" in kinds else None
+    near = {kind for kind in kinds or {"sliding_attention"} if kind == "chunked_attention" or "sliding" in kind}
+    near = near if chunk or window else set()
+    masks: dict[str, torch.Tensor | None] = dict.fromkeys(kinds & _WITHOUT_COLUMNS)
+    if dtype is None or not near or kinds - near:
+        full = given_mask(rows.visible(fed, new=new), config, dtype)
+        masks |= dict.fromkeys({"full_attention", *kinds} - near - _WITHOUT_COLUMNS, full)
+    if near:
+        depths = None if new is None or tree is None else tree.positions()
+        seen = rows.visible(fed, None if chunk else window, chunk, new, depths)
+        masks |= dict.fromkeys(near, given_mask(seen, config, dtype))
+    if dtype is None or (near and len(masks) > 1):
+        return masks
+    return next(mask for mask in masks.values() if mask is not None)
+
+
 class RowLayer(CacheLayerMixin):
     """Keys and values [B, H, C, D] of a layer, and keys [B, C, D] of an indexer where it has one.
 
@@ -241,7 +287,11 @@ class RowLayer(CacheLayerMixin):
         setattr(self, name, held)
         kept = min(fed, size)  # the first block of a ring may be longer: it keeps the end, and attention gets the whole
         slots = self.rows.slots(self.rows.ahead + fed - kept, kept, size, states.device)
-        held.movedim(dim, 1)[slots] = states.narrow(dim, fed - kept, kept).movedim(dim, 1)
+        new = states if kept == fed else states.narrow(dim, fed - kept, kept)
+        if isinstance(slots[1], slice):
+            held.narrow(dim, slots[1].start, kept).copy_(new)
+        else:
+            held.movedim(dim, 1)[slots] = new.movedim(dim, 1)
         return states if kept < fed else held.narrow(dim, 0, self.rows.width(fed, size))
 
     def _grown(self, held: torch.Tensor, dim: int, size: int) -> torch.Tensor:

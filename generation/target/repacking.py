@@ -25,7 +25,7 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
 )
 
-from ...modeling.indices import cached_arange, cached_range
+from ...modeling.masks import cached_arange, cached_range
 from ..call.sequences import NewTokens
 from .target import ColumnTarget
 

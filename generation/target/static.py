@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
-from ...modeling.indices import cached_range
+from ...modeling.masks import cached_range
 from ..trees.contract import DraftTree
 from .cache import RowLayer, Rows, rounded
 from .target import RowTarget, TargetOutput
@@ -107,7 +107,7 @@ class FixedRowLayer(RowLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a block [B, H, F, D], and return all columns."""
-        keys, values = self.keys, self.values
+        keys, values = cast(torch.Tensor, self.keys), cast(torch.Tensor, self.values)
         batch, heads = key_states.shape[:2]
         row, head = (torch.arange(count, device=key_states.device) for count in (batch, heads))
         index = row[:, None, None], head[:, None], self.rows.places[self.is_sliding].to(key_states.device)

@@ -16,16 +16,19 @@ from typing import Any, Protocol, cast
 import torch
 from transformers import Cache, PreTrainedModel
 
-from ...modeling.indices import cached_range
+from ...modeling.masks import cached_range
 from ..call.sequences import NewTokens
 from ..protocols import CacheView, SpeculativeCache
 from ..trees.contract import DraftTree, VerificationResult
-from .cache import Rows, is_recurrent
-from .inputs import Continuation, block_mask
+from .cache import Rows, block_mask, is_recurrent
 from .replay import Replay
 
 HiddenLayers = int | list[int] | bool | None
 States = tuple[torch.Tensor | None, ...]
+
+
+_TYPES = {"token_type_ids": True, "mm_token_type_ids": False}
+"""Kinds of tokens, and whether the last one goes on; what is written is text, of kind 0, elsewhere."""
 
 
 @dataclass
@@ -153,6 +156,43 @@ class RowLengthTarget(Target):
 
     def align(self, columns: int) -> None:
         """Nothing to do: every sequence starts where it ends."""
+
+
+class Continuation:
+    """The inputs of a call's tokens after its prompt.
+
+    Args:
+        given: Prepared keyword arguments of the prefill.
+        counts: [B] int64, the real tokens of every sequence's prompt.
+
+    Attributes:
+        start: What positions have beyond the number of real tokens before them, [B, 1] or [axes, B, 1]; None: nothing.
+    """
+
+    def __init__(self, given: dict[str, Any], counts: torch.Tensor) -> None:
+        self.start: torch.Tensor | None = None
+        if (positions := given.get("position_ids")) is not None:
+            start = positions[..., -1:].to(counts.device) + 1 - counts[:, None]
+            # looked at once, so that the usual call pays nothing in its cycles
+            self.start = start if positions.dim() > 2 or bool(start.any()) else None
+        self.types = {
+            name: types[:, -1:] if goes_on else torch.zeros_like(types[:, -1:])
+            for name, goes_on in _TYPES.items()
+            if (types := given.get(name)) is not None
+        }
+
+    def inputs(self, places: torch.Tensor, last_position: int | None = None) -> dict[str, torch.Tensor]:
+        """Keyword arguments of a forward.
+
+        Args:
+            places: [B, F] int64, the number of real tokens before each one that is fed.
+            last_position: Where positions end; those after are given this one.
+        """
+        positions = places if self.start is None else places + self.start
+        if last_position is not None:
+            positions = positions.clamp(max=last_position)
+        fed = places.shape[1]
+        return {"position_ids": positions} | {name: types.expand(-1, fed) for name, types in self.types.items()}
 
 
 class ColumnTarget(Target):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...modeling.indices import cached_arange
+from ...modeling.masks import cached_arange
 from ...modeling.sampling import race_order
 from .contract import DraftTree
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ...modeling.indices import cached_arange
+from ...modeling.masks import cached_arange
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from ...modeling.indices import cached_arange
+from ...modeling.masks import cached_arange
 from ...modeling.sampling import draw, draw_checked, pick
 from ..trees.contract import DraftTree, VerificationResult, follow
 from .drawn_trees import check_rule, tree_acceptance, verify_drawn_tree

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import torch
 
-from ...modeling.indices import cached_arange
+from ...modeling.masks import cached_arange
 from ...modeling.sampling import draw
 from ..trees.contract import DraftTree, VerificationResult, descend, elder_siblings, path_columns
 

@@ -16,9 +16,9 @@ from ...configuration.mtp_families import MiMoConfig, family_of
 from ...generation.attach import MTPGenerationMixin
 from ..draft_vocabulary import DraftVocabulary, stored_ids
 from ..heads.losses import depth_targets
-from ..indices import selected_positions
 from ..loading import HUB_OPTIONS
 from ..loss_options import DepthCountsMixin, ModuleLossOptions
+from ..masks import selected_positions
 from ..outputs import DeepSeekMTPOutput, states_asked_for
 from ..wrapped_models import AroundBackboneMixin, PicklableMixin, caches_kept
 from .checkpoint_files import check_checkpoint, is_to_be_dequantized

@@ -13,7 +13,6 @@ in backward; logits exist for one chunk of rows at a time. Neither grows with th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -26,9 +25,10 @@ from ..heads.backbone_parts import BackboneParts
 from ..heads.block_loss import block_terms, text_log_probs
 from ..heads.chunks import LOGITS_PER_CHUNK
 from ..heads.losses import IGNORE
-from ..heads.teacher import acceptance, divergence
+from ..heads.teacher import acceptance, divergence, of_logits
 from ..loss_options import ResolvedEagleOptions
 from ..outputs import EagleOutput
+from .batch import TrainingBatch
 from .modules import EagleNetwork
 
 Read = Callable[[torch.Tensor, int, int], torch.Tensor]
@@ -36,78 +36,6 @@ _BLOCK = 128
 """Rows of a sequence in one block of the later steps."""
 _DISTRIBUTION_WEIGHT = 0.1
 """Weight of the cross-entropy of distributions, relative to the regression of features (EAGLE-1, section 4.2)."""
-
-
-@dataclass
-class TrainingBatch:
-    """A batch of sequences and the backbone's last hidden states.
-
-    Attributes:
-        input_ids: [B, L] int64.
-        labels: [B, L] int64, -100 where a token is not a target.
-        positions: [B, L] int64.
-        documents: [B, L] int64, the number of each token's document; -1 for padding.
-        states: [B, L, D], the backbone's last hidden states.
-        is_whole: Every sequence is one document without padding.
-    """
-
-    input_ids: torch.Tensor
-    labels: torch.Tensor
-    positions: torch.Tensor
-    documents: torch.Tensor
-    states: torch.Tensor
-    is_whole: bool
-
-    @classmethod
-    def of(
-        cls,
-        input_ids: torch.Tensor,
-        labels: torch.Tensor,
-        mask: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        states: torch.Tensor,
-    ) -> TrainingBatch:
-        """Return a batch from the arguments of a model's forward."""
-        real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
-        documents = torch.zeros_like(input_ids)
-        if positions is None:
-            counted = (real.long().cumsum(1) - 1).clamp(min=0)
-        else:
-            counted = positions.expand(input_ids.shape)
-            documents = nn.functional.pad(counted[:, 1:] <= counted[:, :-1], (1, 0)).long().cumsum(1)
-        is_whole = mask is None and positions is None
-        return cls(input_ids, labels, counted, documents.masked_fill(~real, -1), states, is_whole)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of step 0; the last two tokens have none, because no token follows their pair."""
-        return max(self.input_ids.shape[1] - 2, 0)
-
-    def ahead(self, values: torch.Tensor, start: int, stop: int, by: int) -> torch.Tensor:
-        """Return `values` [B, L, ..] `by` tokens after rows start .. stop - 1; the last one repeats beyond the end."""
-        last = values.shape[1] - 1
-        return values[:, torch.arange(start + by, stop + by, device=values.device).clamp(max=last)]
-
-    @property
-    def lengths(self) -> torch.Tensor:
-        """Length of every token's document, [B, L]; of padding any number above 0."""
-        numbers = self.documents.clamp(min=0)
-        sizes = torch.zeros_like(numbers).scatter_add(1, numbers, (self.documents >= 0).long())
-        return sizes.gather(1, numbers).clamp(min=1)
-
-    def counted(self, step: int) -> torch.Tensor:
-        """Return which rows of a step have a target, [B, num_rows] bool."""
-        rows = self.num_rows
-        own = self.documents[:, :rows]
-        reach = nn.functional.pad(self.documents, (0, step), value=-1)[:, 2 + step : 2 + step + rows]
-        label = nn.functional.pad(self.labels, (0, step), value=IGNORE)[:, 2 + step : 2 + step + rows]
-        return (own >= 0) & (own == reach) & (label != IGNORE)
-
-    def visible(self, start: int, stop: int) -> torch.Tensor:
-        """Return which columns 0 .. stop - 1 of step 0 rows start .. stop - 1 see, [B, 1, rows, stop] bool."""
-        columns = torch.arange(stop, device=self.documents.device)
-        same = self.documents[:, start:stop, None] == self.documents[:, None, :stop]
-        return (same & (columns <= columns[start:, None]))[:, None]
 
 
 def eagle_loss(
@@ -173,6 +101,7 @@ class _Unrolled:
         documents = batch.documents
         starts = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
         self.first = starts[:, : batch.num_rows]
+        self.taught = _hidden_by_part(head, batch.states, options)
 
     @property
     def counts(self) -> torch.Tensor:
@@ -273,20 +202,49 @@ class _Unrolled:
 
     @property
     def _size(self) -> int:
-        return max(1, LOGITS_PER_CHUNK // self.head.config.vocab_size)
+        columns = self.head.draft_size if self.taught.shape[-1] else self.head.config.vocab_size
+        return max(1, LOGITS_PER_CHUNK // columns)
 
     def _chunks(self, features: torch.Tensor, start: int, step: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield features, states and labels of some rows of a block at a time, [N, ..] each."""
+        """Yield features, states, labels and what `_hidden_by_part` says of some rows at a time, [N, ..] each."""
         stop = start + features.shape[1]
-        states = self.batch.ahead(self.batch.states, start, stop, 1 + step)
+        states, taught = (
+            self.batch.ahead(each, start, stop, 1 + step).to(features.device)
+            for each in (self.batch.states, self.taught)
+        )
         labels = self.batch.ahead(self.batch.labels, start, stop, 2 + step)
-        given = (features, states.to(features.device), labels.to(features.device))
+        given = (features, states, labels.to(features.device), taught)
         yield from zip(*(values.flatten(0, 1).split(self._size) for values in given))
 
     def _summed(
-        self, features: torch.Tensor, states: torch.Tensor, labels: torch.Tensor, chosen: torch.Tensor
+        self,
+        features: torch.Tensor,
+        states: torch.Tensor,
+        labels: torch.Tensor,
+        taught: torch.Tensor,
+        chosen: torch.Tensor,
     ) -> torch.Tensor:
-        return chosen @ row_terms(self.head, features, states, labels, self.options)
+        return chosen @ row_terms(self.head, features, states, labels, taught, self.options)
+
+
+def _hidden_by_part(head: EagleNetwork, states: torch.Tensor, options: ResolvedEagleOptions) -> torch.Tensor:
+    """Return what the logits of a draft vocabulary alone do not say of the backbone's distributions.
+
+    All steps of a row's targets share it, so that the whole unembedding is computed once.
+
+    Returns:
+        [B, L, 2]: the log of what all logits sum to, and whether the likeliest token is drafted (1 or 0);
+        [B, L, 0] where all tokens are drafted, or steps are not those of EAGLE-3.
+    """
+    ids = head.draft_ids
+    if options.objective != "ttt" or head.offsets is None or bool((ids[1:] <= ids[:-1]).any()):
+        return states.new_zeros(*states.shape[:2], 0)
+
+    def read(logits: torch.Tensor) -> tuple[torch.Tensor]:
+        drafted = torch.isin(logits.argmax(-1), ids.to(logits.device))
+        return (torch.stack([logits.logsumexp(-1), drafted.float()], dim=-1),)
+
+    return of_logits(BackboneParts(head.backbone), states, read)[0]
 
 
 def row_terms(
@@ -294,6 +252,7 @@ def row_terms(
     features: torch.Tensor,
     states: torch.Tensor,
     labels: torch.Tensor,
+    taught: torch.Tensor,
     options: ResolvedEagleOptions,
 ) -> torch.Tensor:
     """Return the terms of rows: the loss, what is shown of it, and the detached acceptance.
@@ -309,6 +268,7 @@ def row_terms(
         features: Output of rows, [N, d].
         states: The backbone's last hidden states before the predicted tokens, [N, D].
         labels: [N] ids of the predicted tokens.
+        taught: Rows of `_hidden_by_part`, [N, 2] or [N, 0].
         options: How the loss is computed.
 
     Returns:
@@ -316,16 +276,19 @@ def row_terms(
     """
     ids, is_ttt = head.draft_ids, options.objective == "ttt"
     with torch.no_grad():
-        logits = head.backbone_logits(states).float()
-        log_p = logits.log_softmax(-1)
-        log_p = log_p[:, ids] if is_ttt else log_p
+        logits = head.backbone_logits(states, only_drafted=bool(taught.shape[-1])).float()
+        if taught.shape[-1]:
+            log_p, is_known = logits - taught[:, :1], taught[:, 1] > 0
+        else:
+            log_p, is_known = logits.log_softmax(-1), torch.isin(logits.argmax(-1), ids)
+            log_p = log_p[:, ids] if is_ttt else log_p
     log_q = head.draft_logits(features).float().log_softmax(-1)
     accepted = acceptance(log_p, log_q.detach())
     if is_ttt:
         if options.divergence in ("cross_entropy", "kl", "reverse_kl"):
             log_p = log_p.log_softmax(-1)
         apart = divergence(options.divergence, log_p, log_q)
-        apart = torch.where(torch.isin(logits.argmax(-1), ids), apart, 0.0)
+        apart = torch.where(is_known, apart, 0.0)
         return torch.stack([_mixed(apart, head, log_q, labels, options), apart, accepted], dim=-1)
     distance = nn.functional.smooth_l1_loss(features.float(), states.float(), reduction="none").mean(-1)
     apart = divergence(options.divergence, log_p, log_q)
@@ -341,6 +304,7 @@ def row_likelihoods(
     features: torch.Tensor,
     states: torch.Tensor,
     labels: torch.Tensor,
+    taught: torch.Tensor,
     options: ResolvedEagleOptions,
 ) -> torch.Tensor:
     """Return log q of the labels of rows, 0 where they are not drafted, and what the loss has besides, [2, N] float32.

@@ -23,6 +23,7 @@ from ..loss_options import EagleLossOptions, OwnLossMixin, ResolvedEagleOptions
 from ..outputs import EagleOutput
 from ..tensor_files import read_tensors, refuse_unknown, weight_files
 from ..wrapped_models import OfBackboneMixin, has_own_cache, unwrap
+from .batch import TrainingBatch
 from .conversion import (
     backbone_config,
     check_kind,
@@ -33,7 +34,7 @@ from .conversion import (
     warn_of_another_kind,
 )
 from .export import check_layout, write_layout
-from .losses import TrainingBatch, counts_per_step, eagle_loss, pooled_loss
+from .losses import counts_per_step, eagle_loss, pooled_loss
 from .modules import EagleNetwork
 
 if TYPE_CHECKING:

@@ -214,9 +214,12 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
             return frozen(unembedding, features.to(dtype_of(unembedding, features)))
         return self.lm_head(features if self.config.norm_output else self.norm(features))
 
-    def backbone_logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the backbone's logits [.., V] of its last hidden states [.., D]; its parameters get no gradient."""
-        return BackboneParts(self.backbone).unembed(states)
+    def backbone_logits(self, states: torch.Tensor, only_drafted: bool = False) -> torch.Tensor:
+        """Return the backbone's logits of its last hidden states [.., D]; its parameters get no gradient.
+
+        They are [.., V], or those of the drafted tokens alone, [.., Vd].
+        """
+        return BackboneParts(self.backbone, self.draft_vocabulary if only_drafted else None).unembed(states)
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of the embedding table without a family's scale, with which heads are not trained."""

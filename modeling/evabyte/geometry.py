@@ -16,7 +16,7 @@ from functools import cached_property
 
 import torch
 
-from ..indices import cached_arange, cached_range
+from ..masks import cached_arange, cached_range
 
 
 @dataclass

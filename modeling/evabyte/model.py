@@ -21,9 +21,9 @@ from ..heads.ff import FFHead
 from ..heads.losses import IGNORE, counted, counts_of_update, depth_targets, depth_weights, head_loss
 from ..heads.registry import build_head, distribution_after, init_head, window_distribution
 from ..heads.window_distribution import FactorisedDistribution, WindowDistribution, exact
-from ..indices import selected_positions
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
 from ..loss_options import DepthCountsMixin
+from ..masks import selected_positions
 from ..outputs import MTPOutput
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
@@ -333,14 +333,15 @@ class EvaByteForMTPC(
         counts: torch.Tensor | int | None,
         balance: torch.Tensor | None,
     ) -> dict[str, Any]:
-        """Return the loss of the head and its means; a circuit that trains with its backbone adds the next byte's."""
+        """Return the loss of the head and its means; a drafter without depth 1 adds the next byte's to it."""
         tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
         head = self.mtp_head or self._all_heads
         parts, config, scored = BackboneParts(self), self.config.mtp_head, targets != IGNORE
         resolved = counts_of_update(counted(scored, config.loss_normalization), counts, scored[..., 0].sum())
         scale = self._loss_scale(hidden)
         found = head_loss(head, config, features, targets, tokens, resolved, parts, hidden, scale, balance)
-        if self.mtp_head is None or not any(parameter.requires_grad for parameter in self.lm_head.parameters()):
+        has_own = self.mtp_head is None and config.loss_divergence != "block"  # which leaves depth 1 out
+        if has_own or not any(parameter.requires_grad for parameter in self.lm_head.parameters()):
             return dict(found)
         next_byte = MTPHeadConfig(window=1, gamma=config.gamma, loss_normalization=config.loss_normalization)
         own = head_loss(self._all_heads, next_byte, hidden, targets[..., :1], tokens, resolved[:1])
@@ -350,7 +351,7 @@ class EvaByteForMTPC(
         """Return factors of the depths besides their weights, [n]; depth 1 of FF heads is the next-byte head."""
         scale = torch.full((self.window,), float(self.mtp_loss_weight), device=like.device)
         if self.mtp_head is None:
-            scale[0] = 1.0
+            scale[0] = float(self.config.mtp_head.loss_divergence != "block")
         return scale
 
     def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

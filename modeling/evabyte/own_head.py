@@ -12,7 +12,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ..heads.backbone_parts import BackboneParts
 from ..heads.ff import FFHead
-from ..indices import to_device
+from ..masks import to_device
 from ..wrapped_models import call
 
 OWN, DRAFTS = "lm_head.weight", "draft_heads.weight"

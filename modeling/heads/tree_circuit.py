@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from ..indices import numbers
+from ..masks import numbers
 from .circuits import LatentDistribution, Scale, Walk, finite_weights
 from .window_distribution import logsumexp, normalised_logits
 

@@ -226,3 +226,16 @@ def test_values_out_of_range_are_refused(fields, message):
         TrainingStrategy(**fields)
     with pytest.raises(TypeError, match="'heads_only'"):
         TrainingStrategy(heads_only=True)
+
+
+@pytest.mark.parametrize("make", [heads, eagle, modules, circuit])
+def test_the_block_loss_is_chosen_for_every_drafter(make, tmp_path):
+    model, ids = make(), torch.randint(1, 96, (2, 12))
+    trainer_for(
+        model, tmp_path, ragged_rows(4), strategy=TrainingStrategy(loss_target="teacher", loss_divergence="block")
+    )
+    out = model(ids, labels=ids)
+    assert out.loss.requires_grad and out.acceptances[1:].isfinite().all()
+    for wrong in ({"loss_places": "calls"}, {"loss_divergence": "block", "loss_top_k": 3}):
+        with pytest.raises(ValueError, match="block"):
+            TrainingStrategy(loss_target="teacher", **wrong)

@@ -17,13 +17,12 @@ from ... import __version__
 from ..byte_text import is_byte_level
 from ..evaluation.advice import recommendation
 from ..evaluation.bench import LINES, Bench, Protocol
-from ..evaluation.circumstances import environment, hardware
 from ..evaluation.decoding import DecodingMode
 from ..evaluation.methods import load_model, methods_of
 from ..evaluation.prompts import Prompt, Writer, read_prompts
 from ..evaluation.summary import largest_error, results_of
 from ..evaluation.table import explanation, tables
-from ..results import MeasuredResults
+from ..results import MeasuredResults, environment, hardware
 from ..utils import replace_picture, replace_text
 from .figures import bench_figure, frontier_figure
 
@@ -139,7 +138,9 @@ def _run(bench: Bench, prompts: list[Prompt], console: Console) -> None:
 def _measured(request: BenchRequest, bench: Bench, refused: dict[str, str]) -> MeasuredResults:
     model, writer = bench.methods[0].model, bench.writer
     names = {name for line in bench.lines for name in line.prompts}
-    many = {f"{method}, {mode}, batch {size}": reason for (method, mode, size), reason in bench.refused.items()}
+    many: dict[str, str | int | float] = {
+        f"{method}, {mode}, batch {size}": reason for (method, mode, size), reason in bench.refused.items()
+    }
     return MeasuredResults(
         results=results_of(bench),
         dataset_name=request.prompts.name,
@@ -156,7 +157,7 @@ def _measured(request: BenchRequest, bench: Bench, refused: dict[str, str]) -> M
             "Largest error of logits, a block against single tokens": largest_error(bench.lines),
         },
         environment=environment(),
-        not_measured=dict(refused) | many,
+        not_measured=many | refused,
     )
 
 

@@ -201,8 +201,8 @@ class Bench:
             runs = self._turn(batch, mode, batch_size, number + turn, seed)
             of_unit = tuple(prompt.name for prompt in group), category_of(group), turn, mode.name, batch_size
             lines += [Line(*of_unit, name, run) for name, run in runs.items()]
-            plain = runs.get(self.methods[0].name)
-            if plain is None or plain.error is not None:
+            plain = runs[self.methods[0].name]
+            if plain.error is not None:
                 break
             for prompt, ids in zip(here, plain.ids):
                 answers[prompt.name].append(self.writer.answer(ids))
@@ -215,19 +215,18 @@ class Bench:
         first, *_ = self.methods
         shift, runs = number % len(self.methods), {}
         for method in [*self.methods[shift:], *self.methods[:shift]]:
+            asked = method.name, mode.name, batch_size
             if (first.name, mode.name, batch_size) in self.refused:  # then there is nothing to compare with
-                break
-            if (method.name, mode.name, batch_size) not in self.refused:
+                runs[method.name] = Run(error=f"{first.name}: {self.refused[first.name, mode.name, batch_size]}")
+            elif asked in self.refused:
+                runs[method.name] = Run(error=self.refused[asked])
+            else:
                 limits = batch_size, self.protocol.new_tokens, seed
                 runs[method.name] = self._tried(method, batch, mode, *limits)
-        plain = runs.get(first.name)
-        if plain is None or plain.error is not None:
+        plain = runs[first.name]
+        if plain.error is not None:
             return runs
-        return {
-            method.name: self._checked(method, runs[method.name], plain, batch, mode)
-            for method in self.methods
-            if method.name in runs
-        }
+        return {each.name: self._checked(each, runs[each.name], plain, batch, mode) for each in self.methods}
 
     def _tried(
         self,

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -162,7 +163,7 @@ class Run:
         later, seconds = self.new_tokens - len(self.ids), self.seconds - self.prompt_seconds
         return later / seconds if later > 0 and seconds > 0 else None
 
-    @property
+    @cached_property
     def repeated_share(self) -> float:
         """Mean share of the texts that repeats itself."""
         return sum(map(repeated_share, self.ids)) / max(1, len(self.ids))

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from ...modeling.deepseek.model import DeepSeekMTP
-from ...modeling.eagle.losses import TrainingBatch
+from ...modeling.eagle.batch import TrainingBatch
 from ...modeling.eagle.model import EagleHead
 from ...modeling.evabyte.model import EvaByteForMTPC
 from ...modeling.heads.attached import MTPHeads

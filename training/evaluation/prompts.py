@@ -76,10 +76,11 @@ def _of_json(number: int, line: str) -> Prompt:
     entry = found if isinstance(found, dict) else {"prompt": found}
     messages = next((entry[name] for name in ("messages", "prompt") if isinstance(entry.get(name), list)), None)
     before: tuple[dict[str, Any], ...] = ()
+    turns: list[Any] = []
     if messages is not None:
-        asked = [index for index, message in enumerate(messages) if message.get("role") == "user"]
-        turns = [messages[asked[-1]].get("content")] if asked else []
-        before = tuple(messages[: asked[-1]]) if asked else ()
+        asked = [index for index, said in enumerate(messages) if isinstance(said, dict) and said.get("role") == "user"]
+        if asked:
+            turns, before = [messages[asked[-1]].get("content")], tuple(messages[: asked[-1]])
     elif "turns" in entry:
         turns = entry["turns"] if isinstance(entry["turns"], list) else []
     else:
@@ -145,11 +146,11 @@ class Writer:
             device: Where to.
         """
         rows = [self._text(prompt, said) for prompt, said in zip(group, answers)]
-        many = {"padding": True, "padding_side": "left"} if len(rows) > 1 else {}
-        special = {"add_special_tokens": False} if self._uses_template else {}
-        if many and self.tokenizer.pad_token is None:
+        options: dict[str, Any] = {"padding": True, "padding_side": "left"} if len(rows) > 1 else {}
+        options |= {"add_special_tokens": False} if self._uses_template else {}
+        if len(rows) > 1 and self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        found = self.tokenizer(rows, return_tensors="pt", **many, **special).to(device)
+        found = self.tokenizer(rows, return_tensors="pt", **options).to(device)
         return {name: found[name] for name in ("input_ids", "attention_mask")}
 
     def _text(self, prompt: Prompt, answers: Sequence[str]) -> str:
@@ -165,7 +166,7 @@ class Writer:
 
     def answer(self, ids: Sequence[int]) -> str:
         """Return the text of new ids, for the history of the next turn."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
 def _interleaved(turns: Sequence[str], answers: Sequence[str]) -> Iterator[str]:

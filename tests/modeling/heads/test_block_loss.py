@@ -17,6 +17,7 @@ from tests.internals import (
 )
 from tests.modeling.heads.backbones import backbone
 from tests.modeling.heads.test_draft_vocabularies import KEPT, TYPES, made
+from tests.models import tiny_model
 from tokenahead import EagleHead, MTPHeadConfig, MTPHeads
 
 
@@ -265,3 +266,22 @@ def test_losses_of_drafters_refuse_what_contradicts_it():
             ModuleLossOptions(**wrong)
     with pytest.raises(ValueError, match="top_k=3"):
         ModuleLossOptions(target="teacher", divergence="block", top_k=3)
+
+
+@pytest.mark.parametrize("kind", ["all", "calls"])
+@pytest.mark.parametrize("options", [{}, {"head_type": "cp", "rank": 2}], ids=["ff", "cp"])
+def test_a_model_with_heads_of_its_own_learns_it(options, kind):
+    model = tiny_model(3, vocab_size=64, num_pred_heads=4, window_size=8, pad_token_id=None, initializer_range=0.3)
+    if options:
+        model.set_head(**options)
+    config = model.config.mtp_head
+    config.loss_target, config.loss_divergence, config.loss_places = "teacher", "block", kind
+    labels = torch.randint(1, 64, (2, 16), generator=torch.Generator().manual_seed(2))
+    out = model(labels, labels=labels)
+    counts = model.loss_counts(labels)
+    total, _ = reference(model, labels, 3, kind)
+    own = torch.nn.functional.cross_entropy(model(labels).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    wanted = own - model.mtp_loss_weight * total / counts[1]
+    torch.testing.assert_close(out.loss, wanted.detach(), atol=1e-5, rtol=1e-4)
+    out.loss.backward()
+    assert model.lm_head.weight.grad.any()

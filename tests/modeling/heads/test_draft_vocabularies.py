@@ -7,7 +7,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
 
 from tests.distributions import continuation_distribution, continuation_p_value
-from tests.internals import DraftVocabulary, JointMTPModel, drafted_probs
+from tests.internals import DraftVocabulary, JointMTPModel, describe, drafted_probs, export
 from tests.modeling.heads.backbones import backbone
 from tests.models import left_padded
 from tokenahead import MTPHeads
@@ -206,3 +206,13 @@ def test_heads_and_backbone_learn_together():
     torch.testing.assert_close(found.backbone_loss, own.detach())
     found.loss.backward()
     assert base.lm_head.weight.grad.any() and heads.head.firsts[0].linear.weight.grad.any()
+
+
+@pytest.mark.parametrize("layout", ["medusa", "vllm"])
+def test_layouts_of_whole_vocabularies_are_refused(layout, tmp_path):
+    _, heads = made("medusa-own")
+    with pytest.raises(ValueError, match=f"draft_vocab_size={len(KEPT)}"):
+        heads.export(tmp_path / "heads", layout)
+    with pytest.raises(ValueError, match=f"draft_vocab_size={len(KEPT)}"):
+        export(heads, tmp_path / "engine", "vllm")
+    assert f"{len(KEPT)} of 64 token ids" in str(describe(heads))

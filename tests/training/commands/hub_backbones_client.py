@@ -26,8 +26,9 @@ IDS = torch.tensor([TOKENIZER(PROMPT)["input_ids"]])
 
 
 def text_of(model) -> str:
-    """What a model writes behind the prompt, by its own `generate`."""
-    new = model.generate(IDS, max_new_tokens=8, do_sample=False)[0, IDS.shape[1] :]
+    """What a model, or the backbone of attached heads, writes behind the prompt."""
+    backbone = model.backbone if isinstance(model, MTPHeads) else model
+    new = backbone.generate(IDS, max_new_tokens=8, do_sample=False)[0, IDS.shape[1] :]
     return decode(TOKENIZER, new.tolist()).hex()
 
 

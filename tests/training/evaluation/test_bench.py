@@ -93,6 +93,8 @@ def test_every_method_is_measured_beside_plain_decoding(folders, tmp_path, capsy
     assert files == {"bench.png", "frontier.png", "lines.jsonl", "results.json", "settings.json"}
     shown = capsys.readouterr().out
     assert "greedy, batch 1" in shown and "n/a: own" in shown
+    assert run(folders, tmp_path / "out", "--methods", *methods, *modes) == 0  # nothing is left to measure
+    assert MeasuredResults.from_json(tmp_path / "out" / "results.json").not_measured == refused
 
 
 def test_a_run_goes_on_where_it_ended(folders, tmp_path, monkeypatch, capsys):
@@ -133,13 +135,13 @@ def test_a_broken_line_is_named_and_left_out_where_it_is_asked(tmp_path):
         '"a"',
         '{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}',
     ]
-    file.write_text("\n".join([*rows, '{"turns": []}', '{"prompt": 3}', ""]))
+    file.write_text("\n".join([*rows, '{"turns": []}', '{"prompt": 3}', '{"messages": ["u"]}', ""]))
     with pytest.raises(ValueError, match="line 2"):
         read_prompts(file)
     prompts, broken = read_prompts(file, skip_broken=True)
     assert [prompt.turns for prompt in prompts] == [("1 + 1?",), ("a",), ("u",)]
     assert prompts[2].before == ({"role": "system", "content": "s"},) and prompts[2].name == "4"
-    assert [words.split(":")[0] for words in broken] == ["line 2", "line 5", "line 6"]
+    assert [words.split(":")[0] for words in broken] == ["line 2", "line 5", "line 6", "line 7"]
 
 
 def test_categories_take_turns_and_batches_are_whole():

@@ -129,11 +129,11 @@ class DeepSeekMTP(
         name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         if not isinstance(config, PreTrainedConfig):
-            config = AutoConfig.from_pretrained(config or name, **hub)
+            config = AutoConfig.from_pretrained(cast(Any, config or name), **hub)
         config = text_config(config)
         wants_info = kwargs.pop("output_loading_info", False)
         if name is None:
-            model, report = super().from_pretrained(None, config=config, output_loading_info=True, **kwargs)
+            model, report = cast(Any, super()).from_pretrained(None, config=config, output_loading_info=True, **kwargs)
             if (missing := sorted(report["missing_keys"])) or not kwargs.get("state_dict"):
                 raise ValueError(f"state_dict lacks tensors of {cls.__name__}: {missing[:5] or 'all'}")
             return (model, report) if wants_info else model

@@ -91,7 +91,7 @@ class DeepSeekMTP(
         """Initialise a model that was made on the meta device, once it has storage."""
         if not self._is_initialized and self.device.type != "meta":
             self.main.init_weights()
-            self.mtp.apply(self.main._initialize_weights)
+            self.mtp.apply(self.main._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise a part of a module as the main model's class does."""
@@ -129,11 +129,11 @@ class DeepSeekMTP(
         name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         if not isinstance(config, PreTrainedConfig):
-            config = AutoConfig.from_pretrained(config or name, **hub)
+            config = AutoConfig.from_pretrained(cast(Any, config or name), **hub)
         config = text_config(config)
         wants_info = kwargs.pop("output_loading_info", False)
         if name is None:
-            model, report = super().from_pretrained(None, config=config, output_loading_info=True, **kwargs)
+            model, report = cast(Any, super()).from_pretrained(None, config=config, output_loading_info=True, **kwargs)
             if (missing := sorted(report["missing_keys"])) or not kwargs.get("state_dict"):
                 raise ValueError(f"state_dict lacks tensors of {cls.__name__}: {missing[:5] or 'all'}")
             return (model, report) if wants_info else model

@@ -12,22 +12,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from ..evaluation.methods import PLAIN, methods_of
 from ..utils import needs_extra
 
 with needs_extra("eval", "tokenahead lm-eval"):
-    from lm_eval.__main__ import cli_evaluate
-    from lm_eval.api.registry import register_model
-    from lm_eval.models.huggingface import HFLM
+    # not by name: type checkers run where lm-eval is not installed
+    _harness, _registry, _models = (
+        import_module(f"lm_eval.{name}") for name in ("__main__", "api.registry", "models.huggingface")
+    )
 
 NAME = "tokenahead"
 """What `--model` calls the class."""
 
 
-@register_model(NAME)
-class DraftingLM(HFLM):
+@_registry.register_model(NAME)
+class DraftingLM(_models.HFLM):
     """lm-eval's model of transformers, with drafts.
 
     Args:
@@ -53,5 +55,5 @@ class DraftingLM(HFLM):
 def main(argv: Sequence[str]) -> int:
     """Run lm-eval's own command line; return 0."""
     sys.argv = ["tokenahead lm-eval", *argv]
-    cli_evaluate()
+    _harness.cli_evaluate()
     return 0

@@ -173,7 +173,7 @@ _NAMES = {
         "SPECIAL_TOKENS",
     ),
     "tokenahead.modeling.loss_options": ("EagleLossOptions", "ModuleLossOptions", "TrainableDrafter"),
-    "tokenahead.modeling.gemma4": ("buildable",),
+    "tokenahead.modeling.assistants": ("buildable",),
     "tokenahead.modeling.heads.backbone_parts": ("BackboneParts",),
     "tokenahead.modeling.heads.circuit_head": (
         "CircuitHead",
@@ -307,7 +307,6 @@ _NAMES = {
         "run_demo",
     ),
     "tokenahead.training.evaluation": ("MODES",),
-    "tokenahead.training.evaluation.advice": ("advice_of",),
     "tokenahead.training.evaluation.bench": ("Bench", "Protocol"),
     "tokenahead.training.evaluation.decoding": (
         "GREEDY",
@@ -333,7 +332,7 @@ _NAMES = {
         "text_of",
     ),
     "tokenahead.training.evaluation.expected": ("ExpectedCalls", "acceptance_along", "ratio_of_sums"),
-    "tokenahead.training.evaluation.table": ("explanation", "tables"),
+    "tokenahead.training.evaluation.table": ("advice_of", "explanation", "tables"),
     "tokenahead.training.utils": ("MissingExtraError", "needs_extra"),
     "tokenahead.training.features": (
         "FeatureDataset",

@@ -24,8 +24,7 @@ from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import learned_positions
-from ...modeling.first_layers import first_layers
-from ...modeling.gemma4 import borrows_states, load_assistant
+from ...modeling.assistants import borrows_states, first_layers, load_assistant
 from ...modeling.masks import additive_mask, cached_arange, to_device
 from ...modeling.wrapped_models import unwrap
 from ..attach import AttachableDrafter

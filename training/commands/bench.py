@@ -15,13 +15,12 @@ from transformers.utils import logging
 
 from ... import __version__
 from ..byte_text import is_byte_level
-from ..evaluation.advice import recommendation
 from ..evaluation.bench import LINES, Bench, Protocol
 from ..evaluation.decoding import DecodingMode
 from ..evaluation.methods import load_model, methods_of
 from ..evaluation.prompts import Prompt, Writer, read_prompts
 from ..evaluation.summary import largest_error, results_of
-from ..evaluation.table import explanation, tables
+from ..evaluation.table import explanation, recommendation, tables
 from ..results import MeasuredResults, environment, hardware
 from ..utils import replace_picture, replace_text
 from .figures import bench_figure, frontier_figure

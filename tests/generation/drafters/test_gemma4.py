@@ -186,7 +186,7 @@ def test_other_folders_are_loaded_as_ever(tmp_path):
 
 
 def test_why_we_build_them_ourselves(tmp_path):
-    """Once this fails, transformers builds them, and the configurations of `modeling.gemma4` may go."""
+    """Once this fails, transformers builds them, and the configurations of `modeling.assistants` may go."""
     assistant().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="layer types"):
         AutoModelForCausalLM.from_pretrained(tmp_path)

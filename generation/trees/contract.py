@@ -178,6 +178,8 @@ def follow(tree: DraftTree, picks: torch.Tensor) -> VerificationResult:
         picks: [B, m + 1] int64, the token that the target picks after every place: the argmax of its scores, or a draw
             that the draft did not depend on, or one that the draft anticipates (coupled uniforms).
     """
+    if not tree.tokens.shape[1]:
+        return VerificationResult(torch.zeros_like(picks[:, 0]), picks)
     if tree.is_chain:
         agrees = _of_real(tree, tree.tokens == picks[:, :-1])
         return VerificationResult(agrees.cumprod(1, dtype=torch.long).sum(1), picks)

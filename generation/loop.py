@@ -148,6 +148,8 @@ class SpeculativeLoop:
         if isinstance(cache, SpeculativeCache):
             self.target = RowLengthTarget(self.runner, cache, mask)
         else:
+            if mask is not None and given.get("position_ids") is None:  # the model counts columns, padding included
+                given = given | {"position_ids": mask.new_full((1, 1), cache.get_seq_length() - 1)}
             limit = self.config.max_length
             self.target = target = target_of(self.runner, cache, self.tokens.ends, mask, given, limit, self.span)
             self.unwritten = target.mask.shape[1] - self.tokens.prompt_length

@@ -100,7 +100,8 @@ class Author:
         self.plain, self.method, self.writer = methods[0], methods[-1], Writer(tokenizer, chats=bool(model))
         self.gap = "\n\n" if model and tokenizer.chat_template else ""
         self.example, self.temperature = (_WORDS, 0.0) if model else (_CODE, 0.7)  # the box repeats itself where greedy
-        self.name = f"{model or 'The model in the box'} ({self.model.num_parameters():,} parameters), drafts: {drafter}"
+        about = f"{self.model.num_parameters():,} parameters, {str(self.model.dtype).removeprefix('torch.')}"
+        self.name = f"{model or 'The model in the box'} ({about}), drafts: {drafter}"
         self.draws_trees = self.method.drafter.drafts_trees and takes_dense_masks(self.model)
         self.spelled = lru_cache(1 << 14)(lambda *ids: tokenizer.decode(list(ids)))
         self.worker = ThreadPoolExecutor(1)  # visitors take turns, also after one who left in the middle
@@ -193,7 +194,7 @@ def _speeds(runs: dict[str, list[Run]], is_sampled: bool) -> str:
     else:
         texts = "the same text" if drafted[0].ids == plain[0].ids else "another text: rounding decides near-ties"
     rows = (
-        f'<meter value="{speed}" max="{max(speeds)}"></meter>{speed:,.0f} tokens/s, {escape(name)}<br>'
+        f'<meter value="{speed}" max="{max(speeds)}"></meter>{speed:,.1f} tokens/s, {escape(name)}<br>'
         for name, speed in zip(runs, speeds)
     )
     return f"<b>{ratio}</b>, {texts} (measured after it, by turns, {len(plain)} × each)<br>{''.join(rows)}"

@@ -28,8 +28,8 @@ from transformers.cache_utils import (
 from ...configuration.fields import learned_positions, rotary_border
 from ...modeling.masks import check_attention
 from ...modeling.wrapped_models import has_own_cache
-from .cache import is_recurrent
 from .repacking import EvenTarget, RepackedTarget
+from .replay import is_recurrent
 from .static import FixedTarget, PlannedCache
 from .target import ColumnTarget, RowTarget
 

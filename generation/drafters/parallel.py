@@ -96,14 +96,11 @@ class ParallelSession(DraftSession):
         self.some_lack_drafts = self.is_deterministic or many > 1
         self.layout: SlotLayout | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        self.hidden_layers = -1 if config.reads_state or self.distribution is not None else None
-        self.state: torch.Tensor | None = None
+        self.hidden_layers = None if self.distribution is None else -1
 
     def begin(self, outputs: Any, view: CacheView) -> None:
         """Nothing is drafted by the prompt's own pass."""
         self.view = view
-        if self.config.reads_state:
-            self.state = outputs.hidden_states[-1][:, -1:]
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """The drafts read last, at most `length` of them, and slots for as many next ones; none where 0 is asked."""
@@ -148,10 +145,7 @@ class ParallelSession(DraftSession):
         """What the slots read."""
         if not self.config.reads_uniforms:
             return {"masks": layout.place[None]}
-        inputs = {"uniforms": self.asked(self._of_slots(layout))}
-        if self.state is not None:  # of the token before b; d drafts after b stand before group d
-            inputs |= {"slot_states": self.state, "slot_gaps": layout.group + 1}
-        return inputs
+        return {"uniforms": self.asked(self._of_slots(layout))}
 
     def asked(self, uniforms: torch.Tensor) -> torch.Tensor:
         """What slots read where these are the uniforms of their positions: greedy decoding has no use for them."""
@@ -166,9 +160,7 @@ class ParallelSession(DraftSession):
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Drafts from the group after the tokens that each sequence kept."""
-        self.pending = None
-        self._keep_state(outputs, result)
-        layout = self.layout
+        self.pending, layout = None, self.layout
         if layout is None or outputs.auxiliary is None:
             return
         self._learn(result)
@@ -195,12 +187,6 @@ class ParallelSession(DraftSession):
         found = [sizes[min(count, len(sizes)) - 1] > self.is_one_hot for count in kept if count]
         self.some_lack_drafts = self.is_deterministic or not all(found)
         return self.is_deterministic or any(found)
-
-    def _keep_state(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """The state of the last token that was kept, [B, 1, D]: the next b stands after it."""
-        if self.config.reads_state:
-            rows = cached_arange(len(result.num_accepted), result.num_accepted.device)
-            self.state = outputs.state()[rows, result.num_accepted][:, None]
 
     def _learn(self, result: VerificationResult) -> None:
         if self.is_deterministic:
@@ -287,7 +273,6 @@ class BestOfSession(ParallelSession):
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Drafts from the groups after the tokens that each sequence kept."""
         self.branches, layout = None, self.layout
-        self._keep_state(outputs, result)
         if layout is None or outputs.auxiliary is None:
             return
         self._learn(result)

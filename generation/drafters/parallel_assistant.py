@@ -100,7 +100,7 @@ class SeparateSession(ParallelSession):
         self, model: PreTrainedModel, options: DraftOptions, uniforms: Uniforms, vocabulary: SharedVocabulary
     ) -> None:
         super().__init__(model.config, options, uniforms, distribution=model.slot_distribution)
-        self.hidden_layers = None  # slots read states of their own model
+        self.hidden_layers = None  # a sampler head reads states of its own model
         self.chain, self.vocabulary = AssistantSession(model, options, vocabulary), vocabulary
         self.unfed: list[int] = []
         """Tokens of every sequence that the drafting model has not read."""
@@ -163,7 +163,6 @@ class SeparateSession(ParallelSession):
     def _read(self, tokens: Sequences, drawn: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Feeds what is new, and slots after it: logits [B, v] of the last token; logits or states of the slots."""
         model, rows = self.chain.model, cast(RowTarget, self.chain.target).rows
-        gaps = torch.tensor(self.unfed, device=drawn.device)[:, None] if self.config.reads_state else None
         fed, slots, device = max(self.unfed), length if self.is_one_hot else length - 1, model.device
         rows.ahead = 2 - fed  # the prompt was read up to its last token
         places = rows.counts[:, None] + cached_range(rows.ahead, fed + slots, device)
@@ -171,7 +170,7 @@ class SeparateSession(ParallelSession):
         positions = (places - is_slot * self.is_one_hot).clamp(min=0)  # a one-hot slot 0 stands where b does
         if self.config.learned_positions is not None:
             positions = positions.clamp(max=self.config.learned_positions - 1)
-        inputs = self._slot_inputs(drawn[:, :slots], gaps, device) if slots else {}
+        inputs = self._slot_inputs(drawn[:, :slots], device) if slots else {}
         outputs = model(
             self.vocabulary.readable(tokens.newest(fed)).to(device),
             attention_mask=block_mask(rows, fed + slots, model.config.get_text_config(), model.dtype),
@@ -179,27 +178,15 @@ class SeparateSession(ParallelSession):
             past_key_values=self.chain.target.cache,
             use_cache=True,
             logits_to_keep=slots + 1,
-            output_hidden_states=None if self.distribution is None and not self.config.reads_state else -1,
+            output_hidden_states=None if self.distribution is None else -1,
             **inputs,
         )
-        if self.config.reads_state:
-            self.state = outputs.hidden_states[-1][:, fed - 1 : fed]
         self.unfed = [0] * len(self.unfed)
         behind = outputs.logits[:, 1:] if self.distribution is None else outputs.hidden_states[-1][:, fed:]
         return outputs.logits[:, 0], behind
 
-    def _slot_inputs(
-        self, drawn: torch.Tensor, gaps: torch.Tensor | None, device: torch.device
-    ) -> dict[str, torch.Tensor]:
+    def _slot_inputs(self, drawn: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:
         """What slots [B, A] read, on a device."""
         if not self.config.reads_uniforms:
             return {"masks": cached_arange(drawn.shape[1], device)[None]}
-        inputs = {"uniforms": self.asked(drawn).to(device)}
-        return inputs if gaps is None else inputs | self._state_inputs(gaps.expand(drawn.shape).to(device))
-
-    def _state_inputs(self, gaps: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The state of the last token of the call before, and the tokens [B, A] since; not known in the first one."""
-        if self.state is None:
-            hidden = torch.zeros(len(gaps), 1, self.config.backbone_config.hidden_size, dtype=self.chain.model.dtype)
-            return {"slot_states": hidden.to(gaps.device), "slot_gaps": torch.zeros_like(gaps)}
-        return {"slot_states": self.state, "slot_gaps": gaps}
+        return {"uniforms": self.asked(drawn).to(device)}

@@ -1,4 +1,4 @@
-"""Inputs of slots: embeddings of uniforms, of requests for the most likely token and of the last state, or masks."""
+"""Inputs of slots: embeddings of uniforms and of requests for the most likely token, or masks."""
 
 from __future__ import annotations
 
@@ -47,28 +47,15 @@ class UniformEmbedding(nn.Module):
                 _WideLinear(self.dim, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
             )
         self.greedy = _GreedyEmbedding(1, hidden_size) if config.greedy else None
-        self.state = _WideLinear(hidden_size, hidden_size, bias=False) if config.reads_state else None
-        self.gap = nn.Embedding(config.num_slots + 2, hidden_size) if config.reads_state else None
 
-    def forward(
-        self, uniforms: torch.Tensor, states: torch.Tensor | None = None, gaps: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, uniforms: torch.Tensor) -> torch.Tensor:
         """Embed the slots of a batch, [B, A, H] in the dtype of the weights.
 
-        Args:
-            uniforms: [B, A], which stay float32 until they are features; `GREEDY` requests the most likely token.
-            states: [B, A or 1, H], the last verified hidden states, where the slots read them.
-            gaps: [A] or [B, A] int64, the number of tokens between the state's own and the slots' completion; 0: the
-                state is not known, and is not read.
+        `uniforms` [B, A] stay float32 until they are features; `GREEDY` requests the most likely token.
         """
         with torch.autocast(uniforms.device.type, enabled=False):
             embeds = self.projection(uniform_features(uniforms, self.kind, self.dim))
-            if self.greedy is not None:
-                embeds = self.greedy(uniforms, embeds)
-            if self.state is not None and self.gap is not None and gaps is not None:
-                gaps = gaps.clamp(0, self.gap.num_embeddings - 1)
-                embeds = embeds + torch.where((gaps > 0)[..., None], self.state(states), 0.0) + self.gap(gaps)
-        return embeds
+            return embeds if self.greedy is None else self.greedy(uniforms, embeds)
 
 
 def slot_parts(config: PTPConfig, hidden_size: int) -> dict[str, nn.Module | None]:

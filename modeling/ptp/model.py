@@ -33,7 +33,7 @@ from .inputs import (
     has_slots,
 )
 
-_EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative", "greedy", "reads_state"}
+_EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative", "greedy"}
 _RECOMMENDED = {"lora_rank": 64, "lora_alpha": 64}
 _OF_UNIFORMS = {"features": "arithmetic", "projection": "mlp"}
 
@@ -230,8 +230,6 @@ class PTPForCausalLM(
         output_hidden_states: bool | int | list[int] | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         inputs_embeds: torch.Tensor | None = None,
-        slot_states: torch.Tensor | None = None,
-        slot_gaps: torch.Tensor | None = None,
         read: Callable[[torch.Tensor, nn.Module], Any] | None = None,
         masks: torch.Tensor | None = None,
         **kwargs: Any,
@@ -250,8 +248,6 @@ class PTPForCausalLM(
                 as in the config.
             logits_to_keep: Compute the logits of the last so many rows only (0: all).
             inputs_embeds: [B, T, D], in place of `input_ids`.
-            slot_states: [B, A or 1, D], last verified hidden states of the backbone; with `config.reads_state`.
-            slot_gaps: [A] or [B, A] int64, see `UniformEmbedding`.
             read: Applied to the last hidden states [B, T + A, D] and the head in place of logits. Losses over
                 large vocabularies are made in pieces there, inside of what distribution wraps around this forward.
             masks: [B or 1, A] int64 in [0, num_slots), the mask that each auxiliary row reads, in place of `uniforms`;
@@ -274,7 +270,7 @@ class PTPForCausalLM(
         tokens = embeds.shape[1]
         is_slotted = has_slots(self.config, uniforms, masks)
         if is_slotted:
-            slots = self._embedded(uniforms, masks, slot_states, slot_gaps)
+            slots = self._embedded(uniforms, masks)
             embeds = torch.cat([embeds, slots.to(embeds.dtype).expand(len(embeds), -1, -1)], dim=1)
         if position_ids is None:
             position_ids = self._positions(embeds, tokens, attention_mask, past_key_values)
@@ -302,13 +298,7 @@ class PTPForCausalLM(
             read=read and read(hidden, head),
         )
 
-    def _embedded(
-        self,
-        uniforms: torch.Tensor | None,
-        masks: torch.Tensor | None,
-        states: torch.Tensor | None,
-        gaps: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _embedded(self, uniforms: torch.Tensor | None, masks: torch.Tensor | None) -> torch.Tensor:
         """Return the embeddings of the auxiliary rows, [B or 1, A, D]."""
         if masks is not None and self.mask_embedding is not None:
             check_masks(masks, self.config.num_slots)
@@ -318,9 +308,7 @@ class PTPForCausalLM(
         check_uniforms(uniforms, self.config.greedy)
         if not self.config.informative:
             uniforms = torch.full_like(uniforms, 0.5)
-        if self.config.reads_state and (states is None or gaps is None):
-            raise ValueError("reads_state=True: slots need slot_states and slot_gaps; gaps of 0 say that none is known")
-        return self.uniform_embedding(uniforms, states, gaps)
+        return self.uniform_embedding(uniforms)
 
     def _loss(
         self,

@@ -31,8 +31,6 @@ from .losses import target_probs
 
 Read = Callable[[torch.Tensor, nn.Module], Any]
 """What is computed from last hidden states and the head; see `PTPForCausalLM.forward`."""
-SlotContext = tuple[torch.Tensor | None, torch.Tensor | None]
-"""The states and gaps of `SlotInputs`."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +39,10 @@ class SlotInputs:
 
     Attributes:
         uniforms: [B, C, L] float32.
-        states: [B, C, D] last verified hidden states, or None.
-        gaps: [B, C] int64, tokens between a state's own and its completion; 0 if there is none.
         are_masks: Whether slots read the masks of their positions, and no uniforms.
     """
 
     uniforms: torch.Tensor
-    states: torch.Tensor | None = None
-    gaps: torch.Tensor | None = None
     are_masks: bool = False
 
     def flat(self) -> dict[str, torch.Tensor]:
@@ -56,9 +50,7 @@ class SlotInputs:
         completions, slots = self.uniforms.shape[1:]
         if self.are_masks:
             return {"masks": torch.arange(slots, device=self.uniforms.device).repeat(completions)[None]}
-        context = {"slot_states": self.states, "slot_gaps": self.gaps}
-        repeated = {name: x.repeat_interleave(slots, dim=1) for name, x in context.items() if x is not None}
-        return {"uniforms": self.uniforms.flatten(1)} | repeated
+        return {"uniforms": self.uniforms.flatten(1)}
 
 
 class PackedRows:
@@ -123,12 +115,7 @@ class PackedRows:
 
     @torch.no_grad()
     def invert(
-        self,
-        first: Scores,
-        tokens: torch.Tensor,
-        known: torch.Tensor,
-        shares: torch.Tensor,
-        context: SlotContext,
+        self, first: Scores, tokens: torch.Tensor, known: torch.Tensor, shares: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return uniforms with which the student itself writes the completions (PTP paper, Algorithm 3).
 
@@ -140,7 +127,6 @@ class PackedRows:
             tokens: [B, C, K] int64.
             known: [B, C, K] bool.
             shares: [B, C, K], positions in the intervals.
-            context: What slots read besides their uniforms.
 
         Returns:
             u [B, C, K] float32, and reached [B, C, K] bool, as `Completions.place`.
@@ -153,7 +139,7 @@ class PackedRows:
         for step in range(count):
             found.append(scores.mapped(placed, tokens[..., step], shares[..., step]))
             if step < count - 1:
-                scores = self._next(step, self.starts, slots=SlotInputs(found[-1][0][..., None], *context))
+                scores = self._next(step, self.starts, slots=SlotInputs(found[-1][0][..., None]))
         self.cache.crop(-(count - 1) * self.starts.shape[1])
         u, valid = (torch.stack(parts, dim=-1) for parts in zip(*found))
         return u, (valid & known).long().cumprod(-1).bool()

@@ -20,7 +20,7 @@ from .completions import (
     completion_tokens,
     draw_starts,
 )
-from .forwards import PackedRows, SlotContext, SlotInputs, Teacher, student_drafts
+from .forwards import PackedRows, SlotInputs, Teacher, student_drafts
 from .losses import PTPOptions, slot_weights
 
 
@@ -111,33 +111,30 @@ class TaskMaker:
         keys = draws.keys(sequences.documents)
         starts, exists = draw_starts(sequences.startable, options.completions, keys)
         rows = PackedRows(model, sequences, starts, self.is_one_hot)
-        needs_states = self.config.reads_state or options.sequences == "student" or options.method == "inverse"
+        needs_states = options.sequences == "student" or options.method == "inverse"
         needs_states = needs_states or not self.config.reads_uniforms
         own = rows.read() if self.is_own or reads or needs_states else None
         shares = draws.shares(starts, self.length)
-        context = self._context(sequences, own, starts, draws)
         if options.method == "inverse" and own is not None:
-            completions, (u, reached) = _inverse(rows, sequences, own, exists, shares, context)
+            completions, (u, reached) = _inverse(rows, sequences, own, exists, shares)
         else:
-            completions = self._completions(rows, own, exists, context)
+            completions = self._completions(rows, own, exists)
             u, reached = completions.place(shares)
             completions, u, reached = self._with_greedy(rows, own, exists, completions, u, reached)
         # a categorical slot predicts the token after its own; a one-hot one its own, for certain
         with_distribution = options.loss != "ce" and not self.config.predicts_tokens
-        read = SlotInputs(u[..., : self.config.num_slots], *context, are_masks=not self.config.reads_uniforms)
+        read = SlotInputs(u[..., : self.config.num_slots], are_masks=not self.config.reads_uniforms)
         task = Task(sequences, rows, read, completions, u, reached, int(not self.is_one_hot), with_distribution)
         if not self.config.reads_uniforms and own is not None:
             columns = starts[..., None] + torch.arange(self.config.num_slots, device=starts.device)
             task.anchors = at_columns(own.states, columns.clamp(max=sequences.tokens.shape[1] - 1))
         return task
 
-    def _completions(
-        self, rows: PackedRows, own: Scores | None, exists: torch.Tensor, context: SlotContext
-    ) -> Completions:
+    def _completions(self, rows: PackedRows, own: Scores | None, exists: torch.Tensor) -> Completions:
         sequences, starts = rows.sequences, rows.starts
         if self.options.sequences == "student" and own is not None:
             noise = torch.rand(*starts.shape, self.config.num_slots + 1, device=starts.device)
-            written = student_drafts(rows, own, self.config, SlotInputs(noise, *context))
+            written = student_drafts(rows, own, self.config, SlotInputs(noise))
             return self.teacher.drafts(sequences, starts, exists, written)
         scores = own if self.is_own and own is not None else self.teacher.of_sequences(sequences)
         return self.teacher.pieces(sequences, scores, starts, exists, self.length)
@@ -175,32 +172,11 @@ class TaskMaker:
         chosen = [index for index in range(starts.shape[1]) if int((index + 1) * share) > int(index * share)]
         return torch.tensor(chosen, device=starts.device) if chosen else None
 
-    def _context(
-        self, sequences: Sequences, own: Scores | None, starts: torch.Tensor, draws: RandomDraws | FixedDraws
-    ) -> SlotContext:
-        """Return what slots read besides their uniforms.
-
-        Last verified states [B, C, D], those before the token that was verified last, and gaps [B, C].
-        """
-        if not self.config.reads_state or own is None:
-            return None, None
-        gaps = draws.gaps(starts, self.config.num_slots + 1)
-        columns = (starts - 1 - gaps).clamp(min=0)
-        documents = sequences.documents
-        same = at_columns(documents, columns) == at_columns(documents, starts)
-        gaps = gaps * (same & (starts - 1 - gaps >= 0))
-        return at_columns(own.states, columns), gaps
-
 
 def _inverse(
-    rows: PackedRows,
-    sequences: Sequences,
-    own: Scores,
-    exists: torch.Tensor,
-    shares: torch.Tensor,
-    context: SlotContext,
+    rows: PackedRows, sequences: Sequences, own: Scores, exists: torch.Tensor, shares: torch.Tensor
 ) -> tuple[Completions, tuple[torch.Tensor, torch.Tensor]]:
     _, tokens, known, scored = completion_tokens(sequences, rows.starts, exists, shares.shape[-1])
-    placed = rows.invert(own.at(rows.starts - 1), tokens, known, shares, context)
+    placed = rows.invert(own.at(rows.starts - 1), tokens, known, shares)
     nowhere = torch.zeros_like(shares)
     return Completions(rows.starts, tokens, known, scored, nowhere, nowhere), placed

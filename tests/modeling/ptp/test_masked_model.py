@@ -142,7 +142,7 @@ def test_what_does_not_go_together():
         model(tokens, uniforms=torch.rand(1, 2))
     with pytest.raises(ValueError, match="variant='one_hot'.*uniforms="):
         student()(tokens, masks=torch.tensor([[0]]))
-    for wrong in ({"greedy": True}, {"reads_state": True}, {"informative": False}):
+    for wrong in ({"greedy": True}, {"informative": False}):
         with pytest.raises(Exception, match="reads mask tokens alone"):
             PTPConfig(variant="mask", **wrong)
     for wrong in (-1, float("nan")):

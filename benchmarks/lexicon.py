@@ -27,7 +27,7 @@ from rich.progress import track
 from rich.table import Table
 
 from tokenahead import MTPHeadConfig
-from tokenahead.generation.verification.chains import token_acceptance
+from tokenahead.generation.verification import token_acceptance
 from tokenahead.modeling.heads.block_loss import accepted_along
 from tokenahead.modeling.heads.registry import build_head, init_head, window_distribution
 from tokenahead.modeling.heads.teacher import divergence

@@ -38,9 +38,9 @@ _MODULES = {
     "ptp_completions": "tokenahead.training.ptp.completions",
     "schedule_module": "tokenahead.generation.call.schedule",
     "trainer_base": "tokenahead.training.trainer_base",
-    "tree_verification_module": "tokenahead.generation.verification.drawn_trees",
+    "tree_verification_module": "tokenahead.generation.verification.rules",
     "trees_module": "tokenahead.generation.trees.building",
-    "verification_module": "tokenahead.generation.verification.chains",
+    "verification_module": "tokenahead.generation.verification.rules",
     "vllm_proposer_module": "tokenahead.model_cards.vllm_proposer",
 }
 """Whole modules, for tests that replace a name in them."""
@@ -125,16 +125,13 @@ _NAMES = {
         "path_columns",
     ),
     "tokenahead.generation.trees.growth": ("tree_options",),
-    "tokenahead.generation.verification.chains": (
+    "tokenahead.generation.verification.rules": (
         "block_acceptance",
         "token_acceptance",
         "verify",
-        "verify_greedy",
         "verify_sampled",
         "verify_tree",
         "verify_tree_greedy",
-    ),
-    "tokenahead.generation.verification.drawn_trees": (
         "kept_path",
         "tree_acceptance",
     ),

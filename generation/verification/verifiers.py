@@ -18,7 +18,7 @@ import torch
 from ...modeling.sampling import draw, pick, stream_uniforms
 from ..call.sequences import Sequences
 from ..trees.contract import DraftTree, VerificationResult, follow
-from .chains import verify, verify_sampled
+from .rules import verify_sampled
 
 
 class Verifier(Protocol):
@@ -79,9 +79,7 @@ class SampledVerifier:
             return verify_sampled(tree, self.distribution, self.rule)
         uniforms = self.uniforms.current[:, : scores.shape[1]]
         tests = self.uniforms.fresh(tree.tokens.shape[1])
-        accepted, added = verify(tree.tokens, tree.probs, self.distribution, self.rule, uniforms=uniforms, tests=tests)
-        new = torch.nn.functional.pad(tree.tokens, (0, 1)).scatter_(1, accepted[:, None], added[:, None])
-        return VerificationResult(accepted, new)
+        return verify_sampled(tree, self.distribution, self.rule, uniforms=uniforms, tests=tests)
 
     def invalid(self, result: VerificationResult) -> torch.Tensor | None:
         """See `Verifier`."""

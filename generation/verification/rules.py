@@ -1,10 +1,25 @@
-"""Verification: which drafted tokens are kept, and which token is added. Pure functions of tensors.
+r"""Verification: which drafted tokens are accepted, and which token is added. Pure functions of tensors.
 
-Indices: a draft has m tokens d_1..d_m; row i - 1 of `p` and `q` is the target's and the drafter's distribution of token
+Chains: a draft has m tokens d_1..d_m; row i - 1 of `p` and `q` is the target's and the drafter's distribution of token
 i given the tokens before it in the draft; row m of `p` is the target's distribution after the whole draft. Every rule
 emits s accepted drafts and one added token, and the emitted tokens follow the target's distribution exactly, whatever
-`q` is, as long as `q` is the distribution that the draft was really drawn from. Trees: `tree_verification`, whose
-functions are offered here, too.
+`q` is, as long as `q` is the distribution that the draft was really drawn from.
+
+Trees: where the tokens of a tree are certain given what is before them, the target draws (or greedily picks) a token
+at every place, and `follow` walks along the picks: what it emits is ancestral sampling of the target, whatever the tree
+is.
+
+Where they were drawn, every node is accepted with a probability that makes up for the distribution it was drawn from.
+Both rules are one recursion. At a place with weight w, rest b (a distribution, at first the target's) and children
+drawn from q in turn:
+
+    offer a child c:     w_c = min(1, w b(c) / q(c))                        its weight
+    without it:          b <- max(0, w b - q) / S,  w <- S / (S + 1 - w)    where S is the sum of max(0, w b - q)
+
+`"token"`, recursive rejection, goes down from b: c is taken with probability w_c, and where it is, all starts anew at
+c with weight 1. `"block"`, traversal verification (Weng et al., arXiv 2505.12398), comes up from the leaves: the weight
+that is left of a node after its children is the probability to keep its whole path, tried where all that is below the
+node and all that is before it were refused. On chains these are token and block verification.
 """
 
 from __future__ import annotations
@@ -13,24 +28,7 @@ import torch
 
 from ...modeling.masks import cached_arange
 from ...modeling.sampling import draw, draw_checked, pick
-from ..trees.contract import DraftTree, VerificationResult, follow
-from .drawn_trees import check_rule, tree_acceptance, verify_drawn_tree
-
-__all__ = [
-    "block_acceptance",
-    "coupled_acceptance",
-    "follow",
-    "token_acceptance",
-    "tree_acceptance",
-    "verify",
-    "verify_chain",
-    "verify_drawn_tree",
-    "verify_greedy",
-    "verify_sampled",
-    "verify_tree",
-    "verify_tree_greedy",
-]
-
+from ..trees.contract import DraftTree, VerificationResult, descend, elder_siblings, follow, path_columns
 
 _TRACE = 1e-30
 
@@ -67,7 +65,10 @@ def block_acceptance(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> t
     """
     weight = _block_weights(draft, q, p)
     scaled = (weight[:, :-1, None] * p[:, :-1] - q).clamp(min=0)
-    return _block_accept(weight, scaled), _residuals(q, p, weight[..., None])
+    mass = scaled.sum(-1)[:, 1:]
+    # summed in this order, a tiny mass at P_i = 1 gives 1
+    middle = (mass / (mass + (1 - weight[:, 1:-1]))).nan_to_num(nan=1.0)
+    return torch.cat([middle, weight[:, -1:]], dim=1), _residuals(q, p, weight[..., None])
 
 
 def coupled_acceptance(draft: torch.Tensor, u: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,20 +91,6 @@ def coupled_acceptance(draft: torch.Tensor, u: torch.Tensor, p: torch.Tensor) ->
     return (draft == picked[:, :-1]).long().cumprod(1).sum(1), picked
 
 
-def verify_greedy(draft: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keeps drafts while they are the target's argmax, and adds the argmax after them.
-
-    Args:
-        draft: [B, m] int64.
-        scores: [B, m + 1, v] scores of the target after all logits processors.
-
-    Returns:
-        num_accepted [B], and the argmaxes [B, m + 1] int64, whose first num_accepted + 1 are the tokens to emit.
-    """
-    best = scores.argmax(-1)
-    return (draft == best[:, :-1]).long().cumprod(1).sum(1), best
-
-
 def verify(
     draft: torch.Tensor,
     q: torch.Tensor | None,
@@ -112,7 +99,7 @@ def verify(
     generator: torch.Generator | None = None,
     uniforms: torch.Tensor | None = None,
     tests: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Draws from the distributions of `token_acceptance` or `block_acceptance`.
 
     Args:
@@ -126,30 +113,13 @@ def verify(
         tests: [B, m] uniforms that drafts are accepted by, used for nothing else; None: drawn here.
 
     Returns:
-        num_accepted [B] and next_token [B], int64.
+        num_accepted [B] and next_token [B], int64; and what `draw_checked` says of the added token's distribution, [B]
+        (NaN: it was none); None with `uniforms`.
 
     Raises:
-        ValueError: An unknown rule.
+        ValueError: An unknown rule, or no `q` for a draft.
     """
-    accepted, added, _ = _verify(draft, q, p, rule, generator, uniforms, tests)
-    return accepted, added
-
-
-def _verify(
-    draft: torch.Tensor,
-    q: torch.Tensor | None,
-    p: torch.Tensor,
-    rule: str,
-    generator: torch.Generator | None,
-    uniforms: torch.Tensor | None = None,
-    tests: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`verify`, and what `draw_checked` says of the added token's distribution [B] (NaN: it was none); None where not
-    asked.
-
-    Every operation counts here, since on an accelerator each is a launch; `token_acceptance` and `block_acceptance` say
-    the same in the words of the papers.
-    """
+    # every operation counts here: on an accelerator each is a launch
     check_rule(rule)
     if draft.shape[1] == 0:
         return draft.new_zeros(len(draft)), *_add(p[:, 0], None if uniforms is None else uniforms[:, 0], generator)
@@ -187,27 +157,13 @@ def _block_accepted(
     return (kept * cached_arange(draft.shape[1] + 1, p.device)[1:]).amax(1), surplus
 
 
-def verify_chain(
-    tree: DraftTree, p: torch.Tensor, rule: str = "block", generator: torch.Generator | None = None
-) -> VerificationResult:
-    """`verify` for the chain `DraftTree.chain(draft, q)`.
-
-    Args:
-        tree: A drawn chain of which every sequence has all tokens.
-        p: [B, m + 1, V] the target's distribution after every place.
-        rule: `"token"` or `"block"`.
-        generator: Source of randomness.
-
-    Raises:
-        ValueError: An unknown rule.
-    """
-    accepted, added, check = _verify(tree.tokens, tree.probs, p, rule, generator)
-    tokens = torch.nn.functional.pad(tree.tokens, (0, 1)).scatter_(1, accepted[:, None], added[:, None])
-    return VerificationResult(accepted, tokens, invalid=None if check is None else check.isnan())
-
-
 def verify_sampled(
-    tree: DraftTree, p: torch.Tensor, rule: str = "block", generator: torch.Generator | None = None
+    tree: DraftTree,
+    p: torch.Tensor,
+    rule: str = "block",
+    generator: torch.Generator | None = None,
+    uniforms: torch.Tensor | None = None,
+    tests: torch.Tensor | None = None,
 ) -> VerificationResult:
     """Verification of any tree against a target that is sampled: what is emitted has the target's distribution.
 
@@ -217,16 +173,20 @@ def verify_sampled(
         p: [B, m + 1, V] the target's distribution after every place, with all its logits processors.
         rule: `"token"` or `"block"`.
         generator: Source of randomness.
+        uniforms: Of chains, see `verify`.
+        tests: Of chains, see `verify`.
 
     Raises:
         ValueError: An unknown rule.
     """
     check_rule(rule)
-    if tree.probs is None:
+    if tree.probs is None and uniforms is None:
         return follow(tree, draw(p, generator))
-    if tree.is_chain and tree.num_nodes is None:
-        return verify_chain(tree, p, rule, generator)
-    return verify_drawn_tree(tree, p, rule, generator)
+    if not tree.is_chain or tree.num_nodes is not None:
+        return verify_drawn_tree(tree, p, rule, generator)
+    accepted, added, check = verify(tree.tokens, tree.probs, p, rule, generator, uniforms, tests)
+    tokens = torch.nn.functional.pad(tree.tokens, (0, 1)).scatter_(1, accepted[:, None], added[:, None])
+    return VerificationResult(accepted, tokens, invalid=None if check is None else check.isnan())
 
 
 def verify_tree(
@@ -281,14 +241,6 @@ def _block_weights(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> tor
     return (walk - walk.cummax(1).values).exp()
 
 
-def _block_accept(weight: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
-    """h_1..h_m from P_0..P_m and max(0, P_i p_{i+1} - q_{i+1}) for i = 0..m-1."""
-    mass = scaled.sum(-1)[:, 1:]
-    # summed in this order, a tiny mass at P_i = 1 gives 1
-    middle = (mass / (mass + (1 - weight[:, 1:-1]))).nan_to_num(nan=1.0)
-    return torch.cat([middle, weight[:, -1:]], dim=1)
-
-
 def _residuals(q: torch.Tensor, p: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Normalised max(0, weight p - q) for all rows, [B, m + 1, v]; the last row is p's."""
     rows = _normalised((weight[:, :-1] * p[:, :-1] - q).clamp(min=0), p[:, :-1])
@@ -299,3 +251,122 @@ def _normalised(mass: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
     """`mass` divided by its sum, or `fallback` where rounding left no mass."""
     total = mass.sum(-1, keepdim=True)
     return torch.where(total > 0, mass / total, fallback)
+
+
+def tree_acceptance(tree: DraftTree, p: torch.Tensor, rule: str = "token") -> tuple[torch.Tensor, torch.Tensor]:
+    """The probabilities from which a tree is verified; certain tokens count as draws from distributions without a
+    choice.
+
+    Args:
+        tree: Any tree.
+        p: [B, m + 1, V] the target's distribution after every place; its dtype is that of all results.
+        rule: `"token"` or `"block"`.
+
+    Returns:
+        accept [B, m]: `"token"`: the probability to take node i where its parent is taken and its elder siblings are
+            refused. `"block"`: the probability to keep the path to node i where all before it in post-order are
+            refused. 0 for a token that the target excludes, that cannot have been drawn, or that repeats a certain one.
+        residual [B, m + 1, V]: distribution of the token that is added where the accepted path ends at place j.
+
+    Raises:
+        ValueError: An unknown rule.
+    """
+    check_rule(rule)
+    rows, places, tiny = cached_arange(len(p), p.device), tree.parents + 1, torch.finfo(p.dtype).tiny
+    accept, rest, probs = torch.ones_like(p[..., 0]), p.clone(), _own_probs(tree, p.dtype)
+    for node in range(tree.tokens.shape[1]):
+        here, token = (rows, places[:, node]), tree.tokens[:, node, None]
+        weight = accept[here][:, None] if rule == "block" else torch.ones_like(accept[:, :1])
+        scaled, q = weight * rest[here], _next_distribution(tree, probs, node, p)
+        chance, drawn = scaled.gather(1, token), q.gather(1, token)
+        surplus = (scaled - q).clamp_(min=0)
+        total = surplus.sum(-1, keepdim=True)
+        rest[here] = (surplus / total).masked_fill(total <= tiny, 0)
+        accept[:, node + 1] = (chance / drawn).masked_fill(drawn == 0, 0).clamp(max=1)[:, 0]
+        if rule == "block":
+            accept[here] = (total / (total + 1 - weight)).nan_to_num(nan=1.0)[:, 0]
+    return accept[:, 1:], torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
+
+
+def verify_drawn_tree(
+    tree: DraftTree, p: torch.Tensor, rule: str = "block", generator: torch.Generator | None = None
+) -> VerificationResult:
+    """Draws from the probabilities of `tree_acceptance`.
+
+    Args:
+        tree: A tree with distributions.
+        p: [B, m + 1, V] the target's distribution after every place.
+        rule: `"token"` or `"block"`.
+        generator: Source of randomness.
+
+    Raises:
+        ValueError: An unknown rule.
+    """
+    accept, residual = tree_acceptance(tree, p, rule)
+    kept = torch.rand(accept.shape, dtype=p.dtype, device=p.device, generator=generator) < accept
+    reached = kept_path(tree, kept, rule)
+    accepted, columns = reached.sum(1) - 1, path_columns(reached, tree.depth)
+    added = draw(residual[cached_arange(len(p), p.device), columns[:, -1]], generator)[:, None]
+    drafts = torch.nn.functional.pad(tree.tokens, (1, 0)).gather(1, columns)[:, 1:]
+    return VerificationResult(
+        accepted, torch.cat([drafts, added], dim=1).scatter_(1, accepted[:, None], added), columns
+    )
+
+
+def kept_path(tree: DraftTree, kept: torch.Tensor, rule: str) -> torch.Tensor:
+    """The path that a rule keeps, once every node was tried with its probability.
+
+    Args:
+        tree: Any tree.
+        kept: [B, m] bool, independent events of the probabilities that `tree_acceptance` gives for the rule.
+        rule: `"token"`: down to the first child that is kept, as long as there is one. `"block"`: to the first kept
+            node in post-order.
+
+    Returns:
+        [B, m + 1] bool, the places on the path; place 0 always is.
+    """
+    return descend(tree, kept) if rule == "token" else _first_in_post_order(tree, kept)
+
+
+def check_rule(rule: str) -> None:
+    """Refuses an unknown name of a rule.
+
+    Raises:
+        ValueError: Neither `"token"` nor `"block"`.
+    """
+    if rule not in ("token", "block"):
+        raise ValueError(f"verification={rule!r} is unknown; choose 'token' or 'block'")
+
+
+def _own_probs(tree: DraftTree, dtype: torch.dtype) -> torch.Tensor | None:
+    """The distributions in a dtype, as a copy where draws without replacement will change them."""
+    return None if tree.probs is None else tree.probs.to(dtype, copy=not tree.replacement)
+
+
+def _next_distribution(tree: DraftTree, probs: torch.Tensor | None, node: int, p: torch.Tensor) -> torch.Tensor:
+    """The distribution [B, V] of a node given its elder siblings, 0 where the node is none; moves `probs` on to the
+    next one."""
+    here, token = (cached_arange(len(p), p.device), tree.parents[:, node] + 1), tree.tokens[:, node, None]
+    if probs is None:
+        q = torch.zeros_like(p[:, 0]).scatter_(1, token, 1)
+    else:
+        q = probs[here]
+        if not tree.replacement:
+            others = q.scatter(1, token, 0)
+            probs[here] = others / others.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
+    return q if tree.num_nodes is None else q * (node < tree.num_nodes)[:, None]
+
+
+def _first_in_post_order(tree: DraftTree, wanted: torch.Tensor) -> torch.Tensor:
+    """Takes the first wanted node in post-order, or b: which places [B, m + 1] are on the way to it."""
+    unwanted = torch.nn.functional.pad(~wanted, (1, 0))
+    place = _post_order(tree).masked_fill(unwanted, unwanted.shape[1]).argmin(1)
+    return tree.mask()[cached_arange(len(place), place.device), place]
+
+
+def _post_order(tree: DraftTree) -> torch.Tensor:
+    """How many places come before each: all below it, and all at and below its and its ancestors' elder siblings."""
+    mask = tree.mask()
+    below = mask.sum(1)
+    before = (elder_siblings(tree) * below[:, None, 1:]).sum(-1)
+    return (mask[:, :, 1:] * before[:, None]).sum(-1) + below - 1

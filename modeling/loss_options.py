@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from .heads.block_loss import PLACES
 from .heads.losses import IGNORE, counted, depth_targets
-from .heads.teacher import LOSSES
+from .heads.teacher import LOSSES, PLACES
 
 logger = logging.get_logger(__name__)
 OBJECTIVES = {1: ("eagle1", "hass"), 3: ("ttt",)}
@@ -53,8 +52,7 @@ class LossOptions:
 
     Attributes:
         divergence: Distance of the drafter's distribution from the target model's: `"cross_entropy"` (the papers'),
-            `"kl"`, `"reverse_kl"`, `"tv"`; or the acceptance itself, `"lk"`, `"lk_kl"` (`heads.teacher`) and `"block"`
-            (`heads.block_loss`).
+            `"kl"`, `"reverse_kl"`, `"tv"`; or the acceptance itself, `"lk"`, `"lk_kl"` and `"block"` (`heads.teacher`).
         places: Of `"block"`: `"all"` count alike, or by the `"calls"` that a rejection costs.
         label_weight: Share of the labels' negative log-likelihood that is mixed into that distance, 0 to 1.
     """

@@ -176,8 +176,11 @@ _NAMES = {
         "CircuitHead",
         "circuit_from_logits",
     ),
-    "tokenahead.modeling.heads.block_loss": ("accepted_along", "call_weights", "cycle_starts", "place_weights"),
     "tokenahead.modeling.heads.teacher": (
+        "accepted_along",
+        "call_weights",
+        "cycle_starts",
+        "place_weights",
         "DIVERGENCES",
         "acceptance",
         "divergence",
@@ -211,7 +214,7 @@ _NAMES = {
         "init_head",
         "window_distribution",
     ),
-    "tokenahead.modeling.heads.tree_circuit": ("balanced",),
+    "tokenahead.modeling.heads.circuits": ("balanced",),
     "tokenahead.modeling.heads.window_distribution": (
         "FactorisedDistribution",
         "SequentialDistribution",

@@ -19,10 +19,9 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
 from ..draft_vocabulary import DraftVocabulary
 from ..heads.backbone_parts import BackboneParts
-from ..heads.block_loss import block_terms, text_log_probs
 from ..heads.chunks import Part, chunked_sums, term_rows
 from ..heads.losses import IGNORE, check_targets, counts_of_update
-from ..heads.teacher import ACCEPTANCES, ahead, head_and_rest, lumped, taught_terms
+from ..heads.teacher import ACCEPTANCES, ahead, block_terms, head_and_rest, lumped, taught_terms, text_log_probs
 from ..loss_options import ModuleLossOptions
 from ..outputs import MTPOutput
 from .modules import MTPModules, Readout

@@ -22,10 +22,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from ..heads.backbone_parts import BackboneParts
-from ..heads.block_loss import block_terms, text_log_probs
 from ..heads.chunks import LOGITS_PER_CHUNK
 from ..heads.losses import IGNORE
-from ..heads.teacher import acceptance, divergence, of_logits
+from ..heads.teacher import acceptance, block_terms, divergence, of_logits, text_log_probs
 from ..loss_options import ResolvedEagleOptions
 from ..outputs import EagleOutput
 from .batch import TrainingBatch

@@ -27,8 +27,7 @@ from ..masks import selected_positions
 from ..outputs import MTPOutput
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
-from .draft_layers import DraftLayersMixin, EvaDraftLayers, with_layer
-from .own_head import OwnAndDraftHeads, split_state_dict
+from .heads import DraftLayersMixin, EvaDraftLayers, OwnAndDraftHeads, split_state_dict, with_layer
 
 _APART = ("hidden_size", "vocab_size", "draft_vocab_size", "base_model_name_or_path")  # fields of attached heads only
 

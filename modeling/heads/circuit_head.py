@@ -13,10 +13,9 @@ from ...configuration import MTPHeadConfig
 from ...configuration.head_families import BTREE, CP, HMM, HeadFamilyFacts
 from ..wrapped_models import call
 from .backbone_parts import BackboneParts
-from .circuits import ChainDistribution, MixtureDistribution
+from .circuits import ChainDistribution, MixtureDistribution, TreeDistribution
 from .family import FAMILIES, Circuit, HeadFamily, register
 from .ff import FFHead, SharedHead
-from .tree_circuit import TreeDistribution
 from .window_distribution import WindowDistribution, exact
 
 

@@ -12,10 +12,9 @@ from ...configuration import MTPHeadConfig
 from ..draft_vocabulary import DraftVocabulary
 from ..outputs import MTPOutput
 from .backbone_parts import BackboneParts
-from .block_loss import BlockTarget
 from .chunks import Part, chunked_sums, term_rows
 from .registry import window_distribution
-from .teacher import Teacher
+from .teacher import BlockTarget, Teacher
 
 IGNORE = -100
 

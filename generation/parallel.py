@@ -59,9 +59,7 @@ class ParallelDrafter(BaseDrafter):
         """
         extra = options.extra
         if options.draft_tree is not None:
-            raise ValueError(
-                f"draft_tree={options.draft_tree!r}: parallel token prediction drafts chains; leave it out"
-            )
+            raise ValueError(f"draft_tree={options.draft_tree!r}: slots draft chains; leave it out")
         default = "coupled" if self.config.predicts_tokens or "uniforms" in extra else "block"
         options = replace(options, verification=options.verification or default)
         _check_budget(extra.get("slot_budget", _LAYOUTS[0]), 1 + self.config.predicts_first)
@@ -140,10 +138,7 @@ def _check_best_of(many: int, config: GenerationConfig, options: CallOptions) ->
     if "uniforms" in options.extra:
         raise ValueError(f"best_of={many} draws its uniforms anew: drop uniforms=, or repeat a run with seed=")
     if options.verification != "coupled":
-        raise ValueError(
-            f"best_of={many} chooses among coupled drafts: it needs verification='coupled', not "
-            f"{options.verification!r}"
-        )
+        raise ValueError(f"best_of={many} needs verification='coupled', not {options.verification!r}")
     if not config.do_sample:
         raise ValueError(f"best_of={many} is for sampling: pass do_sample=True, or drop it")
 
@@ -159,9 +154,7 @@ def _check_uniforms(config: GenerationConfig, options: CallOptions) -> None:
     if not config.do_sample:
         raise ValueError("uniforms= is for sampling: pass do_sample=True, or drop it")
     if not isinstance(uniforms, torch.Tensor):
-        raise ValueError(
-            f"uniforms is a {type(uniforms).__name__}: pass torch.tensor(uniforms), a tensor [B, max_new_tokens]"
-        )
+        raise ValueError(f"uniforms is a {type(uniforms).__name__}: pass torch.tensor(uniforms), [B, max_new_tokens]")
     if not uniforms.is_floating_point():
         raise ValueError(f"uniforms have dtype {uniforms.dtype}; give float32 or float64 in [0, 1)")
     if not uniforms.numel():
@@ -178,11 +171,8 @@ def _check_seed(config: GenerationConfig, options: CallOptions) -> None:
         raise ValueError(f"{given}= cannot be combined with num_beams={config.num_beams}; drop one of them")
     is_coupled = options.verification == "coupled" and options.extra.get("best_of", 1) == 1
     if given == "seed" and config.do_sample and options.schedule == "adaptive" and not is_coupled:
-        raise ValueError(
-            "num_assistant_tokens_schedule='adaptive' chooses lengths by the clock, and with "
-            f"verification={options.verification!r} the text depends on them: a seed could not repeat it; drop one of "
-            "them, or use verification='coupled'"
-        )
+        rule = f"verification={options.verification!r}"
+        raise ValueError(f"seed= with {rule} and num_assistant_tokens_schedule='adaptive', by the clock: drop one")
 
 
 if TYPE_CHECKING:
@@ -218,10 +208,7 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
             RuntimeError: transformers' own loop calls it for an assistant: this model was not attached.
         """
         if getattr(kwargs.get("generation_config"), "is_assistant", None):
-            raise RuntimeError(
-                f"this {type(self).__name__} is no assistant_model of that model yet: call attach(model) first, on it, "
-                "and its slots will draft there"
-            )
+            raise RuntimeError(f"this {type(self).__name__} is no assistant_model yet: call attach(model) on it first")
         self._check_length(args[0] if args else kwargs.get("inputs", kwargs.get("input_ids")), kwargs)
         return super().generate(*args, **kwargs)
 
@@ -259,7 +246,5 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
         new, longest = first_set("max_new_tokens", sources), first_set("max_length", sources)
         longest = longest if new is None else begins + new
         if longest is not None and longest > limit + 1:  # the last token is never an input
-            raise ValueError(
-                f"max_length={longest} (prompt and new tokens) is beyond the {limit} learned positions of "
-                f"{self.config.backbone_config.model_type}; ask for {longest - limit - 1} fewer new tokens"
-            )
+            kind, surplus = self.config.backbone_config.model_type, longest - limit - 1
+            raise ValueError(f"max_length={longest} is beyond the {limit} positions of {kind}; ask for {surplus} fewer")

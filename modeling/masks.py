@@ -23,10 +23,7 @@ def check_attention(config: PreTrainedConfig, rows: str) -> None:
     """
     used = config.get_text_config()._attn_implementation
     if used not in ("eager", "sdpa"):
-        raise ValueError(
-            f"{config.model_type}: attn_implementation={used!r} takes no dense masks, which {rows} need; load it with "
-            "'sdpa' or 'eager'"
-        )
+        raise ValueError(f"{config.model_type}: {rows} need attn_implementation='sdpa' or 'eager', not {used!r}")
 
 
 def given_mask(visible: torch.Tensor, config: PreTrainedConfig, dtype: torch.dtype | None) -> torch.Tensor:

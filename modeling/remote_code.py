@@ -219,10 +219,7 @@ class TravellingMixin:
         check_choice(remote_code)
         kind = type(self)
         if remote_code in ("bundle", "package") and not is_ours(kind):
-            raise ValueError(
-                f"remote_code={remote_code!r}: {kind.__name__} is defined in {kind.__module__}, and only classes of "
-                "tokenahead travel; save with remote_code=None, or register_for_auto_class() and files of your own"
-            )
+            raise ValueError(f"remote_code={remote_code!r}: {kind.__module__} is not of tokenahead; leave it out")
         choice = ("bundle" if TRAVELS and is_ours(kind) else None) if remote_code == "auto" else remote_code
         if choice is None or not self.remote_classes:
             return {}, {}

@@ -99,9 +99,7 @@ def naming(file: str | PathLike[str]) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except UnpicklingError as error:
-        raise ValueError(
-            f"{file} holds more than tensors, and is not unpickled; save its state_dict as safetensors"
-        ) from error
+        raise ValueError(f"{file} holds more than tensors; save its state_dict as safetensors") from error
     except (SafetensorError, RuntimeError, OSError, EOFError) as error:
         raise ValueError(f"{file} is damaged or cut short ({error}); fetch it again") from error
 

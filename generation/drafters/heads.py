@@ -160,10 +160,7 @@ def _last(hidden_states: tuple[torch.Tensor, ...]) -> torch.Tensor:
 def _refuse_nan(distribution: WindowDistribution, last: torch.Tensor) -> None:
     first = distribution.next_log_probs(last[..., None][..., :0])
     if bool(distribution.leaf_logits.isnan().any() | first.isnan().any()):
-        raise ValueError(
-            "the logits of the drafting head are not numbers (NaN): its weights are damaged, or its dtype overflowed; "
-            "reload the checkpoint with dtype=torch.float32, or decode with use_mtp=False"
-        )
+        raise ValueError("the drafting head gives NaN: load it with dtype=torch.float32, or decode with use_mtp=False")
 
 
 class AttendingHeadSession(HeadSession):

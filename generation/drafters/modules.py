@@ -69,10 +69,7 @@ class ModuleSession(DraftSession):
         self.cache = model.mtp.new_cache()
         others = set(model.mtp.kinds) - set(_TREE_KINDS)
         if options.draft_tree is not None and others:
-            raise ValueError(
-                f"draft_tree: modules of {type(model).__name__} with {', '.join(sorted(others))} draft chains only, "
-                "for a tree's nodes have no mask there; leave it out"
-            )
+            raise ValueError(f"draft_tree: modules with {', '.join(sorted(others))} draft chains only; leave it out")
 
     def begin(self, outputs: Any, view: CacheView) -> None:
         """Takes the prompt's states [B, L, D]; what an earlier call left in the backbone's cache is not looked at."""
@@ -129,12 +126,7 @@ class ModuleSession(DraftSession):
         return DraftTree.chain(draft, torch.stack(probs[:length], 1) if self.options.do_sample else None)
 
     def _step(
-        self,
-        k: int,
-        hidden: torch.Tensor,
-        ids: torch.Tensor,
-        first: int,
-        prepared: dict[str, Any] | None = None,
+        self, k: int, hidden: torch.Tensor, ids: torch.Tensor, first: int, prepared: dict[str, Any] | None = None
     ) -> torch.Tensor:
         """Module k over columns that begin `first` after the backbone's, [B, R, H]."""
         self.rows.ahead = first

@@ -72,9 +72,7 @@ class NgramDrafter(AttachableDrafter):
         wanted = options.draft_tree
         count = wanted.get("top_k") if isinstance(wanted, dict) and len(wanted) == 1 else None
         if type(count) is not int or count < 1:
-            raise ValueError(
-                f"draft_tree={wanted!r} of n-grams must be {{'top_k': branches}}, a whole number of at least 1"
-            )
+            raise ValueError(f"draft_tree={wanted!r} of n-grams must be {{'top_k': branches}}, at least 1")
         return options
 
     def start(self, options: DraftOptions) -> NgramSession:

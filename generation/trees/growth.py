@@ -88,16 +88,12 @@ def tree_options(given: Any, longest: int | None = None) -> tuple[dict[str, Any]
         given = {"choices": given}
     if not isinstance(given, dict) or not (given.keys() <= _DEFAULTS.keys() or given.keys() == {"choices"}):
         raise ValueError(
-            f"draft_tree={given!r} must be a dict of {', '.join(_DEFAULTS)}, or of choices alone, or a list of rank "
-            "paths, or 'auto'"
+            f"draft_tree={given!r} must be a dict of {', '.join(_DEFAULTS)}, or of choices alone, or be 'auto'"
         )
     options, length = _fixed(given) if "choices" in given else _dynamic(given, longest)
     if longest is not None and length > longest:
         instead = "shorter paths" if "choices" in given else f"depth={longest - 1} or less"
-        raise ValueError(
-            f"draft_tree={given!r} has paths of {length} tokens, and this drafter drafts at most {longest}: "
-            f"choose {instead}"
-        )
+        raise ValueError(f"draft_tree={given!r} has paths of {length} tokens, more than {longest}: choose {instead}")
     return options, length
 
 
@@ -105,10 +101,7 @@ def _fixed(given: dict[str, Any]) -> tuple[dict[str, Any], int]:
     choices = given["choices"]
     is_list = isinstance(choices, (list, tuple)) and all(isinstance(path, (list, tuple)) and path for path in choices)
     if not is_list or not choices or not all(type(rank) is int for path in choices for rank in path):
-        raise ValueError(
-            f"draft_tree: {choices!r} must be a list of paths of at least one rank each, whole numbers from 0 on, such "
-            "as [(0,), (1,), (0, 0)]"
-        )
+        raise ValueError(f"draft_tree: {choices!r} must be paths of at least one rank, such as [(0,), (1,), (0, 0)]")
     choices = [tuple(path) for path in choices]
     static_tree(choices)  # refuses what is no tree
     return {"choices": choices}, max(map(len, choices))

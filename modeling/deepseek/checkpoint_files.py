@@ -46,17 +46,12 @@ def check_checkpoint(
     found = _count_stored(dtypes, family, layers)
     if not found:
         example = family.prefixes(layers, 0)[0]
-        raise ValueError(
-            f"{name}: the checkpoint has no tensors of modules (names like {example}*); "
-            "use inference_only=True to decode without them, or DeepSeekMTP.from_backbone to make new modules"
-        )
+        raise ValueError(f"{name}: no tensors of modules ({example}*): pass inference_only=True, or use from_backbone")
     if wanted is None:  # as in official files of some families
         config = copy.deepcopy(config)
         set_modules(config, found)
     elif found != wanted:
-        raise ValueError(
-            f"{name}: config.json has {family.count}={wanted}, but the checkpoint {found} modules; correct one of them"
-        )
+        raise ValueError(f"{name}: config.json has {family.count}={wanted}, but the checkpoint has {found} modules")
     copies = {copy_: family.file_name(f"model.layers.{layers}.{copy_}", layers, found) for copy_ in family.copies}
     shared = bool(copies) and all(key in dtypes for key in copies.values())
     return _spare_projection(config, dtypes), shared
@@ -88,10 +83,7 @@ def _check_scales(name: Any, dtypes: dict[str, str], config: PreTrainedConfig) -
     stems = [key.removesuffix("weight") for key in codes]
     bare = [stem for stem in stems if not any(stem + scale in dtypes for scale in SCALES)]
     if bare:
-        raise ValueError(
-            f"{name}: {len(bare)} float8 weights have no scales, for example {bare[0]}weight without "
-            f"{bare[0]}weight_scale_inv; convert the checkpoint again"
-        )
+        raise ValueError(f"{name}: {len(bare)} float8 weights lack scales, such as {bare[0]}weight_scale_inv")
 
 
 def _spare_projection(config: PreTrainedConfig, dtypes: dict[str, str]) -> PreTrainedConfig:

@@ -168,9 +168,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """
     body = model.get_decoder()
     if not isinstance(layers := dict(body.named_children()).get("layers"), nn.ModuleList):
-        raise ValueError(
-            f"DeepSeekMTP does not support model_type={model.config.model_type!r}: no `layers` in {type(body).__name__}"
-        )
+        raise ValueError(f"model_type={model.config.model_type!r} has no `layers` in {type(body).__name__}")
     return layers
 
 

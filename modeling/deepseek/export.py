@@ -72,10 +72,7 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
             ValueError: A quantised main model.
         """
         if vars(self.main).get("hf_quantizer") is not None:
-            raise ValueError(
-                "save_pretrained: the main model is quantised; load it in full precision (float8: "
-                "quantization_config=FineGrainedFP8Config(dequantize=True)), or save adapters"
-            )
+            raise ValueError("save_pretrained: a quantised main model; load it in full precision, or save adapters")
         state = self._official_tensors(whole_state(self) if state_dict is None else state_dict)
         self._save_main(folder, state, is_main_process, **kwargs)
         if is_main_process and self.draft_vocabulary is not None:

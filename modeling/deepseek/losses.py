@@ -242,10 +242,8 @@ def _causal_mask(
         allow_is_causal_skip=False,
     )
     if not isinstance(mask, torch.Tensor) or mask.dim() < 4:
-        raise ValueError(
-            f"attn_implementation={modules.config._attn_implementation!r} takes no explicit mask, which more steps "
-            "than modules need; use 'sdpa' or 'eager'"
-        )
+        kind = modules.config._attn_implementation
+        raise ValueError(f"attn_implementation={kind!r}: unroll_steps above the modules needs 'sdpa' or 'eager'")
     return mask
 
 

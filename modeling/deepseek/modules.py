@@ -86,11 +86,7 @@ class MTPModule(GradientCheckpointingLayer):
         dtype = self.eh_proj.weight.dtype
         is_plain = dtype in (torch.float32, torch.float16, torch.bfloat16)  # quantised weights have their own rules
         if is_plain and dtype != states.dtype and not torch.is_autocast_enabled(states.device.type):
-            raise ValueError(
-                f"the modules have dtype {dtype}, but the hidden states {states.dtype}: use "
-                f"model.mtp.to({states.dtype}), "
-                "or train under autocast (bf16=True in TrainingArguments)"
-            )
+            raise ValueError(f"modules of {dtype} read {states.dtype}: use mtp.to(...), or train with bf16=True")
 
     def run(self, states: torch.Tensor, **options: Any) -> torch.Tensor:
         """Run the block alone, [B, R, H] to [B, R, H]."""

@@ -45,10 +45,7 @@ def retrofit(
     """
     loads = isinstance(model_or_path, (str, PathLike))
     if options and not loads:
-        raise TypeError(
-            f"DeepSeekMTP.from_backbone takes num_modules and eh_init, and with a path options of from_pretrained; "
-            f"with a model it has no option {', '.join(map(repr, options))}"
-        )
+        raise TypeError(f"DeepSeekMTP.from_backbone with a model has no option {', '.join(map(repr, options))}")
     if num_modules < 1:
         raise ValueError(f"num_modules={num_modules} must be at least 1")
     if eh_init not in _SHARES:
@@ -62,10 +59,8 @@ def retrofit(
     if type(main) is not main_class(main.config):
         raise ValueError(f"from_backbone needs a {main_class(main.config).__name__}, not a {type(main).__name__}")
     if not family.retrofit and count_modules(main.config):
-        raise ValueError(
-            f"{main.config.model_type} has modules of its own ({family.count}={count_modules(main.config)}): load them "
-            f"with DeepSeekMTP.from_pretrained, or set config.{family.count}=0 first"
-        )
+        own = f"{family.count}={count_modules(main.config)}"
+        raise ValueError(f"{main.config.model_type} has {own} of its own: use from_pretrained, or set it to 0")
     twin = _twin(main.config)
     set_modules(main.config, num_modules)
     try:

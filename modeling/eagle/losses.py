@@ -76,9 +76,7 @@ def pooled_loss(sums: torch.Tensor, counts: torch.Tensor | int, options: Resolve
     weights = options.decay ** torch.arange(options.steps, device=sums.device) if discounts else 1.0
     counts = torch.as_tensor(counts, device=sums.device).flatten().float()
     if len(counts) not in (1, options.steps):
-        raise ValueError(
-            f"num_items_in_batch has {len(counts)} entries; give one number, or one for each of {options.steps}"
-        )
+        raise ValueError(f"num_items_in_batch has {len(counts)} entries; give one number, or {options.steps}")
     if is_block:  # a mean over places of what all steps accept
         counts = counts[:1]
     return (sums / counts.clamp(min=1) * weights).sum()

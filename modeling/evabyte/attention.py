@@ -63,12 +63,7 @@ class EvaAttention(nn.Module):
         return self.o_proj(self._attend(query, key, value, block, cache).flatten(2))
 
     def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        block: EvaBlock,
-        cache: EvaCacheLayer | None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: EvaBlock, cache: EvaCacheLayer | None
     ) -> torch.Tensor:
         """Return [R, M, H, d] from rotated queries, keys and values [R, H, M, d]."""
         memory = (key, value)

@@ -191,9 +191,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
 
     def _cache(self, cache: Cache | None, use_cache: bool | None) -> EvaByteCache | None:
         if cache is not None and not isinstance(cache, EvaByteCache):
-            raise ValueError(
-                f"past_key_values is a {type(cache).__name__}; EvaByte needs an EvaByteCache(model.config)"
-            )
+            raise ValueError(f"past_key_values is a {type(cache).__name__}; give an EvaByteCache(model.config)")
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             return None
         wanted = self.config.use_cache if use_cache is None else use_cache

@@ -102,14 +102,9 @@ class SequenceLengths:
         """
         for index, (n, start, count) in enumerate(zip(self.lengths, self.starts, removed)):
             if count < 0:
-                raise ValueError(
-                    f"crop: sequence {index} would grow by {-count}; pass 0 or a negative number of tokens"
-                )
+                raise ValueError(f"crop: sequence {index} would grow by {-count}; pass 0 or a negative number")
             if count > n - start:
-                raise ValueError(
-                    f"crop: cannot remove {count} tokens of sequence {index}: it holds {n}, and those before {start} "
-                    f"are summarised; crop before the next forward, by at most {n - start}"
-                )
+                raise ValueError(f"crop: cannot remove {count} tokens of sequence {index}, but at most {n - start}")
         self.lengths = [n - count for n, count in zip(self.lengths, removed)]
         self.settled, self._mirror = list(self.lengths), None
 
@@ -299,10 +294,7 @@ class EvaByteCache(Cache):
             try:
                 sequences.crop(surplus)
             except ValueError as error:
-                raise ValueError(
-                    "past_key_values: a sequence of this cache ended more than a window before the others, and what "
-                    "came after its end is folded into summaries; leave past_key_values out"
-                ) from error
+                raise ValueError("past_key_values: padding is folded into summaries; leave it out") from error
             sequences.gaps = [gap + extra for gap, extra in zip(sequences.gaps, surplus)]
 
     def activate_past_recording(self) -> None:

@@ -89,10 +89,7 @@ class EvaByteForMTPC(
         wanted = config.mtp_head
         stored = wanted if name is None else EvaByteConfig.from_pretrained(name, **hub).mtp_head
         if not wanted.same_parameters(stored) and not stored.family.rows_of_lm_head:
-            raise ValueError(
-                f"{name}: the checkpoint holds mtp_head={stored.options()}, not {wanted.options()}; load that, "
-                "or start a new head from its FF heads with set_head(...)"
-            )
+            raise ValueError(f"{name} holds mtp_head={stored.options()}, not {wanted.options()}; load that one")
         in_rows = wanted.family.rows_of_lm_head
         is_stored = not in_rows and wanted.same_parameters(stored)
         adds_layers = is_stored and wanted.draft_options() != stored.draft_options()
@@ -184,10 +181,7 @@ class EvaByteForMTPC(
         return build_head(config, self.config.hidden_size, self.config.vocab_size)
 
     def resize_token_embeddings(
-        self,
-        new_num_tokens: int | None = None,
-        pad_to_multiple_of: int | None = None,
-        mean_resizing: bool = True,
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Embedding:
         """Resize embeddings and all heads; every head keeps its own rows, new ones are means, or drawn.
 
@@ -248,9 +242,7 @@ class EvaByteForMTPC(
                 `distribution_of_features`.
         """
         if self.draft_layers is not None:
-            raise ValueError(
-                "window_distribution: draft layers read other states; use distribution_of_features(features(...))"
-            )
+            raise ValueError("window_distribution: draft layers read other states; use distribution(input_ids)")
         return self.distribution_of_features(hidden_states)
 
     @can_return_tuple

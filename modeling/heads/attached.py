@@ -88,12 +88,7 @@ class MTPHeads(
 
     @classmethod
     def from_backbone(
-        cls,
-        backbone: PreTrainedModel,
-        window: int = 4,
-        leaf: str | None = None,
-        draft_ids: Any = None,
-        **options: Any,
+        cls, backbone: PreTrainedModel, window: int = 4, leaf: str | None = None, draft_ids: Any = None, **options: Any
     ) -> MTPHeads:
         """New heads for `backbone`, attached; where they share or copy its unembedding, they start as its own head.
 
@@ -219,13 +214,9 @@ class MTPHeads(
             ValueError: The heads have draft layers, or decoder layers of their own.
         """
         if self.draft_layers is not None:
-            raise ValueError(
-                f"the heads have {self.config.draft_layers} draft layers; make new heads for another number"
-            )
+            raise ValueError(f"draft_layers={self.config.draft_layers} are there; make new heads for another number")
         if self.attends:
-            raise ValueError(
-                f"head_type={self.config.head_type!r} has decoder layers of its own: no draft layers go below"
-            )
+            raise ValueError(f"head_type={self.config.head_type!r} has decoder layers: no draft layers go below")
         changes = {"draft_layers": count, "draft_lora_rank": rank, "draft_lora_alpha": alpha}
         described = (
             self.config.to_dict() | changes | {"backbone_config": self.backbone.config.get_text_config().to_dict()}
@@ -317,10 +308,7 @@ class MTPHeads(
             ValueError: Heads that read more than one state; use `distribution`.
         """
         if self.attends or set(self.hidden_layers) != {-1}:
-            raise ValueError(
-                f"head_type={self.config.head_type!r} reads more than the last state of one position: use "
-                "distribution(input_ids, attention_mask)"
-            )
+            raise ValueError(f"head_type={self.config.head_type!r} reads several states: use distribution(input_ids)")
         return self.distribution_of_features(hidden_states)
 
     @torch.no_grad()

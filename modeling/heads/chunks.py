@@ -202,11 +202,7 @@ def _pass(
 
 
 def _chunk(
-    terms: Terms,
-    chunk: Chunk,
-    shares: torch.Tensor,
-    wanted: bool,
-    others: list[torch.Tensor],
+    terms: Terms, chunk: Chunk, shares: torch.Tensor, wanted: bool, others: list[torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Sums of one chunk, [n], and gradients of their weighted sum: of the hidden states, if wanted, then `others`."""
     states, arguments = chunk

@@ -113,11 +113,9 @@ def _check_memory(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> N
     needed = 4 * config.num_depths * config.rank * hidden_size * vocab_size
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > available:
-        raise ValueError(
-            f"leaf='full' with window={config.window}, rank={config.rank}, hidden_size={hidden_size} and "
-            f"vocab_size={vocab_size} needs {needed / 2**30:.0f} GiB in float32, and this machine has "
-            f"{available / 2**30:.0f} GiB; use leaf='shared', or a smaller rank or window"
-        )
+        sizes = f"window={config.window}, rank={config.rank}, hidden_size={hidden_size} and vocab_size={vocab_size}"
+        size = f"{needed / 2**30:.0f} GiB of {available / 2**30:.0f}"
+        raise ValueError(f"leaf='full' with {sizes} needs {size}; use leaf='shared', or a smaller rank or window")
 
 
 def circuit_from_logits(

@@ -118,9 +118,7 @@ class OfficialLayoutsMixin:
         if expected is None or weight.is_meta:
             return
         if expected.shape != weight.shape or not torch.allclose(expected.to(weight), weight, atol=1e-3):
-            raise ValueError(
-                f"{type(backbone).__name__} has other embeddings than the backbone that these heads were trained on"
-            )
+            raise ValueError(f"{type(backbone).__name__} has other embeddings than these heads were trained on")
 
 
 def _layout_of(folder: Path) -> HeadLayout:
@@ -135,7 +133,4 @@ def _layout_of(folder: Path) -> HeadLayout:
     for layout in (layout for family in FAMILIES.values() for layout in family.layouts):
         if layout.recognises(folder, fields):
             return layout
-    raise ValueError(
-        f"{folder}: no known layout of heads: neither medusa_lm_head.*, model_type 'medusa', medusa_num_heads, "
-        "hydra_lm_head.* nor params.json with consolidated.pth"
-    )
+    raise ValueError(f"{folder}: no known layout of heads (medusa_lm_head.*, hydra_lm_head.*, params.json, ...)")

@@ -81,10 +81,7 @@ class LayerAdapters(nn.Module):
             shape = (adapter.lora_B.shape[0], adapter.lora_A.shape[1])
             weight = weights.get(name)
             if weight is None or weight.is_meta or weight.shape != shape or not weight.is_floating_point():
-                raise ValueError(
-                    f"draft_layers need the backbone's {name} as a matrix of {shape}, and it is quantised, offloaded "
-                    "or wrapped by peft; load it plainly, or merge its adapters first"
-                )
+                raise ValueError(f"draft_layers need {name} as a matrix {shape}: load it plainly, merge adapters")
             weights[name] = adapter.added_to(weight)
         return weights
 

@@ -142,9 +142,7 @@ def check_vllm_unembedding(backbone: PreTrainedModel) -> torch.Tensor:
     """
     unembedding = output_embeddings(backbone)
     if unembedding.bias is not None:
-        raise ValueError(
-            f"layout='vllm': the unembedding of {type(backbone).__name__} has a bias, which vLLM's heads lack"
-        )
+        raise ValueError(f"layout='vllm' has no bias, which the unembedding of {type(backbone).__name__} has")
     return unembedding.weight
 
 

@@ -167,9 +167,7 @@ def _read(folder: Path) -> Directory:
     """
     config, tensors, count = _read_model(folder)
     if count < 2:
-        raise ValueError(
-            f"{folder}: n_future_tokens={count}: a plain Llama without heads; MTPHeads.backbone_from_official loads it"
-        )
+        raise ValueError(f"{folder}: n_future_tokens={count}: no heads; MTPHeads.backbone_from_official loads it")
     heads = {name.replace("extra_heads", "layers"): part for name, part in tensors.items() if "extra_heads" in name}
     options = {
         "head_type": "layer",

@@ -206,10 +206,8 @@ def split_states(cached: torch.Tensor, layers: list[int]) -> dict[int, torch.Ten
         ValueError: Another number of layers.
     """
     if cached.dim() != 4 or cached.shape[2] != len(layers):
-        raise ValueError(
-            f"cached_states has shape {tuple(cached.shape)}; this drafter needs [B, L, {len(layers)}, d], the hidden "
-            f"states {layers}"
-        )
+        wanted = f"[B, L, {len(layers)}, d], the hidden states {layers}"
+        raise ValueError(f"cached_states has shape {tuple(cached.shape)}, but this drafter needs {wanted}")
     return dict(zip(layers, cached.unbind(2)))
 
 

@@ -54,10 +54,7 @@ def depth_targets(
 
 
 def _targets_of_shifted(
-    shift_labels: torch.Tensor,
-    window: int,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
+    shift_labels: torch.Tensor, window: int, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
 ) -> torch.Tensor:
     """Shifted back, labels are one column longer: the last position may have a target, too."""
     if attention_mask is not None:
@@ -81,10 +78,8 @@ def check_targets(targets: torch.Tensor, vocab_size: int, name: str = "labels") 
         ignored = (targets == IGNORE) & (name != "input_ids")
         wrong = targets[~ignored & ((targets < 0) | (targets >= vocab_size))]
         if len(wrong):
-            raise ValueError(
-                f"{name} hold {int(wrong[0])}, but the vocabulary has {vocab_size} tokens: ids go from 0 to "
-                f"{vocab_size - 1}, and labels may be {IGNORE} where nothing is scored; another tokenizer?"
-            )
+            allowed = f"0 to {vocab_size - 1}, or {IGNORE} in labels; another tokenizer?"
+            raise ValueError(f"{name} hold {int(wrong[0])}, but the vocabulary has {vocab_size} tokens: {allowed}")
     return targets
 
 

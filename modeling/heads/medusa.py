@@ -139,10 +139,7 @@ def _options(folder: Path, values: dict[str, Any], ours: Tensors) -> Directory:
     indices = [tuple(map(int, name.split(".")[1:3])) for name in ours if name.endswith("linear.weight")]
     if not indices:
         if "unembeddings.heads.0.weight" in ours:
-            raise ValueError(
-                f"{folder}: heads without blocks are independent ('ff') heads written for vLLM, which lack the first "
-                "one; load the directory that they were written from"
-            )
+            raise ValueError(f"{folder}: 'ff' heads for vLLM lack the first one; load where they were written from")
         raise ValueError(f"{folder}: no Medusa heads among its tensors")
     heads, blocks = (1 + max(numbers) for numbers in zip(*indices))
     unembedding = ours.get("unembeddings.heads.0.weight")

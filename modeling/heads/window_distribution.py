@@ -155,11 +155,7 @@ class SequentialDistribution(_GivenConditionals):
     """
 
     def __init__(
-        self,
-        next_logits: NextLogits,
-        embed: Callable[[torch.Tensor], torch.Tensor],
-        window: int,
-        known: torch.Tensor,
+        self, next_logits: NextLogits, embed: Callable[[torch.Tensor], torch.Tensor], window: int, known: torch.Tensor
     ) -> None:
         self.next_logits, self.embed, self.window, self.known = next_logits, embed, window, known
 

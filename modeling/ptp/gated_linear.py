@@ -44,8 +44,5 @@ class GatedLinear(Linear):
             ValueError: Another adapter, which could not be told from this one.
         """
         if self.lora_A:
-            raise ValueError(
-                "this layer has gated adapters of its own (PTPForCausalLM), and takes no others: adapt and merge the "
-                "backbone before PTPForCausalLM.from_backbone, or train the student with train_only('student')"
-            )
+            raise ValueError("PTPForCausalLM has gated adapters and takes no others: merge them before from_backbone")
         super().update_layer(*args, **kwargs)

@@ -156,10 +156,8 @@ def check_positions(config: PTPConfig, position_ids: torch.Tensor) -> None:
     """Refuse positions beyond a table of learned ones."""
     limit = config.learned_positions
     if limit is not None and position_ids.numel() and int(position_ids.max()) >= limit:
-        raise ValueError(
-            f"position {int(position_ids.max())} is beyond the {limit} learned positions of "
-            f"{config.backbone_config.model_type} (max_position_embeddings); auxiliary rows need room too"
-        )
+        last, kind = int(position_ids.max()), config.backbone_config.model_type
+        raise ValueError(f"position {last} is beyond the {limit} learned positions of {kind}; auxiliary rows need room")
 
 
 def has_slots(config: PTPConfig, uniforms: torch.Tensor | None, masks: torch.Tensor | None) -> bool:

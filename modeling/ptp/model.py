@@ -23,15 +23,7 @@ from ..outputs import PTPOutput, states_asked_for
 from ..wrapped_models import AroundBackboneMixin, PicklableMixin, caches_kept, checkpoints_activations, merged_copy
 from .embedding import Sampler, UniformEmbedding, slot_parts
 from .gated_lora import ADAPTER, Gate, gate_linears, keep_gates, opened
-from .inputs import (
-    check_config,
-    check_logits,
-    check_masks,
-    check_model,
-    check_positions,
-    check_uniforms,
-    has_slots,
-)
+from .inputs import check_config, check_logits, check_masks, check_model, check_positions, check_uniforms, has_slots
 
 _EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative", "greedy"}
 _RECOMMENDED = {"lora_rank": 64, "lora_alpha": 64}

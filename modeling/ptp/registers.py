@@ -44,10 +44,7 @@ class RegisterModel(AroundBackboneMixin, OfBackboneMixin, PreTrainedModel):
     def __init__(self, backbone: PreTrainedModel) -> None:
         plain, attention = unwrap(backbone), backbone.config._attn_implementation
         if hasattr(plain, "train_only"):
-            raise ValueError(
-                f"a {type(plain).__name__} owns a drafter, which would not be trained while the model learns with "
-                "registers; take a plain model of transformers"
-            )
+            raise ValueError(f"a {type(plain).__name__} owns a drafter; take a plain model of transformers")
         check_config(backbone.config)
         check_model(plain)
         super().__init__(backbone.config)

@@ -18,15 +18,7 @@ from ...modeling.masks import additive_mask
 from ...modeling.ptp.inputs import packed_mask, packed_positions, stepwise_mask, token_mask
 from ...modeling.sampling import pick
 from ...modeling.uniforms import place
-from .completions import (
-    Completions,
-    Scores,
-    Sequences,
-    at_columns,
-    before_eos,
-    completion_tokens,
-    token_intervals,
-)
+from .completions import Completions, Scores, Sequences, at_columns, before_eos, completion_tokens, token_intervals
 from .losses import target_probs
 
 Read = Callable[[torch.Tensor, nn.Module], Any]

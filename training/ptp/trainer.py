@@ -44,11 +44,8 @@ class UpdateTrainer(BaseTrainer):
             kwargs["data_collator"] = self._own_collator(kwargs.get("processing_class"))
         super().__init__(*args, **kwargs)
         if self.compute_metrics is not None:
-            raise ValueError(
-                f"compute_metrics= needs logits of texts, and a step of {type(self).__name__} has those of rows after "
-                "them; leave it out: the log and evaluate(...) have "
-                + ", ".join(f"eval_{name}" for name in self._mean_names())
-            )
+            shown = ", ".join(f"eval_{name}" for name in self._mean_names())
+            raise ValueError(f"compute_metrics= needs logits of the text; leave it out: evaluate(...) has {shown}")
         self.model_accepts_loss_kwargs = True  # sums are divided by the counts of a whole update
 
     def _own_collator(self, tokenizer: Any) -> Any:
@@ -209,10 +206,8 @@ class PTPTrainer(UpdateTrainer):
         self._owner: PTPForCausalLM = _checked(model, self.options, teacher)
         super().__init__(model, _with_rate(args), **kwargs)
         if self.args.neftune_noise_alpha:
-            raise ValueError(
-                f"neftune_noise_alpha={self.args.neftune_noise_alpha} adds noise to the embeddings of the teacher, "
-                "too, and its distribution is what the slots learn; leave it out"
-            )
+            noise = self.args.neftune_noise_alpha
+            raise ValueError(f"neftune_noise_alpha={noise} would change what the teacher says; leave it out")
         if teacher is not None:
             teacher = teacher.to(self.args.device).requires_grad_(False).eval()
         self._external = None if teacher is None else Teacher(teacher, self._owner.config.sampling or {})
@@ -298,15 +293,9 @@ def _checked(model: nn.Module, options: PTPOptions, teacher: Any) -> PTPForCausa
         if teacher is not None:
             raise ValueError("teacher= is not read with method='inverse', which has no teacher; leave it out")
         if model.config.sampling != SAMPLING:
-            raise ValueError(
-                f"sampling={model.config.sampling} is not possible with method='inverse', which learns that of the "
-                f"data; set it to {SAMPLING}"
-            )
+            raise ValueError(f"sampling={model.config.sampling}: method='inverse' learns the data's own, {SAMPLING}")
     elif teacher is None and model.trains_backbone and options.base_weight == 0:
-        raise ValueError(
-            "base_weight=0 and no teacher=: the backbone that is trained would be its own teacher; freeze it with "
-            "train_only('drafter'), pass teacher=, or set base_weight"
-        )
+        raise ValueError("base_weight=0: the backbone would teach itself; use train_only('drafter') or teacher=")
     if options.base_weight and not model.trains_backbone:
         raise ValueError(f"base_weight={options.base_weight} needs a backbone that is trained; call train_only('all')")
     size = getattr(getattr(teacher, "config", None), "vocab_size", model.config.vocab_size)
